@@ -1,0 +1,1 @@
+"""The ground floor: errors, units, the environment, and the frozen record every fact is made of."""

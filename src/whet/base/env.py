@@ -1,0 +1,29 @@
+"""The one reader of the environment. Variables locate things; they never decide how a model is trained."""
+
+import os
+from pathlib import Path
+
+HOME_VARIABLE = "WHET_HOME"
+
+
+def home() -> Path:
+    """Where whet keeps what outlives a run (evidence, caches): $WHET_HOME, else the user's cache folder."""
+    chosen = os.environ.get(HOME_VARIABLE)
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "whet"
+
+
+def read(name: str) -> str | None:
+    """The value of one variable, or None when it is unset or empty."""
+    return os.environ.get(name) or None
+
+
+def for_child(**changes: str) -> dict[str, str]:
+    """This environment with `changes`, for a child process: ours stays as it is."""
+    return {**os.environ, **changes}
+
+
+def in_plain_language() -> dict[str, str]:
+    """An environment in which programs answer in English with a decimal point, so that their output can be read."""
+    return for_child(LC_ALL="C", LANG="C", LANGUAGE="C")

@@ -1,0 +1,52 @@
+"""Numbers as people read them: bytes, seconds, counts."""
+
+GB = 1024**3
+"""One GB as Apple and memory makers count it: 2**30 bytes, so an "8 GB" Mac holds 8 * GB."""
+
+_BYTE_STEPS = (("TB", 1024**4), ("GB", GB), ("MB", 1024**2), ("kB", 1024))
+_COUNT_STEPS = ((" B", 1e9), (" M", 1e6))
+
+
+def show_bytes(num_bytes: float) -> str:
+    """Bytes with one decimal below 100 of a unit.
+
+    >>> show_bytes(5726623061), show_bytes(8 * GB), show_bytes(512)
+    ('5.3 GB', '8 GB', '512 B')
+    """
+    for unit, size in _BYTE_STEPS:
+        if abs(num_bytes) >= size:
+            value = num_bytes / size
+            text = f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+            return f"{text} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """A duration in the unit a person would say.
+
+    >>> show_seconds(0.0042), show_seconds(38), show_seconds(14 * 60), show_seconds(2 * 3600 + 5 * 60)
+    ('4 ms', '38 s', '14 min', '2 h 5 min')
+    """
+    if seconds < 0.95:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+
+
+def show_count(count: float) -> str:
+    """A count; millions and billions shortened.
+
+    >>> show_count(109_482_240), show_count(7320)
+    ('109.5 M', '7,320')
+    """
+    for unit, size in _COUNT_STEPS:
+        if abs(count) >= size:
+            return f"{count / size:.1f}{unit}"
+    return f"{count:,.0f}"
