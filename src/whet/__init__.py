@@ -1,1 +1,50 @@
-__version__ = "0.1.0"
+"""whet trains your PyTorch model as fast as the machine in front of you allows.
+
+Without changing what is trained, and without losing a step. The rooms of the house, from the ground up; a room may use
+the rooms above it in this list, never the later ones:
+
+    base      errors, units, the environment, frozen records
+    machine   facts about this computer and about known ones
+    plan      settings with value, reason, source and evidence; the rules that make them
+    config    key=value words, config files, the keys every recipe has
+    run       the run folder: durable writes, lock, events, following
+    report    reads run folders: text and JSON
+    device    the only room that names a backend
+    data      order, global batches, micro-batches, loading
+    recipes   complete workloads that ship with whet
+    cli       one file per verb; the only room that prints
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from whet.base.version import VERSION as __version__
+
+_PUBLIC = {
+    "WhetError": "whet.base.errors",
+    "make_plan": "whet.plan.plan",
+    "open_run": "whet.run.folder",
+    "probe": "whet.machine.probe",
+    "summarize": "whet.report.summary",
+}
+
+if TYPE_CHECKING:
+    from whet.base.errors import WhetError as WhetError
+    from whet.machine.probe import probe as probe
+    from whet.plan.plan import make_plan as make_plan
+    from whet.report.summary import summarize as summarize
+    from whet.run.folder import open_run as open_run
+
+__all__ = ["WhetError", "__version__", "make_plan", "open_run", "probe", "summarize"]
+
+
+def __getattr__(name: str) -> Any:
+    # Names are loaded on first use: `import whet` stays quick, and nothing imports torch before it is needed.
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'whet' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

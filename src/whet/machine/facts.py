@@ -58,6 +58,17 @@ class Torch(Record):
     error: str | None = None
     """Why torch could not be asked, in one line."""
 
+    def is_before(self, major: int, minor: int) -> bool | None:
+        """Whether torch is older than that release; None when its version is unknown.
+
+        >>> [Torch(version=version).is_before(2, 13) for version in ("2.13.0+cpu", "2.9.1", None)]
+        [False, True, None]
+        """
+        parts = (self.version or "").split(".")
+        if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
+            return None
+        return (int(parts[0]), int(parts[1])) < (major, minor)
+
 
 class Absent(Record):
     """A device that torch cannot use here: why, and what would help."""

@@ -1,0 +1,46 @@
+# Two commands do everything on a fresh machine with Python 3.11+, make and a C++ compiler:
+#   make demo   set up, run the main job, print its report
+#   make test   set up, lint, test
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: help setup demo docs lint test test-all clean
+
+help:
+	@sed -n '1,3s/^# \{0,1\}//p' Makefile
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "error: Python 3.11 or newer is needed\n  got: " + sys.version.split()[0] + "\n  try: make PYTHON=python3.12 demo")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing whet with all extras and tools into .venv (about a minute)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
+	@touch $(READY)
+
+demo: $(READY)
+	@$(BIN)/whet probe
+	@echo
+	@$(BIN)/whet plan text
+	@echo
+	@$(BIN)/whet plan text --machine m2-air-8gb
+
+docs: $(READY)
+	@$(BIN)/python tools/docs.py
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/mypy
+	@$(BIN)/python tools/docs.py --check
+
+test: lint
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+test-all: lint
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
+
+clean:
+	rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,3 @@
+"""Which whet this is."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,99 @@
+"""The entry point: finds the verb, and turns every failure into three lines and an exit code."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import typer
+
+from whet.base.errors import UsageError, WhetError, nearest
+from whet.cli import plan, probe, report, runs, screen
+
+VERBS: dict[str, Callable[..., None]] = {
+    "probe": probe.probe,
+    "plan": plan.plan,
+    "runs": runs.runs,
+    "report": report.report,
+}
+
+_EPILOG = "Everywhere: --quiet prints results and errors only, --debug shows the traceback of a failure."
+_INTERRUPTED, _USAGE = 130, 2
+# typer keeps its usage errors private; the public BadParameter is one of them.
+_ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="whet",
+    help="Trains your PyTorch model as fast as this machine allows, without changing what is trained.",
+    epilog=_EPILOG,
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for _name, _verb in VERBS.items():
+    app.command(_name, epilog=_EPILOG)(_verb)
+
+
+@app.callback(invoke_without_command=True)
+def whet(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        from whet import __version__
+
+        screen.result(f"whet {__version__}")
+        raise typer.Exit
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command and exits with its code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command; its exit code."""
+    switches = {"--quiet", "--debug"}
+    screen.quiet = "--quiet" in arguments
+    debug = "--debug" in arguments
+    words = [word for word in arguments if word not in switches] or ["--help"]
+    try:
+        _refuse_windows()
+        return app(words, standalone_mode=False) or 0
+    except WhetError as error:
+        if debug:
+            raise
+        screen.error(error)
+        return error.exit_code
+    except _ClickUsageError as error:
+        screen.error(_as_usage_error(error, words))
+        return _USAGE
+    except typer.Exit as error:
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (whet plan | head): a flush at exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        screen.error(
+            WhetError(
+                "this should not have happened", got=f"{type(error).__name__}: {error}", try_="--debug shows where"
+            )
+        )
+        return 1
+
+
+def _as_usage_error(error: Exception, words: Sequence[str]) -> UsageError:
+    what = str(error).rstrip(".")
+    verb = next((word for word in words if not word.startswith("-")), "")
+    if verb not in VERBS:
+        meant = nearest(verb, VERBS)
+        return UsageError(
+            "no such command", got=verb or " ".join(words), try_=f"whet {meant}" if meant else "whet --help"
+        )
+    return UsageError(what[:1].lower() + what[1:], got="whet " + " ".join(words), try_=f"whet {verb} --help")
+
+
+def _refuse_windows() -> None:
+    if sys.platform == "win32":
+        raise WhetError("whet runs on macOS and Linux", got="Windows", try_="WSL, where whet sees the GPU through CUDA")

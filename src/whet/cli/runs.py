@@ -1,0 +1,62 @@
+"""whet runs: what lies in a folder of runs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from whet.run.runs import RunSummary
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that holds the runs.")] = Path("runs"),
+    prune: Annotated[bool, typer.Option("--prune", help="Remove runs that never made a step, and left-overs.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """The runs in a folder; --prune tidies up.
+
+    \b
+    whet runs
+    whet runs experiments --prune
+    """
+    from whet.base.errors import UsageError
+    from whet.cli import screen
+    from whet.run.runs import list_runs
+    from whet.run.runs import prune as prune_runs
+
+    if folder.exists() and not folder.is_dir():
+        raise UsageError("runs lie in a folder", got=str(folder), try_="whet runs DIR")
+    removed = prune_runs(folder) if prune and folder.exists() else ()
+    found = list_runs(folder) if folder.exists() else ()
+    if json:
+        listed = {"runs": [run.as_json() for run in found]}
+        if prune:
+            listed["pruned"] = [gone.as_json() for gone in removed]
+        screen.result_json(listed)
+        return
+    for gone in removed:
+        screen.note(f"removed {gone.path}: {gone.reason}")
+    if not found:
+        screen.note(f"no runs in {folder}")
+        return
+    header = ("run", "state", "step", "loss", "goal", "age", "size")
+    screen.result(screen.table(header, [_row(run) for run in found]))
+    for run in found:
+        if run.problem:
+            screen.note(f"{run.path}: {run.problem}")
+
+
+def _row(run: "RunSummary") -> tuple[str, ...]:
+    from whet.base.units import show_bytes, show_seconds
+
+    goal = f"{run.goal} {run.goal_value:.4g}" if run.goal and run.goal_value is not None else "-"
+    return (
+        str(run.path),
+        run.state,
+        f"{run.step:,}/{run.total_steps:,}" if run.total_steps else f"{run.step:,}",
+        "-" if run.last_loss is None else f"{run.last_loss:.4g}",
+        goal,
+        show_seconds(run.age_seconds),
+        show_bytes(run.size_bytes),
+    )

@@ -1,0 +1,56 @@
+"""What reaches the user: results on standard output, all else on standard error, plain lines everywhere."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from whet.base.errors import WhetError
+
+quiet = False
+"""Set once by the entry point: notes are left out."""
+
+
+def result(text: str) -> None:
+    """What was asked for."""
+    print(text)
+
+
+def result_json(value: Any) -> None:
+    """What was asked for, for a program to read."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def note(text: str) -> None:
+    """What is good to know beside the result."""
+    if not quiet:
+        print(text, file=sys.stderr)
+
+
+def error(problem: WhetError) -> None:
+    """A failure in three lines."""
+    print(f"error: {problem}", file=sys.stderr)
+
+
+def width() -> int:
+    """Columns of the terminal, or a wide page when the output is not one."""
+    return shutil.get_terminal_size((120, 40)).columns if sys.stdout.isatty() else 120
+
+
+def speaks_unicode() -> bool:
+    """Whether braille curves and arrows can be printed."""
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell; the last one is free.
+
+    >>> print(table(("setting", "value"), [("device", "mps"), ("micro_batch", "16")]))
+    setting      value
+    device       mps
+    micro_batch  16
+    """
+    lines = [tuple(header), *(tuple(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)

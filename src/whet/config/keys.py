@@ -1,0 +1,77 @@
+"""The keys every recipe has, with their types, defaults and meaning. A recipe's own Config extends them."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.functional_validators import BeforeValidator
+
+
+def _as_switch(value: Any) -> Any:
+    """YAML reads a bare `on` as true: both spellings mean the switch."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
+Auto = Literal["auto"]
+Switch = Annotated[Literal["off", "on"], BeforeValidator(_as_switch)]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+
+SYNONYMS = {"forward_dtype": "precision", "batch_size": "global_batch_size"}
+"""Names the guides use for our keys."""
+
+DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+
+
+class CommonConfig(BaseModel):
+    """Training that is yours (batch, steps, optimizer) and execution that a plan decides unless you do ("auto")."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
+
+    plan_keys: ClassVar[tuple[str, ...]] = (
+        "micro_batch",
+        "eval_batch",
+        "precision",
+        "compile",
+        "checkpoint_steps",
+        "checkpoint_minutes",
+        "checkpoint_epochs",
+        "keep",
+        "workers",
+        "threads",
+        "memory_gb",
+        "on_device_failure",
+        "mps_fallback",
+    )
+    """Keys that are settings of the plan: when you give one, no rule and no measurement overrides it."""
+
+    data: str | None = Field(
+        None, description="file or folder with the data; the recipe's embedded default if not given"
+    )
+    data_paths: tuple[str, ...] = Field((), description="several files or folders, read one after the other")
+    init_from: str | None = Field(None, description="run folder whose weights a new run starts from")
+
+    global_batch_size: PositiveInt = Field(32, description="samples of one optimizer step")
+    epochs: PositiveInt = Field(3, description="passes over the training data")
+    max_steps: PositiveInt | None = Field(None, description="stop after this many optimizer steps, if earlier")
+    lr: PositiveFloat = Field(3e-4, description="learning rate after the warm-up")
+    weight_decay: NonNegativeFloat = Field(0.01, description="decay of weights; biases and norms are left out")
+    warmup_steps: NonNegativeInt | Auto = Field("auto", description="steps until the full learning rate")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of activations dropped in training")
+    ema: bool = Field(False, description="evaluate with an exponential moving average of the weights")
+    clip: PositiveFloat | None = Field(1.0, description="largest norm of the gradient; null for none")
+    seed: NonNegativeInt = Field(0, description="decides the order of samples, the first weights and all draws")
+    eval_every: PositiveInt | Auto = Field("auto", description="steps between evaluations; auto: once an epoch")
+    epochs_per_sitting: PositiveInt | None = Field(None, description="stop after this many epochs, to go on later")
+
+    micro_batch: PositiveInt | Auto = Field("auto", description="samples that go through the model at once")
+    eval_batch: PositiveInt | Auto = Field("auto", description="samples evaluated at once")
+    precision: Precision | Auto = Field("auto", description="number format of matrix products")
+    compile: Switch | Auto = Field("auto", description="torch.compile the model")
+    checkpoint_steps: PositiveInt | Auto = Field("auto", description="steps between checkpoints")
+    checkpoint_minutes: PositiveFloat | Auto = Field("auto", description="minutes between checkpoints")
+    checkpoint_epochs: PositiveInt | Auto = Field("auto", description="epochs between checkpoints")
+    keep: Annotated[int, Field(ge=2)] | Auto = Field("auto", description="how many of the last checkpoints are kept")
+    workers: NonNegativeInt | Auto = Field("auto", description="processes that read data ahead")
+    threads: PositiveInt | Auto = Field("auto", description="threads of the CPU")
+    memory_gb: PositiveFloat | Auto = Field("auto", description="memory the run may plan for")
+    on_device_failure: Literal["stop", "cpu"] | Auto = Field("auto", description="when the device cannot be used")
+    mps_fallback: Switch | Auto = Field("auto", description="run operators that MPS lacks on the CPU")

@@ -1,0 +1,126 @@
+"""How the pieces come together: default < config file < command line, unknown keys refused with a suggestion."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from whet.base.errors import UsageError, nearest
+from whet.config.files import read_config_file
+from whet.config.keys import DTYPE_NAMES, SYNONYMS, CommonConfig
+from whet.config.words import flatten, nest, read_words
+
+_LAWS = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list such as [a,b]",
+}
+
+C = TypeVar("C", bound=CommonConfig)
+Scalar = bool | int | float | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved(Generic[C]):
+    """A recipe's config, and which keys the user gave (a plan never overrides those)."""
+
+    config: C
+    given: tuple[str, ...]
+
+    @property
+    def wishes(self) -> dict[str, Scalar]:
+        """The given keys that are settings of the plan."""
+        top = {key: getattr(self.config, key) for key in self.config.plan_keys if key in self.given}
+        return {key: value for key, value in top.items() if value != "auto"}
+
+
+def resolve(model: type[C], words: Iterable[str] = (), *, file: Path | None = None) -> Resolved[C]:
+    """The config of a recipe from a file and words; every key is checked before anything runs."""
+    said = read_words(words)
+    from_file = _rename(flatten(read_config_file(file))) if file else {}
+    from_words = _rename(said.values)
+    known = known_keys(model)
+    for values, where in ((from_file, str(file)), (from_words, "the command line"), (said.dropped, "the command line")):
+        _refuse_unknown(values, known, where)
+    flat = {**{key: value for key, value in from_file.items() if key not in said.dropped}, **from_words}
+    try:
+        config = model.model_validate(nest(flat))
+    except ValidationError as error:
+        raise _explain(error, known) from None
+    return Resolved(config=config, given=tuple(sorted(flat)))
+
+
+def known_keys(model: type[BaseModel], *, prefix: str = "") -> dict[str, FieldInfo]:
+    """Every dotted key of a config model with its type, default and description."""
+    keys: dict[str, FieldInfo] = {}
+    for name, field in model.model_fields.items():
+        group = _group_of(field.annotation)
+        if group is None:
+            keys[f"{prefix}{name}"] = field
+        else:
+            keys |= known_keys(group, prefix=f"{prefix}{name}.")
+    return keys
+
+
+def _group_of(annotation: Any) -> type[BaseModel] | None:
+    for part in (annotation, *get_args(annotation)):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            return part
+    return None
+
+
+def _rename(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The guides' names for our keys, and torch's names for our precisions."""
+    renamed = {SYNONYMS.get(key, key): value for key, value in values.items()}
+    if isinstance(renamed.get("precision"), str):
+        renamed["precision"] = DTYPE_NAMES.get(renamed["precision"], renamed["precision"])
+    return renamed
+
+
+def _refuse_unknown(keys: Iterable[str], known: Mapping[str, FieldInfo], where: str) -> None:
+    groups = {key.rpartition(".")[0] for key in known}
+    for key in keys:
+        if key in known:
+            continue
+        if key in groups:
+            raise UsageError(f"{key!r} is a group of keys", got=key, try_=f"{key}.NAME=VALUE")
+        inside = next((name for name in known if name.endswith(f".{key}")), None)
+        meant = inside or nearest(key, known)
+        hint = f"did you mean {meant!r}?" if meant else "known keys: " + ", ".join(known)
+        raise UsageError(f"unknown key in {where}", got=key, try_=hint)
+
+
+def _explain(error: ValidationError, known: Mapping[str, FieldInfo]) -> UsageError:
+    """What the first wrong value should have been."""
+    complaints = error.errors()
+    key = _key_of(complaints[0], known)
+    laws = dict.fromkeys(_law(complaint) for complaint in complaints if _key_of(complaint, known) == key)
+    field = known.get(key)
+    hint = None
+    if field is not None:
+        example = f"{key}={field.default}" if field.default is not None else key
+        hint = f"{example} ({field.description})"
+    return UsageError(f"{key} must be {' or '.join(laws)}", got=repr(complaints[0]["input"])[:200], try_=hint)
+
+
+def _key_of(complaint: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
+    """The longest known key that a complaint is about; its place also names the branch of a union."""
+    parts = [str(part) for part in complaint["loc"]]
+    places = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((place for place in places if place in known), places[-1] if places else "the config")
+
+
+def _law(complaint: ErrorDetails) -> str:
+    return _LAWS.get(complaint["type"]) or complaint["msg"].removeprefix("Value error, ").removeprefix(
+        "Input should be "
+    )

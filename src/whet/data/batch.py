@@ -1,0 +1,63 @@
+"""A global batch, its pieces, and the place in the data where a run stands."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from whet.data.ragged import Packed, Padded
+
+Field = Tensor | Padded | Packed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """How much data the optimizer has consumed: whole epochs, and samples of the one it is in."""
+
+    epoch: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalBatch:
+    """The samples of one optimizer step."""
+
+    ids: np.ndarray
+    """Sample ids; running numbers for a stream."""
+    after: Position
+    """Where the run stands once the optimizer has consumed this batch."""
+    is_last_of_epoch: bool
+    samples: tuple[Any, ...] = ()
+    """The samples themselves, where they had to be read one by one."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """The part of a global batch that goes through the model at once: what a loss function receives.
+
+    Fields have the names of your data (`micro.tokens`, `micro["label"]`), or x and y for a pair of tensors; they can
+    also be unpacked in order: `x, y = micro`.
+    """
+
+    fields: Mapping[str, Field]
+    ids: np.ndarray
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.fields[name]
+        except KeyError:
+            raise AttributeError(f"this data has no field {name!r}; it has {', '.join(self.fields)}") from None
+
+    def __getitem__(self, key: str | int) -> Any:
+        return self.fields[key] if isinstance(key, str) else tuple(self.fields.values())[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.fields.values())
+
+    def __len__(self) -> int:
+        return len(self.ids)

@@ -1,0 +1,94 @@
+"""Data as named columns of equal length: tensors, or ragged columns of samples that differ in length."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.base.errors import WhetError
+from whet.data.ragged import Ragged
+
+Column = Tensor | Ragged
+Columns = dict[str, Column]
+
+
+def as_columns(data: object) -> Columns | None:
+    """The data as columns, or None when it is not made of tensors."""
+    if isinstance(data, Tensor | Ragged):
+        named: dict[str, Any] = {"x": data}
+    elif isinstance(data, Mapping):
+        named = {str(name): column for name, column in data.items()}
+    elif isinstance(data, tuple | list) and data and all(isinstance(part, Tensor | Ragged) for part in data):
+        named = name_fields(data)
+    else:
+        return None
+    if not named or not all(isinstance(column, Tensor | Ragged) for column in named.values()):
+        return None
+    _refuse_unequal(named)
+    _refuse_nonfinite(named)
+    return named
+
+
+def name_fields(parts: Sequence[Any]) -> dict[str, Any]:
+    """Names for the parts of a sample that has none: x and y for a pair, else f0, f1, ..."""
+    names = ("x", "y") if len(parts) == 2 else ("x",) if len(parts) == 1 else tuple(f"f{i}" for i in range(len(parts)))
+    return dict(zip(names, parts, strict=True))
+
+
+def stack_samples(samples: Sequence[Any]) -> Columns:
+    """Single samples as columns; fields whose first dimension differs become ragged."""
+    fields = [_as_fields(sample) for sample in samples]
+    names = fields[0].keys()
+    if any(field.keys() != names for field in fields):
+        raise WhetError("samples have different fields", got=", ".join(names), try_="the same keys in every sample")
+    return {name: _stack(name, [_as_tensor(field[name]) for field in fields]) for name in names}
+
+
+def _as_fields(sample: Any) -> dict[str, Any]:
+    if isinstance(sample, Mapping):
+        return {str(name): value for name, value in sample.items()}
+    return name_fields(sample) if isinstance(sample, tuple | list) else {"x": sample}
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        # numpy's default is float64, which costs twice the memory everywhere and does not exist on MPS.
+        value = value.astype(np.float32) if value.dtype == np.float64 else value
+        return torch.from_numpy(np.ascontiguousarray(value))
+    try:
+        return torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise WhetError("a sample is made of tensors and numbers", got=f"{type(value).__name__}: {error}") from None
+
+
+def _stack(name: str, values: list[Tensor]) -> Column:
+    shapes = {value.shape for value in values}
+    if len(shapes) == 1:
+        return torch.stack(values)
+    if len({shape[1:] for shape in shapes}) > 1 or any(not shape for shape in shapes):
+        raise WhetError(f"samples of {name!r} cannot be put together", got=str(sorted(map(tuple, shapes))[:4]))
+    return Ragged.of(values)
+
+
+def _refuse_unequal(columns: Columns) -> None:
+    sizes = {name: len(column) for name, column in columns.items()}
+    if len(set(sizes.values())) > 1:
+        raise WhetError("columns must have one length", got=", ".join(f"{n}: {s}" for n, s in sizes.items()))
+
+
+def _refuse_nonfinite(columns: Columns) -> None:
+    for name, column in columns.items():
+        values = column.values if isinstance(column, Ragged) else column
+        if not values.is_floating_point() or bool(values.isfinite().all()):
+            continue
+        bad = values.flatten(1) if values.dim() > 1 else values[:, None]
+        rows = (~bad.isfinite()).any(1).nonzero().flatten().tolist()
+        raise WhetError(
+            f"the data has NaN or Inf in {name!r}",
+            got=f"{len(rows)} rows, the first at {rows[:5]}",
+            try_="remove or fill them",
+        )

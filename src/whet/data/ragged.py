@@ -1,0 +1,84 @@
+"""Samples of different lengths: stored without padding, given to a model padded or packed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Put = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Padded:
+    """A batch as a rectangle: `values` is (batch, longest, ...), filled up behind each sample's length."""
+
+    values: Tensor
+    lengths: Tensor
+
+    def moved(self, put: Put) -> "Padded":
+        """The same, with every tensor moved."""
+        return Padded(values=put(self.values), lengths=put(self.lengths))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """A batch without padding: samples one after the other; sample i is values[starts[i] : starts[i + 1]]."""
+
+    values: Tensor
+    starts: Tensor
+    """(batch + 1), int32: the cumulative lengths."""
+    max_length: int
+
+    def moved(self, put: Put) -> "Packed":
+        """The same, with every tensor moved."""
+        return Packed(values=put(self.values), starts=put(self.starts), max_length=self.max_length)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ragged:
+    """A whole column of samples of different lengths, one behind the other."""
+
+    values: Tensor
+    starts: Tensor
+    """(samples + 1), int64."""
+    pad_value: float = 0
+
+    @classmethod
+    def of(cls, samples: Sequence[Tensor], *, pad_value: float = 0) -> "Ragged":
+        """A column from single samples."""
+        lengths = torch.tensor([0, *(len(sample) for sample in samples)])
+        return cls(values=torch.cat(list(samples)), starts=lengths.cumsum(0), pad_value=pad_value)
+
+    def moved(self, put: Put) -> "Ragged":
+        """The same, with every tensor moved."""
+        return Ragged(values=put(self.values), starts=put(self.starts), pad_value=self.pad_value)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.values[self.starts[index] : self.starts[index + 1]]
+
+    @property
+    def lengths(self) -> Tensor:
+        """The length of every sample."""
+        return self.starts.diff()
+
+    def padded(self, rows: Tensor, *, length: int) -> Padded:
+        """The chosen samples, filled up to `length`."""
+        starts, lengths = self.starts[rows], self.lengths[rows]
+        place = torch.arange(length, device=self.values.device)
+        is_real = place < lengths[:, None]
+        values = self.values[torch.where(is_real, starts[:, None] + place, 0)]
+        mask = is_real.reshape(*is_real.shape, *(1,) * (values.dim() - 2))
+        return Padded(values=torch.where(mask, values, self.pad_value).to(values.dtype), lengths=lengths)
+
+    def packed(self, rows: Tensor, *, max_length: int, total: int) -> Packed:
+        """The chosen samples one after the other; `total` is the sum of their lengths, known on the host."""
+        starts, lengths = self.starts[rows], self.lengths[rows]
+        ends = lengths.cumsum(0)
+        owner = torch.repeat_interleave(torch.arange(len(rows), device=ends.device), lengths, output_size=total)
+        place = torch.arange(total, device=ends.device) - (ends - lengths)[owner] + starts[owner]
+        packed_starts = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+        return Packed(values=self.values[place], starts=packed_starts, max_length=max_length)

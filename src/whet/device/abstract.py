@@ -1,0 +1,90 @@
+"""What the rest of whet may ask of a device. The base does nothing; a device overrides what it needs."""
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whet.device.oom import is_out_of_memory
+
+HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Mark = Callable[[], float]
+"""A moment on the device's clock: calling it gives seconds, and may wait for the device to get there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes, read from counters without waiting for the device; None where there is no counter."""
+
+    allocated: int | None = None
+    """Live tensors."""
+    reserved: int | None = None
+    """Taken from the system, caches included."""
+    peak: int | None = None
+    """The most that live tensors took."""
+    limit: int | None = None
+    """What the device recommends as the most."""
+
+
+class AbstractDevice(ABC):
+    """A place where tensors live and kernels run."""
+
+    kind: str
+
+    @property
+    @abstractmethod
+    def place(self) -> torch.device:
+        """The device as torch names it."""
+
+    @property
+    def lr_dtype(self) -> torch.dtype:
+        """The widest number format a learning rate can have here."""
+        return torch.float64
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """The tensor on this device; complete when this returns, as far as later kernels can tell."""
+        return tensor.to(self.place)
+
+    def sync(self) -> None:
+        """Waits until everything asked for is done."""
+
+    def mark(self) -> Mark:
+        """This moment, for measuring what lies between two of them."""
+        now = time.perf_counter()
+        return lambda: now
+
+    def memory(self) -> Memory:
+        """What the counters say now."""
+        return Memory()
+
+    def empty_cache(self) -> None:
+        """Gives cached memory back; it waits for the device, so never in a step."""
+
+    def is_oom(self, error: BaseException) -> bool:
+        """Whether an error means that memory ran out."""
+        return is_out_of_memory(error)
+
+    def use_precision(self, precision: str) -> None:
+        """Sets what holds for the whole process: whether float32 products may be rounded to tf32."""
+
+    def autocast(self, precision: str) -> AbstractContextManager[object]:
+        """The context in which the forward pass runs."""
+        half = HALF_TYPES.get(precision)
+        return torch.autocast(self.place.type, dtype=half) if half else contextlib.nullcontext()
+
+    def scaler(self, loss_scaling: str) -> torch.amp.GradScaler:
+        """The loss scaler; one that does nothing where none is needed."""
+        return torch.amp.GradScaler(self.place.type, enabled=loss_scaling == "dynamic")
+
+    def rng_state(self) -> Tensor | None:
+        """The state of the device's own generator; None where the CPU's is the only one."""
+        return None
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Puts the generator back to a saved state."""

@@ -1,0 +1,74 @@
+"""NVIDIA GPUs."""
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from whet.device.abstract import AbstractDevice, Mark, Memory
+
+
+@final
+class Cuda(AbstractDevice):
+    kind = "cuda"
+
+    def __init__(self, index: int = 0, *, overlaps_copies: bool = False) -> None:
+        self._place = torch.device("cuda", index)
+        self._overlaps_copies = overlaps_copies
+        torch.cuda.set_device(index)
+        self._first_event = torch.cuda.Event(enable_timing=True)
+        self._first_event.record()
+
+    @property
+    def place(self) -> torch.device:
+        return self._place
+
+    @property
+    def lr_dtype(self) -> torch.dtype:
+        # The fused kernels read the rate on the GPU, as float32.
+        return torch.float32
+
+    def put(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._place, non_blocking=self._overlaps_copies)
+
+    def sync(self) -> None:
+        torch.cuda.synchronize(self._place)
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        start = self._first_event
+
+        def seconds() -> float:
+            event.synchronize()
+            return float(start.elapsed_time(event)) / 1000
+
+        return seconds
+
+    def memory(self) -> Memory:
+        return Memory(
+            allocated=torch.cuda.memory_allocated(self._place),
+            reserved=torch.cuda.memory_reserved(self._place),
+            peak=torch.cuda.max_memory_allocated(self._place),
+            limit=torch.cuda.get_device_properties(self._place).total_memory,
+        )
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def use_precision(self, precision: str) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+    def rng_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self._place)
+
+    def set_rng_state(self, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state, self._place)
+
+
+def why_not() -> str | None:
+    """Why CUDA cannot be used in this process; None when it can."""
+    if torch.cuda.is_available():
+        return None
+    return "this torch is built without CUDA" if torch.version.cuda is None else "no NVIDIA GPU or driver was found"

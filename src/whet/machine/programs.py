@@ -1,0 +1,81 @@
+"""How do we ask another program, and what of its answer may be believed?
+
+A program that is missing, fails, hangs or answers nonsense is an unknown fact, never an error.
+"""
+
+import re
+import subprocess
+from collections.abc import Sequence
+from typing import Protocol
+
+from whet.base import env
+
+TIMEOUT_SECONDS = 5.0
+_LONGEST_NAME = 120
+
+
+class Run(Protocol):
+    """Runs a program and returns what it wrote on stdout, or None; tests put samples in its place."""
+
+    def __call__(self, command: Sequence[str], *, any_exit: bool = False) -> str | None: ...
+
+
+def run_program(
+    command: Sequence[str], *, any_exit: bool = False, timeout_seconds: float = TIMEOUT_SECONDS
+) -> str | None:
+    """What the program wrote on stdout, or None if it is missing, fails, hangs or writes no text.
+
+    `any_exit` also takes the answer of a program that ends with an error code: sysctl does so when it does not
+    know one name out of many, nvidia-smi when it finds no card.
+    """
+    try:
+        done = subprocess.run(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=timeout_seconds,
+            env=env.in_plain_language(),
+            check=False,
+        )
+        if done.returncode != 0 and not any_exit:
+            return None
+        return done.stdout.decode("utf-8")
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def complete_lines(text: str | None) -> list[str]:
+    """The lines that end with a newline. A cut-off last line may hold half a number, so it is not believed.
+
+    >>> complete_lines("hw.ncpu: 8\\nhw.memsize: 8589")
+    ['hw.ncpu: 8']
+    """
+    return [line.rstrip("\r") for line in (text or "").split("\n")[:-1]]
+
+
+def whole_number(text: object) -> int | None:
+    """A count or a size written in plain digits, or None.
+
+    >>> whole_number(" 8 "), whole_number("-1"), whole_number("0x10"), whole_number(None)
+    (8, None, None, None)
+    """
+    found = re.fullmatch(r"\s*(\d{1,18})\s*", text, re.ASCII) if isinstance(text, str) else None
+    return int(found[1]) if found else None
+
+
+def positive_number(text: object) -> int | None:
+    """A whole number above zero, or None: no machine has 0 cores or 0 bytes."""
+    return whole_number(text) or None
+
+
+def clean_name(text: object) -> str | None:
+    """A name that can be shown on one line, or None if nothing readable is in it.
+
+    >>> clean_name("  Apple   M2\\n"), clean_name("\\x00"), clean_name(7)
+    ('Apple M2', None, None)
+    """
+    if not isinstance(text, str):
+        return None
+    shown = "".join(c if c.isprintable() else " " for c in text)
+    return " ".join(shown.split())[:_LONGEST_NAME] or None

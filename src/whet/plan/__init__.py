@@ -1,0 +1,1 @@
+"""How to execute a training on a machine: settings, each with its value, reason, source and evidence; no torch."""

@@ -1,0 +1,38 @@
+"""What a plan should warn of, whoever made the choice."""
+
+from collections.abc import Iterator
+
+from whet.base.units import GB, show_bytes
+from whet.plan.prediction import predict_bytes
+from whet.plan.rule import Facts
+
+
+def cautions(facts: Facts) -> Iterator[str]:
+    """One line for each risk in the decided settings."""
+    precision, micro = str(facts.value("precision")), facts.value("micro_batch")
+    workload, limit = facts.workload, facts.value("memory_gb")
+    assert isinstance(micro, int)
+
+    needed = predict_bytes(
+        workload,
+        micro_batch=micro,
+        device=facts.device,
+        precision=precision,
+        is_checkpointed=facts.value("activation_checkpointing") == "on",
+    )
+    if needed is not None and isinstance(limit, int | float) and needed > limit * GB:
+        yield f"micro batch {micro} needs about {show_bytes(needed)}, more than the {limit:g} GB planned for"
+    if precision == "bf16" and facts.device == "cpu" and facts.machine.cpu.has_bf16 is not True:
+        yield "bf16 on a CPU without native bf16 was measured 60 to 100 times slower than fp32"
+    if precision == "fp16" and facts.device == "cpu":
+        yield "fp16 on CPUs was measured 50 times slower than fp32, also where bf16 is native"
+    if precision == "tf32" and facts.device != "cuda":
+        yield f"tf32 exists on CUDA only; {facts.device} computes in fp32"
+    if workload.has_batchnorm and micro < workload.global_batch_size:
+        yield "BatchNorm's statistics are taken over a micro-batch, so the cut changes what is trained"
+    if workload.has_dropout and micro < workload.global_batch_size:
+        yield "dropout draws depend on the micro-batch: another cut is another draw of the same training"
+    if facts.value("mps_fallback") == "on" and facts.device == "mps":
+        yield "mps_fallback hides slow trips to the CPU; the report lists the operators that took them"
+    if facts.machine.origin == "composed":
+        yield f"{facts.machine.name} is composed from public sources; nothing was run on it"

@@ -1,0 +1,53 @@
+"""Plans in words: one setting explained, two plans compared."""
+
+from whet.base.errors import UsageError, nearest
+from whet.base.record import Record
+from whet.plan.plan import Plan
+from whet.plan.rules import ALL
+from whet.plan.setting import Setting
+
+
+class Difference(Record):
+    """A setting that two plans decide differently, each with its reason."""
+
+    name: str
+    ours: Setting
+    theirs: Setting
+
+
+def diff(ours: Plan, theirs: Plan) -> tuple[Difference, ...]:
+    """The settings whose values differ, in the order of decision."""
+    return tuple(
+        Difference(name=name, ours=setting, theirs=theirs.settings[name])
+        for name, setting in ours.settings.items()
+        if setting.value != theirs.settings[name].value
+    )
+
+
+def explain(plan: Plan, name: str) -> str:
+    """Why a plan sets `name` as it does: the value, the evidence, and the rule's own page."""
+    rule = next((rule for rule in ALL if rule.setting == name), None)
+    if rule is None:
+        meant = nearest(name, plan.settings)
+        hint = f"did you mean {meant!r}?" if meant else "one of " + ", ".join(plan.settings)
+        raise UsageError("a plan has no such setting", got=name, try_=hint)
+    setting = plan.settings[name]
+    facts = [f"  {key} = {_show(value)}" for key, value in setting.evidence.items() if key != "rule"]
+    return "\n".join(
+        [
+            f"{name} = {_show(setting.value)}   (from: {setting.source})",
+            f"  {setting.reason}",
+            "",
+            "evidence",
+            *(facts or ["  none"]),
+            "",
+            f"rule {rule.id}: {rule.what}",
+            *(f"{section}: {text}" for section, text in rule.sections.items()),
+        ]
+    )
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

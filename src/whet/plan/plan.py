@@ -1,0 +1,126 @@
+"""A plan: the frozen set of settings of one run, made by rules, measurements and your own word, in that order."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from whet.base.errors import UsageError, WhetError, nearest
+from whet.base.record import Record
+from whet.machine.facts import Conditions, Machine
+from whet.plan.cautions import cautions
+from whet.plan.rule import Facts, Rule
+from whet.plan.rules import ALL
+from whet.plan.setting import Measured, Scalar, Setting
+from whet.plan.workload import Workload
+
+FORMAT_VERSION = 1
+
+
+class Plan(Record):
+    """How one workload is executed on one machine."""
+
+    format_version: int = FORMAT_VERSION
+    machine: Machine
+    conditions: Conditions
+    workload: Workload
+    wishes: Mapping[str, Scalar] = Field(default_factory=dict)
+    measured: Mapping[str, Measured] = Field(default_factory=dict)
+    settings: Mapping[str, Setting]
+    cautions: tuple[str, ...] = ()
+
+    def value(self, name: str) -> Scalar:
+        """The value of one setting."""
+        return self.settings[name].value
+
+
+def make_plan(
+    machine: Machine,
+    workload: Workload,
+    *,
+    wishes: Mapping[str, Scalar] | None = None,
+    measured: Mapping[str, Measured] | None = None,
+    conditions: Conditions | None = None,
+) -> Plan:
+    """The plan for a workload on a machine; your wishes are kept, measurements go before rules.
+
+    Needs no torch, and the machine need not be this one.
+    """
+    wishes, measured, conditions = wishes or {}, measured or {}, conditions or Conditions()
+    _refuse_unknown({*wishes, *measured})
+    decided: dict[str, Setting] = {}
+    facts = Facts(machine=machine, conditions=conditions, workload=workload, decided=decided)
+    for rule in ALL:
+        decided[rule.setting] = _decide(rule, facts, wishes, measured)
+        if rule.setting == "device":
+            _refuse_missing_device(facts)
+    return Plan(
+        machine=machine,
+        conditions=conditions,
+        workload=workload,
+        wishes=wishes,
+        measured=measured,
+        settings=decided,
+        cautions=tuple(cautions(facts)),
+    )
+
+
+def override(plan: Plan, wishes: Mapping[str, Scalar]) -> Plan:
+    """The plan as it would be with these wishes too; what depends on them is decided again."""
+    return make_plan(
+        plan.machine,
+        plan.workload,
+        wishes={**plan.wishes, **wishes},
+        measured=plan.measured,
+        conditions=plan.conditions,
+    )
+
+
+def read_plan(data: object, *, where: str) -> Plan:
+    """A plan back from its JSON."""
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise WhetError(
+            f"{where} was written by a newer whet",
+            got=f"plan format {version}; this whet reads up to {FORMAT_VERSION}",
+            try_="update whet",
+        )
+    return Plan.from_json(data, where=where)
+
+
+def setting_names() -> tuple[str, ...]:
+    """The names of all settings, in the order of decision."""
+    return tuple(rule.setting for rule in ALL)
+
+
+def _decide(rule: Rule, facts: Facts, wishes: Mapping[str, Scalar], measured: Mapping[str, Measured]) -> Setting:
+    by_rule = rule.decide(facts)
+    evidence: dict[str, Any] = {"rule": rule.id, **by_rule.evidence}
+    if rule.setting in wishes:
+        value = wishes[rule.setting]
+        reason = "you said so" if value == by_rule.value else f"you said so; the rule says {by_rule.value}"
+        return Setting(value=value, reason=reason, source="you", evidence={**evidence, "rule_value": by_rule.value})
+    if rule.setting in measured:
+        found = measured[rule.setting]
+        return Setting(value=found.value, reason=found.reason, source="measured", evidence=found.evidence)
+    return Setting(value=by_rule.value, reason=by_rule.reason, source="rule", evidence=evidence)
+
+
+def _refuse_unknown(names: set[str]) -> None:
+    known = setting_names()
+    for name in sorted(names - set(known)):
+        meant = nearest(name, known)
+        hint = f"did you mean {meant!r}?" if meant else "one of " + ", ".join(known)
+        raise UsageError("a plan has no such setting", got=name, try_=hint)
+
+
+def _refuse_missing_device(facts: Facts) -> None:
+    if facts.device == "cpu" or facts.accelerator is not None:
+        return
+    available = [a.kind for a in facts.machine.accelerators]
+    why = next((a for a in facts.machine.absent if a.device == facts.device), None)
+    raise UsageError(
+        f"{facts.machine.name} has no device {facts.device!r}",
+        got=f"--device {facts.value('device')}" + (f" ({why.reason})" if why else ""),
+        try_=why.cure if why else "--device " + " or --device ".join([*available, "cpu"]),
+    )

@@ -1,0 +1,24 @@
+"""How much memory a step will need, predicted from the workload alone."""
+
+from whet.plan.workload import Workload
+
+FIXED_BYTES = {"cpu": 0, "mps": 256 * 1024**2, "cuda": 768 * 1024**2}
+"""Contexts, kernels and workspaces before the first tensor; 768 MB is the order of a CUDA context with cuBLAS."""
+
+_ACTIVATION_SHARE = {"fp32": 1.0, "tf32": 1.0, "bf16": 0.6, "fp16": 0.6}
+"""Under autocast most, not all, activations are halved: norms, softmax and losses stay float32."""
+
+_CHECKPOINTED_SHARE = 0.3
+"""With activation checkpointing only the inputs of blocks stay, plus one block's worth during backward."""
+
+
+def predict_bytes(
+    workload: Workload, *, micro_batch: int, device: str, precision: str, is_checkpointed: bool = False
+) -> int | None:
+    """Peak bytes of a training step; None when nothing is known about the activations."""
+    if workload.activation_bytes is None:
+        return None
+    activations = workload.activation_bytes * micro_batch * _ACTIVATION_SHARE.get(precision, 1.0)
+    if is_checkpointed:
+        activations *= _CHECKPOINTED_SHARE
+    return int(FIXED_BYTES.get(device, 0) + workload.static_bytes + activations)

@@ -1,0 +1,13 @@
+"""Every rule, in the order of decision: a rule may look at what the rules before it decided."""
+
+from whet.plan.rule import Rule
+from whet.plan.rules import checkpoints, device, kernels, loading, memory, precision
+
+ALL: tuple[Rule, ...] = (
+    *device.RULES,
+    *precision.RULES,
+    *kernels.RULES,
+    *memory.RULES,
+    *loading.RULES,
+    *checkpoints.RULES,
+)

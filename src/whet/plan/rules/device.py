@@ -1,0 +1,55 @@
+"""Which device computes, and what happens when it cannot."""
+
+from whet.plan.rule import Decision, Facts, rule
+
+
+@rule("D1", "device")
+def choose_device(facts: Facts) -> Decision:
+    """The device that computes: CUDA, else MPS, else the CPU.
+
+    Why: a GPU is usually the fastest device of a machine, and CUDA has the more complete and better tested kernels
+    where a machine has both.
+    When wrong: small models, recurrent cells and per-sample loops can be faster on the CPU (a GRU cell took 249 us on
+    MPS against 117 us on the CPU of an M3 Max). Only a measurement on your model can tell.
+    Override: --device mps, --device cuda:1 or --device cpu.
+    Sources: pytorch/pytorch#138898, #77799.
+    """
+    machine = facts.machine
+    kinds = tuple(a.kind for a in machine.accelerators)
+    evidence = {"available": (*kinds, "cpu")}
+    for kind, praise in (("cuda", "an NVIDIA GPU"), ("mps", "the Apple GPU")):
+        accelerator = machine.accelerator(kind)
+        if accelerator is not None:
+            return Decision(value=kind, reason=f"{accelerator.name or praise} is there", evidence=evidence)
+    why = "; ".join(f"no {a.device}: {a.reason}" for a in machine.absent) or "no GPU is known here"
+    return Decision(value="cpu", reason=why, evidence=evidence)
+
+
+@rule("D2", "on_device_failure")
+def choose_on_device_failure(facts: Facts) -> Decision:
+    """What happens when the chosen device cannot be used: stop, or go on with the CPU.
+
+    Why: a silent move to the CPU hides a slow-down of ten times and more. It is stated, or it does not happen.
+    When wrong: an unattended run that must end, however late.
+    Override: on_device_failure=cpu; the move is one line on the screen and one event.
+    Sources: guide 4 asks for an automatic fall-back; accelerate sets one without saying so.
+    """
+    return Decision(value="stop", reason="a silent fall-back would hide a slow run", evidence={"device": facts.device})
+
+
+@rule("D3", "mps_fallback")
+def choose_mps_fallback(facts: Facts) -> Decision:
+    """Whether operators that MPS lacks run on the CPU instead of failing.
+
+    Why: each one costs a GPU synchronisation and two copies per call, says so once at most, and does not cover
+    float64 or unsupported shapes. An operator that is missing should be seen before the run.
+    When wrong: a model that needs one rare operator and is still faster with the round trip.
+    Override: mps_fallback=on; it is set before torch starts, and the operators that fell back are listed.
+    Sources: ATen/mps/MPSFallback.mm (torch 2.13); pytorch/pytorch#105382, #173808.
+    """
+    if facts.device != "mps":
+        return Decision(value="off", reason="only MPS has it", evidence={"device": facts.device})
+    return Decision(value="off", reason="it hides slow trips to the CPU", evidence={"device": "mps"})
+
+
+RULES = (choose_device, choose_on_device_failure, choose_mps_fallback)

@@ -1,0 +1,105 @@
+"""Which implementation of the same arithmetic is used."""
+
+from whet.plan.rule import Decision, Facts, rule
+
+
+@rule("K1", "optimizer_kernels")
+def choose_optimizer_kernels(facts: Facts) -> Decision:
+    """How the optimizer updates all parameters: fused in few kernels, or one by one.
+
+    Why: torch's default on MPS and CPU is a Python loop over parameters with ten and more kernels each; the fused
+    update is the same arithmetic. On MPS it cut a step from 916 to 493 operations; on a CPU AdamW took 2.1 ms
+    instead of 3.6 ms.
+    When wrong: parameters, gradients or state of mixed dtypes, sparse gradients, or an optimizer that has no fused
+    form; then the ordinary form is used and said. On MPS with torch before 2.13, together with fp16 loss scaling.
+    Override: pass your own optimizer object; whet never changes it.
+    Sources: torch/utils/_foreach_utils.py (2.13); pytorch/pytorch#127242, #186360; scvi-tools#3998; own measurement.
+    """
+    version = facts.machine.torch.version
+    evidence = {"device": facts.device, "torch": version}
+    if (
+        facts.device == "mps"
+        and facts.value("precision") == "fp16"
+        and facts.machine.torch.is_before(2, 13) is not False
+    ):
+        return Decision(
+            value="loop", reason="fused kernels ignore the loss scale on MPS before torch 2.13", evidence=evidence
+        )
+    default = "a loop over parameters" if facts.device in ("mps", "cpu") else "foreach"
+    return Decision(
+        value="fused", reason=f"the same update in fewer kernels; torch's default is {default}", evidence=evidence
+    )
+
+
+@rule("K2", "compile")
+def choose_compile(facts: Facts) -> Decision:
+    """Whether torch.compile rewrites the model.
+
+    Why: compiling costs seconds to minutes, and must earn them back in this run. On MPS it made a small ResNet 4.5 to
+    9 times slower unless a layout option was set.
+    When wrong: long runs of models with many pointwise operators.
+    Override: compile=on.
+    Sources: pytorch/pytorch#192551, #150121.
+    """
+    return Decision(
+        value="off", reason="no measurement says that it would earn its time back", evidence={"device": facts.device}
+    )
+
+
+@rule("K3", "graph")
+def choose_graph(facts: Facts) -> Decision:
+    """Whether a whole step is captured once and replayed as one graph.
+
+    Why: it removes the cost of launching kernels, which dominates small models on fast GPUs, but only CUDA has it, and
+    it needs fixed shapes and static buffers.
+    When wrong: small models on a fast CUDA GPU, where it can give several times the speed.
+    Override: none yet; the measured plan tries it.
+    Sources: PyTorch documentation, CUDA semantics, "CUDA graphs".
+    """
+    reason = "not measured yet" if facts.device == "cuda" else f"{facts.device} cannot capture a step"
+    return Decision(value="off", reason=reason, evidence={"device": facts.device})
+
+
+@rule("K4", "layout")
+def choose_layout(facts: Facts) -> Decision:
+    """The memory layout of images and weights.
+
+    Why: channels_last helps convolutions on CUDA and on some CPUs, and has a long list of crashes and wrong results on
+    MPS up to torch 2.13. Contiguous weights also avoid a wrong conv2d on macOS 15 and later.
+    When wrong: convolutional nets in half precision on CUDA.
+    Override: set the layout of your model yourself; whet leaves it.
+    Sources: pytorch/pytorch#188371, #192212, #180992.
+    """
+    if facts.device == "mps":
+        reason = "channels_last gives crashes and wrong results on MPS up to torch 2.13"
+    else:
+        reason = "nothing else was measured"
+    return Decision(value="contiguous", reason=reason, evidence={"device": facts.device})
+
+
+@rule("K5", "threads")
+def choose_threads(facts: Facts) -> Decision:
+    """How many threads compute on the CPU.
+
+    Why: slow cores hold fast ones back at every barrier, and two threads on one core share its arithmetic units. So:
+    the fast cores of an Apple chip, the physical cores elsewhere, never more than this process may use. Results of
+    long sums depend on the number, so it is pinned and recorded.
+    When wrong: M5 Pro and Max, whose second cluster is fast as well; machines shared with other work.
+    Override: threads=N.
+    Sources: ATen/ParallelCommon.cpp (2.13), pytorch/pytorch#123038; own measurement of sums with 1 and 2 threads.
+    """
+    cpu = facts.machine.cpu
+    evidence = {
+        "fast_cores": cpu.fast_cores,
+        "physical_cores": cpu.physical_cores,
+        "logical_cores": cpu.logical_cores,
+    }
+    if cpu.fast_cores:
+        return Decision(value=cpu.fast_cores, reason="the fast cores; slow ones hold them back", evidence=evidence)
+    counts = [count for count in (cpu.physical_cores, cpu.logical_cores) if count]
+    if counts:
+        return Decision(value=min(counts), reason="one thread for each core we may use", evidence=evidence)
+    return Decision(value=None, reason="the number of cores is unknown: torch decides", evidence=evidence)
+
+
+RULES = (choose_optimizer_kernels, choose_compile, choose_graph, choose_layout, choose_threads)

@@ -1,0 +1,97 @@
+"""Where the data lies and how it reaches the device."""
+
+from whet.base.units import GB, show_bytes
+from whet.plan.rule import Decision, Facts, rule
+
+_RESIDENT_SHARE = 0.1
+_MAC_WORKERS = 0
+_LINUX_WORKERS = 2
+
+
+@rule("L1", "data_home")
+def choose_data_home(facts: Facts) -> Decision:
+    """Where the samples lie while training: on the device, in host memory, or read by workers.
+
+    Why: a data set that takes less than a tenth of the memory is put on the device once; then nothing is copied,
+    pinned or waited for. Samples that must be decoded are read by workers.
+    When wrong: augmentation on the CPU.
+    Override: none yet.
+    Sources: hyrax#224 (an epoch fell from 1-2 min to 15 s without workers).
+    """
+    workload, limit = facts.workload, facts.value("memory_gb")
+    size = workload.data_bytes
+    evidence = {"data_bytes": size, "needs_decoding": workload.needs_decoding}
+    if workload.needs_decoding:
+        return Decision(value="files", reason="samples must be decoded", evidence=evidence)
+    if size is None or not isinstance(limit, int | float):
+        return Decision(value="host", reason="its size or the device's memory is unknown", evidence=evidence)
+    if size <= _RESIDENT_SHARE * limit * GB:
+        return Decision(value="device", reason=f"{show_bytes(size)}: copied once, no workers needed", evidence=evidence)
+    return Decision(
+        value="host", reason=f"{show_bytes(size)} are over a tenth of the device's memory", evidence=evidence
+    )
+
+
+@rule("L2", "workers")
+def choose_workers(facts: Facts) -> Decision:
+    """How many processes read data ahead.
+
+    Why: workers are for data that must be decoded. macOS starts each with a fresh Python that imports torch again
+    (about 5 s and several hundred MB of the shared memory each), so none there until a measurement says otherwise.
+    When wrong: heavy decoding on a Mac and long runs; many cores and slow decoding elsewhere.
+    Override: workers=N.
+    Sources: cvg/Hierarchical-Localization#502; hyrax#224; the guides say 0, 1, 2 and 4.
+    """
+    machine, home = facts.machine, facts.value("data_home")
+    cores = machine.cpu.logical_cores
+    evidence = {"data_home": home, "os": machine.os.name, "logical_cores": cores}
+    if home != "files":
+        return Decision(value=0, reason="nothing has to be decoded", evidence=evidence)
+    if machine.os.name == "macOS":
+        return Decision(
+            value=_MAC_WORKERS, reason="each would import torch again and share the memory", evidence=evidence
+        )
+    if cores is None or cores < 2:
+        return Decision(value=0, reason="no core is known to be free for it", evidence=evidence)
+    count = min(_LINUX_WORKERS, cores - 1)
+    return Decision(value=count, reason="decoding runs beside the training", evidence=evidence)
+
+
+@rule("L3", "pin_memory")
+def choose_pin_memory(facts: Facts) -> Decision:
+    """Whether host memory is pinned for faster copies.
+
+    Why: CUDA copies from pinned memory without waiting. MPS ignores it with a warning up to torch 2.13, and a CPU has
+    nothing to copy.
+    When wrong: very little host memory.
+    Override: none.
+    Sources: torch/utils/data/dataloader.py (2.13); pytorch/pytorch#86060; guides 2 and 4 disagree.
+    """
+    evidence = {"device": facts.device, "data_home": facts.value("data_home")}
+    if facts.device != "cuda":
+        reason = "MPS ignores it up to torch 2.13" if facts.device == "mps" else "the CPU copies nothing"
+        return Decision(value="off", reason=reason, evidence=evidence)
+    if facts.value("data_home") == "device":
+        return Decision(value="off", reason="the data lies on the device", evidence=evidence)
+    return Decision(value="on", reason="copies overlap with computing", evidence=evidence)
+
+
+@rule("L4", "copies")
+def choose_copies(facts: Facts) -> Decision:
+    """Whether copies to the device are waited for.
+
+    Why: asynchronous copies to MPS have read freed memory; a blocking one on unified memory costs little. CUDA orders
+    a pinned copy before the kernels that need it.
+    When wrong: never in results; a little speed on MPS.
+    Override: none.
+    Sources: pytorch/pytorch#139550, #189690, #181017.
+    """
+    if facts.value("pin_memory") == "on":
+        return Decision(
+            value="overlapped", reason="pinned copies run beside the kernels", evidence={"pin_memory": "on"}
+        )
+    reason = "asynchronous copies to MPS have read freed memory" if facts.device == "mps" else "nothing to overlap"
+    return Decision(value="blocking", reason=reason, evidence={"device": facts.device})
+
+
+RULES = (choose_data_home, choose_workers, choose_pin_memory, choose_copies)

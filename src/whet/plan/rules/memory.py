@@ -1,0 +1,245 @@
+"""How much memory a run may take, and how a global batch is cut to stay inside it."""
+
+from whet.base.units import GB, show_bytes
+from whet.plan.prediction import predict_bytes
+from whet.plan.rule import Decision, Facts, rule
+
+_CUDA_SHARE = 0.92
+_CPU_SHARE = 0.75
+_UNKNOWN_MEMORY_MICRO_BATCH = 8
+_APPLE_ROW_LIMIT = 32_768
+_FAMILIES_WITH_ROW_LIMIT = ("apple7", "apple8")
+
+
+@rule("M1", "memory_gb")
+def choose_memory(facts: Facts) -> Decision:
+    """How much memory the run may plan for, in GB of 2**30 bytes.
+
+    Why: on unified memory a step that is too large does not fail, it swaps (BERT on an M1 Max fell from 36 to 3.9
+    sequences per second), and MPS's own limit lies above the physical memory. So the plan stays within Metal's
+    recommended working set, and within what is free now. On CUDA 8 % are left for fragmentation, on the CPU a quarter
+    for the system.
+    When wrong: other programs start or end after the plan was made.
+    Override: memory_gb=N.
+    Sources: pytorch/pytorch#105839; lucadiliello/pytorch-apple-silicon-benchmarks; MPSAllocator.mm (torch 2.13).
+    """
+    total = facts.machine.memory_bytes
+    free = facts.conditions.memory_available_bytes
+    accelerator = facts.accelerator
+    usable = accelerator.usable_bytes if accelerator else total
+    evidence = {"usable_bytes": usable, "machine_bytes": total, "free_now_bytes": free}
+    if usable is None:
+        return Decision(value=None, reason=f"how much memory {facts.device} may use is unknown", evidence=evidence)
+    if facts.device == "cuda":
+        limit, reason = usable * _CUDA_SHARE, f"92 % of the card's {show_bytes(usable)}"
+    elif facts.device == "mps":
+        limit, reason = float(usable), f"Metal recommends at most {show_bytes(usable)}; above it the Mac swaps"
+    else:
+        limit, reason = usable * _CPU_SHARE, f"three quarters of {show_bytes(usable)}; the rest is the system's"
+    if free is not None and facts.device != "cuda" and free < limit:
+        limit, reason = float(free), f"only {show_bytes(free)} are free now"
+    return Decision(value=round(limit / GB, 2), reason=reason, evidence=evidence)
+
+
+@rule("M2", "activation_checkpointing")
+def choose_activation_checkpointing(facts: Facts) -> Decision:
+    """Whether activations are computed again in the backward pass instead of being kept.
+
+    Why: it saves memory for about a third more arithmetic, so it is for models of which not even one sample fits; a
+    smaller micro-batch costs less. With BatchNorm it comes first, since cutting the batch would change the statistics.
+    When wrong: when a larger micro-batch would gain more than the repeated forward pass costs.
+    Override: none yet; the measured plan tries it.
+    Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+    """
+    workload, limit = facts.workload, _limit_bytes(facts)
+    least = workload.global_batch_size if workload.has_batchnorm else 1
+    needed = _needed_bytes(facts, least)
+    evidence = {"smallest_step_bytes": needed, "limit_bytes": limit}
+    if needed is None or limit is None:
+        return Decision(value="off", reason="not known to be needed", evidence=evidence)
+    if needed <= limit:
+        return Decision(value="off", reason=f"the smallest step needs {show_bytes(needed)}", evidence=evidence)
+    return Decision(
+        value="on", reason=f"the smallest step needs {show_bytes(needed)} of {show_bytes(limit)}", evidence=evidence
+    )
+
+
+@rule("M3", "micro_batch")
+def choose_micro_batch(facts: Facts) -> Decision:
+    """How many samples of the global batch go through the model at once.
+
+    Why: the whole global batch if it fits, else the fewest equal cuts that do: few large kernels keep a GPU busy, and
+    the gradient is the same sum. On M1 and M2 with torch up to 2.13 a product over more than 32,768 rows gives wrong
+    gradients, so micro-batch times length stays below. A model with BatchNorm is not cut, because its statistics
+    depend on the cut.
+    When wrong: speed often saturates earlier; a smaller micro-batch may be as fast and leave memory free.
+    Override: micro_batch=N; the global batch stays as it is.
+    Sources: pytorch/pytorch#177116, #183535.
+    """
+    workload, limit = facts.workload, _limit_bytes(facts)
+    whole = workload.global_batch_size
+    needed = _needed_bytes(facts, whole)
+    evidence: dict[str, int | None] = {"limit_bytes": limit, "whole_batch_bytes": needed}
+    if workload.has_batchnorm:
+        return Decision(value=whole, reason="BatchNorm's statistics depend on it, so it is not cut", evidence=evidence)
+    if limit is None or needed is None:
+        start = _smallest_cut(whole, at_most=_UNKNOWN_MEMORY_MICRO_BATCH)
+        return Decision(value=start, reason="a careful start: the memory it needs is unknown", evidence=evidence)
+
+    rows = _most_rows(facts)
+    if rows is not None:
+        evidence["row_limit"] = rows
+    most = whole if rows is None else max(1, rows // workload.max_length)
+    fitting = next((cut for cut in _cuts(whole) if cut <= most and (_needed_bytes(facts, cut) or 0) <= limit), 1)
+    evidence["step_bytes"] = _needed_bytes(facts, fitting)
+    if fitting == whole:
+        return Decision(
+            value=whole, reason=f"the whole global batch fits: {_share(facts, whole, limit)}", evidence=evidence
+        )
+    if fitting == 1 and (evidence["step_bytes"] or 0) > limit:
+        return Decision(value=1, reason=f"not even one sample fits: {_share(facts, 1, limit)}", evidence=evidence)
+    if most < whole and (_needed_bytes(facts, _smallest_cut(whole, at_most=most)) or 0) <= limit:
+        reason = f"more than {rows:,} rows give wrong gradients on this GPU with torch up to 2.13"
+    else:
+        reason = f"the largest even cut that fits: {_share(facts, fitting, limit)}"
+    return Decision(value=fitting, reason=reason, evidence=evidence)
+
+
+@rule("M4", "accumulation")
+def choose_accumulation(facts: Facts) -> Decision:
+    """How many micro-batches make one optimizer step.
+
+    Why: it follows from the global batch, which is yours, and the micro-batch. Losses are summed with the weight of
+    their samples or tokens, so a short last micro-batch counts for what it is.
+    When wrong: never by itself; change the global batch or the micro-batch.
+    Override: global_batch_size=N or micro_batch=N.
+    Sources: arithmetic.
+    """
+    whole, micro = facts.workload.global_batch_size, facts.value("micro_batch")
+    assert isinstance(micro, int)
+    cuts = -(-whole // micro)
+    reason = "the global batch goes through at once" if cuts == 1 else f"{cuts} times {micro} make {whole}"
+    return Decision(value=cuts, reason=reason, evidence={"global_batch_size": whole, "micro_batch": micro})
+
+
+@rule("M5", "eval_batch")
+def choose_eval_batch(facts: Facts) -> Decision:
+    """How many samples are evaluated at once.
+
+    Why: without a backward pass a sample needs a fraction of the memory, so twice the micro-batch is safe; results do
+    not depend on it.
+    When wrong: models whose output is much larger than their activations.
+    Override: eval_batch=N.
+    Sources: arithmetic.
+    """
+    micro = facts.value("micro_batch")
+    assert isinstance(micro, int)
+    return Decision(
+        value=2 * micro, reason="no backward pass, so twice the micro-batch", evidence={"micro_batch": micro}
+    )
+
+
+@rule("M6", "lengths")
+def choose_lengths(facts: Facts) -> Decision:
+    """How samples of different lengths are put together.
+
+    Why: samples of one global batch may be sorted by length before they are cut: the step's samples stay the same and
+    padding shrinks. On MPS each new shape adds a compiled graph that is never freed (9 MB grew to 13.7 GB in one epoch
+    of 315 shapes), so lengths are rounded up to few shapes.
+    When wrong: packing without padding is faster still where the model supports it.
+    Override: none yet; the measured plan tries the other forms.
+    Sources: pytorch/pytorch#181485, #164299, pyg-team/pytorch_geometric#10689.
+    """
+    evidence = {"mean_length": facts.workload.mean_length, "max_length": facts.workload.max_length}
+    if not facts.workload.lengths_vary:
+        return Decision(value="fixed", reason="all samples have one shape", evidence=evidence)
+    if facts.device == "mps":
+        return Decision(
+            value="sorted, few shapes", reason="less padding; every new shape costs memory on MPS", evidence=evidence
+        )
+    return Decision(value="sorted", reason="less padding; the step's samples stay the same", evidence=evidence)
+
+
+@rule("M7", "watermarks")
+def choose_watermarks(facts: Facts) -> Decision:
+    """MPS's high and low watermark, as multiples of the recommended working set.
+
+    Why: torch's own values (1.7 and 1.4) let a run take more than the physical memory before it fails. At 1.0 an
+    excess is an error that can be caught. Both must be set: with a high one below 1.4 alone, the first MPS call dies.
+    0.0 does not reduce fragmentation; it removes the limit.
+    When wrong: a Mac on which nothing else runs and swapping is acceptable.
+    Override: memory_gb=N plans for less.
+    Sources: MPSAllocator.mm (torch 2.13); kohya-ss/sd-scripts#603; guide 1 recommends 0.0.
+    """
+    if facts.device != "mps":
+        return Decision(value="unused", reason="only MPS has them", evidence={"device": facts.device})
+    return Decision(
+        value="high 1.0, low 0.9",
+        reason="an excess becomes an error that can be caught, not a swapping Mac",
+        evidence={"torch_high": 1.7, "torch_low": 1.4},
+    )
+
+
+@rule("M8", "empty_cache")
+def choose_empty_cache(facts: Facts) -> Decision:
+    """When cached memory is given back to the system.
+
+    Why: it waits for the GPU and throws away buffers that the next step needs; on MPS it also drops compiled graphs
+    (from torch 2.13 on), which bounds their growth. Once an epoch costs nothing that can be measured.
+    When wrong: data with very many shapes and long epochs.
+    Override: none.
+    Sources: pytorch/pytorch#165522, #181485; guide 2 calls it at every log line.
+    """
+    value, reason = (
+        ("per epoch", "bounds the graph cache") if facts.device == "mps" else ("never", "it only costs time")
+    )
+    return Decision(value=value, reason=reason, evidence={"device": facts.device})
+
+
+def _limit_bytes(facts: Facts) -> int | None:
+    limit = facts.value("memory_gb")
+    return int(limit * GB) if isinstance(limit, int | float) else None
+
+
+def _needed_bytes(facts: Facts, micro_batch: int) -> int | None:
+    checkpointing = facts.decided.get("activation_checkpointing")
+    return predict_bytes(
+        facts.workload,
+        micro_batch=micro_batch,
+        device=facts.device,
+        precision=str(facts.value("precision")),
+        is_checkpointed=checkpointing is not None and checkpointing.value == "on",
+    )
+
+
+def _share(facts: Facts, micro_batch: int, limit: int) -> str:
+    return f"about {show_bytes(_needed_bytes(facts, micro_batch) or 0)} of {show_bytes(limit)}"
+
+
+def _most_rows(facts: Facts) -> int | None:
+    """The rows one product may have without a wrong gradient; None where no limit is known."""
+    family = facts.accelerator.capability if facts.accelerator else None
+    is_affected = facts.machine.torch.is_before(2, 14) is not False
+    return _APPLE_ROW_LIMIT if facts.device == "mps" and family in _FAMILIES_WITH_ROW_LIMIT and is_affected else None
+
+
+def _cuts(whole: int) -> tuple[int, ...]:
+    """The micro-batch sizes that cut a global batch evenly into 1, 2, 3, ... parts, largest first."""
+    return tuple(dict.fromkeys(-(-whole // parts) for parts in range(1, whole + 1)))
+
+
+def _smallest_cut(whole: int, *, at_most: int) -> int:
+    """The largest even cut that is no larger than `at_most`."""
+    return next(cut for cut in _cuts(whole) if cut <= at_most)
+
+
+RULES = (
+    choose_memory,
+    choose_activation_checkpointing,
+    choose_micro_batch,
+    choose_accumulation,
+    choose_eval_batch,
+    choose_lengths,
+    choose_watermarks,
+    choose_empty_cache,
+)

@@ -1,0 +1,46 @@
+"""What is to be trained, as far as a plan needs to know. The user owns every number here; a plan changes none."""
+
+from pydantic import PositiveInt
+
+from whet.base.record import Record
+
+WEIGHT_BYTES = 4
+GRADIENT_BYTES = 4
+ADAM_STATE_BYTES = 8
+
+
+class Workload(Record):
+    recipe: str
+    num_parameters: PositiveInt
+    global_batch_size: PositiveInt
+    num_samples: PositiveInt | None = None
+    """Samples of one epoch; None when the data has no length."""
+    num_steps: PositiveInt | None = None
+    """Optimizer steps of the whole run."""
+    max_length: PositiveInt = 1
+    """Rows that one sample puts through a matrix product: tokens for text, 1 for a vector."""
+    mean_length: float | None = None
+    lengths_vary: bool = False
+    sample_bytes: PositiveInt | None = None
+    """One sample as it lies on the device."""
+    activation_bytes: PositiveInt | None = None
+    """What one sample of the greatest length keeps alive for the backward pass, in float32."""
+    optimizer_bytes: int = ADAM_STATE_BYTES
+    """Optimizer state per parameter: 8 for Adam, 4 for momentum, 0 for plain SGD."""
+    needs_decoding: bool = False
+    """Samples must be read or decoded on the CPU (images, audio), so workers may pay."""
+    has_dropout: bool = False
+    has_batchnorm: bool = False
+    is_causal: bool = False
+
+    @property
+    def static_bytes(self) -> int:
+        """Weights, gradients and optimizer state in float32: what a run needs before the first sample."""
+        return self.num_parameters * (WEIGHT_BYTES + GRADIENT_BYTES + self.optimizer_bytes)
+
+    @property
+    def data_bytes(self) -> int | None:
+        """The whole data set as it would lie on the device."""
+        if self.num_samples is None or self.sample_bytes is None:
+            return None
+        return self.num_samples * self.sample_bytes

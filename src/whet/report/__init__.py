@@ -1,0 +1,6 @@
+"""Reads run folders and says what a run did; never writes in them.
+
+summary   a run as one frozen value, also as JSON
+curve     a curve drawn with characters
+text      the report as plain text
+"""

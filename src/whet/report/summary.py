@@ -1,0 +1,284 @@
+"""What did a run do, how far did it get, and how does it go on?"""
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from whet.base.errors import UsageError
+from whet.base.record import Record
+from whet.machine.facts import Machine
+from whet.machine.words import one_line
+from whet.run.event import KINDS, SITTINGS, Event, as_number
+from whet.run.events import History
+from whet.run.folder import Run, open_run
+from whet.run.index import Counter
+from whet.run.runs import State, goal_name, run_state, total_steps
+from whet.run.strict_json import StrictRecord
+from whet.run.thin import Curve, thin_curve
+
+CURVE_POINTS = 400
+HAPPENINGS = ("oom", "resume", "throttle", "pressure", "skip")
+
+
+class Loss(Record):
+    """The training loss."""
+
+    first: float | None
+    last: float | None
+    best: float | None
+    best_step: int | None
+    """Some step with the best loss."""
+    curve: Curve
+
+
+class Evaluation(Record):
+    """One evaluation."""
+
+    step: int
+    time: float
+    metrics: dict[str, float]
+
+
+class Goal(Record):
+    """The metric that counts."""
+
+    name: str
+    higher_is_better: bool
+    last: float | None
+    best: float | None
+    best_step: int | None
+
+
+class SettingLine(Record):
+    """One setting of the plan."""
+
+    name: str
+    value: Any
+    reason: str
+    source: str
+    evidence: Any = None
+
+
+class SavedCheckpoint(Record):
+    """One checkpoint that is there."""
+
+    name: str
+    step: int
+    size_bytes: int
+
+
+class Happening(Record):
+    """Something that was not a step going well."""
+
+    kind: str
+    time: float
+    step: int
+    details: dict[str, Any]
+
+
+class Report(StrictRecord):
+    """All that a run folder says about its run."""
+
+    path: Path
+    recipe: str
+    state: State
+    created: float
+    """Unix seconds, like all times here."""
+    whet: str
+    step: int
+    total_steps: int | None
+    epoch: float | None
+    samples: int | None
+    wall_seconds: float
+    """From the first event to the last."""
+    training_seconds: float
+    """The part of it in which a process was at work."""
+    sittings: int
+    loss: Loss
+    evaluations: tuple[Evaluation, ...]
+    goal: Goal | None
+    settings: tuple[SettingLine, ...]
+    machine: str
+    checkpoints: tuple[SavedCheckpoint, ...]
+    happenings: tuple[Happening, ...]
+    seconds: dict[str, float]
+    """Where the time of the steps went, by name."""
+    inexact_since: int | None
+    """The step since which the run is not bit-exact; None: it is, as far as the run knows."""
+    inexact_reason: str | None
+    damaged_lines: int
+    """Lines of events.jsonl that could not be read."""
+    resume: str | None
+    """The command that goes on with the run; None when it is done or running."""
+
+
+def summarize(run: Run | Path | str) -> Report:
+    """The report of a run, from what is in its folder now."""
+    run = run if isinstance(run, Run) else open_run(run)
+    history = History(run)
+    last_step = history.last("step")
+    evaluations = tuple(_evaluation(event) for event in history.events(kinds=("eval",)))
+    state = run_state(run, history=history)
+    wall, training, sittings = _times(history)
+    inexact = _first_inexact(history)
+    return Report(
+        path=run.path,
+        recipe=run.header.recipe,
+        state=state,
+        created=run.header.created,
+        whet=run.header.whet,
+        step=last_step.step if last_step else 0,
+        total_steps=total_steps(run, history=history),
+        epoch=last_step.number("epoch") if last_step else None,
+        samples=_whole(last_step.get("samples")) if last_step else None,
+        wall_seconds=wall,
+        training_seconds=training,
+        sittings=sittings,
+        loss=_loss(history, last_step=last_step),
+        evaluations=evaluations,
+        goal=_goal(history, evaluations=evaluations),
+        settings=_settings(run.plan),
+        machine=_machine_line(run.machine),
+        checkpoints=_checkpoints(run.checkpoints),
+        happenings=tuple(_happening(event) for event in history.events(kinds=HAPPENINGS)),
+        seconds=_seconds(history),
+        inexact_since=inexact.step if inexact else None,
+        inexact_reason=str(inexact.get("reason") or inexact.kind) if inexact else None,
+        damaged_lines=history.damaged,
+        resume=None if state in ("done", "running") else resume_command(run),
+    )
+
+
+def resume_command(run: Run) -> str:
+    """The command that goes on with a run: the one that made it, naming the folder.
+
+    `--fresh` is left out: it would begin anew.
+    """
+    words = [word for word in run.header.command if word != "--fresh"]
+    if not any(word == "--run" or word.startswith("--run=") for word in words):
+        words += ["--run", _short(run.path)]
+    return shlex.join(words)
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _loss(history: History, *, last_step: Event | None) -> Loss:
+    first = next(history.events(kinds=("step",)), None)
+    blocks = [block for block in history.step_blocks() if "loss" in block.stats and block.stats["loss"].count]
+    best_block = min(blocks, key=lambda block: block.stats["loss"].least, default=None)
+    best = best_block.stats["loss"].least if best_block else None
+    at_best = (event.step for event in history.read(best_block) if _has(event, best)) if best_block else iter(())
+    return Loss(
+        first=first.number("loss") if first else None,
+        last=last_step.number("loss") if last_step else None,
+        best=best,
+        best_step=next(at_best, None),
+        curve=thin_curve(history, field="loss", points=CURVE_POINTS),
+    )
+
+
+def _has(event: Event, loss: float | None) -> bool:
+    return event.kind == "step" and event.number("loss") == loss
+
+
+def _evaluation(event: Event) -> Evaluation:
+    numbers = {name: as_number(value) for name, value in event.fields.items()}
+    metrics = {name: number for name, number in numbers.items() if number is not None}
+    return Evaluation(step=event.step, time=event.time, metrics=metrics)
+
+
+def _goal(history: History, *, evaluations: tuple[Evaluation, ...]) -> Goal | None:
+    name = goal_name(history)
+    if name is None:
+        return None
+    said = (event.get("goal_is") for event in history.backwards(kinds=SITTINGS))
+    higher = next((word for word in said if word in ("max", "min")), "max") == "max"
+    seen = [e for e in evaluations if name in e.metrics]
+    comparable = [e for e in seen if e.metrics[name] == e.metrics[name]]  # NaN is no best value.
+    best = (max if higher else min)(comparable, key=lambda e: e.metrics[name], default=None)
+    return Goal(
+        name=name,
+        higher_is_better=higher,
+        last=seen[-1].metrics[name] if seen else None,
+        best=best.metrics[name] if best else None,
+        best_step=best.step if best else None,
+    )
+
+
+def _times(history: History) -> tuple[float, float, int]:
+    """Wall seconds, seconds in which a process was at work, and how many processes there were, one after another."""
+    sittings: list[list[float]] = []
+    for block in history.layout.blocks:
+        if not block.kinds:
+            continue
+        if not sittings or not SITTINGS.isdisjoint(block.kinds):
+            sittings.append([block.first_time, block.last_time])
+        sittings[-1][1] = block.last_time
+    if not sittings:
+        return 0.0, 0.0, 0
+    # The clock may have been set back in between.
+    working = sum(max(0.0, end - start) for start, end in sittings)
+    return max(0.0, sittings[-1][1] - sittings[0][0]), working, len(sittings)
+
+
+def _seconds(history: History) -> dict[str, float]:
+    sums: dict[str, Counter] = {}
+    for block in history.step_blocks():
+        for field, stat in block.stats.items():
+            if field.startswith("seconds/"):
+                sums.setdefault(field.removeprefix("seconds/"), Counter()).merge(stat)
+    totals = {name: counter.stat().total for name, counter in sums.items()}
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def _first_inexact(history: History) -> Event | None:
+    seen = {kind for block in history.layout.blocks for kind in block.kinds} | KINDS
+    inexact = (event for event in history.events(kinds=seen - {"step"}) if event.get("exact") is False)
+    return min(inexact, key=lambda event: event.step, default=None)
+
+
+def _happening(event: Event) -> Happening:
+    return Happening(kind=event.kind, time=event.time, step=event.step, details=dict(event.fields))
+
+
+def _settings(plan: Mapping[str, Any]) -> tuple[SettingLine, ...]:
+    settings = plan.get("settings")
+    if not isinstance(settings, Mapping):
+        return ()
+    return tuple(
+        SettingLine(
+            name=name,
+            value=setting.get("value"),
+            reason=str(setting.get("reason") or ""),
+            source=str(setting.get("source") or ""),
+            evidence=setting.get("evidence"),
+        )
+        for name, setting in settings.items()
+        if isinstance(setting, Mapping)
+    )
+
+
+def _machine_line(machine: Mapping[str, Any]) -> str:
+    try:
+        return one_line(Machine.from_json(dict(machine), where="machine.json"))
+    except UsageError:
+        # Another version of whet may say more, or less, about a machine.
+        return str(machine.get("chip") or machine.get("name") or "unknown")
+
+
+def _checkpoints(folder: Path) -> tuple[SavedCheckpoint, ...]:
+    found: list[SavedCheckpoint] = []
+    for path in sorted(folder.glob("step-*")):
+        name = re.fullmatch(r"step-(\d+)", path.name)
+        if name and (path / "manifest.json").is_file():
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            found.append(SavedCheckpoint(name=path.name, step=int(name[1]), size_bytes=size))
+    return tuple(found)
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

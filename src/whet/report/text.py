@@ -1,0 +1,193 @@
+"""How does a report read as plain text? No colours, no control characters, every line within the width."""
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from whet.base.units import show_bytes, show_count, show_seconds
+from whet.report.curve import draw, points_of
+from whet.report.summary import Goal, Happening, Loss, Report, SettingLine
+
+LEAST_WIDTH = 20
+_LABEL = 10
+_CURVE_HEIGHT = 8
+_CURVE_WIDTH = 100
+_MOST_HAPPENINGS = 12
+
+
+def render(report: Report, *, width: int = 100, unicode: bool = True) -> str:
+    """The report as text. Only the command to resume may be longer than `width`, so that it can be copied whole."""
+    width = max(width, LEAST_WIDTH)
+    sections = [
+        _facts(report, width=width),
+        _curves(report, width=width, unicode=unicode),
+        _settings(report.settings, width=width),
+        _happenings(report, width=width),
+        _seconds(report, width=width),
+    ]
+    text = "\n\n".join("\n".join(lines) for lines in sections if lines)
+    if report.resume:
+        text += "\n\nresume it with\n  " + _clean(report.resume)
+    return text if unicode else text.encode("ascii", "replace").decode()
+
+
+def _facts(report: Report, *, width: int) -> list[str]:
+    facts = [
+        ("run", f"{report.path.name}: {report.recipe}, {_progress(report)}"),
+        ("machine", report.machine),
+        ("time", _time(report)),
+        ("loss", _loss(report.loss)),
+    ]
+    if report.goal:
+        facts.append(("goal", _goal(report.goal)))
+    facts.append(("saved", _saved(report)))
+    if report.inexact_since is not None:
+        facts.append(("exactness", f"not bit-exact since step {report.inexact_since:,}: {report.inexact_reason}"))
+    if report.damaged_lines:
+        facts.append(("damage", f"{report.damaged_lines:,} lines of events.jsonl could not be read and are left out"))
+    return [line for label, fact in facts for line in _labelled(label, fact, width=width)]
+
+
+def _progress(report: Report) -> str:
+    if report.state == "never started":
+        return "never started"
+    of_all = f" of {report.total_steps:,}" if report.total_steps else ""
+    parts = [f"{report.state} at step {report.step:,}{of_all}"]
+    if report.epoch is not None:
+        parts.append(f"epoch {report.epoch:g}")
+    if report.samples is not None:
+        parts.append(f"{show_count(report.samples)} samples")
+    return ", ".join(parts)
+
+
+def _time(report: Report) -> str:
+    if not report.sittings:
+        return "no time yet"
+    sittings = f" in {report.sittings} sittings" if report.sittings > 1 else ""
+    training, wall = show_seconds(report.training_seconds), show_seconds(report.wall_seconds)
+    text = f"{training} of training{sittings}"
+    return text if training == wall else f"{text}, {wall} from first to last"
+
+
+def _loss(loss: Loss) -> str:
+    if loss.last is None:
+        return "none yet"
+    best = f", best {loss.best:.4g} (step {loss.best_step:,})" if loss.best is not None and loss.best_step else ""
+    first = f", first {loss.first:.4g}" if loss.first is not None else ""
+    return f"last {loss.last:.4g}{best}{first}"
+
+
+def _goal(goal: Goal) -> str:
+    if goal.last is None:
+        return f"{goal.name}, not evaluated yet"
+    best = f", best {goal.best:.4g} (step {goal.best_step:,})" if goal.best is not None else ""
+    return f"{goal.name}: last {goal.last:.4g}{best}"
+
+
+def _saved(report: Report) -> str:
+    if not report.checkpoints:
+        return "no checkpoint"
+    newest = report.checkpoints[-1]
+    count = len(report.checkpoints)
+    return f"{count} checkpoint{'s' if count > 1 else ''}, newest {newest.name} ({show_bytes(newest.size_bytes)})"
+
+
+def _curves(report: Report, *, width: int, unicode: bool) -> list[str]:
+    curves = [("loss", report.loss.curve)]
+    if report.goal:
+        name = report.goal.name
+        values = {e.step: e.metrics[name] for e in report.evaluations if name in e.metrics}
+        if len(values) > 1:
+            curves.append((name, points_of(values, field=name)))
+    lines: list[str] = []
+    for name, curve in curves:
+        drawn = draw(curve, width=min(width, _CURVE_WIDTH), height=_CURVE_HEIGHT, unicode=unicode)
+        if drawn:
+            lines += ["", *_wrapped(f"{name} by step", width=width), *drawn]
+    return lines[1:]
+
+
+def _settings(settings: Iterable[SettingLine], *, width: int) -> list[str]:
+    rows = [
+        (_clean(s.name.replace("_", " ")), _clean(_value(s.value)), _clean(s.reason), _clean(_source(s)))
+        for s in settings
+        if s.value not in (None, "unused") or s.source == "you"
+    ]
+    if not rows:
+        return []
+    table = [("setting", "value", "why", "from"), *rows]
+    name, value, source = (max(len(row[column]) for row in table) for column in (0, 1, 3))
+    why = width - name - value - source - 6
+    if why < 24:
+        return list(_stacked(rows, width=width))
+    why = min(why, max(len(row[2]) for row in table))
+    lines: list[str] = []
+    for row in table:
+        parts = textwrap.wrap(row[2], why) or [""]
+        lines.append(f"{row[0]:<{name}}  {row[1]:<{value}}  {parts[0]:<{why}}  {row[3]}".rstrip())
+        lines += [" " * (name + value + 4) + part for part in parts[1:]]
+    return lines
+
+
+def _stacked(rows: Iterable[tuple[str, str, str, str]], *, width: int) -> Iterator[str]:
+    """The settings where a table would be too wide: the decision, then why."""
+    for name, value, why, source in rows:
+        yield from _wrapped(f"{name}: {value} ({source})", width=width)
+        yield from _wrapped(why, width=width, indent="  ")
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _source(setting: SettingLine) -> str:
+    rule = setting.evidence.get("rule") if isinstance(setting.evidence, dict) else None
+    return f"rule {rule}" if setting.source == "rule" and rule else setting.source
+
+
+def _happenings(report: Report, *, width: int) -> list[str]:
+    if not report.happenings:
+        return []
+    lines = ["happenings"]
+    for happening in report.happenings[:_MOST_HAPPENINGS]:
+        lines += _wrapped(_happening(happening, created=report.created), width=width, indent="  ")
+    more = len(report.happenings) - _MOST_HAPPENINGS
+    if more > 0:
+        lines.append(f"  and {more:,} more")
+    return lines
+
+
+def _happening(happening: Happening, *, created: float) -> str:
+    after = show_seconds(max(0.0, happening.time - created))
+    details = ", ".join(f"{name} {_value(value)}" for name, value in happening.details.items() if name != "reason")
+    told = ": ".join(str(part) for part in (happening.details.get("reason"), details) if part)
+    return f"step {happening.step:,} after {after}: {happening.kind}" + (f", {told}" if told else "")
+
+
+def _seconds(report: Report, *, width: int) -> list[str]:
+    whole = sum(report.seconds.values())
+    if whole <= 0:
+        return []
+    lines = ["where the time of the steps went"]
+    for name, seconds in report.seconds.items():
+        lines += _wrapped(f"{seconds / whole:4.0%}  {show_seconds(seconds):>10}  {name}", width=width, indent="  ")
+    return lines
+
+
+def _labelled(label: str, text: str, *, width: int) -> list[str]:
+    return _wrapped(text, width=width, indent=f"{label:<{_LABEL}}", hanging=" " * _LABEL)
+
+
+def _wrapped(text: str, *, width: int, indent: str = "", hanging: str | None = None) -> list[str]:
+    hanging = indent + "  " if hanging is None else hanging
+    lines = textwrap.wrap(_clean(text), width, initial_indent=indent, subsequent_indent=hanging)
+    return lines or [indent.rstrip()]
+
+
+def _clean(text: str) -> str:
+    """The text without anything that could steer a terminal: a run folder may come from anywhere."""
+    return "".join(char if char.isprintable() else " " for char in text)

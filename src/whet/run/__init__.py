@@ -1,0 +1,13 @@
+"""The run folder: everything a run leaves on disk, written so that a kill or a power cut cannot spoil it.
+
+durable      every call that makes bytes survive (also for other rooms)
+strict_json  JSON that every program can read, NaN and infinity included
+folder       what lies in a run folder; creating and opening one
+lock         one process per run folder
+event        what one line of events.jsonl means
+events       writing and reading events.jsonl
+index        finding one's way in a long events.jsonl
+thin         a curve of a few hundred points from a million steps
+follow       the events of a live run as they come
+runs         all runs of a folder, and which of them hold nothing
+"""

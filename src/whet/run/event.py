@@ -1,0 +1,81 @@
+"""What does one line of events.jsonl mean?
+
+Each line is a JSON object with `kind`, `time` (unix seconds) and `step` (optimizer steps done), then fields of its own.
+NaN and infinity are written as strict_json tells. Fields that readers know:
+
+    start       total_steps, goal (the name of the metric that counts), goal_is ("max" or "min")
+    plan        changed: why the plan is another one
+    step        loss; epoch, samples (so far), lr, seconds: {"data": ..., "forward": ...}
+    eval        one field per metric
+    checkpoint  name, bytes, seconds
+    resume      the run went on from `step`: step and eval events of later steps before this line no longer count
+    end         state ("done", "stopped" or "failed"), reason
+    oom, throttle, pressure, skip    reason
+
+Any event but a step may carry `exact: false` and a `reason`: from that step on the run is not bit-exact.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from whet.run import strict_json
+
+KINDS = frozenset(
+    ("start", "plan", "step", "eval", "checkpoint", "resume", "oom", "throttle", "pressure", "skip", "end")
+)
+"""What may be written. Readers pass on kinds they do not know: a newer whet may have written them."""
+
+REPLACED = frozenset(("step", "eval"))
+"""The kinds that a later `resume` from an earlier step makes void: they will happen again."""
+
+SITTINGS = frozenset(("start", "resume"))
+"""The kinds that begin a sitting: one process training without a break."""
+
+RESERVED = frozenset(("kind", "time", "step", strict_json.MARK))
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of events.jsonl."""
+
+    kind: str
+    time: float
+    step: int
+    fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    def get(self, name: str) -> Any:
+        """The value of a field, or None."""
+        return self.fields.get(name)
+
+    def number(self, name: str) -> float | None:
+        """The value of a field where it is a number, else None."""
+        return as_number(self.fields.get(name))
+
+
+def as_number(value: object) -> float | None:
+    """A field's value as something that can be put on a curve; None for what is no number, truth values included."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def read_line(line: bytes) -> Event | None:
+    """The event on a line; None when the line is damaged.
+
+    >>> read_line(b'{"kind":"step","time":1.5,"step":3,"loss":0.25}').number("loss")
+    0.25
+    """
+    try:
+        record = strict_json.decode(line)
+        kind, time, step = record.pop("kind"), as_number(record.pop("time")), record.pop("step")
+    except (ValueError, KeyError):
+        return None
+    if type(kind) is not str or type(step) is not int or time is None or not math.isfinite(time):
+        return None
+    return Event(kind=kind, time=time, step=step, fields=record)

@@ -1,0 +1,240 @@
+"""What lies in a run folder, and is this one?
+
+    run.json        format version, id, recipe, when and by which command it was made
+    config.json     the resolved configuration
+    plan.json       {"settings": {name: {value, reason, source, evidence}}}
+    machine.json    the machine it was planned for
+    versions.json   of Python and the libraries
+    events.jsonl    what happened (see event); events.index, the way through it (see index)
+    checkpoints/    step-NNNNNNNNN/ folders
+    lock            who writes here now (see lock)
+
+`run.json` makes a folder a run: it appears together with the rest, in one rename.
+"""
+
+import importlib.metadata
+import platform
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from whet.base.version import VERSION
+from whet.base.errors import UsageError, WhetError, nearest
+from whet.base.record import Record
+from whet.run import durable, strict_json
+
+FORMAT_VERSION = 1
+
+RUN_FILE = "run.json"
+EVENTS_FILE = "events.jsonl"
+INDEX_FILE = "events.index"
+CHECKPOINTS = "checkpoints"
+PARTS = ("config", "plan", "machine", "versions")
+"""What is kept in a JSON file each, beside run.json."""
+
+_LIBRARIES = ("torch", "numpy", "safetensors", "pydantic", "psutil", "tokenizers", "transformers", "optuna")
+
+
+class Header(Record):
+    """What run.json says."""
+
+    format_version: int
+    id: str
+    recipe: str
+    created: float
+    """Unix seconds."""
+    whet: str
+    """The version of whet that made the run."""
+    command: tuple[str, ...]
+    """The words of the command that made it; saying them again resumes it."""
+
+
+class Run(Record):
+    """A run folder as it was read; the folder may have moved on since."""
+
+    path: Path
+    header: Header
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    machine: dict[str, Any]
+    versions: dict[str, str | None]
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.path / CHECKPOINTS
+
+
+def versions() -> dict[str, str | None]:
+    """The versions that decide what a run does; None for what is not installed. Imports none of them."""
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "whet": VERSION,
+    }
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def next_run_path(root: Path, *, recipe: str) -> Path:
+    """The first free `RECIPE-NNN` after the highest one in `root`.
+
+    Two processes may be told the same one; `create_run` then refuses the slower, which asks again.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe).stem).strip("-.") or "run"
+    pattern = re.compile(re.escape(name) + r"-(\d{3,})")
+    taken = [int(found[1]) for path in _children(root) if (found := pattern.fullmatch(path.name))]
+    return root / f"{name}-{max(taken, default=0) + 1:03d}"
+
+
+def create_run(
+    path: Path,
+    *,
+    recipe: str,
+    config: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    versions: Mapping[str, str | None],
+    command: list[str],
+) -> Run:
+    """Makes a run folder: complete, or not at all."""
+    path = path.expanduser().absolute()
+    _refuse_occupied(path)
+    durable.check_writable(path)
+    header = Header(
+        format_version=FORMAT_VERSION,
+        id=secrets.token_hex(8),
+        recipe=recipe,
+        created=time.time(),
+        whet=VERSION,
+        command=tuple(command),
+    )
+    parts = {"config": config, "plan": plan, "machine": machine, "versions": versions}
+    files = {RUN_FILE: _file_bytes(header.as_json())} | {f"{k}.json": _file_bytes(v) for k, v in parts.items()}
+
+    def fill(draft: Path) -> None:
+        for name, data in files.items():
+            durable.write_draft(draft / name, data=data)
+        durable.write_draft(draft / EVENTS_FILE, data=b"")
+        durable.make_directory(draft / CHECKPOINTS)
+
+    made = durable.make_directory(path.parent)
+    try:
+        durable.publish_directory(path, fill=fill)
+    except BaseException:
+        durable.remove_empty(made)
+        raise
+    return open_run(path)
+
+
+def open_run(path: Path | str) -> Run:
+    """The run in a folder, every part of it read and checked."""
+    path = Path(path).expanduser().absolute()
+    header = read_header(path)
+    parts = {name: _read_object(path / f"{name}.json") for name in PARTS}
+    return Run.from_json({"path": path, "header": header, **parts}, where=path)
+
+
+def read_header(path: Path) -> Header:
+    """What run.json of a run folder says; refuses what is no run, or one this version cannot read."""
+    if not (path / RUN_FILE).is_file():
+        raise _not_a_run(path)
+    data = _read_object(path / RUN_FILE)
+    version = data.get("format_version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise WhetError(
+            f"the run {path} was made by a newer whet",
+            got=f"format {version} (whet {data.get('whet', 'unknown')}); this is {FORMAT_VERSION} (whet {VERSION})",
+            try_="upgrade: pip install --upgrade whet",
+        )
+    return Header.from_json(data, where=path / RUN_FILE)
+
+
+def rewrite(run: Run, **parts: Mapping[str, Any]) -> Run:
+    """Replaces config, plan, machine or versions of a run (a grown `epochs`, a plan for another machine)."""
+    for name, value in parts.items():
+        if name not in PARTS:
+            raise ValueError(f"a run has no part {name!r}")
+        durable.write_file(run.path / f"{name}.json", data=_file_bytes(value))
+    return open_run(run.path)
+
+
+def folder_of(run: Run | Path) -> Path:
+    """The folder, of a run or as given."""
+    return run.path if isinstance(run, Run) else run
+
+
+def run_folders(root: Path) -> list[Path]:
+    """The folders in `root` that are runs, or were before something damaged them; by name."""
+    return [p for p in _children(root) if (p / RUN_FILE).exists() or (p / EVENTS_FILE).exists()]
+
+
+def _children(root: Path) -> list[Path]:
+    """The folders in `root` that are really there (no links) and not hidden; none if it cannot be read."""
+    try:
+        return sorted(p for p in root.iterdir() if not p.name.startswith(".") and p.is_dir() and not p.is_symlink())
+    except OSError:
+        return []
+
+
+def _file_bytes(value: Mapping[str, Any]) -> bytes:
+    return (strict_json.encode(value, pretty=True) + "\n").encode()
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    hint = "restore this file from a copy; the checkpoints of the run are not affected"
+    if path.exists() and not path.is_file():
+        raise WhetError(f"the run file {path} is damaged", got="not a regular file", try_=hint)
+    try:
+        return strict_json.decode(path.read_bytes())
+    except FileNotFoundError:
+        raise WhetError(f"the run file {path} is missing", got=f"no {path.name}", try_=hint) from None
+    except OSError as error:
+        raise durable.explain(error, doing="read", path=path) from error
+    except ValueError as error:
+        raise WhetError(f"the run file {path} is damaged", got=str(error), try_=hint) from None
+
+
+def _refuse_occupied(path: Path) -> None:
+    with durable.told("create", path):
+        if path.is_symlink() and not path.exists():
+            raise UsageError(f"cannot make a run at {path}", got="a link that leads nowhere", try_="another --run DIR")
+        if not path.exists():
+            return
+        if not path.is_dir():
+            raise UsageError(f"cannot make a run at {path}", got="a file of that name", try_="another --run DIR")
+        if (path / RUN_FILE).exists():
+            raise UsageError(
+                f"{path} is a run already",
+                got=RUN_FILE,
+                try_="the command that made it, to resume it; or another --run DIR",
+            )
+        names = sorted(child.name for child in path.iterdir())
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise UsageError(f"{path} is not a run, and not empty", got=shown, try_="another --run DIR")
+        if path.samefile(Path.cwd()):
+            # An empty folder is replaced by the new one; a shell standing in it would be left nowhere.
+            raise UsageError("a run cannot be made in the folder you are in", got=path, try_=f"--run {path.name}/run")
+
+
+def _not_a_run(path: Path) -> UsageError:
+    got = f"no {RUN_FILE} in it" if path.is_dir() else "a file" if path.exists() else "no such folder"
+    inside = [p for p in _children(path) if (p / RUN_FILE).is_file()]
+    above = next((p for p in path.parents if (p / RUN_FILE).is_file()), None)
+    if above is not None:
+        hint = str(above)
+    elif inside:
+        hint = f"one of the {len(inside)} in it, such as {inside[-1]}; `whet runs {path}` lists them"
+    else:
+        siblings = [p.name for p in _children(path.parent) if (p / RUN_FILE).is_file()]
+        meant = nearest(path.name, siblings)
+        hint = f"{path.parent / meant}" if meant else "`whet runs` lists the runs there are"
+    return UsageError(f"{path} is not a run", got=got, try_=hint)

@@ -1,0 +1,192 @@
+"""Who may write in this run folder? One process at a time, until it lets go or dies.
+
+The lock is `fcntl.lockf` on the file `lock`, not `flock`: forked data workers keep a flock alive after their parent
+died. A lockf lock has one trap: closing *any* descriptor of the file in the holding process drops it. So the holder's
+own process never opens the file a second time; what it holds is kept in `_held`. Others may open and read freely.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import platform
+import threading
+import time
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from whet.base.errors import UsageError, WhetError
+from whet.base.record import Record
+from whet.run import strict_json
+from whet.run.durable import told
+
+LOCK_FILE = "lock"
+
+_BUSY = (errno.EACCES, errno.EAGAIN)
+_PATIENCE_SECONDS = 0.3  # `holder` takes the lock for some microseconds to look; that must not refuse a real owner.
+
+_held: dict[tuple[int, int], "RunLock"] = {}
+"""The locks of this process by (device, inode) of their file; a forked child finds its parent's here, see `_ours`."""
+_guard = threading.Lock()
+
+
+class Holder(Record):
+    """The process that writes in a run folder."""
+
+    pid: int
+    host: str
+    since: float
+    """Unix seconds."""
+
+    def __str__(self) -> str:
+        when = datetime.fromtimestamp(self.since).astimezone().isoformat(sep=" ", timespec="seconds")
+        return f"process {self.pid} on {self.host}, since {when}"
+
+
+class RunLock:
+    """The right to write in a run folder; a context manager. Taken with `acquire`."""
+
+    def __init__(self, *, descriptor: int, key: tuple[int, int], holder: Holder) -> None:
+        self._descriptor = descriptor
+        self._key = key
+        self.holder = holder
+
+    def release(self) -> None:
+        """Lets go; doing it twice is fine. In a forked child it only closes the copy: the parent keeps the lock."""
+        with _guard:
+            if self._descriptor < 0:
+                return
+            if self.holder.pid == os.getpid():
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._descriptor, 0)
+            _held.pop(self._key, None)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.release()
+
+
+def acquire(folder: Path) -> RunLock:
+    """Takes the lock of a run folder, or says who has it."""
+    path = folder / LOCK_FILE
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        with _guard, told("lock", path):
+            lock = _try_acquire(path)
+        if lock is not None:
+            return lock
+        found = holder(folder)
+        if found is not None and found.pid != 0 and (_is_alive(found) or time.monotonic() > deadline):
+            raise _refusal(folder, found)
+        if time.monotonic() > deadline:
+            raise _refusal(folder, None)
+        time.sleep(0.02)
+
+
+def holder(folder: Path) -> Holder | None:
+    """Who holds the lock of a run folder now; None when nobody does. pid 0: somebody, not yet known who."""
+    path = folder / LOCK_FILE
+    with _guard, told("read", path):
+        ours = _ours(path)
+        if ours is not None:
+            return ours.holder
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _BUSY:
+                raise
+            return _read_holder(descriptor)
+        else:
+            return None
+        finally:
+            os.close(descriptor)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process is writing in this run folder."""
+    return holder(folder) is not None
+
+
+def _ours(path: Path) -> RunLock | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    lock = _held.get((stat.st_dev, stat.st_ino))
+    # After a fork the child has the table but not the lock: lockf belongs to a process.
+    return lock if lock is not None and lock.holder.pid == os.getpid() else None
+
+
+def _try_acquire(path: Path) -> RunLock | None:
+    if _ours(path) is not None:
+        return None
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        stat = os.fstat(descriptor)
+        if not _is_still(path, stat):  # Somebody removed the folder between our open and our lock.
+            os.close(descriptor)
+            return None
+        owner = Holder(pid=os.getpid(), host=platform.node() or "unknown", since=time.time())
+        data = (strict_json.encode(owner.as_json()) + "\n").encode()
+        os.pwrite(descriptor, data, 0)
+        os.ftruncate(descriptor, len(data))
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in _BUSY:
+            return None
+        raise
+    lock = RunLock(descriptor=descriptor, key=(stat.st_dev, stat.st_ino), holder=owner)
+    _held[stat.st_dev, stat.st_ino] = lock
+    return lock
+
+
+def _is_still(path: Path, stat: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.stat(), stat)
+    except FileNotFoundError:
+        return False
+
+
+def _read_holder(descriptor: int) -> Holder:
+    try:
+        return Holder.from_json(strict_json.decode(os.pread(descriptor, 4096, 0)), where=LOCK_FILE)
+    except (ValueError, UsageError):
+        return Holder(pid=0, host="unknown", since=0.0)
+
+
+def _is_alive(owner: Holder) -> bool:
+    # What stands in the file may be a dead predecessor's for the instant in which the new owner writes its own.
+    if owner.host != platform.node():
+        return True
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _refusal(folder: Path, owner: Holder | None) -> WhetError:
+    if owner is None or owner.pid == 0:
+        return WhetError(
+            f"another process is using the run {folder}",
+            got="it has not said which one it is",
+            try_="run the same command again in a moment, or choose another --run DIR",
+        )
+    if owner.pid == os.getpid():
+        hint = "close the other session of this process first, or choose another run folder"
+    else:
+        hint = f"wait for it, stop it with `kill {owner.pid}` (it saves first), or choose another --run DIR"
+    return WhetError(f"another process is using the run {folder}", got=str(owner), try_=hint)

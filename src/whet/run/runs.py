@@ -1,0 +1,223 @@
+"""Which runs are in a folder, how far did each get, and which hold nothing worth keeping?"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from whet.base.errors import WhetError
+from whet.base.record import Record
+from whet.run import durable, lock
+from whet.run.event import SITTINGS, Event
+from whet.run.events import History
+from whet.run.folder import (
+    CHECKPOINTS,
+    EVENTS_FILE,
+    INDEX_FILE,
+    PARTS,
+    RUN_FILE,
+    Run,
+    folder_of,
+    open_run,
+    read_header,
+    run_folders,
+)
+from whet.run.strict_json import StrictRecord
+
+State = Literal["running", "done", "stopped", "failed", "never started", "unreadable"]
+
+_INTERRUPTED = "left by an interrupted write"
+PRUNE_AGE_SECONDS = 60.0
+"""Younger ones are left alone: a process may be about to use them."""
+
+_OWN_FILES = frozenset((RUN_FILE, EVENTS_FILE, INDEX_FILE, CHECKPOINTS, lock.LOCK_FILE, *(f"{p}.json" for p in PARTS)))
+
+
+class RunSummary(StrictRecord):
+    """One line of `whet runs`."""
+
+    path: Path
+    state: State
+    recipe: str | None = None
+    step: int = 0
+    total_steps: int | None = None
+    last_loss: float | None = None
+    goal: str | None = None
+    """The name of the metric that counts."""
+    goal_value: float | None = None
+    """Its newest value."""
+    age_seconds: float = 0.0
+    """Since the last event, or since the run was made."""
+    size_bytes: int = 0
+    problem: str | None = None
+    """Why it is unreadable."""
+
+
+class Pruned(Record):
+    """What was removed (or would be), and why."""
+
+    path: Path
+    reason: str
+    size_bytes: int
+
+
+def list_runs(root: Path) -> tuple[RunSummary, ...]:
+    """The runs in a folder, by name."""
+    now = time.time()
+    return tuple(_summary(path, now=now) for path in run_folders(root))
+
+
+def run_state(run: Run | Path, *, history: History) -> State:
+    """Whether a run is under way, and how it ended if it is not."""
+    if lock.is_locked(folder_of(run)):
+        return "running"
+    turn = history.last(*SITTINGS, "end")
+    if turn is None:
+        return "stopped" if history.last("step") else "never started"
+    if turn.kind != "end":
+        return "stopped"
+    state = turn.get("state")
+    return state if state in ("done", "stopped", "failed") else "done"
+
+
+def total_steps(run: Run, *, history: History) -> int | None:
+    """How many steps the run is to have: as its last start said, else as its config says."""
+    for event in history.backwards(kinds=SITTINGS):
+        told = event.get("total_steps")
+        if isinstance(told, int) and not isinstance(told, bool):
+            return told
+    wanted = run.config.get("max_steps")
+    return wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else None
+
+
+def goal_name(history: History) -> str | None:
+    """The metric that counts, as the newest start that names one says."""
+    names = (event.get("goal") for event in history.backwards(kinds=SITTINGS))
+    return next((name for name in names if isinstance(name, str)), None)
+
+
+def prune(root: Path, *, dry: bool = False) -> tuple[Pruned, ...]:
+    """Removes runs without an optimizer step or a checkpoint, and what interrupted writes left behind.
+
+    Never removes a run that a process holds, one younger than a minute, or one with files that are not whet's.
+    With `dry` it only says what it would remove.
+    """
+    found = [_Find(path, _INTERRUPTED) for path in _leftovers(root)]
+    for run in run_folders(root):
+        if _is_old(run) and not lock.is_locked(run):
+            found.extend(_worthless(run))
+    return tuple(pruned for find in found if (pruned := _remove(find, dry=dry)) is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Find:
+    path: Path
+    reason: str
+    run: Path | None = None
+    """The run whose lock must be held to remove it."""
+
+
+def _worthless(run: Path) -> Iterator[_Find]:
+    reason = _why_worthless(run)
+    if reason is not None:
+        yield _Find(run, reason, run)
+        return
+    for folder in (run, run / CHECKPOINTS):
+        for path in _leftovers(folder):
+            yield _Find(path, _INTERRUPTED, run)
+
+
+def _leftovers(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob(f"{durable.LEFTOVER_PREFIX}*")) if _is_old(path)]
+
+
+def _why_worthless(path: Path) -> str | None:
+    """Why a run may go; None when it must stay."""
+    if any(child.name not in _OWN_FILES and not durable.is_leftover(child) for child in path.iterdir()):
+        return None
+    checkpoints = path / CHECKPOINTS
+    if checkpoints.exists() and any(not durable.is_leftover(child) for child in checkpoints.iterdir()):
+        return None
+    try:
+        read_header(path)
+        history = History(path)
+    except (WhetError, OSError):
+        return None
+    if history.damaged or any("step" in block.kinds for block in history.layout.blocks):
+        return None
+    return "no optimizer step and no checkpoint"
+
+
+def _remove(find: _Find, *, dry: bool) -> Pruned | None:
+    pruned = Pruned(path=find.path, reason=find.reason, size_bytes=_size_and_change(find.path)[0])
+    if dry:
+        return pruned
+    if find.run is None:
+        durable.remove(find.path)
+        return pruned
+    try:
+        held = lock.acquire(find.run)
+    except WhetError:
+        return None  # Somebody has begun to use it.
+    with held:
+        if find.path == find.run and _why_worthless(find.run) is None:
+            return None
+        durable.remove(find.path)
+    return pruned
+
+
+def _is_old(path: Path) -> bool:
+    # A change in the future (the clock was set back) counts as young.
+    return time.time() - _size_and_change(path)[1] > PRUNE_AGE_SECONDS
+
+
+def _size_and_change(path: Path) -> tuple[int, float]:
+    """The bytes under a path on the disk, and when the newest of it changed."""
+    size, newest = 0, 0.0
+    for place in _walk(path):
+        with contextlib.suppress(OSError):
+            stat = os.lstat(place)
+            newest = max(newest, stat.st_mtime)
+            size += stat.st_blocks * 512
+    return size, newest
+
+
+def _walk(path: Path) -> Iterator[str]:
+    yield str(path)
+    if path.is_symlink():
+        return
+    for folder, _, files in os.walk(path):
+        yield folder
+        for name in files:
+            yield f"{folder}/{name}"
+
+
+def _summary(path: Path, *, now: float) -> RunSummary:
+    size, changed = _size_and_change(path)
+    try:
+        run = open_run(path)
+        history = History(run)
+        step: Event | None = history.last("step")
+        newest: Event | None = next(history.backwards(), None)
+        goal = goal_name(history)
+        evaluation = history.last("eval") if goal else None
+        return RunSummary(
+            path=path,
+            state=run_state(run, history=history),
+            recipe=run.header.recipe,
+            step=step.step if step else 0,
+            total_steps=total_steps(run, history=history),
+            last_loss=step.number("loss") if step else None,
+            goal=goal,
+            goal_value=evaluation.number(goal) if evaluation and goal else None,
+            age_seconds=max(0.0, now - (newest.time if newest else run.header.created)),
+            size_bytes=size,
+        )
+    except (WhetError, OSError) as error:
+        problem = error.what if isinstance(error, WhetError) else str(error)
+        return RunSummary(
+            path=path, state="unreadable", age_seconds=max(0.0, now - changed), size_bytes=size, problem=problem
+        )

@@ -1,0 +1,137 @@
+"""How is NaN written so that every program can still read the file?
+
+JSON knows no NaN and no infinity. Such a number is written as `null`, and a map beside it says what it was:
+
+    {"kind": "step", "loss": null, "nonfinite": {"loss": "nan"}}
+
+The keys of the map are paths into the object: names joined by "/", with "~" and "/" in names written "~0" and "~1"
+as in RFC 6901. The values are "nan", "inf" or "-inf". Reading gives the numbers back.
+"""
+
+import contextlib
+import json
+import math
+import operator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self, SupportsFloat, SupportsIndex
+
+from whet.base.record import Record
+
+MARK = "nonfinite"
+
+compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+"""JSON on one line, for values known to be plain: ValueError on NaN, TypeError on what is not JSON."""
+_pretty = json.JSONEncoder(allow_nan=False, indent=2).encode
+_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class StrictRecord(Record):
+    """A record whose numbers may be NaN or infinite, and whose JSON is strict all the same."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The value as plain JSON types, without NaN."""
+        return strict(super().as_json())
+
+    @classmethod
+    def from_json(cls, data: object, *, where: str | Path) -> Self:
+        """The value back, NaN included."""
+        return super().from_json(decode(encode(data)) if isinstance(data, dict) else data, where=where)
+
+
+def encode(record: Mapping[str, Any], *, pretty: bool = False) -> str:
+    """The object as strict JSON text.
+
+    >>> encode({"loss": math.nan, "step": 3})
+    '{"loss":null,"step":3,"nonfinite":{"loss":"nan"}}'
+    """
+    write = _pretty if pretty else compact
+    try:
+        return write(record)
+    except (ValueError, TypeError):
+        return write(strict(record))
+
+
+def strict(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The object in plain JSON types: no NaN, and numbers of other libraries as ordinary ones."""
+    marks: dict[str, str] = {}
+    result: dict[str, Any] = _clean(plain(record), path="", marks=marks)
+    if marks:
+        result[MARK] = marks
+    return result
+
+
+def plain(value: Any) -> Any:
+    """The value in Python's own types, NaN kept; anything that is no number, text, list or map is refused."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Mapping):
+        return {_name(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, SupportsIndex):
+        # Arrays and tensors of one element have __index__ whatever they hold, and refuse it unless they are whole.
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    if isinstance(value, SupportsFloat):
+        return float(value)
+    raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
+
+
+def decode(text: str | bytes) -> dict[str, Any]:
+    """The object back from its text; ValueError when it is no JSON object.
+
+    >>> decode('{"loss":null,"nonfinite":{"loss":"nan"}}')
+    {'loss': nan}
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    if MARK in value:
+        _restore(value, marks=value.pop(MARK))
+    return value
+
+
+def _name(key: Any) -> str:
+    if not isinstance(key, str | int):
+        raise TypeError(f"a {type(key).__name__} cannot be a name in JSON")
+    return str(key)
+
+
+def _clean(value: Any, *, path: str, marks: dict[str, str]) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        marks[path] = str(value)
+        return None
+    if isinstance(value, dict):
+        return {k: _clean(v, path=_join(path, k), marks=marks) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_clean(v, path=_join(path, str(i)), marks=marks) for i, v in enumerate(value)]
+    return value
+
+
+def _join(path: str, name: str) -> str:
+    name = name.replace("~", "~0").replace("/", "~1")
+    return f"{path}/{name}" if path else name
+
+
+def _restore(record: dict[str, Any], *, marks: object) -> None:
+    if not isinstance(marks, dict):
+        return
+    for path, word in marks.items():
+        *above, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
+        place: Any = record
+        for part in above:
+            place = _step_into(place, part)
+        if word in _NUMBERS and _step_into(place, last, missing=0) is None:
+            place[int(last) if isinstance(place, list) else last] = _NUMBERS[word]
+
+
+def _step_into(place: Any, name: str, *, missing: Any = None) -> Any:
+    if isinstance(place, dict):
+        return place.get(name, missing)
+    if isinstance(place, list) and name.isascii() and name.isdigit() and int(name) < len(place):
+        return place[int(name)]
+    return missing

@@ -1,0 +1,38 @@
+"""Tests police themselves: a test that leaks an environment variable or changes the folder fails."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+# pytest and its plugins change these themselves.
+_IGNORED = {"PYTEST_CURRENT_TEST", "PYTEST_XDIST_TESTRUNUID", "COLUMNS", "LINES"}
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_trace() -> Iterator[None]:
+    before, folder = {k: v for k, v in os.environ.items() if k not in _IGNORED}, Path.cwd()
+    yield
+    after = {k: v for k, v in os.environ.items() if k not in _IGNORED}
+    assert after == before, "the test leaked environment variables"
+    assert Path.cwd() == folder, "the test left another working folder"
+
+
+@pytest.fixture
+def whet(tmp_path: Path) -> Run:
+    """Runs `whet WORDS` as a user would, in an empty folder."""
+
+    def run(*words: str, cwd: Path = tmp_path, path: Path | None = None, **environment: str):
+        env = {**os.environ, **environment, "WHET_HOME": str(tmp_path / "whet-home")}
+        if path is not None:
+            env["PYTHONPATH"] = str(path)
+        command = [sys.executable, "-m", "whet", *words]
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+    return run

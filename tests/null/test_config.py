@@ -1,0 +1,180 @@
+"""What words and files mean, and how wrong ones are refused."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.base.errors import UsageError
+from whet.config.resolve import resolve
+from whet.config.words import flatten, nest, read_value, read_words
+from whet.recipes.text.config import TextConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("3E5", 3e5),
+        ("768", 768),
+        ("-1", -1),
+        ("1_000", 1000),
+        ("0.5", 0.5),
+        ("null", None),
+        ("None", None),
+        ("True", True),
+        ("false", False),
+        ("[a,b]", ["a", "b"]),
+        ("[1, 2.5, null]", [1, 2.5, None]),
+        ("[]", []),
+        ("[[1,2],[3]]", [[1, 2], [3]]),
+        ("'null'", "null"),
+        ('"1e-4"', "1e-4"),
+        ("a b", "a b"),
+        ("a=b", "a=b"),
+        ("", ""),
+        ("on", "on"),
+        ("data/my-chat", "data/my-chat"),
+    ],
+)
+def test_values(text: str, value: object) -> None:
+    found = read_value(text, "key=" + text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_hydra_forms_are_understood() -> None:
+    said = read_words(["+run=x", "++seed=3", "arch.layers=2", "~arch.layers", "lr=1", "lr=2"])
+    assert said.values == {"run": "x", "seed": 3, "lr": 2}
+    assert said.dropped == ("arch.layers",)
+
+
+@pytest.mark.parametrize("word", ["lr", "=3", "1x=3", "a..b=3", "k=[a", "k=['a]", "k=[[a]", "a b=3", "~"])
+def test_malformed_words_are_refused(word: str) -> None:
+    with pytest.raises(UsageError):
+        read_words([word])
+
+
+@given(st.text())
+def test_any_word_is_read_or_refused(word: str) -> None:
+    with contextlib.suppress(UsageError):
+        assert isinstance(read_words([word]).values, dict)
+
+
+_names = st.from_regex(r"[a-z]{1,4}", fullmatch=True)
+_trees = st.recursive(
+    st.dictionaries(_names, st.integers(), min_size=1),
+    lambda children: st.dictionaries(_names, children | st.integers(), min_size=1),
+    max_leaves=8,
+)
+
+
+@given(_trees)
+def test_nest_undoes_flatten(tree: dict) -> None:
+    assert nest(flatten(tree)) == tree
+
+
+def test_a_value_is_not_also_a_group() -> None:
+    with pytest.raises(UsageError):
+        nest({"a": 1, "a.b": 2})
+    with pytest.raises(UsageError):
+        nest({"a.b": 2, "a": 1})
+
+
+def test_precedence_default_file_words(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("lr = 0.5\nepochs = 7\n[arch]\nlayers = 3\n")
+    resolved = resolve(TextConfig, ["epochs=9", "~arch.layers"], file=file)
+    assert resolved.config.lr == 0.5
+    assert resolved.config.epochs == 9
+    assert resolved.config.arch.layers == TextConfig().arch.layers
+    assert resolved.given == ("epochs", "lr")
+
+
+def test_yaml_pitfalls(tmp_path: Path) -> None:
+    # YAML 1.1 reads 1e-4 as text and a bare `on` as true.
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 1e-4\ncompile: on\nmps_fallback: off\ndata: null\n")
+    config = resolve(TextConfig, file=file).config
+    assert config.lr == 1e-4
+    assert (config.compile, config.mps_fallback, config.data) == ("on", "off", None)
+
+
+def test_the_guides_names_are_understood() -> None:
+    resolved = resolve(TextConfig, ["forward_dtype=bfloat16", "ema=True", "lr=3e-4", "global_batch_size=16"])
+    assert resolved.wishes == {"precision": "bf16"}
+    assert resolved.config.ema is True
+
+
+def test_auto_is_no_wish() -> None:
+    assert resolve(TextConfig, ["micro_batch=auto", "threads=2"]).wishes == {"threads": 2}
+
+
+@pytest.mark.parametrize(
+    ("word", "what", "hint"),
+    [
+        ("epohcs=3", "unknown key", "'epochs'"),
+        ("hidden_size=3", "unknown key", "'arch.hidden_size'"),
+        ("arch.hiden_size=3", "unknown key", "'arch.hidden_size'"),
+        ("arch=trm", "group", "arch.NAME"),
+        ("epochs=three", "epochs must be a whole number", "epochs=3"),
+        ("epochs=2.5", "epochs must be a whole number", "epochs=3"),
+        ("epochs=0", "epochs must be greater than 0", "epochs=3"),
+        ("ema=maybe", "ema must be true or false", "ema=False"),
+        ("precision=bf8", "'bf16'", "precision=auto"),
+        ("keep=1", "keep must be greater than or equal to 2", "keep=auto"),
+        ("dropout=1", "dropout must be less than 1", "dropout=0.1"),
+        ("lr=nan", "lr must be", "lr="),
+        ("lr=inf", "lr must be", "lr="),
+        ("arch.heads=5", "arch.heads must divide arch.hidden_size", "arch.heads=1 or 2 or 4"),
+        ("data_paths=a", "data_paths must be a list", "data_paths"),
+        ("~epcohs", "unknown key", "'epochs'"),
+    ],
+)
+def test_wrong_words_say_what_was_meant(word: str, what: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve(TextConfig, [word])
+    assert what in caught.value.what + str(caught.value.got)
+    assert hint in (caught.value.try_ or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("a.toml", b"lr = ", "not valid TOML"),
+        ("a.yaml", b"lr: [1", "not valid YAML"),
+        ("a.yaml", b"- 1\n- 2\n", "does not hold keys"),
+        ("a.yaml", b"3: 4\n", "does not hold keys"),
+        ("a.yaml", b"a: &x 1\nb: *x\n", "aliases"),
+        ("a.yaml", b"lr: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
+        ("a.yaml", b"\xff\xfe", "not UTF-8"),
+        ("a.yaml", b"[" * 90_000, "nested too deeply"),
+        ("a.toml", b"a=" + b"[" * 90_000, "nested too deeply"),
+        ("a.yaml", b"lr: 2026-99-99\n", "not valid YAML"),
+        ("a.json", b"{}", "TOML or YAML"),
+        ("a.toml", b"#" * 100_001, "too large"),
+        ("a.toml", b"epcohs = 3", "unknown key"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path: Path, name: str, content: bytes, what: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        resolve(TextConfig, file=file)
+    assert what in caught.value.what
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder.toml").mkdir()
+    for path in (tmp_path / "absent.toml", tmp_path / "folder.toml"):
+        with pytest.raises(UsageError) as caught:
+            resolve(TextConfig, file=path)
+        assert "cannot be read" in caught.value.what
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text("# nothing\n")
+    assert resolve(TextConfig, file=file).config == TextConfig()

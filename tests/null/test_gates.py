@@ -1,0 +1,111 @@
+"""The gates of `make lint` close: each fault is planted in a copy of the source and must be found."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package with its configuration."""
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def plant(copy: Path, file: str, line: str) -> None:
+    path = copy / "src" / "whet" / file
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text((path.read_text() if path.exists() else '"""Planted."""\n') + line + "\n")
+
+
+def check(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    return subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=120)
+
+
+def lint_imports(copy: Path) -> subprocess.CompletedProcess[str]:
+    return check(copy, str(Path(sys.executable).parent / "lint-imports"), "--no-cache", "--no-logo")
+
+
+def ruff(copy: Path) -> subprocess.CompletedProcess[str]:
+    return check(copy, sys.executable, "-m", "ruff", "check", "--no-cache", "src")
+
+
+def test_the_source_passes(copy: Path) -> None:
+    for result in (lint_imports(copy), ruff(copy)):
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("base/units.py", "from whet.plan.plan import Plan", "whet.base.units -> whet.plan.plan"),
+        ("plan/workload.py", "def late():\n    import whet.run.folder", "whet.plan.workload -> whet.run.folder"),
+        ("machine/facts.py", "import torch", "whet.machine.facts -> torch"),
+        ("report/summary.py", "def late():\n    import numpy", "whet.report.summary -> numpy"),
+    ],
+    ids=["upward", "upward in a function", "torch", "numpy in a function"],
+)
+def test_a_wrong_import_fails(copy: Path, file: str, line: str, said: str) -> None:
+    plant(copy, file, line)
+    result = lint_imports(copy)
+    assert result.returncode != 0
+    assert said in result.stdout
+
+
+def test_torch_through_a_chain_fails(copy: Path) -> None:
+    # The layers allow recipes to use torch; a torch-free file that imports one of theirs does not stay torch-free.
+    plant(copy, "recipes/text/model.py", "import torch")
+    plant(copy, "recipes/text/config.py", "from whet.recipes.text import model")
+    result = lint_imports(copy)
+    assert result.returncode != 0
+    assert "whet.recipes.text.config -> whet.recipes.text.model" in result.stdout
+    assert "whet.recipes.text.model -> torch" in result.stdout
+
+
+def test_an_upward_import_through_a_chain_fails(copy: Path) -> None:
+    plant(copy, "machine/helper.py", "from whet.machine import second")
+    plant(copy, "machine/second.py", "from whet.recipes import recipe")
+    result = lint_imports(copy)
+    assert result.returncode != 0
+    assert "whet.machine.second -> whet.recipes.recipe" in result.stdout
+
+
+def test_a_new_room_without_a_place_fails(copy: Path) -> None:
+    plant(copy, "utils/__init__.py", "")
+    result = lint_imports(copy)
+    assert result.returncode != 0
+    assert "utils" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("recipes/text/model.py", "def f():\n    import torch\n\n    torch.mps.synchronize()", "torch.mps"),
+        ("recipes/text/model.py", "def f():\n    from torch import cuda\n\n    return cuda", "torch.cuda"),
+        ("plan/workload.py", "import os\n\nHOME = os.environ", "os.environ"),
+        ("plan/workload.py", "print('hello')", "T201"),
+        ("run/folder.py", "import pickle", "pickle"),
+        ("plan/workload.py", "from . import plan", "TID252"),
+        ("recipes/text/config.py", "import torch", "TID253"),
+    ],
+)
+def test_banned_names_fail(copy: Path, file: str, line: str, said: str) -> None:
+    plant(copy, file, line)
+    result = ruff(copy)
+    assert result.returncode != 0
+    assert said in result.stdout
+
+
+def test_a_wrong_type_fails(copy: Path) -> None:
+    plant(copy, "base/units.py", "\nBYTES: int = 'many'")
+    result = check(copy, sys.executable, "-m", "mypy", "--cache-dir", str(copy / "cache"), "-p", "whet.base")
+    assert result.returncode != 0
+    assert "Incompatible types" in result.stdout

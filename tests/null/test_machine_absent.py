@@ -1,0 +1,114 @@
+"""Why MPS or CUDA cannot be used: one row for each reason, and each reason has a row."""
+
+import pytest
+
+from whet.machine import absent
+from whet.machine.absent import Situation, hides_all, why_absent
+from whet.machine.cuda import Card, Cards
+from whet.machine.facts import OperatingSystem
+from whet.machine.torch_child import TorchAnswer
+
+MAC = OperatingSystem(name="macOS", version="15.1", architecture="arm64")
+INTEL_MAC = OperatingSystem(name="macOS", version="13.7", architecture="x86_64")
+OLD_MAC = OperatingSystem(name="macOS", version="13.7", architecture="arm64")
+LINUX = OperatingSystem(name="Linux", architecture="x86_64")
+WORKING = Cards("working", (Card(name="NVIDIA H200", driver="550.54.14"),))
+MISSING = TorchAnswer(error="torch is not installed")
+BROKEN = TorchAnswer(error="torch 2.13.0 cannot be imported: ImportError: no libgomp")
+CPU_BUILD = TorchAnswer(version="2.13.0", mps_built=False, mps_available=False, cuda_available=False)
+MPS_BUILD = TorchAnswer(version="2.13.0", mps_built=True, mps_available=False, cuda_available=False)
+CUDA_BUILD = TorchAnswer(version="2.13.0", cuda_build="13.0", cuda_available=False, mps_available=False)
+TOO_OLD = CUDA_BUILD.model_copy(update={"cuda_error": "RuntimeError: The NVIDIA driver on your system is too old"})
+ODD = CUDA_BUILD.model_copy(update={"cuda_error": "RuntimeError: CUDA unknown error"})
+
+
+def on(os, torch, **facts):
+    return Situation(os=os, torch=torch, **facts)
+
+
+MPS_ROWS = [
+    (on(LINUX, CPU_BUILD), "does not run macOS", "--machine"),
+    (on(INTEL_MAC, MISSING, has_apple_silicon=False), "Intel processor", "CPU"),
+    (on(INTEL_MAC, CPU_BUILD, has_apple_silicon=True), "Rosetta", "arm64"),
+    (on(OLD_MAC, MPS_BUILD, has_apple_silicon=True), "macOS 13.7 is too old", "macOS 14"),
+    (on(MAC, MISSING, has_apple_silicon=True), "torch is not installed", "pip install"),
+    (on(MAC, BROKEN, has_apple_silicon=True), "no libgomp", "import torch"),
+    (on(MAC, CPU_BUILD, has_apple_silicon=True), "torch 2.13.0 was built without MPS", "pip install"),
+    (on(MAC, MPS_BUILD, has_apple_silicon=True), "no Metal device", "virtual machine"),
+]
+CUDA_ROWS = [
+    (on(MAC, MPS_BUILD), "no CUDA on macOS", "MPS"),
+    (on(LINUX, CUDA_BUILD, has_card_on_bus=True), "driver is not installed", "install NVIDIA's driver"),
+    (on(LINUX, CPU_BUILD, has_card_on_bus=False), "no NVIDIA GPU", "CPU"),
+    (on(LINUX, CUDA_BUILD), "no NVIDIA driver was found", "--gpus all"),
+    (on(LINUX, CUDA_BUILD, cards=Cards("not running")), "does not run", "nvidia-smi"),
+    (on(LINUX, CUDA_BUILD, cards=Cards("no card")), "finds no GPU", "passed through"),
+    (on(LINUX, MISSING, cards=WORKING), "NVIDIA H200 is here, but torch is not installed", "pip install"),
+    (on(LINUX, BROKEN, cards=WORKING), "NVIDIA H200 is here, but torch 2.13.0 cannot be imported", "import torch"),
+    (on(LINUX, CPU_BUILD, cards=WORKING), "torch 2.13.0 was built without CUDA", "pytorch.org"),
+    (on(LINUX, CUDA_BUILD, cards=WORKING, visible_devices=""), "CUDA_VISIBLE_DEVICES", "unset"),
+    (on(LINUX, TOO_OLD, cards=WORKING), "driver 550.54.14 is too old for torch 2.13.0 (built for CUDA 13.0)", "update"),
+    (on(LINUX, ODD, cards=WORKING), "cannot start CUDA: RuntimeError: CUDA unknown error", "restart"),
+]
+
+
+def explained(situation, device):
+    return next(found for found in why_absent(situation) if found.device == device)
+
+
+@pytest.mark.parametrize(("situation", "reason", "cure"), MPS_ROWS)
+def test_why_no_mps(situation, reason, cure):
+    found = explained(situation, "mps")
+    assert reason in found.reason
+    assert cure in found.cure
+
+
+@pytest.mark.parametrize(("situation", "reason", "cure"), CUDA_ROWS)
+def test_why_no_cuda(situation, reason, cure):
+    found = explained(situation, "cuda")
+    assert reason in found.reason
+    assert cure in found.cure
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "reasons"), [("mps", MPS_ROWS, absent._NO_MPS), ("cuda", CUDA_ROWS, absent._NO_CUDA)]
+)
+def test_each_reason_has_its_row(device, rows, reasons):
+    used = {next(i for i, why in enumerate(reasons) if why.applies(situation)) for situation, _, _ in rows}
+    assert used == set(range(len(reasons)))
+
+
+def test_devices_that_work_are_not_absent():
+    both = TorchAnswer(version="2.13.0", cuda_build="13.0", cuda_available=True, mps_available=True)
+    assert why_absent(on(LINUX, both, cards=WORKING)) == ()
+    assert [found.device for found in why_absent(on(MAC, MPS_BUILD.model_copy(update={"mps_available": True})))] == [
+        "cuda"
+    ]
+
+
+def test_what_programs_said_is_never_taken_for_a_pattern():
+    odd = TorchAnswer(error="torch {version} {0} {nonsense}")
+    assert "{nonsense}" in explained(on(MAC, odd), "mps").reason
+
+
+@pytest.mark.parametrize(
+    ("value", "hidden"),
+    [
+        (None, False),
+        ("", True),
+        (" ", True),
+        ("-1", True),
+        ("-1,0", True),
+        ("NoDevFiles", True),
+        ("0", False),
+        ("1,0", False),
+    ]
+    + [("GPU-1234", False)],
+)
+def test_what_hides_every_card(value, hidden):
+    assert hides_all(value) is hidden
+
+
+def test_an_unknown_version_of_macos_is_not_called_old():
+    unknown = OperatingSystem(name="macOS", version=None, architecture="arm64")
+    assert "too old" not in explained(on(unknown, MPS_BUILD, has_apple_silicon=True), "mps").reason

@@ -1,0 +1,168 @@
+"""How the machine is now: heavy neighbours are named, the disk is timed briefly, nothing raises."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from whet.machine import conditions, disk
+from whet.machine.conditions import Sample, busy_processes, complete, heavy
+from whet.machine.facts import Conditions
+
+GIB = 1024**3
+
+
+def test_heavy_processes_take_a_core_or_a_tenth_of_the_memory():
+    before = {n: Sample(f"p{n}", 10.0, 0) for n in range(1, 6)}
+    after = {
+        1: Sample("p1", 10.21, 0),  # a whole core
+        2: Sample("p2", 10.1, 0),  # half a core
+        3: Sample("p3", 10.0, 2 * GIB),  # an eighth of the memory
+        4: Sample("p4", 10.9, 0),  # four cores
+        5: Sample("other", 99.0, 0),  # the number was given to another process meanwhile
+        6: Sample("new", 99.0, 0),
+    }
+    found = heavy(before, after, seconds=0.2, memory_bytes=16 * GIB)
+    assert [(p.name, p.pid) for p in found] == [("p4", 4), ("p1", 1), ("p3", 3)]
+    assert found[0].cpu_percent == 450.0
+    assert found[2].memory_bytes == 2 * GIB
+
+
+def test_unknown_memory_names_only_busy_ones_and_at_most_five():
+    before = {n: Sample("p", 0.0, 2**50) for n in range(9)}
+    assert heavy(before, before, seconds=0.2, memory_bytes=None) == ()
+    after = {n: Sample("p", 1.0 + n, 0) for n in range(9)}
+    assert [p.pid for p in heavy(before, after, seconds=1, memory_bytes=None)] == [8, 7, 6, 5, 4]
+
+
+def test_a_busy_neighbour_is_seen_but_not_our_own_children():
+    loop = "import time\nend = time.time() + 20\nwhile time.time() < end: pass"
+    # A child of a child that has ended belongs to nobody here: it is a neighbour.
+    start = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-S', '-c', {loop!r}], stdout=2).pid)"
+    neighbour = int(subprocess.run([sys.executable, "-S", "-c", start], stdout=subprocess.PIPE, check=True).stdout)
+    own = subprocess.Popen([sys.executable, "-S", "-c", loop])
+    try:
+        seen: set[int] = set()
+        for _ in range(10):  # a loaded machine may not give it a whole core at once
+            seen |= {p.pid for p in busy_processes(memory_bytes=None)}
+            if neighbour in seen:
+                break
+        assert neighbour in seen
+        assert own.pid not in seen
+    finally:
+        own.kill()
+        own.wait()
+        psutil.Process(neighbour).kill()
+
+
+def test_processes_that_may_not_be_looked_at_are_passed_over(monkeypatch):
+    class Hidden:
+        pid = 4242
+
+        def oneshot(self):
+            raise psutil.AccessDenied(self.pid)
+
+    class Gone(Hidden):
+        def oneshot(self):
+            raise psutil.NoSuchProcess(self.pid)
+
+    monkeypatch.setattr(psutil, "process_iter", lambda: iter([Hidden(), Gone()]))
+    assert busy_processes(memory_bytes=GIB, sample_seconds=0) == ()
+
+    def denied():
+        raise psutil.AccessDenied(1)
+        yield
+
+    monkeypatch.setattr(psutil, "process_iter", denied)
+    assert busy_processes(memory_bytes=GIB, sample_seconds=0) == ()
+
+
+def test_what_is_known_is_kept_and_the_rest_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(conditions, "SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(conditions, "busy_processes", lambda **_: ())
+    known = Conditions(memory_available_bytes=7, swap_used_bytes=0, power_source="battery", thermal="heavy")
+    found = complete(known, folder=tmp_path)
+    assert (found.memory_available_bytes, found.swap_used_bytes) == (7, 0)
+    assert (found.power_source, found.thermal) == ("battery", "heavy")
+    measured = complete(Conditions(), folder=tmp_path)
+    assert measured.memory_available_bytes > 2**20
+    assert Conditions.from_json(measured.as_json(), where="here") == measured
+
+
+def test_psutil_that_fails_everywhere_leaves_everything_unknown(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise psutil.Error
+
+    for name in ("virtual_memory", "swap_memory", "process_iter", "Process", "sensors_battery"):
+        monkeypatch.setattr(psutil, name, fail, raising=False)
+    found = complete(Conditions(), folder=tmp_path / "missing")
+    assert found == Conditions()
+
+
+@pytest.mark.parametrize(
+    ("battery", "source"),
+    [(None, None), (True, "mains"), (False, "battery")],
+)
+def test_power_by_psutil(battery, source, monkeypatch):
+    class Battery:
+        power_plugged = battery
+
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: None if battery is None else Battery(), raising=False)
+    assert conditions._power_source() == source
+
+
+def test_the_disk_is_timed_briefly_and_leaves_nothing(tmp_path):
+    start = time.monotonic()
+    speed = disk.read_speed(tmp_path)
+    assert time.monotonic() - start < 3
+    assert speed is None or 0 < speed < disk._CACHE_SPEED
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_file_is_read_and_nothing_is_written(tmp_path, monkeypatch):
+    (tmp_path / "data.bin").write_bytes(b"x" * (5 * 1024**2))
+    (tmp_path / "small.bin").write_bytes(b"x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "data.bin")
+    monkeypatch.setattr(disk, "_fill", lambda _: pytest.fail("wrote a file"))
+    monkeypatch.setattr(disk, "_CACHE_SPEED", float("inf"))
+    assert disk._largest_file(tmp_path) == tmp_path / "data.bin"
+    assert disk.read_speed(tmp_path) > 0
+
+
+def test_a_slow_disk_stops_at_the_deadline(tmp_path, monkeypatch):
+    (tmp_path / "data.bin").write_bytes(b"x" * (8 * 1024**2))
+    real = disk.os.read
+
+    def slow(file, size):
+        time.sleep(0.06)
+        return real(file, size)
+
+    monkeypatch.setattr(disk.os, "read", slow)
+    start = time.monotonic()
+    speed = disk.read_speed(tmp_path)
+    assert time.monotonic() - start < 0.45  # all 8 chunks would take 0.48 s
+    assert 2e6 < speed < 18e6
+
+
+def test_what_came_from_a_cache_is_not_believed(tmp_path, monkeypatch):
+    (tmp_path / "data.bin").write_bytes(b"x" * (8 * 1024**2))
+    monkeypatch.setattr(disk, "_CACHE_SPEED", 1.0)
+    assert disk.read_speed(tmp_path) is None
+
+
+@pytest.mark.parametrize("error", [OSError(30, "Read-only file system"), OSError(28, "No space left on device")])
+def test_a_folder_that_cannot_be_written_is_unknown(tmp_path, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(disk.tempfile, "TemporaryFile", fail)
+    assert disk.read_speed(tmp_path) is None
+
+
+def test_a_folder_that_is_not_there_is_unknown(tmp_path):
+    assert disk.read_speed(tmp_path / "missing") is None
+    assert disk.read_speed(Path(__file__)) is None

@@ -1,0 +1,81 @@
+"""What nvidia-smi says: several cards, unknown values, no driver, a driver without a card."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.machine.cuda import NO_DRIVER, Card, Cards, ask_driver, parse_cards
+
+TWO = "NVIDIA H200, 143771, 580.65.06, 9.0, 0\nNVIDIA GeForce RTX 4090, 24564, 580.65.06, 8.9, 97\n"
+FIRST = Card("NVIDIA H200", 143771 * 1024**2, "580.65.06", "9.0", 0.0)
+SECOND = Card("NVIDIA GeForce RTX 4090", 24564 * 1024**2, "580.65.06", "8.9", 97.0)
+FAILED = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n\n"
+OLD_FIELD = 'Field "compute_cap" is not a valid field to query.\n\n'
+
+
+def test_several_cards():
+    assert parse_cards(TWO) == Cards("working", (FIRST, SECOND))
+
+
+def test_values_the_card_does_not_tell_are_unknown():
+    text = "Orin (nvgpu), [N/A], 540.4.0, [Not Supported], [N/A]\n"
+    assert parse_cards(text) == Cards("working", (Card("Orin (nvgpu)", None, "540.4.0"),))
+    assert parse_cards("X, 1, 540.4.0, 9.0, 250\n").cards[0].busy_percent is None
+
+
+def test_a_comma_belongs_to_the_name():
+    assert parse_cards("Made, Up, 100, 540.4.0, 9.0, 1\n").cards[0].name == "Made, Up"
+
+
+@pytest.mark.parametrize(
+    ("text", "driver"),
+    [
+        (None, "missing"),
+        (FAILED, "not running"),
+        ("Failed to initialize NVML: Driver/library version mismatch\n", "not running"),
+        ("", "not running"),
+        ("No devices were found\n", "no card"),
+        (TWO, "working"),
+    ],
+)
+def test_a_missing_driver_a_failing_one_and_a_missing_card_are_told_apart(text, driver):
+    assert parse_cards(text).driver == driver
+
+
+def asked(answers):
+    commands = []
+
+    def run(command, *, any_exit=False):
+        assert any_exit  # nvidia-smi ends with an error code when it finds no card
+        commands.append(command)
+        return answers[len(commands) - 1]
+
+    return ask_driver(run=run), commands
+
+
+def test_an_old_driver_is_asked_again_without_compute_cap():
+    found, commands = asked([OLD_FIELD, "Tesla K80, 11441, 470.182.03, 12\n"])
+    assert found.cards == (Card("Tesla K80", 11441 * 1024**2, "470.182.03", None, 12.0),)
+    assert "compute_cap" in commands[0][1]
+    assert "compute_cap" not in commands[1][1]
+
+
+def test_no_driver_is_asked_once():
+    found, commands = asked([None])
+    assert found == NO_DRIVER
+    assert len(commands) == 1
+
+
+def test_a_driver_that_fails_twice_does_not_run():
+    assert asked([FAILED, FAILED])[0].driver == "not running"
+
+
+def test_truncated_at_every_character_a_card_is_true_or_not_there():
+    for end in range(len(TWO)):
+        assert parse_cards(TWO[:end]).cards in ((), (FIRST,))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(st.text(), st.lists(st.sampled_from([*TWO.split(","), "\n", "[N/A]"])).map(",".join)))
+def test_any_text_never_crashes(text):
+    assert parse_cards(text).driver != "missing"

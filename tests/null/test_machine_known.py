@@ -1,0 +1,190 @@
+"""Known machines and the chips table: every number has a source, and machine files are read or refused clearly."""
+
+import json
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.base.errors import UsageError
+from whet.base.units import GB
+from whet.machine.chips import CHIPS, FAMILY_SOURCE, FORMULA, MATRIX_SOURCE, find_chip
+from whet.machine.facts import Conditions, Machine, Probe
+from whet.machine.known import known_names, load_machine, machine_in
+
+NAMES = ("h200", "linux-2core", "m1-air-8gb", "m2-air-8gb", "m3-max-64gb", "m5-pro-24gb")
+MACS = {"m1-air-8gb": 8, "m2-air-8gb": 8, "m3-max-64gb": 64, "m5-pro-24gb": 24}
+
+
+def test_the_six_machines_are_there():
+    assert known_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_known_machine_says_where_its_numbers_come_from(name):
+    machine = load_machine(name)
+    assert machine.name == name
+    assert machine.origin in ("composed", "captured")
+    assert machine.sources
+    assert machine.torch.version.startswith("2.13.0")
+    devices = [a.kind for a in machine.accelerators] + [a.device for a in machine.absent]
+    assert sorted(devices) == ["cuda", "mps"]
+    if machine.origin == "composed":
+        assert any("assumed" in source for source in machine.sources)
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), MACS.items())
+def test_a_known_mac_agrees_with_its_chip(name, gigabytes):
+    machine = load_machine(name)
+    chip, gpu = find_chip(machine.chip), machine.accelerator("mps")
+    assert machine.memory_bytes == gpu.memory_bytes == gigabytes * GB
+    assert gigabytes <= chip.max_memory_gb
+    assert (machine.cpu.fast_cores, machine.cpu.slow_cores) in chip.cpu
+    assert machine.cpu.physical_cores == machine.cpu.fast_cores + machine.cpu.slow_cores
+    assert gpu.num_cores in chip.gpu_cores
+    assert gpu.capability == chip.gpu_family
+    assert gpu.shares_memory
+    assert 0.65 < gpu.usable_bytes / machine.memory_bytes < 0.85
+    assert machine.is_fanless is ("air" in name)
+    assert machine.torch.num_threads == machine.cpu.fast_cores
+    said = " ".join(machine.sources)
+    assert all(word in said for word in ("usable memory", "cores", "bf16", "fan", "GPU family", "threads"))
+    assert "#" in next(source for source in machine.sources if source.startswith("usable memory"))
+
+
+def test_the_air_has_the_working_set_seen_on_8_gb():
+    assert load_machine("m2-air-8gb").accelerator("mps").usable_bytes == pytest.approx(8 * GB * 2 / 3, abs=16384)
+
+
+def test_no_known_machine_names_a_person_or_a_path():
+    for name in NAMES:
+        text = json.dumps(load_machine(name).as_json())
+        assert not any(word in text for word in ("/home/", "/Users/", "/work", "/root"))
+
+
+def write(tmp_path, data):
+    file = tmp_path / "mine.json"
+    file.write_text(data if isinstance(data, str) else json.dumps(data))
+    return file
+
+
+def test_a_bare_machine_and_a_whole_probe_are_read(tmp_path):
+    machine = Machine(name="this machine", chip="Apple M4")
+    assert load_machine(write(tmp_path, machine.as_json())) == machine
+    whole = Probe(machine=machine, conditions=Conditions(swap_used_bytes=1))
+    assert load_machine(str(write(tmp_path, whole.as_json()))) == machine
+
+
+def test_every_known_machine_survives_being_written_and_read(tmp_path):
+    for name in NAMES:
+        machine = load_machine(name)
+        assert load_machine(write(tmp_path, machine.as_json())) == machine
+
+
+def test_an_unknown_name_gets_a_suggestion_and_the_list():
+    with pytest.raises(UsageError) as caught:
+        load_machine("m2-air-8bg")
+    assert "did you mean 'm2-air-8gb'" in caught.value.try_
+    assert all(name in caught.value.try_ for name in NAMES)
+    with pytest.raises(UsageError) as caught:
+        load_machine("zzz")
+    assert "did you mean" not in caught.value.try_
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is not JSON"),
+        ('{"name": "x"', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "wrong value"),
+        ("7", "wrong value"),
+        ("{}", "missing"),
+        ('{"name": 7}', "wrong value"),
+        ('{"name": "x", "memory_bytes": "much"}', "wrong value"),
+        ('{"name": "x", "memory_bytes": NaN}', "wrong value"),
+        ('{"name": "x", "memory_byte": 1}', "unknown key"),
+        ('{"name": "x", "accelerators": [{"kind": "tpu"}]}', "wrong value"),
+        ('{"machine": {"name": "x"}}', "missing"),
+        ('{"machine": 7, "conditions": {}}', "wrong value"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_its_name(tmp_path, text, says):
+    file = write(tmp_path, text)
+    with pytest.raises(UsageError) as caught:
+        load_machine(file)
+    assert says in caught.value.what
+    assert "mine.json" in caught.value.what
+
+
+def test_what_is_no_plain_file_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="plain file"):
+        load_machine(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="plain file"):
+        load_machine(tmp_path / "pipe")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="not text"):
+        load_machine(tmp_path / "binary")
+    with pytest.raises(UsageError, match="too large"):
+        load_machine(write(tmp_path, " " * 1_000_001))
+    for odd in ("a\0b", "x" * 5000, ""):
+        with pytest.raises(UsageError):
+            load_machine(odd)
+
+
+def test_a_file_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    file = write(tmp_path, "{}")
+    monkeypatch.setattr(type(file), "read_text", denied)
+    with pytest.raises(UsageError, match="cannot be read") as caught:
+        load_machine(file)
+    assert caught.value.got == "Permission denied"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.one_of(st.text(), st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(json.dumps))
+)
+def test_any_text_is_a_machine_or_a_clear_error(text):
+    with pytest.raises(UsageError):
+        machine_in(text, where="here")
+
+
+def test_every_chip_from_m1_to_m5_is_there_once():
+    names = [chip.name for chip in CHIPS]
+    assert len(names) == len(set(names))
+    for generation in range(1, 6):
+        for size in ("", " Pro", " Max"):
+            assert f"Apple M{generation}{size}" in names
+    assert {"Apple M1 Ultra", "Apple M2 Ultra", "Apple M3 Ultra", "Apple A18 Pro"} <= set(names)
+    assert "Apple M5 Ultra" not in names  # not announced
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+def test_every_number_of_a_chip_is_sourced_and_possible(chip):
+    assert chip.generation.specs_source
+    assert chip.generation.clock_source
+    assert chip.generation.specs_confidence in ("high", "medium")
+    assert FORMULA
+    assert FAMILY_SOURCE
+    low, high = chip.fp32_tflops
+    per_gigahertz = chip.gpu_cores[-1] * 128 * 2 / 1000
+    assert 1.2 < low / per_gigahertz <= high / per_gigahertz < 2.0  # the clock the formula stands for, in GHz
+    for several in (chip.cpu, chip.gpu_cores, chip.bandwidth):
+        assert list(several) == sorted(several)
+    if chip.fp16_matrix_tflops:
+        assert "fp16" in MATRIX_SOURCE
+        assert chip.name.startswith("Apple M5")
+
+
+def test_chips_are_found_by_the_names_machines_use():
+    assert find_chip("Apple M2 Max").gpu_cores == (30, 38)
+    assert find_chip(" apple  m2   max ").name == "Apple M2 Max"
+    assert find_chip("M3").gpu_family == "apple9"
+    assert find_chip("Apple M5 Pro").cpu == ((5, 10), (6, 12))
+    for unknown in (None, "", "Apple", "Apple M9", "Intel(R) Core(TM) i7", "Apple M2 Maxx"):
+        assert find_chip(unknown) is None

@@ -1,0 +1,244 @@
+"""torch is asked in a child: whatever it does there, the answer is a record and the screen stays clean."""
+
+import importlib.metadata
+import json
+import signal
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.machine import torch_child
+from whet.machine.facts import Torch
+from whet.machine.torch_child import TorchAnswer, ask_torch, asking_torch, how_it_ended, read_answer
+
+HEAD = "__version__ = '2.13.0'\n"
+MODULES = """
+import sys, types
+def make(name, **values):
+    module = types.ModuleType(name)
+    module.__dict__.update(values)
+    sys.modules[name] = module
+    return module
+"""
+GPU = """
+class Device:
+    name, total_memory, major, minor, multi_processor_count = "NVIDIA H200", 141 * 10**9, 9, 0, 132
+version = make("torch.version", cuda="13.0")
+cuda = make("torch.cuda", is_available=lambda: True, device_count=lambda: 2, get_device_properties=lambda i: Device)
+backends = make("torch.backends", mps=make("torch.backends.mps", is_built=lambda: False, is_available=lambda: False))
+get_num_threads = lambda: 16
+"""
+MAC = """
+version = make("torch.version", cuda=None)
+cuda = make("torch.cuda", is_available=lambda: False)
+mps = make("torch.mps", recommended_max_memory=lambda: 5726633984)
+found = make("torch.backends.mps", is_built=lambda: True, is_available=lambda: True, get_core_count=lambda: 10)
+backends = make("torch.backends", mps=found)
+get_num_threads = lambda: 4
+"""
+
+
+@pytest.fixture
+def fake_torch(tmp_path, monkeypatch):
+    """Puts a torch with the given source before the real one, in children too."""
+
+    def install(source):
+        (tmp_path / "torch.py").write_text(source)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(torch_child, "is_installed", lambda: True)
+        monkeypatch.setattr(torch_child, "installed_version", lambda: "2.13.0")
+
+    return install
+
+
+def test_a_cuda_torch_tells_its_devices(fake_torch):
+    fake_torch(HEAD + MODULES + GPU)
+    answer = ask_torch()
+    assert answer.error is None
+    assert answer.facts() == Torch(version="2.13.0", cuda_build="13.0", mps_built=False, num_threads=16)
+    assert answer.cuda_available is True
+    device = answer.cuda_devices[1]
+    assert (device.name, device.memory_bytes, device.capability) == ("NVIDIA H200", 141 * 10**9, "9.0")
+    assert device.num_multiprocessors == 132
+
+
+def test_a_mac_torch_tells_its_working_set(fake_torch):
+    fake_torch(HEAD + MODULES + MAC)
+    answer = ask_torch()
+    assert (answer.mps_available, answer.mps_recommended_bytes, answer.mps_num_cores) == (True, 5726633984, 10)
+    assert answer.cuda_available is False
+    assert answer.cuda_error is None
+
+
+def test_a_question_that_fails_leaves_the_others(fake_torch):
+    fake_torch(
+        HEAD + MODULES + MAC + "def fail(): raise RuntimeError('invalid low watermark ratio 1.4')\n"
+        "mps.recommended_max_memory = fail\n"
+    )
+    answer = ask_torch()
+    assert (answer.mps_available, answer.mps_recommended_bytes, answer.mps_num_cores) == (True, None, 10)
+
+
+def test_why_cuda_does_not_start_is_kept(fake_torch):
+    fake_torch(
+        HEAD + MODULES + GPU + "def init(): raise RuntimeError('The NVIDIA driver on your system\\nis too old')\n"
+        "cuda.is_available = lambda: False\ncuda.init = init\n"
+    )
+    answer = ask_torch()
+    assert answer.cuda_error == "RuntimeError: The NVIDIA driver on your system is too old"
+    assert answer.version == "2.13.0"
+
+
+def test_a_card_that_cannot_be_described_is_not_available(fake_torch):
+    fake_torch(HEAD + MODULES + GPU + "del Device.total_memory\n")
+    answer = ask_torch()
+    assert answer.cuda_available is False
+    assert "total_memory" in answer.cuda_error
+
+
+def test_a_torch_of_another_time_lacks_names_and_is_still_asked(fake_torch):
+    fake_torch(HEAD)
+    answer = ask_torch()
+    assert answer.facts().version == "2.13.0"
+    assert (answer.mps_built, answer.cuda_available) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("raise ImportError('libcudart.so.13:\\n cannot open')", "ImportError: libcudart.so.13: cannot open"),
+        ("raise SystemExit(7)", "SystemExit: 7"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("def", "SyntaxError"),
+        ("import os; os._exit(7)", "torch 2.13.0 ended with exit code 7 when it was asked"),
+        ("import os; os._exit(0)", "torch 2.13.0 ended with exit code 0 when it was asked"),
+        ("import os; os.kill(os.getpid(), 11)", "torch 2.13.0 was killed by SIGSEGV when it was asked"),
+        ("raise Exception('x' * 100000)", "Exception: xxx"),
+    ],
+)
+def test_a_torch_that_fails_is_an_error_of_one_line(fake_torch, source, says):
+    fake_torch(source)
+    facts = ask_torch().facts()
+    assert says in facts.error
+    assert "\n" not in facts.error
+    assert len(facts.error) <= 300
+    assert facts == Torch(error=facts.error)
+
+
+def test_a_torch_that_hangs_is_given_up(fake_torch):
+    fake_torch("import time; time.sleep(60)")
+    start = time.monotonic()
+    answer = ask_torch(timeout_seconds=0.5)
+    assert answer.error == "torch 2.13.0 did not answer in time"
+    assert time.monotonic() - start < 20
+
+
+def test_what_torch_prints_is_neither_believed_nor_shown(fake_torch, capfd):
+    junk = (
+        "import os, sys, warnings\n"
+        'print(\'{"version": "9.9"}\')\n'
+        "os.write(1, b'\\xff junk from C\\n' * 20000)\n"
+        'os.write(1, b\'whet-torch-answer {"version": "9.9"}\\n\')\n'
+        "sys.stderr.write('noise' * 50000)\n"
+        "warnings.warn('CUDA initialization: noise')\n"
+    )
+    fake_torch(junk + HEAD + MODULES + MAC)
+    assert ask_torch().version == "2.13.0"
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("times", [1, 20_000])
+def test_what_a_start_up_file_prints_is_passed_over(fake_torch, tmp_path, times):
+    fake_torch(HEAD + MODULES + MAC)
+    (tmp_path / "sitecustomize.py").write_text(f"print('hello from my shell' * {times})")
+    assert ask_torch().version == "2.13.0"
+
+
+def test_a_torch_that_writes_without_end_is_given_up(fake_torch, tmp_path):
+    fake_torch(HEAD)
+    (tmp_path / "sitecustomize.py").write_text("while True: print('x' * 1000)")
+    assert "without end" in ask_torch(timeout_seconds=20).error
+
+
+def test_a_file_named_torch_in_the_working_folder_is_not_torch(tmp_path, monkeypatch, fake_torch):
+    fake_torch(HEAD + MODULES + MAC)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "torch.py").write_text("raise RuntimeError('I am a notes file')")
+    monkeypatch.chdir(folder)
+    assert ask_torch().error is None
+
+
+def test_a_process_left_behind_by_torch_does_not_hold_us(fake_torch):
+    left = "import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(3)'])\n"
+    fake_torch(left + HEAD + MODULES + MAC)
+    start = time.monotonic()
+    assert ask_torch().version == "2.13.0"
+    assert time.monotonic() - start < 2.5
+
+
+def test_the_child_works_while_we_do_other_things_and_ends_with_us(fake_torch):
+    fake_torch("import time; time.sleep(0.6)\n" + HEAD + MODULES + MAC)
+    start = time.monotonic()
+    with asking_torch() as answer:
+        time.sleep(0.6)
+        assert answer().version == "2.13.0"
+    assert time.monotonic() - start < 1.15  # one after the other would be 1.2 and more
+    fake_torch("import time; time.sleep(60)")
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError), asking_torch():
+        raise ZeroDivisionError
+    assert time.monotonic() - start < 10
+
+
+def test_without_torch_no_child_is_started(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch_child, "_start", lambda: pytest.fail("a child was started"))
+    assert ask_torch().facts() == Torch(error="torch is not installed")
+
+
+def test_a_torch_without_an_installers_note_is_installed(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert torch_child.is_installed()
+
+
+def test_a_python_that_cannot_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch_child, "is_installed", lambda: True)
+    monkeypatch.setattr(sys, "executable", "/whet/no/such/python")
+    assert "could not be started" in ask_torch().error
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(st.binary(), st.text().map(lambda text: b"whet-torch-answer " + text.encode("utf-8", "replace"))))
+def test_any_bytes_are_an_answer_or_none(raw):
+    found = read_answer(raw)
+    assert found is None or isinstance(found, TorchAnswer)
+
+
+@pytest.mark.parametrize("data", [[], 7, None, {"version": 2.13}, {"unknown": 1}, {"cuda_devices": {"name": "x"}}])
+def test_an_answer_of_the_wrong_shape_is_none(data):
+    assert read_answer(b"whet-torch-answer " + json.dumps(data).encode()) is None
+
+
+def test_how_a_process_ended():
+    assert how_it_ended(3) == "ended with exit code 3"
+    assert how_it_ended(-signal.SIGKILL) == "was killed by SIGKILL"
+    assert how_it_ended(-200) == "was killed by signal 200"
+
+
+def test_torch_is_not_imported_here():
+    code = "import sys, whet.machine.probe; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    import subprocess
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,229 @@
+"""Plans: golden ones for the known machines, and the promises that hold for every plan."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.base.errors import UsageError, WhetError
+from whet.base.units import GB
+from whet.machine.facts import Accelerator, Conditions, Cpu, Machine, OperatingSystem, Torch
+from whet.machine.known import known_names, load_machine
+from whet.plan.explain import diff, explain
+from whet.plan.plan import Plan, make_plan, override, read_plan, setting_names
+from whet.plan.prediction import predict_bytes
+from whet.plan.rules import ALL
+from whet.plan.setting import Measured
+from whet.plan.workload import Workload
+from whet.recipes.text.config import TextConfig, describe
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "plans"
+TEXT = describe(TextConfig())
+BERT = Workload(
+    recipe="text",
+    num_parameters=109_482_240,
+    global_batch_size=32,
+    num_samples=7_320,
+    num_steps=687,
+    max_length=128,
+    lengths_vary=True,
+    sample_bytes=1_032,
+    activation_bytes=12 * (66 * 128 * 768 + 9 * 12 * 128**2),
+    has_dropout=True,
+)
+
+
+def mac(*, usable_gb: float = 5.33, family: str = "apple8", torch: str = "2.13.0") -> Machine:
+    return Machine(
+        name="a Mac",
+        os=OperatingSystem(name="macOS", version="15.1"),
+        cpu=Cpu(fast_cores=4, slow_cores=4),
+        memory_bytes=8 * GB,
+        accelerators=(
+            Accelerator(kind="mps", usable_bytes=int(usable_gb * GB), shares_memory=True, capability=family),
+        ),
+        torch=Torch(version=torch),
+    )
+
+
+@pytest.mark.parametrize("name", known_names())
+@pytest.mark.parametrize("workload", [TEXT, BERT], ids=["text", "bert"])
+def test_golden_plans(name: str, workload: Workload, request: pytest.FixtureRequest) -> None:
+    """Rewrite them with `WHET_REWRITE_GOLDEN=1 make test` and read the difference before committing it."""
+    plan = make_plan(load_machine(name), workload)
+    made = {
+        "settings": plan.as_json()["settings"],
+        "cautions": list(plan.cautions),
+    }
+    path = GOLDEN / f"{request.node.callspec.id}.json"
+    if os.environ.get("WHET_REWRITE_GOLDEN"):
+        path.write_text(json.dumps(made, indent=1) + "\n")
+    assert json.loads(path.read_text()) == made
+
+
+def test_every_setting_says_why_on_every_known_machine() -> None:
+    for name in known_names():
+        for setting in make_plan(load_machine(name), TEXT).settings.values():
+            assert setting.reason
+            assert setting.source == "rule"
+            assert setting.evidence["rule"]
+            assert len(setting.evidence) > 1, "a rule names the facts it looked at"
+
+
+def test_an_m2_air_and_an_h200_differ_for_stated_reasons() -> None:
+    differences = diff(make_plan(load_machine("m2-air-8gb"), BERT), make_plan(load_machine("h200"), BERT))
+    names = {difference.name for difference in differences}
+    assert {"device", "precision", "memory_gb", "lengths", "watermarks", "empty_cache"} <= names
+    for difference in differences:
+        assert difference.ours.reason != difference.theirs.reason
+
+
+def test_your_word_goes_before_a_measurement_and_that_before_a_rule() -> None:
+    measured = {"precision": Measured(value="bf16", reason="1.3x fp32", evidence={"repeats": 5, "median": 0.1})}
+    plan = make_plan(mac(), TEXT, measured=measured)
+    assert (plan.value("precision"), plan.settings["precision"].source) == ("bf16", "measured")
+    assert plan.settings["precision"].evidence["repeats"] == 5
+    plan = override(plan, {"precision": "fp16"})
+    assert (plan.value("precision"), plan.settings["precision"].source) == ("fp16", "you")
+    assert plan.value("loss_scaling") == "dynamic", "what depends on a wish is decided again"
+    assert plan.settings["precision"].evidence["rule_value"] == "fp32"
+
+
+def test_a_plan_survives_json() -> None:
+    plan = make_plan(mac(), TEXT, wishes={"micro_batch": 3})
+    text = json.dumps(plan.as_json(), allow_nan=False)
+    assert read_plan(json.loads(text), where="here") == plan
+
+
+def test_a_plan_from_the_future_is_refused() -> None:
+    data = {**make_plan(mac(), TEXT).as_json(), "format_version": 99}
+    with pytest.raises(WhetError, match="newer whet"):
+        read_plan(data, where="plan.json")
+
+
+@pytest.mark.parametrize("damage", [3, [], {"settings": {}}, None])
+def test_a_damaged_plan_is_refused(damage: object) -> None:
+    with pytest.raises(UsageError, match=r"plan\.json"):
+        read_plan(damage, where="plan.json")
+
+
+def test_unknown_settings_are_refused_with_a_suggestion() -> None:
+    with pytest.raises(UsageError, match="micro_batch"):
+        make_plan(mac(), TEXT, wishes={"micro_bach": 3})
+    with pytest.raises(UsageError, match="precision"):
+        explain(make_plan(mac(), TEXT), "precison")
+
+
+def test_a_device_that_is_not_there_is_refused_with_the_cure() -> None:
+    with pytest.raises(UsageError) as caught:
+        make_plan(load_machine("linux-2core"), TEXT, wishes={"device": "mps"})
+    assert "mps" in caught.value.what
+    assert caught.value.try_
+
+
+def test_an_index_names_the_same_kind_of_device() -> None:
+    plan = make_plan(load_machine("h200"), TEXT, wishes={"device": "cuda:0"})
+    assert plan.value("device") == "cuda:0"
+    assert plan.value("precision") == "tf32"
+
+
+def test_rows_on_m1_and_m2_stay_below_the_bug() -> None:
+    big = TEXT.model_copy(update={"global_batch_size": 4_096})
+    for family, torch, is_capped in (
+        ("apple7", "2.13.0", True),
+        ("apple8", "2.13.0", True),
+        ("apple9", "2.13.0", False),
+        ("apple8", "2.14.0", False),
+        ("apple8", "unknown", True),
+    ):
+        plan = make_plan(mac(usable_gb=500, family=family, torch=torch), big)
+        micro = plan.value("micro_batch")
+        assert isinstance(micro, int)
+        assert (micro * big.max_length <= 32_768) is is_capped, (family, torch)
+
+
+def test_batchnorm_is_not_cut_silently() -> None:
+    convnet = BERT.model_copy(update={"has_batchnorm": True, "global_batch_size": 512})
+    plan = make_plan(mac(), convnet)
+    assert plan.value("micro_batch") == 512
+    assert plan.value("activation_checkpointing") == "on"
+    cut = override(plan, {"micro_batch": 16})
+    assert any("BatchNorm" in line for line in cut.cautions)
+
+
+def test_free_memory_bounds_the_plan_on_shared_memory_only() -> None:
+    busy = Conditions(memory_available_bytes=2 * GB)
+    assert make_plan(mac(), TEXT, conditions=busy).value("memory_gb") == 2.0
+    assert make_plan(load_machine("h200"), TEXT, conditions=busy).value("memory_gb") > 100
+
+
+def test_bf16_on_a_cpu_without_it_is_warned_of() -> None:
+    for has_bf16, is_warned in ((False, True), (None, True), (True, False)):
+        plan = make_plan(Machine(name="a PC", cpu=Cpu(has_bf16=has_bf16)), TEXT, wishes={"precision": "bf16"})
+        assert plan.value("precision") == "bf16", "a wish is never overridden"
+        assert any("60 to 100 times slower" in line for line in plan.cautions) is is_warned
+
+
+def test_fused_kernels_wait_for_a_torch_that_honours_the_loss_scale() -> None:
+    wish = {"precision": "fp16"}
+    assert make_plan(mac(torch="2.12.0"), TEXT, wishes=wish).value("optimizer_kernels") == "loop"
+    assert make_plan(mac(torch="2.13.0"), TEXT, wishes=wish).value("optimizer_kernels") == "fused"
+
+
+def test_a_machine_of_which_nothing_is_known_still_gets_a_careful_plan() -> None:
+    plan = make_plan(Machine(name="unknown"), TEXT)
+    assert plan.value("device") == "cpu"
+    assert plan.value("memory_gb") is None
+    assert plan.value("micro_batch") == 8
+    assert plan.value("threads") is None
+
+
+def test_explain_has_the_rules_page() -> None:
+    text = explain(make_plan(mac(), TEXT), "micro_batch")
+    for part in ("rule M3", "Why:", "When wrong:", "Override: micro_batch=N", "Sources:"):
+        assert part in text
+
+
+def test_rule_ids_and_settings_are_unique() -> None:
+    assert len({rule.id for rule in ALL}) == len(ALL)
+    assert len(set(setting_names())) == len(ALL)
+
+
+_workloads = st.builds(
+    Workload,
+    recipe=st.just("any"),
+    num_parameters=st.integers(1, 10**10),
+    global_batch_size=st.integers(1, 5_000),
+    num_samples=st.none() | st.integers(1, 10**7),
+    max_length=st.integers(1, 5_000),
+    lengths_vary=st.booleans(),
+    sample_bytes=st.none() | st.integers(1, 10**6),
+    activation_bytes=st.none() | st.integers(1, 10**9),
+    needs_decoding=st.booleans(),
+    has_dropout=st.booleans(),
+    has_batchnorm=st.booleans(),
+)
+
+
+@given(_workloads, st.sampled_from([*known_names(), "nothing"]))
+def test_any_workload_gets_a_plan_that_keeps_its_promises(workload: Workload, name: str) -> None:
+    plan = make_plan(Machine(name="nothing") if name == "nothing" else load_machine(name), workload)
+    micro, cuts, limit = plan.value("micro_batch"), plan.value("accumulation"), plan.value("memory_gb")
+    assert isinstance(micro, int)
+    assert isinstance(cuts, int)
+    assert 1 <= micro <= workload.global_batch_size
+    assert (cuts - 1) * micro < workload.global_batch_size <= cuts * micro
+    assert Plan.from_json(json.loads(json.dumps(plan.as_json())), where="memory") == plan
+    needed = predict_bytes(
+        workload,
+        micro_batch=micro,
+        device=str(plan.value("device")),
+        precision=str(plan.value("precision")),
+        is_checkpointed=plan.value("activation_checkpointing") == "on",
+    )
+    if needed is not None and isinstance(limit, float) and needed > limit * GB:
+        assert micro == 1 or workload.has_batchnorm, "a larger cut than fits is never planned"
+        assert any("more than" in line for line in plan.cautions), "and what does not fit is said"

@@ -1,0 +1,173 @@
+"""What lies in a folder of runs, and what may be pruned."""
+
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from whet.base.errors import WhetError
+from whet.run import durable, lock
+from whet.run.events import EventLog
+from whet.run.folder import Run, create_run
+from whet.run.runs import list_runs, prune
+
+
+def make(root: Path, name: str, **config: object) -> Run:
+    return create_run(
+        root / name, recipe="text", config=config, plan={}, machine={}, versions={}, command=["whet", "train", "text"]
+    )
+
+
+def make_old(path: Path, *, seconds: float = 3600.0) -> None:
+    then = time.time() - seconds
+    for place in [*path.rglob("*"), path]:
+        os.utime(place, (then, then), follow_symlinks=False)
+
+
+def train(run: Run, *, steps: int, **end: object) -> None:
+    with EventLog(run) as log:
+        log.append("start", step=0, total_steps=10, goal="accuracy")
+        for step in range(1, steps + 1):
+            log.append("step", step=step, loss=1 / step)
+        log.append("eval", step=steps, accuracy=0.5, loss=9.0)
+        if end:
+            log.append("end", step=steps, **end)
+
+
+def test_every_state(tmp_path: Path) -> None:
+    train(make(tmp_path, "a-done"), steps=10, state="done")
+    train(make(tmp_path, "b-stopped"), steps=4, state="stopped")
+    train(make(tmp_path, "c-failed"), steps=4, state="failed")
+    train(make(tmp_path, "d-killed"), steps=4)
+    make(tmp_path, "e-new", max_steps=77)
+    running = make(tmp_path, "f-running")
+    train(running, steps=10, state="done")
+    (make(tmp_path, "g-broken").path / "config.json").write_text("{")
+    (tmp_path / "not-a-run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a-done")
+    (tmp_path / "file").write_text("")
+    with lock.acquire(running.path):
+        found = {summary.path.name: summary for summary in list_runs(tmp_path)}
+    assert {name: summary.state for name, summary in found.items()} == {
+        "a-done": "done",
+        "b-stopped": "stopped",
+        "c-failed": "failed",
+        "d-killed": "stopped",
+        "e-new": "never started",
+        "f-running": "running",
+        "g-broken": "unreadable",
+    }
+    done = found["a-done"]
+    assert (done.step, done.total_steps, done.last_loss) == (10, 10, 0.1)
+    assert (done.goal, done.goal_value, done.recipe) == ("accuracy", 0.5, "text")
+    assert 0 <= done.age_seconds < 60
+    assert done.size_bytes > 0
+    assert found["e-new"].total_steps == 77
+    assert "config.json" in str(found["g-broken"].problem)
+    assert list_runs(tmp_path / "nowhere") == ()
+
+
+def test_a_resumed_run_is_no_longer_done(tmp_path: Path) -> None:
+    run = make(tmp_path, "r")
+    train(run, steps=10, state="done")
+    with EventLog(run) as log:
+        log.drop_after(5)
+        log.append("step", step=6, loss=math.nan)
+    (summary,) = list_runs(tmp_path)
+    assert (summary.state, summary.step) == ("stopped", 6)
+    assert summary.last_loss is not None
+    assert math.isnan(summary.last_loss)
+    text = json.dumps(summary.as_json(), allow_nan=False)
+    back = type(summary).from_json(json.loads(text), where="here")
+    assert back.last_loss is not None
+    assert math.isnan(back.last_loss)
+
+
+def test_hundreds_of_runs_are_listed_quickly(tmp_path: Path) -> None:
+    first = make(tmp_path, "r-000")
+    train(first, steps=600, state="done")
+    for number in range(1, 200):
+        shutil.copytree(first.path, tmp_path / f"r-{number:03d}")
+    began = time.perf_counter()
+    assert len(list_runs(tmp_path)) == 200
+    assert time.perf_counter() - began < 3
+
+
+def test_only_what_holds_nothing_is_pruned(tmp_path: Path) -> None:
+    for name in ("empty", "young", "locked", "stepped", "saved", "noted", "broken", "begun"):
+        make(tmp_path, name)
+    train(Run.model_validate(make(tmp_path, "stepped-too")), steps=1)
+    with EventLog(tmp_path / "stepped") as log:
+        log.append("step", step=1, loss=1.0)
+    with EventLog(tmp_path / "begun") as log:
+        log.append("start", step=0)
+    (tmp_path / "saved" / "checkpoints" / "step-000000000").mkdir()
+    (tmp_path / "noted" / "notes.txt").write_text("mine")
+    (tmp_path / "broken" / "run.json").write_text("{")
+    (tmp_path / "stepped" / "checkpoints" / ".tmp-step-000000002-1-aa").mkdir()
+    (tmp_path / ".tmp-half-1-bb").mkdir()
+    (tmp_path / ".tmp-half-1-bb" / "big").write_bytes(b"x" * 9000)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "empty")
+    for child in tmp_path.iterdir():
+        if child.name not in ("young", "elsewhere"):
+            make_old(child)
+    (tmp_path / ".tmp-young-1-cc").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    expected = {".tmp-half-1-bb", ".tmp-step-000000002-1-aa", "empty", "begun"}
+    # The holder is this process, and another one at that: both must count.
+    with lock.acquire(tmp_path / "locked"):
+        make_old(tmp_path / "locked")
+        preview = prune(tmp_path, dry=True)
+        assert sorted(tmp_path.rglob("*")) == before + [tmp_path / "locked" / "lock"] or {*tmp_path.rglob("*")} == {
+            *before,
+            tmp_path / "locked" / "lock",
+        }
+        assert {p.path.name for p in preview} == expected
+        removed = prune(tmp_path)
+    assert removed == preview
+    assert all(p.reason for p in removed)
+    assert next(p.size_bytes for p in removed if p.path.name == ".tmp-half-1-bb") >= 9000
+    gone = set(before) - set(tmp_path.rglob("*"))
+    assert {p.name for p in gone if p.name in expected} == expected
+    kept = {p.name for p in tmp_path.iterdir()}
+    assert kept == {
+        *("young", "locked", "stepped", "stepped-too", "saved", "noted", "broken", "folder", "elsewhere"),
+        ".tmp-young-1-cc",
+    }
+    assert prune(tmp_path) == ()
+
+
+def test_a_run_that_came_to_life_after_the_look_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(tmp_path, "r")
+    make_old(run.path)
+    real = lock.acquire
+
+    def acquire(folder: Path) -> lock.RunLock:
+        with EventLog(folder) as log:
+            log.append("step", step=1, loss=1.0)
+        return real(folder)
+
+    monkeypatch.setattr(lock, "acquire", acquire)
+    assert prune(tmp_path) == ()
+    assert run.path.exists()
+
+
+def test_a_change_in_the_future_counts_as_young(tmp_path: Path) -> None:
+    make_old(make(tmp_path, "r").path, seconds=-3600.0)
+    assert prune(tmp_path) == ()
+
+
+def test_what_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_old(make(tmp_path, "r").path)
+
+    def fail(path: Path) -> None:
+        raise PermissionError(13, "no")
+
+    monkeypatch.setattr(durable.shutil, "rmtree", fail)
+    with pytest.raises(WhetError, match="cannot remove"):
+        prune(tmp_path)

@@ -1,0 +1,188 @@
+"""One process per run folder, until it lets go or dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from whet.base.errors import WhetError
+from whet.run import lock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from whet.run.lock import acquire
+with acquire(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def start(code: str, *arguments: object) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=30)
+    assert err == ""
+    return out
+
+
+def test_a_second_process_is_refused_and_told_who_and_since_when(tmp_path: Path) -> None:
+    before = time.time()
+    child = start(HOLD, tmp_path)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "held\n"
+    began = time.monotonic()
+    with pytest.raises(WhetError, match="another process is using the run") as caught:
+        lock.acquire(tmp_path)
+    assert time.monotonic() - began < 2
+    found = lock.holder(tmp_path)
+    assert found is not None
+    assert found.pid == child.pid
+    assert before - 1 <= found.since <= time.time()
+    assert f"process {child.pid}" in str(caught.value.got)
+    assert "since 20" in str(caught.value.got)
+    assert f"kill {child.pid}" in str(caught.value.try_)
+    finish(child)
+    with lock.acquire(tmp_path):
+        pass
+
+
+def test_a_killed_holder_lets_go_at_once(tmp_path: Path) -> None:
+    child = start(HOLD, tmp_path)
+    assert child.stdout is not None
+    child.stdout.readline()
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate()
+    assert (tmp_path / lock.LOCK_FILE).read_text() != ""  # It died without tidying up,
+    assert not lock.is_locked(tmp_path)  # and yet nobody holds it.
+    began = time.monotonic()
+    with lock.acquire(tmp_path) as held:
+        assert time.monotonic() - began < 1
+        assert held.holder.pid == os.getpid()
+
+
+def test_looking_at_the_lock_does_not_lose_it(tmp_path: Path) -> None:
+    # Closing any descriptor of the file drops a lockf lock: the holder must not open it again.
+    with lock.acquire(tmp_path):
+        assert lock.is_locked(tmp_path)
+        with pytest.raises(WhetError, match="another process"):
+            lock.acquire(tmp_path)
+        child = start(HOLD, tmp_path)
+        out, err = child.communicate(timeout=30)
+        assert out == ""
+        assert f"process {os.getpid()}" in err
+    assert not lock.is_locked(tmp_path)
+
+
+def test_releasing_twice_is_fine_and_frees_once(tmp_path: Path) -> None:
+    first = lock.acquire(tmp_path)
+    first.release()
+    second = lock.acquire(tmp_path)
+    first.release()
+    assert lock.is_locked(tmp_path)
+    second.release()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_neither_has_nor_frees_the_lock(tmp_path: Path) -> None:
+    held = lock.acquire(tmp_path)
+    child = os.fork()
+    if child == 0:
+        found = lock.holder(tmp_path)
+        is_parents = found is not None and found.pid == os.getppid()
+        held.release()
+        os._exit(0 if is_parents else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert "refused" in finish(start(TRY, tmp_path))
+    assert (tmp_path / lock.LOCK_FILE).read_text() != ""
+    held.release()
+
+
+TRY = """
+import sys
+from pathlib import Path
+from whet.base.errors import WhetError
+from whet.run.lock import acquire
+try:
+    with acquire(Path(sys.argv[1])):
+        print("got it")
+except WhetError:
+    print("refused")
+"""
+
+RACE = """
+import os, sys, time
+from pathlib import Path
+from whet.base.errors import WhetError
+from whet.run import lock
+folder, won = Path(sys.argv[1]), 0
+print("ready", flush=True)
+sys.stdin.readline()
+until = time.monotonic() + 1.0
+while time.monotonic() < until:
+    try:
+        with lock.acquire(folder):
+            os.close(os.open(folder / "inside", os.O_CREAT | os.O_EXCL))  # Fails when two are inside.
+            time.sleep(0.001)
+            os.unlink(folder / "inside")
+            won += 1
+    except WhetError:
+        pass
+    lock.is_locked(folder)
+print(won)
+"""
+
+
+def test_never_two_at_once_in_a_race(tmp_path: Path) -> None:
+    racers = [start(RACE, tmp_path) for _ in range(3)]
+    for racer in racers:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == "ready\n"
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    won = [int(finish(racer)) for racer in racers]
+    assert sum(won) > 20
+    assert sum(count > 0 for count in won) >= 2
+
+
+def test_an_onlooker_does_not_get_a_real_owner_refused(tmp_path: Path) -> None:
+    looking = start(
+        "import sys,time\nfrom pathlib import Path\nfrom whet.run.lock import is_locked\nprint('on', flush=True)\n"
+        "until=time.monotonic()+1.5\nwhile time.monotonic()<until: is_locked(Path(sys.argv[1]))",
+        tmp_path,
+    )
+    lock.acquire(tmp_path).release()
+    assert looking.stdout is not None
+    looking.stdout.readline()
+    for _ in range(200):
+        lock.acquire(tmp_path).release()
+    looking.kill()
+    looking.communicate()
+
+
+def test_a_folder_that_is_gone_or_has_no_lock(tmp_path: Path) -> None:
+    assert lock.holder(tmp_path) is None
+    assert lock.holder(tmp_path / "nowhere") is None
+    with pytest.raises(WhetError, match="cannot lock"):
+        lock.acquire(tmp_path / "nowhere")
+
+
+def test_a_lock_on_a_removed_folder_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    old = lock.acquire(folder)
+    folder.rename(tmp_path / "moved")
+    folder.mkdir()
+    with lock.acquire(folder) as new:
+        assert lock.holder(tmp_path / "moved") == old.holder
+        assert lock.holder(folder) == new.holder
+    old.release()

@@ -1,0 +1,65 @@
+"""Starting is quick and needs no torch."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import Run
+
+BROKEN_TORCH = Path(__file__).parent / "broken_torch"
+
+
+def best_seconds(*command: str, repeats: int = 5) -> float:
+    """The best of several runs: the cost of the command, not of its neighbours."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *command], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def test_help_takes_under_250_ms() -> None:
+    assert best_seconds("-m", "whet", "--help") < 0.250
+
+
+def test_import_takes_under_100_ms() -> None:
+    assert best_seconds("-c", "import whet") - best_seconds("-c", "pass") < 0.100
+
+
+def test_public_names_exist_and_load_no_torch() -> None:
+    code = "import sys, whet; [getattr(whet, n) for n in whet.__all__]; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_broken_torch_is_in_the_way(whet: Run) -> None:
+    """Guards the tests below: in their environment `import torch` fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch"], env={"PYTHONPATH": str(BROKEN_TORCH)}, capture_output=True, text=True
+    )
+    assert "this torch raises on import" in done.stderr
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+def test_probe_and_plan_work_with_a_torch_that_raises(whet: Run, flags: tuple[str, ...]) -> None:
+    probe = whet("probe", *flags, path=BROKEN_TORCH)
+    assert probe.returncode == 0, probe.stderr
+    assert "this torch raises on import" in probe.stdout
+    plan = whet("plan", "text", *flags, path=BROKEN_TORCH)
+    assert plan.returncode == 0, plan.stderr
+    assert "micro_batch" in plan.stdout
+
+
+def test_plan_for_a_known_machine_has_all_four_parts(whet: Run) -> None:
+    plan = whet("plan", "text", "--machine", "m2-air-8gb", "--json", path=BROKEN_TORCH)
+    assert plan.returncode == 0, plan.stderr
+    settings = json.loads(plan.stdout)["settings"]
+    assert settings["device"]["value"] == "mps"
+    for setting in settings.values():
+        assert set(setting) == {"value", "reason", "source", "evidence"}
+        assert setting["evidence"]
