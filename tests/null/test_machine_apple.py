@@ -124,6 +124,7 @@ def test_rosetta_does_not_hide_the_chip():
     found = answers("m2-air", change=translated)
     assert apple.machine_of(found, architecture="x86_64").chip == "Apple M2"
     assert apple.has_apple_silicon(found) is True
+    assert apple.has_apple_silicon(found._replace(hardware=Hardware())) is True
 
 
 def test_the_accelerator_takes_torchs_numbers_first():

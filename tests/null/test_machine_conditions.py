@@ -38,7 +38,9 @@ def test_unknown_memory_names_only_busy_ones_and_at_most_five():
     assert [p.pid for p in heavy(before, after, seconds=1, memory_bytes=None)] == [8, 7, 6, 5, 4]
 
 
-def test_a_busy_neighbour_is_seen_but_not_our_own_children():
+def test_a_busy_neighbour_is_seen_but_not_our_own_children(monkeypatch):
+    monkeypatch.setattr(conditions, "WHOLE_CORE_PERCENT", 5)  # a loaded machine may not give it a whole core
+    monkeypatch.setattr(conditions, "MOST_NAMED", 1000)
     loop = "import time\nend = time.time() + 20\nwhile time.time() < end: pass"
     # A child of a child that has ended belongs to nobody here: it is a neighbour.
     start = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-S', '-c', {loop!r}], stdout=2).pid)"
@@ -46,7 +48,7 @@ def test_a_busy_neighbour_is_seen_but_not_our_own_children():
     own = subprocess.Popen([sys.executable, "-S", "-c", loop])
     try:
         seen: set[int] = set()
-        for _ in range(10):  # a loaded machine may not give it a whole core at once
+        for _ in range(10):
             seen |= {p.pid for p in busy_processes(memory_bytes=None)}
             if neighbour in seen:
                 break
@@ -135,17 +137,17 @@ def test_an_existing_file_is_read_and_nothing_is_written(tmp_path, monkeypatch):
 
 def test_a_slow_disk_stops_at_the_deadline(tmp_path, monkeypatch):
     (tmp_path / "data.bin").write_bytes(b"x" * (8 * 1024**2))
-    real = disk.os.read
+    real, chunks = disk.os.read, []
 
     def slow(file, size):
         time.sleep(0.06)
+        chunks.append(size)
         return real(file, size)
 
     monkeypatch.setattr(disk.os, "read", slow)
-    start = time.monotonic()
     speed = disk.read_speed(tmp_path)
-    assert time.monotonic() - start < 0.45  # all 8 chunks would take 0.48 s
-    assert 2e6 < speed < 18e6
+    assert 1 <= len(chunks) <= 4
+    assert 0 < speed < 18e6
 
 
 def test_what_came_from_a_cache_is_not_believed(tmp_path, monkeypatch):

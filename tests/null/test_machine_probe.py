@@ -142,7 +142,7 @@ def test_this_machine_is_probed_with_a_torch_that_raises(broken_torch, tmp_path,
 def test_nothing_private_is_in_a_probe(broken_torch, tmp_path):
     text = json.dumps(probe(folder=tmp_path).as_json())
     assert str(tmp_path) not in text
-    assert str(Path.home()) not in text.replace("/root", "/") or str(Path.home()) == "/"
+    assert str(Path.home()) == "/" or str(Path.home()) not in text
     assert '"name": "this machine"' in text
     host = socket.gethostname()
     assert len(host) < 5 or host not in text

@@ -232,7 +232,7 @@ def seen_in(folder: Path) -> list[tuple[str, int, float]]:
     return [(e.kind, e.step, e.fields["loss"]) for e in read_events(folder, kinds={"step", "eval"})]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(happenings)
 def test_readers_see_the_run_as_if_nothing_happened(script: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -253,12 +253,12 @@ def test_readers_see_the_run_as_if_nothing_happened(script: list[tuple[str, int]
         assert seen_in(folder) == expected
         for curve in curves:
             assert len(curve.points) <= max(1, len(losses))
-            assert [p.low for p in curve.points if p.low == min(losses)] == [min(losses)][: len(losses)]
+            assert min((p.low for p in curve.points if p.low is not None), default=None) == min(losses, default=None)
             assert max((p.high for p in curve.points if p.high is not None), default=None) == max(losses, default=None)
         assert [p.mean for p in curves[-1].points] == losses
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_file_cut_anywhere_loses_only_what_is_behind_the_cut(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -280,7 +280,7 @@ def test_a_file_cut_anywhere_loses_only_what_is_behind_the_cut(data: st.DataObje
         assert again.num_indexed == len(again.blocks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_damage_in_the_middle_costs_a_line_and_is_counted(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -301,7 +301,7 @@ def test_damage_in_the_middle_costs_a_line_and_is_counted(data: st.DataObject) -
             assert history.damaged == len(victims)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_no_damage_to_the_index_changes_what_is_read(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -364,7 +364,7 @@ def test_the_index_saves_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("whet.run.events.read_block", counting)
     assert len(list(read_events(tmp_path, kinds={"eval"}))) == 1
     assert len(read) == 1
-    assert [e.step for e in read_events(tmp_path, from_step=29 * BLOCK_EVENTS + 200)][0] == 29 * BLOCK_EVENTS + 200
+    assert next(e.step for e in read_events(tmp_path, from_step=29 * BLOCK_EVENTS + 200)) == 29 * BLOCK_EVENTS + 200
     assert len(read) <= 3
     read.clear()
     assert len(thin_curve(tmp_path, field="loss", points=20).points) == 20

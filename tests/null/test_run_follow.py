@@ -1,5 +1,6 @@
 """Following a live run: what is there, what comes, and the truth when the writer dies."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -8,6 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from whet.run.event import Event
 from whet.run.events import EventLog
@@ -18,8 +21,15 @@ from whet.run.lock import acquire
 POLL = 0.01
 
 
+@pytest.fixture(autouse=True)
+def _never_waits_for_ever() -> Iterator[None]:
+    signal.alarm(20)  # A follower that misses its event would wait without end.
+    yield
+    signal.alarm(0)
+
+
 def take(events: Iterator[Event], count: int) -> list[tuple[str, int]]:
-    return [(event.kind, event.step) for event, _ in zip(events, range(count), strict=False)]
+    return [(event.kind, event.step) for event in itertools.islice(events, count)]
 
 
 def test_what_is_there_then_what_comes_until_the_end(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from whet.data.batch import GlobalBatch, Micro, Position
 from whet.data.cut import Lengths
 from whet.data.order import sample_seed
-from whet.data.source import AbstractSource, micros_of_samples, ordered_batches, refuse_too_short
+from whet.data.source import AbstractSource, micros_of_samples, ordered_batches
 from whet.device.abstract import AbstractDevice
 
 
@@ -46,7 +46,6 @@ class Mapped(AbstractSource):
         loading: Loading | None = None,
     ) -> None:
         self.num_samples = len(dataset)
-        refuse_too_short(self.num_samples, global_batch_size)
         self._device = device
         self._order = {"global_batch_size": global_batch_size, "seed": seed, "shuffle": shuffle}
         self._reader = _Reader(dataset, seed)

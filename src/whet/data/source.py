@@ -98,7 +98,10 @@ def column_lengths(columns: Columns) -> np.ndarray | None:
     return None if ragged is None else ragged.lengths.cpu().numpy()
 
 
-def refuse_too_short(num_samples: int, global_batch_size: int) -> None:
+def refuse_too_short(num_samples: int | None, global_batch_size: int) -> None:
+    """Data to train on holds at least one global batch; a stream shows only later whether it does."""
+    if num_samples is None:
+        return
     if num_samples == 0:
         raise UsageError("the data is empty", got="0 samples", try_="data with at least one global batch")
     if num_samples < global_batch_size:

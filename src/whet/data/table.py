@@ -15,7 +15,6 @@ from whet.data.source import (
     cut_columns,
     ordered_batches,
     put_field,
-    refuse_too_short,
 )
 from whet.device.abstract import AbstractDevice
 
@@ -33,9 +32,8 @@ class Table(AbstractSource):
         is_resident: bool = True,
     ) -> None:
         self.num_samples = len(next(iter(columns.values())))
-        refuse_too_short(self.num_samples, global_batch_size)
         self._lengths = column_lengths(columns)
-        self._longest = 1 if self._lengths is None else int(self._lengths.max())
+        self._longest = 1 if self._lengths is None else int(self._lengths.max(initial=1))
         self._columns = {name: _put(device, column) for name, column in columns.items()} if is_resident else columns
         self._device = device
         self._global_batch_size = global_batch_size

@@ -3,11 +3,7 @@
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
 
-from whet.machine.programs import complete_lines, whole_number
-
-_NO_LIMIT = 2**60
-"""Version 1 writes "no limit" as a number near 2**63."""
-
+from whet.machine.programs import complete_lines, positive_number, whole_number
 
 Number = TypeVar("Number", int, float)
 
@@ -52,9 +48,8 @@ def parse_cpu_max(text: str | None) -> float | None:
 
 
 def parse_limit(text: str | None) -> int | None:
-    """Bytes, or None for "max" and for version 1's huge number."""
-    limit = whole_number(text)
-    return limit if limit is not None and 0 < limit < _NO_LIMIT else None
+    """Bytes, or None for "max" and for version 1's "no limit", a number near 2**63 with more digits than we take."""
+    return positive_number(text)
 
 
 def parse_stat(text: str | None, key: str) -> int | None:

@@ -5,6 +5,8 @@
 
 from typing import Literal
 
+from pydantic import NonNegativeInt, PositiveInt
+
 from whet.base.record import Record
 
 DeviceKind = Literal["mps", "cuda"]
@@ -23,11 +25,11 @@ class OperatingSystem(Record):
 
 class Cpu(Record):
     name: str | None = None
-    physical_cores: int | None = None
-    logical_cores: int | None = None
-    fast_cores: int | None = None
+    physical_cores: PositiveInt | None = None
+    logical_cores: PositiveInt | None = None
+    fast_cores: PositiveInt | None = None
     """Cores of the fastest cluster (performance, or "super" on M5 Pro and Max)."""
-    slow_cores: int | None = None
+    slow_cores: NonNegativeInt | None = None
     """Cores of the other clusters together."""
     has_bf16: bool | None = None
     """Whether the cores multiply bf16 natively; without it a bf16 product was measured 60 to 100 times slower."""
@@ -36,11 +38,11 @@ class Cpu(Record):
 class Accelerator(Record):
     kind: DeviceKind
     name: str | None = None
-    num_cores: int | None = None
+    num_cores: PositiveInt | None = None
     """GPU cores on Apple silicon, multiprocessors on CUDA."""
-    memory_bytes: int | None = None
+    memory_bytes: PositiveInt | None = None
     """The card's memory, or all of the machine's where it is shared."""
-    usable_bytes: int | None = None
+    usable_bytes: PositiveInt | None = None
     """What may be planned for: Metal's recommended working set, or the card's memory."""
     shares_memory: bool = False
     capability: str | None = None
@@ -54,7 +56,7 @@ class Torch(Record):
     cuda_build: str | None = None
     """The CUDA version torch was built for, None for a build without CUDA."""
     mps_built: bool | None = None
-    num_threads: int | None = None
+    num_threads: PositiveInt | None = None
     error: str | None = None
     """Why torch could not be asked, in one line."""
 
@@ -90,7 +92,7 @@ class Machine(Record):
     is_fanless: bool | None = None
     os: OperatingSystem = OperatingSystem()
     cpu: Cpu = Cpu()
-    memory_bytes: int | None = None
+    memory_bytes: PositiveInt | None = None
     accelerators: tuple[Accelerator, ...] = ()
     absent: tuple[Absent, ...] = ()
     torch: Torch = Torch()
@@ -104,7 +106,7 @@ class Machine(Record):
 class BusyProcess(Record):
     name: str
     pid: int
-    memory_bytes: int | None = None
+    memory_bytes: PositiveInt | None = None
     cpu_percent: float | None = None
 
 

@@ -56,8 +56,6 @@ def _read(path: Path) -> str:
         raise UsageError(f"{path} is not text", got="bytes that are not UTF-8", try_="a JSON file") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read", got=error.strerror or error, try_=_names()) from None
-    except ValueError:
-        raise _unknown(repr(path)) from None
 
 
 def _unknown(name: str) -> UsageError:

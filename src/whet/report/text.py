@@ -13,6 +13,8 @@ _LABEL = 10
 _CURVE_HEIGHT = 8
 _CURVE_WIDTH = 100
 _MOST_HAPPENINGS = 12
+_TOLD = ("reason", "exact")
+"""Details of a happening that have their own place."""
 
 
 def render(report: Report, *, width: int = 100, unicode: bool = True) -> str:
@@ -42,7 +44,7 @@ def _facts(report: Report, *, width: int) -> list[str]:
         facts.append(("goal", _goal(report.goal)))
     facts.append(("saved", _saved(report)))
     if report.inexact_since is not None:
-        facts.append(("exactness", f"not bit-exact since step {report.inexact_since:,}: {report.inexact_reason}"))
+        facts.append(("exact", f"not bit-exact since step {report.inexact_since:,}: {report.inexact_reason}"))
     if report.damaged_lines:
         facts.append(("damage", f"{report.damaged_lines:,} lines of events.jsonl could not be read and are left out"))
     return [line for label, fact in facts for line in _labelled(label, fact, width=width)]
@@ -163,8 +165,8 @@ def _happenings(report: Report, *, width: int) -> list[str]:
 
 def _happening(happening: Happening, *, created: float) -> str:
     after = show_seconds(max(0.0, happening.time - created))
-    details = ", ".join(f"{name} {_value(value)}" for name, value in happening.details.items() if name != "reason")
-    told = ": ".join(str(part) for part in (happening.details.get("reason"), details) if part)
+    details = ", ".join(f"{name} {_value(value)}" for name, value in happening.details.items() if name not in _TOLD)
+    told = "; ".join(str(part) for part in (happening.details.get("reason"), details) if part)
     return f"step {happening.step:,} after {after}: {happening.kind}" + (f", {told}" if told else "")
 
 
@@ -172,9 +174,9 @@ def _seconds(report: Report, *, width: int) -> list[str]:
     whole = sum(report.seconds.values())
     if whole <= 0:
         return []
-    lines = ["where the time of the steps went"]
+    lines = _wrapped("where the time of the steps went", width=width)
     for name, seconds in report.seconds.items():
-        lines += _wrapped(f"{seconds / whole:4.0%}  {show_seconds(seconds):>10}  {name}", width=width, indent="  ")
+        lines += _wrapped(f"{100 * seconds / whole:3.0f} %  {show_seconds(seconds):>10}  {name}", width=width, indent="  ")
     return lines
 
 

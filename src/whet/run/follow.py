@@ -63,18 +63,20 @@ class _Feed:
             return
         with file:
             stat = os.fstat(file.fileno())
-            if (stat.st_dev, stat.st_ino) != self._file or not self._is_where_it_was(file.fileno(), stat.st_size):
+            is_other = (stat.st_dev, stat.st_ino) != self._file
+            if is_other or not self._is_where_it_was(file.fileno(), stat.st_size):
                 self._file = (stat.st_dev, stat.st_ino)
                 yield from self._history(folder, file.fileno())
+                return  # The file may have changed since; what is new in it comes with the next look.
             file.seek(self._position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._position += len(line)
-                self._before = line[-64:]
-                event = read_line(line)
-                if event is not None:
-                    yield event
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._position += len(whole)
+        self._before = (self._before + whole)[-64:]
+        for line in whole.split(b"\n"):
+            event = read_line(line) if line else None
+            if event is not None:
+                yield event
 
     def _history(self, folder: Path, descriptor: int) -> Iterator[Event]:
         history = History(folder)

@@ -55,7 +55,7 @@ def encode(record: Mapping[str, Any], *, pretty: bool = False) -> str:
 def strict(record: Mapping[str, Any]) -> dict[str, Any]:
     """The object in plain JSON types: no NaN, and numbers of other libraries as ordinary ones."""
     marks: dict[str, str] = {}
-    result: dict[str, Any] = _clean(plain(record), path="", marks=marks)
+    result: dict[str, Any] = _clean(plain(record), path=None, marks=marks)
     if marks:
         result[MARK] = marks
     return result
@@ -101,8 +101,8 @@ def _name(key: Any) -> str:
     return str(key)
 
 
-def _clean(value: Any, *, path: str, marks: dict[str, str]) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
+def _clean(value: Any, *, path: str | None, marks: dict[str, str]) -> Any:
+    if path is not None and isinstance(value, float) and not math.isfinite(value):
         marks[path] = str(value)
         return None
     if isinstance(value, dict):
@@ -112,9 +112,9 @@ def _clean(value: Any, *, path: str, marks: dict[str, str]) -> Any:
     return value
 
 
-def _join(path: str, name: str) -> str:
+def _join(path: str | None, name: str) -> str:
     name = name.replace("~", "~0").replace("/", "~1")
-    return f"{path}/{name}" if path else name
+    return name if path is None else f"{path}/{name}"
 
 
 def _restore(record: dict[str, Any], *, marks: object) -> None:

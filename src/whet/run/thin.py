@@ -40,11 +40,13 @@ def thin_curve(run: Run | Path | History, *, field: str, points: int) -> Curve:
     blocks = [block for block in history.step_blocks() if field in block.stats]
     if not blocks:
         return Curve(field=field, points=(), last_step=0)
-    first = min(block.least_step for block in blocks)
-    last = max(block.greatest_step for block in blocks)
-    width = max(1, -(-(last - first + 1) // points))
-    coarse = width >= BLOCK_EVENTS
-    values = _by_block(blocks, field=field) if coarse else _by_step(history, field=field)
+    span = max(block.greatest_step for block in blocks) - min(block.least_step for block in blocks) + 1
+    if span > points * BLOCK_EVENTS:
+        values: list[tuple[int, Stat | float]] = list(_by_block(blocks, field=field))
+    else:
+        values = list(_by_step(history, field=field))
+    first, last = min(step for step, _ in values), max(step for step, _ in values)
+    width = -(-(last - first + 1) // points)
     buckets: dict[int, Counter] = {}
     for step, value in values:
         bucket = buckets.setdefault((step - first) // width, Counter())

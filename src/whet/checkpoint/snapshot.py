@@ -1,0 +1,163 @@
+"""The state of a run at one moment: tensors by name, and plain JSON for the rest. Nothing is pickled."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from whet.base.errors import WhetError
+from whet.checkpoint.randomness import read_randomness, restore_randomness
+from whet.device.abstract import AbstractDevice
+from whet.step.ema import Ema, named_tensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """Tensors lie on the CPU; `facts` is plain JSON."""
+
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+
+
+def take(
+    model: nn.Module,
+    optimizer: Optimizer,
+    device: AbstractDevice,
+    *,
+    scaler: torch.amp.GradScaler,
+    ema: Ema | None,
+    progress: dict[str, Any],
+) -> Snapshot:
+    """The state of everything that changes while training; `progress` is the caller's own part of it."""
+    tensors = {f"model/{name}": tensor for name, tensor in named_tensors(model)}
+    if ema is not None:
+        tensors |= {f"ema/{name}": tensor for name, tensor in ema.average.items()}
+    optimizer_tensors, optimizer_facts = _optimizer_state(model, optimizer)
+    randomness, randomness_facts = read_randomness(device)
+    tensors |= optimizer_tensors | randomness
+    facts = {
+        "progress": progress,
+        "optimizer": optimizer_facts,
+        "scaler": scaler.state_dict(),
+        "randomness": randomness_facts,
+        "device": device.kind,
+    }
+    # First to the CPU, then the rest: a converting copy from MPS has overwritten its source (pytorch#189563).
+    return Snapshot(tensors={name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, facts=facts)
+
+
+def restore(
+    snapshot: Snapshot,
+    model: nn.Module,
+    optimizer: Optimizer,
+    device: AbstractDevice,
+    *,
+    scaler: torch.amp.GradScaler,
+    ema: Ema | None,
+) -> dict[str, Any]:
+    """Puts everything back where it was; the caller's own part is returned."""
+    restore_model(snapshot, model)
+    if ema is not None:
+        _copy_into(ema.average, snapshot, "ema")
+    _restore_optimizer(snapshot, model, optimizer)
+    if snapshot.facts["scaler"]:
+        scaler.load_state_dict(snapshot.facts["scaler"])
+    progress: dict[str, Any] = snapshot.facts["progress"]
+    # Last, since restoring may draw.
+    restore_randomness(snapshot.tensors, snapshot.facts["randomness"], device)
+    return progress
+
+
+def restore_model(snapshot: Snapshot, model: nn.Module, *, use_average: bool = False) -> None:
+    """Puts the weights into a model; the running average instead, if asked for and there is one."""
+    targets = dict(named_tensors(model))
+    _copy_into(targets, snapshot, "model")
+    averaged = {name: targets[name] for name in targets if f"ema/{name}" in snapshot.tensors}
+    if use_average and averaged:
+        _copy_into(averaged, snapshot, "ema")
+
+
+@torch.no_grad()
+def _copy_into(targets: dict[str, Tensor], snapshot: Snapshot, role: str) -> None:
+    saved = {name.removeprefix(f"{role}/"): t for name, t in snapshot.tensors.items() if name.startswith(f"{role}/")}
+    missing, extra = sorted(targets.keys() - saved.keys()), sorted(saved.keys() - targets.keys())
+    if missing or (extra and role == "model"):
+        raise WhetError(
+            f"the checkpoint does not fit this {role}",
+            got=f"missing {missing[:3]}, unknown {extra[:3]}",
+            try_="the model the run was started with",
+        )
+    for name, target in targets.items():
+        value = saved[name]
+        if (target.shape, target.dtype) != (value.shape, value.dtype):
+            raise WhetError(
+                f"the checkpoint does not fit {name!r}",
+                got=f"{tuple(value.shape)} {value.dtype}; the model has {tuple(target.shape)} {target.dtype}",
+                try_="the model the run was started with",
+            )
+        target.detach().copy_(value)
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """State by the names of parameters, so that it does not depend on their order."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        name = names[parameter]
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer/{name}/{key}"] = value
+            else:
+                numbers.setdefault(name, {})[key] = value
+    groups = [
+        {
+            "parameters": [names[p] for p in group["params"]],
+            "values": {k: _plain(v) for k, v in group.items() if k != "params"},
+        }
+        for group in optimizer.param_groups
+    ]
+    return tensors, {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+
+
+def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
+    facts = snapshot.facts["optimizer"]
+    if facts["class"] != type(optimizer).__name__:
+        raise WhetError(
+            "the checkpoint was made with another optimizer",
+            got=f"{facts['class']}; this is {type(optimizer).__name__}",
+            try_="the optimizer the run was started with",
+        )
+    by_name = dict(model.named_parameters())
+    groups = optimizer.param_groups
+    for saved, group in zip(facts["groups"], groups, strict=True):
+        order = [by_name[name] for name in saved["parameters"]]
+        if {id(p) for p in order} != {id(p) for p in group["params"]}:
+            raise WhetError(
+                "the checkpoint's parameter groups differ", got=f"{len(order)} parameters", try_="the same groups"
+            )
+        for key, value in saved["values"].items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+    optimizer.state.clear()
+    for name, numbers in facts["numbers"].items():
+        optimizer.state[by_name[name]].update(numbers)
+    for full_name, tensor in snapshot.tensors.items():
+        if full_name.startswith("optimizer/"):
+            name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
+            parameter = by_name[name]
+            # A step count lies on the CPU unless the optimizer is fused or capturable; its kind follows the parameter.
+            place = parameter.device if key != "step" or _steps_on_device(optimizer) else torch.device("cpu")
+            optimizer.state[parameter][key] = tensor.to(place, copy=True)
+
+
+def _steps_on_device(optimizer: Optimizer) -> bool:
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,44 @@
+"""This machine's facts, with torch asked in this process: for a process that trains anyway."""
+
+import torch
+
+from whet.device import cuda, mps
+from whet.machine.facts import Conditions, Machine
+from whet.machine.probe import ask_system, assemble
+from whet.machine.torch_child import CudaDevice, TorchAnswer
+
+
+def machine_here() -> tuple[Machine, Conditions]:
+    """What `whet probe` would say about the machine, in milliseconds, since torch is loaded already."""
+    system = ask_system()
+    return assemble(system, torch=_answer()), system.conditions
+
+
+def _answer() -> TorchAnswer:
+    has_mps = mps.why_not() is None
+    return TorchAnswer(
+        version=str(torch.__version__),
+        num_threads=torch.get_num_threads(),
+        cuda_build=torch.version.cuda,
+        cuda_available=cuda.why_not() is None,
+        cuda_devices=_cards(),
+        mps_built=torch.backends.mps.is_built(),
+        mps_available=has_mps,
+        mps_recommended_bytes=torch.mps.recommended_max_memory() if has_mps else None,
+        mps_num_cores=torch.backends.mps.get_core_count() if has_mps else None,
+    )
+
+
+def _cards() -> tuple[CudaDevice, ...]:
+    if cuda.why_not() is not None:
+        return ()
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(
+        CudaDevice(
+            name=card.name,
+            memory_bytes=card.total_memory,
+            capability=f"{card.major}.{card.minor}",
+            num_multiprocessors=card.multi_processor_count,
+        )
+        for card in found
+    )

@@ -1,0 +1,42 @@
+"""Weights out of a finished or running run: for another run, or for using the model."""
+
+from pathlib import Path
+
+from torch import nn
+
+from whet.base.errors import UsageError, WhetError
+from whet.checkpoint import store
+from whet.checkpoint.snapshot import Snapshot, restore_model
+from whet.run.folder import open_run
+
+
+def load_weights(run: str | Path, model: nn.Module, *, checkpoint: str = "last", use_average: bool = True) -> int:
+    """Puts a run's weights into a model, the averaged ones if the run has them; the step they are from.
+
+    `checkpoint` is "last", "best" or a step.
+    """
+    snapshot, step = read_checkpoint(run, checkpoint=checkpoint)
+    restore_model(snapshot, model, use_average=use_average)
+    return step
+
+
+def read_checkpoint(run: str | Path, *, checkpoint: str = "last") -> tuple[Snapshot, int]:
+    """A checkpoint of a run and its step."""
+    folder = open_run(run).checkpoints
+    found = store.newest(folder)
+    if found is None:
+        raise WhetError("the run has no checkpoint yet", got=str(run), try_="train it first")
+    newest_step, newest, _ = found
+    if checkpoint == "last":
+        return newest, newest_step
+    if checkpoint == "best":
+        best = newest.facts["progress"]["progress"]["best_step"]
+        wanted = newest_step if best is None else best
+    elif checkpoint.isdecimal():
+        wanted = int(checkpoint)
+    else:
+        raise UsageError("no such checkpoint", got=checkpoint, try_="last, best or a step")
+    there = store.steps(folder)
+    if wanted not in there:
+        raise UsageError("the run has no such checkpoint", got=checkpoint, try_=f"last, best or one of {there}")
+    return store.load(folder / store.name_of(wanted)), wanted

@@ -1,0 +1,102 @@
+"""What is written down while training: losses are read late and in bulk, so that no step waits for the device."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.device.abstract import AbstractDevice
+from whet.run.events import EventLog
+from whet.step.step import Outcome
+
+_READ_EVERY_SECONDS = 0.5
+_MOST_PENDING = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One step as it is written to events.jsonl and shown on the screen."""
+
+    step: int
+    epoch: int
+    samples: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    seconds: dict[str, float]
+
+
+Show = Callable[[str, dict[str, Any]], None]
+"""Is told of every kind of event with its fields; it may draw, and cannot change the run."""
+
+
+class Recorder:
+    """Collects the outcomes of steps and writes them as events."""
+
+    def __init__(self, log: EventLog | None, device: AbstractDevice, *, show: Show | None = None) -> None:
+        self._log = log
+        self._device = device
+        self._show = show
+        self._pending: list[tuple[dict[str, Any], Outcome]] = []
+        self._read_at = time.monotonic()
+        self._extra_seconds: dict[str, float] = {}
+        self.last: StepRecord | None = None
+
+    def step(self, outcome: Outcome, **facts: Any) -> None:
+        """Takes a step's outcome; its tensors are read later."""
+        self._pending.append((facts, outcome))
+        if len(self._pending) >= _MOST_PENDING or time.monotonic() - self._read_at > _READ_EVERY_SECONDS:
+            self.read()
+
+    def spent(self, phase: str, seconds: float) -> None:
+        """Adds time spent outside steps (evaluate, save) to the next step that is written."""
+        self._extra_seconds[phase] = self._extra_seconds.get(phase, 0.0) + seconds
+
+    def event(self, kind: str, *, step: int, **fields: Any) -> None:
+        """Writes a happening, behind all steps before it."""
+        self.read()
+        if self._log is not None:
+            self._log.append(kind, step=step, **fields)
+        if self._show is not None:
+            self._show(kind, {"step": step, **fields})
+
+    def read(self) -> None:
+        """Reads what is pending, in one go, and writes it down."""
+        self._read_at = time.monotonic()
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        losses = _as_numbers([outcome.loss for _, outcome in pending])
+        norms = _as_numbers([outcome.grad_norm for _, outcome in pending])
+        for (facts, outcome), loss, norm in zip(pending, losses, norms, strict=True):
+            assert loss is not None
+            seconds = _seconds(outcome)
+            for phase, spent in self._extra_seconds.items():
+                seconds[phase] = spent
+            self._extra_seconds = {}
+            self.last = StepRecord(loss=loss, grad_norm=norm, seconds=seconds, **facts)
+            if self._log is not None:
+                self._log.append("step", **_as_fields(self.last))
+        if self._show is not None and self.last is not None:
+            self._show("step", _as_fields(self.last))
+
+
+def _as_fields(record: StepRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+def _as_numbers(tensors: list[Tensor | None]) -> list[float | None]:
+    """The values of scalars that lie on one device, with a single wait."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    values = iter(torch.stack([tensor.detach().float() for tensor in there]).tolist()) if there else iter(())
+    return [None if tensor is None else next(values) for tensor in tensors]
+
+
+def _seconds(outcome: Outcome) -> dict[str, float]:
+    spent: dict[str, float] = {}
+    for phase, start, end in outcome.marks:
+        spent[phase] = spent.get(phase, 0.0) + end() - start()
+    return spent

@@ -1,0 +1,373 @@
+"""The one live object of a run: your model, your optimizer, a plan, a run folder.
+
+with whet.Session(model, optimizer, data, global_batch_size=32, run="runs/mine") as session:
+    for batch in session:
+        session.step(loss, batch)
+        if session.due("evaluate"):
+            session.log(accuracy=...)
+"""
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from whet.base.errors import UsageError
+from whet.checkpoint import store
+from whet.checkpoint.snapshot import restore, take
+from whet.data.batch import GlobalBatch, Micro, Position
+from whet.data.cut import Lengths
+from whet.data.mapped import Loading
+from whet.data.open import open_source
+from whet.data.source import refuse_too_short
+from whet.engine.progress import Progress
+from whet.engine.reading import load_weights
+from whet.engine.recorder import Recorder, Show
+from whet.engine.saver import Saver
+from whet.engine.setting_up import start_run, use_device
+from whet.engine.signals import StopRequests
+from whet.engine.training import read_training
+from whet.engine.workload import describe, measure_activation_bytes
+from whet.plan.plan import make_plan
+from whet.plan.setting import Scalar
+from whet.plan.workload import Workload
+from whet.run import lock
+from whet.run.events import EventLog
+from whet.run.folder import rewrite
+from whet.step.ema import Ema
+from whet.step.loss import LossFunction
+from whet.step.optimizer import OptimizerChoice, base_rates_of, make_optimizer, set_rate
+from whet.step.step import Stepper
+
+
+class Session:
+    """Makes optimizer steps, writes them down, saves and resumes. Enter it, iterate over it, step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | OptimizerChoice,
+        data: Any,
+        *,
+        run: str | Path | None = None,
+        device: str = "auto",
+        wishes: Mapping[str, Scalar] | None = None,
+        workload: Workload | None = None,
+        goal: str | None = None,
+        goal_is: str = "max",
+        recipe: str = "session",
+        config: Mapping[str, Any] | None = None,
+        command: list[str] | None = None,
+        init_from: str | Path | None = None,
+        show: Show | None = None,
+        **training: Any,
+    ) -> None:
+        self.training = read_training(training)
+        self.model = model
+        self.progress = Progress()
+        self.was_stopped = False
+        self._data = data
+        self._optimizer = optimizer
+        self._goal, self._goal_is = goal, goal_is
+        self._init_from = init_from
+        self._show = show
+        self._stop = StopRequests()
+        self._closing = contextlib.ExitStack()
+        self._is_last_of_epoch = False
+
+        workload = workload or describe(model, data, self.training, recipe=recipe)
+        asked = {**(wishes or {}), **({} if device == "auto" else {"device": device})}
+        if isinstance(optimizer, Optimizer):
+            asked["optimizer_kernels"] = "your optimizer"
+        path = None if run is None else Path(run)
+        # Locked before it is read: two processes must not both find a folder that is free.
+        if path is not None and (path / "run.json").exists():
+            self._closing.enter_context(lock.acquire(path))
+        start = start_run(
+            path,
+            workload,
+            wishes=asked,
+            recipe=recipe,
+            config=self.training.as_json() if config is None else config,
+            command=command or [],
+        )
+        self.plan = start.plan
+        self.run = start.run
+        self._replanned = start.replanned
+        self._is_new = start.is_new
+        if self.run is not None and start.is_new:
+            self._closing.enter_context(lock.acquire(self.run.path))
+
+    # --- entering and leaving ----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._closing.close)
+            self._enter()
+            undo.pop_all()
+        return self
+
+    def _enter(self) -> None:
+        plan, training = self.plan, self.training
+        self.device, fell_back = use_device(plan)
+        torch.manual_seed(training.seed)
+        self.model.to(self.device.place)
+        self.source = open_source(
+            self._data,
+            self.device,
+            global_batch_size=training.global_batch_size,
+            seed=training.seed,
+            shuffle=training.shuffle,
+            is_resident=plan.value("data_home") == "device",
+            loading=Loading(workers=int(plan.value("workers") or 0)),
+        )
+        self._closing.callback(self.source.close)
+        refuse_too_short(self.source.num_samples, training.global_batch_size)
+        self.total_steps = training.total_steps(self.source.num_samples)
+        self._schedule = training.make_schedule(self.total_steps)
+        optimizer = self._make_optimizer()
+        self._base_rates = base_rates_of(optimizer)
+        self._stepper = Stepper(
+            self.model,
+            optimizer,
+            self.device,
+            precision=str(plan.value("precision")),
+            loss_scaling=str(plan.value("loss_scaling")),
+            clip=training.clip,
+            ema=Ema(self.model) if training.ema else None,
+        )
+        log = self._closing.enter_context(EventLog(self.run)) if self.run is not None else None
+        self._recorder = Recorder(log, self.device, show=self._show)
+        self._saver = Saver(self.run.checkpoints, plan) if self.run is not None else None
+        if not self._resume():
+            self._begin()
+        for reason in filter(None, (self._replanned, fell_back)):
+            self._recorder.event("plan", step=self.progress.step, changed=reason, exact=False, reason=reason)
+        if self._replanned and self.run is not None:
+            self.run = rewrite(self.run, plan=plan.as_json())
+        self._first_epoch = self.progress.position.epoch
+        self._closing.enter_context(self._stop)
+        self._closing.enter_context(_no_garbage_collection())
+        self.model.train()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._save_if(self._saver is not None and self._saver.last_step != self.progress.step)
+                state = "done" if self.is_finished else "stopped"
+                self._recorder.event("end", step=self.progress.step, state=state)
+            else:
+                # The model may be in the middle of a step: the last checkpoint is what counts.
+                state = "stopped" if issubclass(kind, KeyboardInterrupt) else "failed"
+                self._recorder.event("end", step=self.progress.step, state=state, reason=f"{kind.__name__}: {error}")
+        finally:
+            self._closing.close()
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        """The global batches that are left, from where the run stands."""
+        while not self.is_finished:
+            for batch in self.source.batches(self.progress.position):
+                before = self.progress.step
+                self._is_last_of_epoch = batch.is_last_of_epoch
+                yield batch
+                if self.progress.step != before + 1:
+                    raise UsageError(
+                        "every batch is one step",
+                        got=f"{self.progress.step - before} calls of step() for one batch",
+                        try_="for batch in session: session.step(loss, batch)",
+                    )
+                ended_epoch = batch.after.epoch if batch.is_last_of_epoch else None
+                self._save_if(self._saver is not None and self._saver.is_due(before + 1, ended_epoch=ended_epoch))
+                if ended_epoch is not None:
+                    self._tidy_up()
+                if self.is_finished or self._should_stop(ended_epoch):
+                    return
+
+    def step(self, loss: LossFunction, batch: GlobalBatch) -> None:
+        """Makes one optimizer step from a global batch: cut, forward, backward, weigh, clip, update, average, log."""
+        progress = self.progress
+        self._plan_micro_batch(loss, batch)
+        number = progress.step + 1
+        set_rate(self._stepper.optimizer, self._schedule.factor(number), self._base_rates)
+        outcome = self._stepper(loss, self._cut(batch), num_samples=len(batch), step=number)
+        progress.step = number
+        progress.position = batch.after
+        progress.samples += len(batch)
+        self._recorder.step(
+            outcome,
+            step=number,
+            epoch=batch.after.epoch - batch.is_last_of_epoch,
+            samples=progress.samples,
+            lr=self._schedule.factor(number) * self._base_rates[0],
+        )
+
+    def due(self, what: str) -> bool:
+        """Whether it is time to "evaluate": every `eval_every` steps or at the end of an epoch, and at the very end."""
+        if what != "evaluate":
+            raise UsageError("only an evaluation can be due", got=what, try_='session.due("evaluate")')
+        every = self.training.eval_every
+        is_time = self._is_last_of_epoch if every is None else self.progress.step % every == 0
+        return is_time or self.is_finished
+
+    def evaluate(
+        self, evaluate: Callable[[nn.Module, Iterator[Micro]], Mapping[str, float]], data: Any
+    ) -> dict[str, float]:
+        """Evaluates on `data` with the averaged weights if there are any, logs the metrics, and disturbs nothing."""
+        start = time.perf_counter()
+        ema = self._stepper.ema
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), ema.in_place() if ema else contextlib.nullcontext():
+            self.model.eval()
+            try:
+                metrics = {name: float(value) for name, value in evaluate(self.model, self.batches(data)).items()}
+            finally:
+                self.model.train()
+        self._recorder.spent("evaluate", time.perf_counter() - start)
+        self.log(**metrics)
+        return metrics
+
+    def batches(self, data: Any) -> Iterator[Micro]:
+        """Data in its own order, on the device, as much at once as the plan evaluates."""
+        size = self.plan.value("eval_batch")
+        assert isinstance(size, int)
+        source = open_source(data, self.device, global_batch_size=size, seed=0, shuffle=False)
+        for batch in source.batches(Position()):
+            yield from source.micros(batch, micro_batch=size, how=self._how)
+        source.close()
+
+    def log(self, **metrics: float) -> None:
+        """Writes metrics down; the goal among them decides the best checkpoint, plateau and early stop."""
+        self._recorder.event("eval", step=self.progress.step, **metrics)
+        if self._goal is None or self._goal not in metrics:
+            return
+        score = metrics[self._goal] if self._goal_is == "max" else -metrics[self._goal]
+        is_best = self.progress.judge(score)
+        self._schedule.observe(score)
+        self._save_if(is_best and self._saver is not None and self._saver.last_step != self.progress.step)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps are done, or nothing got better for as long as `patience` says."""
+        progress, training = self.progress, self.training
+        is_over = progress.position.epoch >= training.epochs or progress.step >= (training.max_steps or float("inf"))
+        return is_over or (training.patience is not None and progress.num_worse >= training.patience)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or what a shell expects of a process that was asked to stop."""
+        return self._stop.exit_code
+
+    # --- the parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _how(self) -> Lengths:
+        return str(self.plan.value("lengths"))  # type: ignore[return-value]
+
+    def _cut(self, batch: GlobalBatch) -> Iterable[Micro]:
+        micro_batch = self.plan.value("micro_batch")
+        assert isinstance(micro_batch, int)
+        return self.source.micros(batch, micro_batch=micro_batch, how=self._how)
+
+    def _make_optimizer(self) -> Optimizer:
+        if isinstance(self._optimizer, OptimizerChoice):
+            kernels = str(self.plan.value("optimizer_kernels"))
+            return make_optimizer(self._optimizer, self.model, self.device, kernels=kernels)
+        return self._optimizer
+
+    def _begin(self) -> None:
+        if self._init_from is not None:
+            load_weights(self._init_from, self.model)
+        self._recorder.event("start", step=0, total_steps=self.total_steps, goal=self._goal, goal_is=self._goal_is)
+
+    def _resume(self) -> bool:
+        """Goes on from the newest checkpoint that can be trusted; False when the run is new."""
+        found = store.newest(self.run.checkpoints) if self.run is not None and not self._is_new else None
+        if found is None:
+            return False
+        step, snapshot, problems = found
+        stepper = self._stepper
+        saved = restore(snapshot, self.model, stepper.optimizer, self.device, scaler=stepper.scaler, ema=stepper.ema)
+        self.progress = Progress.from_json(saved["progress"])
+        self._schedule.load_state(saved["schedule"])
+        self.source.load_state(saved["source"])
+        exact = {} if self.source.is_exact else {"exact": False, "reason": "the data is a stream without a state"}
+        self._recorder.event(
+            "resume",
+            step=step,
+            total_steps=self.total_steps,
+            goal=self._goal,
+            goal_is=self._goal_is,
+            refused=problems,
+            **exact,
+        )
+        return True
+
+    def _save_if(self, is_due: bool) -> None:
+        if not is_due or self._saver is None or self.progress.step == 0:
+            return
+        start = time.perf_counter()
+        stepper, progress = self._stepper, self.progress
+        snapshot = take(
+            self.model,
+            stepper.optimizer,
+            self.device,
+            scaler=stepper.scaler,
+            ema=stepper.ema,
+            progress={
+                "progress": progress.as_json(),
+                "schedule": self._schedule.state(),
+                "source": self.source.state(),
+            },
+        )
+        path = self._saver.save(snapshot, step=progress.step, best=progress.best_step)
+        seconds = time.perf_counter() - start
+        self._recorder.spent("save", seconds)
+        self._recorder.event("checkpoint", step=progress.step, name=path.name, seconds=seconds)
+
+    def _tidy_up(self) -> None:
+        """Once an epoch: what would cost too much in every step."""
+        gc.collect()
+        if self.plan.value("empty_cache") == "per epoch":
+            self.device.empty_cache()
+
+    def _should_stop(self, ended_epoch: int | None) -> bool:
+        sitting = self.training.epochs_per_sitting
+        has_sat = ended_epoch is not None and sitting is not None and ended_epoch - self._first_epoch >= sitting
+        self.was_stopped = self._stop.signal is not None or has_sat
+        return self.was_stopped
+
+    def _plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
+        """Before the very first step: how much a sample needs is measured, and the micro-batch planned with it."""
+        if self.progress.step > 0 or self.plan.workload.activation_bytes is not None or len(batch) < 2:
+            return
+        small, large = (next(iter(self.source.micros(batch, micro_batch=size, how="fixed"))) for size in (1, 2))
+        needed = measure_activation_bytes(self.model, loss, small, large)
+        self.plan = make_plan(
+            self.plan.machine,
+            self.plan.workload.model_copy(update={"activation_bytes": needed}),
+            wishes=self.plan.wishes,
+            measured=self.plan.measured,
+            conditions=self.plan.conditions,
+        )
+        if self.run is not None:
+            self.run = rewrite(self.run, plan=self.plan.as_json())
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keeps the collector out of the steps: a full pass over a large process takes longer than a step."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,80 @@
+"""What a model and its data mean for a plan: counted, and for activations measured at two small points."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.data.batch import Micro
+from whet.data.columns import as_columns
+from whet.data.ragged import Ragged
+from whet.engine.training import Training
+from whet.plan.workload import Workload
+from whet.step.ema import named_tensors
+from whet.step.loss import LossFunction
+
+_BATCHNORMS = nn.modules.batchnorm._BatchNorm
+_DROPOUTS = nn.modules.dropout._DropoutNd
+
+
+def describe(model: nn.Module, data: Any, training: Training, *, recipe: str) -> Workload:
+    """What is known before the first step."""
+    num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    columns = as_columns(data)
+    num_samples = len(data) if columns is None and callable(getattr(data, "__len__", None)) else None
+    max_length, mean_length, sample_bytes = 1, None, None
+    if columns is not None:
+        num_samples = len(next(iter(columns.values())))
+        sample_bytes = max(1, sum(_num_bytes(column) for column in columns.values()) // max(1, num_samples))
+        ragged = next((column for column in columns.values() if isinstance(column, Ragged)), None)
+        if ragged is not None:
+            max_length, mean_length = int(ragged.lengths.max()), float(ragged.lengths.double().mean())
+    return Workload(
+        recipe=recipe,
+        num_parameters=max(1, num_parameters),
+        global_batch_size=training.global_batch_size,
+        num_samples=num_samples or None,
+        num_steps=training.total_steps(num_samples),
+        max_length=max_length,
+        mean_length=mean_length,
+        lengths_vary=mean_length is not None and mean_length < max_length,
+        sample_bytes=sample_bytes,
+        needs_decoding=columns is None,
+        has_dropout=any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules()),
+        has_batchnorm=any(isinstance(module, _BATCHNORMS) for module in model.modules()),
+    )
+
+
+def measure_activation_bytes(model: nn.Module, loss: LossFunction, small: Micro, large: Micro) -> int:
+    """What one sample keeps for the backward pass: the slope between two small micro-batches.
+
+    Leaves no trace: generators and buffers are put back, and no gradient is computed.
+    """
+    kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with torch.random.fork_rng(devices=[]):
+        at_small, at_large = (_saved_bytes(model, loss, micro) for micro in (small, large))
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(kept[name])
+    return max(1, (at_large - at_small) // max(1, len(large) - len(small)))
+
+
+def _saved_bytes(model: nn.Module, loss: LossFunction, micro: Micro) -> int:
+    owned = {tensor.untyped_storage().data_ptr() for _, tensor in named_tensors(model)}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        returned = loss(micro)
+    del returned
+    return sum(saved.values())
+
+
+def _num_bytes(column: Tensor | Ragged) -> int:
+    values = column.values if isinstance(column, Ragged) else column
+    return values.numel() * values.element_size()

@@ -1,0 +1,1 @@
+"""One optimizer step: the only code that trains."""

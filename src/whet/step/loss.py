@@ -1,0 +1,46 @@
+"""What a loss function may return, and what it weighs in the step.
+
+A mean over the samples of a micro-batch weighs as many samples as it has. A pair (sum, weight) weighs what it says:
+tokens, for a language model. The step's loss is the sum of all parts over the sum of all weights, whatever the cut.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from whet.base.errors import WhetError
+from whet.data.batch import Micro
+
+Loss = Tensor | tuple[Tensor, Tensor | float]
+LossFunction = Callable[[Micro], Loss]
+
+
+def split_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
+    """(mean, None) or (sum, weight); anything else is refused before it can train."""
+    if isinstance(returned, tuple | list) and len(returned) == 2:
+        total, weight = returned
+    else:
+        total, weight = returned, None
+    if not isinstance(total, Tensor):
+        raise WhetError(
+            "the loss must be a tensor",
+            got=type(total).__name__,
+            try_="return loss, or the pair (sum of losses, weight)",
+        )
+    if total.numel() != 1:
+        raise WhetError(
+            "the loss must be one number",
+            got=f"a tensor of shape {tuple(total.shape)}",
+            try_="loss.mean(), or the pair (loss.sum(), loss.numel())",
+        )
+    if not total.requires_grad:
+        raise WhetError(
+            "the loss does not depend on any parameter",
+            got="a tensor without a gradient",
+            try_="compute it from the model's output, without detach() or no_grad()",
+        )
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        raise WhetError("the loss's weight must be one number", got=f"shape {tuple(weight.shape)}", try_="weight.sum()")
+    # In the precision of the loss: an integer weight would be divided in float32, also for a float64 model.
+    return total.reshape(()), weight.detach().reshape(()).to(total.dtype) if isinstance(weight, Tensor) else weight

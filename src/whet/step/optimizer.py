@@ -1,0 +1,65 @@
+"""The optimizer: AdamW with few kernels by default, Adafactor or SGD by name, or any of yours as it is."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from whet.base.errors import UsageError
+from whet.device.abstract import AbstractDevice
+
+NAMES = ("adamw", "adafactor", "sgd")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerChoice:
+    """An optimizer that whet makes for you, with the kernels the plan says."""
+
+    name: str = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.01
+
+
+def make_optimizer(
+    choice: OptimizerChoice, model: nn.Module, device: AbstractDevice, *, kernels: str = "fused"
+) -> Optimizer:
+    """An optimizer over the model's trainable parameters; biases and norms are not decayed."""
+    name, lr = choice.name, choice.lr
+    groups = decay_groups(model.named_parameters(), weight_decay=choice.weight_decay)
+    fused = kernels == "fused"
+    # A rate that lies in a tensor can change without a new kernel or a new graph; fused kernels take it so.
+    rate: Any = torch.tensor(lr, dtype=device.lr_dtype, device=device.place) if fused else lr
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=rate, fused=fused)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=0.9, fused=fused)
+    if name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=lr)
+    raise UsageError("no such optimizer", got=name, try_=" or ".join(NAMES))
+
+
+def decay_groups(parameters: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices with decay, vectors (biases, norms) without."""
+    trainable = [p for _, p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def set_rate(optimizer: Optimizer, factor: float, base_rates: list[float]) -> None:
+    """Sets every group's learning rate to `factor` times its base rate, in place where it is a tensor."""
+    for group, base in zip(optimizer.param_groups, base_rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(base * factor)
+        else:
+            group["lr"] = base * factor
+
+
+def base_rates_of(optimizer: Optimizer) -> list[float]:
+    """The learning rates an optimizer was made with."""
+    return [float(group["lr"]) for group in optimizer.param_groups]

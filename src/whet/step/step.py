@@ -1,0 +1,108 @@
+"""One optimizer step, top to bottom: forward, backward, weigh, clip, update, average.
+
+Nothing here waits for the device or looks at a tensor's value, so that a step can be captured and run again.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from whet.data.batch import Micro
+from whet.device.abstract import AbstractDevice, Mark
+from whet.step.ema import Ema
+from whet.step.loss import LossFunction, split_loss
+
+PHASES = ("data", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a step left behind; tensors stay on the device until somebody reads them."""
+
+    loss: Tensor
+    grad_norm: Tensor | None
+    marks: tuple[tuple[str, Mark, Mark], ...]
+    """Phases with their start and end, for those who want to know where the time went."""
+
+
+class Stepper:
+    """Makes optimizer steps with one model, one optimizer and one device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        device: AbstractDevice,
+        *,
+        precision: str = "fp32",
+        loss_scaling: str = "off",
+        clip: float | None = None,
+        ema: Ema | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self.scaler = device.scaler(loss_scaling)
+        self.ema = ema
+        self._precision = precision
+        self._clip = clip
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def __call__(self, loss: LossFunction, micros: Iterable[Micro], *, num_samples: int, step: int) -> Outcome:
+        """Makes step number `step` (counted from 1) from all micro-batches of one global batch."""
+        mark, marks = self.device.mark, []
+        self.optimizer.zero_grad(set_to_none=True)
+
+        loss_sum: Tensor | None = None
+        first_weight: Tensor | float = 1.0
+        weight_sum: Tensor | float = 0.0
+        is_weighed = False
+        count = 0
+        start = mark()
+        for micro in micros:
+            loaded = mark()
+            with self.device.autocast(self._precision):
+                total, weight = split_loss(loss(micro))
+            if weight is None:
+                # A mean over the micro-batch: its share of the global batch is known beforehand.
+                part = total if len(micro) == num_samples else total * (len(micro) / num_samples)
+            else:
+                # A sum: divided by the first weight for now, by all of them once they are known.
+                is_weighed, first_weight = True, weight if count == 0 else first_weight
+                weight_sum = weight_sum + weight
+                part = total / first_weight
+            forwarded = mark()
+            self.scaler.scale(part).backward()
+            loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
+            count += 1
+            done = mark()
+            marks += [("data", start, loaded), ("forward", loaded, forwarded), ("backward", forwarded, done)]
+            start = done
+        assert loss_sum is not None, "a global batch has at least one micro-batch"
+
+        self.scaler.unscale_(self.optimizer)
+        if is_weighed and count > 1:
+            correction = torch.as_tensor(first_weight / weight_sum, device=loss_sum.device, dtype=loss_sum.dtype)
+            self._scale_gradients(correction)
+            loss_sum = loss_sum * correction
+        grad_norm = None
+        if self._clip is not None:
+            grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.ema is not None:
+            self.ema.update(step)
+        marks.append(("optimizer", start, mark()))
+        return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks))
+
+    @torch.no_grad()
+    def _scale_gradients(self, factor: Tensor) -> None:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for dtype, same in by_dtype.items():
+            torch._foreach_mul_(same, factor.to(dtype))
