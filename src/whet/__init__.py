@@ -11,30 +11,51 @@ the rooms above it in this list, never the later ones:
     report    reads run folders: text and JSON
     device    the only room that names a backend
     data      order, global batches, micro-batches, loading
+    step      one optimizer step: the only code that trains
+    checkpoint  everything an exact resume needs, on disk
+    engine    Session, train, schedules, signals
     recipes   complete workloads that ship with whet
     cli       one file per verb; the only room that prints
 """
 
 from typing import TYPE_CHECKING, Any
 
-from whet.base.version import VERSION as __version__
+from whet.base.version import VERSION
+
+__version__ = VERSION
 
 _PUBLIC = {
+    "OptimizerChoice": "whet.step.optimizer",
+    "Session": "whet.engine.session",
     "WhetError": "whet.base.errors",
     "make_plan": "whet.plan.plan",
     "open_run": "whet.run.folder",
     "probe": "whet.machine.probe",
     "summarize": "whet.report.summary",
+    "train": "whet.engine.loop",
 }
 
 if TYPE_CHECKING:
     from whet.base.errors import WhetError as WhetError
+    from whet.engine.loop import train as train
+    from whet.engine.session import Session as Session
     from whet.machine.probe import probe as probe
     from whet.plan.plan import make_plan as make_plan
     from whet.report.summary import summarize as summarize
     from whet.run.folder import open_run as open_run
+    from whet.step.optimizer import OptimizerChoice as OptimizerChoice
 
-__all__ = ["WhetError", "__version__", "make_plan", "open_run", "probe", "summarize"]
+__all__ = [
+    "OptimizerChoice",
+    "Session",
+    "WhetError",
+    "__version__",
+    "make_plan",
+    "open_run",
+    "probe",
+    "summarize",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,13 @@ from whet.run.events import EventLog, History, read_events, tail
 from whet.run.folder import EVENTS_FILE, INDEX_FILE
 from whet.run.index import BLOCK_EVENTS, Tally, read_block, read_entry, read_layout, write_entry
 from whet.run.thin import thin_curve
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _waits_for_no_disk() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 def steps_of(folder: Path) -> list[int]:

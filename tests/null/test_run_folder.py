@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ from whet.run import durable, strict_json
 from whet.run.folder import create_run, next_run_path, open_run, rewrite, versions
 
 PLAN = {"settings": {"device": {"value": "cpu", "reason": "all there is", "source": "rule", "evidence": {}}}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _waits_for_no_disk() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 def make(path: Path, **changes: Any):

@@ -21,6 +21,13 @@ from whet.run.lock import acquire
 POLL = 0.01
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _waits_for_no_disk() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _never_waits_for_ever() -> Iterator[None]:
     signal.alarm(20)  # A follower that misses its event would wait without end.

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,13 @@ from whet.run import durable, lock
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run
 from whet.run.runs import list_runs, prune
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _waits_for_no_disk() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 def make(root: Path, name: str, **config: object) -> Run:

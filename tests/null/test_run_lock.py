@@ -125,8 +125,8 @@ from whet.run import lock
 folder, won = Path(sys.argv[1]), 0
 print("ready", flush=True)
 sys.stdin.readline()
-until = time.monotonic() + 1.0
-while time.monotonic() < until:
+until = time.monotonic() + 20.0
+while won < 20 and time.monotonic() < until:
     try:
         with lock.acquire(folder):
             os.close(os.open(folder / "inside", os.O_CREAT | os.O_EXCL))  # Fails when two are inside.
@@ -136,6 +136,7 @@ while time.monotonic() < until:
     except WhetError:
         pass
     lock.is_locked(folder)
+    time.sleep(0.002)
 print(won)
 """
 
@@ -149,9 +150,7 @@ def test_never_two_at_once_in_a_race(tmp_path: Path) -> None:
         assert racer.stdin is not None
         racer.stdin.write("go\n")
         racer.stdin.flush()
-    won = [int(finish(racer)) for racer in racers]
-    assert sum(won) > 20
-    assert sum(count > 0 for count in won) >= 2
+    assert [int(finish(racer)) for racer in racers] == [20, 20, 20]
 
 
 def test_an_onlooker_does_not_get_a_real_owner_refused(tmp_path: Path) -> None:

@@ -39,3 +39,10 @@ def restore_randomness(tensors: dict[str, Tensor], facts: dict[str, Any], device
     if own is not None:
         device.set_rng_state(own)
     torch.set_rng_state(tensors["randomness/torch"])
+
+
+def seed_randomness(seed: int) -> None:
+    """Sets every generator to a known state."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
 from whet.checkpoint import store
+from whet.checkpoint.randomness import seed_randomness
 from whet.checkpoint.snapshot import restore, take
 from whet.data.batch import GlobalBatch, Micro, Position
 from whet.data.cut import Lengths
@@ -117,7 +118,7 @@ class Session:
     def _enter(self) -> None:
         plan, training = self.plan, self.training
         self.device, fell_back = use_device(plan)
-        torch.manual_seed(training.seed)
+        seed_randomness(training.seed)
         self.model.to(self.device.place)
         self.source = open_source(
             self._data,

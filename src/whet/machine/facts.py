@@ -106,7 +106,7 @@ class Machine(Record):
 class BusyProcess(Record):
     name: str
     pid: int
-    memory_bytes: PositiveInt | None = None
+    memory_bytes: NonNegativeInt | None = None
     cpu_percent: float | None = None
 
 

@@ -176,7 +176,9 @@ def _seconds(report: Report, *, width: int) -> list[str]:
         return []
     lines = _wrapped("where the time of the steps went", width=width)
     for name, seconds in report.seconds.items():
-        lines += _wrapped(f"{100 * seconds / whole:3.0f} %  {show_seconds(seconds):>10}  {name}", width=width, indent="  ")
+        lines += _wrapped(
+            f"{100 * seconds / whole:3.0f} %  {show_seconds(seconds):>10}  {name}", width=width, indent="  "
+        )
     return lines
 
 

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whet.base.version import VERSION
 from whet.base.errors import UsageError, WhetError, nearest
 from whet.base.record import Record
+from whet.base.version import VERSION
 from whet.run import durable, strict_json
 
 FORMAT_VERSION = 1

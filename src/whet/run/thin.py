@@ -38,15 +38,14 @@ def thin_curve(run: Run | Path | History, *, field: str, points: int) -> Curve:
     """
     history = run if isinstance(run, History) else History(run)
     blocks = [block for block in history.step_blocks() if field in block.stats]
-    if not blocks:
-        return Curve(field=field, points=(), last_step=0)
-    span = max(block.greatest_step for block in blocks) - min(block.least_step for block in blocks) + 1
-    if span > points * BLOCK_EVENTS:
-        values: list[tuple[int, Stat | float]] = list(_by_block(blocks, field=field))
+    values: list[tuple[int, Stat | float]]
+    if sum(block.stats[field].count for block in blocks) > points * BLOCK_EVENTS:
+        values = list(_by_block(blocks, field=field))
+        first, last = blocks[0].least_step, blocks[-1].greatest_step
     else:
-        values = list(_by_step(history, field=field))
-    first, last = min(step for step, _ in values), max(step for step, _ in values)
-    width = -(-(last - first + 1) // points)
+        values = list(_by_step(history, field=field)) if blocks else []
+        first, last = (values[0][0], values[-1][0]) if values else (0, 0)
+    width = max(1, -(-(last - first + 1) // points))
     buckets: dict[int, Counter] = {}
     for step, value in values:
         bucket = buckets.setdefault((step - first) // width, Counter())

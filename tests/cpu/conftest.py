@@ -1,0 +1,23 @@
+"""Tests with torch on the CPU: one thread, so that two test processes share two cores."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from zygote import Zygote
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    parent = Zygote()
+    yield parent
+    parent.close()

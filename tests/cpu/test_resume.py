@@ -1,0 +1,176 @@
+"""The same command goes on where it stopped, as if nothing had happened."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet.checkpoint import store
+from whet.run.events import read_events
+from whet.run.folder import open_run
+from zygote import Zygote
+
+JOB = Path(__file__).parent / "training_job.py"
+
+
+def finish(zygote: Zygote, run: Path, *words: str) -> int:
+    code, errors = zygote.start(JOB, run, *words).wait()
+    assert code in (0, 130, 143), errors
+    return code
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        # The log reaches the disk once a second.
+        if (run / "events.jsonl").exists() and any(e.step >= step for e in read_events(open_run(run), kinds=("step",))):
+            return
+        time.sleep(0.02)
+    raise AssertionError("the training did not get there")
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {event.step: event.number("loss") for event in read_events(open_run(run), kinds=("step",))}
+
+
+def final(run: Path) -> store.Snapshot:
+    found = store.newest(open_run(run).checkpoints)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    assert finish(zygote, run) == 0
+    return run
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    assert losses(run) == losses(whole)
+    ours, theirs = final(run), final(whole)
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, tensor in ours.tensors.items():
+        assert torch.equal(tensor, theirs.tensors[name]), name
+    assert ours.facts == theirs.facts
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interrupted_run_ends_as_if_nothing_had_happened(
+    zygote: Zygote, uninterrupted: Path, tmp_path: Path, number: int, code: int
+) -> None:
+    run = tmp_path / "cut"
+    process = zygote.start(JOB, run, "--slow")
+    wait_for_step(run, 12)
+    process.send(number)
+    ended, errors = process.wait()
+    assert ended == code, errors
+    stopped = json.loads((run / "result.json").read_text())
+    assert stopped["state"] == "stopped"
+    assert 12 <= stopped["step"] < 40
+    assert stopped["step"] % 10, "in the middle of an epoch, or the test shows too little"
+    assert finish(zygote, run) == 0
+    assert_same(run, uninterrupted)
+
+
+def test_two_interrupts_stop_at_once(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "cut"
+    process = zygote.start(JOB, run, "--slow", "epochs=1000")
+    wait_for_step(run, 2)
+    process.send(signal.SIGINT)
+    process.send(signal.SIGINT)
+    assert process.wait().code != 0
+
+
+def test_sittings_add_up(zygote: Zygote, uninterrupted: Path, tmp_path: Path) -> None:
+    run = tmp_path / "sittings"
+    for sitting in range(4):
+        assert finish(zygote, run, "epochs_per_sitting=1") == 0
+        state = json.loads((run / "result.json").read_text())
+        assert state == {"state": "done" if sitting == 3 else "stopped", "step": 10 * (sitting + 1)}
+    assert_same(run, uninterrupted)
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(zygote: Zygote, uninterrupted: Path, tmp_path: Path) -> None:
+    run = tmp_path / "killed"
+    process = zygote.start(JOB, run, "--slow", 'wishes={"checkpoint_steps": 3}')
+    wait_for_step(run, 14)
+    process.send(signal.SIGKILL)
+    assert process.wait().code == -signal.SIGKILL
+    resumed_from = max(store.steps(open_run(run).checkpoints))
+    assert resumed_from >= 12
+    assert finish(zygote, run) == 0
+    assert_same(run, uninterrupted)
+
+
+def test_a_damaged_checkpoint_is_left_for_an_older_one(zygote: Zygote, uninterrupted: Path, tmp_path: Path) -> None:
+    run = tmp_path / "damaged"
+    assert finish(zygote, run, "epochs_per_sitting=1", 'wishes={"checkpoint_steps": 4}') == 0
+    folder = open_run(run).checkpoints
+    newest = folder / store.name_of(max(store.steps(folder)))
+    data = bytearray((newest / store.TENSORS).read_bytes())
+    data[-3] ^= 1
+    (newest / store.TENSORS).write_bytes(data)
+    assert finish(zygote, run) == 0
+    (resumed,) = read_events(open_run(run), kinds=("resume",))
+    assert resumed.step == 8
+    assert "damaged" in str(resumed.get("refused"))
+    assert_same(run, uninterrupted)
+
+
+def test_a_changed_key_is_refused_by_name(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert finish(zygote, run, "epochs_per_sitting=1") == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+    process = zygote.start(JOB, run, "seed=12")
+    code, errors = process.wait()
+    assert code == 1
+    assert "was started with another seed" in errors
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+    assert after == before
+
+
+def test_epochs_may_grow(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert finish(zygote, run, "epochs=1", 'schedule="constant"') == 0
+    assert finish(zygote, run, "epochs=2", 'schedule="constant"') == 0
+    assert json.loads((run / "result.json").read_text()) == {"state": "done", "step": 20}
+
+
+def test_only_one_process_trains_in_a_folder(zygote: Zygote, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = zygote.start(JOB, run, "--slow", "epochs=1000")
+    wait_for_step(run, 1)
+    second = zygote.start(JOB, run)
+    code, errors = second.wait()
+    assert code == 1
+    assert str(first.pid) in errors
+    first.send(signal.SIGTERM)
+    assert first.wait().code == 143
+
+
+@pytest.mark.parametrize("forgotten", ["randomness", "ema", "optimizer", "position", "schedule"])
+def test_the_comparison_can_fail(zygote: Zygote, uninterrupted: Path, tmp_path: Path, forgotten: str) -> None:
+    """A checkpoint that forgets something is noticed: the fault is planted in the saved state."""
+    run = tmp_path / "mutant"
+    assert finish(zygote, run, "epochs_per_sitting=1") == 0
+    folder = open_run(run).checkpoints
+    step, snapshot, _ = store.newest(folder)  # type: ignore[misc]
+    store.durable.remove(folder / store.name_of(step))
+    facts = json.loads(json.dumps(snapshot.facts))
+    tensors = dict(snapshot.tensors)
+    if forgotten == "position":
+        facts["progress"]["progress"]["position"] = {"epoch": 0, "samples": 16}
+    elif forgotten == "schedule":
+        facts["progress"]["progress"]["step"] += 1
+    elif forgotten == "randomness":
+        tensors["randomness/torch"] = torch.Generator().manual_seed(1).get_state()
+    else:
+        tensors = {n: torch.zeros_like(t) if n.startswith(f"{forgotten}/") else t for n, t in tensors.items()}
+    store.save(folder, store.Snapshot(tensors=tensors, facts=facts), step=step)
+    finish(zygote, run)
+    with pytest.raises(AssertionError):
+        assert_same(run, uninterrupted)

@@ -1,0 +1,59 @@
+"""A small training that tests run as a process of its own: `python training_job.py RUN [--slow] [key=value...]`."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import whet
+from small_models import convnet, images
+
+
+def main(arguments: list[str]) -> int:
+    path, *words = arguments
+    options = {key: json.loads(value) for key, value in (w.split("=", 1) for w in words if "=" in w)}
+    torch.manual_seed(5)
+    model = convnet(dropout=0.3)
+    x, y = images(160, seed=0)
+
+    def loss(micro):
+        if "--slow" in words:
+            time.sleep(0.05)
+        return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+    def evaluate(model, micros):
+        right = [(model(micro.x).argmax(1) == micro.y).float().mean() for micro in micros]
+        torch.rand(7)
+        return {"accuracy": float(torch.stack(right).mean())}
+
+    result = whet.train(
+        model,
+        (x, y),
+        loss=loss,
+        optimizer=whet.OptimizerChoice(lr=1e-3),
+        evaluate=evaluate,
+        dev=images(40, seed=1),
+        run=path,
+        goal="accuracy",
+        wishes={"threads": 1, **options.pop("wishes", {})},
+        **{
+            "global_batch_size": 16,
+            "epochs": 4,
+            "schedule": "cosine",
+            "warmup_steps": 3,
+            "clip": 1.0,
+            "ema": True,
+            "eval_every": 7,
+            "seed": 11,
+            **options,
+        },
+    )
+    Path(path, "result.json").write_text(json.dumps({"state": result.state, "step": result.step}))
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,191 @@
+"""The report says what the run folder says: no more, no less, and as strict JSON."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from whet.report.summary import Report, resume_command, summarize
+from whet.run import lock
+from whet.run.events import EventLog
+from whet.run.folder import EVENTS_FILE, Run, create_run
+from whet.run.index import BLOCK_EVENTS
+
+PLAN = {
+    "settings": {
+        "device": {"value": "cpu", "reason": "all there is", "source": "rule", "evidence": {"rule": "D1"}},
+        "micro_batch": {"value": 16, "reason": "measured best", "source": "measured", "evidence": {"repeats": 3}},
+    }
+}
+MACHINE = {"name": "here", "chip": "Apple M2", "os": {"name": "macOS", "version": "15.1"}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _waits_for_no_disk() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+def make(path: Path, *, command: tuple[str, ...] = ("whet", "train", "text")) -> Run:
+    return create_run(path, recipe="text", config={}, plan=PLAN, machine=MACHINE, versions={}, command=list(command))
+
+
+def ticking(start: float = 1000.0) -> Callable[[], float]:
+    now = [start - 1]
+
+    def clock() -> float:
+        now[0] += 1
+        return now[0]
+
+    return clock
+
+
+def test_a_run_with_all_its_happenings(tmp_path: Path) -> None:
+    run = make(tmp_path / "text-001")
+    with EventLog(run, clock=ticking(1000)) as log:
+        log.append("start", step=0, total_steps=20, goal="accuracy", goal_is="max")
+        for step in range(1, 11):
+            seconds = {"data": 1.0, "forward": 2.0}
+            log.append("step", step=step, loss=10.0 / step, epoch=1, samples=32 * step, seconds=seconds)
+        log.append("eval", step=10, accuracy=0.9)
+        log.append("oom", step=10, reason="too big", exact=False)
+    with EventLog(run, clock=ticking(5000)) as log:
+        log.drop_after(8)
+        log.append("step", step=9, loss=0.25, epoch=1.5, samples=300, seconds={"data": 5.0, "forward": 7.0})
+        log.append("eval", step=9, accuracy=0.5, note="text")
+        log.append("eval", step=9, accuracy=0.25)
+    for name in ("step-000000008", "step-000000009", "step-bad", ".tmp-step-000000010-1-aa"):
+        (run.checkpoints / name).mkdir()
+        (run.checkpoints / name / "model.safetensors").write_bytes(b"x" * 10)
+        if name != "step-000000009":
+            (run.checkpoints / name / "manifest.json").write_bytes(b"{}")
+    report = summarize(run.path)
+    assert (report.recipe, report.state, report.step, report.total_steps) == ("text", "stopped", 9, 20)
+    assert (report.epoch, report.samples) == (1.5, 300)
+    assert (report.loss.first, report.loss.last, report.loss.best, report.loss.best_step) == (10.0, 0.25, 0.25, 9)
+    assert [p.step for p in report.loss.curve.points] == list(range(1, 10))
+    assert [e.metrics for e in report.evaluations] == [{"accuracy": 0.5}, {"accuracy": 0.25}]
+    assert report.goal is not None
+    assert (report.goal.last, report.goal.best, report.goal.best_step) == (0.25, 0.5, 9)
+    assert report.seconds == {"forward": 8 * 2.0 + 7.0, "data": 8 * 1.0 + 5.0}
+    assert list(report.seconds) == ["forward", "data"]
+    assert (report.sittings, report.wall_seconds, report.training_seconds) == (2, 4003.0, 12.0 + 3.0)
+    assert [(h.kind, h.step, h.time) for h in report.happenings] == [("oom", 10, 1012.0), ("resume", 8, 5000.0)]
+    assert (report.inexact_since, report.inexact_reason) == (10, "too big")
+    assert [(c.name, c.step, c.size_bytes) for c in report.checkpoints] == [("step-000000008", 8, 12)]
+    assert [s.name for s in report.settings] == ["device", "micro_batch"]
+    assert report.machine.startswith("Apple M2")
+    assert report.resume == f"whet train text --run {run.path}"
+
+
+def test_json_is_strict_and_comes_back(tmp_path: Path) -> None:
+    run = make(tmp_path / "r")
+    with EventLog(run) as log:
+        log.append("start", step=0, goal="loss", goal_is="min")
+        for step, loss in enumerate((math.inf, 2.0, math.nan), start=1):
+            log.append("step", step=step, loss=loss)
+            log.append("eval", step=step, loss=loss)
+        log.append("skip", step=3, norm=math.nan)
+    report = summarize(run)
+    assert report.goal is not None
+    assert (report.goal.best, report.goal.best_step) == (2.0, 2)
+    text = json.dumps(report.as_json(), allow_nan=False)
+    back = Report.from_json(json.loads(text), where="a file")
+    assert back.as_json() == report.as_json()
+    assert back.loss.first == math.inf
+    assert back.loss.last is not None
+    assert math.isnan(back.loss.last)
+    assert math.isnan(back.happenings[0].details["norm"])
+
+
+def test_the_goal_may_be_low(tmp_path: Path) -> None:
+    run = make(tmp_path / "r")
+    with EventLog(run) as log:
+        log.append("start", step=0, goal="perplexity", goal_is="min")
+        for step, value in ((1, 5.0), (2, 3.0), (3, 4.0)):
+            log.append("eval", step=step, perplexity=value)
+    goal = summarize(run).goal
+    assert goal is not None
+    assert (goal.best, goal.best_step, goal.last) == (3.0, 2, 4.0)
+
+
+def test_a_run_that_never_started(tmp_path: Path) -> None:
+    report = summarize(make(tmp_path / "r"))
+    assert (report.state, report.step, report.loss.last, report.sittings) == ("never started", 0, None, 0)
+    assert report.resume is not None
+    json.dumps(report.as_json(), allow_nan=False)
+
+
+def test_only_a_run_that_stopped_is_to_be_resumed(tmp_path: Path) -> None:
+    run = make(tmp_path / "r")
+    with EventLog(run) as log:
+        log.append("start", step=0)
+        log.append("step", step=1, loss=1.0)
+        with lock.acquire(run.path):
+            running = summarize(run)
+        assert (running.state, running.resume) == ("running", None)
+        log.append("end", step=1, state="done")
+    assert (summarize(run).state, summarize(run).resume) == ("done", None)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (("whet", "train", "text", "--fresh"), "whet train text --run {path}"),
+        (("whet", "train", "text", "--run", "mine"), "whet train text --run mine"),
+        (("whet", "train", "text", "--run=mine"), "whet train text --run=mine"),
+        (("whet", "train", "text", "data=my file"), "whet train text 'data=my file' --run {path}"),
+    ],
+)
+def test_the_command_to_resume(tmp_path: Path, command: tuple[str, ...], expected: str) -> None:
+    run = make(tmp_path / "r", command=command)
+    assert resume_command(run) == expected.format(path=run.path)
+
+
+def test_a_path_below_the_working_folder_is_shown_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(tmp_path / "runs" / "r")
+    monkeypatch.chdir(tmp_path)
+    assert resume_command(run) == "whet train text --run runs/r"
+    monkeypatch.undo()
+
+
+def test_clocks_that_jump_back_give_no_negative_times(tmp_path: Path) -> None:
+    run = make(tmp_path / "r")
+    for start in (9_000_000.0, 1000.0):
+        with EventLog(run, clock=ticking(start)) as log:
+            log.append("start", step=0)
+            log.append("step", step=1, loss=1.0)
+    report = summarize(run)
+    assert (report.wall_seconds, report.training_seconds, report.sittings) == (0.0, 2.0, 2)
+
+
+def test_damaged_lines_are_counted_and_a_strange_plan_or_machine_is_no_failure(tmp_path: Path) -> None:
+    run = make(tmp_path / "r")
+    with (run.path / EVENTS_FILE).open("ab") as file:
+        file.write(b'{"kind":"step","time":1,"step":1,"loss":2}\nrubbish\n{"kind":"st')
+    (run.path / "plan.json").write_text('{"settings": {"a": 3, "b": {"value": [1]}}}')
+    (run.path / "machine.json").write_text('{"name": "later", "quantum": true}')
+    report = summarize(run.path)
+    assert (report.damaged_lines, report.loss.last, report.machine) == (1, 2.0, "later")
+    assert [(s.name, s.value) for s in report.settings] == [("b", [1])]
+
+
+def test_a_long_run_is_summed_from_the_index(tmp_path: Path) -> None:
+    run = make(tmp_path / "r")
+    steps = 40 * BLOCK_EVENTS
+    with EventLog(run) as log:
+        log.append("start", step=0, total_steps=steps)
+        for step in range(1, steps + 1):
+            log.append("step", step=step, loss=5.0 - (step == 7777), seconds={"data": 0.5})
+    report = summarize(run)
+    assert (report.loss.best, report.loss.best_step) == (4.0, 7777)
+    assert report.seconds == {"data": steps / 2}
+    assert min(p.low for p in report.loss.curve.points if p.low is not None) == 4.0
+    began = time.perf_counter()
+    summarize(run)
+    assert time.perf_counter() - began < 1.0

@@ -1,0 +1,218 @@
+"""The report on a screen: within its width, without control characters, with every spike and gap of the curve."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.report.curve import draw, points_of
+from whet.report.summary import Evaluation, Goal, Happening, Loss, Report, SavedCheckpoint, SettingLine
+from whet.report.text import LEAST_WIDTH, render
+
+SETTINGS = (
+    SettingLine(name="device", value="mps", reason="6.1x the CPU; 199 gradients agree with it", source="measured"),
+    SettingLine(name="micro_batch", value=16, reason="", source="you", evidence={}),
+    SettingLine(name="workers", value="unused", reason="nothing to load", source="rule", evidence={"rule": "L1"}),
+    SettingLine(
+        name="lengths",
+        value="sorted, 4 shapes",
+        reason="31 % padding instead of 64 %; the step's samples stay the same",
+        source="rule",
+        evidence={"rule": "M3"},
+    ),
+)
+
+
+def report(**changes: Any) -> Report:
+    curve = points_of({step: 1 / step for step in range(1, 101)}, field="loss")
+    values: dict[str, Any] = {
+        "path": Path("/runs/text-001"),
+        "recipe": "text",
+        "state": "stopped",
+        "created": 1000.0,
+        "whet": "0.1.0",
+        "step": 100,
+        "total_steps": 687,
+        "epoch": 2.0,
+        "samples": 3200,
+        "wall_seconds": 840.0,
+        "training_seconds": 840.0,
+        "sittings": 1,
+        "loss": Loss(first=1.0, last=0.01, best=0.01, best_step=100, curve=curve),
+        "evaluations": tuple(Evaluation(step=s, time=1.0, metrics={"accuracy": s / 100}) for s in (50, 100)),
+        "goal": Goal(name="accuracy", higher_is_better=True, last=1.0, best=1.0, best_step=100),
+        "settings": SETTINGS,
+        "machine": "Apple M2, 4+4 cores, 10-core GPU",
+        "checkpoints": (SavedCheckpoint(name="step-000000100", step=100, size_bytes=1024),),
+        "happenings": (Happening(kind="oom", time=1060.0, step=7, details={"reason": "too big", "micro_batch": 8}),),
+        "seconds": {"forward": 75.0, "data": 25.0},
+        "inexact_since": 7,
+        "inexact_reason": "half the micro batch",
+        "damaged_lines": 2,
+        "resume": "whet train text --run /runs/text-001",
+    }
+    return Report(**{**values, **changes})
+
+
+def test_the_whole_page() -> None:
+    empty = Loss(first=None, last=None, best=None, best_step=None, curve=points_of({}, field="loss"))
+    page = render(report(loss=empty), width=110)
+    lines = page.splitlines()
+    assert lines[:8] == [
+        "run       text-001: text, stopped at step 100 of 687, epoch 2, 3,200 samples",
+        "machine   Apple M2, 4+4 cores, 10-core GPU",
+        "time      14 min of training",
+        "loss      none yet",
+        "goal      accuracy: last 1, best 1 (step 100)",
+        "saved     1 checkpoint, newest step-000000100 (1 kB)",
+        "exact     not bit-exact since step 7: half the micro batch",
+        "damage    2 lines of events.jsonl could not be read and are left out",
+    ]
+    assert lines[-14:] == [
+        "setting      value             why                                                             from",
+        "device       mps               6.1x the CPU; 199 gradients agree with it                       measured",
+        "micro batch  16                                                                                you",
+        "lengths      sorted, 4 shapes  31 % padding instead of 64 %; the step's samples stay the same  rule M3",
+        "",
+        "happenings",
+        "  step 7 after 60 s: oom, too big; micro_batch 8",
+        "",
+        "where the time of the steps went",
+        "   75 %        75 s  forward",
+        "   25 %        25 s  data",
+        "",
+        "resume it with",
+        "  whet train text --run /runs/text-001",
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.integers(-3, 130),
+    unicode=st.booleans(),
+    word=st.text(max_size=40),
+    value=st.floats() | st.integers() | st.text(max_size=30) | st.none() | st.booleans(),
+)
+def test_no_width_and_no_text_breaks_the_page(width: int, unicode: bool, word: str, value: Any) -> None:
+    strange = report(
+        recipe=word,
+        machine=word,
+        settings=(*SETTINGS, SettingLine(name=word, value=value, reason=word * 3, source=word, evidence=word)),
+        happenings=(Happening(kind=word, time=-1e9, step=1, details={word: value, "reason": word}),) * 20,
+        seconds={word: 1e300, "x": 0.0},
+    )
+    page = render(strange, width=width, unicode=unicode)
+    body, _, command = page.partition("\n\nresume it with\n")
+    assert command.strip() == "whet train text --run /runs/text-001"
+    assert all(len(line) <= max(width, LEAST_WIDTH) for line in body.split("\n"))
+    assert all(char.isprintable() or char == "\n" for char in page)
+    assert unicode or page.isascii()
+    assert "and 8 more" in page
+
+
+def test_escape_sequences_of_a_foreign_folder_do_not_reach_the_terminal() -> None:
+    page = render(report(machine="\x1b[31mred\x1b]0;title\x07", resume="whet \x1b[2J"))
+    assert "\x1b" not in page
+    assert "\x07" not in page
+
+
+def test_a_run_that_never_started_is_short() -> None:
+    empty = Loss(first=None, last=None, best=None, best_step=None, curve=points_of({}, field="loss"))
+    page = render(
+        report(
+            state="never started",
+            loss=empty,
+            goal=None,
+            evaluations=(),
+            settings=(),
+            checkpoints=(),
+            happenings=(),
+            seconds={},
+            inexact_since=None,
+            damaged_lines=0,
+            resume=None,
+            sittings=0,
+        )
+    )
+    assert page.splitlines() == [
+        "run       text-001: text, never started",
+        "machine   Apple M2, 4+4 cores, 10-core GPU",
+        "time      no time yet",
+        "loss      none yet",
+        "saved     no checkpoint",
+    ]
+
+
+# --- curves ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_falling_line_in_stars() -> None:
+    curve = points_of({1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0, 5: 0.0}, field="loss")
+    assert draw(curve, width=12, height=5, unicode=False) == (
+        "4 |*",
+        "  |***",
+        "  |  ***",
+        "  |    ***",
+        "0 |      ***",
+        "   1       5",
+    )
+
+
+def test_a_falling_line_in_braille() -> None:
+    curve = points_of({1: 1.0, 2: 0.0}, field="loss")
+    assert draw(curve, width=12, height=2) == (
+        "1 \u2502\u2813\u2826\u28c4\u28c0",
+        "0 \u2502   \u2808\u2819\u2812\u2826\u28c4\u28c0",
+        "   1       2",
+    )
+
+
+def marks(row: str) -> str:
+    return row.partition("|")[2]
+
+
+def test_nan_leaves_a_gap() -> None:
+    values = {step: 1.0 + step / 100 for step in range(1, 41)}
+    whole = draw(points_of(values, field="x"), width=49, height=1, unicode=False)
+    holed = draw(
+        points_of({**values, **dict.fromkeys(range(15, 25), math.nan)}, field="x"), width=49, height=1, unicode=False
+    )
+    assert " " not in marks(whole[0])
+    assert 8 <= marks(holed[0]).count(" ") <= 12
+    assert draw(points_of({1: math.nan, 2: math.inf}, field="x"), width=40, height=3) == ()
+
+
+def test_a_spike_inside_a_thinned_point_is_drawn() -> None:
+    curve = points_of(dict.fromkeys(range(1, 30), 0.0), field="x")
+    spiked = curve.points[10].model_copy(update={"high": 9.0})
+    curve = curve.model_copy(update={"points": (*curve.points[:10], spiked, *curve.points[11:])})
+    drawn = draw(curve, width=40, height=4, unicode=False)
+    assert [marks(row).count("*") for row in drawn[:3]] == [1, 1, 1]
+    assert drawn[0].startswith("9 |")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    values=st.dictionaries(st.integers(0, 10**12), st.floats(), max_size=40),
+    width=st.integers(-2, 90),
+    height=st.integers(-1, 12),
+    unicode=st.booleans(),
+)
+def test_any_curve_fits(values: dict[int, float], width: int, height: int, unicode: bool) -> None:
+    drawn = draw(points_of(values, field="x"), width=width, height=height, unicode=unicode)
+    finite = any(math.isfinite(value) for value in values.values())
+    assert bool(drawn) == (finite and width >= 2 and height >= 1)
+    assert len(drawn) in (0, height + 1)
+    assert all(len(row) <= width for row in drawn)
+    assert unicode or all(row.isascii() for row in drawn)
+    if drawn:
+        assert any(set(row) - set(" |\u25020123456789.e+-") for row in drawn[:-1])
+
+
+@pytest.mark.parametrize("values", [{5: 2.0}, {1: 2.0, 9: 2.0}, {1: -1e308, 2: 1e308}, {1: 5e-324, 2: 0.0}])
+def test_extreme_curves(values: dict[int, float]) -> None:
+    drawn = draw(points_of(values, field="x"), width=40, height=5)
+    assert len(drawn) == 6
