@@ -107,7 +107,7 @@ def test_the_goal_may_be_low(tmp_path: Path) -> None:
     run = make(tmp_path / "r")
     with EventLog(run) as log:
         log.append("start", step=0, goal="perplexity", goal_is="min")
-        for step, value in ((1, 5.0), (2, 3.0), (3, 4.0)):
+        for step, value in ((1, math.nan), (2, 3.0), (3, 4.0)):
             log.append("eval", step=step, perplexity=value)
     goal = summarize(run).goal
     assert goal is not None
@@ -162,6 +162,11 @@ def test_clocks_that_jump_back_give_no_negative_times(tmp_path: Path) -> None:
             log.append("step", step=1, loss=1.0)
     report = summarize(run)
     assert (report.wall_seconds, report.training_seconds, report.sittings) == (0.0, 2.0, 2)
+    times = iter((500.0, 20.0))
+    with EventLog(run, clock=lambda: next(times)) as log:
+        log.append("start", step=1)
+        log.append("step", step=2, loss=1.0)
+    assert summarize(run).training_seconds == 2.0
 
 
 def test_damaged_lines_are_counted_and_a_strange_plan_or_machine_is_no_failure(tmp_path: Path) -> None:

@@ -288,6 +288,10 @@ def test_a_file_cut_anywhere_loses_only_what_is_behind_the_cut(data: st.DataObje
         assert again.num_indexed == len(again.blocks)
 
 
+HIDDEN = b'\xff\r{"kind":"step","time":1,"step":999}'
+"""A damaged line with a carriage return and what looks like an event behind it."""
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_damage_in_the_middle_costs_a_line_and_is_counted(data: st.DataObject) -> None:
@@ -297,7 +301,7 @@ def test_damage_in_the_middle_costs_a_line_and_is_counted(data: st.DataObject) -
         events = folder / EVENTS_FILE
         lines = events.read_bytes().split(b"\n")
         victims = data.draw(st.sets(st.integers(0, 289), min_size=1, max_size=5))
-        junk = st.sampled_from([b"", b"{", b"\x00" * 20, b"null", b'{"kind":"step"}', b"[" * 5000, b"\xff\r\x0c{}"])
+        junk = st.sampled_from([b"", b"{", b"\x00" * 20, b"null", b'{"kind":"step"}', b"[" * 5000, HIDDEN])
         for victim in victims:
             lines[victim] = data.draw(junk)
         events.write_bytes(b"\n".join(lines))
@@ -344,6 +348,26 @@ def test_no_damage_to_the_index_changes_what_is_read(data: st.DataObject) -> Non
         EventLog(folder).close()  # The writer puts it right.
         again = layout(folder)
         assert again.num_indexed == len(again.blocks)
+
+
+def test_every_bit_of_an_index_entry_is_guarded() -> None:
+    tally = Tally(0)
+    tally.add("step", time=1.5, step=3, fields={"loss": 0.123, "seconds": {"data": 1.0}})
+    entry = write_entry(tally.block(77))
+    assert read_entry(entry) == tally.block(77)
+    changed = [entry[:i] + bytes([entry[i] ^ 1 << bit]) + entry[i + 1 :] for i in range(len(entry)) for bit in range(8)]
+    # Only the blank and the case of the checksum's letters do not matter.
+    wrong = [read_entry(line) for i, line in enumerate(changed) if i // 8 > 8]
+    assert wrong == [None] * len(wrong)
+    assert {read_entry(line) == tally.block(77) for line in changed if read_entry(line)} <= {True}
+
+
+def test_the_part_of_the_index_that_is_right_is_used(tmp_path: Path) -> None:
+    write_steps(tmp_path, first=1, last=5 * BLOCK_EVENTS)
+    blocks = layout(tmp_path).blocks
+    os.truncate(tmp_path / EVENTS_FILE, blocks[3].start + 500)
+    assert layout(tmp_path).num_indexed == 3
+    assert len(layout(tmp_path).blocks) == 4
 
 
 def test_an_index_of_another_file_is_not_believed(tmp_path: Path) -> None:

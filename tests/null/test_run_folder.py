@@ -272,6 +272,11 @@ def test_any_value_survives_strict_json(record: dict[str, Any]) -> None:
     assert repr(back) == repr(record)  # repr: NaN equals itself there.
 
 
+def test_names_with_slashes_are_told_apart() -> None:
+    record = {"a/b": math.inf, "a": {"b": -math.inf, "c~1": [1.0, math.inf]}, "~1": math.inf}
+    assert strict_json.decode(strict_json.encode(record)) == record
+
+
 @pytest.mark.parametrize("marks", ['"x"', "[]", '{"a":"nan"}', '{"b/c/d":"nan"}', '{"l/9":"inf"}', '{"l/x":"inf"}'])
 def test_a_wrong_map_of_nonfinite_numbers_does_no_harm(marks: str) -> None:
     assert strict_json.decode(f'{{"a":1,"b":2,"l":[null],"nonfinite":{marks}}}') == {"a": 1, "b": 2, "l": [None]}

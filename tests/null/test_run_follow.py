@@ -30,9 +30,14 @@ def _waits_for_no_disk() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _never_waits_for_ever() -> Iterator[None]:
-    signal.alarm(20)  # A follower that misses its event would wait without end.
+    def give_up(*_: object) -> None:
+        raise TimeoutError("the follower missed its event")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(20)
     yield
     signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 def take(events: Iterator[Event], count: int) -> list[tuple[str, int]]:

@@ -1,5 +1,7 @@
 """One process per run folder, until it lets go or dies."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -105,6 +107,21 @@ def test_a_forked_child_neither_has_nor_frees_the_lock(tmp_path: Path) -> None:
     held.release()
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_knows_when_its_parent_has_let_go(tmp_path: Path) -> None:
+    held = lock.acquire(tmp_path)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(read, 1)
+        os._exit(3 if lock.is_locked(tmp_path) else 0)
+    held.release()
+    os.write(write, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(read)
+    os.close(write)
+
+
 TRY = """
 import sys
 from pathlib import Path
@@ -151,6 +168,21 @@ def test_never_two_at_once_in_a_race(tmp_path: Path) -> None:
         racer.stdin.write("go\n")
         racer.stdin.flush()
     assert [int(finish(racer)) for racer in racers] == [20, 20, 20]
+
+
+def test_a_lock_that_is_free_again_in_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What an onlooker does to it: the lock is taken for some microseconds.
+    real, refusals = fcntl.lockf, [3]
+
+    def lockf(descriptor: int, how: int) -> None:
+        if how & fcntl.LOCK_EX and refusals[0]:
+            refusals[0] -= 1
+            raise BlockingIOError(errno.EAGAIN, "busy")
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    with lock.acquire(tmp_path):
+        assert refusals == [0]
 
 
 def test_an_onlooker_does_not_get_a_real_owner_refused(tmp_path: Path) -> None:

@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 import typer
 
 from whet.base.errors import UsageError, WhetError, nearest
-from whet.cli import plan, probe, report, runs, screen
+from whet.cli import init, plan, predict, probe, report, runs, screen, train
 
 VERBS: dict[str, Callable[..., None]] = {
     "probe": probe.probe,
     "plan": plan.plan,
+    "train": train.train,
+    "predict": predict.predict,
     "runs": runs.runs,
     "report": report.report,
+    "init": init.init,
 }
 
 _EPILOG = "Everywhere: --quiet prints results and errors only, --debug shows the traceback of a failure."

@@ -52,14 +52,19 @@ class CommonConfig(BaseModel):
     global_batch_size: PositiveInt = Field(32, description="samples of one optimizer step")
     epochs: PositiveInt = Field(3, description="passes over the training data")
     max_steps: PositiveInt | None = Field(None, description="stop after this many optimizer steps, if earlier")
+    optimizer: Literal["adamw", "adafactor", "sgd"] = Field("adamw", description="how weights are updated")
     lr: PositiveFloat = Field(3e-4, description="learning rate after the warm-up")
     weight_decay: NonNegativeFloat = Field(0.01, description="decay of weights; biases and norms are left out")
+    schedule: Literal["constant", "linear", "cosine", "plateau"] = Field(
+        "linear", description="how the learning rate falls after the warm-up"
+    )
     warmup_steps: NonNegativeInt | Auto = Field("auto", description="steps until the full learning rate")
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of activations dropped in training")
     ema: bool = Field(False, description="evaluate with an exponential moving average of the weights")
     clip: PositiveFloat | None = Field(1.0, description="largest norm of the gradient; null for none")
     seed: NonNegativeInt = Field(0, description="decides the order of samples, the first weights and all draws")
     eval_every: PositiveInt | Auto = Field("auto", description="steps between evaluations; auto: once an epoch")
+    patience: PositiveInt | None = Field(None, description="stop after this many evaluations without a better goal")
     epochs_per_sitting: PositiveInt | None = Field(None, description="stop after this many epochs, to go on later")
 
     micro_batch: PositiveInt | Auto = Field("auto", description="samples that go through the model at once")

@@ -38,20 +38,23 @@ def train(
     optimizer: Optimizer | OptimizerChoice,
     evaluate: Evaluate | None = None,
     dev: Any = None,
+    test: Any = None,
     **options: Any,
 ) -> Result:
     """Trains a model: probes, plans, trains, checkpoints; call it again with the same `run` and it resumes.
 
     `loss` receives a micro-batch and returns a mean over its samples, or a pair (sum, weight). `evaluate` receives the
-    model and micro-batches of `dev` and returns metrics. All other options are Session's: global_batch_size, epochs,
-    run, device, seed, schedule, clip, ema, ...
+    model and micro-batches of `dev` and returns metrics; of `test` too, once, when all steps are done. All other
+    options are Session's: global_batch_size, epochs, run, device, seed, schedule, clip, ema, ...
     """
     metrics: dict[str, float] = {}
     with Session(model, optimizer, data, **options) as session:
         for batch in session:
             session.step(loss, batch)
             if evaluate is not None and session.due("evaluate"):
-                metrics = session.evaluate(evaluate, dev)
+                metrics |= session.evaluate(evaluate, dev)
+        if evaluate is not None and test is not None and session.is_finished:
+            metrics |= session.evaluate(evaluate, test, prefix="test_")
     return Result(
         path=None if session.run is None else session.run.path,
         state="done" if session.is_finished else "stopped",

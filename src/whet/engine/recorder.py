@@ -63,6 +63,11 @@ class Recorder:
         if self._show is not None:
             self._show(kind, {"step": step, **fields})
 
+    def sync(self) -> None:
+        """Makes all that was written survive a power cut, as the checkpoint does that it belongs to."""
+        if self._log is not None:
+            self._log.sync()
+
     def read(self) -> None:
         """Reads what is pending, in one go, and writes it down."""
         self._read_at = time.monotonic()

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,7 +40,7 @@ from whet.engine.workload import describe, measure_activation_bytes
 from whet.plan.plan import make_plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
-from whet.run import lock
+from whet.run import durable, lock
 from whet.run.events import EventLog
 from whet.run.folder import rewrite
 from whet.step.ema import Ema
@@ -67,6 +68,7 @@ class Session:
         config: Mapping[str, Any] | None = None,
         command: list[str] | None = None,
         init_from: str | Path | None = None,
+        attach: Mapping[str, bytes] | None = None,
         show: Show | None = None,
         **training: Any,
     ) -> None:
@@ -105,6 +107,8 @@ class Session:
         self._is_new = start.is_new
         if self.run is not None and start.is_new:
             self._closing.enter_context(lock.acquire(self.run.path))
+            for name, content in (attach or {}).items():
+                durable.write_file(self.run.path / name, data=content)
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
 
@@ -154,6 +158,7 @@ class Session:
         if self._replanned and self.run is not None:
             self.run = rewrite(self.run, plan=plan.as_json())
         self._first_epoch = self.progress.position.epoch
+        self._epoch_began = time.monotonic()
         self._closing.enter_context(self._stop)
         self._closing.enter_context(_no_garbage_collection())
         self.model.train()
@@ -189,7 +194,7 @@ class Session:
                 ended_epoch = batch.after.epoch if batch.is_last_of_epoch else None
                 self._save_if(self._saver is not None and self._saver.is_due(before + 1, ended_epoch=ended_epoch))
                 if ended_epoch is not None:
-                    self._tidy_up()
+                    self._end_epoch(ended_epoch)
                 if self.is_finished or self._should_stop(ended_epoch):
                     return
 
@@ -220,7 +225,7 @@ class Session:
         return is_time or self.is_finished
 
     def evaluate(
-        self, evaluate: Callable[[nn.Module, Iterator[Micro]], Mapping[str, float]], data: Any
+        self, evaluate: Callable[[nn.Module, Iterator[Micro]], Mapping[str, float]], data: Any, *, prefix: str = ""
     ) -> dict[str, float]:
         """Evaluates on `data` with the averaged weights if there are any, logs the metrics, and disturbs nothing."""
         start = time.perf_counter()
@@ -228,10 +233,11 @@ class Session:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), ema.in_place() if ema else contextlib.nullcontext():
             self.model.eval()
             try:
-                metrics = {name: float(value) for name, value in evaluate(self.model, self.batches(data)).items()}
+                found = evaluate(self.model, self.batches(data))
             finally:
                 self.model.train()
         self._recorder.spent("evaluate", time.perf_counter() - start)
+        metrics = {f"{prefix}{name}": float(value) for name, value in found.items()}
         self.log(**metrics)
         return metrics
 
@@ -332,9 +338,15 @@ class Session:
         seconds = time.perf_counter() - start
         self._recorder.spent("save", seconds)
         self._recorder.event("checkpoint", step=progress.step, name=path.name, seconds=seconds)
+        self._recorder.sync()
 
-    def _tidy_up(self) -> None:
+    def _end_epoch(self, epoch: int) -> None:
         """Once an epoch: what would cost too much in every step."""
+        now, memory = time.monotonic(), self.device.memory()
+        self._recorder.event(
+            "epoch", step=self.progress.step, epoch=epoch, epoch_seconds=now - self._epoch_began, memory=asdict(memory)
+        )
+        self._epoch_began = now
         gc.collect()
         if self.plan.value("empty_cache") == "per epoch":
             self.device.empty_cache()
@@ -347,9 +359,10 @@ class Session:
 
     def _plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
         """Before the very first step: how much a sample needs is measured, and the micro-batch planned with it."""
-        if self.progress.step > 0 or self.plan.workload.activation_bytes is not None or len(batch) < 2:
+        if self.progress.step > 0 or self.plan.workload.activation_bytes is not None or len(batch) < 4:
             return
-        small, large = (next(iter(self.source.micros(batch, micro_batch=size, how="fixed"))) for size in (1, 2))
+        # Not one sample: BatchNorm refuses it.
+        small, large = (next(iter(self.source.micros(batch, micro_batch=size, how="fixed"))) for size in (2, 4))
         needed = measure_activation_bytes(self.model, loss, small, large)
         self.plan = make_plan(
             self.plan.machine,

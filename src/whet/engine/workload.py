@@ -27,14 +27,14 @@ def describe(model: nn.Module, data: Any, training: Training, *, recipe: str) ->
         num_samples = len(next(iter(columns.values())))
         sample_bytes = max(1, sum(_num_bytes(column) for column in columns.values()) // max(1, num_samples))
         ragged = next((column for column in columns.values() if isinstance(column, Ragged)), None)
-        if ragged is not None:
+        if ragged is not None and num_samples:
             max_length, mean_length = int(ragged.lengths.max()), float(ragged.lengths.double().mean())
     return Workload(
         recipe=recipe,
         num_parameters=max(1, num_parameters),
         global_batch_size=training.global_batch_size,
         num_samples=num_samples or None,
-        num_steps=training.total_steps(num_samples),
+        num_steps=training.total_steps(num_samples) or None,
         max_length=max_length,
         mean_length=mean_length,
         lengths_vary=mean_length is not None and mean_length < max_length,

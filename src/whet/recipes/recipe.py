@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast
 
 from whet.base.errors import UsageError, WhetError, nearest
 from whet.config.keys import CommonConfig
@@ -14,16 +14,46 @@ from whet.plan.workload import Workload
 BUILT_IN = {"text": "whet.recipes.text.recipe"}
 
 
-@runtime_checkable
+class Splits(Protocol):
+    """A recipe's data: three parts, each made of tensors, a map-style dataset, or an iterable."""
+
+    @property
+    def train(self) -> Any: ...
+    @property
+    def dev(self) -> Any: ...
+    @property
+    def test(self) -> Any: ...
+
+
 class Recipe(Protocol):
-    """A complete workload; what a plan needs to know of it."""
+    """A complete workload. `describe` needs no torch, so that a plan can be made anywhere."""
 
     name: str
     Config: type[Any]
+    """A model that extends `whet.config.keys.CommonConfig`."""
+    goal: str
+    """The metric that counts; higher is better."""
 
-    def describe(self, config: Any) -> Workload:
-        """What is to be trained, without torch."""
-        ...
+    def describe(self, config: Any, data: Any = None) -> Workload:
+        """What is to be trained; more is known once the data was read."""
+
+    def data(self, config: Any) -> Splits:
+        """Reads the data."""
+
+    def model(self, config: Any, data: Any) -> Any:
+        """The model with its first weights, drawn from torch's generator."""
+
+    def loss(self, model: Any, micro: Any) -> Any:
+        """The mean over the samples of a micro-batch, or a pair (sum, weight)."""
+
+    def evaluate(self, model: Any, micros: Any) -> dict[str, float]:
+        """Metrics over micro-batches of a split."""
+
+    def keep(self, config: Any, data: Any) -> dict[str, Any]:
+        """What using the model later needs besides its weights, as plain JSON; kept in the run folder."""
+
+
+PARTS = ("name", "Config", "goal", "describe", "data", "model", "loss", "evaluate", "keep")
 
 
 def load_recipe(word: str) -> Recipe:
@@ -51,18 +81,19 @@ def load_recipe(word: str) -> Recipe:
 
 def _made_by(factory: Callable[[], object], word: str) -> Recipe:
     made = factory()
-    if not isinstance(made, Recipe):
-        missing = [name for name in ("name", "Config", "describe") if not hasattr(made, name)]
+    missing = [name for name in PARTS if getattr(made, name, None) is None]
+    if missing:
         raise UsageError(
-            f"what {word} gives is not a recipe", got=f"no {', '.join(missing)}", try_="see whet.recipes.text"
+            f"what {word} gives is not a recipe", got=f"no {', '.join(missing)}", try_="whet init FILE writes one"
         )
-    if not (isinstance(made.Config, type) and issubclass(made.Config, CommonConfig)):
+    config = made.Config  # type: ignore[attr-defined]
+    if not (isinstance(config, type) and issubclass(config, CommonConfig)):
         raise UsageError(
             f"the Config of {word} lacks the common keys",
-            got=repr(made.Config),
+            got=repr(config),
             try_="class Config(whet.config.keys.CommonConfig)",
         )
-    return made
+    return cast(Recipe, made)
 
 
 def _import_file(path: Path) -> Any:

@@ -7,6 +7,7 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
     plan        changed: why the plan is another one
     step        loss; epoch, samples (so far), lr, seconds: {"data": ..., "forward": ...}
     eval        one field per metric
+    epoch       epoch (how many are done), epoch_seconds, memory: {"allocated": ..., "peak": ..., "limit": ...} in bytes
     checkpoint  name, bytes, seconds
     resume      the run went on from `step`: step and eval events of later steps before this line no longer count
     end         state ("done", "stopped" or "failed"), reason
@@ -24,11 +25,11 @@ from typing import Any
 from whet.run import strict_json
 
 KINDS = frozenset(
-    ("start", "plan", "step", "eval", "checkpoint", "resume", "oom", "throttle", "pressure", "skip", "end")
+    ("start", "plan", "step", "eval", "epoch", "checkpoint", "resume", "oom", "throttle", "pressure", "skip", "end")
 )
 """What may be written. Readers pass on kinds they do not know: a newer whet may have written them."""
 
-REPLACED = frozenset(("step", "eval"))
+REPLACED = frozenset(("step", "eval", "epoch"))
 """The kinds that a later `resume` from an earlier step makes void: they will happen again."""
 
 SITTINGS = frozenset(("start", "resume"))

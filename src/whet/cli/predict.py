@@ -1,0 +1,55 @@
+"""whet predict: what a trained model says."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    texts: Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts; standard input if none.")] = None,
+    checkpoint: Annotated[str, typer.Option(metavar="last|best|STEP", help="Which weights.")] = "last",
+    json: Annotated[bool, typer.Option("--json", help="All probabilities, as JSON.")] = False,
+) -> None:
+    """What a trained model says about texts.
+
+    \b
+    whet predict runs/text-001 "Return the sum of the elements."
+    whet predict runs/text-001 --json < texts.txt
+    """
+    from whet.base.errors import UsageError
+    from whet.cli import screen
+    from whet.recipes.recipe import load_recipe
+    from whet.run.folder import open_run
+
+    opened = open_run(run)
+    given = texts or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not given:
+        raise UsageError("there is nothing to predict", got="no text", try_=f'whet predict {run} "some text"')
+    recipe = load_recipe(opened.header.command[2] if len(opened.header.command) > 2 else opened.header.recipe)
+    predict_with = getattr(recipe, "predict", None)
+    if predict_with is None:
+        raise UsageError(f"the recipe {recipe.name} cannot predict", got=str(run), try_="a method predict()")
+
+    from whet.engine.reading import load_weights
+    from whet.recipes.train import read_kept
+
+    config = recipe.Config.model_validate(opened.config)
+    model, answers = predict_with(config, read_kept(opened.path))
+    load_weights(opened.path, model, checkpoint=checkpoint)
+    model.eval()
+    found = answers(given)
+    if json:
+        screen.result_json([{"text": text, **answer} for text, answer in zip(given, found, strict=True)])
+        return
+    rows = [
+        (answer["label"], f"{answer['probability']:.3f}", _short(text))
+        for text, answer in zip(given, found, strict=True)
+    ]
+    screen.result(screen.table(("label", "probability", "text"), rows))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,84 @@
+"""whet train: trains a recipe; the same command goes on where it stopped."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def train(
+    what: Annotated[str, typer.Argument(metavar="RECIPE|FILE", help="text, or a Python file with recipe().")],
+    words: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Such as epochs=3 lr=1e-4.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "--config-name", metavar="FILE", help="Settings from TOML or YAML.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The run folder; the next runs/RECIPE-NNN if not given.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, mps, cuda, cuda:1 or cpu.")] = "auto",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Remove what is in --run first, and start anew.")] = False,
+) -> None:
+    """Train a recipe; the same command resumes it.
+
+    \b
+    whet train text
+    whet train text data=reviews.jsonl epochs=3 --run runs/reviews
+    whet train my_recipe.py --device cpu
+
+    Ctrl-C finishes the step, saves and stops. Say the same command with the same --run, and it goes on.
+    """
+    from whet.base.errors import UsageError
+    from whet.cli import screen
+    from whet.cli.progress import Progress
+    from whet.config.resolve import resolve
+    from whet.recipes.recipe import load_recipe
+    from whet.report.summary import summarize
+    from whet.report.text import render
+    from whet.run.folder import next_run_path
+
+    recipe = load_recipe(what)
+    resolved = resolve(recipe.Config, words or (), file=config)
+    recipe.describe(resolved.config)
+    if fresh and run is None:
+        raise UsageError("--fresh needs a folder", got="no --run", try_="--run DIR")
+    path = run or next_run_path(Path("runs"), recipe=recipe.name)
+    if fresh:
+        _remove(path)
+    command = ["whet", "train", what, *(words or ()), *_options(config, device), "--run", str(path)]
+    if _is_done(path, resolved.config.model_dump(mode="json")):
+        screen.note(f"{path} is done; epochs or max_steps may grow, --fresh starts anew")
+    else:
+        # torch is loaded from here on.
+        from whet.recipes.train import train_recipe
+
+        screen.note(f"run       {path}")
+        show = Progress(recipe.name, epochs=resolved.config.epochs)
+        result = train_recipe(recipe, resolved, run=path, device=device, command=command, show=show)
+        if result.state == "stopped":
+            screen.note(f"saved at step {result.step:,}; to go on:\n  {shlex.join(command)}")
+            raise typer.Exit(result.exit_code)
+    screen.result(render(summarize(path), width=screen.width(), unicode=screen.speaks_unicode()))
+
+
+def _options(config: Path | None, device: str) -> list[str]:
+    options = ["--config", str(config)] if config else []
+    return [*options, "--device", device] if device != "auto" else options
+
+
+def _is_done(path: Path, config: dict[str, Any]) -> bool:
+    """Whether the run ended and is asked for nothing else."""
+    from whet.report.summary import summarize
+    from whet.run.folder import RUN_FILE, open_run
+
+    return (path / RUN_FILE).exists() and open_run(path).config == config and summarize(path).state == "done"
+
+
+def _remove(path: Path) -> None:
+    from whet.run import durable, lock
+    from whet.run.folder import open_run
+
+    if path.exists():
+        open_run(path)
+        with lock.acquire(path):
+            durable.remove(path)

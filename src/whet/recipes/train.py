@@ -1,0 +1,81 @@
+"""How a recipe is trained: with the public `train`, and nothing behind its back."""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from whet.base.errors import WhetError
+from whet.checkpoint.randomness import seed_randomness
+from whet.config.resolve import Resolved
+from whet.engine.loop import Result, train
+from whet.engine.recorder import Show
+from whet.recipes.recipe import Recipe
+from whet.step.optimizer import OptimizerChoice
+
+KEPT_FILE = "recipe.json"
+"""What using the model needs besides its weights."""
+
+WARMUP_SHARE = 0.06
+
+
+def train_recipe(
+    recipe: Recipe,
+    resolved: Resolved[Any],
+    *,
+    run: Path,
+    device: str = "auto",
+    command: Sequence[str] = (),
+    show: Show | None = None,
+) -> Result:
+    """Trains a recipe in a run folder, or goes on with it."""
+    config = resolved.config
+    data = recipe.data(config)
+    workload = recipe.describe(config, data)
+    seed_randomness(config.seed)
+    model = recipe.model(config, data)
+    warmup = int(WARMUP_SHARE * (workload.num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
+    return train(
+        model,
+        data.train,
+        loss=partial(recipe.loss, model),
+        optimizer=OptimizerChoice(name=config.optimizer, lr=config.lr, weight_decay=config.weight_decay),
+        evaluate=recipe.evaluate,
+        dev=data.dev,
+        test=data.test,
+        attach={} if (run / KEPT_FILE).exists() else {KEPT_FILE: json.dumps(recipe.keep(config, data)).encode()},
+        run=run,
+        device=device,
+        wishes=resolved.wishes,
+        workload=workload,
+        goal=recipe.goal,
+        recipe=recipe.name,
+        config=config.model_dump(mode="json"),
+        command=list(command),
+        init_from=config.init_from,
+        show=show,
+        global_batch_size=config.global_batch_size,
+        epochs=config.epochs,
+        max_steps=config.max_steps,
+        seed=config.seed,
+        schedule=config.schedule,
+        warmup_steps=warmup,
+        clip=config.clip,
+        ema=config.ema,
+        eval_every=None if config.eval_every == "auto" else config.eval_every,
+        patience=config.patience,
+        epochs_per_sitting=config.epochs_per_sitting,
+    )
+
+
+def read_kept(run: Path) -> dict[str, Any]:
+    """What `Recipe.keep` gave when the run was started."""
+    try:
+        kept = json.loads((run / KEPT_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        where = f"{run / KEPT_FILE}: {error}"
+        raise WhetError("the run lacks what its recipe kept", got=where, try_="a run of a recipe") from None
+    if not isinstance(kept, dict):
+        raise WhetError("what the run's recipe kept is damaged", got=str(run / KEPT_FILE), try_="another run")
+    return kept

@@ -1,0 +1,361 @@
+"""Session, schedules, evaluation, and what is refused before the first step."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import whet
+from small_models import convnet, images
+from whet.base.errors import WhetError
+from whet.data.stream import Stateful
+from whet.device.fake import Fake
+from whet.device.open import open_device
+from whet.engine.schedule import make_schedule
+from whet.run.events import read_events
+from whet.run.folder import open_run
+
+
+def cross_entropy(model: nn.Module):
+    return lambda micro: nn.functional.cross_entropy(model(micro.x), micro.y)
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def train(model: nn.Module, data, loss=None, **options):
+    """With one thread: two threads on a busy core wait for each other far longer than they compute."""
+    defaults = {"optimizer": sgd(model), "global_batch_size": 8, "epochs": 1}
+    options["wishes"] = {"threads": 1, **options.get("wishes", {})}
+    return whet.train(model, data, loss=loss or cross_entropy(model), **{**defaults, **options})
+
+
+# --- refused before the first step ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "what"),
+    [
+        ((torch.zeros(0, 1, 8, 8), torch.zeros(0, dtype=torch.long)), {}, "the data is empty"),
+        (images(5, seed=0), {}, "shorter than one global batch"),
+        ((torch.full((9, 1, 8, 8), math.nan), torch.zeros(9, dtype=torch.long)), {}, "NaN or Inf"),
+        ((torch.zeros(9, 1, 8, 8), torch.zeros(8, dtype=torch.long)), {}, "one length"),
+        (3, {}, "cannot be trained on"),
+        (images(9, seed=0), {"global_batch_size": 0}, "global_batch_size"),
+        (images(9, seed=0), {"epochs": -1}, "epochs"),
+        (images(9, seed=0), {"epohcs": 1}, "no such keyword"),
+        (images(9, seed=0), {"clip": 0}, "clip"),
+        (images(9, seed=0), {"schedule": "cosin"}, "no such schedule"),
+        (images(9, seed=0), {"device": "cuda"}, "cuda"),
+        (images(9, seed=0), {"device": "tpu"}, "tpu"),
+        (images(9, seed=0), {"loss": lambda m: torch.zeros(3, requires_grad=True)}, "one number"),
+        (images(9, seed=0), {"loss": lambda m: 0.5}, "a tensor"),
+        (images(9, seed=0), {"loss": lambda m: torch.zeros(())}, "depend on any parameter"),
+        (images(9, seed=0), {"wishes": {"micro_bach": 3}}, "no such setting"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_trained(data, options, what: str, tmp_path: Path) -> None:
+    model = convnet()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(WhetError) as caught:
+        train(model, data, run=tmp_path / "run", **options)
+    assert what in str(caught.value)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_batch_that_is_not_stepped_is_an_error() -> None:
+    model = convnet()
+    with (
+        pytest.raises(WhetError, match="every batch is one step"),
+        whet.Session(model, sgd(model), images(16, seed=0), global_batch_size=8) as session,
+    ):
+        for _ in session:
+            pass
+
+
+def test_a_failure_in_your_code_passes_through_and_is_written_down(tmp_path: Path) -> None:
+    def broken(micro):
+        raise ZeroDivisionError("yours")
+
+    with pytest.raises(ZeroDivisionError, match="yours"):
+        train(convnet(), images(16, seed=0), loss=broken, run=tmp_path / "run")
+    assert whet.summarize(tmp_path / "run").state == "failed"
+
+
+# --- what a run does ------------------------------------------------------------------------------------------------
+
+
+def test_events_hold_every_step_unrounded(tmp_path: Path) -> None:
+    model = convnet()
+    train(model, images(30, seed=0), run=tmp_path / "run", epochs=2, clip=1.0)
+    steps = list(read_events(open_run(tmp_path / "run"), kinds=("step",)))
+    assert [event.step for event in steps] == list(range(1, 9))
+    assert [event.get("samples") for event in steps] == [8, 16, 24, 30, 38, 46, 54, 60], "the tail is not dropped"
+    assert [event.get("epoch") for event in steps] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert all(isinstance(event.get("loss"), float) and event.get("grad_norm") for event in steps)
+    assert {"data", "forward", "backward", "optimizer"} <= set(steps[0].get("seconds"))
+    (first, second) = read_events(open_run(tmp_path / "run"), kinds=("epoch",))
+    assert (first.get("epoch"), second.get("epoch")) == (1, 2)
+    assert first.get("memory")["allocated"] > 0
+
+
+def test_evaluation_disturbs_nothing() -> None:
+    """The same training, evaluated at every step or never, ends with the same weights."""
+
+    def evaluate(model, micros):
+        assert not model.training
+        torch.rand(3)
+        return {"loss": float(sum(model(micro.x).sum() for micro in micros))}
+
+    finals = []
+    for every in (None, 1):
+        torch.manual_seed(0)
+        model = convnet(dropout=0.5)
+        extra = {"evaluate": evaluate, "dev": images(10, seed=1), "eval_every": every} if every else {}
+        train(model, images(40, seed=0), ema=True, seed=4, **extra)
+        finals.append(model.state_dict())
+    for name in finals[0]:
+        assert torch.equal(finals[0][name], finals[1][name]), name
+
+
+def test_evaluation_uses_the_average_and_covers_every_sample() -> None:
+    model = nn.Linear(1, 1)
+    seen: list[float] = []
+
+    def evaluate(model, micros):
+        seen.extend(value for micro in micros for value in micro.x.flatten().tolist())
+        return {"weight": model.weight.item()}
+
+    x = torch.arange(13.0)[:, None]
+    result = whet.train(
+        model,
+        {"x": x / 10},
+        loss=lambda micro: (model(micro.x) - 1).square().mean(),
+        optimizer=sgd(model),
+        evaluate=evaluate,
+        dev={"x": x},
+        global_batch_size=4,
+        epochs=1,
+        ema=True,
+    )
+    assert seen == x.flatten().tolist()
+    assert result.metrics["weight"] != model.weight.item()
+
+
+def test_early_stop_and_best(tmp_path: Path) -> None:
+    model = convnet()
+    scores = iter([0.1, 0.5, 0.4, 0.3, 0.9])
+    result = train(
+        model,
+        images(16, seed=0),
+        evaluate=lambda model, micros: {"accuracy": next(scores)},
+        dev=images(4, seed=1),
+        epochs=9,
+        goal="accuracy",
+        patience=2,
+        run=tmp_path / "run",
+    )
+    assert result.step == 8, "two worse evaluations after the best one"
+    assert result.state == "done"
+    report = whet.summarize(tmp_path / "run")
+    assert report.goal is not None
+    assert (report.goal.best, report.goal.best_step) == (0.5, 4)
+    assert {checkpoint.step for checkpoint in report.checkpoints} >= {4, 8}, "the best one is kept"
+
+
+def test_init_from_starts_with_another_runs_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    first = convnet()
+    train(first, images(16, seed=0), run=tmp_path / "first")
+    second = convnet()
+    with whet.Session(second, sgd(second), images(16, seed=0), global_batch_size=8, init_from=tmp_path / "first"):
+        for mine, other in zip(second.parameters(), first.parameters(), strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_the_micro_batch_is_planned_from_a_measured_step(tmp_path: Path) -> None:
+    model = convnet(dropout=0.2)
+    torch.manual_seed(1)
+    train(model, images(64, seed=0), global_batch_size=32, wishes={"memory_gb": 1e-4}, run=tmp_path / "run")
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["workload"]["activation_bytes"] > 1_000
+    assert 1 <= plan["settings"]["micro_batch"]["value"] < 32
+    assert plan["settings"]["micro_batch"]["source"] == "rule"
+
+
+def test_measuring_leaves_no_trace() -> None:
+    """Batch statistics and draws are as if nothing had been measured."""
+    finals = []
+    for activation_bytes in (None, 1_000):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+        data = (torch.randn(24, 3), torch.randint(0, 2, (24,)))
+        from whet.engine.training import Training
+        from whet.engine.workload import describe
+
+        workload = describe(model, data, Training(global_batch_size=8), recipe="test")
+        workload = workload.model_copy(update={"activation_bytes": activation_bytes})
+        train(model, data, workload=workload, seed=2)
+        finals.append(model.state_dict())
+    for name in finals[0]:
+        assert torch.equal(finals[0][name], finals[1][name]), name
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
+def test_optimizers_by_name_learn(name: str) -> None:
+    torch.manual_seed(0)
+    model = convnet()
+    x, _ = images(64, seed=0)
+    y = (x.mean((1, 2, 3)) > 0).long()
+    losses: list[float] = []
+    train(
+        model,
+        (x, y),
+        optimizer=whet.OptimizerChoice(name=name, lr={"adafactor": 0.1}.get(name, 1e-2)),
+        epochs=6,
+        show=lambda kind, fields: losses.append(fields["loss"]) if kind == "step" else None,
+    )
+    with torch.no_grad():
+        assert nn.functional.cross_entropy(model(x), y) < 0.65
+    assert losses
+
+
+def test_the_device_fall_back_is_said(tmp_path: Path) -> None:
+    events: list[tuple[str, dict]] = []
+    from whet.machine.known import load_machine
+    from whet.plan.plan import make_plan
+
+    plan = make_plan(load_machine("m2-air-8gb"), _workload(), wishes={"on_device_failure": "cpu"})
+    from whet.engine.setting_up import use_device
+
+    device, fell_back = use_device(plan)
+    assert device.kind == "cpu"
+    assert "mps" in (fell_back or "")
+    with pytest.raises(WhetError, match="mps"):
+        use_device(make_plan(load_machine("m2-air-8gb"), _workload()))
+    assert not events
+
+
+def _workload():
+    from whet.plan.workload import Workload
+
+    return Workload(recipe="test", num_parameters=1, global_batch_size=1)
+
+
+# --- schedules ------------------------------------------------------------------------------------------------------
+
+
+def test_schedules() -> None:
+    linear = make_schedule("linear", total_steps=10, warmup_steps=2)
+    assert [round(linear.factor(step), 3) for step in (1, 2, 3, 10)] == [0.333, 0.667, 1.0, 0.125]
+    cosine = make_schedule("cosine", total_steps=10)
+    assert cosine.factor(1) == 1.0
+    assert 0 < cosine.factor(10) < 0.03
+    assert all(make_schedule("constant", total_steps=None).factor(step) == 1.0 for step in range(1, 9))
+    assert make_schedule(lambda step: 1 / step, total_steps=None).factor(4) == 0.25
+    with pytest.raises(WhetError, match="max_steps"):
+        make_schedule("cosine", total_steps=None)
+
+
+def test_plateau_halves_and_remembers() -> None:
+    schedule = make_schedule("plateau", total_steps=None)
+    for score in (0.5, 0.4, 0.4, 0.4):
+        schedule.observe(score)
+    assert schedule.factor(5) == 0.5
+    again = make_schedule("plateau", total_steps=None)
+    again.load_state(json.loads(json.dumps(schedule.state())))
+    assert again.factor(5) == 0.5
+
+
+# --- streams --------------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A stream that can say where it stands."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < self.count:
+            self.at += 1
+            yield {"x": torch.tensor([float(self.at)]), "y": torch.tensor(0)}
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_a_stream_goes_on_where_it_was(tmp_path: Path, has_state: bool) -> None:
+    seen: list[list[float]] = []
+    model = nn.Linear(1, 2)
+
+    def loss(micro):
+        seen.append(micro.x.flatten().tolist())
+        return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+    def data():
+        return Counting(10) if has_state else list_stream(10)
+
+    options = {"epochs": 2, "global_batch_size": 4, "run": tmp_path / "run", "wishes": {"micro_batch": 4}}
+    options["workload"] = _workload().model_copy(update={"activation_bytes": 1, "global_batch_size": 4})
+    train(model, data(), loss=loss, max_steps=2, **options)
+    train(model, data(), loss=loss, max_steps=6, **options)
+    expected = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10], [1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
+    assert seen == expected
+    resumed = next(iter(read_events(open_run(tmp_path / "run"), kinds=("resume",))))
+    assert (resumed.get("exact") is False) is not has_state
+    assert isinstance(data(), Stateful) is has_state
+
+
+class list_stream:  # noqa: N801
+    """An iterable that starts anew each time and cannot say where it stands."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self):
+        return ({"x": torch.tensor([float(n + 1)]), "y": torch.tensor(0)} for n in range(self.count))
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_is_recognised_and_look_alikes_are_not() -> None:
+    device = open_device("fake").device
+    assert isinstance(device, Fake)
+    with pytest.raises(RuntimeError) as caught:
+        device.hold(10**12)
+    assert device.is_oom(caught.value)
+    with pytest.raises(RuntimeError) as on_cpu:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert device.is_oom(on_cpu.value)
+    for text, is_oom in {
+        "CUDA out of memory. Tried to allocate 2.00 GiB": True,
+        "Invalid buffer size: 16.00 GiB": True,
+        "CUDA error: an illegal memory access was encountered": False,
+        "the log says MPS backend out of memory": False,
+        "not enough memory for a good joke": False,
+    }.items():
+        assert device.is_oom(RuntimeError(text)) is is_oom, text
+    assert not device.is_oom(ValueError("CUDA out of memory"))
+
+
+def test_the_fake_device_has_its_own_clock_and_memory() -> None:
+    device = Fake(limit_bytes=100)
+    start = device.mark()
+    device.pass_time(2.5)
+    assert device.mark()() - start() == 2.5
+    device.hold(60)
+    device.release(60)
+    device.hold(30)
+    assert (device.memory().allocated, device.memory().peak) == (30, 60)
