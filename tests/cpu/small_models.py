@@ -26,7 +26,7 @@ class TokenModel(nn.Module):
         values, starts = _as_packed(tokens)
         hidden = self.norm(torch.tanh(self.embed(values)))
         sums = functional.pad(hidden.cumsum(0), (0, 0, 1, 0))
-        place = torch.arange(len(values))
+        place = torch.arange(len(values), device=values.device)
         owner = torch.bucketize(place, starts[1:], right=True)
         begin = starts[owner]
         mean = (sums[place] - sums[begin]) / (place - begin).clamp(min=1)[:, None].to(hidden.dtype)
@@ -38,7 +38,7 @@ class TokenModel(nn.Module):
 def _as_packed(tokens: Padded | Packed) -> tuple[Tensor, Tensor]:
     if isinstance(tokens, Packed):
         return tokens.values, tokens.starts.long()
-    is_real = torch.arange(tokens.values.shape[1]) < tokens.lengths[:, None]
+    is_real = torch.arange(tokens.values.shape[1], device=tokens.values.device) < tokens.lengths[:, None]
     return tokens.values[is_real], functional.pad(tokens.lengths.cumsum(0), (1, 0))
 
 

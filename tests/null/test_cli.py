@@ -63,6 +63,13 @@ def run_from_the_future(folder: Path) -> Path:
         (("report", "absent"), 2),
         (("report", "broken.toml"), 2),
         (("runs", "broken.toml"), 2),
+        (("init", "broken.toml"), 2),
+        (("init", "broken.py"), 2),
+        (("train", "text", "epohcs=3"), 2),
+        (("train", "text", "data=absent.csv"), 2),
+        (("train", "text", "--fresh"), 2),
+        (("predict", "absent", "a text"), 2),
+        (("predict", "empty", "a text"), 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -155,17 +162,9 @@ def test_a_probe_can_be_planned_for(whet: Run, tmp_path: Path) -> None:
 
 
 def test_a_recipe_of_yours_is_planned_for(whet: Run, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from whet.config.keys import CommonConfig\n"
-        "from whet.plan.workload import Workload\n"
-        "class Mine:\n"
-        "    name = 'mine'\n"
-        "    Config = CommonConfig\n"
-        "    def describe(self, config):\n"
-        "        return Workload(recipe='mine', num_parameters=10, global_batch_size=config.global_batch_size)\n"
-        "recipe = Mine\n"
-        "other = Mine\n"
-    )
+    assert whet("init", "mine.py").returncode == 0
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("\n\nother = recipe\n")
     for what in ("mine.py", "mine.py:other", "mine:other"):
         done = whet("plan", what, "global_batch_size=6", "--machine", "h200", "--json")
         assert done.returncode == 0, done.stderr

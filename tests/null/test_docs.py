@@ -19,7 +19,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_the_maps_show_every_room_in_the_order_of_the_layers() -> None:
-    on_the_map = re.findall(r"^\| `(\w+)/` \|", (ROOT / "docs" / "map.md").read_text(), re.MULTILINE)
+    house, _, _ = (ROOT / "docs" / "map.md").read_text().partition("Around the house")
+    on_the_map = re.findall(r"^\| `(\w+)/` \|", house, re.MULTILINE)
     in_the_docstring = re.findall(r"^    (\w+)  +\w", package.__doc__ or "", re.MULTILINE)
     layers = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     assert layers is not None

@@ -1,17 +1,23 @@
 """What does the trainer get to see? A corpus as columns of token ids and class numbers, one set per split."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from whet.data.ragged import Ragged
 from whet.recipes.text.config import Arch
-from whet.recipes.text.corpus import Corpus, Examples
+from whet.recipes.text.corpus import Corpus
 from whet.recipes.text.tokenizer import PAD_ID, Tokenizer
 
-Columns = dict[str, Ragged | Tensor]
-"""`tokens` (Ragged, int64) and `label` (int64), row by row."""
+
+class Columns(TypedDict):
+    """A split: int64 token ids and the number of each text's class."""
+
+    tokens: Ragged
+    label: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +41,10 @@ def learn_tokenizer(corpus: Corpus, *, arch: Arch) -> Tokenizer:
 
 def tokenize(corpus: Corpus, *, tokenizer: Tokenizer, max_length: int) -> TextData:
     """The corpus as columns."""
+    splits = (corpus.train, corpus.dev, corpus.test)
+    tokens = [token_column(part.texts, tokenizer=tokenizer, max_length=max_length) for part in splits]
     train, dev, test = (
-        _columns(part, tokenizer=tokenizer, max_length=max_length) for part in (corpus.train, corpus.dev, corpus.test)
+        Columns(tokens=column, label=torch.tensor(part.labels)) for column, part in zip(tokens, splits, strict=True)
     )
     return TextData(
         train=train,
@@ -44,16 +52,11 @@ def tokenize(corpus: Corpus, *, tokenizer: Tokenizer, max_length: int) -> TextDa
         test=test,
         classes=corpus.classes,
         fingerprint=corpus.fingerprint,
-        mean_length=len(train["tokens"].values) / len(corpus.train),
+        mean_length=float(tokens[0].lengths.double().mean()),
     )
 
 
-def token_column(texts: tuple[str, ...], *, tokenizer: Tokenizer, max_length: int) -> Ragged:
+def token_column(texts: Sequence[str], *, tokenizer: Tokenizer, max_length: int) -> Ragged:
     """Texts alone, for a prediction."""
     ids = tokenizer.encode(texts, max_length=max_length)
     return Ragged.of([torch.tensor(row) for row in ids], pad_value=PAD_ID)
-
-
-def _columns(examples: Examples, *, tokenizer: Tokenizer, max_length: int) -> Columns:
-    tokens = token_column(examples.texts, tokenizer=tokenizer, max_length=max_length)
-    return {"tokens": tokens, "label": torch.tensor(examples.labels)}

@@ -16,6 +16,7 @@ class Tokenizer:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        engine.encode_special_tokens = True  # "<pad>" in a text is text, not padding.
 
     @classmethod
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> "Tokenizer":

@@ -1,0 +1,27 @@
+"""Your own loop: the model and the optimizer stay yours, unwrapped. Ctrl-C saves; the same command goes on.
+
+python examples/own_loop.py runs/own-loop
+"""
+
+import sys
+
+import torch
+from torch import nn
+
+import whet
+
+x = torch.randn(2_000, 10, generator=torch.Generator().manual_seed(0))
+y = x[:, :3].sum(1, keepdim=True)
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+with whet.Session(model, optimizer, (x, y), global_batch_size=50, epochs=3, run=sys.argv[1]) as session:
+    for batch in session:
+        session.step(lambda micro: nn.functional.mse_loss(model(micro.x), micro.y), batch)
+        if session.due("evaluate"):
+            with torch.no_grad():
+                error = nn.functional.mse_loss(model(x[:200]), y[:200]).item()
+            session.log(error=error)
+            print(f"step {session.progress.step}: error {error:.4f}")
