@@ -37,6 +37,11 @@ def all_texts(corpus: Corpus) -> list[str]:
     return [*corpus.train.texts, *corpus.dev.texts, *corpus.test.texts]
 
 
+def names_a_library(text: str) -> bool:
+    names = ("torch", "transformers", "numpy", "sympy", "networkx", "huggingface", "hugging face")
+    return any(name in text.lower() for name in names) or bool({"np", "nx"} & set(re.findall(r"\w+", text.lower())))
+
+
 def small_library(root: Path, *, docstrings: list[str]) -> Path:
     root.mkdir()
     functions = "\n".join(f"def f{n}():\n    {text!r}" for n, text in enumerate(docstrings))
@@ -59,12 +64,8 @@ def test_no_text_is_in_two_splits_or_twice_in_one(corpus: Corpus) -> None:
 
 
 def test_no_text_names_its_library(corpus: Corpus) -> None:
-    for text in all_texts(corpus):
-        assert 30 <= len(text) <= 400
-        lowered = text.lower()
-        for name in ("torch", "transformers", "numpy", "sympy", "networkx", "huggingface", "hugging face"):
-            assert name not in lowered, text
-        assert not {"np", "nx", "hf"} & set(re.findall(r"\w+", lowered)), text
+    assert [text for text in all_texts(corpus) if names_a_library(text)] == []
+    assert {30 <= len(text) <= 400 for text in all_texts(corpus)} == {True}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,7 @@ def test_no_text_names_its_library(corpus: Corpus) -> None:
         ("PyTorch's `torch.nn.Module` and TorchScript", "'s `.nn.Module` and Script"),
         ("call np.dot, then nx.Graph()", "call .dot, then .Graph()"),
         ("the npz format, six functions, an index", "the npz format, six functions, an index"),
+        ("NetworkX, SymPy's NumPyPrinter, from_numpy", ", 's Printer, from_"),
         ("a Hugging Face Transformer, Transformers,\n  HuggingFace", "a , ,"),
     ],
 )
@@ -84,20 +86,22 @@ def test_texts_can_be_told_apart_but_not_trivially(corpus: Corpus) -> None:
     assert 0.5 < baseline_accuracy(corpus) < 0.95
 
 
-def test_the_full_corpus_is_read_in_seconds_and_imports_nothing(tmp_path: Path) -> None:
+def test_the_full_corpus_is_read_in_seconds_and_imports_nothing(home: Path) -> None:
     script = (
         "import sys, time\n"
         "from whet.recipes.text.docstrings import LIBRARIES, read_docstrings\n"
         "corpus = read_docstrings()\n"
         "print(len(corpus.train), time.process_time(), [name for name in LIBRARIES if name in sys.modules])\n"
     )
-    env = {**os.environ, "WHET_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.stderr == ""
     rows, seconds, imported = done.stdout.split(maxsplit=2)
     assert int(rows) == describe(TextConfig()).num_samples
     assert float(seconds) < 10
     assert imported.strip() == "[]"
+    full = read_docstrings()  # The child has filled the cache.
+    assert [text for text in all_texts(full) if names_a_library(text)] == []
+    assert 0.7 < baseline_accuracy(full) < 0.9
 
 
 # --- the same every time ---------------------------------------------------------------------------------------------

@@ -34,10 +34,9 @@ def predict(
         raise UsageError(f"the recipe {recipe.name} cannot predict", got=str(run), try_="a method predict()")
 
     from whet.engine.reading import load_weights
-    from whet.recipes.train import read_kept
 
     config = recipe.Config.model_validate(opened.config)
-    model, answers = predict_with(config, read_kept(opened.path))
+    model, answers = predict_with(config, opened.kept)
     load_weights(opened.path, model, checkpoint=checkpoint)
     model.eval()
     found = answers(given)

@@ -6,16 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from whet.base.errors import WhetError
 from whet.checkpoint.randomness import seed_randomness
 from whet.config.resolve import Resolved
 from whet.engine.loop import Result, train
 from whet.engine.recorder import Show
 from whet.recipes.recipe import Recipe
+from whet.run.folder import KEPT_FILE
 from whet.step.optimizer import OptimizerChoice
-
-KEPT_FILE = "recipe.json"
-"""What using the model needs besides its weights."""
 
 WARMUP_SHARE = 0.06
 
@@ -67,15 +64,3 @@ def train_recipe(
         patience=config.patience,
         epochs_per_sitting=config.epochs_per_sitting,
     )
-
-
-def read_kept(run: Path) -> dict[str, Any]:
-    """What `Recipe.keep` gave when the run was started."""
-    try:
-        kept = json.loads((run / KEPT_FILE).read_bytes())
-    except (OSError, ValueError) as error:
-        where = f"{run / KEPT_FILE}: {error}"
-        raise WhetError("the run lacks what its recipe kept", got=where, try_="a run of a recipe") from None
-    if not isinstance(kept, dict):
-        raise WhetError("what the run's recipe kept is damaged", got=str(run / KEPT_FILE), try_="another run")
-    return kept

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from whet.base.errors import UsageError
 from whet.base.record import Record
 from whet.machine.facts import Machine
@@ -49,6 +51,15 @@ class Goal(Record):
     last: float | None
     best: float | None
     best_step: int | None
+
+
+class Epoch(Record):
+    """One pass over the data."""
+
+    epoch: int
+    seconds: float
+    memory_bytes: int | None
+    """The most that tensors took so far, or what the process holds where there is no such counter."""
 
 
 class SettingLine(Record):
@@ -99,6 +110,11 @@ class Report(StrictRecord):
     loss: Loss
     evaluations: tuple[Evaluation, ...]
     goal: Goal | None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """The newest value of every metric."""
+    baseline: dict[str, float] = Field(default_factory=dict)
+    """What the recipe compares the goal on the test part with, by name."""
+    epochs: tuple[Epoch, ...] = ()
     settings: tuple[SettingLine, ...]
     machine: str
     checkpoints: tuple[SavedCheckpoint, ...]
@@ -139,6 +155,9 @@ def summarize(run: Run | Path | str) -> Report:
         loss=_loss(history, last_step=last_step),
         evaluations=evaluations,
         goal=_goal(history, evaluations=evaluations),
+        metrics={name: value for evaluation in evaluations for name, value in evaluation.metrics.items()},
+        baseline=_baseline(run),
+        epochs=tuple(_epoch(event) for event in history.events(kinds=("epoch",))),
         settings=_settings(run.plan),
         machine=_machine_line(run.machine),
         checkpoints=_checkpoints(run.checkpoints),
@@ -206,6 +225,22 @@ def _goal(history: History, *, evaluations: tuple[Evaluation, ...]) -> Goal | No
         last=seen[-1].metrics[name] if seen else None,
         best=best.metrics[name] if best else None,
         best_step=best.step if best else None,
+    )
+
+
+def _baseline(run: Run) -> dict[str, float]:
+    said = run.kept.get("baseline")
+    numbers = {name: as_number(value) for name, value in said.items()} if isinstance(said, dict) else {}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _epoch(event: Event) -> Epoch:
+    memory = event.get("memory")
+    taken = [as_number(memory.get(name)) for name in ("peak", "allocated")] if isinstance(memory, Mapping) else []
+    return Epoch(
+        epoch=_whole(event.get("epoch")) or 0,
+        seconds=event.number("epoch_seconds") or 0.0,
+        memory_bytes=next((int(number) for number in taken if number), None),
     )
 
 

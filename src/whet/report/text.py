@@ -1,12 +1,13 @@
 """How does a report read as plain text? No colours, no control characters, every line within the width."""
 
+import statistics
 import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from whet.base.units import show_bytes, show_count, show_seconds
 from whet.report.curve import draw, points_of
-from whet.report.summary import Goal, Happening, Loss, Report, SettingLine
+from whet.report.summary import Epoch, Goal, Happening, Loss, Report, SettingLine
 
 LEAST_WIDTH = 20
 _LABEL = 10
@@ -42,12 +43,25 @@ def _facts(report: Report, *, width: int) -> list[str]:
     ]
     if report.goal:
         facts.append(("goal", _goal(report.goal)))
+    tested = {name: value for name, value in report.metrics.items() if name.startswith("test_")}
+    if tested:
+        shown = ", ".join(f"{name.removeprefix('test_')} {value:.4g}" for name, value in tested.items())
+        beside = "".join(f"; {name} {value:.4g} on the same data" for name, value in report.baseline.items())
+        facts.append(("test", shown + beside))
+    if report.epochs:
+        facts.append(("epochs", _epochs(report.epochs)))
     facts.append(("saved", _saved(report)))
     if report.inexact_since is not None:
         facts.append(("exact", f"not bit-exact since step {report.inexact_since:,}: {report.inexact_reason}"))
     if report.damaged_lines:
         facts.append(("damage", f"{report.damaged_lines:,} lines of events.jsonl could not be read and are left out"))
     return [line for label, fact in facts for line in _labelled(label, fact, width=width)]
+
+
+def _epochs(epochs: tuple[Epoch, ...]) -> str:
+    middle = statistics.median(epoch.seconds for epoch in epochs)
+    memory = epochs[-1].memory_bytes
+    return f"{show_seconds(middle)} each" + (f", {show_bytes(memory)} of memory at the end" if memory else "")
 
 
 def _progress(report: Report) -> str:

@@ -32,6 +32,8 @@ RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
 INDEX_FILE = "events.index"
 CHECKPOINTS = "checkpoints"
+KEPT_FILE = "recipe.json"
+"""What the recipe kept for using the model later; a run of your own loop has none."""
 PARTS = ("config", "plan", "machine", "versions")
 """What is kept in a JSON file each, beside run.json."""
 
@@ -61,6 +63,12 @@ class Run(Record):
     plan: dict[str, Any]
     machine: dict[str, Any]
     versions: dict[str, str | None]
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What the recipe kept for using the model later; empty where there is none."""
+        path = self.path / KEPT_FILE
+        return _read_object(path) if path.exists() else {}
 
     @property
     def checkpoints(self) -> Path:

@@ -17,6 +17,7 @@ from whet.run.folder import (
     CHECKPOINTS,
     EVENTS_FILE,
     INDEX_FILE,
+    KEPT_FILE,
     PARTS,
     RUN_FILE,
     Run,
@@ -33,7 +34,9 @@ _INTERRUPTED = "left by an interrupted write"
 PRUNE_AGE_SECONDS = 60.0
 """Younger ones are left alone: a process may be about to use them."""
 
-_OWN_FILES = frozenset((RUN_FILE, EVENTS_FILE, INDEX_FILE, CHECKPOINTS, lock.LOCK_FILE, *(f"{p}.json" for p in PARTS)))
+_OWN_FILES = frozenset(
+    (RUN_FILE, EVENTS_FILE, INDEX_FILE, KEPT_FILE, CHECKPOINTS, lock.LOCK_FILE, *(f"{p}.json" for p in PARTS))
+)
 
 
 class RunSummary(StrictRecord):

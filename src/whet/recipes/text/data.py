@@ -10,6 +10,7 @@ from torch import Tensor
 from whet.data.ragged import Ragged
 from whet.recipes.text.config import Arch
 from whet.recipes.text.corpus import Corpus
+from whet.recipes.text.naive_bayes import baseline_accuracy
 from whet.recipes.text.tokenizer import PAD_ID, Tokenizer
 
 
@@ -28,10 +29,13 @@ class TextData:
     dev: Columns
     test: Columns
     classes: tuple[str, ...]
+    tokenizer: Tokenizer
     fingerprint: str
     """Of the corpus: the same texts, labels and split have the same one."""
     mean_length: float
     """Tokens of a training text, on average."""
+    baseline: float
+    """The share of the test texts that word counts alone get right."""
 
 
 def learn_tokenizer(corpus: Corpus, *, arch: Arch) -> Tokenizer:
@@ -51,7 +55,9 @@ def tokenize(corpus: Corpus, *, tokenizer: Tokenizer, max_length: int) -> TextDa
         dev=dev,
         test=test,
         classes=corpus.classes,
+        tokenizer=tokenizer,
         fingerprint=corpus.fingerprint,
+        baseline=baseline_accuracy(corpus),
         mean_length=float(tokens[0].lengths.double().mean()),
     )
 

@@ -1,6 +1,6 @@
 """The text recipe: which class a text belongs to. torch is imported when it is needed, so that a plan needs none."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whet.plan.workload import Workload
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from whet.data.batch import Micro
     from whet.recipes.text.data import TextData
     from whet.recipes.text.model import Encoder
+
+Answer = Callable[[Sequence[str]], list[dict[str, Any]]]
+"""Texts to verdicts: label, probability, and the probability of every class."""
 
 
 class TextRecipe:
@@ -58,10 +61,42 @@ class TextRecipe:
             loss += float(functional.cross_entropy(logits, micro.label, reduction="sum"))
             right += int((logits.argmax(1) == micro.label).sum())
             total += len(micro)
-        return {"accuracy": right / total, "dev_loss": loss / total}
+        return {"accuracy": right / total, "cross_entropy": loss / total}
 
     def keep(self, config: TextConfig, data: "TextData") -> dict[str, Any]:
-        return {"classes": list(data.classes)}
+        return {
+            "max_length": config.arch.max_length,
+            "classes": list(data.classes),
+            "tokenizer": data.tokenizer.to_json(),
+            "data": data.fingerprint,
+            "baseline": {"naive Bayes": data.baseline},
+        }
+
+    def predict(self, config: TextConfig, kept: dict[str, Any]) -> "tuple[Encoder, Answer]":
+        """A model without its weights, and what to call with texts once it has them."""
+        from whet.data.ragged import Ragged
+        from whet.recipes.text.data import token_column
+        from whet.recipes.text.model import Encoder
+        from whet.recipes.text.tokenizer import Tokenizer
+
+        classes, tokenizer = kept["classes"], Tokenizer.from_json(kept["tokenizer"])
+        model = Encoder(config.arch, num_classes=len(classes), dropout=config.dropout)
+
+        def answer(texts: Sequence[str]) -> list[dict[str, Any]]:
+            import torch
+
+            column: Ragged = token_column(tuple(texts), tokenizer=tokenizer, max_length=kept["max_length"])
+            longest = int(column.lengths.max())
+            with torch.no_grad():
+                shares = model(column.padded(torch.arange(len(texts)), length=longest)).softmax(1).tolist()
+            return [_verdict(dict(zip(classes, row, strict=True))) for row in shares]
+
+        return model, answer
+
+
+def _verdict(probabilities: dict[str, float]) -> dict[str, Any]:
+    label = max(probabilities, key=lambda name: probabilities[name])
+    return {"label": label, "probability": probabilities[label], "probabilities": probabilities}
 
 
 def recipe() -> TextRecipe:
