@@ -15,7 +15,9 @@ import platform
 import re
 import sysconfig
 import warnings
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from whet.base import env
@@ -26,7 +28,7 @@ from whet.run import durable
 
 LIBRARIES = ("stdlib", "torch", "transformers", "numpy", "sympy", "networkx")
 SHORTEST, LONGEST = 30, 400
-_ALGORITHM = 1
+_ALGORITHM = 2
 """Raise it whenever the same installed files would give other rows."""
 _FIRST_PER_FILE = 25
 """A few long files would otherwise fill a class."""
@@ -39,6 +41,7 @@ _GIVE_AWAYS = re.compile(
     r"(?:py)?torch|transformers?|numpy|sympy|networkx|hugging ?face|\b(?:np|nx|hf|cpython)\b",
     re.IGNORECASE,
 )
+_FILES_AHEAD = 16
 _NO_PROSE = re.compile(r"^\s*[-=]{3,}|>>>|\.\. ", re.MULTILINE)
 """An underlined heading, an example or a directive."""
 
@@ -98,8 +101,8 @@ def _candidates(files: list[Path]) -> Iterator[str]:
     """First paragraphs, a few of every file; then, where a library is small, the others and the second ones."""
     others: list[str] = []
     second: list[str] = []
-    for path in files:
-        paragraphs = [re.split(r"\n\s*\n", text, maxsplit=2) for text in _docstrings(path)]
+    for source in _read_ahead(files):
+        paragraphs = [re.split(r"\n\s*\n", text, maxsplit=2) for text in _docstrings(source)]
         yield from (parts[0] for parts in paragraphs[:_FIRST_PER_FILE])
         others += [parts[0] for parts in paragraphs[_FIRST_PER_FILE:]]
         second += [parts[1] for parts in paragraphs if len(parts) > 1 and not _NO_PROSE.search(parts[1])]
@@ -131,18 +134,39 @@ def _files(root: Path) -> list[Path]:
     return [root / name for name in sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())]
 
 
-def _docstrings(path: Path) -> Iterator[str]:
+def _read_ahead(files: list[Path]) -> Iterator[bytes]:
+    """The contents of the files in order; the next ones are fetched meanwhile, since a cold disk takes its time."""
+    with ThreadPoolExecutor(_FILES_AHEAD) as pool:
+        waiting = deque(pool.submit(_content, path) for path in files[:_FILES_AHEAD])
+        for following in (*files[_FILES_AHEAD:], *[None] * len(waiting)):
+            yield waiting.popleft().result()
+            if following is not None:
+                waiting.append(pool.submit(_content, following))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""  # One unreadable file of thousands: the next one serves as well.
+
+
+def _docstrings(source: bytes) -> Iterator[str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The libraries' own: invalid escapes in old files.
-            tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return  # One unreadable file of thousands: the next one serves as well.
-    for node in ast.walk(tree):
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return  # As with one that cannot be read.
+    nodes: deque[ast.AST] = deque([tree])
+    while nodes:
+        node = nodes.popleft()
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
                 yield text
+            # Only what is defined directly inside: expressions hold no docstrings and are most of a tree.
+            nodes.extend(node.body)
 
 
 # --- keeping ---------------------------------------------------------------------------------------------------------

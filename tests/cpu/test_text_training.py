@@ -1,0 +1,214 @@
+"""The text recipe from the command line and in the loop: learns, equals a hand-written loop, resumes, predicts."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+import whet
+from whet.checkpoint import store
+from whet.config.resolve import resolve
+from whet.data.order import epoch_order
+from whet.data.ragged import Padded
+from whet.recipes.text.config import count_parameters
+from whet.recipes.text.recipe import recipe as text_recipe
+from whet.run.events import read_events
+from whet.run.folder import open_run
+
+SMALL = ("arch.hidden_size=32", "arch.layers=1", "arch.max_length=24", "arch.vocab_size=600", "threads=1")
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts whose class shows in one word, among words that say nothing."""
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    filler = ["the", "a", "some", "of", "in", "for", "with", "and", "or", "but", "to", "from", "by", "on"]
+    rows = []
+    for number in range(600):
+        words = [filler[(number * 7 + place * place) % len(filler)] for place in range(3 + number % 9)]
+        label = ("animal", "plant", "stone")[number % 3]
+        words.insert(number % len(words), {"animal": "fox", "plant": "fern", "stone": "flint"}[label] + str(number % 5))
+        rows.append(json.dumps({"text": " ".join(words) + f" {number}", "label": label}))
+    path.write_text("\n".join(rows))
+    return path
+
+
+class Cli:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def start(self, *words: object) -> subprocess.Popen[str]:
+        env = {**os.environ, "WHET_HOME": str(self.folder / "home"), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "whet", *map(str, words)]
+        return subprocess.Popen(
+            command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, *words: object) -> tuple[int, str, str]:
+        process = self.start(*words)
+        out, errors = process.communicate(timeout=120)
+        return process.returncode, out, errors
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    return Cli(tmp_path)
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {event.step: event.number("loss") for event in read_events(open_run(run), kinds=("step",))}
+
+
+def test_train_report_and_predict(cli: Cli, table: Path) -> None:
+    code, out, errors = cli.run("train", "text", f"data={table}", "epochs=3", "lr=3e-3", *SMALL)
+    assert code == 0, errors
+    run = cli.folder / "runs" / "text-001"
+    assert "test      accuracy" in out
+    assert "naive Bayes" in out
+    assert "epoch 3/3" in errors
+    report = whet.summarize(run)
+    assert report.state == "done"
+    assert report.metrics["test_accuracy"] > 0.9
+    code, out, errors = cli.run("predict", run, "some fox3 with the", "by flint2 or", "--json")
+    assert code == 0, errors
+    answers = json.loads(out)
+    assert [answer["label"] for answer in answers] == ["animal", "stone"]
+    assert abs(sum(answers[0]["probabilities"].values()) - 1) < 1e-6
+    code, out, errors = cli.run("predict", run, "some fern1", "--checkpoint", "best")
+    assert code == 0, errors
+    assert "plant" in out
+
+
+def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(cli: Cli, table: Path) -> None:
+    words = ("train", "text", f"data={table}", "epochs=12", "dropout=0.2", "ema=true", *SMALL)
+    code, _, errors = cli.run(*words, "--run", "whole")
+    assert code == 0, errors
+    process = cli.start(*words, "--run", "cut")
+    cut = cli.folder / "cut"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not ((cut / "events.jsonl").exists() and len(losses(cut)) > 20):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "to go on:" in errors
+    assert "--run cut" in errors
+    stopped_at = max(losses(cut))
+    assert 20 < stopped_at < 180
+    code, out, errors = cli.run(*words, "--run", "cut")
+    assert code == 0, errors
+    assert f"goes on from step {stopped_at}" in errors
+    assert "in 2 sittings" in out
+    assert losses(cut) == losses(cli.folder / "whole")
+    ours, theirs = (store.newest(open_run(cli.folder / name).checkpoints) for name in ("cut", "whole"))
+    assert ours is not None
+    assert theirs is not None
+    assert all(torch.equal(ours[1].tensors[name], tensor) for name, tensor in theirs[1].tensors.items())
+
+
+def test_a_finished_run_says_so_and_may_grow(cli: Cli, table: Path) -> None:
+    words = ("train", "text", f"data={table}", "schedule=constant", *SMALL, "--run", "run")
+    assert cli.run(*words, "epochs=1")[0] == 0
+    code, out, errors = cli.run(*words, "epochs=1")
+    assert code == 0
+    assert "is done" in errors
+    assert "test      accuracy" in out
+    code, _, errors = cli.run(*words, "epochs=2")
+    assert code == 0, errors
+    assert max(losses(cli.folder / "run")) == 30
+    code, _, errors = cli.run(*words, "epochs=2", "dropout=0.3")
+    assert code == 2
+    assert "another dropout" in errors
+    code, _, errors = cli.run(*words, "epochs=1", "dropout=0.3", "--fresh")
+    assert code == 0, errors
+    assert max(losses(cli.folder / "run")) == 15
+
+
+def test_fifty_steps_are_bit_equal_to_the_hand_written_loop(table: Path) -> None:
+    recipe = text_recipe()
+    config = resolve(recipe.Config, [f"data={table}", "dropout=0.1", *SMALL]).config
+    data = recipe.data(config)
+    torch.manual_seed(0)
+    ours = recipe.model(config, data)
+    theirs = copy.deepcopy(ours)
+
+    wishes = {"threads": 1, "micro_batch": 16, "lengths": "fixed"}
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-3)
+    with whet.Session(
+        ours, optimizer, data.train, global_batch_size=16, epochs=9, max_steps=50, clip=1.0, seed=5, wishes=wishes
+    ) as session:
+        for batch in session:
+            session.step(lambda micro: recipe.loss(ours, micro), batch)
+    assert session.progress.step == 50
+
+    torch.manual_seed(5)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
+    theirs.train()
+    tokens, labels = data.train["tokens"], data.train["label"]
+    done = 0
+    for epoch in range(9):
+        order = torch.from_numpy(epoch_order(len(labels), seed=5, epoch=epoch))
+        for rows in order.split(16):
+            texts = [tokens[row] for row in rows.tolist()]
+            lengths = torch.tensor([len(text) for text in texts])
+            padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+            optimizer.zero_grad()
+            logits = theirs(Padded(values=padded, lengths=lengths))
+            functional.cross_entropy(logits, labels[rows]).backward()
+            torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+            optimizer.step()
+            done += 1
+            if done == 50:
+                break
+        if done == 50:
+            break
+    for (name, mine), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+def test_the_plan_counts_what_the_model_has(table: Path) -> None:
+    recipe = text_recipe()
+    config = resolve(recipe.Config, [f"data={table}", *SMALL]).config
+    data = recipe.data(config)
+    model = recipe.model(config, data)
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert recipe.describe(config, data).num_parameters == counted
+    assert count_parameters(config.arch, num_classes=3) == counted
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"", "empty"),
+        (b'{"text": "a", "label": "x"}\n' * 20, "class"),
+        (b'{"text": "a b", "label": "x"}\n{"text": "c \xff", "label": "y"}\n', "UTF-8"),
+        (b'{"words": "a", "kind": "x"}\n', "text"),
+    ],
+    ids=["empty", "one class", "not UTF-8", "no text column"],
+)
+def test_bad_data_is_refused_before_a_run_folder_exists(cli: Cli, content: bytes, what: str) -> None:
+    (cli.folder / "bad.jsonl").write_bytes(content)
+    code, _, errors = cli.run("train", "text", "data=bad.jsonl", *SMALL)
+    assert code in (1, 2)
+    assert what in errors
+    assert "Traceback" not in errors
+    assert not (cli.folder / "runs").exists()
+
+
+def test_real_texts_can_be_trained_on(cli: Cli) -> None:
+    folder = os.environ.get("WHET_TEST_DATA")
+    if not folder:
+        pytest.skip("WHET_TEST_DATA is not set")
+    code, _, errors = cli.run(
+        "train", "text", f"data={folder}/sci-cite", "max_steps=30", "arch.hidden_size=32", "threads=1", "--run", "run"
+    )
+    assert code == 0, errors
+    assert len(open_run(cli.folder / "run").kept["classes"]) == 3
