@@ -22,9 +22,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	@$(BIN)/whet probe
 	@echo
-	@$(BIN)/whet plan text
-	@echo
 	@$(BIN)/whet plan text --machine m2-air-8gb
+	@echo
+	@$(BIN)/whet train text --run runs/demo
+	@echo
+	@$(BIN)/whet predict runs/demo "Return the eigenvalues of a matrix." "Open a file and return a stream."
 
 docs: $(READY)
 	@$(BIN)/python tools/docs.py

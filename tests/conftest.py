@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-Run = Callable[..., subprocess.CompletedProcess[str]]
+from places import Run
 
 # pytest, its plugins and torch change these themselves.
 _IGNORED = {"PYTEST_CURRENT_TEST", "PYTEST_XDIST_TESTRUNUID", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR"}

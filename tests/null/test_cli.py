@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Run
+from places import Run
 
 THE_FUTURE = {"format_version": 99}
 

@@ -62,7 +62,7 @@ def test_the_whole_page() -> None:
     page = render(report(loss=empty), width=110)
     lines = page.splitlines()
     assert lines[:8] == [
-        "run       text-001: text, stopped at step 100 of 687, epoch 2, 3,200 samples",
+        "run       text-001: text, stopped at step 100 of 687, epoch 3, 3,200 samples",
         "machine   Apple M2, 4+4 cores, 10-core GPU",
         "time      14 min of training",
         "loss      none yet",
@@ -74,7 +74,7 @@ def test_the_whole_page() -> None:
     assert lines[-14:] == [
         "setting      value             why                                                             from",
         "device       mps               6.1x the CPU; 199 gradients agree with it                       measured",
-        "micro batch  16                                                                                you",
+        "micro_batch  16                                                                                you",
         "lengths      sorted, 4 shapes  31 % padding instead of 64 %; the step's samples stay the same  rule M3",
         "",
         "happenings",

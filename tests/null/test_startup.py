@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Run
+from places import Run
 
 BROKEN_TORCH = Path(__file__).parent / "broken_torch"
 

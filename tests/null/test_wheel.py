@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from places import ROOT
 
 TORCH_FREE = ("pydantic", "typer", "rich", "psutil", "pyyaml")
 

@@ -40,6 +40,7 @@ def plan(
     """
     from whet.cli import screen
     from whet.plan.explain import explain
+    from whet.plan.words import plan_lines
 
     made = _saved_plan(what, words, config, machine) or _new_plan(what, words, config, machine, device)
     if json:
@@ -47,7 +48,8 @@ def plan(
     elif why is not None:
         screen.result(explain(made, why))
     else:
-        screen.result(_show(made))
+        screen.result("\n".join(plan_lines(made, width=screen.width())))
+        screen.note("\nno estimate of the time: nothing has been measured")
 
 
 def _saved_plan(what: str, words: list[str] | None, config: Path | None, machine: str | None) -> "Plan | None":
@@ -78,22 +80,3 @@ def _new_plan(what: str, words: list[str] | None, config: Path | None, machine: 
         return make_plan(load_machine(machine), workload, wishes=wishes)
     found = probe()
     return make_plan(found.machine, workload, wishes=wishes, conditions=found.conditions)
-
-
-def _show(made: "Plan") -> str:
-    from whet.cli import screen
-    from whet.machine.words import one_line
-    from whet.plan.words import settings_rows, workload_line
-
-    rows = settings_rows(made)
-    return "\n".join(
-        [
-            f"machine   {one_line(made.machine)}",
-            f"workload  {workload_line(made.workload)}",
-            "",
-            screen.table(("setting", "value", "why", "from"), rows),
-            *(["", *(f"note: {line}" for line in made.cautions)] if made.cautions else []),
-            "",
-            "no time to finish: nothing has been measured on this machine",
-        ]
-    )

@@ -3,10 +3,14 @@
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 from whet.base.units import show_bytes, show_seconds
 from whet.cli import screen
+from whet.plan.plan import read_plan
+from whet.plan.words import plan_lines
+from whet.run.folder import open_run
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 10.0
@@ -17,8 +21,9 @@ _WINDOW = 20
 class Progress:
     """Is told of every event of a run, and shows what a person wants to know."""
 
-    def __init__(self, name: str, *, epochs: int, has_terminal: bool | None = None) -> None:
+    def __init__(self, name: str, run: Path, *, epochs: int, has_terminal: bool | None = None) -> None:
         self._name = name
+        self._run = run
         self._epochs = epochs
         self._has_terminal = sys.stderr.isatty() if has_terminal is None else has_terminal
         self._total: int | None = None
@@ -31,6 +36,7 @@ class Progress:
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         if kind in ("start", "resume"):
             self._total = fields.get("total_steps")
+            self._show_plan()
         if kind == "resume":
             self._say(f"{self._name}: goes on from step {fields['step']:,}")
             for problem in fields.get("refused") or ():
@@ -47,6 +53,10 @@ class Progress:
             self._step(fields)
         elif kind == "end":
             self._close()
+
+    def _show_plan(self) -> None:
+        plan = read_plan(open_run(self._run).plan, where=f"{self._run}/plan.json")
+        screen.note("\n".join((f"run       {self._run}", *plan_lines(plan, width=screen.width()), "")))
 
     def _step(self, fields: dict[str, Any]) -> None:
         now = time.monotonic()
@@ -75,7 +85,7 @@ class Progress:
         if seconds > 0:
             parts.append(f"{(last[2] - first[2]) / seconds:.1f} samples/s")
             steps_per_second = (last[1] - first[1]) / seconds
-            if self._total and steps_per_second > 0:
+            if self._total and step < self._total and steps_per_second > 0:
                 parts.append(f"{show_seconds((self._total - step) / steps_per_second)} left")
         if self._memory:
             parts.append(self._memory)

@@ -52,13 +52,13 @@ def train(
         # torch is loaded from here on.
         from whet.recipes.train import train_recipe
 
-        screen.note(f"run       {path}")
-        show = Progress(recipe.name, epochs=resolved.config.epochs)
+        show = Progress(recipe.name, path, epochs=resolved.config.epochs)
         result = train_recipe(recipe, resolved, run=path, device=device, command=command, show=show)
         if result.state == "stopped":
             screen.note(f"saved at step {result.step:,}; to go on:\n  {shlex.join(command)}")
             raise typer.Exit(result.exit_code)
-    screen.result(render(summarize(path), width=screen.width(), unicode=screen.speaks_unicode()))
+    report = summarize(path)
+    screen.result(render(report, width=screen.width(), unicode=screen.speaks_unicode(), has_settings=False))
 
 
 def _options(config: Path | None, device: str) -> list[str]:

@@ -2,10 +2,10 @@
 
 import statistics
 import textwrap
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 from whet.base.units import show_bytes, show_count, show_seconds
+from whet.plan.words import settings_table, show_value
 from whet.report.curve import draw, points_of
 from whet.report.summary import Epoch, Goal, Happening, Loss, Report, SettingLine
 
@@ -18,13 +18,13 @@ _TOLD = ("reason", "exact")
 """Details of a happening that have their own place."""
 
 
-def render(report: Report, *, width: int = 100, unicode: bool = True) -> str:
+def render(report: Report, *, width: int = 100, unicode: bool = True, has_settings: bool = True) -> str:
     """The report as text. Only the command to resume may be longer than `width`, so that it can be copied whole."""
     width = max(width, LEAST_WIDTH)
     sections = [
         _facts(report, width=width),
         _curves(report, width=width, unicode=unicode),
-        _settings(report.settings, width=width),
+        _settings(report.settings if has_settings else (), width=width),
         _happenings(report, width=width),
         _seconds(report, width=width),
     ]
@@ -70,7 +70,7 @@ def _progress(report: Report) -> str:
     of_all = f" of {report.total_steps:,}" if report.total_steps else ""
     parts = [f"{report.state} at step {report.step:,}{of_all}"]
     if report.epoch is not None:
-        parts.append(f"epoch {report.epoch:g}")
+        parts.append(f"epoch {report.epoch + 1:g}")
     if report.samples is not None:
         parts.append(f"{show_count(report.samples)} samples")
     return ", ".join(parts)
@@ -124,40 +124,14 @@ def _curves(report: Report, *, width: int, unicode: bool) -> list[str]:
 
 
 def _settings(settings: Iterable[SettingLine], *, width: int) -> list[str]:
-    rows = [
-        (_clean(s.name.replace("_", " ")), _clean(_value(s.value)), _clean(s.reason), _clean(_source(s)))
-        for s in settings
-        if s.value not in (None, "unused") or s.source == "you"
-    ]
-    if not rows:
-        return []
-    table = [("setting", "value", "why", "from"), *rows]
-    name, value, source = (max(len(row[column]) for row in table) for column in (0, 1, 3))
-    why = width - name - value - source - 6
-    if why < 24:
-        return list(_stacked(rows, width=width))
-    why = min(why, max(len(row[2]) for row in table))
-    lines: list[str] = []
-    for row in table:
-        parts = textwrap.wrap(row[2], why) or [""]
-        lines.append(f"{row[0]:<{name}}  {row[1]:<{value}}  {parts[0]:<{why}}  {row[3]}".rstrip())
-        lines += [" " * (name + value + 4) + part for part in parts[1:]]
-    return lines
-
-
-def _stacked(rows: Iterable[tuple[str, str, str, str]], *, width: int) -> Iterator[str]:
-    """The settings where a table would be too wide: the decision, then why."""
-    for name, value, why, source in rows:
-        yield from _wrapped(f"{name}: {value} ({source})", width=width)
-        yield from _wrapped(why, width=width, indent="  ")
-
-
-def _value(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return settings_table(
+        [
+            (_clean(s.name), _clean(show_value(s.value)), _clean(s.reason), _clean(_source(s)))
+            for s in settings
+            if s.value not in (None, "unused") or s.source == "you"
+        ],
+        width=width,
+    )
 
 
 def _source(setting: SettingLine) -> str:
@@ -179,7 +153,7 @@ def _happenings(report: Report, *, width: int) -> list[str]:
 
 def _happening(happening: Happening, *, created: float) -> str:
     after = show_seconds(max(0.0, happening.time - created))
-    details = ", ".join(f"{name} {_value(value)}" for name, value in happening.details.items() if name not in _TOLD)
+    details = ", ".join(f"{name} {show_value(value)}" for name, value in happening.details.items() if name not in _TOLD)
     told = "; ".join(str(part) for part in (happening.details.get("reason"), details) if part)
     return f"step {happening.step:,} after {after}: {happening.kind}" + (f", {told}" if told else "")
 

@@ -1,8 +1,5 @@
 """What the docs say is true: the map shows the rooms, commands run, examples run."""
 
-import doctest
-import importlib
-import pkgutil
 import re
 import shlex
 import subprocess
@@ -12,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import whet as package
-from conftest import ROOT, Run
+from places import ROOT, Run
 
 ROOMS = sorted(path.name for path in (ROOT / "src" / "whet").iterdir() if (path / "__init__.py").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,15 +28,18 @@ def test_the_maps_show_every_room_in_the_order_of_the_layers() -> None:
 
 def _commands() -> list[str]:
     readme = (ROOT / "README.md").read_text()
-    lines = re.findall(r"^\$ (whet .*?)(?:\s+#.*)?$", readme, re.MULTILINE)
-    assert lines, "the README shows commands"
-    return lines
+    return re.findall(r"^\$ (whet .*?)(?:\s+#.*)?$", readme, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", _commands())
-def test_commands_of_the_readme_run(command: str, whet: Run) -> None:
-    done = whet(*shlex.split(command)[1:])
-    assert done.returncode == 0, done.stderr
+def test_commands_of_the_readme_run_in_their_order(whet: Run) -> None:
+    commands = _commands()
+    assert len(commands) > 8
+    for command in commands:
+        words = shlex.split(command)[1:]
+        # Shorter, so that the test is: the commands are the README's, the data is real.
+        shorter = ["max_steps=6", "threads=1"] if words[:2] == ["train", "text"] else []
+        done = whet(*words, *shorter)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
 def test_python_of_the_readme_runs(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_python_of_the_readme_runs(tmp_path: Path) -> None:
     for block in blocks:
         done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert "micro_batch" in done.stdout
+    assert (tmp_path / "runs" / "own-loop" / "run.json").exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -56,14 +56,3 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
-
-
-def _torch_free_modules() -> list[str]:
-    rooms = ("base", "machine", "plan", "config", "run", "report", "cli", "recipes")
-    walked = pkgutil.walk_packages(package.__path__, "whet.")
-    return [found.name for found in walked if found.name.split(".")[1] in rooms]
-
-
-@pytest.mark.parametrize("name", _torch_free_modules())
-def test_examples_in_docstrings_hold(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(name)).failed == 0

@@ -1,0 +1,16 @@
+"""Examples in docstrings hold."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import whet
+
+MODULES = [found.name for found in pkgutil.walk_packages(whet.__path__, "whet.") if found.name != "whet.__main__"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_hold(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
