@@ -224,20 +224,131 @@ def test_optimizers_by_name_learn(name: str) -> None:
     assert losses
 
 
-def test_the_device_fall_back_is_said(tmp_path: Path) -> None:
-    events: list[tuple[str, dict]] = []
+def test_a_device_that_is_not_there_is_refused_or_said(tmp_path: Path) -> None:
+    with pytest.raises(WhetError, match="mps"):
+        train(convnet(), images(16, seed=0), device="mps")
+    told: list[tuple[str, dict]] = []
+    train(
+        convnet(),
+        images(16, seed=0),
+        device="mps",
+        wishes={"on_device_failure": "cpu"},
+        show=lambda kind, fields: told.append((kind, fields)),
+        run=tmp_path / "run",
+    )
+    (said,) = [fields for kind, fields in told if kind == "plan"]
+    assert "mps is not there" in said["changed"]
+    (event,) = read_events(open_run(tmp_path / "run"), kinds=("plan",))
+    assert event.get("exact") is False
+
+
+def test_a_planned_device_that_cannot_be_opened_is_refused_or_said() -> None:
+    from whet.engine.setting_up import use_device
     from whet.machine.known import load_machine
     from whet.plan.plan import make_plan
 
-    plan = make_plan(load_machine("m2-air-8gb"), _workload(), wishes={"on_device_failure": "cpu"})
-    from whet.engine.setting_up import use_device
-
+    plan = make_plan(load_machine("m2-air-8gb"), _workload(), wishes={"on_device_failure": "cpu", "threads": 1})
     device, fell_back = use_device(plan)
     assert device.kind == "cpu"
     assert "mps" in (fell_back or "")
     with pytest.raises(WhetError, match="mps"):
-        use_device(make_plan(load_machine("m2-air-8gb"), _workload()))
-    assert not events
+        use_device(make_plan(load_machine("m2-air-8gb"), _workload(), wishes={"threads": 1}))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        make = lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 16))  # noqa: E731
+        self.blocks = nn.ModuleList(make() for _ in range(4))
+        self.out = nn.Linear(16, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x)
+
+
+def test_recomputing_keeps_less_and_changes_nothing() -> None:
+    from whet.engine.workload import _saved_bytes
+
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long()
+    finals, kept = [], []
+    for switch in ("off", "on"):
+        torch.manual_seed(0)
+        model = Blocks()
+        names = list(model.state_dict())
+        options = {"global_batch_size": 8, "epochs": 3, "wishes": {"threads": 1, "activation_checkpointing": switch}}
+        with whet.Session(model, sgd(model), (x, y), **options) as session:
+            for batch in session:
+                session.step(cross_entropy(model), batch)
+            micro = next(iter(session.batches((x, y))))
+            kept.append(_saved_bytes(model, cross_entropy(model), micro))
+        finals.append(model.state_dict())
+        assert list(finals[-1]) == names
+    assert kept[1] < 0.5 * kept[0]
+    for name in finals[0]:
+        assert torch.equal(finals[0][name], finals[1][name]), name
+
+
+def test_recomputing_needs_blocks() -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(WhetError, match="no blocks"):
+        train(model, (torch.randn(8, 3), torch.zeros(8).long()), wishes={"activation_checkpointing": "on"})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_compiled_model_is_asked_for_and_stays_the_same_object() -> None:
+    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long()
+    finals = []
+    for switch in ("off", "on"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
+        seen: list[bool] = []
+
+        def loss(micro, model=model, seen=seen):
+            seen.append(model._compiled_call_impl is not None)
+            return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+        train(model, (x, y), loss=loss, wishes={"compile": switch, "micro_batch": 8})
+        assert set(seen) == {switch == "on"}
+        assert model._compiled_call_impl is None
+        finals.append(model.state_dict())
+    for name in finals[0]:
+        torch.testing.assert_close(finals[0][name], finals[1][name])
+
+
+def test_an_interrupted_cell_can_be_run_again(tmp_path: Path) -> None:
+    """As in a notebook: the interrupt reaches the process, the call returns, and the same call goes on."""
+    import os
+    import signal
+
+    x, y = images(64, seed=0)
+    seen: list[int] = []
+
+    def cell(folder: str, interrupt_at: int):
+        torch.manual_seed(0)
+        model = convnet(dropout=0.3)
+
+        def loss(micro):
+            seen.append(len(micro))
+            if len(seen) == interrupt_at:
+                os.kill(os.getpid(), signal.SIGINT)
+            return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+        result = train(model, (x, y), loss=loss, epochs=3, run=tmp_path / folder)
+        return result, model.state_dict()
+
+    whole, expected = cell("whole", 0)
+    seen.clear()
+    stopped, _ = cell("cut", 11)
+    done, found = cell("cut", 11)
+    assert (stopped.state, stopped.exit_code) == ("stopped", 130)
+    assert stopped.step < 24
+    assert (done.state, done.step) == (whole.state, whole.step) == ("done", 24)
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name
 
 
 def _workload():

@@ -17,7 +17,7 @@ from whet.data.source import AbstractSource
 from whet.device.cpu import Cpu
 from whet.step.step import Stepper
 
-FORMS: tuple[Lengths, ...] = ("fixed", "sorted", "sorted, few shapes", "packed")
+FORMS: tuple[Lengths, ...] = ("fixed", "sorted", "few shapes", "packed")
 GRADIENT_BOUND = {torch.float32: 1e-6, torch.float64: 1e-12}
 WEIGHT_BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -90,9 +90,7 @@ def steps(model: nn.Module, source: AbstractSource, loss, *, count: int, micro_b
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize(
-    ("micro_batch", "how"), [(1, "fixed"), (3, "sorted"), (5, "sorted, few shapes"), (4, "packed")]
-)
+@pytest.mark.parametrize(("micro_batch", "how"), [(1, "fixed"), (3, "sorted"), (5, "few shapes"), (4, "packed")])
 def test_fifty_adamw_steps_agree(dtype: torch.dtype, micro_batch: int, how: Lengths) -> None:
     torch.manual_seed(0)
     first = TokenModel().to(dtype)

@@ -31,6 +31,7 @@ class CommonConfig(BaseModel):
         "eval_batch",
         "precision",
         "compile",
+        "activation_checkpointing",
         "checkpoint_steps",
         "checkpoint_minutes",
         "checkpoint_epochs",
@@ -71,6 +72,7 @@ class CommonConfig(BaseModel):
     eval_batch: PositiveInt | Auto = Field("auto", description="samples evaluated at once")
     precision: Precision | Auto = Field("auto", description="number format of matrix products")
     compile: Switch | Auto = Field("auto", description="torch.compile the model")
+    activation_checkpointing: Switch | Auto = Field("auto", description="compute activations again in backward")
     checkpoint_steps: PositiveInt | Auto = Field("auto", description="steps between checkpoints")
     checkpoint_minutes: PositiveFloat | Auto = Field("auto", description="minutes between checkpoints")
     checkpoint_epochs: PositiveInt | Auto = Field("auto", description="epochs between checkpoints")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from whet.data.ragged import Packed, Padded
+from whet.data.ragged import Packed, Padded, Put
 
 Field = Tensor | Padded | Packed
 
@@ -46,6 +46,11 @@ class Micro:
 
     fields: Mapping[str, Field]
     ids: np.ndarray
+
+    def moved(self, put: Put) -> "Micro":
+        """The same, with every tensor moved."""
+        fields = {n: put(f) if isinstance(f, Tensor) else f.moved(put) for n, f in self.fields.items()}
+        return Micro(fields=fields, ids=self.ids)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-Lengths = Literal["fixed", "sorted", "sorted, few shapes", "packed"]
+Lengths = Literal["fixed", "sorted", "few shapes", "packed"]
 
 _NUM_SHAPES = 4
 """Few enough that compiled graphs stay few; padding to quarters of the longest wastes an eighth on average."""
@@ -37,7 +37,7 @@ def cut(lengths: np.ndarray, *, micro_batch: int, how: Lengths, max_length: int)
         pieces.append(
             Piece(
                 order=rows,
-                length=_round_up(longest, max_length) if how == "sorted, few shapes" else longest,
+                length=_round_up(longest, max_length) if how == "few shapes" else longest,
                 total=int(lengths[rows].sum()),
                 is_packed=how == "packed",
             )

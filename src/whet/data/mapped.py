@@ -14,7 +14,6 @@ from whet.data.batch import GlobalBatch, Micro, Position
 from whet.data.cut import Lengths
 from whet.data.order import sample_seed
 from whet.data.source import AbstractSource, micros_of_samples, ordered_batches
-from whet.device.abstract import AbstractDevice
 
 
 class MapStyle(Protocol):
@@ -27,10 +26,10 @@ class Loading:
     """How samples are read: the plan's decision."""
 
     workers: int = 0
+    start: str = "fork"
+    """How workers start: fork or spawn."""
     prefetch: int = 2
     """Global batches that each worker reads ahead."""
-    start_method: str | None = None
-    """How workers start; None is the system's own way (spawn on macOS)."""
 
 
 @final
@@ -38,7 +37,6 @@ class Mapped(AbstractSource):
     def __init__(
         self,
         dataset: MapStyle,
-        device: AbstractDevice,
         *,
         global_batch_size: int,
         seed: int,
@@ -46,7 +44,6 @@ class Mapped(AbstractSource):
         loading: Loading | None = None,
     ) -> None:
         self.num_samples = len(dataset)
-        self._device = device
         self._order = {"global_batch_size": global_batch_size, "seed": seed, "shuffle": shuffle}
         self._reader = _Reader(dataset, seed)
         self._requests = _Requests()
@@ -60,7 +57,7 @@ class Mapped(AbstractSource):
             yield GlobalBatch(ids=ids, after=after, is_last_of_epoch=is_last, samples=tuple(samples))
 
     def micros(self, batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
-        return micros_of_samples(batch, self._device, micro_batch=micro_batch, how=how)
+        return micros_of_samples(batch, micro_batch=micro_batch, how=how)
 
     def close(self) -> None:
         del self._loader
@@ -119,5 +116,5 @@ def _loader(reader: _Reader, requests: _Requests, loading: Loading) -> DataLoade
         num_workers=loading.workers,
         persistent_workers=True,
         prefetch_factor=loading.prefetch,
-        multiprocessing_context=loading.start_method,
+        multiprocessing_context=loading.start,
     )

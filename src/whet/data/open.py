@@ -34,9 +34,9 @@ def open_source(
             is_resident=is_resident,
         )
     if callable(getattr(data, "__getitem__", None)) and callable(getattr(data, "__len__", None)):
-        return Mapped(data, device, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle, loading=loading)
+        return Mapped(data, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle, loading=loading)
     if isinstance(data, Iterable):
-        return Stream(data, device, global_batch_size=global_batch_size)
+        return Stream(data, global_batch_size=global_batch_size)
     raise UsageError(
         "this cannot be trained on",
         got=type(data).__name__,

@@ -14,11 +14,10 @@ from whet.data.columns import Columns, stack_samples
 from whet.data.cut import Lengths, Piece, cut
 from whet.data.order import epoch_order
 from whet.data.ragged import Ragged
-from whet.device.abstract import AbstractDevice
 
 
 class AbstractSource(ABC):
-    """Global batches from a position on, and how one becomes micro-batches on a device."""
+    """Global batches from a position on, and how one becomes micro-batches."""
 
     num_samples: int | None
     """Samples of one epoch; None for a stream."""
@@ -31,7 +30,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def micros(self, batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
-        """The pieces of a global batch, on the device."""
+        """The pieces of a global batch; on the device already where the data lies there."""
 
     def state(self) -> dict[str, Any]:
         """What a stream needs to go on; a pure order needs nothing."""
@@ -75,12 +74,7 @@ def _take(column: Tensor | Ragged, rows: Tensor, piece: Piece) -> Field:
     return column.padded(rows, length=piece.length)
 
 
-def put_field(device: AbstractDevice, field: Field) -> Field:
-    """A field on the device."""
-    return device.put(field) if isinstance(field, Tensor) else field.moved(device.put)
-
-
-def micros_of_samples(batch: GlobalBatch, device: AbstractDevice, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
+def micros_of_samples(batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
     """Micro-batches of samples that were read one by one."""
     columns = stack_samples(batch.samples)
     lengths = column_lengths(columns)
@@ -88,8 +82,7 @@ def micros_of_samples(batch: GlobalBatch, device: AbstractDevice, *, micro_batch
     rows = np.arange(len(batch))
     pieces = cut_columns(columns, rows, micro_batch=micro_batch, how=how, lengths=lengths, longest=longest)
     for piece, fields in pieces:
-        moved = {name: put_field(device, field) for name, field in fields.items()}
-        yield Micro(fields=moved, ids=batch.ids[piece.order])
+        yield Micro(fields=fields, ids=batch.ids[piece.order])
 
 
 def column_lengths(columns: Columns) -> np.ndarray | None:

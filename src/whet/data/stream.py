@@ -10,7 +10,6 @@ from whet.base.errors import UsageError
 from whet.data.batch import GlobalBatch, Micro, Position
 from whet.data.cut import Lengths
 from whet.data.source import AbstractSource, micros_of_samples
-from whet.device.abstract import AbstractDevice
 
 
 @runtime_checkable
@@ -25,9 +24,8 @@ class Stateful(Protocol):
 class Stream(AbstractSource):
     num_samples = None
 
-    def __init__(self, samples: Iterable[Any], device: AbstractDevice, *, global_batch_size: int) -> None:
+    def __init__(self, samples: Iterable[Any], *, global_batch_size: int) -> None:
         self._samples = samples
-        self._device = device
         self._global_batch_size = global_batch_size
         self._is_restored = False
         self._state: dict[str, Any] = {}
@@ -64,4 +62,4 @@ class Stream(AbstractSource):
         return tuple(itertools.islice(iterator, self._global_batch_size))
 
     def micros(self, batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
-        return micros_of_samples(batch, self._device, micro_batch=micro_batch, how=how)
+        return micros_of_samples(batch, micro_batch=micro_batch, how=how)

@@ -14,7 +14,6 @@ from whet.data.source import (
     column_lengths,
     cut_columns,
     ordered_batches,
-    put_field,
 )
 from whet.device.abstract import AbstractDevice
 
@@ -35,7 +34,6 @@ class Table(AbstractSource):
         self._lengths = column_lengths(columns)
         self._longest = 1 if self._lengths is None else int(self._lengths.max(initial=1))
         self._columns = {name: _put(device, column) for name, column in columns.items()} if is_resident else columns
-        self._device = device
         self._global_batch_size = global_batch_size
         self._seed = seed
         self._shuffle = shuffle
@@ -60,8 +58,7 @@ class Table(AbstractSource):
             longest=self._longest,
         )
         for piece, fields in pieces:
-            moved = {name: put_field(self._device, field) for name, field in fields.items()}
-            yield Micro(fields=moved, ids=batch.ids[piece.order])
+            yield Micro(fields=fields, ids=batch.ids[piece.order])
 
 
 def _put(device: AbstractDevice, column: Tensor | Ragged) -> Tensor | Ragged:

@@ -29,7 +29,9 @@ class Cuda(AbstractDevice):
         return torch.float32
 
     def put(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._place, non_blocking=self._overlaps_copies)
+        if self._overlaps_copies and tensor.device.type == "cpu":
+            return tensor.pin_memory().to(self._place, non_blocking=True)
+        return tensor.to(self._place)
 
     def sync(self) -> None:
         torch.cuda.synchronize(self._place)

@@ -80,7 +80,7 @@ class Recorder:
             assert loss is not None
             seconds = _seconds(outcome)
             for phase, spent in self._extra_seconds.items():
-                seconds[phase] = spent
+                seconds[phase] = seconds.get(phase, 0.0) + spent
             self._extra_seconds = {}
             self.last = StepRecord(loss=loss, grad_norm=norm, seconds=seconds, **facts)
             if self._log is not None:

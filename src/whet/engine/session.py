@@ -36,6 +36,7 @@ from whet.engine.saver import Saver
 from whet.engine.setting_up import start_run, use_device
 from whet.engine.signals import StopRequests
 from whet.engine.training import read_training
+from whet.engine.while_training import compiled, no_garbage_collection
 from whet.engine.workload import describe, measure_activation_bytes
 from whet.plan.plan import make_plan
 from whet.plan.setting import Scalar
@@ -46,6 +47,7 @@ from whet.run.folder import rewrite
 from whet.step.ema import Ema
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, base_rates_of, make_optimizer, set_rate
+from whet.step.recompute import recompute_blocks
 from whet.step.step import Stepper
 
 
@@ -131,7 +133,11 @@ class Session:
             seed=training.seed,
             shuffle=training.shuffle,
             is_resident=plan.value("data_home") == "device",
-            loading=Loading(workers=int(plan.value("workers") or 0)),
+            loading=Loading(
+                workers=int(plan.value("workers") or 0),
+                start=str(plan.value("worker_start")),
+                prefetch=int(plan.value("prefetch") or 2),
+            ),
         )
         self._closing.callback(self.source.close)
         refuse_too_short(self.source.num_samples, training.global_batch_size)
@@ -153,14 +159,21 @@ class Session:
         self._saver = Saver(self.run.checkpoints, plan) if self.run is not None else None
         if not self._resume():
             self._begin()
+        asked = plan.wishes.get("device")
+        if asked is not None and str(asked).partition(":")[0] != self.device.kind:
+            fell_back = fell_back or plan.settings["device"].reason
         for reason in filter(None, (self._replanned, fell_back)):
             self._recorder.event("plan", step=self.progress.step, changed=reason, exact=False, reason=reason)
         if self._replanned and self.run is not None:
             self.run = rewrite(self.run, plan=plan.as_json())
         self._first_epoch = self.progress.position.epoch
         self._epoch_began = time.monotonic()
+        self._is_recomputing = False
+        self._recompute_if_planned()
+        if plan.value("compile") == "on":
+            self._closing.enter_context(compiled(self.model))
         self._closing.enter_context(self._stop)
-        self._closing.enter_context(_no_garbage_collection())
+        self._closing.enter_context(no_garbage_collection())
         self.model.train()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -181,7 +194,7 @@ class Session:
     def __iter__(self) -> Iterator[GlobalBatch]:
         """The global batches that are left, from where the run stands."""
         while not self.is_finished:
-            for batch in self.source.batches(self.progress.position):
+            for batch in self._timed(self.source.batches(self.progress.position)):
                 before = self.progress.step
                 self._is_last_of_epoch = batch.is_last_of_epoch
                 yield batch
@@ -247,7 +260,8 @@ class Session:
         assert isinstance(size, int)
         source = open_source(data, self.device, global_batch_size=size, seed=0, shuffle=False)
         for batch in source.batches(Position()):
-            yield from source.micros(batch, micro_batch=size, how=self._how)
+            for micro in source.micros(batch, micro_batch=size, how=self._how):
+                yield micro.moved(self.device.put)
         source.close()
 
     def log(self, **metrics: float) -> None:
@@ -277,6 +291,16 @@ class Session:
     @property
     def _how(self) -> Lengths:
         return str(self.plan.value("lengths"))  # type: ignore[return-value]
+
+    def _timed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """The same batches; waiting for them counts as time for data."""
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self._recorder.spent("data", time.perf_counter() - start)
+            if batch is None:
+                return
+            yield batch
 
     def _cut(self, batch: GlobalBatch) -> Iterable[Micro]:
         micro_batch = self.plan.value("micro_batch")
@@ -362,7 +386,10 @@ class Session:
         if self.progress.step > 0 or self.plan.workload.activation_bytes is not None or len(batch) < 4:
             return
         # Not one sample: BatchNorm refuses it.
-        small, large = (next(iter(self.source.micros(batch, micro_batch=size, how="fixed"))) for size in (2, 4))
+        small, large = (
+            next(iter(self.source.micros(batch, micro_batch=size, how="fixed"))).moved(self.device.put)
+            for size in (2, 4)
+        )
         needed = measure_activation_bytes(self.model, loss, small, large)
         self.plan = make_plan(
             self.plan.machine,
@@ -371,17 +398,11 @@ class Session:
             measured=self.plan.measured,
             conditions=self.plan.conditions,
         )
+        self._recompute_if_planned()
         if self.run is not None:
             self.run = rewrite(self.run, plan=self.plan.as_json())
 
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keeps the collector out of the steps: a full pass over a large process takes longer than a step."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    def _recompute_if_planned(self) -> None:
+        if self.plan.value("activation_checkpointing") == "on" and not self._is_recomputing:
+            self._closing.enter_context(recompute_blocks(self.model))
+            self._is_recomputing = True

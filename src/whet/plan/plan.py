@@ -52,8 +52,8 @@ def make_plan(
     facts = Facts(machine=machine, conditions=conditions, workload=workload, decided=decided)
     for rule in ALL:
         decided[rule.setting] = _decide(rule, facts, wishes, measured)
-        if rule.setting == "device":
-            _refuse_missing_device(facts)
+        if rule.setting == "on_device_failure":
+            _settle_missing_device(facts, decided)
     return Plan(
         machine=machine,
         conditions=conditions,
@@ -114,13 +114,19 @@ def _refuse_unknown(names: set[str]) -> None:
         raise UsageError("a plan has no such setting", got=name, try_=hint)
 
 
-def _refuse_missing_device(facts: Facts) -> None:
+def _settle_missing_device(facts: Facts, decided: dict[str, Setting]) -> None:
+    """A device that was asked for and is not there is refused; or it becomes the CPU, if that was asked for too."""
     if facts.device == "cpu" or facts.accelerator is not None:
+        return
+    asked = facts.value("device")
+    if facts.value("on_device_failure") == "cpu" and facts.device in ("mps", "cuda"):
+        reason = f"{asked} is not there, and on_device_failure=cpu"
+        decided["device"] = decided["device"].model_copy(update={"value": "cpu", "reason": reason})
         return
     available = [a.kind for a in facts.machine.accelerators]
     why = next((a for a in facts.machine.absent if a.device == facts.device), None)
     raise UsageError(
         f"{facts.machine.name} has no device {facts.device!r}",
-        got=f"--device {facts.value('device')}" + (f" ({why.reason})" if why else ""),
+        got=f"--device {asked}" + (f" ({why.reason})" if why else ""),
         try_=why.cure if why else "--device " + " or --device ".join([*available, "cpu"]),
     )

@@ -27,6 +27,8 @@ class Workload(Record):
     """What one sample of the greatest length keeps alive for the backward pass, in float32."""
     optimizer_bytes: int = ADAM_STATE_BYTES
     """Optimizer state per parameter: 8 for Adam, 4 for momentum, 0 for plain SGD."""
+    can_pack: bool = False
+    """The model takes samples one after the other, without padding."""
     needs_decoding: bool = False
     """Samples must be read or decoded on the CPU (images, audio), so workers may pay."""
     has_dropout: bool = False

@@ -15,8 +15,6 @@ from whet.device.abstract import AbstractDevice, Mark
 from whet.step.ema import Ema
 from whet.step.loss import LossFunction, split_loss
 
-PHASES = ("data", "forward", "backward", "optimizer")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
@@ -62,8 +60,10 @@ class Stepper:
         is_weighed = False
         count = 0
         start = mark()
-        for micro in micros:
+        for made in micros:
             loaded = mark()
+            micro = made.moved(self.device.put)
+            moved = mark()
             with self.device.autocast(self._precision):
                 total, weight = split_loss(loss(micro))
             if weight is None:
@@ -79,7 +79,12 @@ class Stepper:
             loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
             count += 1
             done = mark()
-            marks += [("data", start, loaded), ("forward", loaded, forwarded), ("backward", forwarded, done)]
+            marks += [
+                ("data", start, loaded),
+                ("transfer", loaded, moved),
+                ("forward", moved, forwarded),
+                ("backward", forwarded, done),
+            ]
             start = done
         assert loss_sum is not None, "a global batch has at least one micro-batch"
 

@@ -94,4 +94,33 @@ def choose_copies(facts: Facts) -> Decision:
     return Decision(value="blocking", reason=reason, evidence={"device": facts.device})
 
 
-RULES = (choose_data_home, choose_workers, choose_pin_memory, choose_copies)
+@rule("L5", "worker_start")
+def choose_worker_start(facts: Facts) -> Decision:
+    """How workers are started: forked from this process, or as fresh ones.
+
+    Why: a fork takes the data set along without copying or pickling it, and starts in milliseconds. On macOS a fork
+    after Metal has started aborts or hangs, so workers start fresh there: the data set must be picklable, and a script
+    needs `if __name__ == "__main__"`.
+    When wrong: data sets that hold threads, locks or open connections, which do not survive a fork.
+    Override: workers=0 reads in this process.
+    Sources: PyTorch documentation, "Multiprocessing best practices"; minimind#852 (a fork on macOS that hung).
+    """
+    system = facts.machine.os.name
+    if system == "Linux":
+        return Decision(value="fork", reason="nothing is copied or pickled", evidence={"os": system})
+    return Decision(value="spawn", reason="a fork after Metal has started aborts", evidence={"os": system})
+
+
+@rule("L6", "prefetch")
+def choose_prefetch(facts: Facts) -> Decision:
+    """How many global batches each worker reads ahead.
+
+    Why: two hide an uneven time per batch; more only take memory.
+    When wrong: samples whose time to decode differs by far.
+    Override: none.
+    Sources: torch/utils/data/dataloader.py uses 2 as well.
+    """
+    return Decision(value=2, reason="enough to hide uneven batches", evidence={"workers": facts.value("workers")})
+
+
+RULES = (choose_data_home, choose_workers, choose_pin_memory, choose_copies, choose_worker_start, choose_prefetch)

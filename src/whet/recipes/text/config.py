@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -44,7 +45,12 @@ class TextConfig(CommonConfig):
     # Chosen on the embedded texts by dev accuracy over three seeds; many neighbours are as good within the noise.
     epochs: PositiveInt = Field(5, description="passes over the training data")
     lr: PositiveFloat = Field(1e-3, description="learning rate after the warm-up")
+    lengths: Literal["fixed", "sorted", "few shapes", "packed", "auto"] = Field(
+        "auto", description="how texts of different lengths are put together"
+    )
     arch: Arch = Arch()
+
+    plan_keys: ClassVar[tuple[str, ...]] = (*CommonConfig.plan_keys, "lengths")
 
 
 def describe(config: TextConfig) -> Workload:
@@ -60,6 +66,7 @@ def describe(config: TextConfig) -> Workload:
         num_steps=_num_steps(config, num_samples),
         max_length=config.arch.max_length,
         lengths_vary=True,
+        can_pack=True,
         sample_bytes=8 * (config.arch.max_length + 1),
         activation_bytes=activation_bytes(config.arch),
         has_dropout=config.dropout > 0,
