@@ -297,7 +297,7 @@ def test_recomputing_needs_blocks() -> None:
         train(model, (torch.randn(8, 3), torch.zeros(8).long()), wishes={"activation_checkpointing": "on"})
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 def test_a_compiled_model_is_asked_for_and_stays_the_same_object() -> None:
     x = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     y = (x[:, 0] > 0).long()

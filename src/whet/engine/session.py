@@ -168,10 +168,7 @@ class Session:
             self.run = rewrite(self.run, plan=plan.as_json())
         self._first_epoch = self.progress.position.epoch
         self._epoch_began = time.monotonic()
-        self._is_recomputing = False
-        self._recompute_if_planned()
-        if plan.value("compile") == "on":
-            self._closing.enter_context(compiled(self.model))
+        self._is_model_ready = False
         self._closing.enter_context(self._stop)
         self._closing.enter_context(no_garbage_collection())
         self.model.train()
@@ -214,7 +211,9 @@ class Session:
     def step(self, loss: LossFunction, batch: GlobalBatch) -> None:
         """Makes one optimizer step from a global batch: cut, forward, backward, weigh, clip, update, average, log."""
         progress = self.progress
-        self._plan_micro_batch(loss, batch)
+        if not self._is_model_ready:
+            self._plan_micro_batch(loss, batch)
+            self._prepare_model()
         number = progress.step + 1
         set_rate(self._stepper.optimizer, self._schedule.factor(number), self._base_rates)
         outcome = self._stepper(loss, self._cut(batch), num_samples=len(batch), step=number)
@@ -398,11 +397,13 @@ class Session:
             measured=self.plan.measured,
             conditions=self.plan.conditions,
         )
-        self._recompute_if_planned()
         if self.run is not None:
             self.run = rewrite(self.run, plan=self.plan.as_json())
 
-    def _recompute_if_planned(self) -> None:
-        if self.plan.value("activation_checkpointing") == "on" and not self._is_recomputing:
+    def _prepare_model(self) -> None:
+        """What the plan does to the model while the session lasts; behind the measuring, which must see it as it is."""
+        if self.plan.value("activation_checkpointing") == "on":
             self._closing.enter_context(recompute_blocks(self.model))
-            self._is_recomputing = True
+        if self.plan.value("compile") == "on":
+            self._closing.enter_context(compiled(self.model))
+        self._is_model_ready = True
