@@ -64,6 +64,8 @@ def test_bad_input_is_refused_and_nothing_is_trained(data, options, what: str, t
     with pytest.raises(WhetError) as caught:
         train(model, data, run=tmp_path / "run", **options)
     assert what in str(caught.value)
+    if "loss" not in options:
+        assert not (tmp_path / "run").exists(), "nothing is half-written"
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
@@ -243,7 +245,7 @@ def test_a_device_that_is_not_there_is_refused_or_said(tmp_path: Path) -> None:
 
 
 def test_a_planned_device_that_cannot_be_opened_is_refused_or_said() -> None:
-    from whet.engine.setting_up import use_device
+    from whet.engine.building import use_device
     from whet.machine.known import load_machine
     from whet.plan.plan import make_plan
 
@@ -312,7 +314,7 @@ def test_a_compiled_model_is_asked_for_and_stays_the_same_object() -> None:
             return nn.functional.cross_entropy(model(micro.x), micro.y)
 
         train(model, (x, y), loss=loss, wishes={"compile": switch, "micro_batch": 8})
-        assert set(seen) == {switch == "on"}
+        assert seen[-1] is (switch == "on")
         assert model._compiled_call_impl is None
         finals.append(model.state_dict())
     for name in finals[0]:

@@ -22,19 +22,17 @@ from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
 from whet.checkpoint import store
-from whet.checkpoint.randomness import seed_randomness
-from whet.checkpoint.snapshot import restore, take
+from whet.checkpoint.snapshot import Snapshot, restore, take
 from whet.data.batch import GlobalBatch, Micro, Position
 from whet.data.cut import Lengths
-from whet.data.mapped import Loading
 from whet.data.open import open_source
-from whet.data.source import refuse_too_short
+from whet.engine.building import build
 from whet.engine.progress import Progress
 from whet.engine.reading import load_weights
 from whet.engine.recorder import Recorder, Show
 from whet.engine.saver import Saver
-from whet.engine.setting_up import start_run, use_device
 from whet.engine.signals import StopRequests
+from whet.engine.starting import exists, find_start
 from whet.engine.training import read_training
 from whet.engine.while_training import compiled, no_garbage_collection
 from whet.engine.workload import describe, measure_activation_bytes
@@ -43,12 +41,10 @@ from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.run import durable, lock
 from whet.run.events import EventLog
-from whet.run.folder import rewrite
-from whet.step.ema import Ema
+from whet.run.folder import Run, create_run, rewrite, versions
 from whet.step.loss import LossFunction
-from whet.step.optimizer import OptimizerChoice, base_rates_of, make_optimizer, set_rate
+from whet.step.optimizer import OptimizerChoice, base_rates_of, set_rate
 from whet.step.recompute import recompute_blocks
-from whet.step.step import Stepper
 
 
 class Session:
@@ -77,44 +73,28 @@ class Session:
         self.training = read_training(training)
         self.model = model
         self.progress = Progress()
-        self.was_stopped = False
-        self._data = data
+        self.run: Run | None = None
         self._optimizer = optimizer
+        self._data = data
+        self._path = None if run is None else Path(run)
+        self._workload = workload or describe(model, data, self.training, recipe=recipe)
+        self._wishes = {**(wishes or {}), **({} if device == "auto" else {"device": device})}
+        if isinstance(optimizer, Optimizer):
+            self._wishes["optimizer_kernels"] = "your optimizer"
+        self._config = self.training.as_json() if config is None else config
+        self._recipe, self._command, self._attach = recipe, command or [], attach or {}
         self._goal, self._goal_is = goal, goal_is
         self._init_from = init_from
         self._show = show
         self._stop = StopRequests()
         self._closing = contextlib.ExitStack()
         self._is_last_of_epoch = False
-
-        workload = workload or describe(model, data, self.training, recipe=recipe)
-        asked = {**(wishes or {}), **({} if device == "auto" else {"device": device})}
-        if isinstance(optimizer, Optimizer):
-            asked["optimizer_kernels"] = "your optimizer"
-        path = None if run is None else Path(run)
-        # Locked before it is read: two processes must not both find a folder that is free.
-        if path is not None and (path / "run.json").exists():
-            self._closing.enter_context(lock.acquire(path))
-        start = start_run(
-            path,
-            workload,
-            wishes=asked,
-            recipe=recipe,
-            config=self.training.as_json() if config is None else config,
-            command=command or [],
-        )
-        self.plan = start.plan
-        self.run = start.run
-        self._replanned = start.replanned
-        self._is_new = start.is_new
-        if self.run is not None and start.is_new:
-            self._closing.enter_context(lock.acquire(self.run.path))
-            for name, content in (attach or {}).items():
-                durable.write_file(self.run.path / name, data=content)
+        self._is_model_ready = False
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        """Makes everything ready. What can be wrong is refused before a new run folder appears."""
         with contextlib.ExitStack() as undo:
             undo.callback(self._closing.close)
             self._enter()
@@ -122,53 +102,32 @@ class Session:
         return self
 
     def _enter(self) -> None:
-        plan, training = self.plan, self.training
-        self.device, fell_back = use_device(plan)
-        seed_randomness(training.seed)
-        self.model.to(self.device.place)
-        self.source = open_source(
-            self._data,
-            self.device,
-            global_batch_size=training.global_batch_size,
-            seed=training.seed,
-            shuffle=training.shuffle,
-            is_resident=plan.value("data_home") == "device",
-            loading=Loading(
-                workers=int(plan.value("workers") or 0),
-                start=str(plan.value("worker_start")),
-                prefetch=int(plan.value("prefetch") or 2),
-            ),
-        )
-        self._closing.callback(self.source.close)
-        refuse_too_short(self.source.num_samples, training.global_batch_size)
-        self.total_steps = training.total_steps(self.source.num_samples)
-        self._schedule = training.make_schedule(self.total_steps)
-        optimizer = self._make_optimizer()
-        self._base_rates = base_rates_of(optimizer)
-        self._stepper = Stepper(
-            self.model,
-            optimizer,
-            self.device,
-            precision=str(plan.value("precision")),
-            loss_scaling=str(plan.value("loss_scaling")),
-            clip=training.clip,
-            ema=Ema(self.model) if training.ema else None,
-        )
+        if self._path is not None and exists(self._path):
+            # Locked before it is read: two processes must not go on with one run.
+            self._closing.enter_context(lock.acquire(self._path))
+        start = find_start(self._path, self._workload, wishes=self._wishes, config=self._config)
+        self.plan, self.run = start.plan, start.run
+        parts = build(self.model, self._optimizer, self._data, self.training, self.plan)
+        self._closing.callback(parts.source.close)
+        self.device, self.source, self.total_steps = parts.device, parts.source, parts.total_steps
+        self._stepper, self._schedule = parts.stepper, parts.schedule
+        self._base_rates = base_rates_of(parts.stepper.optimizer)
+        found = store.newest(self.run.checkpoints) if self.run is not None else None
+        if self.run is None and self._path is not None:
+            self.run = self._create_run(self._path)
         log = self._closing.enter_context(EventLog(self.run)) if self.run is not None else None
         self._recorder = Recorder(log, self.device, show=self._show)
-        self._saver = Saver(self.run.checkpoints, plan) if self.run is not None else None
-        if not self._resume():
+        self._saver = Saver(self.run.checkpoints, self.plan) if self.run is not None else None
+        if found is None:
             self._begin()
-        asked = plan.wishes.get("device")
-        if asked is not None and str(asked).partition(":")[0] != self.device.kind:
-            fell_back = fell_back or plan.settings["device"].reason
-        for reason in filter(None, (self._replanned, fell_back)):
+        else:
+            self._resume(*found)
+        for reason in filter(None, (start.replanned, parts.fell_back)):
             self._recorder.event("plan", step=self.progress.step, changed=reason, exact=False, reason=reason)
-        if self._replanned and self.run is not None:
-            self.run = rewrite(self.run, plan=plan.as_json())
+        if start.replanned and self.run is not None:
+            self.run = rewrite(self.run, plan=self.plan.as_json())
         self._first_epoch = self.progress.position.epoch
         self._epoch_began = time.monotonic()
-        self._is_model_ready = False
         self._closing.enter_context(self._stop)
         self._closing.enter_context(no_garbage_collection())
         self.model.train()
@@ -306,23 +265,28 @@ class Session:
         assert isinstance(micro_batch, int)
         return self.source.micros(batch, micro_batch=micro_batch, how=self._how)
 
-    def _make_optimizer(self) -> Optimizer:
-        if isinstance(self._optimizer, OptimizerChoice):
-            kernels = str(self.plan.value("optimizer_kernels"))
-            return make_optimizer(self._optimizer, self.model, self.device, kernels=kernels)
-        return self._optimizer
+    def _create_run(self, path: Path) -> Run:
+        made = create_run(
+            path,
+            recipe=self._recipe,
+            config=self._config,
+            plan=self.plan.as_json(),
+            machine=self.plan.machine.as_json(),
+            versions=versions(),
+            command=self._command,
+        )
+        self._closing.enter_context(lock.acquire(made.path))
+        for name, content in self._attach.items():
+            durable.write_file(made.path / name, data=content)
+        return made
 
     def _begin(self) -> None:
         if self._init_from is not None:
             load_weights(self._init_from, self.model)
         self._recorder.event("start", step=0, total_steps=self.total_steps, goal=self._goal, goal_is=self._goal_is)
 
-    def _resume(self) -> bool:
-        """Goes on from the newest checkpoint that can be trusted; False when the run is new."""
-        found = store.newest(self.run.checkpoints) if self.run is not None and not self._is_new else None
-        if found is None:
-            return False
-        step, snapshot, problems = found
+    def _resume(self, step: int, snapshot: Snapshot, refused: list[str]) -> None:
+        """Goes on from the newest checkpoint that can be trusted."""
         stepper = self._stepper
         saved = restore(snapshot, self.model, stepper.optimizer, self.device, scaler=stepper.scaler, ema=stepper.ema)
         self.progress = Progress.from_json(saved["progress"])
@@ -335,10 +299,9 @@ class Session:
             total_steps=self.total_steps,
             goal=self._goal,
             goal_is=self._goal_is,
-            refused=problems,
+            refused=refused,
             **exact,
         )
-        return True
 
     def _save_if(self, is_due: bool) -> None:
         if not is_due or self._saver is None or self.progress.step == 0:
@@ -377,8 +340,7 @@ class Session:
     def _should_stop(self, ended_epoch: int | None) -> bool:
         sitting = self.training.epochs_per_sitting
         has_sat = ended_epoch is not None and sitting is not None and ended_epoch - self._first_epoch >= sitting
-        self.was_stopped = self._stop.signal is not None or has_sat
-        return self.was_stopped
+        return has_sat or self._stop.signal is not None
 
     def _plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
         """Before the very first step: how much a sample needs is measured, and the micro-batch planned with it."""

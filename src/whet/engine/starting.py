@@ -1,0 +1,74 @@
+"""Which run a session belongs to: a new one with a new plan, or one that goes on with the plan saved in it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whet.base.errors import UsageError
+from whet.device.machine_here import machine_here
+from whet.machine.facts import Machine
+from whet.plan.plan import Plan, make_plan, read_plan
+from whet.plan.setting import Scalar
+from whet.plan.workload import Workload
+from whet.run.folder import RUN_FILE, Run, open_run
+
+GROWING_KEYS = ("epochs", "max_steps", "epochs_per_sitting")
+"""What may change when a run goes on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What a sitting starts from."""
+
+    plan: Plan
+    run: Run | None
+    """The run that goes on; None for a new one."""
+    replanned: str | None = None
+    """Why the plan is another than the saved one."""
+
+
+def exists(path: Path | None) -> bool:
+    """Whether there is a run to go on with."""
+    return path is not None and (path / RUN_FILE).exists()
+
+
+def find_start(
+    path: Path | None, workload: Workload, *, wishes: Mapping[str, Scalar], config: Mapping[str, Any]
+) -> Start:
+    """The plan saved in the run folder if there is one and it fits this machine; else a new plan. Writes nothing."""
+    machine, conditions = machine_here()
+    plan = make_plan(machine, workload, wishes=wishes, conditions=conditions)
+    if path is None or not exists(path):
+        return Start(plan=plan, run=None)
+    run = open_run(path)
+    refuse_changes(run.config, config, where=path)
+    saved = read_plan(run.plan, where=f"{path}/plan.json")
+    changed = _what_changed(saved.machine, machine)
+    return Start(plan=saved if changed is None else plan, run=run, replanned=changed)
+
+
+def refuse_changes(saved: Mapping[str, Any], asked: Mapping[str, Any], *, where: Path) -> None:
+    """A run goes on with what it was started with; a changed key is refused by name."""
+    for key in sorted({*saved, *asked}):
+        before, now = saved.get(key), asked.get(key)
+        if before != now and key not in GROWING_KEYS:
+            raise UsageError(
+                f"{where} was started with another {key}",
+                got=f"{key}={now}; the run has {key}={before}",
+                try_=f"{key}={before} to go on, or another run folder for a new run",
+            )
+
+
+def _what_changed(saved: Machine, here: Machine) -> str | None:
+    """In one line, what makes the saved plan unfit for this machine."""
+    pairs = {
+        "chip": (saved.chip, here.chip),
+        "accelerators": (
+            [(a.kind, a.name) for a in saved.accelerators],
+            [(a.kind, a.name) for a in here.accelerators],
+        ),
+        "torch": (saved.torch.version, here.torch.version),
+    }
+    changes = [f"{name} {before} -> {now}" for name, (before, now) in pairs.items() if before != now]
+    return "; ".join(changes) or None
