@@ -4,6 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+LINTED := src tests tools examples benchmarks docs README.md
 
 .PHONY: help setup demo docs lint test test-all clean
 
@@ -32,8 +33,8 @@ docs: $(READY)
 	@$(BIN)/python tools/docs.py
 
 lint: $(READY)
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check $(LINTED)
+	@$(BIN)/ruff format --check $(LINTED)
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
 	@$(BIN)/python tools/docs.py --check

@@ -17,7 +17,9 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-with whet.Session(model, optimizer, (x, y), global_batch_size=50, epochs=3, run=sys.argv[1]) as session:
+with whet.Session(
+    model, optimizer, (x, y), global_batch_size=50, epochs=3, run=sys.argv[1] if len(sys.argv) > 1 else "runs/own-loop"
+) as session:
     for batch in session:
         session.step(lambda micro: nn.functional.mse_loss(model(micro.x), micro.y), batch)
         if session.due("evaluate"):
@@ -25,3 +27,7 @@ with whet.Session(model, optimizer, (x, y), global_batch_size=50, epochs=3, run=
                 error = nn.functional.mse_loss(model(x[:200]), y[:200]).item()
             session.log(error=error)
             print(f"step {session.progress.step}: error {error:.4f}")
+
+if not session.is_finished:
+    print("stopped and saved; the same command goes on")
+    sys.exit(session.exit_code)

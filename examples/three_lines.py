@@ -1,4 +1,4 @@
-"""The short call: a model, data and a loss. Run it twice: the second time it says that the run is done.
+"""The short call: a model, data and a loss. Run it twice: the second time there is nothing left to do.
 
 python examples/three_lines.py runs/three-lines
 """
@@ -23,6 +23,6 @@ result = whet.train(
     optimizer=optimizer,
     global_batch_size=32,
     epochs=2,
-    run=sys.argv[1],
+    run=sys.argv[1] if len(sys.argv) > 1 else "runs/three-lines",
 )
 print(result.state, "after", result.step, "steps")

@@ -37,6 +37,6 @@ result = whet.train(
     warmup_steps=10,
     global_batch_size=25,
     epochs=20,
-    run=sys.argv[1],
+    run=sys.argv[1] if len(sys.argv) > 1 else "runs/average",
 )
 print(result.state, result.metrics)

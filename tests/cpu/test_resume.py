@@ -102,7 +102,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(zygote: Zygote, uninterru
     assert process.wait().code == -signal.SIGKILL
     resumed_from = max(store.steps(open_run(run).checkpoints))
     assert resumed_from >= 12
-    assert finish(zygote, run) == 0
+    assert finish(zygote, run, 'wishes={"checkpoint_steps": 3}') == 0
     assert_same(run, uninterrupted)
 
 
@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_left_for_an_older_one(zygote: Zygote, uninterru
     data = bytearray((newest / store.TENSORS).read_bytes())
     data[-3] ^= 1
     (newest / store.TENSORS).write_bytes(data)
-    assert finish(zygote, run) == 0
+    assert finish(zygote, run, 'wishes={"checkpoint_steps": 4}') == 0
     (resumed,) = read_events(open_run(run), kinds=("resume",))
     assert resumed.step == 8
     assert "damaged" in str(resumed.get("refused"))

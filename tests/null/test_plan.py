@@ -187,6 +187,26 @@ def test_explain_has_the_rules_page() -> None:
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("micro_batch", 0),
+        ("micro_batch", 2.5),
+        ("micro_batch", True),
+        ("precision", "fp8"),
+        ("keep", 1),
+        ("memory_gb", -1),
+        ("device", "tpu"),
+        ("lengths", "short"),
+        ("threads", "two"),
+        ("checkpoint_minutes", 0),
+    ],
+)
+def test_a_wish_that_means_nothing_is_refused(name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=f"{name} must be"):
+        make_plan(mac(), TEXT, wishes={name: value})
+
+
 def test_rule_ids_and_settings_are_unique() -> None:
     assert len({rule.id for rule in ALL}) == len(ALL)
     assert len(set(setting_names())) == len(ALL)

@@ -1,6 +1,7 @@
-"""The one reader of the environment. Variables locate things; they never decide how a model is trained."""
+"""The one room for the environment. Variables locate things; they never decide how a model is trained."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 HOME_VARIABLE = "WHET_HOME"
@@ -22,6 +23,12 @@ def read(name: str) -> str | None:
 def for_child(**changes: str) -> dict[str, str]:
     """This environment with `changes`, for a child process: ours stays as it is."""
     return {**os.environ, **changes}
+
+
+def set_unless_set(values: Mapping[str, str]) -> None:
+    """Sets variables that libraries read in this process; what the user has set stays."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
 
 
 def in_plain_language() -> dict[str, str]:

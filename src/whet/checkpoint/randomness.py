@@ -1,6 +1,8 @@
 """Every generator a training draws from: torch on the CPU and on the device, Python, numpy."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,16 @@ def restore_randomness(tensors: dict[str, Tensor], facts: dict[str, Any], device
     if own is not None:
         device.set_rng_state(own)
     torch.set_rng_state(tensors["randomness/torch"])
+
+
+@contextmanager
+def undisturbed(device: AbstractDevice) -> Iterator[None]:
+    """Puts every generator back afterwards, the device's own too: what happens inside draws as if it had not been."""
+    tensors, facts = read_randomness(device)
+    try:
+        yield
+    finally:
+        restore_randomness(tensors, facts, device)
 
 
 def seed_randomness(seed: int) -> None:

@@ -12,6 +12,9 @@ from whet.checkpoint.randomness import read_randomness, restore_randomness
 from whet.device.abstract import AbstractDevice
 from whet.step.ema import Ema, named_tensors
 
+_HOW_IT_RUNS = ("fused", "foreach", "capturable", "differentiable")
+"""What an optimizer's group says about kernels: this machine's plan decides that, not the one that saved."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
@@ -139,6 +142,8 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
                 "the checkpoint's parameter groups differ", got=f"{len(order)} parameters", try_="the same groups"
             )
         for key, value in saved["values"].items():
+            if key in _HOW_IT_RUNS:
+                continue
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:

@@ -90,6 +90,12 @@ def retain(folder: Path, *, keep: int, best: int | None) -> None:
             durable.remove(folder / name_of(step))
 
 
+def discard(folder: Path, *, step: int) -> None:
+    """Removes the checkpoint of a step, if there is one."""
+    if (folder / name_of(step)).exists():
+        durable.remove(folder / name_of(step))
+
+
 def name_of(step: int) -> str:
     """The folder's name; names sort by step."""
     return f"step-{step:09d}"

@@ -2,7 +2,10 @@
 
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import typer
 
@@ -55,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     switches = {"--quiet", "--debug"}
     screen.quiet = "--quiet" in arguments
     debug = "--debug" in arguments
-    words = [word for word in arguments if word not in switches] or ["--help"]
+    words = ["--help" if word == "-h" else word for word in arguments if word not in switches] or ["--help"]
     try:
         _refuse_windows()
         return app(words, standalone_mode=False) or 0
@@ -78,12 +81,26 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         if debug:
             raise
-        screen.error(
-            WhetError(
-                "this should not have happened", got=f"{type(error).__name__}: {error}", try_="--debug shows where"
-            )
-        )
+        screen.error(_as_failure(error))
         return 1
+
+
+def _as_failure(error: Exception) -> WhetError:
+    """What went wrong that nobody foresaw: in the user's own file if the traceback passes through one, else in ours."""
+    ours = str(Path(__file__).parent.parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [
+        frame for frame in frames if not frame.filename.startswith((ours, "<")) and not _is_library(frame.filename)
+    ]
+    got = f"{type(error).__name__}: {error}"
+    if theirs:
+        where = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno} in {theirs[-1].name}()"
+        return WhetError("your code failed", got=f"{got} ({where})", try_="--debug shows the whole way there")
+    return WhetError("this should not have happened", got=got, try_="--debug shows where")
+
+
+def _is_library(filename: str) -> bool:
+    return "site-packages" in filename or filename.startswith(sysconfig.get_path("stdlib"))
 
 
 def _as_usage_error(error: Exception, words: Sequence[str]) -> UsageError:

@@ -30,12 +30,13 @@ def train(
     """
     from whet.base.errors import UsageError
     from whet.cli import screen
-    from whet.cli.progress import Progress
     from whet.config.resolve import resolve
+    from whet.plan.plan import read_plan
+    from whet.plan.words import plan_lines
     from whet.recipes.recipe import load_recipe
     from whet.report.summary import summarize
     from whet.report.text import render
-    from whet.run.folder import next_run_path
+    from whet.run.folder import next_run_path, open_run
 
     recipe = load_recipe(what)
     resolved = resolve(recipe.Config, words or (), file=config)
@@ -49,10 +50,23 @@ def train(
     if _is_done(path, resolved.config.model_dump(mode="json")):
         screen.note(f"{path} is done; epochs or max_steps may grow, --fresh starts anew")
     else:
-        # torch is loaded from here on.
+        from whet.device.environment import before_torch
+
+        before_torch(mps_fallback=resolved.config.mps_fallback == "on")
+        # torch is loaded from here on, unless a recipe of yours has done so.
+        from whet.engine.progress_line import ProgressLine
         from whet.recipes.train import train_recipe
 
-        show = Progress(recipe.name, path, epochs=resolved.config.epochs)
+        line = ProgressLine(recipe.name, epochs=resolved.config.epochs)
+
+        def show(kind: str, fields: dict[str, Any]) -> None:
+            if screen.quiet:
+                return
+            if kind in ("start", "resume"):
+                plan = read_plan(open_run(path).plan, where=f"{path}/plan.json")
+                line.say("\n".join((f"run       {path}", *plan_lines(plan, width=screen.width()), "")))
+            line(kind, fields)
+
         result = train_recipe(recipe, resolved, run=path, device=device, command=command, show=show)
         if result.state == "stopped":
             screen.note(f"saved at step {result.step:,}; to go on:\n  {shlex.join(command)}")

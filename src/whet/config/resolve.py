@@ -13,6 +13,7 @@ from whet.base.errors import UsageError, nearest
 from whet.config.files import read_config_file
 from whet.config.keys import DTYPE_NAMES, SYNONYMS, CommonConfig
 from whet.config.words import flatten, nest, read_words
+from whet.plan.setting import Scalar
 
 _LAWS = {
     "int_parsing": "a whole number",
@@ -27,7 +28,6 @@ _LAWS = {
 }
 
 C = TypeVar("C", bound=CommonConfig)
-Scalar = bool | int | float | str | None
 
 
 @dataclass(frozen=True, kw_only=True)

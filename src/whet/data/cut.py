@@ -3,7 +3,7 @@
 Whatever the cut, the step sees the same samples with the same weights.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -14,42 +14,27 @@ _NUM_SHAPES = 4
 """Few enough that compiled graphs stay few; padding to quarters of the longest wastes an eighth on average."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """Rows that go through at once; `order` is their place in the global batch."""
+def cut(lengths: np.ndarray, *, micro_batch: int, how: Lengths) -> Iterator[np.ndarray]:
+    """The places in the global batch that go through together; `lengths` are those of its samples.
 
-    order: np.ndarray
-    length: int
-    """What they are padded to, or the longest of them where they are packed."""
-    total: int
-    """The sum of their lengths."""
-    is_packed: bool
+    Inside a piece the samples keep their order, so that a batch that is not cut stays as it is.
 
-
-def cut(lengths: np.ndarray, *, micro_batch: int, how: Lengths, max_length: int) -> tuple[Piece, ...]:
-    """The pieces of a global batch whose samples have these lengths."""
-    count = len(lengths)
-    order = np.arange(count) if how == "fixed" else np.argsort(lengths, kind="stable")
-    pieces = []
-    for start in range(0, count, micro_batch):
-        rows = order[start : start + micro_batch]
-        longest = int(lengths[rows].max())
-        pieces.append(
-            Piece(
-                order=rows,
-                length=_round_up(longest, max_length) if how == "few shapes" else longest,
-                total=int(lengths[rows].sum()),
-                is_packed=how == "packed",
-            )
-        )
-    return tuple(pieces)
+    >>> [piece.tolist() for piece in cut(np.array([5, 1, 4, 2]), micro_batch=2, how="sorted")]
+    [[1, 3], [0, 2]]
+    """
+    order = np.arange(len(lengths)) if how == "fixed" else np.argsort(lengths, kind="stable")
+    for start in range(0, len(lengths), micro_batch):
+        yield np.sort(order[start : start + micro_batch])
 
 
-def _round_up(length: int, max_length: int) -> int:
-    """The next of a few lengths.
+def padded_length(lengths: np.ndarray, *, how: Lengths, max_length: int) -> int:
+    """What samples of these lengths are filled up to: the longest, or the next of a few lengths.
 
-    >>> [_round_up(length, 64) for length in (1, 16, 17, 60, 64)]
+    >>> [padded_length(np.array([n]), how="few shapes", max_length=64) for n in (1, 16, 17, 60, 64)]
     [16, 16, 32, 64, 64]
     """
+    longest = int(lengths.max())
+    if how != "few shapes":
+        return longest
     grain = -(-max_length // _NUM_SHAPES)
-    return min(max_length, -(-length // grain) * grain)
+    return min(max_length, -(-longest // grain) * grain)

@@ -2,8 +2,10 @@
 
 import contextlib
 import random
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -43,17 +45,17 @@ class Mapped(AbstractSource):
         shuffle: bool = True,
         loading: Loading | None = None,
     ) -> None:
-        self.num_samples = len(dataset)
-        self._order = {"global_batch_size": global_batch_size, "seed": seed, "shuffle": shuffle}
+        self.num_samples: int = len(dataset)
+        self._order: dict[str, Any] = {"global_batch_size": global_batch_size, "seed": seed, "shuffle": shuffle}
         self._reader = _Reader(dataset, seed)
         self._requests = _Requests()
         self._loader = _loader(self._reader, self._requests, loading or Loading())
 
     def batches(self, position: Position) -> Iterator[GlobalBatch]:
-        planned = list(ordered_batches(self.num_samples or 0, position, **self._order))  # type: ignore[arg-type]
+        planned = partial(ordered_batches, self.num_samples, position, **self._order)
         # A sample is asked for with its epoch, so that its randomness is known wherever it is read.
-        self._requests.batches = [[(position.epoch, int(i)) for i in ids] for ids, _, _ in planned]
-        for (ids, after, is_last), samples in zip(planned, self._loader, strict=True):
+        self._requests.batches = lambda: ([(position.epoch, int(i)) for i in ids] for ids, _, _ in planned())
+        for (ids, after, is_last), samples in zip(planned(), self._loader, strict=True):
             yield GlobalBatch(ids=ids, after=after, is_last_of_epoch=is_last, samples=tuple(samples))
 
     def micros(self, batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
@@ -66,16 +68,11 @@ class Mapped(AbstractSource):
 class _Requests:
     """What is to be read next: one list of (epoch, sample) for each global batch."""
 
-    batches: list[list[tuple[int, int]]]
-
     def __init__(self) -> None:
-        self.batches = []
+        self.batches: Callable[[], Iterator[list[tuple[int, int]]]] = lambda: iter(())
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+        return self.batches()
 
 
 class _Reader(Dataset[Any]):
@@ -105,6 +102,11 @@ def _own_randomness(seed: int) -> Iterator[None]:
         torch.set_rng_state(saved[2])
 
 
+def _ignore_interrupts(_worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the training decides when its workers end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _loader(reader: _Reader, requests: _Requests, loading: Loading) -> DataLoader[Any]:
     if loading.workers == 0:
         return DataLoader(reader, batch_sampler=requests, collate_fn=list, generator=torch.Generator())
@@ -117,4 +119,5 @@ def _loader(reader: _Reader, requests: _Requests, loading: Loading) -> DataLoade
         persistent_workers=True,
         prefetch_factor=loading.prefetch,
         multiprocessing_context=loading.start,
+        worker_init_fn=_ignore_interrupts,
     )

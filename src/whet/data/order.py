@@ -5,7 +5,6 @@ with a version, so there is no loader state to save.
 """
 
 import numpy as np
-import torch
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -28,11 +27,6 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True
 def sample_seed(seed: int, epoch: int, sample: int) -> int:
     """The seed of everything random about one sample in one epoch (augmentation, masking)."""
     return mix(seed, epoch, sample)
-
-
-def sample_generator(seed: int, epoch: int, sample: int) -> torch.Generator:
-    """A generator for one sample in one epoch, whoever reads it and in which process."""
-    return torch.Generator().manual_seed(sample_seed(seed, epoch, sample))
 
 
 def mix(*parts: int) -> int:

@@ -11,9 +11,9 @@ from torch import Tensor
 from whet.base.errors import UsageError
 from whet.data.batch import Field, GlobalBatch, Micro, Position
 from whet.data.columns import Columns, stack_samples
-from whet.data.cut import Lengths, Piece, cut
+from whet.data.cut import Lengths, cut, padded_length
 from whet.data.order import epoch_order
-from whet.data.ragged import Ragged
+from whet.data.ragged import Put, Ragged
 
 
 class AbstractSource(ABC):
@@ -31,6 +31,10 @@ class AbstractSource(ABC):
     @abstractmethod
     def micros(self, batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
         """The pieces of a global batch; on the device already where the data lies there."""
+
+    def fingerprint(self) -> str | None:
+        """What tells this data from other data, as far as that is cheap; None where nothing can be said."""
+        return None
 
     def state(self) -> dict[str, Any]:
         """What a stream needs to go on; a pure order needs nothing."""
@@ -55,40 +59,39 @@ def ordered_batches(
         yield order[start:end], after, is_last
 
 
-def cut_columns(
-    columns: Columns, rows: np.ndarray, *, micro_batch: int, how: Lengths, lengths: np.ndarray | None, longest: int
-) -> Iterator[tuple[Piece, dict[str, Field]]]:
-    """The chosen rows of columns, piece by piece."""
-    own = np.ones(len(rows), dtype=np.int64) if lengths is None else lengths[rows]
-    for piece in cut(own, micro_batch=micro_batch, how="fixed" if lengths is None else how, max_length=longest):
-        chosen = torch.from_numpy(rows[piece.order])
-        yield piece, {name: _take(column, chosen, piece) for name, column in columns.items()}
+class Cutter:
+    """Cuts rows out of columns, piece by piece, and hands each piece over as a micro-batch."""
 
+    def __init__(self, columns: Columns, *, send: Put) -> None:
+        """`send` brings row numbers to where the columns lie."""
+        self._columns = columns
+        self._send = send
+        # On the host, so that shapes are known without asking the device.
+        self._lengths = {n: c.lengths.cpu().numpy() for n, c in columns.items() if isinstance(c, Ragged)}
+        self._longest = {name: int(lengths.max(initial=1)) for name, lengths in self._lengths.items()}
 
-def _take(column: Tensor | Ragged, rows: Tensor, piece: Piece) -> Field:
-    if isinstance(column, Tensor):
-        return column[rows.to(column.device)]
-    rows = rows.to(column.values.device)
-    if piece.is_packed:
-        return column.packed(rows, max_length=piece.length, total=piece.total)
-    return column.padded(rows, length=piece.length)
+    def micros(self, rows: np.ndarray, ids: np.ndarray, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
+        """The pieces of the chosen rows; `ids` are the samples' ids, row by row."""
+        lengths = sum((lengths[rows] for lengths in self._lengths.values()), np.zeros(len(rows), dtype=np.int64))
+        for piece in cut(lengths, micro_batch=micro_batch, how=how if self._lengths else "fixed"):
+            chosen = self._send(torch.from_numpy(rows[piece]))
+            fields = {name: self._take(name, rows[piece], chosen, how) for name in self._columns}
+            yield Micro(fields=fields, ids=ids[piece])
+
+    def _take(self, name: str, rows: np.ndarray, chosen: Tensor, how: Lengths) -> Field:
+        column = self._columns[name]
+        if isinstance(column, Tensor):
+            return column[chosen]
+        lengths = self._lengths[name][rows]
+        if how == "packed":
+            return column.packed(chosen, max_length=int(lengths.max()), total=int(lengths.sum()))
+        return column.padded(chosen, length=padded_length(lengths, how=how, max_length=self._longest[name]))
 
 
 def micros_of_samples(batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
-    """Micro-batches of samples that were read one by one."""
-    columns = stack_samples(batch.samples)
-    lengths = column_lengths(columns)
-    longest = 1 if lengths is None else int(lengths.max())
-    rows = np.arange(len(batch))
-    pieces = cut_columns(columns, rows, micro_batch=micro_batch, how=how, lengths=lengths, longest=longest)
-    for piece, fields in pieces:
-        yield Micro(fields=fields, ids=batch.ids[piece.order])
-
-
-def column_lengths(columns: Columns) -> np.ndarray | None:
-    """The lengths of samples by the first ragged column; None where all have one shape."""
-    ragged = next((column for column in columns.values() if isinstance(column, Ragged)), None)
-    return None if ragged is None else ragged.lengths.cpu().numpy()
+    """Micro-batches of samples that were read one by one; they lie on the host."""
+    cutter = Cutter(stack_samples(batch.samples), send=lambda rows: rows)
+    return cutter.micros(np.arange(len(batch)), batch.ids, micro_batch=micro_batch, how=how)
 
 
 def refuse_too_short(num_samples: int | None, global_batch_size: int) -> None:

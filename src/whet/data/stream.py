@@ -1,5 +1,6 @@
 """Iterables: they keep their own order. Resuming reads on from their own state, or skips what was consumed."""
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, final, runtime_checkable
@@ -41,8 +42,10 @@ class Stream(AbstractSource):
         ahead = self._read(iterator)
         while ahead:
             # Whether a batch is the last shows only behind it; the state is the one before that look.
-            self._state = self._samples.state_dict() if isinstance(self._samples, Stateful) else {}
+            state = copy.deepcopy(self._samples.state_dict()) if isinstance(self._samples, Stateful) else {}
             batch, ahead = ahead, self._read(iterator)
+            # Behind the last batch the next epoch begins anew: a state would say that everything was read.
+            self._state = state if ahead else {}
             end = start + len(batch)
             after = Position(epoch=position.epoch, samples=end) if ahead else Position(epoch=position.epoch + 1)
             yield GlobalBatch(ids=np.arange(start, end), after=after, is_last_of_epoch=not ahead, samples=batch)

@@ -3,9 +3,9 @@
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from whet.device.oom import is_out_of_memory
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-Mark = Callable[[], float]
-"""A moment on the device's clock: calling it gives seconds, and may wait for the device to get there."""
+Mark = Any
+"""A moment on the device's clock; only the device that made it can read it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +51,20 @@ class AbstractDevice(ABC):
         """The tensor on this device; complete when this returns, as far as later kernels can tell."""
         return tensor.to(self.place)
 
+    def send(self, tensor: Tensor) -> Tensor:
+        """A small tensor from the host, without waiting for what the device is doing."""
+        return self.put(tensor)
+
     def sync(self) -> None:
         """Waits until everything asked for is done."""
 
     def mark(self) -> Mark:
         """This moment, for measuring what lies between two of them."""
-        now = time.perf_counter()
-        return lambda: now
+        return time.perf_counter()
+
+    def seconds_between(self, start: Mark, end: Mark) -> float:
+        """The time between two marks; waits until the device has passed them."""
+        return float(end - start)
 
     def memory(self) -> Memory:
         """What the counters say now."""

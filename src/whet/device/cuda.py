@@ -5,7 +5,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from whet.device.abstract import AbstractDevice, Mark, Memory
+from whet.device.abstract import AbstractDevice, Memory
 
 
 @final
@@ -16,8 +16,6 @@ class Cuda(AbstractDevice):
         self._place = torch.device("cuda", index)
         self._overlaps_copies = overlaps_copies
         torch.cuda.set_device(index)
-        self._first_event = torch.cuda.Event(enable_timing=True)
-        self._first_event.record()
 
     @property
     def place(self) -> torch.device:
@@ -28,24 +26,25 @@ class Cuda(AbstractDevice):
         # The fused kernels read the rate on the GPU, as float32.
         return torch.float32
 
+    def send(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(self._place, non_blocking=True)
+
     def put(self, tensor: Tensor) -> Tensor:
         if self._overlaps_copies and tensor.device.type == "cpu":
-            return tensor.pin_memory().to(self._place, non_blocking=True)
+            return self.send(tensor)
         return tensor.to(self._place)
 
     def sync(self) -> None:
         torch.cuda.synchronize(self._place)
 
-    def mark(self) -> Mark:
+    def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        start = self._first_event
+        return event
 
-        def seconds() -> float:
-            event.synchronize()
-            return float(start.elapsed_time(event)) / 1000
-
-        return seconds
+    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
 
     def memory(self) -> Memory:
         return Memory(

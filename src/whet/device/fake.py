@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from whet.base.units import GB
-from whet.device.abstract import AbstractDevice, Mark, Memory
+from whet.device.abstract import AbstractDevice, Memory
 
 
 @final
@@ -47,9 +47,8 @@ class Fake(AbstractDevice):
         """Gives memory back."""
         self.held_bytes -= num_bytes
 
-    def mark(self) -> Mark:
-        now = self.seconds
-        return lambda: now
+    def mark(self) -> float:
+        return self.seconds
 
     def memory(self) -> Memory:
         return Memory(

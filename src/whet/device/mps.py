@@ -5,7 +5,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from whet.device.abstract import AbstractDevice, Mark, Memory
+from whet.device.abstract import AbstractDevice, Memory
+from whet.device.environment import before_first_allocation
 
 
 @final
@@ -13,8 +14,7 @@ class Mps(AbstractDevice):
     kind = "mps"
 
     def __init__(self) -> None:
-        self._first_event = torch.mps.Event(enable_timing=True)
-        self._first_event.record()
+        before_first_allocation()
 
     @property
     def place(self) -> torch.device:
@@ -28,16 +28,14 @@ class Mps(AbstractDevice):
     def sync(self) -> None:
         torch.mps.synchronize()
 
-    def mark(self) -> Mark:
+    def mark(self) -> torch.mps.Event:
         event = torch.mps.Event(enable_timing=True)
         event.record()
-        start = self._first_event
+        return event
 
-        def seconds() -> float:
-            event.synchronize()
-            return float(start.elapsed_time(event)) / 1000
-
-        return seconds
+    def seconds_between(self, start: torch.mps.Event, end: torch.mps.Event) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
 
     def memory(self) -> Memory:
         return Memory(

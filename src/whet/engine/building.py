@@ -7,15 +7,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from whet.base.errors import UsageError
 from whet.checkpoint.randomness import seed_randomness
 from whet.data.mapped import Loading
 from whet.data.open import open_source
 from whet.data.source import AbstractSource, refuse_too_short
 from whet.device.abstract import AbstractDevice
+from whet.device.environment import FALLBACK, has_fallback
 from whet.device.open import open_device
 from whet.engine.schedule import Schedule
 from whet.engine.training import Training
-from whet.plan.plan import Plan
+from whet.plan.plan import Plan, override
 from whet.step.ema import Ema
 from whet.step.optimizer import OptimizerChoice, make_optimizer
 from whet.step.step import Stepper
@@ -25,6 +27,8 @@ from whet.step.step import Stepper
 class Parts:
     """What a session steps with."""
 
+    plan: Plan
+    """Another than the one given where the device could not be used."""
     device: AbstractDevice
     fell_back: str | None
     """Why the device is not the one that was asked for; None when it is."""
@@ -32,31 +36,32 @@ class Parts:
     schedule: Schedule
     total_steps: int | None
     stepper: Stepper
+    base_rates: list[float]
 
 
 def build(model: nn.Module, optimizer: Optimizer | OptimizerChoice, data: Any, training: Training, plan: Plan) -> Parts:
     """Opens the device, moves the model, reads the data; everything that can be wrong is refused here."""
-    device, fell_back = use_device(plan)
+    plan, device, fell_back = use_device(plan)
     seed_randomness(training.seed)
-    source = open_source(
+    source = open_planned_source(
         data,
         device,
+        plan,
         global_batch_size=training.global_batch_size,
         seed=training.seed,
         shuffle=training.shuffle,
-        is_resident=plan.value("data_home") == "device",
-        loading=Loading(
-            workers=int(plan.value("workers") or 0),
-            start=str(plan.value("worker_start")),
-            prefetch=int(plan.value("prefetch") or 2),
-        ),
     )
     refuse_too_short(source.num_samples, training.global_batch_size)
     total_steps = training.total_steps(source.num_samples)
     schedule = training.make_schedule(total_steps)
     model.to(device.place)
     if isinstance(optimizer, OptimizerChoice):
-        optimizer = make_optimizer(optimizer, model, device, kernels=str(plan.value("optimizer_kernels")))
+        choice = optimizer
+        optimizer = make_optimizer(choice, model, device, kernels=str(plan.value("optimizer_kernels")))
+        base_rates = [choice.lr] * len(optimizer.param_groups)
+    else:
+        _refuse_foreign_parameters(model, optimizer)
+        base_rates = [float(group["lr"]) for group in optimizer.param_groups]
     stepper = Stepper(
         model,
         optimizer,
@@ -67,26 +72,70 @@ def build(model: nn.Module, optimizer: Optimizer | OptimizerChoice, data: Any, t
         ema=Ema(model) if training.ema else None,
     )
     return Parts(
+        plan=plan,
         device=device,
         fell_back=fell_back,
         source=source,
         schedule=schedule,
         total_steps=total_steps,
         stepper=stepper,
+        base_rates=base_rates,
     )
 
 
-def use_device(plan: Plan) -> tuple[AbstractDevice, str | None]:
-    """Opens the planned device and sets what holds for the whole process; why it is another one, or None."""
-    threads = plan.value("threads")
-    if isinstance(threads, int):
-        torch.set_num_threads(threads)
+def open_planned_source(
+    data: Any, device: AbstractDevice, plan: Plan, *, global_batch_size: int, seed: int = 0, shuffle: bool = False
+) -> AbstractSource:
+    """Data as the plan says: on the device or not, read by workers or here."""
+    return open_source(
+        data,
+        device,
+        global_batch_size=global_batch_size,
+        seed=seed,
+        shuffle=shuffle,
+        is_resident=plan.value("data_home") == "device",
+        loading=Loading(
+            workers=int(plan.value("workers") or 0),
+            start=str(plan.value("worker_start")),
+            prefetch=int(plan.value("prefetch") or 2),
+        ),
+    )
+
+
+def use_device(plan: Plan) -> tuple[Plan, AbstractDevice, str | None]:
+    """Opens the planned device and sets what holds for the whole process.
+
+    Where it cannot be opened and on_device_failure=cpu, the plan is made anew for the CPU, and the reason is given.
+    """
     opened = open_device(
         str(plan.value("device")),
         on_failure=str(plan.value("on_device_failure")),
         overlaps_copies=plan.value("copies") == "overlapped",
     )
+    reason = opened.fell_back
+    if reason is not None:
+        plan = override(plan, {"device": "cpu"})
+    elif str(plan.wishes.get("device", opened.device.kind)).partition(":")[0] != opened.device.kind:
+        reason = plan.settings["device"].reason
+    if plan.value("mps_fallback") == "on" and opened.device.kind == "mps" and not has_fallback():
+        raise UsageError(
+            "mps_fallback must be set before torch starts",
+            got=f"mps_fallback=on, and no {FALLBACK} in the environment",
+            try_=f"{FALLBACK}=1 python ..., or whet train, which sets it",
+        )
+    threads = plan.value("threads")
+    if isinstance(threads, int):
+        torch.set_num_threads(threads)
     opened.device.use_precision(str(plan.value("precision")))
-    asked = plan.wishes.get("device")
-    is_another = asked is not None and str(asked).partition(":")[0] != opened.device.kind
-    return opened.device, opened.fell_back or (plan.settings["device"].reason if is_another else None)
+    return plan, opened.device, reason
+
+
+def _refuse_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        raise UsageError(
+            "the optimizer updates parameters that are not the model's",
+            got=f"{len(foreign)} of them, the first of shape {tuple(foreign[0].shape)}",
+            try_="an optimizer over model.parameters(), made after the model is complete",
+        )

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
+from whet.base.errors import UsageError
 from whet.data.batch import Micro
+from whet.engine.progress_line import ProgressLine
+from whet.engine.recorder import Show
 from whet.engine.session import Session
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice
@@ -39,21 +42,27 @@ def train(
     evaluate: Evaluate | None = None,
     dev: Any = None,
     test: Any = None,
+    show: Show | Literal["line"] | None = "line",
     **options: Any,
 ) -> Result:
     """Trains a model: probes, plans, trains, checkpoints; call it again with the same `run` and it resumes.
 
     `loss` receives a micro-batch and returns a mean over its samples, or a pair (sum, weight). `evaluate` receives the
-    model and micro-batches of `dev` and returns metrics; of `test` too, once, when all steps are done. All other
-    options are Session's: global_batch_size, epochs, run, device, seed, schedule, clip, ema, ...
+    model and micro-batches of `dev` and returns metrics; of `test` too, once, when all steps are done. `show` is told
+    of every event: a line on standard error unless you give a function, or None for silence. All other
+    options are Session's: run, device, wishes, goal, init_from, and what `engine/training.py` lists (global_batch_size,
+    epochs, max_steps, seed, schedule, warmup_steps, clip, ema, eval_every, patience, ...).
     """
+    if (evaluate is None) != (dev is None):
+        raise UsageError("evaluate and dev belong together", got="one of them", try_="evaluate=..., dev=...")
     metrics: dict[str, float] = {}
-    with Session(model, optimizer, data, **options) as session:
+    told = ProgressLine(epochs=options.get("epochs", 1)) if show == "line" else show
+    with Session(model, optimizer, data, show=told, **options) as session:
         for batch in session:
             session.step(loss, batch)
             if evaluate is not None and session.due("evaluate"):
                 metrics |= session.evaluate(evaluate, dev)
-        if evaluate is not None and test is not None and session.is_finished:
+        if evaluate is not None and test is not None and session.is_finished and session.has_stepped:
             metrics |= session.evaluate(evaluate, test, prefix="test_")
     return Result(
         path=None if session.run is None else session.run.path,

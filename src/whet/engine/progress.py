@@ -26,8 +26,8 @@ class Progress:
         return cls(**{**data, "position": Position(**data["position"])})
 
     def judge(self, score: float) -> bool:
-        """Takes the score of an evaluation (higher is better); whether it is the best so far."""
-        if self.best_score is None or score > self.best_score:
+        """Takes the score of an evaluation (higher is better; NaN is never good); whether it is the best so far."""
+        if score == score and (self.best_score is None or score > self.best_score):
             self.best_score, self.best_step, self.num_worse = score, self.step, 0
             return True
         self.num_worse += 1

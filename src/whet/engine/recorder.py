@@ -52,7 +52,7 @@ class Recorder:
             self.read()
 
     def spent(self, phase: str, seconds: float) -> None:
-        """Adds time spent outside steps (evaluate, save) to the next step that is written."""
+        """Adds time spent outside steps (evaluate, save) to the oldest step that is not written yet, or to the next."""
         self._extra_seconds[phase] = self._extra_seconds.get(phase, 0.0) + seconds
 
     def event(self, kind: str, *, step: int, **fields: Any) -> None:
@@ -78,7 +78,7 @@ class Recorder:
         norms = _as_numbers([outcome.grad_norm for _, outcome in pending])
         for (facts, outcome), loss, norm in zip(pending, losses, norms, strict=True):
             assert loss is not None
-            seconds = _seconds(outcome)
+            seconds = self._seconds(outcome)
             for phase, spent in self._extra_seconds.items():
                 seconds[phase] = seconds.get(phase, 0.0) + spent
             self._extra_seconds = {}
@@ -87,6 +87,12 @@ class Recorder:
                 self._log.append("step", **_as_fields(self.last))
         if self._show is not None and self.last is not None:
             self._show("step", _as_fields(self.last))
+
+    def _seconds(self, outcome: Outcome) -> dict[str, float]:
+        spent: dict[str, float] = {}
+        for phase, start, end in outcome.marks:
+            spent[phase] = spent.get(phase, 0.0) + self._device.seconds_between(start, end)
+        return spent
 
 
 def _as_fields(record: StepRecord) -> dict[str, Any]:
@@ -98,10 +104,3 @@ def _as_numbers(tensors: list[Tensor | None]) -> list[float | None]:
     there = [tensor for tensor in tensors if tensor is not None]
     values = iter(torch.stack([tensor.detach().float() for tensor in there]).tolist()) if there else iter(())
     return [None if tensor is None else next(values) for tensor in tensors]
-
-
-def _seconds(outcome: Outcome) -> dict[str, float]:
-    spent: dict[str, float] = {}
-    for phase, start, end in outcome.marks:
-        spent[phase] = spent.get(phase, 0.0) + end() - start()
-    return spent

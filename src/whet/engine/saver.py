@@ -18,21 +18,24 @@ class Saver:
         self._epochs = plan.value("checkpoint_epochs")
         self._keep = plan.value("keep")
         self._saved_at = time.monotonic()
-        self.last_step = max(store.steps(folder), default=0)
+        self.last_step = 0
+        """The step whose state is safe on the disk; a resume sets it."""
 
-    def is_due(self, step: int, *, ended_epoch: int | None) -> bool:
-        """Whether a checkpoint should be written after this step; `ended_epoch` is the number of epochs just done."""
+    def is_due(self, step: int, *, epochs_done: int | None) -> bool:
+        """Whether a checkpoint should be written after this step; `epochs_done` counts if the step ended an epoch."""
         if step == self.last_step:
             return False
         if isinstance(self._steps, int) and step % self._steps == 0:
             return True
-        if isinstance(self._epochs, int) and ended_epoch is not None and ended_epoch % self._epochs == 0:
+        if isinstance(self._epochs, int) and epochs_done is not None and epochs_done % self._epochs == 0:
             return True
         waited = time.monotonic() - self._saved_at
         return isinstance(self._minutes, int | float) and waited >= self._minutes * 60
 
     def save(self, snapshot: Snapshot, *, step: int, best: int | None) -> Path:
         """Writes the checkpoint of a step, then removes old ones."""
+        # A folder of this step can only be one that could not be trusted: the run went on from before it.
+        store.discard(self._folder, step=step)
         path = store.save(self._folder, snapshot, step=step)
         self._saved_at, self.last_step = time.monotonic(), step
         assert isinstance(self._keep, int)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -22,11 +22,12 @@ from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
 from whet.checkpoint import store
+from whet.checkpoint.randomness import undisturbed
 from whet.checkpoint.snapshot import Snapshot, restore, take
 from whet.data.batch import GlobalBatch, Micro, Position
 from whet.data.cut import Lengths
-from whet.data.open import open_source
-from whet.engine.building import build
+from whet.data.source import AbstractSource
+from whet.engine.building import build, open_planned_source
 from whet.engine.progress import Progress
 from whet.engine.reading import load_weights
 from whet.engine.recorder import Recorder, Show
@@ -43,7 +44,7 @@ from whet.run import durable, lock
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run, rewrite, versions
 from whet.step.loss import LossFunction
-from whet.step.optimizer import OptimizerChoice, base_rates_of, set_rate
+from whet.step.optimizer import OptimizerChoice, set_rate
 from whet.step.recompute import recompute_blocks
 
 
@@ -90,6 +91,9 @@ class Session:
         self._closing = contextlib.ExitStack()
         self._is_last_of_epoch = False
         self._is_model_ready = False
+        self._is_in_step = False
+        self._is_best_unsaved = False
+        self._evaluated: dict[int, tuple[AbstractSource, Any]] = {}
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
 
@@ -102,46 +106,54 @@ class Session:
         return self
 
     def _enter(self) -> None:
-        if self._path is not None and exists(self._path):
+        is_new = not exists(self._path)
+        if not is_new:
             # Locked before it is read: two processes must not go on with one run.
-            self._closing.enter_context(lock.acquire(self._path))
+            self._closing.enter_context(lock.acquire(cast(Path, self._path)))
         start = find_start(self._path, self._workload, wishes=self._wishes, config=self._config)
-        self.plan, self.run = start.plan, start.run
-        parts = build(self.model, self._optimizer, self._data, self.training, self.plan)
+        if is_new and start.run is not None:
+            raise UsageError(
+                "another process has just started this run", got=str(self._path), try_="another run folder"
+            )
+        if is_new and self._init_from is not None:
+            load_weights(self._init_from, self.model)
+        parts = build(self.model, self._optimizer, self._data, self.training, start.plan)
         self._closing.callback(parts.source.close)
-        self.device, self.source, self.total_steps = parts.device, parts.source, parts.total_steps
+        self.plan, self.device, self.source = parts.plan, parts.device, parts.source
+        self.total_steps, self._base_rates = parts.total_steps, parts.base_rates
         self._stepper, self._schedule = parts.stepper, parts.schedule
-        self._base_rates = base_rates_of(parts.stepper.optimizer)
-        found = store.newest(self.run.checkpoints) if self.run is not None else None
-        if self.run is None and self._path is not None:
-            self.run = self._create_run(self._path)
+        found = None if start.run is None else store.newest(start.run.checkpoints)
+        self.run = start.run or (self._create_run(self._path) if self._path is not None else None)
         log = self._closing.enter_context(EventLog(self.run)) if self.run is not None else None
         self._recorder = Recorder(log, self.device, show=self._show)
         self._saver = Saver(self.run.checkpoints, self.plan) if self.run is not None else None
         if found is None:
-            self._begin()
+            self._tell("start", {})
         else:
             self._resume(*found)
         for reason in filter(None, (start.replanned, parts.fell_back)):
             self._recorder.event("plan", step=self.progress.step, changed=reason, exact=False, reason=reason)
-        if start.replanned and self.run is not None:
-            self.run = rewrite(self.run, plan=self.plan.as_json())
-        self._first_epoch = self.progress.position.epoch
+        if self.run is not None and not is_new:
+            self.run = rewrite(self.run, plan=self.plan.as_json(), config=self._config)
+        self._first_epoch, self._first_step = self.progress.position.epoch, self.progress.step
         self._epoch_began = time.monotonic()
         self._closing.enter_context(self._stop)
         self._closing.enter_context(no_garbage_collection())
-        self.model.train()
+        if not self.model.training:
+            # Otherwise it is left as it is: a part may be in eval mode on purpose.
+            self.model.train()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
-            if kind is None:
-                self._save_if(self._saver is not None and self._saver.last_step != self.progress.step)
+            # In the middle of a step the last checkpoint is what counts; and who stops twice wants no more waiting.
+            is_whole = kind is None or (issubclass(kind, Exception) and not self._is_in_step)
+            with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
+                self._save_if(is_whole)
                 state = "done" if self.is_finished else "stopped"
-                self._recorder.event("end", step=self.progress.step, state=state)
-            else:
-                # The model may be in the middle of a step: the last checkpoint is what counts.
-                state = "stopped" if issubclass(kind, KeyboardInterrupt) else "failed"
-                self._recorder.event("end", step=self.progress.step, state=state, reason=f"{kind.__name__}: {error}")
+                if kind is not None and issubclass(kind, Exception):
+                    state = "failed"
+                reason = {} if kind is None else {"reason": f"{kind.__name__}: {error}"}
+                self._recorder.event("end", step=self.progress.step, state=state, **reason)
         finally:
             self._closing.close()
 
@@ -150,8 +162,8 @@ class Session:
     def __iter__(self) -> Iterator[GlobalBatch]:
         """The global batches that are left, from where the run stands."""
         while not self.is_finished:
+            before = self.progress.step
             for batch in self._timed(self.source.batches(self.progress.position)):
-                before = self.progress.step
                 self._is_last_of_epoch = batch.is_last_of_epoch
                 yield batch
                 if self.progress.step != before + 1:
@@ -160,16 +172,24 @@ class Session:
                         got=f"{self.progress.step - before} calls of step() for one batch",
                         try_="for batch in session: session.step(loss, batch)",
                     )
-                ended_epoch = batch.after.epoch if batch.is_last_of_epoch else None
-                self._save_if(self._saver is not None and self._saver.is_due(before + 1, ended_epoch=ended_epoch))
-                if ended_epoch is not None:
-                    self._end_epoch(ended_epoch)
-                if self.is_finished or self._should_stop(ended_epoch):
+                before += 1
+                epochs_done = batch.after.epoch if batch.is_last_of_epoch else None
+                self._save_if(self._is_best_unsaved or self._is_save_due(epochs_done))
+                if epochs_done is not None:
+                    self._end_epoch(epochs_done)
+                if self.is_finished or self._should_stop(epochs_done):
                     return
+            if self.progress.step == before and self.progress.position.samples > 0:
+                raise UsageError(
+                    "the data has become shorter",
+                    got=f"nothing behind sample {self.progress.position.samples:,} of the epoch",
+                    try_="the data the run was started with",
+                )
 
     def step(self, loss: LossFunction, batch: GlobalBatch) -> None:
         """Makes one optimizer step from a global batch: cut, forward, backward, weigh, clip, update, average, log."""
         progress = self.progress
+        self._is_in_step = True
         if not self._is_model_ready:
             self._plan_micro_batch(loss, batch)
             self._prepare_model()
@@ -186,6 +206,7 @@ class Session:
             samples=progress.samples,
             lr=self._schedule.factor(number) * self._base_rates[0],
         )
+        self._is_in_step = False
 
     def due(self, what: str) -> bool:
         """Whether it is time to "evaluate": every `eval_every` steps or at the end of an epoch, and at the very end."""
@@ -200,15 +221,18 @@ class Session:
     ) -> dict[str, float]:
         """Evaluates on `data` with the averaged weights if there are any, logs the metrics, and disturbs nothing."""
         start = time.perf_counter()
-        ema = self._stepper.ema
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), ema.in_place() if ema else contextlib.nullcontext():
+        ema, modes = self._stepper.ema, [(module, module.training) for module in self.model.modules()]
+        with torch.no_grad(), undisturbed(self.device), ema.in_place() if ema else contextlib.nullcontext():
             self.model.eval()
             try:
                 found = evaluate(self.model, self.batches(data))
+                metrics = {f"{prefix}{name}": float(value) for name, value in found.items()}
             finally:
-                self.model.train()
+                for module, mode in modes:
+                    module.training = mode
         self._recorder.spent("evaluate", time.perf_counter() - start)
-        metrics = {f"{prefix}{name}": float(value) for name, value in found.items()}
+        if self._goal is not None and not prefix and self._goal not in metrics:
+            raise UsageError("the goal is not among the metrics", got=self._goal, try_=" or ".join(metrics))
         self.log(**metrics)
         return metrics
 
@@ -216,11 +240,15 @@ class Session:
         """Data in its own order, on the device, as much at once as the plan evaluates."""
         size = self.plan.value("eval_batch")
         assert isinstance(size, int)
-        source = open_source(data, self.device, global_batch_size=size, seed=0, shuffle=False)
+        if id(data) not in self._evaluated:
+            source = open_planned_source(data, self.device, self.plan, global_batch_size=size)
+            self._closing.callback(source.close)
+            # With the data itself, so that its id stays taken.
+            self._evaluated[id(data)] = (source, data)
+        source, _ = self._evaluated[id(data)]
         for batch in source.batches(Position()):
             for micro in source.micros(batch, micro_batch=size, how=self._how):
                 yield micro.moved(self.device.put)
-        source.close()
 
     def log(self, **metrics: float) -> None:
         """Writes metrics down; the goal among them decides the best checkpoint, plateau and early stop."""
@@ -228,9 +256,8 @@ class Session:
         if self._goal is None or self._goal not in metrics:
             return
         score = metrics[self._goal] if self._goal_is == "max" else -metrics[self._goal]
-        is_best = self.progress.judge(score)
+        self._is_best_unsaved = self.progress.judge(score)
         self._schedule.observe(score)
-        self._save_if(is_best and self._saver is not None and self._saver.last_step != self.progress.step)
 
     @property
     def is_finished(self) -> bool:
@@ -240,9 +267,14 @@ class Session:
         return is_over or (training.patience is not None and progress.num_worse >= training.patience)
 
     @property
+    def has_stepped(self) -> bool:
+        """Whether this sitting made a step; a finished run that is entered again makes none."""
+        return self.progress.step > self._first_step
+
+    @property
     def exit_code(self) -> int:
-        """0, or what a shell expects of a process that was asked to stop."""
-        return self._stop.exit_code
+        """0, or what a shell expects of a process that was asked to stop and did."""
+        return 0 if self.is_finished else self._stop.exit_code
 
     # --- the parts ---------------------------------------------------------------------------------------------------
 
@@ -280,31 +312,38 @@ class Session:
             durable.write_file(made.path / name, data=content)
         return made
 
-    def _begin(self) -> None:
-        if self._init_from is not None:
-            load_weights(self._init_from, self.model)
-        self._recorder.event("start", step=0, total_steps=self.total_steps, goal=self._goal, goal_is=self._goal_is)
+    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+        """Begins a sitting in the log."""
+        goal = {"goal": self._goal, "goal_is": self._goal_is}
+        self._recorder.event(kind, step=self.progress.step, total_steps=self.total_steps, **goal, **fields)
 
     def _resume(self, step: int, snapshot: Snapshot, refused: list[str]) -> None:
         """Goes on from the newest checkpoint that can be trusted."""
         stepper = self._stepper
         saved = restore(snapshot, self.model, stepper.optimizer, self.device, scaler=stepper.scaler, ema=stepper.ema)
+        if saved["data"] != self._data_facts():
+            raise UsageError(
+                "the data is not what the run was started with",
+                got=f"{self.source.num_samples} samples; the run has {saved['data']['num_samples']}",
+                try_="the same data, or another run folder for a new run",
+            )
         self.progress = Progress.from_json(saved["progress"])
         self._schedule.load_state(saved["schedule"])
+        # The checkpoint's rates, not the optimizer's: it may have been used before, or made with others.
+        self._base_rates = saved["base_rates"]
         self.source.load_state(saved["source"])
+        cast(Saver, self._saver).last_step = step
         exact = {} if self.source.is_exact else {"exact": False, "reason": "the data is a stream without a state"}
-        self._recorder.event(
-            "resume",
-            step=step,
-            total_steps=self.total_steps,
-            goal=self._goal,
-            goal_is=self._goal_is,
-            refused=refused,
-            **exact,
-        )
+        self._tell("resume", {"refused": refused, **exact})
+
+    def _data_facts(self) -> dict[str, Any]:
+        return {"num_samples": self.source.num_samples, "fingerprint": self.source.fingerprint()}
+
+    def _is_save_due(self, epochs_done: int | None) -> bool:
+        return self._saver is not None and self._saver.is_due(self.progress.step, epochs_done=epochs_done)
 
     def _save_if(self, is_due: bool) -> None:
-        if not is_due or self._saver is None or self.progress.step == 0:
+        if not is_due or self._saver is None or self.progress.step == self._saver.last_step:
             return
         start = time.perf_counter()
         stepper, progress = self._stepper, self.progress
@@ -317,6 +356,8 @@ class Session:
             progress={
                 "progress": progress.as_json(),
                 "schedule": self._schedule.state(),
+                "base_rates": self._base_rates,
+                "data": self._data_facts(),
                 "source": self.source.state(),
             },
         )
@@ -325,33 +366,39 @@ class Session:
         self._recorder.spent("save", seconds)
         self._recorder.event("checkpoint", step=progress.step, name=path.name, seconds=seconds)
         self._recorder.sync()
+        self._is_best_unsaved = False
+        gc.collect()
 
-    def _end_epoch(self, epoch: int) -> None:
+    def _end_epoch(self, epochs_done: int) -> None:
         """Once an epoch: what would cost too much in every step."""
         now, memory = time.monotonic(), self.device.memory()
         self._recorder.event(
-            "epoch", step=self.progress.step, epoch=epoch, epoch_seconds=now - self._epoch_began, memory=asdict(memory)
+            "epoch",
+            step=self.progress.step,
+            epoch=epochs_done,
+            epoch_seconds=now - self._epoch_began,
+            memory=asdict(memory),
         )
         self._epoch_began = now
         gc.collect()
         if self.plan.value("empty_cache") == "per epoch":
             self.device.empty_cache()
 
-    def _should_stop(self, ended_epoch: int | None) -> bool:
+    def _should_stop(self, epochs_done: int | None) -> bool:
         sitting = self.training.epochs_per_sitting
-        has_sat = ended_epoch is not None and sitting is not None and ended_epoch - self._first_epoch >= sitting
+        has_sat = epochs_done is not None and sitting is not None and epochs_done - self._first_epoch >= sitting
         return has_sat or self._stop.signal is not None
 
     def _plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
         """Before the very first step: how much a sample needs is measured, and the micro-batch planned with it."""
         if self.progress.step > 0 or self.plan.workload.activation_bytes is not None or len(batch) < 4:
             return
-        # Not one sample: BatchNorm refuses it.
+        # Two points, and not of one sample: BatchNorm refuses it.
         small, large = (
             next(iter(self.source.micros(batch, micro_batch=size, how="fixed"))).moved(self.device.put)
             for size in (2, 4)
         )
-        needed = measure_activation_bytes(self.model, loss, small, large)
+        needed = measure_activation_bytes(self.model, loss, small, large, device=self.device)
         self.plan = make_plan(
             self.plan.machine,
             self.plan.workload.model_copy(update={"activation_bytes": needed}),

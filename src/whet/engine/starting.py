@@ -7,13 +7,15 @@ from typing import Any
 
 from whet.base.errors import UsageError
 from whet.device.machine_here import machine_here
-from whet.machine.facts import Machine
 from whet.plan.plan import Plan, make_plan, read_plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.run.folder import RUN_FILE, Run, open_run
 
-GROWING_KEYS = ("epochs", "max_steps", "epochs_per_sitting")
+GROWING_KEYS = ("epochs", "max_steps")
+"""What may grow when a run goes on; None is without end."""
+
+FREE_KEYS = ("epochs_per_sitting",)
 """What may change when a run goes on."""
 
 
@@ -44,25 +46,45 @@ def find_start(
     run = open_run(path)
     refuse_changes(run.config, config, where=path)
     saved = read_plan(run.plan, where=f"{path}/plan.json")
-    changed = _what_changed(saved.machine, machine)
-    return Start(plan=saved if changed is None else plan, run=run, replanned=changed)
+    refuse_changes(_without_device(saved.wishes), _without_device(wishes), where=path)
+    changed = _what_changed(saved, plan)
+    if changed is not None:
+        return Start(plan=plan, run=run, replanned=changed)
+    grown = saved.workload.model_copy(update={"num_steps": workload.num_steps})
+    return Start(plan=saved.model_copy(update={"workload": grown}), run=run)
 
 
 def refuse_changes(saved: Mapping[str, Any], asked: Mapping[str, Any], *, where: Path) -> None:
     """A run goes on with what it was started with; a changed key is refused by name."""
     for key in sorted({*saved, *asked}):
         before, now = saved.get(key), asked.get(key)
-        if before != now and key not in GROWING_KEYS:
+        if before == now or key in FREE_KEYS or (key in GROWING_KEYS and _has_grown(before, now)):
+            continue
+        if key in GROWING_KEYS:
             raise UsageError(
-                f"{where} was started with another {key}",
-                got=f"{key}={now}; the run has {key}={before}",
-                try_=f"{key}={before} to go on, or another run folder for a new run",
+                f"{key} may only grow", got=f"{key}={now}; {where} has {key}={before}", try_="another run folder"
             )
+        raise UsageError(
+            f"{where} was started with another {key}",
+            got=f"{key}={now}; the run has {key}={before}",
+            try_=f"{key}={before} to go on, or another run folder for a new run",
+        )
 
 
-def _what_changed(saved: Machine, here: Machine) -> str | None:
+def _has_grown(before: Any, now: Any) -> bool:
+    return now is None or (before is not None and now > before)
+
+
+def _without_device(wishes: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """A run may move to another device; it is planned anew and says so."""
+    return {name: value for name, value in wishes.items() if name != "device"}
+
+
+def _what_changed(old: Plan, new: Plan) -> str | None:
     """In one line, what makes the saved plan unfit for this machine."""
+    saved, here = old.machine, new.machine
     pairs = {
+        "device": (old.wishes.get("device", "auto"), new.wishes.get("device", "auto")),
         "chip": (saved.chip, here.chip),
         "accelerators": (
             [(a.kind, a.name) for a in saved.accelerators],

@@ -19,11 +19,16 @@ def compiled(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keeps the collector out of the steps: a full pass over a large process takes longer than a step."""
+    """Keeps the collector out of the steps: a full pass over a large process takes longer than a step.
+
+    What is there already is set aside, so that the passes between epochs look at what is new only.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         if was_enabled:
             gc.enable()

@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from whet.checkpoint.randomness import undisturbed
 from whet.data.batch import Micro
 from whet.data.columns import as_columns
 from whet.data.ragged import Ragged
+from whet.device.abstract import AbstractDevice
 from whet.engine.training import Training
 from whet.plan.workload import Workload
 from whet.step.ema import named_tensors
@@ -45,13 +47,15 @@ def describe(model: nn.Module, data: Any, training: Training, *, recipe: str) ->
     )
 
 
-def measure_activation_bytes(model: nn.Module, loss: LossFunction, small: Micro, large: Micro) -> int:
+def measure_activation_bytes(
+    model: nn.Module, loss: LossFunction, small: Micro, large: Micro, *, device: AbstractDevice
+) -> int:
     """What one sample keeps for the backward pass: the slope between two small micro-batches.
 
     Leaves no trace: generators and buffers are put back, and no gradient is computed.
     """
     kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    with torch.random.fork_rng(devices=[]):
+    with undisturbed(device):
         at_small, at_large = (_saved_bytes(model, loss, micro) for micro in (small, large))
     with torch.no_grad():
         for name, buffer in model.named_buffers():

@@ -33,6 +33,6 @@ def cautions(facts: Facts) -> Iterator[str]:
     if workload.has_dropout and micro < workload.global_batch_size:
         yield "dropout draws depend on the micro-batch: another cut is another draw of the same training"
     if facts.value("mps_fallback") == "on" and facts.device == "mps":
-        yield "mps_fallback hides slow trips to the CPU; the report lists the operators that took them"
+        yield "mps_fallback hides slow trips to the CPU"
     if facts.machine.origin == "composed":
         yield f"{facts.machine.name} is composed from public sources; nothing was run on it"

@@ -46,7 +46,8 @@ def make_plan(
 
     Needs no torch, and the machine need not be this one.
     """
-    wishes, measured, conditions = wishes or {}, measured or {}, conditions or Conditions()
+    wishes = {name: value for name, value in (wishes or {}).items() if value is not None}
+    measured, conditions = measured or {}, conditions or Conditions()
     _refuse_unknown({*wishes, *measured})
     decided: dict[str, Setting] = {}
     facts = Facts(machine=machine, conditions=conditions, workload=workload, decided=decided)
@@ -98,6 +99,8 @@ def _decide(rule: Rule, facts: Facts, wishes: Mapping[str, Scalar], measured: Ma
     evidence: dict[str, Any] = {"rule": rule.id, **by_rule.evidence}
     if rule.setting in wishes:
         value = wishes[rule.setting]
+        if not rule.law.holds(value):
+            raise UsageError(f"{rule.setting} must be {rule.law.text}", got=repr(value), try_=rule.sections["Override"])
         reason = "you said so" if value == by_rule.value else f"you said so; the rule says {by_rule.value}"
         return Setting(value=value, reason=reason, source="you", evidence={**evidence, "rule_value": by_rule.value})
     if rule.setting in measured:

@@ -48,17 +48,45 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Law:
+    """What a setting's value may be, in words and as a test."""
+
+    text: str
+    holds: Callable[[Scalar], bool]
+
+
+def one_of(*values: Scalar) -> Law:
+    """One of a few words."""
+    return Law(text=" or ".join(map(str, values)), holds=lambda value: value in values)
+
+
+def whole(least: int) -> Law:
+    """A whole number."""
+    return Law(
+        text=f"a whole number, {least} or more",
+        holds=lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least,
+    )
+
+
+POSITIVE = Law(
+    text="a number above 0",
+    holds=lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """One rule: what it decides, how, and its page."""
 
     id: str
     setting: str
+    law: Law
     decide: Callable[[Facts], Decision]
     what: str
     sections: Mapping[str, str]
 
 
-def rule(rule_id: str, setting: str) -> Callable[[Callable[[Facts], Decision]], Rule]:
+def rule(rule_id: str, setting: str, law: Law) -> Callable[[Callable[[Facts], Decision]], Rule]:
     """Turns a documented function into the rule that decides `setting`."""
 
     def make(decide: Callable[[Facts], Decision]) -> Rule:
@@ -66,7 +94,7 @@ def rule(rule_id: str, setting: str) -> Callable[[Callable[[Facts], Decision]], 
         missing = [name for name in SECTIONS if not sections.get(name)]
         assert what, f"rule {rule_id} needs a first line"
         assert not missing, f"rule {rule_id} needs the sections {missing}"
-        return Rule(id=rule_id, setting=setting, decide=decide, what=what, sections=sections)
+        return Rule(id=rule_id, setting=setting, law=law, decide=decide, what=what, sections=sections)
 
     return make
 

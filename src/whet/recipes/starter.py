@@ -4,7 +4,7 @@ whet calls the methods below; everything else (device, micro-batches, checkpoint
 """
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import nn
 
 from whet.config.keys import CommonConfig
@@ -12,11 +12,14 @@ from whet.plan.workload import Workload
 
 
 class Config(CommonConfig):
-    """What can be set with key=value, beside the keys that every recipe has (docs/keys.md)."""
+    """What can be set with key=value, beside the keys that every recipe has (docs/keys.md).
 
-    epochs: int = Field(5, description="passes over the training data")
-    lr: float = Field(1e-2, description="learning rate after the warm-up")
-    hidden_size: int = Field(32, description="width of the hidden layer")
+    whet sees to most of those; `data`, `data_paths` and `dropout` mean something only if your methods use them.
+    """
+
+    epochs: PositiveInt = Field(5, description="passes over the training data")
+    lr: PositiveFloat = Field(1e-2, description="learning rate after the warm-up")
+    hidden_size: PositiveInt = Field(32, description="width of the hidden layer")
 
 
 class Data:
@@ -64,6 +67,8 @@ class MyRecipe:
             right += int((model(micro.x).argmax(1) == micro.y).sum())
             total += len(micro)
         return {"accuracy": right / total}
+
+    # With a method predict(config, kept), `whet predict RUN ...` works too: see whet/recipes/text/recipe.py.
 
     def keep(self, config, data):
         """What using the model later needs besides its weights: class names, a vocabulary. Plain JSON."""

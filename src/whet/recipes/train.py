@@ -29,9 +29,11 @@ def train_recipe(
     """Trains a recipe in a run folder, or goes on with it."""
     config = resolved.config
     data = recipe.data(config)
-    workload = recipe.describe(config, data)
     seed_randomness(config.seed)
     model = recipe.model(config, data)
+    # Counted, whatever the description says.
+    counted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    workload = recipe.describe(config, data).model_copy(update={"num_parameters": max(1, counted)})
     warmup = int(WARMUP_SHARE * (workload.num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
     return train(
         model,

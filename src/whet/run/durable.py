@@ -106,12 +106,6 @@ def full_sync(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
-def sync_directory(path: Path) -> None:
-    """Makes the names in a folder (what was made, renamed or removed there) survive a power cut."""
-    with told("sync", path):
-        _sync_path(path, sync=full_sync)
-
-
 def _sync_path(path: Path, *, sync: Callable[[int], None]) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -206,7 +206,7 @@ def _summary(path: Path, *, now: float) -> RunSummary:
         step: Event | None = history.last("step")
         newest: Event | None = next(history.backwards(), None)
         goal = goal_name(history)
-        evaluation = history.last("eval") if goal else None
+        evaluated = (event.number(goal) for event in history.backwards(kinds=("eval",))) if goal else iter(())
         return RunSummary(
             path=path,
             state=run_state(run, history=history),
@@ -215,7 +215,7 @@ def _summary(path: Path, *, now: float) -> RunSummary:
             total_steps=total_steps(run, history=history),
             last_loss=step.number("loss") if step else None,
             goal=goal,
-            goal_value=evaluation.number(goal) if evaluation and goal else None,
+            goal_value=next((value for value in evaluated if value is not None), None),
             age_seconds=max(0.0, now - (newest.time if newest else run.header.created)),
             size_bytes=size,
         )

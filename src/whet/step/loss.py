@@ -7,10 +7,13 @@ tokens, for a language model. The step's loss is the sum of all parts over the s
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from whet.base.errors import WhetError
 from whet.data.batch import Micro
+
+_TINY = 1e-37
 
 Loss = Tensor | tuple[Tensor, Tensor | float]
 LossFunction = Callable[[Micro], Loss]
@@ -44,3 +47,10 @@ def split_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
         raise WhetError("the loss's weight must be one number", got=f"shape {tuple(weight.shape)}", try_="weight.sum()")
     # In the precision of the loss: an integer weight would be divided in float32, also for a float64 model.
     return total.reshape(()), weight.detach().reshape(()).to(total.dtype) if isinstance(weight, Tensor) else weight
+
+
+def at_least_tiny(weight: Tensor | float) -> Tensor | float:
+    """The weight, or the smallest number above zero: a batch in which nothing counts has loss 0, not 0/0."""
+    if isinstance(weight, Tensor):
+        return weight.clamp(min=torch.finfo(weight.dtype).tiny)
+    return max(float(weight), _TINY)

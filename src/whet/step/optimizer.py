@@ -28,7 +28,7 @@ def make_optimizer(
 ) -> Optimizer:
     """An optimizer over the model's trainable parameters; biases and norms are not decayed."""
     name, lr = choice.name, choice.lr
-    groups = decay_groups(model.named_parameters(), weight_decay=choice.weight_decay)
+    groups = decay_groups(model.parameters(), weight_decay=choice.weight_decay)
     fused = kernels == "fused"
     # A rate that lies in a tensor can change without a new kernel or a new graph; fused kernels take it so.
     rate: Any = torch.tensor(lr, dtype=device.lr_dtype, device=device.place) if fused else lr
@@ -41,9 +41,9 @@ def make_optimizer(
     raise UsageError("no such optimizer", got=name, try_=" or ".join(NAMES))
 
 
-def decay_groups(parameters: Iterable[tuple[str, nn.Parameter]], *, weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices with decay, vectors (biases, norms) without."""
-    trainable = [p for _, p in parameters if p.requires_grad]
+    trainable = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
@@ -58,8 +58,3 @@ def set_rate(optimizer: Optimizer, factor: float, base_rates: list[float]) -> No
             group["lr"].fill_(base * factor)
         else:
             group["lr"] = base * factor
-
-
-def base_rates_of(optimizer: Optimizer) -> list[float]:
-    """The learning rates an optimizer was made with."""
-    return [float(group["lr"]) for group in optimizer.param_groups]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from whet.data.batch import Micro
 from whet.device.abstract import AbstractDevice, Mark
 from whet.step.ema import Ema
-from whet.step.loss import LossFunction, split_loss
+from whet.step.loss import LossFunction, at_least_tiny, split_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,29 +55,28 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
 
         loss_sum: Tensor | None = None
-        first_weight: Tensor | float = 1.0
-        weight_sum: Tensor | float = 0.0
-        is_weighed = False
-        count = 0
+        weight_sum: Tensor | float | None = None
+        is_whole = True
         start = mark()
         for made in micros:
             loaded = mark()
             micro = made.moved(self.device.put)
             moved = mark()
+            is_whole = len(micro) == num_samples
             with self.device.autocast(self._precision):
                 total, weight = split_loss(loss(micro))
             if weight is None:
                 # A mean over the micro-batch: its share of the global batch is known beforehand.
-                part = total if len(micro) == num_samples else total * (len(micro) / num_samples)
+                part = total if is_whole else total * (len(micro) / num_samples)
+            elif is_whole:
+                part = total / at_least_tiny(weight)
             else:
-                # A sum: divided by the first weight for now, by all of them once they are known.
-                is_weighed, first_weight = True, weight if count == 0 else first_weight
-                weight_sum = weight_sum + weight
-                part = total / first_weight
+                # A sum: over the samples for now, over all weights once they are known.
+                part = total / num_samples
+                weight_sum = weight if weight_sum is None else weight_sum + weight
             forwarded = mark()
             self.scaler.scale(part).backward()
             loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
-            count += 1
             done = mark()
             marks += [
                 ("data", start, loaded),
@@ -89,8 +88,8 @@ class Stepper:
         assert loss_sum is not None, "a global batch has at least one micro-batch"
 
         self.scaler.unscale_(self.optimizer)
-        if is_weighed and count > 1:
-            correction = torch.as_tensor(first_weight / weight_sum, device=loss_sum.device, dtype=loss_sum.dtype)
+        if weight_sum is not None:
+            correction = loss_sum.new_full((), num_samples) / at_least_tiny(weight_sum)
             self._scale_gradients(correction)
             loss_sum = loss_sum * correction
         grad_norm = None

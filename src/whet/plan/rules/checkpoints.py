@@ -1,12 +1,12 @@
 """When a run is saved, and what is kept."""
 
-from whet.plan.rule import Decision, Facts, rule
+from whet.plan.rule import POSITIVE, Decision, Facts, rule, whole
 
 _MINUTES = 5
 _KEEP = 2
 
 
-@rule("C1", "checkpoint_minutes")
+@rule("C1", "checkpoint_minutes", POSITIVE)
 def choose_checkpoint_minutes(facts: Facts) -> Decision:
     """After how many minutes a checkpoint is written.
 
@@ -23,7 +23,7 @@ def choose_checkpoint_minutes(facts: Facts) -> Decision:
     )
 
 
-@rule("C2", "checkpoint_steps")
+@rule("C2", "checkpoint_steps", whole(1))
 def choose_checkpoint_steps(facts: Facts) -> Decision:
     """After how many optimizer steps a checkpoint is written, beside the minutes.
 
@@ -35,7 +35,7 @@ def choose_checkpoint_steps(facts: Facts) -> Decision:
     return Decision(value=None, reason="time decides", evidence={"num_steps": facts.workload.num_steps})
 
 
-@rule("C3", "checkpoint_epochs")
+@rule("C3", "checkpoint_epochs", whole(1))
 def choose_checkpoint_epochs(facts: Facts) -> Decision:
     """After how many epochs a checkpoint is written, beside the minutes.
 
@@ -47,7 +47,7 @@ def choose_checkpoint_epochs(facts: Facts) -> Decision:
     return Decision(value=None, reason="time decides", evidence={"num_samples": facts.workload.num_samples})
 
 
-@rule("C4", "keep")
+@rule("C4", "keep", whole(2))
 def choose_keep(facts: Facts) -> Decision:
     """How many of the last checkpoints are kept, beside the best one.
 

@@ -1,9 +1,16 @@
 """Which device computes, and what happens when it cannot."""
 
-from whet.plan.rule import Decision, Facts, rule
+import re
+
+from whet.plan.rule import Decision, Facts, Law, one_of, rule
+
+DEVICE = Law(
+    text="auto, mps, cuda, cuda:1 or cpu",
+    holds=lambda value: isinstance(value, str) and re.fullmatch(r"mps|cpu|cuda(:\d+)?", value) is not None,
+)
 
 
-@rule("D1", "device")
+@rule("D1", "device", DEVICE)
 def choose_device(facts: Facts) -> Decision:
     """The device that computes: CUDA, else MPS, else the CPU.
 
@@ -25,7 +32,7 @@ def choose_device(facts: Facts) -> Decision:
     return Decision(value="cpu", reason=why, evidence=evidence)
 
 
-@rule("D2", "on_device_failure")
+@rule("D2", "on_device_failure", one_of("stop", "cpu"))
 def choose_on_device_failure(facts: Facts) -> Decision:
     """What happens when the chosen device cannot be used: stop, or go on with the CPU.
 
@@ -37,14 +44,15 @@ def choose_on_device_failure(facts: Facts) -> Decision:
     return Decision(value="stop", reason="a silent fall-back would hide a slow run", evidence={"device": facts.device})
 
 
-@rule("D3", "mps_fallback")
+@rule("D3", "mps_fallback", one_of("off", "on"))
 def choose_mps_fallback(facts: Facts) -> Decision:
     """Whether operators that MPS lacks run on the CPU instead of failing.
 
     Why: each one costs a GPU synchronisation and two copies per call, says so once at most, and does not cover
     float64 or unsupported shapes. An operator that is missing should be seen before the run.
     When wrong: a model that needs one rare operator and is still faster with the round trip.
-    Override: mps_fallback=on; it is set before torch starts, and the operators that fell back are listed.
+    Override: mps_fallback=on; `whet train` sets it before torch starts. In a script of yours set
+    PYTORCH_ENABLE_MPS_FALLBACK=1 yourself.
     Sources: ATen/mps/MPSFallback.mm (torch 2.13); pytorch/pytorch#105382, #173808.
     """
     if facts.device != "mps":

@@ -1,9 +1,9 @@
 """Which implementation of the same arithmetic is used."""
 
-from whet.plan.rule import Decision, Facts, rule
+from whet.plan.rule import Decision, Facts, one_of, rule, whole
 
 
-@rule("K1", "optimizer_kernels")
+@rule("K1", "optimizer_kernels", one_of("fused", "loop", "your optimizer"))
 def choose_optimizer_kernels(facts: Facts) -> Decision:
     """How the optimizer updates all parameters: fused in few kernels, or one by one.
 
@@ -31,7 +31,7 @@ def choose_optimizer_kernels(facts: Facts) -> Decision:
     )
 
 
-@rule("K2", "compile")
+@rule("K2", "compile", one_of("off", "on"))
 def choose_compile(facts: Facts) -> Decision:
     """Whether torch.compile rewrites the model.
 
@@ -46,7 +46,7 @@ def choose_compile(facts: Facts) -> Decision:
     )
 
 
-@rule("K3", "graph")
+@rule("K3", "graph", one_of("off"))
 def choose_graph(facts: Facts) -> Decision:
     """Whether a whole step is captured once and replayed as one graph.
 
@@ -60,7 +60,7 @@ def choose_graph(facts: Facts) -> Decision:
     return Decision(value="off", reason=reason, evidence={"device": facts.device})
 
 
-@rule("K4", "layout")
+@rule("K4", "layout", one_of("contiguous"))
 def choose_layout(facts: Facts) -> Decision:
     """The memory layout of images and weights.
 
@@ -77,7 +77,7 @@ def choose_layout(facts: Facts) -> Decision:
     return Decision(value="contiguous", reason=reason, evidence={"device": facts.device})
 
 
-@rule("K5", "threads")
+@rule("K5", "threads", whole(1))
 def choose_threads(facts: Facts) -> Decision:
     """How many threads compute on the CPU.
 

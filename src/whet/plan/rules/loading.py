@@ -1,14 +1,14 @@
 """Where the data lies and how it reaches the device."""
 
 from whet.base.units import GB, show_bytes
-from whet.plan.rule import Decision, Facts, rule
+from whet.plan.rule import Decision, Facts, one_of, rule, whole
 
 _RESIDENT_SHARE = 0.1
 _MAC_WORKERS = 0
 _LINUX_WORKERS = 2
 
 
-@rule("L1", "data_home")
+@rule("L1", "data_home", one_of("device", "host", "files"))
 def choose_data_home(facts: Facts) -> Decision:
     """Where the samples lie while training: on the device, in host memory, or read by workers.
 
@@ -32,7 +32,7 @@ def choose_data_home(facts: Facts) -> Decision:
     )
 
 
-@rule("L2", "workers")
+@rule("L2", "workers", whole(0))
 def choose_workers(facts: Facts) -> Decision:
     """How many processes read data ahead.
 
@@ -57,7 +57,7 @@ def choose_workers(facts: Facts) -> Decision:
     return Decision(value=count, reason="decoding runs beside the training", evidence=evidence)
 
 
-@rule("L3", "pin_memory")
+@rule("L3", "pin_memory", one_of("off", "on"))
 def choose_pin_memory(facts: Facts) -> Decision:
     """Whether host memory is pinned for faster copies.
 
@@ -76,7 +76,7 @@ def choose_pin_memory(facts: Facts) -> Decision:
     return Decision(value="on", reason="copies overlap with computing", evidence=evidence)
 
 
-@rule("L4", "copies")
+@rule("L4", "copies", one_of("blocking", "overlapped"))
 def choose_copies(facts: Facts) -> Decision:
     """Whether copies to the device are waited for.
 
@@ -94,7 +94,7 @@ def choose_copies(facts: Facts) -> Decision:
     return Decision(value="blocking", reason=reason, evidence={"device": facts.device})
 
 
-@rule("L5", "worker_start")
+@rule("L5", "worker_start", one_of("fork", "spawn"))
 def choose_worker_start(facts: Facts) -> Decision:
     """How workers are started: forked from this process, or as fresh ones.
 
@@ -111,7 +111,7 @@ def choose_worker_start(facts: Facts) -> Decision:
     return Decision(value="spawn", reason="a fork after Metal has started aborts", evidence={"os": system})
 
 
-@rule("L6", "prefetch")
+@rule("L6", "prefetch", whole(1))
 def choose_prefetch(facts: Facts) -> Decision:
     """How many global batches each worker reads ahead.
 

@@ -2,7 +2,7 @@
 
 from whet.base.units import GB, show_bytes
 from whet.plan.prediction import predict_bytes
-from whet.plan.rule import Decision, Facts, rule
+from whet.plan.rule import POSITIVE, Decision, Facts, one_of, rule, whole
 
 _CUDA_SHARE = 0.92
 _CPU_SHARE = 0.75
@@ -11,7 +11,7 @@ _APPLE_ROW_LIMIT = 32_768
 _FAMILIES_WITH_ROW_LIMIT = ("apple7", "apple8")
 
 
-@rule("M1", "memory_gb")
+@rule("M1", "memory_gb", POSITIVE)
 def choose_memory(facts: Facts) -> Decision:
     """How much memory the run may plan for, in GB of 2**30 bytes.
 
@@ -41,7 +41,7 @@ def choose_memory(facts: Facts) -> Decision:
     return Decision(value=round(limit / GB, 2), reason=reason, evidence=evidence)
 
 
-@rule("M2", "activation_checkpointing")
+@rule("M2", "activation_checkpointing", one_of("off", "on"))
 def choose_activation_checkpointing(facts: Facts) -> Decision:
     """Whether activations are computed again in the backward pass instead of being kept.
 
@@ -64,7 +64,7 @@ def choose_activation_checkpointing(facts: Facts) -> Decision:
     )
 
 
-@rule("M3", "micro_batch")
+@rule("M3", "micro_batch", whole(1))
 def choose_micro_batch(facts: Facts) -> Decision:
     """How many samples of the global batch go through the model at once.
 
@@ -105,7 +105,7 @@ def choose_micro_batch(facts: Facts) -> Decision:
     return Decision(value=fitting, reason=reason, evidence=evidence)
 
 
-@rule("M4", "accumulation")
+@rule("M4", "accumulation", whole(1))
 def choose_accumulation(facts: Facts) -> Decision:
     """How many micro-batches make one optimizer step.
 
@@ -122,7 +122,7 @@ def choose_accumulation(facts: Facts) -> Decision:
     return Decision(value=cuts, reason=reason, evidence={"global_batch_size": whole, "micro_batch": micro})
 
 
-@rule("M5", "eval_batch")
+@rule("M5", "eval_batch", whole(1))
 def choose_eval_batch(facts: Facts) -> Decision:
     """How many samples are evaluated at once.
 
@@ -139,7 +139,7 @@ def choose_eval_batch(facts: Facts) -> Decision:
     )
 
 
-@rule("M6", "lengths")
+@rule("M6", "lengths", one_of("fixed", "sorted", "few shapes", "packed"))
 def choose_lengths(facts: Facts) -> Decision:
     """How samples of different lengths are put together.
 
@@ -163,7 +163,7 @@ def choose_lengths(facts: Facts) -> Decision:
     return Decision(value="sorted", reason="less padding; the step's samples stay the same", evidence=evidence)
 
 
-@rule("M7", "watermarks")
+@rule("M7", "watermarks", one_of("high 1.0, low 0.9", "unused"))
 def choose_watermarks(facts: Facts) -> Decision:
     """MPS's high and low watermark, as multiples of the recommended working set.
 
@@ -183,7 +183,7 @@ def choose_watermarks(facts: Facts) -> Decision:
     )
 
 
-@rule("M8", "empty_cache")
+@rule("M8", "empty_cache", one_of("never", "per epoch"))
 def choose_empty_cache(facts: Facts) -> Decision:
     """When cached memory is given back to the system.
 

@@ -1,11 +1,11 @@
 """In which number format the model computes."""
 
-from whet.plan.rule import Decision, Facts, rule
+from whet.plan.rule import Decision, Facts, one_of, rule
 
 _TENSOR_CORES_WITH_TF32 = 8.0
 
 
-@rule("P1", "precision")
+@rule("P1", "precision", one_of("fp32", "tf32", "bf16", "fp16"))
 def choose_precision(facts: Facts) -> Decision:
     """The number format of matrix products: fp32, tf32, bf16 or fp16; weights and optimizer stay float32.
 
@@ -50,7 +50,7 @@ def choose_precision(facts: Facts) -> Decision:
     return Decision(value="fp32", reason=reason, evidence={"has_bf16": has_bf16})
 
 
-@rule("P2", "loss_scaling")
+@rule("P2", "loss_scaling", one_of("off", "dynamic"))
 def choose_loss_scaling(facts: Facts) -> Decision:
     """Whether the loss is scaled before the backward pass.
 

@@ -1,16 +1,12 @@
 """A run on one line while it trains: redrawn on a terminal, a plain line now and then elsewhere."""
 
+import shutil
 import sys
 import time
 from collections import deque
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from whet.base.units import show_bytes, show_seconds
-from whet.cli import screen
-from whet.plan.plan import read_plan
-from whet.plan.words import plan_lines
-from whet.run.folder import open_run
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 10.0
@@ -18,16 +14,15 @@ _WINDOW = 20
 """Speed is taken over the last this many readings."""
 
 
-class Progress:
-    """Is told of every event of a run, and shows what a person wants to know."""
+class ProgressLine:
+    """Is told of every event of a run, and shows what a person wants to know; on standard error unless told."""
 
-    def __init__(self, name: str, run: Path, *, epochs: int, has_terminal: bool | None = None) -> None:
+    def __init__(self, name: str = "train", *, epochs: int | None = None, stream: TextIO | None = None) -> None:
         self._name = name
-        self._run = run
         self._epochs = epochs
-        self._has_terminal = sys.stderr.isatty() if has_terminal is None else has_terminal
+        self._stream = sys.stderr if stream is None else stream
+        self._has_terminal = self._stream.isatty()
         self._total: int | None = None
-        self._metrics: dict[str, float] = {}
         self._memory = ""
         self._seen: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
         self._shown_at = 0.0
@@ -36,48 +31,50 @@ class Progress:
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         if kind in ("start", "resume"):
             self._total = fields.get("total_steps")
-            self._show_plan()
         if kind == "resume":
-            self._say(f"{self._name}: goes on from step {fields['step']:,}")
+            self.say(f"{self._name}: goes on from step {fields['step']:,}")
             for problem in fields.get("refused") or ():
-                self._say(f"{self._name}: refused a checkpoint: {problem}")
+                self.say(f"{self._name}: refused a checkpoint: {problem}")
         elif kind == "plan":
-            self._say(f"{self._name}: {fields['changed']}")
+            self.say(f"{self._name}: {fields['changed']}")
         elif kind == "eval":
-            self._metrics = {name: value for name, value in fields.items() if name != "step"}
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in self._metrics.items())
-            self._say(f"{self._name}  step {fields['step']:,}  {shown}")
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in fields.items() if name != "step")
+            self.say(f"{self._name}  step {fields['step']:,}  {shown}")
         elif kind == "epoch":
             self._end_epoch(fields)
         elif kind == "step":
             self._step(fields)
         elif kind == "end":
             self._close()
+            if fields["state"] == "stopped":
+                self.say(f"{self._name}: stopped after step {fields['step']:,}; the same call goes on")
 
-    def _show_plan(self) -> None:
-        plan = read_plan(open_run(self._run).plan, where=f"{self._run}/plan.json")
-        screen.note("\n".join((f"run       {self._run}", *plan_lines(plan, width=screen.width()), "")))
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self._close()
+        self._stream.write(line + "\n")
+        self._stream.flush()
 
     def _step(self, fields: dict[str, Any]) -> None:
         now = time.monotonic()
         self._seen.append((now, fields["step"], fields["samples"]))
-        pause = _REDRAW_SECONDS if self._has_terminal else _LINE_SECONDS
-        if screen.quiet or now - self._shown_at < pause:
+        if now - self._shown_at < (_REDRAW_SECONDS if self._has_terminal else _LINE_SECONDS):
             return
         self._shown_at = now
         line = self._line(fields)
         if self._has_terminal:
-            sys.stderr.write(f"\r\x1b[2K{line[: screen.width() - 1]}")
-            sys.stderr.flush()
+            columns = shutil.get_terminal_size((120, 40)).columns
+            self._stream.write(f"\r\x1b[2K{line[: columns - 1]}")
+            self._stream.flush()
             self._is_open = True
         else:
-            screen.note(line)
+            self.say(line)
 
     def _line(self, fields: dict[str, Any]) -> str:
         step = fields["step"]
         parts = [
             f"{self._name}  {step:,}" + (f"/{self._total:,}" if self._total else ""),
-            f"epoch {fields['epoch'] + 1}/{self._epochs}",
+            f"epoch {fields['epoch'] + 1}" + (f"/{self._epochs}" if self._epochs else ""),
             f"loss {fields['loss']:.4g}",
         ]
         first, last = self._seen[0], self._seen[-1]
@@ -98,15 +95,12 @@ class Progress:
         used, limit = memory.get("peak") or memory.get("allocated"), memory.get("limit")
         if used:
             self._memory = show_bytes(used) + (f" of {show_bytes(limit)}" if limit else "")
+        of_all = f"/{self._epochs}" if self._epochs else ""
         took = show_seconds(fields["epoch_seconds"])
-        self._say(f"{self._name}  epoch {fields['epoch']}/{self._epochs} took {took}  {self._memory}")
-
-    def _say(self, line: str) -> None:
-        self._close()
-        screen.note(line)
+        self.say(f"{self._name}  epoch {fields['epoch']}{of_all} took {took}  {self._memory}".rstrip())
 
     def _close(self) -> None:
         if self._is_open:
-            sys.stderr.write("\r\x1b[2K")
-            sys.stderr.flush()
+            self._stream.write("\r\x1b[2K")
+            self._stream.flush()
             self._is_open = False
