@@ -17,6 +17,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
+run = sys.argv[1] if len(sys.argv) > 1 else "runs/own-loop"
 with whet.Session(
     model, optimizer, (x, y), global_batch_size=50, epochs=3, run=sys.argv[1] if len(sys.argv) > 1 else "runs/own-loop"
 ) as session:

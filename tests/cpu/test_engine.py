@@ -698,3 +698,116 @@ def test_the_progress_line_tells_a_person(capsys: pytest.CaptureFixture[str]) ->
     assert "epoch 2/2 took" in told
     train(convnet(), images(16, seed=0), show=None)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"optimizer": "adamw"}, "must be one of torch's"),
+        ({"clip": "1"}, "clip"),
+        ({"seed": "x"}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"goal_is": "maximum"}, "maximised"),
+        ({"warmup_steps": 0.5}, "warmup_steps"),
+    ],
+)
+def test_wrong_kinds_are_refused(options: dict, what: str) -> None:
+    with pytest.raises(WhetError, match=what):
+        train(convnet(), images(16, seed=0), **options)
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_spares_the_checkpoints(tmp_path: Path) -> None:
+    model = convnet()
+    seen: list[int] = []
+
+    def loss(micro):
+        seen.append(1)
+        value = nn.functional.cross_entropy(model(micro.x), micro.y)
+        return value * math.nan if len(seen) > 9 else value
+
+    wishes = {"checkpoint_steps": 2, "micro_batch": 8}
+    with pytest.raises(WhetError, match="the loss is not a number"):
+        train(model, images(64, seed=0), loss=loss, epochs=4, run=tmp_path / "run", wishes=wishes)
+    report = whet.summarize(tmp_path / "run")
+    assert report.state == "failed"
+    from whet.checkpoint import store
+
+    found = store.newest(open_run(tmp_path / "run").checkpoints)
+    assert found is not None
+    assert all(t.isfinite().all() for name, t in found[1].tensors.items() if name.startswith("model/"))
+
+
+def test_a_loss_that_reaches_nothing_is_refused() -> None:
+    model, other = convnet(), convnet()
+    with pytest.raises(WhetError, match="reaches no parameter"):
+        train(model, images(16, seed=0), loss=lambda m: nn.functional.cross_entropy(other(m.x), m.y))
+
+
+def test_a_scheduler_beside_ours_is_refused() -> None:
+    model = convnet()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    with whet.Session(model, optimizer, images(32, seed=0), global_batch_size=8) as session:
+        batches = iter(session)
+        session.step(cross_entropy(model), next(batches))
+        scheduler.step()
+        second = next(batches)
+        with pytest.raises(WhetError, match="something else changes the learning rate"):
+            session.step(cross_entropy(model), second)
+
+
+def test_a_batch_is_stepped_once_and_inside_the_session() -> None:
+    model = convnet()
+    session = whet.Session(model, sgd(model), images(32, seed=0), global_batch_size=8)
+    with pytest.raises(WhetError, match="inside `with`"):
+        next(iter(session))
+    with session:
+        batches = iter(session)
+        first = next(batches)
+        session.step(cross_entropy(model), first)
+        with pytest.raises(WhetError, match="stepped once"):
+            session.step(cross_entropy(model), first)
+    with pytest.raises(WhetError, match="entered once"), session:
+        pass
+
+
+def test_metrics_may_be_tensors_and_need_names_of_their_own(tmp_path: Path) -> None:
+    model = convnet()
+    with whet.Session(
+        model, sgd(model), images(16, seed=0), global_batch_size=8, run=tmp_path / "run", goal="accuracy"
+    ) as session:
+        for batch in session:
+            session.step(cross_entropy(model), batch)
+            session.log(accuracy=torch.tensor(0.5))
+        with pytest.raises(WhetError, match="a name of its own"):
+            session.log(step=3)
+    assert whet.summarize(tmp_path / "run").metrics == {"accuracy": 0.5}
+
+
+def test_numpy_arrays_are_data() -> None:
+    import numpy as np
+
+    x = np.random.default_rng(0).normal(size=(16, 3))
+    model = nn.Linear(3, 2)
+    seen: list[torch.dtype] = []
+
+    def loss(micro):
+        seen.append(micro.x.dtype)
+        return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+    train(model, (x, np.zeros(16, dtype=np.int64)), loss=loss)
+    assert set(seen) == {torch.float32}
+
+
+def test_a_hostile_optimizer_state_does_not_reach_the_kernels(tmp_path: Path) -> None:
+    from whet.checkpoint import store
+
+    options = {"run": tmp_path / "run", "optimizer": whet.OptimizerChoice()}
+    train(convnet(), images(32, seed=0), max_steps=2, **options)
+    folder = open_run(tmp_path / "run").checkpoints
+    step, snapshot, _ = store.newest(folder)  # type: ignore[misc]
+    tensors = {n: t[:1].clone() if n.endswith("/exp_avg") else t for n, t in snapshot.tensors.items()}
+    store.discard(folder, step=step)
+    store.save(folder, store.Snapshot(tensors=tensors, facts=snapshot.facts), step=step)
+    with pytest.raises(WhetError, match="exp_avg does not fit"):
+        train(convnet(), images(32, seed=0), max_steps=4, **options)

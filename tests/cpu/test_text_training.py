@@ -212,3 +212,55 @@ def test_real_texts_can_be_trained_on(cli: Cli) -> None:
     )
     assert code == 0, errors
     assert len(open_run(cli.folder / "run").kept["classes"]) == 3
+
+
+def test_fresh_spares_the_old_run_until_there_is_a_new_one(cli: Cli, table: Path) -> None:
+    words = ("train", "text", *SMALL, "max_steps=3", "--run", "run")
+    assert cli.run(*words, f"data={table}")[0] == 0
+    (cli.folder / "bad.jsonl").write_text("")
+    for wrong in ("data=bad.jsonl", f"data={table} --device cuda"):
+        assert cli.run(*words, *wrong.split(), "--fresh")[0] == 2
+        assert len(losses(cli.folder / "run")) == 3, "the old run is still there"
+    (cli.folder / "run" / "notes.txt").write_text("mine")
+    code, _, errors = cli.run(*words, f"data={table}", "--fresh")
+    assert code == 2
+    assert "notes.txt" in errors
+    assert sorted(path.name for path in cli.folder.iterdir() if path.name.startswith(".tmp-")) == []
+
+
+def test_other_texts_are_refused(cli: Cli, table: Path) -> None:
+    copy_of_table = cli.folder / "texts.jsonl"
+    copy_of_table.write_text(table.read_text())
+    words = ("train", "text", "data=texts.jsonl", *SMALL, "--run", "run")
+    assert cli.run(*words, "max_steps=3")[0] == 0
+    copy_of_table.write_text(table.read_text().replace("fox", "owl"))
+    code, _, errors = cli.run(*words, "max_steps=6")
+    assert code == 2
+    assert "not what the run was started with" in errors
+
+
+def test_init_from_takes_the_tokens_along(cli: Cli, table: Path) -> None:
+    words = ("train", "text", *SMALL, "max_steps=3")
+    assert cli.run(*words, f"data={table}", "--run", "first")[0] == 0
+    half = cli.folder / "half.jsonl"
+    half.write_text("\n".join(table.read_text().split("\n")[:300]))
+    assert cli.run(*words, f"data={half}", "init_from=first", "--run", "second")[0] == 0
+    kept = [open_run(cli.folder / name).kept["tokenizer"] for name in ("first", "second")]
+    assert kept[0] == kept[1]
+    other = cli.folder / "other.jsonl"
+    other.write_text(table.read_text().replace("stone", "metal"))
+    code, _, errors = cli.run(*words, f"data={other}", "init_from=first", "--run", "third")
+    assert code == 2
+    assert "other classes" in errors
+
+
+def test_a_run_folder_does_not_choose_the_code(cli: Cli, table: Path) -> None:
+    assert cli.run("train", "text", *SMALL, "max_steps=3", f"data={table}", "--run", "run")[0] == 0
+    header = json.loads((cli.folder / "run" / "run.json").read_text())
+    (cli.folder / "evil.py").write_text("open('executed', 'w').close()\n")
+    for recipe in ("evil.py", "evil:recipe"):
+        changed = {**header, "recipe": recipe, "command": ["whet", "train", recipe]}
+        (cli.folder / "run" / "run.json").write_text(json.dumps(changed))
+        code, _, errors = cli.run("predict", "run", "a text")
+        assert code == 2, errors
+        assert not (cli.folder / "executed").exists()

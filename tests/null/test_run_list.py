@@ -116,9 +116,11 @@ def test_only_what_holds_nothing_is_pruned(tmp_path: Path) -> None:
     (tmp_path / "saved" / "checkpoints" / "step-000000000").mkdir()
     (tmp_path / "noted" / "notes.txt").write_text("mine")
     (tmp_path / "broken" / "run.json").write_text("{")
-    (tmp_path / "stepped" / "checkpoints" / ".tmp-step-000000002-1-aa").mkdir()
-    (tmp_path / ".tmp-half-1-bb").mkdir()
-    (tmp_path / ".tmp-half-1-bb" / "big").write_bytes(b"x" * 9000)
+    (tmp_path / "stepped" / "checkpoints" / ".tmp-step-000000002-1-aaaaaaaa").mkdir()
+    (tmp_path / ".tmp-half-1-bbbbbbbb").mkdir()
+    (tmp_path / ".tmp-thesis").mkdir()
+    make_old(tmp_path / ".tmp-thesis")
+    (tmp_path / ".tmp-half-1-bbbbbbbb" / "big").write_bytes(b"x" * 9000)
     (tmp_path / "folder").mkdir()
     (tmp_path / "elsewhere").symlink_to(tmp_path / "empty")
     for child in tmp_path.iterdir():
@@ -126,7 +128,7 @@ def test_only_what_holds_nothing_is_pruned(tmp_path: Path) -> None:
             make_old(child)
     (tmp_path / ".tmp-young-1-cc").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    expected = {".tmp-half-1-bb", ".tmp-step-000000002-1-aa", "empty", "begun"}
+    expected = {".tmp-half-1-bbbbbbbb", ".tmp-step-000000002-1-aaaaaaaa", "empty", "begun"}
     with lock.acquire(tmp_path / "locked"):
         make_old(tmp_path / "locked")
         preview = prune(tmp_path, dry=True)
@@ -135,12 +137,13 @@ def test_only_what_holds_nothing_is_pruned(tmp_path: Path) -> None:
         removed = prune(tmp_path)
     assert removed == preview
     assert all(p.reason for p in removed)
-    assert next(p.size_bytes for p in removed if p.path.name == ".tmp-half-1-bb") >= 9000
+    assert next(p.size_bytes for p in removed if p.path.name == ".tmp-half-1-bbbbbbbb") >= 9000
     gone = set(before) - set(tmp_path.rglob("*"))
     assert {p.name for p in gone if p.name in expected} == expected
     kept = {p.name for p in tmp_path.iterdir()}
     assert kept == {
         *("young", "locked", "stepped", "stepped-too", "saved", "noted", "broken", "folder", "elsewhere"),
+        ".tmp-thesis",
         ".tmp-young-1-cc",
     }
     assert prune(tmp_path) == ()

@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, seconds, counts."""
+"""Numbers and names as people read them: bytes, seconds, counts; nothing that steers a terminal."""
 
 GB = 1024**3
 """One GB as Apple and memory makers count it: 2**30 bytes, so an "8 GB" Mac holds 8 * GB."""
@@ -50,3 +50,12 @@ def show_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.1f}{unit}"
     return f"{count:,.0f}"
+
+
+def printable(text: str) -> str:
+    """The text without anything that could steer a terminal: names may come from anywhere. Line ends stay.
+
+    >>> printable("a\\x1b[2Jb\\n")
+    'a [2Jb\\n'
+    """
+    return "".join(char if char.isprintable() or char == "\n" else " " for char in text)

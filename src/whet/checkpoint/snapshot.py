@@ -12,6 +12,9 @@ from whet.checkpoint.randomness import read_randomness, restore_randomness
 from whet.device.abstract import AbstractDevice
 from whet.step.ema import Ema, named_tensors
 
+_SHAPED_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta")
+"""State that kernels read and write element by element: another shape would reach beyond its end."""
+
 _HOW_IT_RUNS = ("fused", "foreach", "capturable", "differentiable")
 """What an optimizer's group says about kernels: this machine's plan decides that, not the one that saved."""
 
@@ -31,6 +34,7 @@ def take(
     *,
     scaler: torch.amp.GradScaler,
     ema: Ema | None,
+    step: int,
     progress: dict[str, Any],
 ) -> Snapshot:
     """The state of everything that changes while training; `progress` is the caller's own part of it."""
@@ -41,6 +45,7 @@ def take(
     randomness, randomness_facts = read_randomness(device)
     tensors |= optimizer_tensors | randomness
     facts = {
+        "step": step,
         "progress": progress,
         "optimizer": optimizer_facts,
         "scaler": scaler.state_dict(),
@@ -155,6 +160,12 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
         if full_name.startswith("optimizer/"):
             name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
             parameter = by_name[name]
+            if key in _SHAPED_LIKE_THE_PARAMETER and tensor.shape != parameter.shape:
+                raise WhetError(
+                    f"the checkpoint's {key} does not fit {name!r}",
+                    got=f"{tuple(tensor.shape)}; the parameter has {tuple(parameter.shape)}",
+                    try_="the model the run was started with",
+                )
             # A step count lies on the CPU unless the optimizer is fused or capturable; its kind follows the parameter.
             place = parameter.device if key != "step" or _steps_on_device(optimizer) else torch.device("cpu")
             optimizer.state[parameter][key] = tensor.to(place, copy=True)

@@ -1,6 +1,7 @@
 """Checkpoints on disk: folders step-NNNNNNNNN of one safetensors file, one JSON file and a manifest that vouches for
 both. A folder that its manifest does not vouch for is never used."""
 
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -47,6 +48,14 @@ def save(folder: Path, snapshot: Snapshot, *, step: int) -> Path:
 
 def load(path: Path) -> Snapshot:
     """The checkpoint in a folder, or DamagedCheckpointError."""
+    try:
+        return _load(path)
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"{path}: {type(error).__name__} {error}"
+        raise DamagedCheckpointError("the checkpoint has another structure", got=what, try_="an older one") from None
+
+
+def _load(path: Path) -> Snapshot:
     manifest = _read_manifest(path)
     if set(manifest["files"]) != {TENSORS, FACTS} or name_of(manifest["step"]) != path.name:
         raise DamagedCheckpointError("the checkpoint is not what its name says", got=str(path), try_="an older one")
@@ -54,11 +63,14 @@ def load(path: Path) -> Snapshot:
     if int.from_bytes(data[TENSORS][:8], "little") > _MOST_HEADER_BYTES:
         raise DamagedCheckpointError("the checkpoint's header is too large", got=str(path), try_="an older one")
     try:
-        return Snapshot(tensors=safetensors.torch.load(data[TENSORS]), facts=json.loads(data[FACTS]))
+        snapshot = Snapshot(tensors=safetensors.torch.load(data[TENSORS]), facts=json.loads(data[FACTS]))
     except (SafetensorError, ValueError) as error:
         raise DamagedCheckpointError(
             "the checkpoint cannot be read", got=f"{path}: {error}", try_="an older one"
         ) from None
+    if snapshot.facts["step"] != manifest["step"]:
+        raise DamagedCheckpointError("the checkpoint is of another step", got=str(path), try_="an older one")
+    return snapshot
 
 
 def steps(folder: Path) -> list[int]:
@@ -106,6 +118,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         "the checkpoint's manifest is damaged", got=str(path / MANIFEST), try_="an older one"
     )
     try:
+        if not (path / MANIFEST).is_file():
+            raise problem
         manifest = json.loads((path / MANIFEST).read_bytes())
     except (OSError, ValueError):
         raise problem from None
@@ -125,6 +139,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _read_vouched(path: Path, vouched: dict[str, Any]) -> bytes:
     try:
+        if not path.is_file():
+            raise FileNotFoundError(errno.ENOENT, "no such file")
         data = path.read_bytes()
     except OSError as error:
         raise DamagedCheckpointError("a file of the checkpoint is missing", got=f"{path}: {error.strerror}") from None

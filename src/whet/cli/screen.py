@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from whet.base.errors import WhetError
+from whet.base.units import printable
 
 quiet = False
 """Set once by the entry point: notes are left out."""
@@ -14,7 +15,7 @@ quiet = False
 
 def result(text: str) -> None:
     """What was asked for."""
-    print(text)
+    print(printable(text))
 
 
 def result_json(value: Any) -> None:
@@ -25,12 +26,12 @@ def result_json(value: Any) -> None:
 def note(text: str) -> None:
     """What is good to know beside the result."""
     if not quiet:
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr)
 
 
 def error(problem: WhetError) -> None:
     """A failure in three lines."""
-    print(f"error: {problem}", file=sys.stderr)
+    print(printable(f"error: {problem}"), file=sys.stderr)
 
 
 def width() -> int:

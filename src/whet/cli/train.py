@@ -1,6 +1,8 @@
 """whet train: trains a recipe; the same command goes on where it stopped."""
 
+import contextlib
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,10 +46,8 @@ def train(
     if fresh and run is None:
         raise UsageError("--fresh needs a folder", got="no --run", try_="--run DIR")
     path = run or next_run_path(Path("runs"), recipe=recipe.name)
-    if fresh:
-        _remove(path)
     command = ["whet", "train", what, *(words or ()), *_options(config, device), "--run", str(path)]
-    if _is_done(path, resolved.config.model_dump(mode="json")):
+    if not fresh and _is_done(path, resolved.config.model_dump(mode="json")):
         screen.note(f"{path} is done; epochs or max_steps may grow, --fresh starts anew")
     else:
         from whet.device.environment import before_torch
@@ -67,7 +67,8 @@ def train(
                 line.say("\n".join((f"run       {path}", *plan_lines(plan, width=screen.width()), "")))
             line(kind, fields)
 
-        result = train_recipe(recipe, resolved, run=path, device=device, command=command, show=show)
+        with _set_aside(path) if fresh else contextlib.nullcontext():
+            result = train_recipe(recipe, resolved, run=path, device=device, command=command, show=show)
         if result.state == "stopped":
             screen.note(f"saved at step {result.step:,}; to go on:\n  {shlex.join(command)}")
             raise typer.Exit(result.exit_code)
@@ -88,11 +89,32 @@ def _is_done(path: Path, config: dict[str, Any]) -> bool:
     return (path / RUN_FILE).exists() and open_run(path).config == config and summarize(path).state == "done"
 
 
-def _remove(path: Path) -> None:
+@contextlib.contextmanager
+def _set_aside(path: Path) -> Iterator[None]:
+    """Moves an old run out of the way: it comes back if no new one appears in its place, else it goes for good."""
+    from whet.base.errors import UsageError
     from whet.run import durable, lock
     from whet.run.folder import open_run
+    from whet.run.runs import foreign_files
 
-    if path.exists():
-        open_run(path)
-        with lock.acquire(path):
-            durable.remove(path)
+    if not path.exists():
+        yield
+        return
+    open_run(path)
+    foreign = foreign_files(path)
+    if foreign:
+        raise UsageError(
+            "--fresh would remove files that are not whet's",
+            got=", ".join(foreign)[:200],
+            try_="move them, or another --run",
+        )
+    aside = durable.leftover_name(path)
+    with lock.acquire(path):
+        path.rename(aside)
+    try:
+        yield
+    finally:
+        if path.exists():
+            durable.remove(aside)
+        else:
+            aside.rename(path)

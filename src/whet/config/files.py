@@ -21,12 +21,16 @@ def read_config_file(path: Path) -> dict[str, Any]:
     content = _parse_toml(text, path) if suffix == ".toml" else _parse_yaml(text, path)
     if content is None:
         return {}
+    if _depth(content) > _MOST_DEPTH:
+        raise _too_deep(path)
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UsageError(f"{path} does not hold keys and values", got=type(content).__name__, try_="lr: 1e-4")
     return content
 
 
 def _read(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise UsageError("the config file cannot be read", got=f"{path}: not a file", try_="check the path")
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)
@@ -76,6 +80,14 @@ def _parse_yaml(text: str, path: Path) -> Any:
     except ValueError as error:
         # A value that looks like a date and is none.
         raise UsageError(f"{path} is not valid YAML", got=str(error), try_="quote the value") from None
+
+
+def _depth(content: Any) -> int:
+    """How deeply groups are nested, counted without recursion."""
+    level, depth = [content], 0
+    while level and depth <= _MOST_DEPTH:
+        level, depth = [v for c in level if isinstance(c, dict) for v in c.values()], depth + 1
+    return depth - 1
 
 
 def _too_deep(path: Path) -> UsageError:

@@ -50,7 +50,7 @@ class CommonConfig(BaseModel):
     data_paths: tuple[str, ...] = Field((), description="several files or folders, read one after the other")
     init_from: str | None = Field(None, description="run folder whose weights a new run starts from")
 
-    global_batch_size: PositiveInt = Field(32, description="samples of one optimizer step")
+    global_batch_size: Annotated[int, Field(gt=0, le=10**6)] = Field(32, description="samples of one optimizer step")
     epochs: PositiveInt = Field(3, description="passes over the training data")
     max_steps: PositiveInt | None = Field(None, description="stop after this many optimizer steps, if earlier")
     optimizer: Literal["adamw", "adafactor", "sgd"] = Field("adamw", description="how weights are updated")
@@ -63,12 +63,16 @@ class CommonConfig(BaseModel):
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of activations dropped in training")
     ema: bool = Field(False, description="evaluate with an exponential moving average of the weights")
     clip: PositiveFloat | None = Field(1.0, description="largest norm of the gradient; null for none")
-    seed: NonNegativeInt = Field(0, description="decides the order of samples, the first weights and all draws")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="decides the order of samples, the first weights and all draws"
+    )
     eval_every: PositiveInt | Auto = Field("auto", description="steps between evaluations; auto: once an epoch")
     patience: PositiveInt | None = Field(None, description="stop after this many evaluations without a better goal")
     epochs_per_sitting: PositiveInt | None = Field(None, description="stop after this many epochs, to go on later")
 
-    micro_batch: PositiveInt | Auto = Field("auto", description="samples that go through the model at once")
+    micro_batch: Annotated[int, Field(gt=0, le=10**6)] | Auto = Field(
+        "auto", description="samples that go through the model at once"
+    )
     eval_batch: PositiveInt | Auto = Field("auto", description="samples evaluated at once")
     precision: Precision | Auto = Field("auto", description="number format of matrix products")
     compile: Switch | Auto = Field("auto", description="torch.compile the model")
@@ -78,7 +82,7 @@ class CommonConfig(BaseModel):
     checkpoint_epochs: PositiveInt | Auto = Field("auto", description="epochs between checkpoints")
     keep: Annotated[int, Field(ge=2)] | Auto = Field("auto", description="how many of the last checkpoints are kept")
     workers: NonNegativeInt | Auto = Field("auto", description="processes that read data ahead")
-    threads: PositiveInt | Auto = Field("auto", description="threads of the CPU")
-    memory_gb: PositiveFloat | Auto = Field("auto", description="memory the run may plan for")
+    threads: Annotated[int, Field(gt=0, le=1024)] | Auto = Field("auto", description="threads of the CPU")
+    memory_gb: Annotated[float, Field(gt=0, le=10**6)] | Auto = Field("auto", description="memory the run may plan for")
     on_device_failure: Literal["stop", "cpu"] | Auto = Field("auto", description="when the device cannot be used")
     mps_fallback: Switch | Auto = Field("auto", description="run operators that MPS lacks on the CPU")

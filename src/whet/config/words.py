@@ -8,6 +8,8 @@ from whet.base.errors import UsageError
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
+_MOST_DIGITS = 300
+_MOST_DEPTH = 20
 _CONSTANTS = {"null": None, "none": None, "true": True, "false": False}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
@@ -42,7 +44,7 @@ def read_words(words: Iterable[str]) -> Words:
     return Words(values=values, dropped=tuple(dropped))
 
 
-def read_value(text: str, word: str) -> Any:
+def read_value(text: str, word: str, *, depth: int = 0) -> Any:
     """The value a text stands for: null, a truth value, a number, a list, or else the text itself.
 
     >>> read_value("1e-4", ""), read_value("null", ""), read_value("[1,[a,'b,c']]", ""), read_value("3.0", "")
@@ -54,10 +56,12 @@ def read_value(text: str, word: str) -> Any:
     if text.startswith("["):
         if not text.endswith("]"):
             raise UsageError("a list is not closed", got=repr(word), try_="key=[a,b]")
-        return [read_value(item, word) for item in _split(text[1:-1], word)]
+        if depth >= _MOST_DEPTH:
+            raise UsageError("a list is nested too deeply", got=f"over {_MOST_DEPTH} levels", try_="key=[a,b]")
+        return [read_value(item, word, depth=depth + 1) for item in _split(text[1:-1], word)]
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
-    if _INTEGER.fullmatch(text):
+    if _INTEGER.fullmatch(text) and len(text) <= _MOST_DIGITS:
         return int(text)
     try:
         return float(text)

@@ -16,14 +16,15 @@ Columns = dict[str, Column]
 
 def as_columns(data: object) -> Columns | None:
     """The data as columns, or None when it is not made of tensors."""
-    if isinstance(data, Tensor | Ragged):
+    if isinstance(data, Tensor | Ragged | np.ndarray):
         named: dict[str, Any] = {"x": data}
     elif isinstance(data, Mapping):
         named = {str(name): column for name, column in data.items()}
-    elif isinstance(data, tuple | list) and data and all(isinstance(part, Tensor | Ragged) for part in data):
+    elif isinstance(data, tuple | list) and data and all(isinstance(p, Tensor | Ragged | np.ndarray) for p in data):
         named = name_fields(data)
     else:
         return None
+    named = {name: _as_tensor(c) if isinstance(c, np.ndarray) else c for name, c in named.items()}
     if not named or not all(isinstance(column, Tensor | Ragged) for column in named.values()):
         return None
     _refuse_unequal(named)

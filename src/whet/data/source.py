@@ -72,11 +72,16 @@ class Cutter:
 
     def micros(self, rows: np.ndarray, ids: np.ndarray, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
         """The pieces of the chosen rows; `ids` are the samples' ids, row by row."""
-        lengths = sum((lengths[rows] for lengths in self._lengths.values()), np.zeros(len(rows), dtype=np.int64))
-        for piece in cut(lengths, micro_batch=micro_batch, how=how if self._lengths else "fixed"):
+        for piece in self._pieces(rows, micro_batch=micro_batch, how=how):
             chosen = self._send(torch.from_numpy(rows[piece]))
             fields = {name: self._take(name, rows[piece], chosen, how) for name in self._columns}
             yield Micro(fields=fields, ids=ids[piece])
+
+    def _pieces(self, rows: np.ndarray, *, micro_batch: int, how: Lengths) -> Iterator[slice | np.ndarray]:
+        if self._lengths:
+            lengths = np.sum([lengths[rows] for lengths in self._lengths.values()], axis=0)
+            return cut(lengths, micro_batch=micro_batch, how=how)
+        return (slice(start, start + micro_batch) for start in range(0, len(rows), micro_batch))
 
     def _take(self, name: str, rows: np.ndarray, chosen: Tensor, how: Lengths) -> Field:
         column = self._columns[name]

@@ -4,6 +4,7 @@ from typing import final
 
 import psutil
 import torch
+from torch import Tensor
 
 from whet.device.abstract import AbstractDevice, Memory
 
@@ -15,6 +16,9 @@ class Cpu(AbstractDevice):
     @property
     def place(self) -> torch.device:
         return torch.device("cpu")
+
+    def put(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device.type == "cpu" else tensor.cpu()
 
     def memory(self) -> Memory:
         process = psutil.Process().memory_info()

@@ -15,6 +15,7 @@ from whet.data.source import AbstractSource, refuse_too_short
 from whet.device.abstract import AbstractDevice
 from whet.device.environment import FALLBACK, has_fallback
 from whet.device.open import open_device
+from whet.engine.refusals import refuse_foreign_parameters
 from whet.engine.schedule import Schedule
 from whet.engine.training import Training
 from whet.plan.plan import Plan, override
@@ -60,7 +61,7 @@ def build(model: nn.Module, optimizer: Optimizer | OptimizerChoice, data: Any, t
         optimizer = make_optimizer(choice, model, device, kernels=str(plan.value("optimizer_kernels")))
         base_rates = [choice.lr] * len(optimizer.param_groups)
     else:
-        _refuse_foreign_parameters(model, optimizer)
+        refuse_foreign_parameters(model, optimizer)
         base_rates = [float(group["lr"]) for group in optimizer.param_groups]
     stepper = Stepper(
         model,
@@ -128,14 +129,3 @@ def use_device(plan: Plan) -> tuple[Plan, AbstractDevice, str | None]:
         torch.set_num_threads(threads)
     opened.device.use_precision(str(plan.value("precision")))
     return plan, opened.device, reason
-
-
-def _refuse_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    own = {id(parameter) for parameter in model.parameters()}
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
-    if foreign:
-        raise UsageError(
-            "the optimizer updates parameters that are not the model's",
-            got=f"{len(foreign)} of them, the first of shape {tuple(foreign[0].shape)}",
-            try_="an optimizer over model.parameters(), made after the model is complete",
-        )

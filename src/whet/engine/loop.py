@@ -1,6 +1,5 @@
 """train(): the loop, top to bottom, written on Session and on nothing else."""
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,14 +8,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
-from whet.data.batch import Micro
+from whet.engine.evaluating import Evaluate
 from whet.engine.progress_line import ProgressLine
 from whet.engine.recorder import Show
 from whet.engine.session import Session
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice
-
-Evaluate = Callable[[nn.Module, Iterator[Micro]], Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

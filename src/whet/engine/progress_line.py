@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import Any, TextIO
 
-from whet.base.units import show_bytes, show_seconds
+from whet.base.units import printable, show_bytes, show_seconds
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 10.0
@@ -52,7 +52,7 @@ class ProgressLine:
     def say(self, line: str) -> None:
         """A line that stays."""
         self._close()
-        self._stream.write(line + "\n")
+        self._stream.write(printable(line) + "\n")
         self._stream.flush()
 
     def _step(self, fields: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class ProgressLine:
         line = self._line(fields)
         if self._has_terminal:
             columns = shutil.get_terminal_size((120, 40)).columns
-            self._stream.write(f"\r\x1b[2K{line[: columns - 1]}")
+            self._stream.write(f"\r\x1b[2K{printable(line)[: columns - 1]}")
             self._stream.flush()
             self._is_open = True
         else:

@@ -1,32 +1,21 @@
 """What is written down while training: losses are read late and in bulk, so that no step waits for the device."""
 
+import contextlib
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from whet.base.errors import WhetError
 from whet.device.abstract import AbstractDevice
 from whet.run.events import EventLog
 from whet.step.step import Outcome
 
 _READ_EVERY_SECONDS = 0.5
 _MOST_PENDING = 256
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """One step as it is written to events.jsonl and shown on the screen."""
-
-    step: int
-    epoch: int
-    samples: int
-    loss: float
-    lr: float
-    grad_norm: float | None
-    seconds: dict[str, float]
 
 
 Show = Callable[[str, dict[str, Any]], None]
@@ -43,10 +32,10 @@ class Recorder:
         self._pending: list[tuple[dict[str, Any], Outcome]] = []
         self._read_at = time.monotonic()
         self._extra_seconds: dict[str, float] = {}
-        self.last: StepRecord | None = None
+        self._failure: WhetError | None = None
 
     def step(self, outcome: Outcome, **facts: Any) -> None:
-        """Takes a step's outcome; its tensors are read later."""
+        """Takes a step's outcome and what else is known of it; the outcome's tensors are read later."""
         self._pending.append((facts, outcome))
         if len(self._pending) >= _MOST_PENDING or time.monotonic() - self._read_at > _READ_EVERY_SECONDS:
             self.read()
@@ -57,7 +46,8 @@ class Recorder:
 
     def event(self, kind: str, *, step: int, **fields: Any) -> None:
         """Writes a happening, behind all steps before it."""
-        self.read()
+        with contextlib.suppress(WhetError) if kind == "end" else contextlib.nullcontext():
+            self.read()
         if self._log is not None:
             self._log.append(kind, step=step, **fields)
         if self._show is not None:
@@ -70,6 +60,8 @@ class Recorder:
 
     def read(self) -> None:
         """Reads what is pending, in one go, and writes it down."""
+        if self._failure is not None:
+            raise self._failure
         self._read_at = time.monotonic()
         pending, self._pending = self._pending, []
         if not pending:
@@ -82,11 +74,20 @@ class Recorder:
             for phase, spent in self._extra_seconds.items():
                 seconds[phase] = seconds.get(phase, 0.0) + spent
             self._extra_seconds = {}
-            self.last = StepRecord(loss=loss, grad_norm=norm, seconds=seconds, **facts)
+            facts |= {"loss": loss, "grad_norm": norm, "seconds": seconds}
             if self._log is not None:
-                self._log.append("step", **_as_fields(self.last))
-        if self._show is not None and self.last is not None:
-            self._show("step", _as_fields(self.last))
+                self._log.append("step", **facts)
+        if self._show is not None:
+            self._show("step", pending[-1][0])
+        steps = [facts["step"] for facts, _ in pending]
+        broken = [(step, loss) for step, loss in zip(steps, losses, strict=True) if not _is_finite(loss)]
+        if broken:
+            self._failure = WhetError(
+                "the loss is not a number",
+                got=f"step {broken[0][0]}: {broken[0][1]}",
+                try_="a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from before",
+            )
+            raise self._failure
 
     def _seconds(self, outcome: Outcome) -> dict[str, float]:
         spent: dict[str, float] = {}
@@ -95,12 +96,12 @@ class Recorder:
         return spent
 
 
-def _as_fields(record: StepRecord) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+def _is_finite(loss: float | None) -> bool:
+    return loss is not None and math.isfinite(loss)
 
 
 def _as_numbers(tensors: list[Tensor | None]) -> list[float | None]:
     """The values of scalars that lie on one device, with a single wait."""
     there = [tensor for tensor in tensors if tensor is not None]
-    values = iter(torch.stack([tensor.detach().float() for tensor in there]).tolist()) if there else iter(())
+    values = iter(torch.stack(there).tolist()) if there else iter(())
     return [None if tensor is None else next(values) for tensor in tensors]

@@ -10,28 +10,33 @@ with whet.Session(model, optimizer, data, global_batch_size=32, run="runs/mine")
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
 from whet.checkpoint import store
-from whet.checkpoint.randomness import undisturbed
-from whet.checkpoint.snapshot import Snapshot, restore, take
-from whet.data.batch import GlobalBatch, Micro, Position
+from whet.data.batch import GlobalBatch, Micro
 from whet.data.cut import Lengths
-from whet.data.source import AbstractSource
-from whet.engine.building import build, open_planned_source
+from whet.engine.building import build
+from whet.engine.evaluating import Evaluate, Evaluator
+from whet.engine.keeper import Keeper
 from whet.engine.progress import Progress
 from whet.engine.reading import load_weights
 from whet.engine.recorder import Recorder, Show
-from whet.engine.saver import Saver
+from whet.engine.refusals import (
+    refuse_foreign_schedule,
+    refuse_other_batch,
+    refuse_outside,
+    refuse_reserved,
+    refuse_skipped_batch,
+    refuse_wrong_kinds,
+)
 from whet.engine.signals import StopRequests
 from whet.engine.starting import exists, find_start
 from whet.engine.training import read_training
@@ -49,7 +54,18 @@ from whet.step.recompute import recompute_blocks
 
 
 class Session:
-    """Makes optimizer steps, writes them down, saves and resumes. Enter it, iterate over it, step."""
+    """Makes optimizer steps, writes them down, saves and resumes. Enter it, iterate over it, step.
+
+    `run` is the folder; without one nothing is written. `device` is auto, mps, cuda, cuda:1 or cpu. `wishes` are
+    settings of the plan that you decide (micro_batch, precision, threads, ...; see docs/rules). `goal` names the metric
+    that decides the best checkpoint, and `goal_is` whether it should be "max" or "min". `init_from` is a run whose
+    weights a new one starts with. `show` is told of every event. All other keywords are fields of `Training`:
+    global_batch_size, epochs, max_steps, seed, shuffle, schedule, warmup_steps, clip, ema, eval_every, patience,
+    epochs_per_sitting.
+
+    A run that goes on keeps what it was started with: changed training, wishes or data are refused by name, and the
+    learning rates are the checkpoint's.
+    """
 
     def __init__(
         self,
@@ -71,6 +87,7 @@ class Session:
         show: Show | None = None,
         **training: Any,
     ) -> None:
+        refuse_wrong_kinds(model, optimizer, goal_is)
         self.training = read_training(training)
         self.model = model
         self.progress = Progress()
@@ -89,20 +106,24 @@ class Session:
         self._show = show
         self._stop = StopRequests()
         self._closing = contextlib.ExitStack()
-        self._is_last_of_epoch = False
+        self._state = "new"
+        self._current: GlobalBatch | None = None
+        self._set_rates: list[float] = []
         self._is_model_ready = False
         self._is_in_step = False
         self._is_best_unsaved = False
-        self._evaluated: dict[int, tuple[AbstractSource, Any]] = {}
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         """Makes everything ready. What can be wrong is refused before a new run folder appears."""
+        if self._state != "new":
+            raise UsageError("a session is entered once", got="a second `with`", try_="a new Session with the same run")
         with contextlib.ExitStack() as undo:
             undo.callback(self._closing.close)
             self._enter()
             undo.pop_all()
+        self._state = "entered"
         return self
 
     def _enter(self) -> None:
@@ -120,17 +141,22 @@ class Session:
         parts = build(self.model, self._optimizer, self._data, self.training, start.plan)
         self._closing.callback(parts.source.close)
         self.plan, self.device, self.source = parts.plan, parts.device, parts.source
-        self.total_steps, self._base_rates = parts.total_steps, parts.base_rates
+        self.total_steps, self._rates = parts.total_steps, parts.base_rates
         self._stepper, self._schedule = parts.stepper, parts.schedule
+        self._evaluator = Evaluator(parts)
+        self._closing.callback(self._evaluator.close)
         found = None if start.run is None else store.newest(start.run.checkpoints)
         self.run = start.run or (self._create_run(self._path) if self._path is not None else None)
         log = self._closing.enter_context(EventLog(self.run)) if self.run is not None else None
         self._recorder = Recorder(log, self.device, show=self._show)
-        self._saver = Saver(self.run.checkpoints, self.plan) if self.run is not None else None
-        if found is None:
+        self._keeper = None if self.run is None else Keeper(self.run.checkpoints, parts, self._recorder)
+        if found is None or self._keeper is None:
             self._tell("start", {})
         else:
-            self._resume(*found)
+            step, snapshot, refused = found
+            self.progress, self._rates = self._keeper.restore(step, snapshot)
+            inexact = {} if self.source.is_exact else {"exact": False, "reason": "a stream without a state"}
+            self._tell("resume", {"refused": refused, **inexact})
         for reason in filter(None, (start.replanned, parts.fell_back)):
             self._recorder.event("plan", step=self.progress.step, changed=reason, exact=False, reason=reason)
         if self.run is not None and not is_new:
@@ -149,32 +175,31 @@ class Session:
             is_whole = kind is None or (issubclass(kind, Exception) and not self._is_in_step)
             with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
                 self._save_if(is_whole)
+            with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
                 state = "done" if self.is_finished else "stopped"
                 if kind is not None and issubclass(kind, Exception):
                     state = "failed"
                 reason = {} if kind is None else {"reason": f"{kind.__name__}: {error}"}
                 self._recorder.event("end", step=self.progress.step, state=state, **reason)
         finally:
+            self._state = "left"
             self._closing.close()
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         """The global batches that are left, from where the run stands."""
+        refuse_outside(self._state)
         while not self.is_finished:
             before = self.progress.step
             for batch in self._timed(self.source.batches(self.progress.position)):
-                self._is_last_of_epoch = batch.is_last_of_epoch
+                self._current = batch
                 yield batch
-                if self.progress.step != before + 1:
-                    raise UsageError(
-                        "every batch is one step",
-                        got=f"{self.progress.step - before} calls of step() for one batch",
-                        try_="for batch in session: session.step(loss, batch)",
-                    )
+                refuse_skipped_batch(self.progress.step - before)
                 before += 1
                 epochs_done = batch.after.epoch if batch.is_last_of_epoch else None
-                self._save_if(self._is_best_unsaved or self._is_save_due(epochs_done))
+                is_due = self._keeper is not None and self._keeper.is_due(before, epochs_done=epochs_done)
+                self._save_if(is_due or self._is_best_unsaved)
                 if epochs_done is not None:
                     self._end_epoch(epochs_done)
                 if self.is_finished or self._should_stop(epochs_done):
@@ -188,13 +213,16 @@ class Session:
 
     def step(self, loss: LossFunction, batch: GlobalBatch) -> None:
         """Makes one optimizer step from a global batch: cut, forward, backward, weigh, clip, update, average, log."""
+        refuse_outside(self._state)
+        refuse_other_batch(batch, current=self._current, position=self.progress.position)
         progress = self.progress
         self._is_in_step = True
         if not self._is_model_ready:
             self._plan_micro_batch(loss, batch)
             self._prepare_model()
         number = progress.step + 1
-        set_rate(self._stepper.optimizer, self._schedule.factor(number), self._base_rates)
+        refuse_foreign_schedule(self._stepper.optimizer, self._set_rates)
+        self._set_rates = set_rate(self._stepper.optimizer, self._schedule.factor(number), self._rates)
         outcome = self._stepper(loss, self._cut(batch), num_samples=len(batch), step=number)
         progress.step = number
         progress.position = batch.after
@@ -204,7 +232,7 @@ class Session:
             step=number,
             epoch=batch.after.epoch - batch.is_last_of_epoch,
             samples=progress.samples,
-            lr=self._schedule.factor(number) * self._base_rates[0],
+            lr=self._set_rates[0],
         )
         self._is_in_step = False
 
@@ -213,23 +241,14 @@ class Session:
         if what != "evaluate":
             raise UsageError("only an evaluation can be due", got=what, try_='session.due("evaluate")')
         every = self.training.eval_every
-        is_time = self._is_last_of_epoch if every is None else self.progress.step % every == 0
+        is_last = self._current is not None and self._current.is_last_of_epoch
+        is_time = is_last if every is None else self.progress.step % every == 0
         return is_time or self.is_finished
 
-    def evaluate(
-        self, evaluate: Callable[[nn.Module, Iterator[Micro]], Mapping[str, float]], data: Any, *, prefix: str = ""
-    ) -> dict[str, float]:
+    def evaluate(self, evaluate: Evaluate, data: Any, *, prefix: str = "") -> dict[str, float]:
         """Evaluates on `data` with the averaged weights if there are any, logs the metrics, and disturbs nothing."""
         start = time.perf_counter()
-        ema, modes = self._stepper.ema, [(module, module.training) for module in self.model.modules()]
-        with torch.no_grad(), undisturbed(self.device), ema.in_place() if ema else contextlib.nullcontext():
-            self.model.eval()
-            try:
-                found = evaluate(self.model, self.batches(data))
-                metrics = {f"{prefix}{name}": float(value) for name, value in found.items()}
-            finally:
-                for module, mode in modes:
-                    module.training = mode
+        metrics = {f"{prefix}{name}": value for name, value in self._evaluator.run(evaluate, data).items()}
         self._recorder.spent("evaluate", time.perf_counter() - start)
         if self._goal is not None and not prefix and self._goal not in metrics:
             raise UsageError("the goal is not among the metrics", got=self._goal, try_=" or ".join(metrics))
@@ -238,20 +257,12 @@ class Session:
 
     def batches(self, data: Any) -> Iterator[Micro]:
         """Data in its own order, on the device, as much at once as the plan evaluates."""
-        size = self.plan.value("eval_batch")
-        assert isinstance(size, int)
-        if id(data) not in self._evaluated:
-            source = open_planned_source(data, self.device, self.plan, global_batch_size=size)
-            self._closing.callback(source.close)
-            # With the data itself, so that its id stays taken.
-            self._evaluated[id(data)] = (source, data)
-        source, _ = self._evaluated[id(data)]
-        for batch in source.batches(Position()):
-            for micro in source.micros(batch, micro_batch=size, how=self._how):
-                yield micro.moved(self.device.put)
+        return self._evaluator.batches(data)
 
     def log(self, **metrics: float) -> None:
         """Writes metrics down; the goal among them decides the best checkpoint, plateau and early stop."""
+        refuse_reserved({*metrics})
+        metrics = {name: float(value) for name, value in metrics.items()}
         self._recorder.event("eval", step=self.progress.step, **metrics)
         if self._goal is None or self._goal not in metrics:
             return
@@ -317,57 +328,10 @@ class Session:
         goal = {"goal": self._goal, "goal_is": self._goal_is}
         self._recorder.event(kind, step=self.progress.step, total_steps=self.total_steps, **goal, **fields)
 
-    def _resume(self, step: int, snapshot: Snapshot, refused: list[str]) -> None:
-        """Goes on from the newest checkpoint that can be trusted."""
-        stepper = self._stepper
-        saved = restore(snapshot, self.model, stepper.optimizer, self.device, scaler=stepper.scaler, ema=stepper.ema)
-        if saved["data"] != self._data_facts():
-            raise UsageError(
-                "the data is not what the run was started with",
-                got=f"{self.source.num_samples} samples; the run has {saved['data']['num_samples']}",
-                try_="the same data, or another run folder for a new run",
-            )
-        self.progress = Progress.from_json(saved["progress"])
-        self._schedule.load_state(saved["schedule"])
-        # The checkpoint's rates, not the optimizer's: it may have been used before, or made with others.
-        self._base_rates = saved["base_rates"]
-        self.source.load_state(saved["source"])
-        cast(Saver, self._saver).last_step = step
-        exact = {} if self.source.is_exact else {"exact": False, "reason": "the data is a stream without a state"}
-        self._tell("resume", {"refused": refused, **exact})
-
-    def _data_facts(self) -> dict[str, Any]:
-        return {"num_samples": self.source.num_samples, "fingerprint": self.source.fingerprint()}
-
-    def _is_save_due(self, epochs_done: int | None) -> bool:
-        return self._saver is not None and self._saver.is_due(self.progress.step, epochs_done=epochs_done)
-
     def _save_if(self, is_due: bool) -> None:
-        if not is_due or self._saver is None or self.progress.step == self._saver.last_step:
-            return
-        start = time.perf_counter()
-        stepper, progress = self._stepper, self.progress
-        snapshot = take(
-            self.model,
-            stepper.optimizer,
-            self.device,
-            scaler=stepper.scaler,
-            ema=stepper.ema,
-            progress={
-                "progress": progress.as_json(),
-                "schedule": self._schedule.state(),
-                "base_rates": self._base_rates,
-                "data": self._data_facts(),
-                "source": self.source.state(),
-            },
-        )
-        path = self._saver.save(snapshot, step=progress.step, best=progress.best_step)
-        seconds = time.perf_counter() - start
-        self._recorder.spent("save", seconds)
-        self._recorder.event("checkpoint", step=progress.step, name=path.name, seconds=seconds)
-        self._recorder.sync()
-        self._is_best_unsaved = False
-        gc.collect()
+        if is_due and self._keeper is not None:
+            self._keeper.save(self.progress, base_rates=self._rates)
+            self._is_best_unsaved = False
 
     def _end_epoch(self, epochs_done: int) -> None:
         """Once an epoch: what would cost too much in every step."""

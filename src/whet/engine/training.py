@@ -35,10 +35,14 @@ class Training:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name} must be a whole number above 0", got=repr(value), try_=f"{name}=1")
-        if self.clip is not None and not self.clip > 0:
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise UsageError("seed must be a whole number from 0 to 2**63 - 1", got=repr(self.seed), try_="seed=0")
+        if self.clip is not None and not (isinstance(self.clip, int | float) and self.clip > 0):
             raise UsageError("clip must be above 0", got=repr(self.clip), try_="clip=1.0, or None for no clipping")
-        if self.warmup_steps < 0:
-            raise UsageError("warmup_steps must not be negative", got=self.warmup_steps, try_="warmup_steps=0")
+        if not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+            raise UsageError(
+                "warmup_steps must be a whole number from 0", got=repr(self.warmup_steps), try_="warmup_steps=0"
+            )
 
     def total_steps(self, num_samples: int | None) -> int | None:
         """Optimizer steps of the whole run; None when the data has no length and no limit was set."""

@@ -3,12 +3,13 @@
 `Machine` holds what stays the same from run to run; `Conditions` holds how the machine is at this moment.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt
 
 from whet.base.record import Record
 
+PositiveInt = Annotated[int, Field(gt=0, le=2**62)]
 DeviceKind = Literal["mps", "cuda"]
 Origin = Literal["probed", "captured", "composed"]
 ThermalLevel = Literal["nominal", "moderate", "heavy", "trapping", "sleeping"]

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -18,12 +19,13 @@ from whet.base.errors import WhetError
 from whet.base.units import show_bytes
 
 LEFTOVER_PREFIX = ".tmp-"
+_LEFTOVER = re.compile(re.escape(LEFTOVER_PREFIX) + r".+-\d+-[0-9a-f]{8}", re.DOTALL)
 _NOT_SUPPORTED = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether the name says that a write was cut short here (or is under way)."""
-    return path.name.startswith(LEFTOVER_PREFIX)
+    """Whether the name says that a write was cut short here (or is under way): only names that we gave."""
+    return _LEFTOVER.fullmatch(path.name) is not None
 
 
 def leftover_name(path: Path) -> Path:

@@ -134,14 +134,22 @@ def _worthless(run: Path) -> Iterator[_Find]:
 
 
 def _leftovers(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.glob(f"{durable.LEFTOVER_PREFIX}*")) if _is_old(path)]
+    return [path for path in sorted(folder.iterdir()) if durable.is_leftover(path) and _is_old(path)]
+
+
+def foreign_files(path: Path) -> list[str]:
+    """What lies in a run folder and was not put there by whet."""
+    return sorted(c.name for c in path.iterdir() if c.name not in _OWN_FILES and not durable.is_leftover(c))
 
 
 def _why_worthless(path: Path) -> str | None:
     """Why a run may go; None when it must stay."""
-    if any(child.name not in _OWN_FILES and not durable.is_leftover(child) for child in path.iterdir()):
+    if foreign_files(path):
         return None
     checkpoints = path / CHECKPOINTS
+    if checkpoints.is_symlink():
+        # Its target may be on a disk that is not there now.
+        return None
     if checkpoints.exists() and any(not durable.is_leftover(child) for child in checkpoints.iterdir()):
         return None
     try:

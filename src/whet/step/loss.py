@@ -46,7 +46,8 @@ def split_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
     if isinstance(weight, Tensor) and weight.numel() != 1:
         raise WhetError("the loss's weight must be one number", got=f"shape {tuple(weight.shape)}", try_="weight.sum()")
     # In the precision of the loss: an integer weight would be divided in float32, also for a float64 model.
-    return total.reshape(()), weight.detach().reshape(()).to(total.dtype) if isinstance(weight, Tensor) else weight
+    weight = weight.detach().reshape(()).to(total.dtype) if isinstance(weight, Tensor) else weight
+    return total if total.dim() == 0 else total.reshape(()), weight
 
 
 def at_least_tiny(weight: Tensor | float) -> Tensor | float:

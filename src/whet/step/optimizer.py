@@ -51,10 +51,12 @@ def decay_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> 
     return [group for group in groups if group["params"]]
 
 
-def set_rate(optimizer: Optimizer, factor: float, base_rates: list[float]) -> None:
-    """Sets every group's learning rate to `factor` times its base rate, in place where it is a tensor."""
-    for group, base in zip(optimizer.param_groups, base_rates, strict=True):
+def set_rate(optimizer: Optimizer, factor: float, base_rates: list[float]) -> list[float]:
+    """Sets every group's learning rate to `factor` times its base rate, in place where it is a tensor; the rates."""
+    rates = [base * factor for base in base_rates]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(base * factor)
+            group["lr"].fill_(rate)
         else:
-            group["lr"] = base * factor
+            group["lr"] = rate
+    return rates

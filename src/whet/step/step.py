@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from whet.base.errors import WhetError
 from whet.data.batch import Micro
 from whet.device.abstract import AbstractDevice, Mark
 from whet.step.ema import Ema
@@ -45,6 +46,7 @@ class Stepper:
         self.device = device
         self.scaler = device.scaler(loss_scaling)
         self.ema = ema
+        self._has_gradients = False
         self._precision = precision
         self._clip = clip
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -87,6 +89,8 @@ class Stepper:
             start = done
         assert loss_sum is not None, "a global batch has at least one micro-batch"
 
+        if not self._has_gradients:
+            self._refuse_no_gradients()
         self.scaler.unscale_(self.optimizer)
         if weight_sum is not None:
             correction = loss_sum.new_full((), num_samples) / at_least_tiny(weight_sum)
@@ -101,6 +105,16 @@ class Stepper:
             self.ema.update(step)
         marks.append(("optimizer", start, mark()))
         return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks))
+
+    def _refuse_no_gradients(self) -> None:
+        """At the first step: a loss that reaches no parameter would train nothing, without a word."""
+        if all(parameter.grad is None for parameter in self._parameters):
+            raise WhetError(
+                "the loss reaches no parameter of the optimizer",
+                got="no gradient after the backward pass",
+                try_="a loss computed from this model's output, without detach()",
+            )
+        self._has_gradients = True
 
     @torch.no_grad()
     def _scale_gradients(self, factor: Tensor) -> None:

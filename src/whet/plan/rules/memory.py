@@ -1,5 +1,7 @@
 """How much memory a run may take, and how a global batch is cut to stay inside it."""
 
+from collections.abc import Iterator
+
 from whet.base.units import GB, show_bytes
 from whet.plan.prediction import predict_bytes
 from whet.plan.rule import POSITIVE, Decision, Facts, one_of, rule, whole
@@ -226,9 +228,9 @@ def _most_rows(facts: Facts) -> int | None:
     return _APPLE_ROW_LIMIT if facts.device == "mps" and family in _FAMILIES_WITH_ROW_LIMIT and is_affected else None
 
 
-def _cuts(whole: int) -> tuple[int, ...]:
+def _cuts(whole: int) -> Iterator[int]:
     """The micro-batch sizes that cut a global batch evenly into 1, 2, 3, ... parts, largest first."""
-    return tuple(dict.fromkeys(-(-whole // parts) for parts in range(1, whole + 1)))
+    return (-(-whole // parts) for parts in range(1, whole + 1))
 
 
 def _smallest_cut(whole: int, *, at_most: int) -> int:

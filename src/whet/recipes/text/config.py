@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -21,11 +21,11 @@ class Arch(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    hidden_size: PositiveInt = Field(128, description="width of the encoder")
-    layers: PositiveInt = Field(1, description="blocks of attention and feed-forward")
-    heads: PositiveInt = Field(4, description="attention heads; must divide hidden_size")
-    max_length: PositiveInt = Field(64, description="tokens of a text that are read")
-    vocab_size: PositiveInt = Field(4096, description="entries of the byte-pair vocabulary")
+    hidden_size: Annotated[int, Field(gt=0, le=65_536)] = Field(128, description="width of the encoder")
+    layers: Annotated[int, Field(gt=0, le=1_000)] = Field(1, description="blocks of attention and feed-forward")
+    heads: Annotated[int, Field(gt=0, le=65_536)] = Field(4, description="attention heads; must divide hidden_size")
+    max_length: Annotated[int, Field(gt=0, le=10**6)] = Field(64, description="tokens of a text that are read")
+    vocab_size: Annotated[int, Field(ge=300, le=10**7)] = Field(4096, description="entries of the byte-pair vocabulary")
 
     @model_validator(mode="after")
     def heads_divide_width(self) -> "Arch":
@@ -114,5 +114,12 @@ def _num_steps(config: TextConfig, num_samples: int | None) -> int | None:
 
 def _refuse_missing_data(config: TextConfig) -> None:
     for path in (config.data, *config.data_paths):
-        if path is not None and not Path(path).exists():
+        if path is not None and not _is_there(Path(path)):
             raise UsageError("the data is not there", got=f"data={path}", try_="a file or folder that exists")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_file() or path.is_dir()
+    except OSError:
+        return False

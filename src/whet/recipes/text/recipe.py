@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from whet.base.errors import UsageError
 from whet.plan.workload import Workload
 from whet.recipes.text import config as text_config
 from whet.recipes.text.config import TextConfig
+from whet.run.folder import open_run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,9 +38,16 @@ class TextRecipe:
     def data(self, config: TextConfig) -> "TextData":
         from whet.recipes.text.data import learn_tokenizer, tokenize
         from whet.recipes.text.reading import read_corpus
+        from whet.recipes.text.tokenizer import Tokenizer
 
         corpus = read_corpus(config)
-        tokenizer = learn_tokenizer(corpus, arch=config.arch)
+        if config.init_from is None:
+            tokenizer = learn_tokenizer(corpus, arch=config.arch)
+        else:
+            # The old weights know the old tokens; the classes must be the same too.
+            kept = open_run(config.init_from).kept
+            tokenizer = Tokenizer.from_json(str(kept.get("tokenizer")))
+            refuse_other_classes(corpus.classes, kept.get("classes"), where=config.init_from)
         return tokenize(corpus, tokenizer=tokenizer, max_length=config.arch.max_length)
 
     def model(self, config: TextConfig, data: "TextData") -> "Encoder":
@@ -92,6 +101,12 @@ class TextRecipe:
             return [_verdict(dict(zip(classes, row, strict=True))) for row in shares]
 
         return model, answer
+
+
+def refuse_other_classes(ours: Sequence[str], theirs: object, *, where: str) -> None:
+    """A run whose weights are taken over must know the same classes."""
+    if not isinstance(theirs, list) or list(ours) != theirs:
+        raise UsageError(f"{where} has other classes", got=", ".join(ours)[:200], try_=f"data with {theirs}")
 
 
 def _verdict(probabilities: dict[str, float]) -> dict[str, Any]:

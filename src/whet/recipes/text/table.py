@@ -162,9 +162,19 @@ def _json_lines(text: str, *, path: Path) -> Iterator[tuple[int, dict[str, Any]]
 
 def _delimited(text: str, *, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     header = text.split("\n", 1)[0]
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if "\t" in header else ",")
+    # Strict: a quote that is never closed would swallow the rows behind it.
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if "\t" in header else ",", strict=True)
     try:
+        names = [str(name).strip().lower() for name in reader.fieldnames or ()]
+        if len(set(names)) < len(names):
+            raise UsageError(f"{path} has a column twice", got=", ".join(names)[:200], try_="one column of each name")
         for record in reader:
+            if None in record:
+                raise UsageError(
+                    f"row {reader.line_num} of {path} has more fields than the header",
+                    got=str(record[None])[:200],
+                    try_='quotes around texts with commas: "a text, with a comma",label',
+                )
             yield reader.line_num, record
     except csv.Error as error:
         raise UsageError(f"row {reader.line_num} of {path} cannot be read", got=str(error), try_="JSON lines") from None

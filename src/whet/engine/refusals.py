@@ -1,0 +1,83 @@
+"""What a session does not do, said before it could do harm."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from whet.base.errors import UsageError
+from whet.data.batch import GlobalBatch, Position
+from whet.step.optimizer import OptimizerChoice
+
+
+def refuse_wrong_kinds(model: Any, optimizer: Any, goal_is: str) -> None:
+    """What is given must be what it is taken for."""
+    if not isinstance(model, nn.Module):
+        raise UsageError("the model must be an nn.Module", got=type(model).__name__, try_="class Model(nn.Module)")
+    if not isinstance(optimizer, Optimizer | OptimizerChoice):
+        hint = 'torch.optim.AdamW(model.parameters(), lr=1e-3), or whet.OptimizerChoice(name="adamw", lr=1e-3)'
+        raise UsageError("the optimizer must be one of torch's or a choice", got=repr(optimizer)[:80], try_=hint)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("LBFGS runs a step several times", got="LBFGS", try_="an optimizer that steps once")
+    if goal_is not in ("max", "min"):
+        raise UsageError("a goal is to be maximised or minimised", got=goal_is, try_='goal_is="max" or goal_is="min"')
+
+
+def refuse_foreign_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """An optimizer over other parameters would leave the model as it is, without a word."""
+    own = {id(parameter) for parameter in model.parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        raise UsageError(
+            "the optimizer updates parameters that are not the model's",
+            got=f"{len(foreign)} of them, the first of shape {tuple(foreign[0].shape)}",
+            try_="an optimizer over model.parameters(), made after the model is complete",
+        )
+
+
+def refuse_foreign_schedule(optimizer: Optimizer, rates_set: list[float]) -> None:
+    """Two schedules on one optimizer would undo each other, without a word."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    # A rate in a tensor is ours, and reading it would wait for the device.
+    if rates_set and not isinstance(rates[0], torch.Tensor) and rates != rates_set:
+        raise UsageError(
+            "something else changes the learning rate",
+            got=f"{rates}; this session had set {rates_set}",
+            try_="schedule=... (a name, or a function from a step to a factor), and no scheduler beside it",
+        )
+
+
+def refuse_other_batch(batch: GlobalBatch, *, current: GlobalBatch | None, position: Position) -> None:
+    """A batch is stepped once, when it comes: another order would not be the one that a resume repeats."""
+    if batch is not current or position == batch.after:
+        raise UsageError(
+            "every batch is stepped once, when it comes",
+            got="a batch that was stepped before, or another one",
+            try_="for batch in session: session.step(loss, batch)",
+        )
+
+
+def refuse_skipped_batch(num_steps: int) -> None:
+    """A batch that is not stepped would be lost."""
+    if num_steps != 1:
+        raise UsageError(
+            "every batch is one step",
+            got=f"{num_steps} calls of step() for one batch",
+            try_="for batch in session: session.step(loss, batch)",
+        )
+
+
+def refuse_outside(state: str) -> None:
+    """A session has a device, data and a lock only inside `with`."""
+    if state != "entered":
+        raise UsageError(
+            "a session works inside `with`", got=f"a session that is {state}", try_="with whet.Session(...) as session:"
+        )
+
+
+def refuse_reserved(names: set[str]) -> None:
+    """Names that every event has."""
+    taken = names & {"kind", "time", "step"}
+    if taken:
+        raise UsageError("a metric needs a name of its own", got=", ".join(taken), try_="another name")
