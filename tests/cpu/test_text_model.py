@@ -9,7 +9,7 @@ from whet.data.ragged import Packed, Padded, Ragged
 from whet.recipes.text.config import Arch, count_parameters
 from whet.recipes.text.model import Encoder
 
-ARCH = Arch(hidden_size=32, layers=2, heads=4, max_length=24, vocab_size=99)
+ARCH = Arch(hidden_size=32, layers=2, heads=4, max_length=24, vocab_size=300)
 LENGTHS = (3, 24, 1, 7, 12, 7)
 
 
