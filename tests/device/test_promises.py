@@ -160,3 +160,96 @@ def test_a_run_resumes_exactly(device: AbstractDevice, tmp_path) -> None:
         torch.use_deterministic_algorithms(False)
     for name, tensor in whole.items():
         assert torch.equal(tensor, cut[name]), name
+
+
+@pytest.mark.parametrize("returns", ["mean", "tensor weight", "number"])
+def test_a_step_never_waits_for_the_gpu(device: AbstractDevice, returns: str) -> None:
+    if device.kind != "cuda":
+        pytest.skip("only CUDA can be asked to refuse a wait")
+    tokens = ragged_tokens(64, longest=9, seed=0)
+    labels = torch.zeros(64, dtype=torch.long)
+    model = nn.EmbeddingBag(40, 2)
+
+    def loss(micro):
+        total = nn.functional.cross_entropy(model(micro.tokens.values), micro.label, reduction="sum")
+        return {"mean": total / 4, "tensor weight": (total, micro.tokens.lengths.sum()), "number": (total, 4.0)}[
+            returns
+        ]
+
+    with whet.Session(
+        model,
+        whet.OptimizerChoice(lr=1e-3),
+        {"tokens": tokens, "label": labels},
+        global_batch_size=8,
+        epochs=4,
+        clip=1.0,
+        ema=True,
+        device="cuda",
+        wishes={"micro_batch": 4},
+    ) as session:
+        batches = iter(session)
+        for _ in range(3):
+            session.step(loss, next(batches))
+        waiting = next(batches)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            session.step(loss, waiting)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_evaluation_and_measuring_leave_the_devices_draws_alone(device: AbstractDevice) -> None:
+    if device.kind == "fake":
+        pytest.skip("not a device to train on")
+    x, y = images(64, seed=0)
+    finals = []
+    for every in (None, 1):
+        torch.manual_seed(0)
+        model = convnet(dropout=0.5)
+        extra = {} if every is None else {"eval_every": 1, "evaluate": _noisy, "dev": (x, y)}
+        whet.train(
+            model,
+            (x, y),
+            loss=lambda m, model=model: nn.functional.cross_entropy(model(m.x), m.y),
+            optimizer=whet.OptimizerChoice(lr=1e-3),
+            global_batch_size=16,
+            epochs=2,
+            device=device.kind,
+            seed=1,
+            show=None,
+            wishes={"threads": 1, "micro_batch": 16},
+            **extra,
+        )
+        finals.append({name: tensor.cpu() for name, tensor in model.state_dict().items()})
+    for name, tensor in finals[0].items():
+        torch.testing.assert_close(tensor, finals[1][name], rtol=1e-5, atol=1e-6)
+
+
+def _noisy(model, micros):
+    noise = sum(float(torch.rand(3, device=micro.x.device).sum()) for micro in micros)
+    return {"noise": noise}
+
+
+def test_a_run_moves_to_the_cpu_and_back(device: AbstractDevice, tmp_path) -> None:
+    if device.kind in ("fake", "cpu"):
+        pytest.skip("there is nowhere to move to")
+    x, y = images(64, seed=0)
+    for kind, max_steps in ((device.kind, 4), ("cpu", 8), (device.kind, 12)):
+        torch.manual_seed(0)
+        model = convnet()
+        result = whet.train(
+            model,
+            (x, y),
+            loss=lambda m, model=model: nn.functional.cross_entropy(model(m.x), m.y),
+            optimizer=whet.OptimizerChoice(lr=1e-3),
+            global_batch_size=16,
+            epochs=3,
+            max_steps=max_steps,
+            device=kind,
+            run=tmp_path / "run",
+            show=None,
+        )
+        assert result.step == max_steps
+    report = whet.summarize(tmp_path / "run")
+    assert report.inexact_since == 4
+    assert "device" in (report.inexact_reason or "")
