@@ -162,6 +162,7 @@ def test_a_run_resumes_exactly(device: AbstractDevice, tmp_path) -> None:
         assert torch.equal(tensor, cut[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("returns", ["mean", "tensor weight", "number"])
 def test_a_step_never_waits_for_the_gpu(device: AbstractDevice, returns: str) -> None:
     if device.kind != "cuda":

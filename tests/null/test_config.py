@@ -108,6 +108,11 @@ def test_the_guides_names_are_understood() -> None:
     assert resolved.config.ema is True
 
 
+def test_two_words_for_one_key_are_refused() -> None:
+    with pytest.raises(UsageError, match="two words for one key"):
+        resolve(TextConfig, ["batch_size=4", "global_batch_size=8"])
+
+
 def test_auto_is_no_wish() -> None:
     assert resolve(TextConfig, ["micro_batch=auto", "threads=2"]).wishes == {"threads": 2}
 

@@ -81,6 +81,9 @@ def _group_of(annotation: Any) -> type[BaseModel] | None:
 
 def _rename(values: Mapping[str, Any]) -> dict[str, Any]:
     """The guides' names for our keys, and torch's names for our precisions."""
+    for other, key in SYNONYMS.items():
+        if other in values and key in values:
+            raise UsageError("two words for one key", got=f"{other} and {key}", try_=f"only {key}")
     renamed = {SYNONYMS.get(key, key): value for key, value in values.items()}
     if isinstance(renamed.get("precision"), str):
         renamed["precision"] = DTYPE_NAMES.get(renamed["precision"], renamed["precision"])
