@@ -106,6 +106,21 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(zygote: Zygote, uninterru
     assert_same(run, uninterrupted)
 
 
+def test_a_run_killed_before_its_first_checkpoint_begins_again(
+    zygote: Zygote, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "killed"
+    # Evaluations would save the best state: none comes this early.
+    process = zygote.start(JOB, run, "--slow", "eval_every=30")
+    wait_for_step(run, 3)
+    process.send(signal.SIGKILL)
+    process.wait()
+    assert store.steps(open_run(run).checkpoints) == []
+    assert finish(zygote, run, "eval_every=30") == 0
+    assert losses(run) == losses(uninterrupted)
+    assert len(losses(run)) == 40
+
+
 def test_a_damaged_checkpoint_is_left_for_an_older_one(zygote: Zygote, uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "damaged"
     assert finish(zygote, run, "epochs_per_sitting=1", 'wishes={"checkpoint_steps": 4}') == 0

@@ -136,7 +136,8 @@ class Session:
             raise UsageError(
                 "another process has just started this run", got=str(self._path), try_="another run folder"
             )
-        if is_new and self._init_from is not None:
+        found = None if start.run is None else store.newest(start.run.checkpoints)
+        if found is None and self._init_from is not None:
             load_weights(self._init_from, self.model)
         parts = build(self.model, self._optimizer, self._data, self.training, start.plan)
         self._closing.callback(parts.source.close)
@@ -145,18 +146,18 @@ class Session:
         self._stepper, self._schedule = parts.stepper, parts.schedule
         self._evaluator = Evaluator(parts)
         self._closing.callback(self._evaluator.close)
-        found = None if start.run is None else store.newest(start.run.checkpoints)
         self.run = start.run or (self._create_run(self._path) if self._path is not None else None)
         log = self._closing.enter_context(EventLog(self.run)) if self.run is not None else None
         self._recorder = Recorder(log, self.device, show=self._show)
         self._keeper = None if self.run is None else Keeper(self.run.checkpoints, parts, self._recorder)
-        if found is None or self._keeper is None:
-            self._tell("start", {})
-        else:
+        if found is not None and self._keeper is not None:
             step, snapshot, refused = found
             self.progress, self._rates = self._keeper.restore(step, snapshot)
             inexact = {} if self.source.is_exact else {"exact": False, "reason": "a stream without a state"}
             self._tell("resume", {"refused": refused, **inexact})
+        else:
+            # A run that was killed before its first checkpoint begins again, and its steps count no more.
+            self._tell("start" if is_new else "resume", {})
         for reason in filter(None, (start.replanned, parts.fell_back)):
             self._recorder.event("plan", step=self.progress.step, changed=reason, exact=False, reason=reason)
         if self.run is not None and not is_new:
