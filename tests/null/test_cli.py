@@ -68,6 +68,8 @@ def run_from_the_future(folder: Path) -> Path:
         (("train", "text", "epohcs=3"), 2),
         (("train", "text", "data=absent.csv"), 2),
         (("train", "text", "--fresh"), 2),
+        (("train", "text", "--run", "/proc/no/such"), 1),
+        (("train", "text", "--run", "broken.toml/run"), 1),
         (("predict", "absent", "a text"), 2),
         (("predict", "empty", "a text"), 2),
     ],

@@ -38,6 +38,7 @@ def train(
     from whet.recipes.recipe import load_recipe
     from whet.report.summary import summarize
     from whet.report.text import render
+    from whet.run.durable import check_writable
     from whet.run.folder import next_run_path, open_run
 
     recipe = load_recipe(what)
@@ -46,6 +47,8 @@ def train(
     if fresh and run is None:
         raise UsageError("--fresh needs a folder", got="no --run", try_="--run DIR")
     path = run or next_run_path(Path("runs"), recipe=recipe.name)
+    if not path.exists():
+        check_writable(path)
     command = ["whet", "train", what, *(words or ()), *_options(config, device), "--run", str(path)]
     if not fresh and _is_done(path, resolved.config.model_dump(mode="json")):
         screen.note(f"{path} is done; epochs or max_steps may grow, --fresh starts anew")

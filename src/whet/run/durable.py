@@ -203,6 +203,10 @@ def check_writable(path: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, "not a folder")
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "not writable")
+        # Permissions do not tell all (root, /proc, a full disk): what counts is whether a folder can be made.
+        trial = leftover_name(place / "trial")
+        trial.mkdir()
+        trial.rmdir()
 
 
 # --- removing --------------------------------------------------------------------------------------------------------
