@@ -611,7 +611,7 @@ def test_a_failing_evaluation_loses_no_step(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         train(convnet(), images(16, seed=0), evaluate=evaluate, dev=images(8, seed=1), run=tmp_path / "run")
     report = whet.summarize(tmp_path / "run")
-    assert (report.state, [c.step for c in report.checkpoints]) == ("failed", [2])
+    assert (report.state, [c.step for c in report.checkpoints]) == ("failed", [0, 2])
 
 
 def test_a_goal_of_nan_is_never_the_best(tmp_path: Path) -> None:
@@ -811,3 +811,184 @@ def test_a_hostile_optimizer_state_does_not_reach_the_kernels(tmp_path: Path) ->
     store.save(folder, store.Snapshot(tensors=tensors, facts=snapshot.facts), step=step)
     with pytest.raises(WhetError, match="exp_avg does not fit"):
         train(convnet(), images(32, seed=0), max_steps=4, **options)
+
+
+# --- found in a second round ----------------------------------------------------------------------------------------
+
+
+def test_the_same_objects_after_a_failure_start_from_the_first_weights(tmp_path: Path) -> None:
+    """In a notebook: the loss fails in the middle of a step, and the cell is run again."""
+    x, y = images(64, seed=0)
+
+    def run(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer, fail_at: int):
+        seen: list[int] = []
+
+        def loss(micro):
+            seen.append(1)
+            if len(seen) == fail_at:
+                raise MemoryError
+            return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+        options = {"epochs": 2, "schedule": "linear", "optimizer": optimizer, "run": tmp_path / folder}
+        return train(model, (x, y), loss=loss, **options)
+
+    finals = []
+    for folder, fails in (("whole", (0,)), ("cut", (9, 0))):
+        torch.manual_seed(0)
+        model = convnet(dropout=0.2)
+        optimizer = sgd(model)
+        for fail_at in fails:
+            if fail_at:
+                with pytest.raises(MemoryError):
+                    run(folder, model, optimizer, fail_at)
+            else:
+                assert run(folder, model, optimizer, 0).state == "done"
+        finals.append(model.state_dict())
+    for name, tensor in finals[0].items():
+        assert torch.equal(tensor, finals[1][name]), name
+
+
+def test_a_used_optimizer_has_its_rate_back() -> None:
+    model = convnet()
+    optimizer = sgd(model, lr=0.5)
+    train(model, images(32, seed=0), optimizer=optimizer, schedule="linear")
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["ids", "fields", "moved"])
+def test_names_that_a_micro_batch_has_are_refused(name: str) -> None:
+    with pytest.raises(WhetError, match="such a name already"):
+        train(convnet(), {name: torch.randn(16, 1), "y": torch.zeros(16)})
+
+
+class Drifting(nn.Module):
+    """Puts a new tensor in a buffer's place, and makes another buffer at its first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(1, 2)
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("seen", torch.zeros(1, 1))
+
+    def forward(self, x):
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        self.seen = torch.ones(len(x), 1) if len(self.seen) < len(x) else self.seen
+        return self.out(x - self.mean)
+
+
+def test_buffers_may_be_replaced_by_a_forward_pass() -> None:
+    torch.manual_seed(0)
+    model = Drifting()
+    data = (torch.full((16, 1), 4.0), torch.zeros(16, dtype=torch.long))
+    with whet.Session(
+        model, sgd(model), data, global_batch_size=8, epochs=6, ema=True, wishes={"threads": 1}
+    ) as session:
+        for batch in session:
+            session.step(cross_entropy(model), batch)
+        ema = session._stepper.ema
+        assert ema is not None
+        assert ema.average["mean"].item() > 1
+    assert torch.equal(model.seen, torch.ones(8, 1))
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+
+    def loss(micro):
+        # The square root of zero has an infinite slope: a finite loss, and no finite gradient.
+        return (model(micro.x) * 0).abs().sqrt().mean()
+
+    with pytest.raises(WhetError, match="no longer numbers"):
+        train(model, torch.randn(16, 1), loss=loss, run=tmp_path / "run", max_steps=1)
+    assert [checkpoint.step for checkpoint in whet.summarize(tmp_path / "run").checkpoints] == [0]
+
+
+def test_recomputing_counts_batch_statistics_once_and_shared_blocks_once() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            block = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+            self.first, self.second = nn.ModuleList([block]), nn.ModuleList([block])
+
+        def forward(self, x):
+            return self.second[0](self.first[0](x))
+
+    x = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
+    finals = []
+    for switch in ("off", "on"):
+        torch.manual_seed(0)
+        model = Net()
+        y = torch.zeros(16, dtype=torch.long)
+        train(model, (x, y), wishes={"activation_checkpointing": switch, "micro_batch": 8})
+        finals.append(model.state_dict())
+    for name, tensor in finals[0].items():
+        assert torch.equal(tensor, finals[1][name]), name
+
+
+def test_a_missed_evaluation_is_made_up(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def evaluate(model, micros):
+        calls.append(len(list(micros)))
+        if len(calls) in (1, 3):
+            raise ZeroDivisionError
+        return {"accuracy": 0.5}
+
+    options = {"evaluate": evaluate, "dev": images(8, seed=1), "test": images(8, seed=2), "run": tmp_path / "run"}
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            train(convnet(), images(16, seed=0), **options)
+    assert train(convnet(), images(16, seed=0), **options).metrics == {"test_accuracy": 0.5}
+    assert train(convnet(), images(16, seed=0), **options).metrics == {}
+    assert whet.summarize(tmp_path / "run").metrics == {"accuracy": 0.5, "test_accuracy": 0.5}
+    assert len(calls) == 4, "dev failed, dev, test failed, test"
+
+
+def test_an_infinite_goal_is_never_the_best(tmp_path: Path) -> None:
+    scores = iter([math.inf, 3.0])
+    result = train(
+        convnet(),
+        images(8, seed=0),
+        epochs=2,
+        evaluate=lambda model, micros: {"perplexity": next(scores)},
+        dev=images(8, seed=1),
+        goal="perplexity",
+        goal_is="min",
+        schedule="plateau",
+        run=tmp_path / "run",
+    )
+    assert result.state == "done"
+
+
+class Sentences:
+    """Samples of unequal lengths; the last batch has one sample alone."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int):
+        return {"tokens": torch.ones(1 + index % 4), "y": 0}
+
+
+def test_a_lonely_sample_has_the_form_of_the_others() -> None:
+    from whet.data.ragged import Padded
+
+    seen: list[type] = []
+    model = nn.Linear(1, 2)
+
+    def loss(micro):
+        seen.append(type(micro.tokens))
+        means = micro.tokens.values.sum(1, keepdim=True)
+        return nn.functional.cross_entropy(model(means), micro.y)
+
+    train(model, Sentences(), loss=loss, global_batch_size=4, wishes={"workers": 0})
+    assert set(seen) == {Padded}
+
+
+def test_every_row_of_a_small_table_counts_in_its_fingerprint(tmp_path: Path) -> None:
+    x, y = images(640, seed=0)
+    train(convnet(), (x, y), run=tmp_path / "run", max_steps=2)
+    changed = x.clone()
+    changed[123] += 1e-3
+    with pytest.raises(WhetError, match="not what the run was started with"):
+        train(convnet(), (changed, y), run=tmp_path / "run", max_steps=4)

@@ -113,7 +113,8 @@ def test_only_what_holds_nothing_is_pruned(tmp_path: Path) -> None:
         log.append("step", step=1, loss=1.0)
     with EventLog(tmp_path / "begun") as log:
         log.append("start", step=0)
-    (tmp_path / "saved" / "checkpoints" / "step-000000000").mkdir()
+    (tmp_path / "saved" / "checkpoints" / "step-000000003").mkdir()
+    (tmp_path / "begun" / "checkpoints" / "step-000000000").mkdir()
     (tmp_path / "noted" / "notes.txt").write_text("mine")
     (tmp_path / "broken" / "run.json").write_text("{")
     (tmp_path / "stepped" / "checkpoints" / ".tmp-step-000000002-1-aaaaaaaa").mkdir()

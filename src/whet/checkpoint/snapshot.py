@@ -140,6 +140,9 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
         )
     by_name = dict(model.named_parameters())
     groups = optimizer.param_groups
+    if len(facts["groups"]) != len(groups):
+        got = f"{len(groups)} parameter groups; the checkpoint has {len(facts['groups'])}"
+        raise WhetError("the checkpoint's parameter groups differ", got=got, try_="the same groups")
     for saved, group in zip(facts["groups"], groups, strict=True):
         order = [by_name[name] for name in saved["parameters"]]
         if {id(p) for p in order} != {id(p) for p in group["params"]}:

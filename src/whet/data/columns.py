@@ -1,6 +1,6 @@
 """Data as named columns of equal length: tensors, or ragged columns of samples that differ in length."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ def as_columns(data: object) -> Columns | None:
     named = {name: _as_tensor(c) if isinstance(c, np.ndarray) else c for name, c in named.items()}
     if not named or not all(isinstance(column, Tensor | Ragged) for column in named.values()):
         return None
+    refuse_taken_names(named)
     _refuse_unequal(named)
     _refuse_nonfinite(named)
     return named
@@ -38,13 +39,28 @@ def name_fields(parts: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, parts, strict=True))
 
 
-def stack_samples(samples: Sequence[Any]) -> Columns:
-    """Single samples as columns; fields whose first dimension differs become ragged."""
+def stack_samples(samples: Sequence[Any], *, ragged: set[str]) -> Columns:
+    """Single samples as columns; fields whose first dimension differs become ragged, and are so from then on.
+
+    `ragged` remembers them, so that a batch whose lengths happen to agree has the same form as the others.
+    """
     fields = [_as_fields(sample) for sample in samples]
     names = fields[0].keys()
+    refuse_taken_names(names)
     if any(field.keys() != names for field in fields):
         raise WhetError("samples have different fields", got=", ".join(names), try_="the same keys in every sample")
-    return {name: _stack(name, [_as_tensor(field[name]) for field in fields]) for name in names}
+    columns = {name: _stack(name, [_as_tensor(field[name]) for field in fields], ragged) for name in names}
+    ragged |= {name for name, column in columns.items() if isinstance(column, Ragged)}
+    return columns
+
+
+def refuse_taken_names(names: Iterable[str]) -> None:
+    """A field of that name would be hidden by what a micro-batch says of itself."""
+    taken = sorted({"ids", "fields", "moved"} & set(names))
+    if taken:
+        raise WhetError(
+            "a micro-batch has such a name already", got=", ".join(taken), try_=f"{taken[0]}_ or another name"
+        )
 
 
 def _as_fields(sample: Any) -> dict[str, Any]:
@@ -66,9 +82,9 @@ def _as_tensor(value: Any) -> Tensor:
         raise WhetError("a sample is made of tensors and numbers", got=f"{type(value).__name__}: {error}") from None
 
 
-def _stack(name: str, values: list[Tensor]) -> Column:
+def _stack(name: str, values: list[Tensor], ragged: set[str]) -> Column:
     shapes = {value.shape for value in values}
-    if len(shapes) == 1:
+    if len(shapes) == 1 and name not in ragged:
         return torch.stack(values)
     if len({shape[1:] for shape in shapes}) > 1 or any(not shape for shape in shapes):
         raise WhetError(f"samples of {name!r} cannot be put together", got=str(sorted(map(tuple, shapes))[:4]))

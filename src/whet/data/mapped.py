@@ -49,6 +49,7 @@ class Mapped(AbstractSource):
         self._order: dict[str, Any] = {"global_batch_size": global_batch_size, "seed": seed, "shuffle": shuffle}
         self._reader = _Reader(dataset, seed)
         self._requests = _Requests()
+        self._ragged: set[str] = set()
         self._loader = _loader(self._reader, self._requests, loading or Loading())
 
     def batches(self, position: Position) -> Iterator[GlobalBatch]:
@@ -59,7 +60,7 @@ class Mapped(AbstractSource):
             yield GlobalBatch(ids=ids, after=after, is_last_of_epoch=is_last, samples=tuple(samples))
 
     def micros(self, batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
-        return micros_of_samples(batch, micro_batch=micro_batch, how=how)
+        return micros_of_samples(batch, micro_batch=micro_batch, how=how, ragged=self._ragged)
 
     def close(self) -> None:
         del self._loader

@@ -93,9 +93,9 @@ class Cutter:
         return column.padded(chosen, length=padded_length(lengths, how=how, max_length=self._longest[name]))
 
 
-def micros_of_samples(batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
+def micros_of_samples(batch: GlobalBatch, *, micro_batch: int, how: Lengths, ragged: set[str]) -> Iterator[Micro]:
     """Micro-batches of samples that were read one by one; they lie on the host."""
-    cutter = Cutter(stack_samples(batch.samples), send=lambda rows: rows)
+    cutter = Cutter(stack_samples(batch.samples, ragged=ragged), send=lambda rows: rows)
     return cutter.micros(np.arange(len(batch)), batch.ids, micro_batch=micro_batch, how=how)
 
 

@@ -29,6 +29,7 @@ class Stream(AbstractSource):
         self._samples = samples
         self._global_batch_size = global_batch_size
         self._is_restored = False
+        self._ragged: set[str] = set()
         self._state: dict[str, Any] = {}
         self.is_exact = isinstance(samples, Stateful)
 
@@ -65,4 +66,4 @@ class Stream(AbstractSource):
         return tuple(itertools.islice(iterator, self._global_batch_size))
 
     def micros(self, batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
-        return micros_of_samples(batch, micro_batch=micro_batch, how=how)
+        return micros_of_samples(batch, micro_batch=micro_batch, how=how, ragged=self._ragged)

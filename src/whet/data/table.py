@@ -10,9 +10,11 @@ from torch import Tensor
 from whet.data.batch import GlobalBatch, Micro, Position
 from whet.data.columns import Columns
 from whet.data.cut import Lengths
+from whet.data.ragged import Ragged
 from whet.data.source import AbstractSource, Cutter, ordered_batches
 from whet.device.abstract import AbstractDevice
 
+_MOST_HASHED_BYTES = 64 * 1024**2
 _ROWS_IN_FINGERPRINT = 64
 
 
@@ -55,12 +57,14 @@ class Table(AbstractSource):
 
 
 def _fingerprint(columns: Columns, num_samples: int) -> str:
-    """A hash of names, shapes, types and some rows spread over the data: other data is noticed, not every change."""
+    """A hash of all the data, or of rows spread over it where it is large: then not every change is noticed."""
     digest = hashlib.sha256(str(num_samples).encode())
+    parts = {n: (c.values, c.starts) if isinstance(c, Ragged) else (c,) for n, c in columns.items()}
+    is_small = sum(p.numel() * p.element_size() for ps in parts.values() for p in ps) <= _MOST_HASHED_BYTES
     rows = sorted({num_samples * place // _ROWS_IN_FINGERPRINT for place in range(_ROWS_IN_FINGERPRINT)})
     for name, column in columns.items():
-        values = [column[row].cpu() for row in rows if row < num_samples]
-        digest.update(f"{name} {[(tuple(v.shape), v.dtype) for v in values]}".encode())
-        for value in values:
-            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        tensors = parts[name] if is_small else [column[row] for row in rows if row < num_samples]
+        digest.update(f"{name} {[(tuple(t.shape), t.dtype) for t in tensors]}".encode())
+        for tensor in tensors:
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

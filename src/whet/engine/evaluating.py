@@ -17,6 +17,10 @@ from whet.engine.building import Parts, open_planned_source
 Evaluate = Callable[[nn.Module, Iterator[Micro]], Mapping[str, float]]
 
 
+_MOST_SOURCES = 4
+"""Data sets that stay open: who makes a new one for every evaluation must not collect workers."""
+
+
 class Evaluator:
     """Evaluates one model on any data; each data set is opened once."""
 
@@ -47,6 +51,9 @@ class Evaluator:
         assert isinstance(size, int)
         how: Lengths = str(plan.value("lengths"))  # type: ignore[assignment]
         if id(data) not in self._sources:
+            if len(self._sources) >= _MOST_SOURCES:
+                oldest, _ = self._sources.pop(next(iter(self._sources)))
+                oldest.close()
             # With the data itself, so that its id stays taken.
             self._sources[id(data)] = (open_planned_source(data, device, plan, global_batch_size=size), data)
         source, _ = self._sources[id(data)]

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.checkpoint.snapshot import Snapshot, restore, take
 from whet.engine.building import Parts
@@ -25,7 +25,7 @@ class Keeper:
         self._epochs = parts.plan.value("checkpoint_epochs")
         self._keep = parts.plan.value("keep")
         self._saved_at = time.monotonic()
-        self._saved_step = 0
+        self._saved_step: int | None = None
 
     def is_due(self, step: int, *, epochs_done: int | None) -> bool:
         """Whether a checkpoint should be written after this step; `epochs_done` counts if the step ended an epoch."""
@@ -40,8 +40,9 @@ class Keeper:
         """Writes the state after the newest step, unless it is safe already; then removes old checkpoints."""
         if progress.step == self._saved_step:
             return
-        # A run whose loss is not a number must not replace a good checkpoint.
+        # A run that has gone wrong must not replace a good checkpoint.
         self._recorder.read()
+        self._refuse_nonfinite()
         start = time.perf_counter()
         parts = self._parts
         snapshot = take(
@@ -74,6 +75,9 @@ class Keeper:
     def restore(self, step: int, snapshot: Snapshot) -> tuple[Progress, list[float]]:
         """Puts everything back as it was after that step; how far the run was, and its learning rates."""
         parts = self._parts
+        # Newer ones could not be trusted: they must not count among those that are kept.
+        for newer in [there for there in store.steps(self._folder) if there > step]:
+            store.discard(self._folder, step=newer)
         saved = restore(
             snapshot,
             parts.stepper.model,
@@ -92,6 +96,15 @@ class Keeper:
         parts.source.load_state(saved["source"])
         self._saved_step = step
         return Progress.from_json(saved["progress"]), saved["base_rates"]
+
+    def _refuse_nonfinite(self) -> None:
+        for name, parameter in self._parts.stepper.model.named_parameters():
+            if not bool(parameter.detach().isfinite().all()):
+                raise WhetError(
+                    "the weights are no longer numbers",
+                    got=f"{name} has NaN or Inf, although the loss had none",
+                    try_="a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from before",
+                )
 
     def _data_facts(self) -> dict[str, Any]:
         source = self._parts.source

@@ -55,11 +55,13 @@ def train(
     metrics: dict[str, float] = {}
     told = ProgressLine(epochs=options.get("epochs", 1)) if show == "line" else show
     with Session(model, optimizer, data, show=told, **options) as session:
+        if evaluate is not None and session.due("evaluate"):
+            metrics |= session.evaluate(evaluate, dev)
         for batch in session:
             session.step(loss, batch)
             if evaluate is not None and session.due("evaluate"):
                 metrics |= session.evaluate(evaluate, dev)
-        if evaluate is not None and test is not None and session.is_finished and session.has_stepped:
+        if evaluate is not None and test is not None and session.is_finished and not session.has_logged("test_"):
             metrics |= session.evaluate(evaluate, test, prefix="test_")
     return Result(
         path=None if session.run is None else session.run.path,

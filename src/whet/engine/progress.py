@@ -1,5 +1,6 @@
 """How far a run has come: everything besides tensors that a resume needs, listed in one place."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ class Progress:
     position: Position = field(default_factory=Position)
     """Data consumed by the optimizer, not data fetched."""
     samples: int = 0
+    evaluated_step: int = 0
+    """The step of the last evaluation."""
     best_score: float | None = None
     best_step: int | None = None
     num_worse: int = 0
@@ -26,8 +29,8 @@ class Progress:
         return cls(**{**data, "position": Position(**data["position"])})
 
     def judge(self, score: float) -> bool:
-        """Takes the score of an evaluation (higher is better; NaN is never good); whether it is the best so far."""
-        if score == score and (self.best_score is None or score > self.best_score):
+        """Takes the score of an evaluation (higher is better; NaN and Inf never are); whether it is the best so far."""
+        if math.isfinite(score) and (self.best_score is None or score > self.best_score):
             self.best_score, self.best_step, self.num_worse = score, self.step, 0
             return True
         self.num_worse += 1

@@ -28,7 +28,7 @@ class Schedule:
         """Takes an evaluation into account (higher is better): without progress the rate is halved."""
         if not self._watches:
             return
-        if score == score and (self._best is None or score > self._best):
+        if math.isfinite(score) and (self._best is None or score > self._best):
             self._best, self._num_bad = score, 0
             return
         self._num_bad += 1

@@ -46,7 +46,7 @@ from whet.plan.plan import make_plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.run import durable, lock
-from whet.run.events import EventLog
+from whet.run.events import EventLog, History
 from whet.run.folder import Run, create_run, rewrite, versions
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
@@ -141,6 +141,7 @@ class Session:
             load_weights(self._init_from, self.model)
         parts = build(self.model, self._optimizer, self._data, self.training, start.plan)
         self._closing.callback(parts.source.close)
+        self._closing.callback(lambda: set_rate(parts.stepper.optimizer, 1.0, self._rates))
         self.plan, self.device, self.source = parts.plan, parts.device, parts.source
         self.total_steps, self._rates = parts.total_steps, parts.base_rates
         self._stepper, self._schedule = parts.stepper, parts.schedule
@@ -158,11 +159,13 @@ class Session:
         else:
             # A run that was killed before its first checkpoint begins again, and its steps count no more.
             self._tell("start" if is_new else "resume", {})
+            # The very first state too: who calls again with the same objects must not start from trained weights.
+            self._save_if(True)
         for reason in filter(None, (start.replanned, parts.fell_back)):
             self._recorder.event("plan", step=self.progress.step, changed=reason, exact=False, reason=reason)
         if self.run is not None and not is_new:
             self.run = rewrite(self.run, plan=self.plan.as_json(), config=self._config)
-        self._first_epoch, self._first_step = self.progress.position.epoch, self.progress.step
+        self._first_epoch = self.progress.position.epoch
         self._epoch_began = time.monotonic()
         self._closing.enter_context(self._stop)
         self._closing.enter_context(no_garbage_collection())
@@ -238,12 +241,17 @@ class Session:
         self._is_in_step = False
 
     def due(self, what: str) -> bool:
-        """Whether it is time to "evaluate": every `eval_every` steps or at the end of an epoch, and at the very end."""
+        """Whether it is time to "evaluate": every `eval_every` steps or at the end of an epoch, and at the very end.
+
+        Also when a run goes on that was stopped before an evaluation that was due.
+        """
         if what != "evaluate":
             raise UsageError("only an evaluation can be due", got=what, try_='session.due("evaluate")')
         every = self.training.eval_every
-        is_last = self._current is not None and self._current.is_last_of_epoch
-        is_time = is_last if every is None else self.progress.step % every == 0
+        progress = self.progress
+        if progress.step in (0, progress.evaluated_step) or (self.is_finished and self.has_logged("")):
+            return False
+        is_time = progress.position.samples == 0 if every is None else progress.step % every == 0
         return is_time or self.is_finished
 
     def evaluate(self, evaluate: Evaluate, data: Any, *, prefix: str = "") -> dict[str, float]:
@@ -264,6 +272,7 @@ class Session:
         """Writes metrics down; the goal among them decides the best checkpoint, plateau and early stop."""
         refuse_reserved({*metrics})
         metrics = {name: float(value) for name, value in metrics.items()}
+        self.progress.evaluated_step = self.progress.step
         self._recorder.event("eval", step=self.progress.step, **metrics)
         if self._goal is None or self._goal not in metrics:
             return
@@ -278,10 +287,12 @@ class Session:
         is_over = progress.position.epoch >= training.epochs or progress.step >= (training.max_steps or float("inf"))
         return is_over or (training.patience is not None and progress.num_worse >= training.patience)
 
-    @property
-    def has_stepped(self) -> bool:
-        """Whether this sitting made a step; a finished run that is entered again makes none."""
-        return self.progress.step > self._first_step
+    def has_logged(self, prefix: str) -> bool:
+        """Whether the run folder holds a metric of that kind for the newest step."""
+        if self.run is None:
+            return False
+        newest = (e for e in History(self.run).backwards(kinds=("eval",)) if e.step == self.progress.step)
+        return any(name.startswith(prefix) for event in newest for name in event.fields)
 
     @property
     def exit_code(self) -> int:
@@ -360,7 +371,7 @@ class Session:
             return
         # Two points, and not of one sample: BatchNorm refuses it.
         small, large = (
-            next(iter(self.source.micros(batch, micro_batch=size, how="fixed"))).moved(self.device.put)
+            next(iter(self.source.micros(batch, micro_batch=size, how=self._how))).moved(self.device.put)
             for size in (2, 4)
         )
         needed = measure_activation_bytes(self.model, loss, small, large, device=self.device)

@@ -1,5 +1,7 @@
 """What a model and its data mean for a plan: counted, and for activations measured at two small points."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,13 +56,28 @@ def measure_activation_bytes(
 
     Leaves no trace: generators and buffers are put back, and no gradient is computed.
     """
-    kept = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    with undisturbed(device):
+    with undisturbed(device), _buffers_put_back(model):
         at_small, at_large = (_saved_bytes(model, loss, micro) for micro in (small, large))
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(kept[name])
     return max(1, (at_large - at_small) // max(1, len(large) - len(small)))
+
+
+@contextmanager
+def _buffers_put_back(model: nn.Module) -> Iterator[None]:
+    """Every buffer is the same object with the same values afterwards; what a forward pass added is taken away."""
+    kept = [
+        (module, {name: (b, None if b is None else b.detach().clone()) for name, b in module._buffers.items()})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, buffers in kept:
+                module._buffers.clear()
+                for name, (buffer, values) in buffers.items():
+                    module._buffers[name] = buffer
+                    if buffer is not None and values is not None:
+                        buffer.copy_(values)
 
 
 def _saved_bytes(model: nn.Module, loss: LossFunction, micro: Micro) -> int:

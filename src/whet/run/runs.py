@@ -137,6 +137,11 @@ def _leftovers(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if durable.is_leftover(path) and _is_old(path)]
 
 
+def _is_worth_keeping(checkpoint: Path) -> bool:
+    """Whether it holds more than the state before the first step."""
+    return not durable.is_leftover(checkpoint) and checkpoint.name != "step-000000000"
+
+
 def foreign_files(path: Path) -> list[str]:
     """What lies in a run folder and was not put there by whet."""
     return sorted(c.name for c in path.iterdir() if c.name not in _OWN_FILES and not durable.is_leftover(c))
@@ -150,7 +155,7 @@ def _why_worthless(path: Path) -> str | None:
     if checkpoints.is_symlink():
         # Its target may be on a disk that is not there now.
         return None
-    if checkpoints.exists() and any(not durable.is_leftover(child) for child in checkpoints.iterdir()):
+    if checkpoints.exists() and any(_is_worth_keeping(child) for child in checkpoints.iterdir()):
         return None
     try:
         read_header(path)

@@ -16,14 +16,23 @@ class Ema:
 
     def __init__(self, model: nn.Module, *, decay: float = 0.999) -> None:
         self.decay = decay
-        self._live = {name: tensor for name, tensor in named_tensors(model) if tensor.is_floating_point()}
-        self.average = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+        self._model = model
+        self.average = {name: tensor.detach().clone() for name, tensor in self._live().items()}
+
+    def _live(self) -> dict[str, Tensor]:
+        """Looked up each time: a forward pass may put another tensor in a buffer's place."""
+        return {name: tensor for name, tensor in named_tensors(self._model) if tensor.is_floating_point()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Takes the weights after `step` steps into the average."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(list(self.average.values()), [t.detach() for t in self._live.values()], 1 - decay)
+        live = self._live()
+        for name, buffer in self._model.named_buffers():
+            if name in live and (name not in self.average or self.average[name].shape != buffer.shape):
+                # A buffer that was made or grew in a forward pass: its average begins anew.
+                self.average[name] = buffer.detach().clone()
+        torch._foreach_lerp_(list(self.average.values()), [live[name].detach() for name in self.average], 1 - decay)
 
     @contextmanager
     @torch.no_grad()
@@ -36,7 +45,7 @@ class Ema:
             self._swap()
 
     def _swap(self) -> None:
-        for name, live in self._live.items():
+        for name, live in self._live().items():
             kept = live.detach().clone()
             live.detach().copy_(self.average[name])
             self.average[name].copy_(kept)

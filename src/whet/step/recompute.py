@@ -1,7 +1,7 @@
 """Activation checkpointing: activations inside a model's blocks are computed again in the backward pass."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from torch import nn
@@ -23,20 +23,43 @@ def recompute_blocks(model: nn.Module) -> Iterator[None]:
             got=type(model).__name__,
             try_="an nn.ModuleList or nn.Sequential of blocks, or a smaller micro_batch",
         )
+    before = [block.__dict__.get("forward") for block in blocks]
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        contexts = partial(_contexts, block)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
     try:
         yield
     finally:
-        for block in blocks:
-            # The class's own forward shows again.
+        for block, own in zip(blocks, before, strict=True):
+            # The class's own forward shows again, or the one that the user had put before it.
             del block.forward
+            if own is not None:
+                block.forward = own
+
+
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For the first pass and for the repeated one, which must not count in running statistics again."""
+    return nullcontext(), _statistics_left_alone(block)
+
+
+@contextmanager
+def _statistics_left_alone(block: nn.Module) -> Iterator[None]:
+    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    kept = [dict(norm._buffers) for norm in norms]
+    for norm in norms:
+        norm._buffers.update({name: b if b is None else b.clone() for name, b in norm._buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, kept, strict=True):
+            norm._buffers.update(buffers)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated parts of a model: what the outermost lists of modules hold, else what the outermost sequences do."""
     for kind in (nn.ModuleList, nn.Sequential):
-        blocks = [block for group in _outermost(model, kind) for block in group.children()]
+        found = (block for group in _outermost(model, kind) for block in group.children())
+        blocks = list(dict.fromkeys(found))
         if any(True for block in blocks for _ in block.parameters()):
             return blocks
     return []
