@@ -97,5 +97,6 @@ def _refuse_without_tools(path: str) -> None:
 
 def _first_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    telling = [line for line in lines if "error" in line.lower()] or lines[-1:]
+    # A compiler's own line, else what Python raised at the end.
+    telling = [line for line in lines if ": error: " in line or ": fatal error: " in line] or lines[-1:]
     return (telling or ["no output"])[0][:300]

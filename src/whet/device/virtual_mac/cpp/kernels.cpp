@@ -104,17 +104,17 @@ at::Tensor& set_to_nothing(at::Tensor& self) {
 
 // --- copying --------------------------------------------------------------------------------------------------------
 
+// Within the device, to it and from it; the last waits for the GPU on a Mac.
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
   if (self.is_same(source) || source.numel() == 0) return self;
+  if (self.device().is_cpu()) ++counters().num_syncs;
   on_cpu(self).copy_(on_cpu(source));
   return self;
 }
 
-// CPU -> mps and mps -> CPU. The second waits for the GPU on a Mac.
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
-  if (to.device().is_cpu()) ++counters().num_syncs;
-  on_cpu(to).copy_(on_cpu(self));
-  return to;
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
+  at::Tensor written = to;
+  return copy_(written, self, non_blocking);
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
