@@ -1,6 +1,5 @@
 """Installing a virtual Mac changes the process, so each test starts others; the compiled part is built once."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -8,11 +7,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from virtual_process import INSTALL, environment
 
 from places import ROOT
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
-INSTALL = 'from whet.device import virtual_mac; virtual_mac.install("m2-air-8gb")\n'
 
 
 @pytest.fixture(scope="session")
@@ -20,10 +19,6 @@ def home(pytestconfig: pytest.Config) -> Path:
     """Where the compiled part is kept between test runs; building it takes half a minute."""
     assert pytestconfig.cache is not None
     return pytestconfig.cache.mkdir("virtual-mac")
-
-
-def environment(home: Path, **changes: str) -> dict[str, str]:
-    return {**os.environ, "WHET_HOME": str(home), "OMP_NUM_THREADS": "1", **changes}
 
 
 @pytest.fixture(scope="session")

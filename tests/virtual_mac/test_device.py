@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from virtual_process import INSTALL, environment
 
-from conftest import INSTALL, environment
 from places import ROOT
 
 

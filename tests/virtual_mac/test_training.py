@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from virtual_process import INSTALL, environment
 
 import whet
-from conftest import INSTALL, environment
 from whet.checkpoint import store
 from whet.run.events import read_events
 from whet.run.folder import open_run
@@ -69,17 +69,19 @@ def newest(run: Path) -> dict[str, torch.Tensor]:
 
 
 def test_interrupted_with_dropout_it_ends_bit_for_bit_the_same(cli: Cli, table: Path) -> None:
-    words = ("train", "text", f"data={table}", "epochs=8", "lr=3e-3", "dropout=0.2", "--device", "mps", *SMALL)
-    out = cli.run(*words, "--run", "whole")
+    # Long epochs: at the end of one, a generator that is not restored could go unnoticed.
+    keys = ("epochs=4", "global_batch_size=8", "lr=3e-3", "dropout=0.2", "seed=7")
+    words = ("train", "text", f"data={table}", *keys, "--device", "mps", *SMALL)
+    cli.run(*words, "--run", "whole")
     process = cli.start(*words, "--run", "cut")
     cut, whole = cli.folder / "cut", cli.folder / "whole"
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not ((cut / "events.jsonl").exists() and len(losses(cut)) > 10):
+    while time.monotonic() < deadline and not ((cut / "events.jsonl").exists() and len(losses(cut)) > 70):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert 10 < max(losses(cut)) < max(losses(whole))
+    assert 70 < max(losses(cut)) < max(losses(whole))
     out = cli.run(*words, "--run", "cut")
     assert "in 2 sittings" in out
     assert losses(cut) == losses(whole)
