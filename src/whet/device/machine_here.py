@@ -3,15 +3,19 @@
 import torch
 
 from whet.device import cuda, mps
+from whet.device.virtual_mac.installing import installed as installed_virtual_mac
 from whet.machine.facts import Conditions, Machine
 from whet.machine.probe import ask_system, assemble
 from whet.machine.torch_child import CudaDevice, TorchAnswer
 
 
 def machine_here() -> tuple[Machine, Conditions]:
-    """What `whet probe` would say about the machine, in milliseconds, since torch is loaded already."""
+    """What `whet probe` would say about the machine, in milliseconds, since torch is loaded already.
+
+    In a process with a virtual Mac that is the simulated machine; how busy it is, is still this computer's answer.
+    """
     system = ask_system()
-    return assemble(system, torch=_answer()), system.conditions
+    return installed_virtual_mac() or assemble(system, torch=_answer()), system.conditions
 
 
 def _answer() -> TorchAnswer:

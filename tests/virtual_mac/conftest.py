@@ -1,0 +1,56 @@
+"""Installing a virtual Mac changes the process, so each test starts others; the compiled part is built once."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from virtual_process import INSTALL, environment
+
+from places import ROOT
+
+Start = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def home(pytestconfig: pytest.Config) -> Path:
+    """Where the compiled part is kept between test runs; building it takes half a minute."""
+    assert pytestconfig.cache is not None
+    return pytestconfig.cache.mkdir("virtual-mac")
+
+
+@pytest.fixture(scope="session")
+def _built(home: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INSTALL], env=environment(home), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def python(home: Path, _built: None, tmp_path: Path) -> Start:
+    """Runs Python code in a process of its own."""
+
+    def run(code: str, *words: object, **changes: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-W", "error", "-c", code, *map(str, words)]
+        env = environment(home, **changes)
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+@pytest.fixture
+def run_pytest(home: Path, _built: None) -> Start:
+    """Runs pytest as a project that has whet installed would."""
+    # A checkout that is not installed has no entry point yet.
+    is_known = list(entry_points(group="pytest11", name="virtual-mac"))
+    plugin: Sequence[str] = () if is_known else ("-p", "whet.device.virtual_mac.plugin")
+
+    def run(*words: object, cwd: Path = ROOT, **changes: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, *map(str, words)]
+        env = environment(home, **changes)
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+    return run

@@ -1,0 +1,108 @@
+"""whet's own Mps device on the virtual m2-air-8gb: trains, is interrupted, resumes bit for bit, moves to the CPU."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from virtual_process import INSTALL, environment
+
+import whet
+from whet.checkpoint import store
+from whet.run.events import read_events
+from whet.run.folder import open_run
+
+SMALL = ("arch.hidden_size=32", "arch.layers=1", "arch.max_length=24", "arch.vocab_size=600", "threads=1")
+WHET = "from whet.cli.main import main; main()"
+
+
+class Cli:
+    """`whet WORDS` in a process with a virtual Mac, or without."""
+
+    def __init__(self, folder: Path, home: Path) -> None:
+        self.folder, self.home = folder, home
+
+    def start(self, *words: object, is_mac: bool = True) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", (INSTALL if is_mac else "") + WHET, *map(str, words)]
+        env = environment(self.home)
+        return subprocess.Popen(
+            command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def run(self, *words: object, is_mac: bool = True) -> str:
+        process = self.start(*words, is_mac=is_mac)
+        out, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        return out
+
+
+@pytest.fixture
+def cli(tmp_path: Path, home: Path, _built: None) -> Cli:
+    return Cli(tmp_path, home)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    words = {"animal": "fox", "plant": "fern", "stone": "flint"}
+    rows = []
+    for number in range(600):
+        label = list(words)[number % 3]
+        filler = " ".join(["the", "of", "and", "by"][(number * 7 + place * place) % 4] for place in range(number % 9))
+        rows.append(json.dumps({"text": f"{filler} {words[label]}{number % 5} {number}", "label": label}))
+    path.write_text("\n".join(rows))
+    return path
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {event.step: event.number("loss") for event in read_events(open_run(run), kinds=("step",))}
+
+
+def newest(run: Path) -> dict[str, torch.Tensor]:
+    found = store.newest(open_run(run).checkpoints)
+    assert found is not None
+    return found[1].tensors
+
+
+def test_interrupted_with_dropout_it_ends_bit_for_bit_the_same(cli: Cli, table: Path) -> None:
+    # Long epochs: at the end of one, a generator that is not restored could go unnoticed.
+    keys = ("epochs=4", "global_batch_size=8", "lr=3e-3", "dropout=0.2", "seed=7")
+    words = ("train", "text", f"data={table}", *keys, "--device", "mps", *SMALL)
+    cli.run(*words, "--run", "whole")
+    process = cli.start(*words, "--run", "cut")
+    cut, whole = cli.folder / "cut", cli.folder / "whole"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not ((cut / "events.jsonl").exists() and len(losses(cut)) > 70):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert 70 < max(losses(cut)) < max(losses(whole))
+    out = cli.run(*words, "--run", "cut")
+    assert "in 2 sittings" in out
+    assert losses(cut) == losses(whole)
+    ours, theirs = newest(cut), newest(whole)
+    assert ours["randomness/mps"].shape == (44,)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    report = whet.summarize(cut)
+    assert report.state == "done"
+    assert report.metrics["test_accuracy"] > 0.9
+    assert "m2-air-8gb (virtual)" in str(open_run(cut).plan)
+
+
+def test_a_run_moves_from_the_virtual_mac_to_the_cpu_and_back(cli: Cli, table: Path) -> None:
+    words = ("train", "text", f"data={table}", "epochs=6", "lr=3e-3", *SMALL, "--run", "moving")
+    cli.run(*words, "max_steps=20", "--device", "mps")
+    assert "randomness/mps" in newest(cli.folder / "moving")
+    cli.run(*words, "max_steps=40", "--device", "cpu", is_mac=False)
+    assert "randomness/mps" not in newest(cli.folder / "moving")
+    cli.run(*words, "max_steps=60", "--device", "mps")
+    assert max(losses(cli.folder / "moving")) == 60
+    report = whet.summarize(cli.folder / "moving")
+    assert report.inexact_since == 20
+    assert "device" in (report.inexact_reason or "")
