@@ -198,6 +198,7 @@ def test_a_step_never_waits_for_the_gpu(device: AbstractDevice, returns: str) ->
             session.step(loss, waiting)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert session.progress.step == 4
 
 
 def test_evaluation_and_measuring_leave_the_devices_draws_alone(device: AbstractDevice) -> None:

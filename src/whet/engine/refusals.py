@@ -43,7 +43,7 @@ def refuse_foreign_schedule(optimizer: Optimizer, rates_set: list[float]) -> Non
     if rates_set and not isinstance(rates[0], torch.Tensor) and rates != rates_set:
         raise UsageError(
             "something else changes the learning rate",
-            got=f"{rates}; this session had set {rates_set}",
+            got=f"{rates}; whet had set {rates_set}",
             try_="schedule=... (a name, or a function from a step to a factor), and no scheduler beside it",
         )
 
