@@ -43,7 +43,7 @@ test: lint
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-all: lint
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@WHET_SEARCH=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 clean:
 	rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

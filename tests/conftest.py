@@ -7,8 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from places import Run
+
+# The gate draws the same examples each time, so that it fails for a change and not for luck; `make test-all` searches.
+for _profile, _is_fixed in (("gate", True), ("search", False)):
+    settings.register_profile(
+        _profile, deadline=None, derandomize=_is_fixed, suppress_health_check=[HealthCheck.too_slow]
+    )
+settings.load_profile("search" if os.environ.get("WHET_SEARCH") else "gate")
 
 # pytest, its plugins and torch change these themselves.
 _IGNORED = {"PYTEST_CURRENT_TEST", "PYTEST_XDIST_TESTRUNUID", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR"}

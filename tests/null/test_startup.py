@@ -59,6 +59,31 @@ def test_probe_and_plan_work_with_a_torch_that_raises(whet: Run, flags: tuple[st
     assert "micro_batch" in plan.stdout
 
 
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+def test_runs_and_report_work_with_a_torch_that_raises(whet: Run, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    from whet.run.events import EventLog
+    from whet.run.folder import create_run, versions
+
+    run = create_run(
+        tmp_path / "runs" / "text-001",
+        recipe="text",
+        config={},
+        plan={},
+        machine={},
+        versions=versions(),
+        command=["whet", "train", "text"],
+    )
+    with EventLog(run) as log:
+        log.append("start", step=0, total_steps=9)
+        for step in range(1, 10):
+            log.append("step", step=step, loss=1 / step)
+        log.append("end", step=9, state="done")
+    for words in (("runs",), ("report", "runs/text-001")):
+        done = whet(*words, *flags, path=BROKEN_TORCH)
+        assert done.returncode == 0, done.stderr
+        assert "text-001" in done.stdout
+
+
 def test_plan_for_a_known_machine_has_all_four_parts(whet: Run) -> None:
     plan = whet("plan", "text", "--machine", "m2-air-8gb", "--json", path=BROKEN_TORCH)
     assert plan.returncode == 0, plan.stderr
