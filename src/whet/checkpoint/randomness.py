@@ -46,11 +46,48 @@ def restore_randomness(tensors: dict[str, Tensor], facts: dict[str, Any], device
 @contextmanager
 def undisturbed(device: AbstractDevice) -> Iterator[None]:
     """Puts every generator back afterwards, the device's own too: what happens inside draws as if it had not been."""
-    tensors, facts = read_randomness(device)
+    torchs, hosts = torch_generators(device), host_generators()
     try:
         yield
     finally:
-        restore_randomness(tensors, facts, device)
+        set_torch_generators(torchs, device)
+        set_host_generators(hosts)
+
+
+# --- in memory, for a moment; nothing here asks for more memory when it puts them back ------------------------------
+
+
+def torch_generators(device: AbstractDevice) -> tuple[Tensor, Tensor | None]:
+    """torch's generators as they are: the CPU's, and the device's own if it has one."""
+    return torch.get_rng_state(), device.rng_state()
+
+
+def set_torch_generators(states: tuple[Tensor, Tensor | None], device: AbstractDevice) -> None:
+    """Puts torch's generators back."""
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        device.set_rng_state(states[1])
+
+
+def host_generators() -> tuple[Any, Any]:
+    """Python's and numpy's generators as they are."""
+    return random.getstate(), np.random.get_state(legacy=False)
+
+
+def set_host_generators(states: tuple[Any, Any]) -> None:
+    """Puts Python's and numpy's generators back."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def are_equal(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> bool:
+    """Whether two states of `host_generators` are the same."""
+    return ours[0] == theirs[0] and _as_plain(ours[1]) == _as_plain(theirs[1])
+
+
+def _as_plain(numpy_state: Any) -> tuple[Any, ...]:
+    words = numpy_state["state"]
+    return words["key"].tobytes(), words["pos"], numpy_state["has_gauss"], numpy_state["gauss"]
 
 
 def seed_randomness(seed: int) -> None:

@@ -13,6 +13,7 @@ from whet.data.batch import Micro, Position
 from whet.data.cut import Lengths
 from whet.data.source import AbstractSource
 from whet.engine.building import Parts, open_planned_source
+from whet.plan.plan import Plan
 
 Evaluate = Callable[[nn.Module, Iterator[Micro]], Mapping[str, float]]
 
@@ -26,9 +27,9 @@ class Evaluator:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._sources: dict[int, tuple[AbstractSource, Any]] = {}
+        self._sources: dict[tuple[int, int], tuple[AbstractSource, Any]] = {}
 
-    def run(self, evaluate: Evaluate, data: Any) -> dict[str, float]:
+    def run(self, evaluate: Evaluate, data: Any, *, plan: Plan) -> dict[str, float]:
         """The metrics; generators, modes and weights are as before when this returns."""
         model, ema = self._parts.stepper.model, self._parts.stepper.ema
         modes = [(module, module.training) for module in model.modules()]
@@ -36,7 +37,7 @@ class Evaluator:
         with torch.no_grad(), undisturbed(self._parts.device), averaged:
             model.eval()
             try:
-                found = evaluate(model, self.batches(data))
+                found = evaluate(model, self.batches(data, plan=plan))
                 if not isinstance(found, Mapping):
                     raise UsageError("evaluate must return metrics", got=type(found).__name__, try_='{"accuracy": 0.9}')
                 return {name: float(value) for name, value in found.items()}
@@ -44,19 +45,20 @@ class Evaluator:
                 for module, mode in modes:
                     module.training = mode
 
-    def batches(self, data: Any) -> Iterator[Micro]:
+    def batches(self, data: Any, *, plan: Plan) -> Iterator[Micro]:
         """Data in its own order, on the device, as much at once as the plan evaluates."""
-        plan, device = self._parts.plan, self._parts.device
+        device = self._parts.device
         size = plan.value("eval_batch")
         assert isinstance(size, int)
         how: Lengths = str(plan.value("lengths"))  # type: ignore[assignment]
-        if id(data) not in self._sources:
+        key = id(data), size
+        if key not in self._sources:
             if len(self._sources) >= _MOST_SOURCES:
                 oldest, _ = self._sources.pop(next(iter(self._sources)))
                 oldest.close()
             # With the data itself, so that its id stays taken.
-            self._sources[id(data)] = (open_planned_source(data, device, plan, global_batch_size=size), data)
-        source, _ = self._sources[id(data)]
+            self._sources[key] = (open_planned_source(data, device, plan, global_batch_size=size), data)
+        source, _ = self._sources[key]
         for batch in source.batches(Position()):
             for micro in source.micros(batch, micro_batch=size, how=how):
                 yield micro.moved(device.put)

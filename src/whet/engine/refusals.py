@@ -68,6 +68,16 @@ def refuse_skipped_batch(num_steps: int) -> None:
         )
 
 
+def refuse_shorter_data(position: Position) -> None:
+    """An epoch that ends before its last sample."""
+    if position.samples > 0:
+        raise UsageError(
+            "the data has become shorter",
+            got=f"nothing behind sample {position.samples:,} of the epoch",
+            try_="the data the run was started with",
+        )
+
+
 def refuse_outside(state: str) -> None:
     """A session has a device, data and a lock only inside `with`."""
     if state != "entered":

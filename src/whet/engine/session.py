@@ -10,7 +10,7 @@ with whet.Session(model, optimizer, data, global_batch_size=32, run="runs/mine")
 import contextlib
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -19,12 +19,12 @@ from typing import Any, Self, cast
 from torch import nn
 from torch.optim import Optimizer
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.data.batch import GlobalBatch, Micro
-from whet.data.cut import Lengths
 from whet.engine.building import build
-from whet.engine.evaluating import Evaluate, Evaluator
+from whet.engine.evaluating import Evaluate
+from whet.engine.execution import CannotUndoError, Execution
 from whet.engine.keeper import Keeper
 from whet.engine.progress import Progress
 from whet.engine.reading import load_weights
@@ -34,15 +34,16 @@ from whet.engine.refusals import (
     refuse_other_batch,
     refuse_outside,
     refuse_reserved,
+    refuse_shorter_data,
     refuse_skipped_batch,
     refuse_wrong_kinds,
 )
 from whet.engine.signals import StopRequests
 from whet.engine.starting import exists, find_start
 from whet.engine.training import read_training
-from whet.engine.while_training import compiled, no_garbage_collection
-from whet.engine.workload import describe, measure_activation_bytes
-from whet.plan.plan import make_plan
+from whet.engine.while_training import no_garbage_collection
+from whet.engine.workload import describe
+from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.run import durable, lock
@@ -50,7 +51,6 @@ from whet.run.events import EventLog, History
 from whet.run.folder import Run, create_run, rewrite, versions
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
-from whet.step.recompute import recompute_blocks
 
 
 class Session:
@@ -109,9 +109,9 @@ class Session:
         self._state = "new"
         self._current: GlobalBatch | None = None
         self._set_rates: list[float] = []
-        self._is_model_ready = False
         self._is_in_step = False
         self._is_best_unsaved = False
+        self._went_back = False
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
 
@@ -142,15 +142,16 @@ class Session:
         parts = build(self.model, self._optimizer, self._data, self.training, start.plan)
         self._closing.callback(parts.source.close)
         self._closing.callback(lambda: set_rate(parts.stepper.optimizer, 1.0, self._rates))
-        self.plan, self.device, self.source = parts.plan, parts.device, parts.source
+        self.device, self.source = parts.device, parts.source
         self.total_steps, self._rates = parts.total_steps, parts.base_rates
         self._stepper, self._schedule = parts.stepper, parts.schedule
-        self._evaluator = Evaluator(parts)
-        self._closing.callback(self._evaluator.close)
-        self.run = start.run or (self._create_run(self._path) if self._path is not None else None)
+        self.run = start.run or (self._create_run(self._path, parts.plan) if self._path is not None else None)
         log = self._closing.enter_context(EventLog(self.run)) if self.run is not None else None
         self._recorder = Recorder(log, self.device, show=self._show)
+        self._execution = Execution(parts, self._recorder, write_plan=self._write_plan)
+        self._closing.callback(self._execution.close)
         self._keeper = None if self.run is None else Keeper(self.run.checkpoints, parts, self._recorder)
+        self._closing.enter_context(no_garbage_collection())
         if found is not None and self._keeper is not None:
             step, snapshot, refused = found
             self.progress, self._rates = self._keeper.restore(step, snapshot)
@@ -168,7 +169,6 @@ class Session:
         self._first_epoch = self.progress.position.epoch
         self._epoch_began = time.monotonic()
         self._closing.enter_context(self._stop)
-        self._closing.enter_context(no_garbage_collection())
         if not self.model.training:
             # Otherwise it is left as it is: a part may be in eval mode on purpose.
             self.model.train()
@@ -199,6 +199,9 @@ class Session:
             for batch in self._timed(self.source.batches(self.progress.position)):
                 self._current = batch
                 yield batch
+                if self._went_back:
+                    self._went_back = False
+                    break
                 refuse_skipped_batch(self.progress.step - before)
                 before += 1
                 epochs_done = batch.after.epoch if batch.is_last_of_epoch else None
@@ -208,12 +211,8 @@ class Session:
                     self._end_epoch(epochs_done)
                 if self.is_finished or self._should_stop(epochs_done):
                     return
-            if self.progress.step == before and self.progress.position.samples > 0:
-                raise UsageError(
-                    "the data has become shorter",
-                    got=f"nothing behind sample {self.progress.position.samples:,} of the epoch",
-                    try_="the data the run was started with",
-                )
+            else:
+                refuse_shorter_data(self.progress.position)
 
     def step(self, loss: LossFunction, batch: GlobalBatch) -> None:
         """Makes one optimizer step from a global batch: cut, forward, backward, weigh, clip, update, average, log."""
@@ -221,13 +220,15 @@ class Session:
         refuse_other_batch(batch, current=self._current, position=self.progress.position)
         progress = self.progress
         self._is_in_step = True
-        if not self._is_model_ready:
-            self._plan_micro_batch(loss, batch)
-            self._prepare_model()
         number = progress.step + 1
         refuse_foreign_schedule(self._stepper.optimizer, self._set_rates)
         self._set_rates = set_rate(self._stepper.optimizer, self._schedule.factor(number), self._rates)
-        outcome = self._stepper(loss, self._cut(batch), num_samples=len(batch), step=number)
+        try:
+            outcome = self._execution.step(loss, batch, number=number)
+        except CannotUndoError as error:
+            self._go_back(str(error))
+            self._is_in_step = False
+            return
         progress.step = number
         progress.position = batch.after
         progress.samples += len(batch)
@@ -257,7 +258,8 @@ class Session:
     def evaluate(self, evaluate: Evaluate, data: Any, *, prefix: str = "") -> dict[str, float]:
         """Evaluates on `data` with the averaged weights if there are any, logs the metrics, and disturbs nothing."""
         start = time.perf_counter()
-        metrics = {f"{prefix}{name}": value for name, value in self._evaluator.run(evaluate, data).items()}
+        found = self._execution.evaluate(evaluate, data, step=self.progress.step)
+        metrics = {f"{prefix}{name}": value for name, value in found.items()}
         self._recorder.spent("evaluate", time.perf_counter() - start)
         if self._goal is not None and not prefix and self._goal not in metrics:
             raise UsageError("the goal is not among the metrics", got=self._goal, try_=" or ".join(metrics))
@@ -266,7 +268,7 @@ class Session:
 
     def batches(self, data: Any) -> Iterator[Micro]:
         """Data in its own order, on the device, as much at once as the plan evaluates."""
-        return self._evaluator.batches(data)
+        return self._execution.batches(data)
 
     def log(self, **metrics: float) -> None:
         """Writes metrics down; the goal among them decides the best checkpoint, plateau and early stop."""
@@ -279,6 +281,11 @@ class Session:
         score = metrics[self._goal] if self._goal_is == "max" else -metrics[self._goal]
         self._is_best_unsaved = self.progress.judge(score)
         self._schedule.observe(score)
+
+    @property
+    def plan(self) -> Plan:
+        """How the run is executed; it may change while the run learns what fits."""
+        return self._execution.plan
 
     @property
     def is_finished(self) -> bool:
@@ -301,10 +308,6 @@ class Session:
 
     # --- the parts ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _how(self) -> Lengths:
-        return str(self.plan.value("lengths"))  # type: ignore[return-value]
-
     def _timed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
         """The same batches; waiting for them counts as time for data."""
         while True:
@@ -315,18 +318,13 @@ class Session:
                 return
             yield batch
 
-    def _cut(self, batch: GlobalBatch) -> Iterable[Micro]:
-        micro_batch = self.plan.value("micro_batch")
-        assert isinstance(micro_batch, int)
-        return self.source.micros(batch, micro_batch=micro_batch, how=self._how)
-
-    def _create_run(self, path: Path) -> Run:
+    def _create_run(self, path: Path, plan: Plan) -> Run:
         made = create_run(
             path,
             recipe=self._recipe,
             config=self._config,
-            plan=self.plan.as_json(),
-            machine=self.plan.machine.as_json(),
+            plan=plan.as_json(),
+            machine=plan.machine.as_json(),
             versions=versions(),
             command=self._command,
         )
@@ -365,30 +363,19 @@ class Session:
         has_sat = epochs_done is not None and sitting is not None and epochs_done - self._first_epoch >= sitting
         return has_sat or self._stop.signal is not None
 
-    def _plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
-        """Before the very first step: how much a sample needs is measured, and the micro-batch planned with it."""
-        if self.progress.step > 0 or self.plan.workload.activation_bytes is not None or len(batch) < 4:
-            return
-        # Two points, and not of one sample: BatchNorm refuses it.
-        small, large = (
-            next(iter(self.source.micros(batch, micro_batch=size, how=self._how))).moved(self.device.put)
-            for size in (2, 4)
-        )
-        needed = measure_activation_bytes(self.model, loss, small, large, device=self.device)
-        self.plan = make_plan(
-            self.plan.machine,
-            self.plan.workload.model_copy(update={"activation_bytes": needed}),
-            wishes=self.plan.wishes,
-            measured=self.plan.measured,
-            conditions=self.plan.conditions,
-        )
-        if self.run is not None:
-            self.run = rewrite(self.run, plan=self.plan.as_json())
+    def _go_back(self, reason: str) -> None:
+        """Puts the run back to its newest checkpoint; the batches since then come again."""
+        found = None if self.run is None else store.newest(self.run.checkpoints)
+        if found is None or self._keeper is None:
+            got = f"{reason}, and there is no checkpoint"
+            raise WhetError("the run cannot go back", got=got, try_="run=DIR, so that there is one")
+        step, snapshot, refused = found
+        self.progress, self._rates = self._keeper.restore(step, snapshot)
+        self._set_rates = []
+        self._execution.expect_changes()
+        self._went_back = True
+        self._tell("resume", {"refused": refused, "reason": reason})
 
-    def _prepare_model(self) -> None:
-        """What the plan does to the model while the session lasts; behind the measuring, which must see it as it is."""
-        if self.plan.value("activation_checkpointing") == "on":
-            self._closing.enter_context(recompute_blocks(self.model))
-        if self.plan.value("compile") == "on":
-            self._closing.enter_context(compiled(self.model))
-        self._is_model_ready = True
+    def _write_plan(self, plan: Plan) -> None:
+        if self.run is not None:
+            self.run = rewrite(self.run, plan=plan.as_json())

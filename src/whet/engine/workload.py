@@ -1,7 +1,5 @@
 """What a model and its data mean for a plan: counted, and for activations measured at two small points."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from whet.data.batch import Micro
 from whet.data.columns import as_columns
 from whet.data.ragged import Ragged
 from whet.device.abstract import AbstractDevice
+from whet.engine.guard import Buffers
 from whet.engine.training import Training
 from whet.plan.workload import Workload
 from whet.step.ema import named_tensors
@@ -56,41 +55,26 @@ def measure_activation_bytes(
 
     Leaves no trace: generators and buffers are put back, and no gradient is computed.
     """
-    with undisturbed(device), _buffers_put_back(model):
-        at_small, at_large = (_saved_bytes(model, loss, micro) for micro in (small, large))
-    return max(1, (at_large - at_small) // max(1, len(large) - len(small)))
-
-
-@contextmanager
-def _buffers_put_back(model: nn.Module) -> Iterator[None]:
-    """Every buffer is the same object with the same values afterwards; what a forward pass added is taken away."""
-    kept = [
-        (module, {name: (b, None if b is None else b.detach().clone()) for name, b in module._buffers.items()})
-        for module in model.modules()
-    ]
+    buffers = Buffers(model)
     try:
-        yield
+        with undisturbed(device):
+            at_small, at_large = (_saved_bytes(model, loss, micro) for micro in (small, large))
     finally:
-        with torch.no_grad():
-            for module, buffers in kept:
-                module._buffers.clear()
-                for name, (buffer, values) in buffers.items():
-                    module._buffers[name] = buffer
-                    if buffer is not None and values is not None:
-                        buffer.copy_(values)
+        buffers.put_back()
+    return max(1, (at_large - at_small) // max(1, len(large) - len(small)))
 
 
 def _saved_bytes(model: nn.Module, loss: LossFunction, micro: Micro) -> int:
     owned = {tensor.untyped_storage().data_ptr() for _, tensor in named_tensors(model)}
     saved: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def count(tensor: Tensor) -> None:
+        # Returns nothing to keep: a node that held its own output would never be freed. There is no backward pass.
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
             saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda _: None):
         returned = loss(micro)
     del returned
     return sum(saved.values())

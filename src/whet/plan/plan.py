@@ -77,6 +77,19 @@ def override(plan: Plan, wishes: Mapping[str, Scalar]) -> Plan:
     )
 
 
+def with_learnt(plan: Plan, learnt: Mapping[str, Measured]) -> Plan:
+    """The plan after the run itself has shown that it must differ: that goes before your own word too, and is said."""
+    settings = {
+        **plan.settings,
+        **{
+            name: Setting(value=found.value, reason=found.reason, source="measured", evidence=found.evidence)
+            for name, found in learnt.items()
+        },
+    }
+    facts = Facts(machine=plan.machine, conditions=plan.conditions, workload=plan.workload, decided=settings)
+    return plan.model_copy(update={"settings": settings, "cautions": tuple(cautions(facts))})
+
+
 def read_plan(data: object, *, where: str) -> Plan:
     """A plan back from its JSON."""
     version = data.get("format_version") if isinstance(data, dict) else None

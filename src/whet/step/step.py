@@ -46,6 +46,8 @@ class Stepper:
         self.device = device
         self.scaler = device.scaler(loss_scaling)
         self.ema = ema
+        self.is_updating = False
+        """Whether weights may have changed although the step is not done."""
         self._has_gradients = False
         self._precision = precision
         self._clip = clip
@@ -99,12 +101,22 @@ class Stepper:
         grad_norm = None
         if self._clip is not None:
             grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        self.is_updating = True
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema is not None:
             self.ema.update(step)
+        self.is_updating = False
         marks.append(("optimizer", start, mark()))
         return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks))
+
+    def forget(self) -> None:
+        """Lets go of what a step that was not finished left behind; the weights are the caller's to put back."""
+        self.is_updating = False
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scaler.is_enabled():
+            # It would say that this step's gradients are unscaled already; only update() empties it otherwise.
+            self.scaler._per_optimizer_states.clear()
 
     def _refuse_no_gradients(self) -> None:
         """At the first step: a loss that reaches no parameter would train nothing, without a word."""

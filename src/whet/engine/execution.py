@@ -1,0 +1,166 @@
+"""How a plan is carried out, step by step, and what changes in it when memory runs out.
+
+The samples of a step and their weights stay what they are; only how many go through at once may change, and it is said.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from whet.data.batch import GlobalBatch, Micro
+from whet.data.cut import Lengths
+from whet.engine.building import Parts
+from whet.engine.evaluating import Evaluate, Evaluator
+from whet.engine.guard import Guard
+from whet.engine.recorder import Recorder
+from whet.engine.recovery import let_go, need_less, with_smaller_eval_batch
+from whet.engine.while_training import compiled
+from whet.engine.workload import measure_activation_bytes
+from whet.plan.plan import Plan, make_plan
+from whet.step.loss import LossFunction
+from whet.step.recompute import recompute_blocks
+from whet.step.step import Outcome
+
+
+class CannotUndoError(Exception):
+    """A step failed after it had begun to change the weights: only a checkpoint can bring them back."""
+
+
+class Execution:
+    """Makes steps and evaluations as the plan says. `write_plan` is told of a plan that changed."""
+
+    def __init__(self, parts: Parts, recorder: Recorder, *, write_plan: Callable[[Plan], None]) -> None:
+        self.plan = parts.plan
+        self._parts = parts
+        self._recorder = recorder
+        self._write_plan = write_plan
+        self._closing = ExitStack()
+        self._evaluator = Evaluator(parts)
+        self._closing.callback(self._evaluator.close)
+        self._guard = Guard(parts.stepper.model, parts.device)
+        self._is_ready = False
+        self._ran_out_at: int | None = None
+
+    def step(self, loss: LossFunction, batch: GlobalBatch, *, number: int) -> Outcome:
+        """Makes optimizer step `number`; if memory runs out, once more with fewer samples at once."""
+        if not self._is_ready:
+            self._prepare(loss, batch, number=number)
+        stepper = self._parts.stepper
+        while True:
+            try:
+                self._guard.keep()
+                outcome = stepper(loss, self._cut(batch), num_samples=len(batch), step=number)
+                self._guard.learn()
+                return outcome
+            except Exception as error:
+                if not self._parts.device.is_oom(error):
+                    raise
+                problem = let_go(error)
+            is_undone = not stepper.is_updating and self._guard.put_back()
+            stepper.forget()
+            self._free_memory(problem, number=number, num_samples=len(batch))
+            if not is_undone:
+                raise CannotUndoError(f"step {number:,} ran out of memory while it changed the weights")
+
+    def evaluate(self, evaluate: Evaluate, data: Any, *, step: int) -> dict[str, float]:
+        """The metrics of the model as it is after `step`."""
+        while True:
+            try:
+                return self._evaluator.run(evaluate, data, plan=self.plan)
+            except Exception as error:
+                if not self._parts.device.is_oom(error):
+                    raise
+                problem = let_go(error)
+            finally:
+                # The averaged weights may have been put in and out again, buffers too.
+                self.expect_changes()
+            self._empty_memory()
+            self._use(with_smaller_eval_batch(self.plan, step=step, problem=problem))
+            cure = f"evaluates {self.plan.value('eval_batch')} at once"
+            self._recorder.event("oom", step=step, reason=problem, cure=cure)
+
+    def batches(self, data: Any) -> Iterator[Micro]:
+        """Data in its own order, on the device, as much at once as the plan evaluates."""
+        return self._evaluator.batches(data, plan=self.plan)
+
+    def expect_changes(self) -> None:
+        """Something else than a step changed the model: what steps change is learnt anew."""
+        self._guard = Guard(self._parts.stepper.model, self._parts.device)
+
+    def close(self) -> None:
+        """Leaves the model as it was found."""
+        self._closing.close()
+
+    # --- before the first step ---------------------------------------------------------------------------------------
+
+    def _prepare(self, loss: LossFunction, batch: GlobalBatch, *, number: int) -> None:
+        """How much a sample needs is measured before anything is done to the model."""
+        if number == 1 and self.plan.workload.activation_bytes is None and len(batch) >= 4:
+            self._try_to_plan_micro_batch(loss, batch)
+        model = self._parts.stepper.model
+        if self.plan.value("activation_checkpointing") == "on":
+            self._closing.enter_context(recompute_blocks(model))
+        if self.plan.value("compile") == "on":
+            self._closing.enter_context(compiled(model))
+        self._is_ready = True
+
+    def _try_to_plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
+        """Where not even a few samples fit, the careful start of the plan stays."""
+        try:
+            self._plan_micro_batch(loss, batch)
+            return
+        except Exception as error:
+            if not self._parts.device.is_oom(error):
+                raise
+            problem = let_go(error)
+        self._empty_memory()
+        cure = "what a sample needs could not be measured: the plan's careful start stays"
+        self._recorder.event("oom", step=1, reason=problem, cure=cure)
+
+    def _plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
+        parts, plan = self._parts, self.plan
+        # Two points, and not of one sample: BatchNorm refuses it.
+        small, large = (
+            next(iter(parts.source.micros(batch, micro_batch=size, how=self._how))).moved(parts.device.put)
+            for size in (2, 4)
+        )
+        needed = measure_activation_bytes(parts.stepper.model, loss, small, large, device=parts.device)
+        workload = plan.workload.model_copy(update={"activation_bytes": needed})
+        self._use(
+            make_plan(plan.machine, workload, wishes=plan.wishes, measured=plan.measured, conditions=plan.conditions)
+        )
+
+    # --- the parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _how(self) -> Lengths:
+        return str(self.plan.value("lengths"))  # type: ignore[return-value]
+
+    def _cut(self, batch: GlobalBatch) -> Iterator[Micro]:
+        micro_batch = self.plan.value("micro_batch")
+        assert isinstance(micro_batch, int)
+        return self._parts.source.micros(batch, micro_batch=micro_batch, how=self._how)
+
+    def _free_memory(self, problem: str, *, number: int, num_samples: int) -> None:
+        """By collecting garbage, which may have held it; if that was tried for this step, by needing less."""
+        self._empty_memory()
+        if number != self._ran_out_at:
+            self._ran_out_at = number
+            self._recorder.event("oom", step=number, reason=problem, cure="garbage collected, the same step again")
+            return
+        before, model = self.plan, self._parts.stepper.model
+        self._use(need_less(before, model, num_samples=num_samples, step=number, problem=problem))
+        cure = f"micro batch {self.plan.value('micro_batch')} instead of {before.value('micro_batch')}"
+        if self.plan.value("activation_checkpointing") != before.value("activation_checkpointing"):
+            self._closing.enter_context(recompute_blocks(model))
+            cure = "activations are computed again in the backward pass"
+        self._recorder.event("oom", step=number, reason=problem, cure=cure, exact=False)
+
+    def _empty_memory(self) -> None:
+        gc.collect()
+        self._parts.device.empty_cache()
+
+    def _use(self, plan: Plan) -> None:
+        self.plan = plan
+        self._write_plan(plan)
