@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command; its exit code."""
     switches = {"--quiet", "--debug"}
     screen.quiet = "--quiet" in arguments
-    debug = "--debug" in arguments
+    debug = screen.debug = "--debug" in arguments
     words = ["--help" if word == "-h" else word for word in arguments if word not in switches] or ["--help"]
     try:
         _refuse_windows()

@@ -12,6 +12,14 @@ from whet.base.units import printable
 quiet = False
 """Set once by the entry point: notes are left out."""
 
+debug = False
+"""Set once by the entry point: failures show where they come from."""
+
+
+def switches() -> list[str]:
+    """The switches that hold everywhere, as this process was given them."""
+    return [word for word, is_on in (("--quiet", quiet), ("--debug", debug)) if is_on]
+
 
 def result(text: str) -> None:
     """What was asked for."""

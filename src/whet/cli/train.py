@@ -2,6 +2,7 @@
 
 import contextlib
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,9 @@ def train(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, mps, cuda, cuda:1 or cpu.")] = "auto",
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove what is in --run first, and start anew.")] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often a training that was killed is started again; 0 runs it right here.")
+    ] = 3,
 ) -> None:
     """Train a recipe; the same command resumes it.
 
@@ -28,11 +32,32 @@ def train(
     whet train text data=reviews.jsonl epochs=3 --run runs/reviews
     whet train my_recipe.py --device cpu
 
-    Ctrl-C finishes the step, saves and stops. Say the same command with the same --run, and it goes on.
+    Ctrl-C finishes the step, saves and stops. Say the same command with the same --run, and it goes on. The training
+    runs in a process of its own: when that is killed, for lack of memory above all, it is started again and goes on.
     """
+    from whet.cli import screen
+    from whet.engine import supervise
+
+    if max_restarts and not supervise.is_supervised() and not _has_virtual_mac():
+
+        def again(path: Path | None) -> list[str]:
+            options = [*_options(config, device), *(("--fresh",) if fresh and path is None else ())]
+            folder = path or run
+            named = ["--run", str(folder)] if folder else []
+            return ["train", what, *(words or ()), *options, *named, *screen.switches()]
+
+        raise typer.Exit(supervise.supervise(again, max_restarts=max_restarts, say=screen.note))
+    supervise.die_with_parent()
+    _train_here(what, words, config=config, run=run, device=device, fresh=fresh)
+
+
+def _train_here(
+    what: str, words: list[str] | None, *, config: Path | None, run: Path | None, device: str, fresh: bool
+) -> None:
     from whet.base.errors import UsageError
     from whet.cli import screen
     from whet.config.resolve import resolve
+    from whet.engine.supervise import tell_parent
     from whet.plan.plan import read_plan
     from whet.plan.words import plan_lines
     from whet.recipes.recipe import load_recipe
@@ -63,6 +88,8 @@ def train(
         line = ProgressLine(recipe.name, epochs=resolved.config.epochs)
 
         def show(kind: str, fields: dict[str, Any]) -> None:
+            if kind in ("start", "resume"):
+                tell_parent(path)
             if screen.quiet:
                 return
             if kind in ("start", "resume"):
@@ -77,6 +104,12 @@ def train(
             raise typer.Exit(result.exit_code)
     report = summarize(path)
     screen.result(render(report, width=screen.width(), unicode=screen.speaks_unicode(), has_settings=False))
+
+
+def _has_virtual_mac() -> bool:
+    """A simulated machine lives in this process alone; one is there only if its module was loaded."""
+    installing = sys.modules.get("whet.device.virtual_mac.installing")
+    return installing is not None and installing.installed() is not None
 
 
 def _options(config: Path | None, device: str) -> list[str]:

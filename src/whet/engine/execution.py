@@ -14,9 +14,10 @@ from whet.engine.building import Parts
 from whet.engine.evaluating import Evaluate, Evaluator
 from whet.engine.guard import Guard
 from whet.engine.recorder import Recorder
-from whet.engine.recovery import let_go, need_less, with_smaller_eval_batch
+from whet.engine.recovery import let_go, need_less
 from whet.engine.while_training import compiled
 from whet.engine.workload import measure_activation_bytes
+from whet.plan.lowering import with_smaller_eval_batch
 from whet.plan.plan import Plan, make_plan
 from whet.step.loss import LossFunction
 from whet.step.recompute import recompute_blocks

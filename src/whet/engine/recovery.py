@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from whet.base.errors import WhetError
+from whet.plan.lowering import with_smaller_micro_batch
 from whet.plan.plan import Plan, with_learnt
 from whet.plan.setting import Measured
 from whet.step.recompute import find_blocks
@@ -24,9 +25,12 @@ def need_less(plan: Plan, model: nn.Module, *, num_samples: int, step: int, prob
 
     `num_samples` is how many the step had. A model with BatchNorm is not cut, since that would change what it learns.
     """
-    micro = min(_whole(plan.value("micro_batch")), num_samples)
+    planned = plan.value("micro_batch")
+    assert isinstance(planned, int)
+    micro = min(planned, num_samples)
     if micro > 1 and not plan.workload.has_batchnorm:
-        return with_smaller_micro_batch(plan, micro // 2, step=step, problem=problem)
+        reason = f"micro batch {planned} ran out of memory at step {step:,}"
+        return with_smaller_micro_batch(plan, micro // 2, reason=reason, problem=problem)
     if plan.value("activation_checkpointing") == "off" and find_blocks(model):
         reason = f"micro batch {micro} ran out of memory at step {step:,}"
         return with_learnt(
@@ -44,37 +48,6 @@ def need_less(plan: Plan, model: nn.Module, *, num_samples: int, step: int, prob
     )
 
 
-def with_smaller_micro_batch(plan: Plan, at_most: int, *, step: int, problem: str) -> Plan:
-    """The plan with the largest even cut of the global batch that is no larger than `at_most`."""
-    whole = plan.workload.global_batch_size
-    cuts = -(-whole // at_most)
-    micro = -(-whole // cuts)
-    before = plan.value("micro_batch")
-    reason = f"micro batch {before} ran out of memory at step {step:,}"
-    evidence = {"problem": problem, "before": before}
-    return with_learnt(
-        plan,
-        {
-            "micro_batch": Measured(value=micro, reason=reason, evidence=evidence),
-            "accumulation": Measured(value=cuts, reason=f"{cuts} times {micro} make {whole}", evidence=evidence),
-            "eval_batch": Measured(
-                value=min(_whole(plan.value("eval_batch")), 2 * micro),
-                reason="no backward pass, so twice the micro-batch",
-                evidence=evidence,
-            ),
-        },
-    )
-
-
-def with_smaller_eval_batch(plan: Plan, *, step: int, problem: str) -> Plan:
-    """The plan with half of what is evaluated at once; refuses where it is one sample already."""
-    before = _whole(plan.value("eval_batch"))
-    if before == 1:
-        raise WhetError("not even one sample can be evaluated", got=problem, try_="a smaller model or shorter samples")
-    reason = f"evaluating {before} at once ran out of memory at step {step:,}"
-    return with_learnt(plan, {"eval_batch": Measured(value=before // 2, reason=reason, evidence={"problem": problem})})
-
-
 def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     waiting = [error]
@@ -84,8 +57,3 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             seen.add(id(raised))
             yield raised
             waiting += [other for other in (raised.__cause__, raised.__context__) if other is not None]
-
-
-def _whole(value: object) -> int:
-    assert isinstance(value, int)
-    return value

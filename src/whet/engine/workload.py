@@ -68,13 +68,13 @@ def _saved_bytes(model: nn.Module, loss: LossFunction, micro: Micro) -> int:
     owned = {tensor.untyped_storage().data_ptr() for _, tensor in named_tensors(model)}
     saved: dict[int, int] = {}
 
-    def count(tensor: Tensor) -> None:
+    def count(tensor: Tensor) -> Any:
         # Returns nothing to keep: a node that held its own output would never be freed. There is no backward pass.
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
             saved[storage.data_ptr()] = storage.nbytes()
 
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda _: None):
+    with torch.autograd.graph.saved_tensors_hooks(count, count):
         returned = loss(micro)
     del returned
     return sum(saved.values())

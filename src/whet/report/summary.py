@@ -106,6 +106,8 @@ class Report(StrictRecord):
     """From the first event to the last."""
     training_seconds: float
     """The part of it in which a process was at work."""
+    uptime: float | None = None
+    """Training seconds over wall seconds; None before anything took time."""
     sittings: int
     loss: Loss
     evaluations: tuple[Evaluation, ...]
@@ -151,6 +153,7 @@ def summarize(run: Run | Path | str) -> Report:
         samples=_whole(last_step.get("samples")) if last_step else None,
         wall_seconds=wall,
         training_seconds=training,
+        uptime=training / wall if wall > 0 else None,
         sittings=sittings,
         loss=_loss(history, last_step=last_step),
         evaluations=evaluations,

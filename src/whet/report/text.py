@@ -82,7 +82,9 @@ def _time(report: Report) -> str:
     sittings = f" in {report.sittings} sittings" if report.sittings > 1 else ""
     training, wall = show_seconds(report.training_seconds), show_seconds(report.wall_seconds)
     text = f"{training} of training{sittings}"
-    return text if training == wall else f"{text}, {wall} from first to last"
+    if training == wall or report.uptime is None:
+        return text
+    return f"{text}, {wall} from first to last (uptime {100 * report.uptime:.0f} %)"
 
 
 def _loss(loss: Loss) -> str:
