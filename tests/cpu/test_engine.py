@@ -898,8 +898,8 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
         # The square root of zero has an infinite slope: a finite loss, and no finite gradient.
         return (model(micro.x) * 0).abs().sqrt().mean()
 
-    with pytest.raises(WhetError, match="no longer numbers"):
-        train(model, torch.randn(16, 1), loss=loss, run=tmp_path / "run", max_steps=1)
+    with pytest.raises(WhetError, match="the gradient is not finite"):
+        train(model, torch.randn(16, 1), loss=loss, run=tmp_path / "run", epochs=50)
     assert [checkpoint.step for checkpoint in whet.summarize(tmp_path / "run").checkpoints] == [0]
 
 

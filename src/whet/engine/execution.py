@@ -21,7 +21,7 @@ from whet.plan.lowering import with_smaller_eval_batch
 from whet.plan.plan import Plan, make_plan
 from whet.step.loss import LossFunction
 from whet.step.recompute import recompute_blocks
-from whet.step.step import Outcome
+from whet.step.step import NonFiniteError, Outcome
 
 
 class CannotUndoError(Exception):
@@ -43,17 +43,24 @@ class Execution:
         self._is_ready = False
         self._ran_out_at: int | None = None
 
-    def step(self, loss: LossFunction, batch: GlobalBatch, *, number: int) -> Outcome:
-        """Makes optimizer step `number`; if memory runs out, once more with fewer samples at once."""
+    def step(self, loss: LossFunction, batch: GlobalBatch, *, number: int, is_careful: bool = False) -> Outcome:
+        """Makes optimizer step `number`; if memory runs out, once more with fewer samples at once.
+
+        A careful step raises NonFiniteError instead of an update with such numbers, and leaves everything as it was.
+        """
         if not self._is_ready:
             self._prepare(loss, batch, number=number)
         stepper = self._parts.stepper
         while True:
             try:
                 self._guard.keep()
-                outcome = stepper(loss, self._cut(batch), num_samples=len(batch), step=number)
+                outcome = stepper(loss, self._cut(batch), num_samples=len(batch), step=number, is_careful=is_careful)
                 self._guard.learn()
                 return outcome
+            except NonFiniteError:
+                self._guard.put_back()
+                stepper.forget()
+                raise
             except Exception as error:
                 if not self._parts.device.is_oom(error):
                     raise

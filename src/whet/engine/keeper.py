@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import UsageError
 from whet.checkpoint import store
 from whet.checkpoint.snapshot import Snapshot, restore, take
 from whet.engine.building import Parts
@@ -40,9 +40,6 @@ class Keeper:
         """Writes the state after the newest step, unless it is safe already; then removes old checkpoints."""
         if progress.step == self._saved_step:
             return
-        # A run that has gone wrong must not replace a good checkpoint.
-        self._recorder.read()
-        self._refuse_nonfinite()
         start = time.perf_counter()
         parts = self._parts
         snapshot = take(
@@ -96,15 +93,6 @@ class Keeper:
         parts.source.load_state(saved["source"])
         self._saved_step = step
         return Progress.from_json(saved["progress"]), saved["base_rates"]
-
-    def _refuse_nonfinite(self) -> None:
-        for name, parameter in self._parts.stepper.model.named_parameters():
-            if not bool(parameter.detach().isfinite().all()):
-                raise WhetError(
-                    "the weights are no longer numbers",
-                    got=f"{name} has NaN or Inf, although the loss had none",
-                    try_="a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from before",
-                )
 
     def _data_facts(self) -> dict[str, Any]:
         source = self._parts.source

@@ -1,21 +1,21 @@
 """What is written down while training: losses are read late and in bulk, so that no step waits for the device."""
 
-import contextlib
-import math
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from whet.base.errors import WhetError
 from whet.device.abstract import AbstractDevice
+from whet.engine.soundness import Soundness
 from whet.run.events import EventLog
 from whet.step.step import Outcome
 
 _READ_EVERY_SECONDS = 0.5
 _MOST_PENDING = 256
+_MOST_NAMED = 64
 
 
 Show = Callable[[str, dict[str, Any]], None]
@@ -25,18 +25,20 @@ Show = Callable[[str, dict[str, Any]], None]
 class Recorder:
     """Collects the outcomes of steps and writes them as events."""
 
-    def __init__(self, log: EventLog | None, device: AbstractDevice, *, show: Show | None = None) -> None:
+    def __init__(
+        self, log: EventLog | None, device: AbstractDevice, *, soundness: Soundness, show: Show | None = None
+    ) -> None:
         self._log = log
         self._device = device
+        self._soundness = soundness
         self._show = show
-        self._pending: list[tuple[dict[str, Any], Outcome]] = []
+        self._pending: list[tuple[dict[str, Any], np.ndarray, Outcome]] = []
         self._read_at = time.monotonic()
         self._extra_seconds: dict[str, float] = {}
-        self._failure: WhetError | None = None
 
-    def step(self, outcome: Outcome, **facts: Any) -> None:
-        """Takes a step's outcome and what else is known of it; the outcome's tensors are read later."""
-        self._pending.append((facts, outcome))
+    def step(self, outcome: Outcome, *, ids: np.ndarray, **facts: Any) -> None:
+        """Takes a step's outcome, its samples and what else is known of it; the outcome's tensors are read later."""
+        self._pending.append((facts, ids, outcome))
         if len(self._pending) >= _MOST_PENDING or time.monotonic() - self._read_at > _READ_EVERY_SECONDS:
             self.read()
 
@@ -46,12 +48,8 @@ class Recorder:
 
     def event(self, kind: str, *, step: int, **fields: Any) -> None:
         """Writes a happening, behind all steps before it."""
-        with contextlib.suppress(WhetError) if kind == "end" else contextlib.nullcontext():
-            self.read()
-        if self._log is not None:
-            self._log.append(kind, step=step, **fields)
-        if self._show is not None:
-            self._show(kind, {"step": step, **fields})
+        self.read()
+        self._write(kind, step=step, **fields)
 
     def sync(self) -> None:
         """Makes all that was written survive a power cut, as the checkpoint does that it belongs to."""
@@ -60,15 +58,13 @@ class Recorder:
 
     def read(self) -> None:
         """Reads what is pending, in one go, and writes it down."""
-        if self._failure is not None:
-            raise self._failure
         self._read_at = time.monotonic()
         pending, self._pending = self._pending, []
         if not pending:
             return
-        losses = _as_numbers([outcome.loss for _, outcome in pending])
-        norms = _as_numbers([outcome.grad_norm for _, outcome in pending])
-        for (facts, outcome), loss, norm in zip(pending, losses, norms, strict=True):
+        losses = _as_numbers([outcome.loss for _, _, outcome in pending])
+        norms = _as_numbers([outcome.grad_norm for _, _, outcome in pending])
+        for (facts, ids, outcome), loss, norm in zip(pending, losses, norms, strict=True):
             assert loss is not None
             seconds = self._seconds(outcome)
             for phase, spent in self._extra_seconds.items():
@@ -77,17 +73,17 @@ class Recorder:
             facts |= {"loss": loss, "grad_norm": norm, "seconds": seconds}
             if self._log is not None:
                 self._log.append("step", **facts)
+            unusual = self._soundness.observe(facts["step"], loss)
+            if unusual is not None:
+                self._write("spike", step=facts["step"], reason=unusual, samples=sample_ids(ids))
         if self._show is not None:
             self._show("step", pending[-1][0])
-        steps = [facts["step"] for facts, _ in pending]
-        broken = [(step, loss) for step, loss in zip(steps, losses, strict=True) if not _is_finite(loss)]
-        if broken:
-            self._failure = WhetError(
-                "the loss is not a number",
-                got=f"step {broken[0][0]}: {broken[0][1]}",
-                try_="a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from before",
-            )
-            raise self._failure
+
+    def _write(self, kind: str, *, step: int, **fields: Any) -> None:
+        if self._log is not None:
+            self._log.append(kind, step=step, **fields)
+        if self._show is not None:
+            self._show(kind, {"step": step, **fields})
 
     def _seconds(self, outcome: Outcome) -> dict[str, float]:
         spent: dict[str, float] = {}
@@ -96,8 +92,9 @@ class Recorder:
         return spent
 
 
-def _is_finite(loss: float | None) -> bool:
-    return loss is not None and math.isfinite(loss)
+def sample_ids(ids: np.ndarray) -> list[int]:
+    """The samples of a step for an event; the first ones of a large batch."""
+    return [int(number) for number in ids[:_MOST_NAMED]]
 
 
 def _as_numbers(tensors: list[Tensor | None]) -> list[float | None]:

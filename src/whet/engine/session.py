@@ -28,7 +28,7 @@ from whet.engine.execution import CannotUndoError, Execution
 from whet.engine.keeper import Keeper
 from whet.engine.progress import Progress
 from whet.engine.reading import load_weights
-from whet.engine.recorder import Recorder, Show
+from whet.engine.recorder import Recorder, Show, sample_ids
 from whet.engine.refusals import (
     refuse_foreign_schedule,
     refuse_other_batch,
@@ -39,6 +39,7 @@ from whet.engine.refusals import (
     refuse_wrong_kinds,
 )
 from whet.engine.signals import StopRequests
+from whet.engine.soundness import Soundness
 from whet.engine.starting import exists, find_start
 from whet.engine.training import read_training
 from whet.engine.while_training import no_garbage_collection
@@ -51,6 +52,7 @@ from whet.run.events import EventLog, History
 from whet.run.folder import Run, create_run, rewrite, versions
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
+from whet.step.step import NonFiniteError, Outcome, are_finite
 
 
 class Session:
@@ -147,7 +149,11 @@ class Session:
         self._stepper, self._schedule = parts.stepper, parts.schedule
         self.run = start.run or (self._create_run(self._path, parts.plan) if self._path is not None else None)
         log = self._closing.enter_context(EventLog(self.run)) if self.run is not None else None
-        self._recorder = Recorder(log, self.device, show=self._show)
+        self._soundness = Soundness(
+            has_scaler=parts.stepper.scaler.is_enabled(),
+            earlier=() if start.run is None else History(start.run).events(kinds=("skip",)),
+        )
+        self._recorder = Recorder(log, self.device, soundness=self._soundness, show=self._show)
         self._execution = Execution(parts, self._recorder, write_plan=self._write_plan)
         self._closing.callback(self._execution.close)
         self._keeper = None if self.run is None else Keeper(self.run.checkpoints, parts, self._recorder)
@@ -178,7 +184,7 @@ class Session:
             # In the middle of a step the last checkpoint is what counts; and who stops twice wants no more waiting.
             is_whole = kind is None or (issubclass(kind, Exception) and not self._is_in_step)
             with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
-                self._save_if(is_whole)
+                self._save_if(is_whole and self._is_sound(looks_closely=True))
             with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
                 state = "done" if self.is_finished else "stopped"
                 if kind is not None and issubclass(kind, Exception):
@@ -199,17 +205,21 @@ class Session:
             for batch in self._timed(self.source.batches(self.progress.position)):
                 self._current = batch
                 yield batch
+                epochs_done = batch.after.epoch if batch.is_last_of_epoch else None
+                is_last = self.is_finished or self._should_stop(epochs_done)
+                is_due = self._keeper is not None and self._keeper.is_due(before + 1, epochs_done=epochs_done)
+                is_due = is_due or self._is_best_unsaved
+                if not self._went_back and not self._is_sound(looks_closely=is_due or is_last):
+                    self._go_back(self._soundness.go_back())
                 if self._went_back:
                     self._went_back = False
                     break
                 refuse_skipped_batch(self.progress.step - before)
                 before += 1
-                epochs_done = batch.after.epoch if batch.is_last_of_epoch else None
-                is_due = self._keeper is not None and self._keeper.is_due(before, epochs_done=epochs_done)
-                self._save_if(is_due or self._is_best_unsaved)
+                self._save_if(is_due)
                 if epochs_done is not None:
                     self._end_epoch(epochs_done)
-                if self.is_finished or self._should_stop(epochs_done):
+                if is_last:
                     return
             else:
                 refuse_shorter_data(self.progress.position)
@@ -223,23 +233,23 @@ class Session:
         number = progress.step + 1
         refuse_foreign_schedule(self._stepper.optimizer, self._set_rates)
         self._set_rates = set_rate(self._stepper.optimizer, self._schedule.factor(number), self._rates)
-        try:
-            outcome = self._execution.step(loss, batch, number=number)
-        except CannotUndoError as error:
-            self._go_back(str(error))
-            self._is_in_step = False
+        outcome = self._make_step(loss, batch, number=number)
+        self._is_in_step = False
+        if self._went_back:
             return
         progress.step = number
         progress.position = batch.after
         progress.samples += len(batch)
+        if outcome is None:
+            return
         self._recorder.step(
             outcome,
+            ids=batch.ids,
             step=number,
             epoch=batch.after.epoch - batch.is_last_of_epoch,
             samples=progress.samples,
             lr=self._set_rates[0],
         )
-        self._is_in_step = False
 
     def due(self, what: str) -> bool:
         """Whether it is time to "evaluate": every `eval_every` steps or at the end of an epoch, and at the very end.
@@ -363,12 +373,42 @@ class Session:
         has_sat = epochs_done is not None and sitting is not None and epochs_done - self._first_epoch >= sitting
         return has_sat or self._stop.signal is not None
 
+    def _make_step(self, loss: LossFunction, batch: GlobalBatch, *, number: int) -> Outcome | None:
+        """One optimizer step; None for one that is left out, or when the run had to go back."""
+        soundness = self._soundness
+        if number in soundness.skipped:
+            return None
+        is_careful = number <= soundness.careful_until
+        try:
+            outcome = self._execution.step(loss, batch, number=number, is_careful=is_careful)
+        except CannotUndoError as error:
+            self._go_back(str(error))
+            return None
+        except NonFiniteError as error:
+            samples = sample_ids(batch.ids)
+            self._recorder.event("skip", step=number, reason=str(error), verdict="reproducible", samples=samples)
+            soundness.skip(number, str(error))
+            return None
+        if number == soundness.careful_until and not soundness.has_found:
+            reason = "made again from the checkpoint, every step was fine"
+            self._recorder.event("skip", step=number, reason=reason, verdict="transient")
+        return outcome
+
+    def _is_sound(self, *, looks_closely: bool) -> bool:
+        """Whether all losses read so far are numbers; looking closely reads them all, and the weights."""
+        if looks_closely:
+            self._recorder.read()
+            if self._soundness.broken is None and not are_finite(self.model.parameters()):
+                self._soundness.broken = self.progress.step, "weights are NaN or Inf"
+        return self._soundness.broken is None
+
     def _go_back(self, reason: str) -> None:
         """Puts the run back to its newest checkpoint; the batches since then come again."""
         found = None if self.run is None else store.newest(self.run.checkpoints)
         if found is None or self._keeper is None:
-            got = f"{reason}, and there is no checkpoint"
-            raise WhetError("the run cannot go back", got=got, try_="run=DIR, so that there is one")
+            raise WhetError(
+                "the run cannot go back: it has no checkpoint", got=reason, try_="run=DIR, so that there is one"
+            )
         step, snapshot, refused = found
         self.progress, self._rates = self._keeper.restore(step, snapshot)
         self._set_rates = []

@@ -12,7 +12,7 @@ from whet.base.errors import UsageError
 from whet.base.record import Record
 from whet.machine.facts import Machine
 from whet.machine.words import one_line
-from whet.run.event import KINDS, SITTINGS, Event, as_number
+from whet.run.event import HAPPENINGS, KINDS, SITTINGS, Event, as_number
 from whet.run.events import History
 from whet.run.folder import Run, open_run
 from whet.run.index import Counter
@@ -21,7 +21,6 @@ from whet.run.strict_json import StrictRecord
 from whet.run.thin import Curve, thin_curve
 
 CURVE_POINTS = 400
-HAPPENINGS = ("oom", "resume", "throttle", "pressure", "skip")
 
 
 class Loss(Record):

@@ -11,7 +11,10 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
     checkpoint  name, bytes, seconds
     resume      the run went on from `step`: step and eval events of later steps before this line no longer count
     end         state ("done", "stopped" or "failed"), reason
-    oom, throttle, pressure, skip    reason
+    oom         reason, cure
+    skip        reason, verdict ("reproducible": the step is left out; "transient": made again it was fine), samples
+    spike       reason, samples: a loss far above the usual
+    throttle, pressure    reason
 
 Any event but a step may carry `exact: false` and a `reason`: from that step on the run is not bit-exact.
 """
@@ -24,9 +27,10 @@ from typing import Any
 
 from whet.run import strict_json
 
-KINDS = frozenset(
-    ("start", "plan", "step", "eval", "epoch", "checkpoint", "resume", "oom", "throttle", "pressure", "skip", "end")
-)
+HAPPENINGS = ("oom", "resume", "throttle", "pressure", "skip", "spike")
+"""What is worth telling in a report."""
+
+KINDS = frozenset(("start", "plan", "step", "eval", "epoch", "checkpoint", *HAPPENINGS, "end"))
 """What may be written. Readers pass on kinds they do not know: a newer whet may have written them."""
 
 REPLACED = frozenset(("step", "eval", "epoch"))

@@ -27,6 +27,10 @@ class Outcome:
     """Phases with their start and end, for those who want to know where the time went."""
 
 
+class NonFiniteError(Exception):
+    """A step whose loss or gradient is not finite, noticed before its update."""
+
+
 class Stepper:
     """Makes optimizer steps with one model, one optimizer and one device."""
 
@@ -53,8 +57,13 @@ class Stepper:
         self._clip = clip
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def __call__(self, loss: LossFunction, micros: Iterable[Micro], *, num_samples: int, step: int) -> Outcome:
-        """Makes step number `step` (counted from 1) from all micro-batches of one global batch."""
+    def __call__(
+        self, loss: LossFunction, micros: Iterable[Micro], *, num_samples: int, step: int, is_careful: bool = False
+    ) -> Outcome:
+        """Makes step number `step` (counted from 1) from all micro-batches of one global batch.
+
+        A careful step waits for the device and looks at the numbers before they change any weight.
+        """
         mark, marks = self.device.mark, []
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -101,6 +110,8 @@ class Stepper:
         grad_norm = None
         if self._clip is not None:
             grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        if is_careful:
+            self._refuse_nonfinite(loss_sum)
         self.is_updating = True
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -128,6 +139,13 @@ class Stepper:
             )
         self._has_gradients = True
 
+    def _refuse_nonfinite(self, loss: Tensor) -> None:
+        if not bool(loss.isfinite()):
+            raise NonFiniteError(f"the loss is {float(loss)}")
+        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        if not bool(norm.isfinite()):
+            raise NonFiniteError(f"the loss is {float(loss):.4g}, and the gradient is not finite")
+
     @torch.no_grad()
     def _scale_gradients(self, factor: Tensor) -> None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -136,3 +154,9 @@ class Stepper:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for dtype, same in by_dtype.items():
             torch._foreach_mul_(same, factor.to(dtype))
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every number is finite; waits for the device, once."""
+    norms = torch._foreach_norm([tensor.detach() for tensor in tensors if tensor.is_floating_point()])
+    return not norms or bool(torch.stack([norm.float() for norm in norms]).isfinite().all())

@@ -1,0 +1,80 @@
+"""Are the numbers still numbers? Losses are read late and in bulk, so that no step waits for the device.
+
+When one was not finite, the run goes back to its last checkpoint and looks at every step before its update. A step
+that is bad again is left out and named with its samples; if all are fine now, it was a fault of the moment. Both are
+written down, and what was left out stays left out when the run goes on another day.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable
+
+from whet.base.errors import WhetError
+from whet.run.event import Event
+
+MOST_SKIPPED = 10
+MOST_IN_A_ROW = 3
+MOST_SCALED = 20
+"""Steps in a row that a loss scaler may leave out by itself: each halves the scale."""
+MOST_RETURNS = 20
+
+_WINDOW, _LEAST, _SIGMAS = 128, 64, 6.0
+_ADVICE = "a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from before"
+
+
+class Soundness:
+    """What is known about the steps of one run: which are suspect, which are left out, what losses are usual."""
+
+    def __init__(self, *, has_scaler: bool, earlier: Iterable[Event] = ()) -> None:
+        self.skipped = {event.step for event in earlier if event.get("verdict") == "reproducible"}
+        self.broken: tuple[int, str] | None = None
+        """The first step known to have spoilt the numbers, and how it showed."""
+        self.careful_until = 0
+        """Up to this step every one is looked at before its update."""
+        self.has_found = False
+        """Whether a step that is bad was found since the run went back."""
+        self._has_scaler = has_scaler
+        self._num_scaled = 0
+        self._num_returns = 0
+        self._usual: deque[float] = deque(maxlen=_WINDOW)
+
+    def observe(self, step: int, loss: float) -> str | None:
+        """Takes the loss of a step; in words what is unusual about it, if anything is."""
+        if math.isfinite(loss):
+            self._num_scaled = 0
+            return self._observe_finite(loss)
+        self._num_scaled += self._has_scaler
+        if self.broken is None and not 0 < self._num_scaled <= MOST_SCALED:
+            self.broken = step, f"the loss is {loss}"
+        return None
+
+    def _observe_finite(self, loss: float) -> str | None:
+        usual = list(self._usual)
+        self._usual.append(loss)
+        if len(usual) < _LEAST:
+            return None
+        mean, spread = statistics.fmean(usual), statistics.pstdev(usual)
+        if loss <= mean + _SIGMAS * spread:
+            return None
+        return f"the loss is {loss:.4g}; the last {len(usual)} were {mean:.4g} with a spread of {spread:.2g}"
+
+    def go_back(self) -> str:
+        """The run returns to a checkpoint because of the broken step; why, in words. Refuses to do so forever."""
+        assert self.broken is not None
+        (step, how), self.broken = self.broken, None
+        self._num_returns += 1
+        if self._has_scaler or self._num_returns > MOST_RETURNS:
+            raise WhetError("the loss is not a number", got=f"step {step}: {how}", try_=_ADVICE)
+        self.careful_until = max(self.careful_until, step)
+        self.has_found = False
+        return f"step {step:,}: {how}"
+
+    def skip(self, step: int, how: str) -> None:
+        """Leaves a step out from now on, unless too many were."""
+        self.skipped.add(step)
+        self.has_found = True
+        in_a_row = next(n for n in range(1, len(self.skipped) + 2) if step - n not in self.skipped)
+        if len(self.skipped) > MOST_SKIPPED or in_a_row > MOST_IN_A_ROW:
+            got = f"step {step}: {how}; {len(self.skipped)} steps were left out before, {in_a_row} in a row"
+            raise WhetError("the loss is not a number", got=got, try_=_ADVICE)
