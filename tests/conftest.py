@@ -31,6 +31,14 @@ def _leaves_no_trace() -> Iterator[None]:
     assert Path.cwd() == folder, "the test left another working folder"
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tells what a test counted: its `record_property("summary", ...)`."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            if name == "summary":
+                terminalreporter.write_line(str(value))
+
+
 @pytest.fixture
 def whet(tmp_path: Path) -> Run:
     """Runs `whet WORDS` as a user would, in an empty folder."""

@@ -7,28 +7,46 @@ Numbers and speed are the CPU's; limits, errors, autocast, loss scaling and gene
 takes on a Mac. docs/apple.md says what is simulated and what is not.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from whet.device.virtual_mac.faults import GpuFailure as GpuFailure
+    from whet.device.virtual_mac.faults import GraphCache as GraphCache
+    from whet.device.virtual_mac.faults import Heat as Heat
+    from whet.device.virtual_mac.faults import HeldMemory as HeldMemory
+    from whet.device.virtual_mac.faults import KilledByPressure as KilledByPressure
+    from whet.device.virtual_mac.faults import Miscompute as Miscompute
+    from whet.device.virtual_mac.faults import Simulation as Simulation
+    from whet.device.virtual_mac.faults import conditions as conditions
+    from whet.device.virtual_mac.faults import has_strided_weight as has_strided_weight
+    from whet.device.virtual_mac.faults import hold_memory as hold_memory
+    from whet.device.virtual_mac.faults import reduces_over as reduces_over
+    from whet.device.virtual_mac.faults import simulate as simulate
+    from whet.device.virtual_mac.installing import Fallback as Fallback
     from whet.device.virtual_mac.installing import Stats as Stats
-    from whet.device.virtual_mac.installing import hold_memory as hold_memory
     from whet.device.virtual_mac.installing import install as install
     from whet.device.virtual_mac.installing import installed as installed
     from whet.device.virtual_mac.installing import reset_stats as reset_stats
     from whet.device.virtual_mac.installing import stats as stats
     from whet.device.virtual_mac.installing import uninstall as uninstall
 
-__all__ = ["Stats", "hold_memory", "install", "installed", "reset_stats", "stats", "uninstall"]
+_PLACES = {
+    "installing": ("Fallback", "Stats", "install", "installed", "reset_stats", "stats", "uninstall"),
+    "faults": (
+        "GpuFailure", "GraphCache", "Heat", "HeldMemory", "KilledByPressure", "Miscompute", "Simulation", "conditions",
+        "has_strided_weight", "hold_memory", "reduces_over", "simulate",
+    ),
+}  # fmt: skip
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use: pytest imports this package for its plugin, also in projects that never ask for a Mac.
-    if name not in __all__:
+    if name not in _PLACE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from whet.device.virtual_mac import installing
-
-    return getattr(installing, name)
+    return getattr(import_module(f"{__name__}.{_PLACE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_PLACE_OF)

@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 from whet.base.errors import UsageError, WhetError
 from whet.device.environment import has_fallback
+from whet.device.virtual_mac import faults
 from whet.device.virtual_mac.building import load_extension
+from whet.device.virtual_mac.loaded import here, native
 from whet.device.virtual_mac.operators import read_operators, with_mps_kernel
 from whet.machine.facts import Accelerator, Machine, Torch
 from whet.machine.known import load_machine
@@ -22,8 +24,24 @@ _OWN_KERNELS = frozenset(
         "scaled_dot_product_attention", "linear", "max_pool2d", "mish_backward", "_fused_rms_norm",
     }
 )  # fmt: skip
+_OWN_SPARSE_KERNELS = frozenset(
+    {
+        # sparse.cpp
+        "empty.memory_format", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors",
+        "sparse_dim", "dense_dim", "_nnz", "is_coalesced", "_coalesced_", "_indices", "_values", "indices", "values",
+    }
+)  # fmt: skip
 _LARGEST_BUFFER = 0.75
 """Metal's maxBufferLength as a share of the recommended memory: an assumption, no Mac was asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fallback:
+    """What an operator cost that ran on the CPU because MPS has no kernel for it."""
+
+    calls: int
+    seconds: float
+    """This computer's time, copies included; a Mac's would be another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,26 +50,19 @@ class Stats:
 
     num_syncs: int
     """How often the program waited for the device: `.item()`, copies to the CPU, `synchronize()`."""
+    num_kernels: int
     num_allocations: int
     allocated: int
     """Bytes of live tensors."""
     peak: int
     reserved: int
     """Bytes of the heaps that Metal would hold."""
-    fallbacks: Mapping[str, int]
-    """Operators that ran on the CPU because MPS has no kernel for them, with their number of calls."""
-
-
-@dataclass
-class _Installed:
-    """What there is once per process."""
-
-    native: ModuleType | None = None
-    asked: Machine | None = None
-    undo: list[Callable[[], None]] | None = None
-
-
-_here = _Installed()
+    graph_cache_entries: int
+    """Compiled graphs that MPSGraph would keep: one for each operator, shapes and dtypes until `empty_cache()`."""
+    graph_cache_bytes: int
+    """The host memory they would take, 55 KB each unless simulated otherwise; no counter of torch shows it."""
+    fallbacks: Mapping[str, Fallback]
+    """Operators that ran on the CPU because MPS has no kernel for them."""
 
 
 def install(machine: str | Machine) -> Machine:
@@ -61,39 +72,40 @@ def install(machine: str | Machine) -> Machine:
     """
     wanted = machine if isinstance(machine, Machine) else load_machine(machine)
     gpu = _gpu_of(wanted)
-    if _here.native is None:
+    if here.native is None:
         _refuse_this_torch()
-        _here.native = _load()
-    if _here.asked != wanted:
+        _load()
+    if here.asked != wanted:
         uninstall()
-        _configure(_here.native, wanted, gpu)
-        _here.undo = _change_torch(_here.native, gpu)
-        _here.asked = wanted
+        _configure(here.native, wanted, gpu)
+        here.undo = _change_torch(here.native, gpu)
+        here.asked = wanted
     found = installed()
     assert found is not None
     return found
 
 
 def uninstall() -> None:
-    """Hides the virtual Mac: torch reports no MPS again. Tensors that are still on it stay valid."""
-    if _here.native is None or _here.undo is None:
+    """Hides the virtual Mac: torch reports no MPS again, no fault is left. Tensors that are still on it stay valid."""
+    if here.native is None or here.undo is None:
         return
-    for undo in reversed(_here.undo):
+    faults.end_all()
+    for undo in reversed(here.undo):
         undo()
-    _here.asked, _here.undo = None, None
+    here.asked, here.undo = None, None
 
 
 def installed() -> Machine | None:
     """The machine this process seems to be, marked as virtual; None without a virtual Mac."""
-    if _here.asked is None:
+    if here.asked is None:
         return None
     import torch
 
     facts = Torch(version=str(torch.__version__), mps_built=True, num_threads=torch.get_num_threads())
-    return _here.asked.model_copy(
+    return here.asked.model_copy(
         update={
-            "name": f"{_here.asked.name} (virtual)",
-            "sources": (*_here.asked.sources, "simulated on a Linux CPU by whet.device.virtual_mac; not a Mac"),
+            "name": f"{here.asked.name} (virtual)",
+            "sources": (*here.asked.sources, "simulated on a Linux CPU by whet.device.virtual_mac; not a Mac"),
             "torch": facts,
         }
     )
@@ -101,24 +113,14 @@ def installed() -> Machine | None:
 
 def stats() -> Stats:
     """What happened on the virtual GPU."""
-    found = _native().stats()
-    return Stats(**{**found, "fallbacks": MappingProxyType(found["fallbacks"])})
+    found = native().stats()
+    fallbacks = {name: Fallback(calls=calls, seconds=seconds) for name, (calls, seconds) in found["fallbacks"].items()}
+    return Stats(**{**found, "fallbacks": MappingProxyType(fallbacks)})
 
 
 def reset_stats() -> None:
     """Counts from zero, and the peak from what is allocated now."""
-    _native().reset_stats()
-
-
-def hold_memory(num_bytes: int) -> None:
-    """Pretends that so many bytes of GPU memory are taken outside of the allocator, e.g. by MPSGraph."""
-    _native().set_held_by_others(num_bytes)
-
-
-def _native() -> Any:
-    if _here.native is None:
-        raise UsageError("there is no virtual Mac in this process", try_='virtual_mac.install("m2-air-8gb")')
-    return _here.native
+    native().reset_stats()
 
 
 def _gpu_of(machine: Machine) -> Accelerator:
@@ -150,25 +152,34 @@ def _refuse_this_torch() -> None:
             )
 
 
-def _load() -> ModuleType:
-    """The compiled part, with a kernel for every operator that has one in this torch's MPS."""
+def _load() -> None:
+    """Loads the compiled part, with a kernel for every operator that has one in this torch's MPS."""
     import torch
 
     native = load_extension(str(torch.__version__))
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    operators = with_mps_kernel(read_operators())
-    native.set_native_operators([operator.name for operator in operators])
-    native.register_native_kernels(
-        [
-            operator.name
-            for operator in operators
-            if operator.name not in _OWN_KERNELS
-            # A view needs no kernel of its own: torch's own works on every device.
-            and not operator.is_view
-            and any(has_kernel(f"aten::{operator.name}", key) for key in ("CPU", "CompositeExplicitAutograd"))
-        ]
-    )
-    return native
+    listed = read_operators()
+    with_kernel = with_mps_kernel(listed)
+    dense = [
+        operator.name
+        for operator in with_kernel
+        if operator.name not in _OWN_KERNELS
+        # A view needs no kernel of its own: torch's own works on every device.
+        and not operator.is_view
+        and any(has_kernel(f"aten::{operator.name}", key) for key in ("CPU", "CompositeExplicitAutograd"))
+    ]
+    sparse = [
+        operator.name
+        for operator in listed.values()
+        if "SparseMPS" in operator.backends
+        and operator.name not in _OWN_SPARSE_KERNELS
+        and has_kernel(f"aten::{operator.name}", "SparseCPU")
+    ]
+    native.set_native_operators([operator.name for operator in with_kernel])
+    native.register_kernels(dense, is_sparse=False)
+    native.register_kernels(sparse, is_sparse=True)
+    here.kernels = frozenset(name.partition(".")[0] for name in dense) | {"convolution", "convolution_backward"}
+    here.native = native
 
 
 def _configure(native: Any, machine: Machine, gpu: Accelerator) -> None:

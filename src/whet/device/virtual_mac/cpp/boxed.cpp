@@ -1,10 +1,9 @@
-// Every other operator: computed by the CPU's kernel over the same bytes if MPS has a kernel for it, else refused or
-// sent to the CPU as MPS does. One function for all of them, through the dispatcher's boxed calls.
+// Every other operator that has an MPS kernel: computed by the CPU's kernel over the same bytes. One function for all of
+// them, through the dispatcher's boxed calls.
 #include "virtual_mac.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/native/CPUFallback.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -13,19 +12,13 @@ namespace {
 
 using torch::jit::Stack;
 
-std::string name_of(const c10::OperatorHandle& op) {
-  const auto& full = op.operator_name();
-  const std::string name = full.name.substr(full.name.rfind(':') + 1);
-  return full.overload_name.empty() ? name : name + "." + full.overload_name;
-}
-
 // Operators that take CPU tensors next to mps ones; the others take only numbers in a tensor of no dimensions.
 bool takes_cpu_tensors(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string> names{
       "aten::index",        "aten::index_put",           "aten::index_put_",           "aten::_index_put_impl_",
       "aten::_unsafe_index", "aten::repeat_interleave",  "aten::_ctc_loss",            "aten::_ctc_loss_backward",
       "aten::_fused_adam_", "aten::_fused_adamw_",       "aten::_fused_sgd_",          "aten::_pack_padded_sequence",
-      "aten::_pad_packed_sequence"};
+      "aten::_pad_packed_sequence", "aten::copy_"};
   return names.count(op.operator_name().name) > 0;
 }
 
@@ -41,33 +34,54 @@ class Stand {
                   "Expected all tensors to be on the same device, but found at least two devices, mps:0 and cpu!");
       return tensor;
     }
-    // An empty tensor that is to be written must be able to grow, which an alias is not.
-    const bool may_grow = is_written && tensor.numel() == 0;
-    auto alias = may_grow ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU)) : cpu_alias(tensor);
-    pairs_.emplace_back(tensor, alias);
-    return alias;
+    tensors_.push_back(tensor);
+    aliases_.push_back(stand_in(tensor, is_written));
+    if (is_written) written_.push_back(tensors_.size() - 1);
+    return aliases_.back();
   }
 
-  void copy_back_what_grew() const {
-    for (const auto& [tensor, alias] : pairs_) {
-      if (tensor.numel() > 0 || alias.sizes() == tensor.sizes()) continue;
-      tensor.resize_(alias.sizes());
-      if (!alias.is_contiguous())
-        tensor.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides());
-      cpu_alias(tensor).copy_(alias);
+  void copy_back_what_changed_shape() const {
+    for (const size_t i : written_) {
+      const at::Tensor &tensor = tensors_[i], &alias = aliases_[i];
+      if (tensor.is_sparse()) {
+        replace_sparse(tensor, alias);
+      } else if (tensor.numel() == 0 && alias.sizes() != tensor.sizes()) {
+        tensor.resize_(alias.sizes());
+        if (!alias.is_contiguous())
+          tensor.unsafeGetTensorImpl()->set_sizes_and_strides(alias.sizes(), alias.strides());
+        cpu_alias(tensor).copy_(alias);
+      }
     }
   }
 
-  at::Tensor out(const at::Tensor& result) const {
+  at::Tensor out(const at::Tensor& result) {
     if (!result.defined() || !result.device().is_cpu()) return result;
-    for (const auto& [tensor, alias] : pairs_)
-      if (alias.is_same(result)) return tensor;
-    return to_mps(result);
+    for (size_t i = 0; i < aliases_.size(); ++i)
+      if (aliases_[i].is_same(result)) return tensors_[i];
+    results_.push_back(to_mps(result));
+    return results_.back();
+  }
+
+  const std::vector<at::Tensor>& inputs() const { return tensors_; }
+
+  // What the call wrote: new tensors and those it was given to write.
+  std::vector<at::Tensor> results() const {
+    std::vector<at::Tensor> all = results_;
+    for (const size_t i : written_) all.push_back(tensors_[i]);
+    return all;
   }
 
  private:
+  static at::Tensor stand_in(const at::Tensor& tensor, bool is_written) {
+    if (tensor.is_sparse()) return sparse_on_cpu(tensor);
+    // An empty tensor that is to be written must be able to grow, which an alias is not.
+    const bool may_grow = is_written && tensor.numel() == 0;
+    return may_grow ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU)) : cpu_alias(tensor);
+  }
+
   bool takes_cpu_tensors_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
+  std::vector<at::Tensor> tensors_, aliases_, results_;
+  std::vector<size_t> written_;
 };
 
 bool is_generator(const c10::Argument& argument) {
@@ -117,7 +131,7 @@ c10::IValue argument_on_cpu(const c10::IValue& value, const c10::Argument& argum
   return value;
 }
 
-c10::IValue result_on_mps(const c10::IValue& value, const Stand& stand) {
+c10::IValue result_on_mps(const c10::IValue& value, Stand& stand) {
   if (value.isTensor()) return stand.out(value.toTensor());
   if (!value.isTensorList()) return value;
   c10::List<at::Tensor> list;
@@ -125,46 +139,13 @@ c10::IValue result_on_mps(const c10::IValue& value, const Stand& stand) {
   return list;
 }
 
-void count_fallback(const c10::OperatorHandle& op) {
-  std::lock_guard<std::mutex> lock(counters().mutex);
-  ++counters().fallbacks[name_of(op)];
-}
-
-void warn_of_fallback(const c10::OperatorHandle& op) {
-  TORCH_WARN_ONCE("The operator '", op.schema().operator_name(),
-                  "' is not currently supported on the MPS backend and will fall back to run on the CPU. "
-                  "This may have performance implications.");
-}
-
-// The backend's last resort: an operator without a kernel. Text: MPSFallback.mm of torch 2.13.
-void without_kernel(const c10::OperatorHandle& op, Stack* stack) {
-  if (settings().native_operators.count(name_of(op)) > 0) return compute_on_cpu(op, stack);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      settings().has_fallback, "The operator '", op.schema().operator_name(),
-      "' is not currently implemented for the MPS device. If you want this op to be considered for addition please "
-      "comment on https://github.com/pytorch/pytorch/issues/141287 and mention use-case, that resulted in missing op "
-      "as well as commit hash ", settings().torch_commit,
-      ". As a temporary fix, you can set the environment variable `PYTORCH_ENABLE_MPS_FALLBACK=1` to use the CPU as a "
-      "fallback for this op. WARNING: this will be slower than running natively on MPS.");
-  always_on_cpu(op, stack);
-}
-
-// AdaptivePooling.mm: sizes that do not divide have no kernel.
-void adaptive_pool(const c10::OperatorHandle& op, Stack* stack) {
-  const size_t first = stack->size() - op.schema().arguments().size();
-  const at::Tensor x = (*stack)[first].toTensor();
-  const auto wanted = (*stack)[first + 1].toIntVector();
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    const int64_t has = x.size(static_cast<int64_t>(i) - static_cast<int64_t>(wanted.size()));
-    TORCH_CHECK(std::min(has, wanted[i]) == 0 || std::max(has, wanted[i]) % std::min(has, wanted[i]) == 0,
-                "Adaptive pool MPS: input sizes must be divisible by output sizes. Non-divisible input sizes are not "
-                "implemented on MPS device yet. For now, you can manually transfer tensor to cpu in this case. Please "
-                "refer to [this issue](https://github.com/pytorch/pytorch/issues/96056)");
-  }
-  compute_on_cpu(op, stack);
-}
-
 }  // namespace
+
+std::string name_of(const c10::OperatorHandle& op) {
+  const auto& full = op.operator_name();
+  const std::string name = full.name.substr(full.name.rfind(':') + 1);
+  return full.overload_name.empty() ? name : name + "." + full.overload_name;
+}
 
 void compute_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
   const auto& arguments = op.schema().arguments();
@@ -175,39 +156,26 @@ void compute_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
     has_generator = has_generator || is_generator(arguments[i]);
     (*stack)[first + i] = argument_on_cpu((*stack)[first + i], arguments[i], stand);
   }
+  const KernelCall call(name_of(op), stand.inputs());
   {
     LentDraw lent(!has_generator && op.hasTag(at::Tag::nondeterministic_seeded));
     op.callBoxed(stack);
   }
-  stand.copy_back_what_grew();
+  stand.copy_back_what_changed_shape();
   for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i)
     (*stack)[i] = result_on_mps((*stack)[i], stand);
+  call.done(stand.results());
 }
 
-void always_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
-  count_fallback(op);
-  warn_of_fallback(op);
-  ++counters().num_syncs;
-  at::native::cpu_fallback(op, stack);
-}
-
-void register_native_kernels(const std::vector<std::string>& operators) {
+void register_kernels(const std::vector<std::string>& operators, bool is_sparse) {
+  const auto key = is_sparse ? c10::DispatchKey::SparseMPS : c10::DispatchKey::MPS;
   // Kernels stay registered as long as the process lives.
-  static auto* library =
-      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::MPS, __FILE__, __LINE__);
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   static const std::unordered_set<std::string> pools{"_adaptive_avg_pool2d", "adaptive_avg_pool2d.out"};
   for (const std::string& name : operators)
     library->impl(name.c_str(), pools.count(name)
                                     ? torch::CppFunction::makeFromBoxedFunction<&adaptive_pool>()
                                     : torch::CppFunction::makeFromBoxedFunction<&compute_on_cpu>());
-}
-
-TORCH_LIBRARY_IMPL(_, MPS, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&without_kernel>()); }
-
-// MPSFallback.mm of torch 2.13: on the CPU with or without PYTORCH_ENABLE_MPS_FALLBACK.
-TORCH_LIBRARY_IMPL(aten, MPS, m) {
-  for (const char* name : {"embedding_renorm_", "linalg_svd", "linalg_svd.U"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&always_on_cpu>());
 }
 
 }  // namespace virtual_mac

@@ -5,7 +5,6 @@
 #include <ATen/detail/MPSHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include <chrono>
 #include <cstring>
 
 namespace virtual_mac {
@@ -67,13 +66,19 @@ class CountingGenerator final : public c10::GeneratorImpl {
     return copy;
   }
 
-  at::Generator next() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    // splitmix64 keeps neighbouring pairs apart.
-    uint64_t mixed = seed_ + 0x9E3779B97F4A7C15ull * ++offset_;
+  // splitmix64 keeps neighbouring pairs apart.
+  uint64_t seed_of_next() const {
+    uint64_t mixed = seed_ + 0x9E3779B97F4A7C15ull * (offset_ + 1);
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9ull;
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EBull;
-    return at::detail::createCPUGenerator(mixed ^ (mixed >> 31));
+    return mixed ^ (mixed >> 31);
+  }
+
+  at::Generator next() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const uint64_t seed = seed_of_next();
+    ++offset_;
+    return at::detail::createCPUGenerator(seed);
   }
 
  private:
@@ -104,10 +109,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(const c10::DeviceIndex) const override { ++counters().num_syncs; }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 
-  using Time = std::chrono::steady_clock::time_point;
+  using Time = Clock::time_point;
   void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new Time();
-    *static_cast<Time*>(*event) = std::chrono::steady_clock::now();
+    *static_cast<Time*>(*event) = Clock::now();
   }
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -141,7 +146,10 @@ struct Hooks final : at::MPSHooksInterface {
   }
 
   c10::Allocator* getMPSDeviceAllocator() const override { return &allocator(); }
-  void emptyCache() const override { allocator().emptyCache(); }
+  void emptyCache() const override {
+    allocator().emptyCache();
+    clear_graph_cache();  // since torch 2.13
+  }
   size_t getCurrentAllocatedMemory() const override { return static_cast<size_t>(memory_numbers().allocated); }
   size_t getDriverAllocatedMemory() const override { return driver_bytes(); }
   size_t getRecommendedMaxMemory() const override { return settings().recommended_bytes; }
@@ -164,7 +172,7 @@ struct Hooks final : at::MPSHooksInterface {
   }
   void recordEvent(uint32_t event) const override {
     std::lock_guard<std::mutex> lock(mutex_);
-    events_.at(event) = std::chrono::steady_clock::now();
+    events_.at(event) = Clock::now();
   }
   void waitForEvent(uint32_t) const override {}
   void synchronizeEvent(uint32_t) const override { ++counters().num_syncs; }
@@ -185,6 +193,10 @@ at::Generator default_generator() { return the_default_generator(); }
 at::Generator next_draw(const std::optional<at::Generator>& of) {
   const at::Generator& generator = of && of->defined() ? *of : the_default_generator();
   return static_cast<CountingGenerator*>(generator.unsafeGetGeneratorImpl())->next();
+}
+
+uint64_t seed_of_next_draw() {
+  return static_cast<CountingGenerator*>(the_default_generator().unsafeGetGeneratorImpl())->seed_of_next();
 }
 
 namespace {

@@ -38,7 +38,9 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 
 at::Tensor to_mps(const at::Tensor& cpu_tensor) {
   if (!cpu_tensor.defined()) return cpu_tensor;
-  TORCH_CHECK_NOT_IMPLEMENTED(cpu_tensor.layout() == at::kStrided, "the virtual Mac has no sparse tensors (a Mac has)");
+  if (cpu_tensor.is_sparse()) return sparse_to_mps(cpu_tensor);
+  TORCH_CHECK_NOT_IMPLEMENTED(cpu_tensor.layout() == at::kStrided, "the virtual Mac has no tensors of layout ",
+                              cpu_tensor.layout());
   check_dtype(cpu_tensor.scalar_type());
   at::Tensor made = at::detail::empty_strided_generic(cpu_tensor.sizes(), cpu_tensor.strides(), &allocator(), kMpsKeys,
                                                       cpu_tensor.scalar_type());
@@ -137,20 +139,31 @@ at::Tensor& zero_(at::Tensor& self) {
 at::Tensor convolution(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        SymSizes stride, SymSizes padding, SymSizes dilation, bool transposed, SymSizes output_padding,
                        c10::SymInt groups) {
+  std::vector<at::Tensor> inputs{x, weight};
   std::optional<at::Tensor> add;
-  if (bias && bias->defined()) add = on_cpu(*bias);
-  return to_mps(at::convolution_symint(on_cpu(x), on_cpu(weight), add, stride, padding, dilation, transposed,
-                                       output_padding, std::move(groups)));
+  if (bias && bias->defined()) {
+    inputs.push_back(*bias);
+    add = on_cpu(*bias);
+  }
+  const KernelCall call("convolution", inputs);
+  at::Tensor y = to_mps(at::convolution_symint(on_cpu(x), on_cpu(weight), add, stride, padding, dilation, transposed,
+                                               output_padding, std::move(groups)));
+  call.done({y});
+  return y;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, SymSizes stride, SymSizes padding,
     SymSizes dilation, bool transposed, SymSizes output_padding, c10::SymInt groups, std::array<bool, 3> wanted) {
   const std::vector<c10::SymInt> bias_size{transposed ? weight.sym_size(1) * groups : weight.sym_size(0)};
+  const std::vector<at::Tensor> inputs{grad, x, weight};
+  const KernelCall call("convolution_backward", inputs);
   auto [dx, dweight, dbias] = at::convolution_backward_symint(
       on_cpu(grad), on_cpu(x), on_cpu(weight), SymSizes(bias_size), stride, padding, dilation, transposed,
       output_padding, std::move(groups), wanted);
-  return {to_mps(dx), to_mps(dweight), to_mps(dbias)};
+  const std::vector<at::Tensor> grads{to_mps(dx), to_mps(dweight), to_mps(dbias)};
+  call.done(grads);
+  return {grads[0], grads[1], grads[2]};
 }
 
 // MPS trains through the plain formula, which keeps the whole attention matrix; so does this.

@@ -4,6 +4,7 @@
 #include "virtual_mac.h"
 
 #include <array>
+#include <csignal>
 #include <cstdlib>
 #include <unordered_map>
 
@@ -41,6 +42,7 @@ class HostMemory final : public c10::DeviceAllocator {
     if (is_over_limit(pool, size)) refuse(size);
     pool.reserved += growth(pool, size);
     pool.used += size;
+    kill_if_above();
     void* data = nullptr;
     TORCH_CHECK(posix_memalign(&data, kPage, size) == 0, "the host has no memory left for the virtual Mac");
     sizes_[data] = size;
@@ -86,7 +88,19 @@ class HostMemory final : public c10::DeviceAllocator {
     return {allocated_.current, allocated_.peak, static_cast<int64_t>(reserved()), num_allocations_};
   }
 
-  void hold(size_t bytes) { held_by_others_ = bytes; }
+  void hold_more(int64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    held_by_others_ += static_cast<size_t>(bytes);
+    kill_if_above();
+  }
+
+  size_t kill_above(size_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::swap(bytes, kill_above_);
+    kill_if_above();
+    return bytes;
+  }
+
   void forget_watermarks() { knows_watermarks_ = false; }
 
   void set_high_watermark(double ratio) {
@@ -140,6 +154,13 @@ class HostMemory final : public c10::DeviceAllocator {
     for (Pool& pool : pools_) pool.reserved = round_up(pool.used, pool.heap_bytes);
   }
 
+  // macOS asks nobody: a process that takes too much ends with signal 9.
+  void kill_if_above() const {
+    size_t used = held_by_others_;
+    for (const Pool& pool : pools_) used += pool.used;
+    if (kill_above_ > 0 && used > kill_above_) std::raise(SIGKILL);
+  }
+
   [[noreturn]] void refuse(size_t size) const {
     TORCH_CHECK(false, "MPS backend out of memory (MPS allocated: ", format_size(reserved()), ", other allocations: ",
                 format_size(held_by_others_), ", max allowed: ", format_size(limit()), "). Tried to allocate ",
@@ -152,7 +173,7 @@ class HostMemory final : public c10::DeviceAllocator {
   std::unordered_map<void*, size_t> sizes_;
   c10::CachingAllocator::Stat allocated_;
   int64_t num_allocations_ = 0;
-  size_t held_by_others_ = 0;
+  size_t held_by_others_ = 0, kill_above_ = 0;
   double high_ = 1.7;
   bool knows_watermarks_ = false;
 };
@@ -180,7 +201,8 @@ void HostMemory::release(void* data) {
 c10::DeviceAllocator& allocator() { return memory(); }
 MemoryNumbers memory_numbers() { return memory().numbers(); }
 size_t driver_bytes() { return memory().driver(); }
-void set_held_by_others(size_t bytes) { memory().hold(bytes); }
+void hold_more(int64_t bytes) { memory().hold_more(bytes); }
+size_t kill_above(size_t bytes) { return memory().kill_above(bytes); }
 void set_high_watermark(double ratio) { memory().set_high_watermark(ratio); }
 void forget_watermarks() { memory().forget_watermarks(); }
 void reset_peak() { memory().resetPeakStats(0); }

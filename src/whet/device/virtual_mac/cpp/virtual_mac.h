@@ -2,7 +2,8 @@
 //
 // The Linux build of PyTorch has the MPS dispatch keys and the torch.mps bindings, but nothing behind them. These files
 // put something there: an allocator with Apple's limits (memory.cpp), generator, guard and hooks (device.cpp), kernels
-// that compute on the CPU over the same bytes (kernels.cpp, boxed.cpp), and the door for Python (module.cpp).
+// that compute on the CPU over the same bytes (kernels.cpp, boxed.cpp, sparse.cpp), what MPS sends to the CPU or refuses
+// (fallback.cpp), faults on request (kernel_calls.cpp, faults.cpp), and the door for Python (module.cpp).
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -12,8 +13,11 @@
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_set>
@@ -37,11 +41,20 @@ struct Settings {
 };
 Settings& settings();
 
+using Clock = std::chrono::steady_clock;
+inline double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
 // What happened.
+struct Fallback {
+  int64_t calls = 0;
+  double seconds = 0;
+};
 struct Counters {
-  std::atomic<int64_t> num_syncs{0};
+  std::atomic<int64_t> num_syncs{0}, num_kernels{0};
   std::mutex mutex;
-  std::map<std::string, int64_t> fallbacks;  // guarded by mutex
+  std::map<std::string, Fallback> fallbacks;  // guarded by mutex
 };
 Counters& counters();
 
@@ -52,7 +65,8 @@ struct MemoryNumbers {
 c10::DeviceAllocator& allocator();
 MemoryNumbers memory_numbers();
 size_t driver_bytes();                      // heaps and what is held by others
-void set_held_by_others(size_t bytes);      // e.g. MPSGraph's own buffers
+void hold_more(int64_t bytes);              // taken by others: more than before, or less
+size_t kill_above(size_t bytes);            // SIGKILL when more is taken; what it was before; 0 is never
 void set_high_watermark(double ratio);      // torch.mps.set_per_process_memory_fraction
 void forget_watermarks();                   // the next allocation reads the environment again
 void reset_peak();
@@ -61,6 +75,7 @@ void reset_peak();
 at::Generator default_generator();
 // A CPU generator for the next draw of an mps generator; the default one if none is given.
 at::Generator next_draw(const std::optional<at::Generator>& of);
+uint64_t seed_of_next_draw();
 
 // kernels.cpp
 void check_dtype(at::ScalarType dtype);
@@ -68,9 +83,51 @@ at::Tensor cpu_alias(const at::Tensor& tensor);    // the same bytes, as a CPU t
 at::Tensor on_cpu(const at::Tensor& tensor);       // cpu_alias of an mps tensor, anything else as it is
 at::Tensor to_mps(const at::Tensor& cpu_tensor);   // a new mps tensor with these values and strides
 
+// sparse.cpp
+at::Tensor sparse_on_cpu(const at::Tensor& tensor);           // the same indices and values, as a CPU tensor
+at::Tensor sparse_to_mps(const at::Tensor& cpu_tensor);
+void replace_sparse(const at::Tensor& tensor, const at::Tensor& cpu_tensor);
+
 // boxed.cpp
+std::string name_of(const c10::OperatorHandle& op);           // "add.Tensor"
 void compute_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack);
-void always_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack);
-void register_native_kernels(const std::vector<std::string>& operators);
+void register_kernels(const std::vector<std::string>& operators, bool is_sparse);
+
+// fallback.cpp
+void adaptive_pool(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+// kernel_calls.cpp: one call of a kernel is made when it starts and done when it has its results.
+class KernelCall {
+ public:
+  KernelCall(const std::string& full_name, const std::vector<at::Tensor>& inputs);
+  void done(const std::vector<at::Tensor>& results) const;
+  bool is_of(const std::string& operator_name) const { return operator_name.empty() || operator_name == name; }
+
+  std::string name;  // "mm", without its overload
+  const std::vector<at::Tensor>& inputs;
+  Clock::time_point start;
+};
+
+struct GraphCache {
+  int64_t entries, bytes;
+};
+GraphCache graph_cache();
+void clear_graph_cache();
+int64_t hold_per_graph(int64_t bytes);  // host memory that each new graph really takes; what it was before
+
+// Something that goes wrong on request. It sees every kernel after its results are there, and may change them.
+struct Fault {
+  virtual ~Fault() = default;
+  virtual void after(const KernelCall& call, const std::vector<at::Tensor>& results) = 0;
+};
+int64_t start_fault(std::shared_ptr<Fault> fault);
+void end_fault(int64_t fault);
+
+// faults.cpp
+using Condition = std::function<bool(const std::vector<at::Tensor>& inputs)>;
+std::shared_ptr<Fault> miscompute(std::string operator_name, double relative_error, Condition when);
+std::shared_ptr<Fault> gpu_failure(std::string operator_name, int64_t after_kernels, int64_t times);
+std::shared_ptr<Fault> heat(double slowdown, double after, double over, bool in_seconds);
+double slowdown_now();  // how many times slower than at first; 1 without heat
 
 }  // namespace virtual_mac

@@ -1,0 +1,117 @@
+// What can go wrong on request: wrong results, a GPU that fails without telling Python, and heat.
+#include "virtual_mac.h"
+
+#include <ATen/ATen.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <string_view>
+#include <thread>
+
+namespace virtual_mac {
+namespace {
+
+// The results are off by a factor, if the operator and the condition fit.
+class Miscompute final : public Fault {
+ public:
+  Miscompute(std::string operator_name, double relative_error, Condition when)
+      : operator_name_(std::move(operator_name)), factor_(1 + relative_error), when_(std::move(when)) {}
+
+  void after(const KernelCall& call, const std::vector<at::Tensor>& results) override {
+    if (!call.is_of(operator_name_) || (when_ && !when_(call.inputs))) return;
+    for (const at::Tensor& result : results)
+      if (result.defined() && result.layout() == at::kStrided && (result.is_floating_point() || result.is_complex()))
+        cpu_alias(result).mul_(factor_);
+  }
+
+ private:
+  std::string operator_name_;
+  double factor_;
+  Condition when_;
+};
+
+// MPSStream.mm of torch 2.13 never looks at the status of a command buffer: Metal writes to stderr, Python goes on.
+constexpr std::string_view kMetalError =
+    "Error: command buffer exited with error status.\n"
+    "\tThe Metal Performance Shaders operations encoded on it may not have completed.\n"
+    "\tError: \n\t(null)\n"
+    "\tInsufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)\n";
+
+void fill_with_garbage(const at::Tensor& result) {
+  if (!result.defined() || result.layout() != at::kStrided) return;
+  at::Tensor garbage = at::empty(result.sizes(), result.options().device(at::kCPU));
+  auto* bytes = static_cast<uint8_t*>(garbage.mutable_data_ptr());
+  uint64_t drawn = 0x9E3779B97F4A7C15ull;
+  for (size_t i = 0; i < garbage.nbytes(); ++i) {
+    drawn = drawn * 6364136223846793005ull + 1442695040888963407ull;
+    // A bool must stay one: the CPU's kernels are allowed to trust it.
+    bytes[i] = static_cast<uint8_t>(drawn >> 56) & (result.scalar_type() == at::kBool ? 1 : 0xFF);
+  }
+  cpu_alias(result).copy_(garbage);
+}
+
+class GpuFailure final : public Fault {
+ public:
+  GpuFailure(std::string operator_name, int64_t after_kernels, int64_t times)
+      : operator_name_(std::move(operator_name)), good_(after_kernels), bad_(times) {}
+
+  void after(const KernelCall& call, const std::vector<at::Tensor>& results) override {
+    if (!call.is_of(operator_name_) || good_-- > 0 || bad_-- <= 0) return;
+    [[maybe_unused]] const auto written = ::write(STDERR_FILENO, kMetalError.data(), kMetalError.size());
+    for (const at::Tensor& result : results) fill_with_garbage(result);
+  }
+
+ private:
+  std::string operator_name_;
+  std::atomic<int64_t> good_, bad_;
+};
+
+std::atomic<double> slowdown{1};
+
+// Each kernel takes longer in proportion to its own time.
+class Heat final : public Fault {
+ public:
+  Heat(double full, double after, double over, bool in_seconds)
+      : full_(full), after_(after), over_(over), in_seconds_(in_seconds) {}
+  ~Heat() override { slowdown = 1; }
+
+  void after(const KernelCall& call, const std::vector<at::Tensor>&) override {
+    const double took = seconds_since(call.start);
+    const double passed = in_seconds_ ? seconds_since(start_) : static_cast<double>(++num_kernels_);
+    const double warm = passed <= after_ ? 0 : over_ <= 0 ? 1 : std::min(1.0, (passed - after_) / over_);
+    slowdown = 1 + (full_ - 1) * warm;
+    std::lock_guard<std::mutex> lock(mutex_);
+    owed_ += (slowdown - 1) * took;
+    // A sleep is never as short as a small kernel: small debts are paid together.
+    if (owed_ < 1e-3) return;
+    const auto slept_from = Clock::now();
+    std::this_thread::sleep_for(std::chrono::duration<double>(owed_));
+    owed_ -= seconds_since(slept_from);
+  }
+
+ private:
+  double full_, after_, over_;
+  bool in_seconds_;
+  Clock::time_point start_ = Clock::now();
+  std::atomic<int64_t> num_kernels_{0};
+  std::mutex mutex_;
+  double owed_ = 0;
+};
+
+}  // namespace
+
+std::shared_ptr<Fault> miscompute(std::string operator_name, double relative_error, Condition when) {
+  return std::make_shared<Miscompute>(std::move(operator_name), relative_error, std::move(when));
+}
+
+std::shared_ptr<Fault> gpu_failure(std::string operator_name, int64_t after_kernels, int64_t times) {
+  return std::make_shared<GpuFailure>(std::move(operator_name), after_kernels, times);
+}
+
+std::shared_ptr<Fault> heat(double slowdown, double after, double over, bool in_seconds) {
+  return std::make_shared<Heat>(slowdown, after, over, in_seconds);
+}
+
+double slowdown_now() { return slowdown; }
+
+}  // namespace virtual_mac
