@@ -12,7 +12,7 @@ from virtual_process import environment
 DATABASE = Path(__file__).parent / "inside" / "operator_database.py"
 KNOWN = {
     "tensor_split": "torch asks for the indices on the CPU, whatever the device: a Mac refuses this too",
-    "sparse.mm.reduce": "takes a CSR tensor, which the virtual Mac has not",
+    "sparse.mm.reduce": "a CSR tensor, which the virtual Mac has not; MPS has no kernel for this either",
 }
 """Operators that are neither equal nor refused with a text of MPS, and why."""
 

@@ -3,6 +3,7 @@
 import torch
 
 from whet.device import cuda, mps
+from whet.device.virtual_mac.faults import conditions as simulated_conditions
 from whet.device.virtual_mac.installing import installed as installed_virtual_mac
 from whet.machine.facts import Conditions, Machine
 from whet.machine.probe import ask_system, assemble
@@ -12,10 +13,19 @@ from whet.machine.torch_child import CudaDevice, TorchAnswer
 def machine_here() -> tuple[Machine, Conditions]:
     """What `whet probe` would say about the machine, in milliseconds, since torch is loaded already.
 
-    In a process with a virtual Mac that is the simulated machine; how busy it is, is still this computer's answer.
+    In a process with a virtual Mac that is the simulated machine; how busy it is, is this computer's answer where
+    nothing else is simulated.
     """
     system = ask_system()
-    return installed_virtual_mac() or assemble(system, torch=_answer()), system.conditions
+    return installed_virtual_mac() or assemble(system, torch=_answer()), as_simulated(system.conditions)
+
+
+def as_simulated(conditions: Conditions) -> Conditions:
+    """What the sensors said, with what a virtual Mac simulates in its place; as it is without one."""
+    simulated = simulated_conditions()
+    if simulated is None:
+        return conditions
+    return conditions.model_copy(update={name: getattr(simulated, name) for name in simulated.model_fields_set})
 
 
 def _answer() -> TorchAnswer:
