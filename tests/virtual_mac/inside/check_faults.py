@@ -207,6 +207,19 @@ def test_another_mac_is_a_healthy_one() -> None:
     simulation.end()
 
 
+def test_simulations_may_end_in_any_order() -> None:
+    first = simulate(KilledByPressure(share=0.001), GraphCache(MIB), Conditions(thermal="moderate"))
+    second = simulate(KilledByPressure(share=0.9), GraphCache(7), Conditions(thermal="heavy"))
+    first.end()
+    torch.ones(30 * MIB, dtype=torch.uint8, device="mps")
+    assert virtual_mac.conditions().thermal == "heavy"
+    torch.mps.empty_cache()
+    torch.ones(3, device="mps").neg()
+    assert virtual_mac.stats().graph_cache_bytes == 7 * virtual_mac.stats().graph_cache_entries
+    second.end()
+    assert virtual_mac.conditions() is None
+
+
 def test_sparse_tensors_train_an_embedding_as_on_the_cpu() -> None:
     weights = []
     for place in ("cpu", "mps"):

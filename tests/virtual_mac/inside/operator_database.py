@@ -29,7 +29,7 @@ REFUSALS = (
 """How MPS says no."""
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """MPS has said no, in its own words."""
 
 
@@ -53,7 +53,7 @@ def tensors(values: Any) -> list[torch.Tensor]:
 
 
 def results(op: Any, args: Any, kwargs: Any, cotangents: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What the operator returns, then the gradients of its inputs; `cotangents` are made by the first who needs them."""
+    """What the operator returns, then the gradients of its inputs; `cotangents` are made by who needs them first."""
     found = tensors(op(*args, **kwargs))
     inputs = [value for value in tensors((args, kwargs)) if value.requires_grad]
     outputs = [value for value in found if value.requires_grad]
@@ -92,7 +92,7 @@ def compare(op: Any, sample: Any) -> bool:
     except Exception as error:
         for kind, text in REFUSALS:
             if type(error) is kind and str(error).startswith(text):
-                raise Refused(str(error)[:90]) from None
+                raise RefusedError(str(error)[:90]) from None
         raise
     assert len(found) == len(expected), f"{len(found)} results for {len(expected)}"
     for one, other in zip(found, expected, strict=True):
@@ -112,7 +112,7 @@ def judge(op: Any) -> str | None:
     for sample in op.sample_inputs("cpu", dtype, requires_grad=has_grad):
         try:
             num_compared += compare(op, sample)
-        except Refused as error:
+        except RefusedError as error:
             refusal = f"refused: {error}"
         except Exception as error:
             return f"wrong: {type(error).__name__}: {str(error).strip().splitlines()[0][:150]}"

@@ -5,7 +5,7 @@ Each fault is a value that says what happens; `simulate` makes it happen until i
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 from whet.base.errors import UsageError, nearest
 from whet.device.virtual_mac.loaded import here, native
@@ -14,6 +14,7 @@ from whet.machine.facts import Conditions
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 Undo = Callable[[], object]
 When = Callable[..., bool]
 """A question to the tensors that a kernel was given, e.g. `lambda x, weight: len(x) > 32_768`."""
@@ -42,13 +43,12 @@ class GraphCache:
     bytes_per_graph: int = 55_000
 
     def start(self) -> Undo:
-        before = native().hold_per_graph(self.bytes_per_graph)
-        return lambda: native().hold_per_graph(before)
+        return _put(_graph_bytes, self.bytes_per_graph, native().hold_per_graph)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFailure:
-    """A kernel fails as Metal does when the GPU has no memory: a line on stderr, garbage in the result, no exception."""
+    """A kernel fails as Metal does when the GPU has no memory: a line on stderr, garbage in the result, no error."""
 
     operator: str | None = None
     """Only kernels of this operator count, e.g. "mm"."""
@@ -103,8 +103,7 @@ class KilledByPressure:
     def start(self) -> Undo:
         if here.asked is None or here.asked.memory_bytes is None:
             raise UsageError("nobody knows how much memory this machine has", try_='install("m2-air-8gb")')
-        before = native().kill_above(int(self.share * here.asked.memory_bytes))
-        return lambda: native().kill_above(before)
+        return _put(_deadly_bytes, int(self.share * here.asked.memory_bytes), native().kill_above)
 
 
 class Simulation:
@@ -129,7 +128,10 @@ class Simulation:
 
 _running: list[Simulation] = []
 _heats: list[Heat] = []
-_conditions: list[Conditions] = []
+# What may be set several times at once, oldest first: the newest counts.
+_graph_bytes: dict[object, int] = {}
+_deadly_bytes: dict[object, int] = {}
+_conditions: dict[object, Conditions] = {}
 _held_by_hand: list[HeldMemory] = [HeldMemory(0)]
 
 
@@ -143,7 +145,7 @@ def simulate(*faults: Fault | Conditions) -> Simulation:
     _running.append(simulation)
     try:
         for fault in faults:
-            simulation._undo.append(_say(fault) if isinstance(fault, Conditions) else fault.start())
+            simulation._undo.append(_put(_conditions, fault) if isinstance(fault, Conditions) else fault.start())
     except BaseException:
         simulation.end()
         raise
@@ -168,7 +170,7 @@ def conditions() -> Conditions | None:
     if here.asked is None or not (_conditions or _heats):
         return None
     said: dict[str, Any] = {"thermal": _thermal()} if _heats else {}
-    for one in _conditions:
+    for one in _conditions.values():
         said.update({name: getattr(one, name) for name in one.model_fields_set})
     return Conditions(**said)
 
@@ -178,14 +180,22 @@ def reduces_over(size: int) -> When:
     return lambda left, right, *_: max(left.shape[-1], right.shape[-1 if right.dim() == 1 else -2]) > size
 
 
-def has_strided_weight(x: "torch.Tensor", weight: "torch.Tensor", *_: "torch.Tensor") -> bool:
+def has_strided_weight(_x: "torch.Tensor", weight: "torch.Tensor", *_bias: "torch.Tensor") -> bool:
     """True for a weight that is not contiguous, as in pytorch#192212 for convolutions."""
     return not weight.is_contiguous()
 
 
-def _say(said: Conditions) -> Undo:
-    _conditions.append(said)
-    return lambda: _conditions.remove(said)
+def _put(into: dict[object, T], value: T, apply: Callable[[Any], object] = lambda _: None) -> Undo:
+    """Applies the value until it is taken out again; then the newest that is left, or 0."""
+    key = object()
+    into[key] = value
+    apply(value)
+
+    def undo() -> None:
+        del into[key]
+        apply(next(reversed(into.values()), 0))
+
+    return undo
 
 
 def _thermal() -> str:

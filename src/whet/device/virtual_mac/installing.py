@@ -17,13 +17,15 @@ from whet.machine.known import load_machine
 
 _OWN_KERNELS = frozenset(
     {
-        # Written out in kernels.cpp, or left to torch's device-independent composition.
+        # Written out in kernels.cpp and computing.cpp, or left to torch's device-independent composition.
         "empty.memory_format", "empty_strided", "resize_", "set_", "set_.source_Tensor", "set_.source_Storage",
         "set_.source_Storage_storage_offset", "copy_", "_copy_from", "_copy_from_and_resize", "_local_scalar_dense",
         "zero_", "as_strided", "view", "_reshape_alias", "unfold", "view_as_real", "view_as_complex",
         "scaled_dot_product_attention", "linear", "max_pool2d", "mish_backward", "_fused_rms_norm",
+        "bincount",
     }
 )  # fmt: skip
+_COMPUTED = {"convolution", "convolution_backward", "bincount"}
 _OWN_SPARSE_KERNELS = frozenset(
     {
         # sparse.cpp
@@ -178,7 +180,7 @@ def _load() -> None:
     native.set_native_operators([operator.name for operator in with_kernel])
     native.register_kernels(dense, is_sparse=False)
     native.register_kernels(sparse, is_sparse=True)
-    here.kernels = frozenset(name.partition(".")[0] for name in dense) | {"convolution", "convolution_backward"}
+    here.kernels = frozenset(name.partition(".")[0] for name in dense) | _COMPUTED
     here.native = native
 
 

@@ -88,10 +88,9 @@ void clear_graph_cache() {
   graphs().bytes = 0;
 }
 
-int64_t hold_per_graph(int64_t bytes) {
+void hold_per_graph(int64_t bytes) {
   std::lock_guard<std::mutex> lock(graphs().mutex);
-  std::swap(bytes, graphs().hold_per_graph);
-  return bytes;
+  graphs().hold_per_graph = bytes;
 }
 
 int64_t start_fault(std::shared_ptr<Fault> fault) {

@@ -94,11 +94,10 @@ class HostMemory final : public c10::DeviceAllocator {
     kill_if_above();
   }
 
-  size_t kill_above(size_t bytes) {
+  void kill_above(size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::swap(bytes, kill_above_);
+    kill_above_ = bytes;
     kill_if_above();
-    return bytes;
   }
 
   void forget_watermarks() { knows_watermarks_ = false; }
@@ -202,7 +201,7 @@ c10::DeviceAllocator& allocator() { return memory(); }
 MemoryNumbers memory_numbers() { return memory().numbers(); }
 size_t driver_bytes() { return memory().driver(); }
 void hold_more(int64_t bytes) { memory().hold_more(bytes); }
-size_t kill_above(size_t bytes) { return memory().kill_above(bytes); }
+void kill_above(size_t bytes) { memory().kill_above(bytes); }
 void set_high_watermark(double ratio) { memory().set_high_watermark(ratio); }
 void forget_watermarks() { memory().forget_watermarks(); }
 void reset_peak() { memory().resetPeakStats(0); }

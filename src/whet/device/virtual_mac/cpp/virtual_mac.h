@@ -2,8 +2,9 @@
 //
 // The Linux build of PyTorch has the MPS dispatch keys and the torch.mps bindings, but nothing behind them. These files
 // put something there: an allocator with Apple's limits (memory.cpp), generator, guard and hooks (device.cpp), kernels
-// that compute on the CPU over the same bytes (kernels.cpp, boxed.cpp, sparse.cpp), what MPS sends to the CPU or refuses
-// (fallback.cpp), faults on request (kernel_calls.cpp, faults.cpp), and the door for Python (module.cpp).
+// that compute on the CPU over the same bytes (kernels.cpp, computing.cpp, boxed.cpp, sparse.cpp), what MPS sends to
+// the CPU or refuses (fallback.cpp), faults on request (kernel_calls.cpp, faults.cpp), and the door for Python
+// (module.cpp).
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -66,7 +67,7 @@ c10::DeviceAllocator& allocator();
 MemoryNumbers memory_numbers();
 size_t driver_bytes();                      // heaps and what is held by others
 void hold_more(int64_t bytes);              // taken by others: more than before, or less
-size_t kill_above(size_t bytes);            // SIGKILL when more is taken; what it was before; 0 is never
+void kill_above(size_t bytes);              // SIGKILL when more is taken; 0 is never
 void set_high_watermark(double ratio);      // torch.mps.set_per_process_memory_fraction
 void forget_watermarks();                   // the next allocation reads the environment again
 void reset_peak();
@@ -113,7 +114,7 @@ struct GraphCache {
 };
 GraphCache graph_cache();
 void clear_graph_cache();
-int64_t hold_per_graph(int64_t bytes);  // host memory that each new graph really takes; what it was before
+void hold_per_graph(int64_t bytes);  // host memory that each new graph really takes
 
 // Something that goes wrong on request. It sees every kernel after its results are there, and may change them.
 struct Fault {
