@@ -127,6 +127,15 @@ def test_a_simulated_wrong_convolution_as_in_192212() -> None:
         assert torch.allclose(layer(x), 1.1 * expected)
 
 
+def test_a_simulated_wrong_gradient_of_a_convolution() -> None:
+    layer, x = nn.Conv1d(1, 1, 1, bias=False).to("mps"), torch.ones(1, 1, 5, device="mps")
+    with simulate(Miscompute("convolution_backward", relative_error=1.0)):
+        y = layer(x)
+        y.sum().backward()
+    assert torch.equal(y, layer.weight.expand(1, 1, 5))
+    assert layer.weight.grad.item() == 10
+
+
 def test_a_condition_that_fails_says_so() -> None:
     x = torch.ones(2, 2, device="mps")
     with (
