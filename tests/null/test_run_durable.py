@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from whet.base.errors import WhetError
-from whet.run import durable
+from whet.run import disk, durable
+from whet.run.appender import Appender
+from whet.run.disk import Disk
 
 
 def names(folder: Path) -> list[str]:
@@ -30,23 +32,22 @@ def test_write_file_syncs_the_file_before_the_rename_and_the_folder_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    real_sync, real_replace = durable.full_sync, Path.replace
 
-    def sync(descriptor: int) -> None:
-        order.append("sync folder" if os.path.isdir(f"/dev/fd/{descriptor}") else "sync file")  # noqa: PTH112
-        real_sync(descriptor)
+    class Watched(Disk):
+        def full_sync(self, descriptor: int) -> None:
+            order.append("sync folder" if os.path.isdir(f"/dev/fd/{descriptor}") else "sync file")  # noqa: PTH112
+            super().full_sync(descriptor)
 
-    def replace(self: Path, target: Path) -> Path:
-        order.append("rename")
-        return real_replace(self, target)
+        def rename(self, source: Path, target: Path) -> None:
+            order.append("rename")
+            super().rename(source, target)
 
-    monkeypatch.setattr(durable, "full_sync", sync)
-    monkeypatch.setattr(Path, "replace", replace)
+    monkeypatch.setattr(durable, "disk", Watched())
     durable.write_file(tmp_path / "a", data=b"x")
     assert order == ["sync file", "rename", "sync folder"]
 
 
-@pytest.mark.parametrize("where", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("where", ["write", "fsync", "rename"])
 def test_a_failure_at_any_point_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     target = tmp_path / "a.json"
     durable.write_file(target, data=b"old")
@@ -54,7 +55,7 @@ def test_a_failure_at_any_point_keeps_the_old_file(tmp_path: Path, monkeypatch: 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(*((Path, "replace") if where == "replace" else (durable.os, where)), fail)
+    monkeypatch.setattr(*((Path, "rename") if where == "rename" else (durable.os, where)), fail)
     with pytest.raises(WhetError) as caught:
         durable.write_file(target, data=b"new")
     monkeypatch.undo()
@@ -153,22 +154,22 @@ def test_full_sync_falls_back_where_the_disk_lacks_it(tmp_path: Path, monkeypatc
             raise OSError(code, "no")
         return 0
 
-    monkeypatch.setattr(durable.sys, "platform", "darwin")
-    monkeypatch.setattr(durable.fcntl, "F_FULLFSYNC", 51, raising=False)
-    monkeypatch.setattr(durable.fcntl, "fcntl", fake_fcntl)
+    monkeypatch.setattr(disk.sys, "platform", "darwin")
+    monkeypatch.setattr(disk.fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(disk.fcntl, "fcntl", fake_fcntl)
     monkeypatch.setattr(durable.os, "fsync", lambda descriptor: calls.append("plain"))
     for _ in range(3):
-        durable.full_sync(0)
+        Disk().full_sync(0)
     with pytest.raises(OSError, match="no"):
-        durable.full_sync(0)
-    durable.full_sync(0)
+        Disk().full_sync(0)
+    Disk().full_sync(0)
     assert calls == ["full", "plain"] * 3 + ["full", "full"]
 
 
 def test_an_appender_loses_nothing_when_the_disk_is_full_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = durable.Appender(tmp_path / "log")
+    log = Appender(tmp_path / "log")
     log.add(b"first\n")
     log.flush()
     real, room = os.write, [4]
@@ -194,7 +195,7 @@ def test_an_appender_loses_nothing_when_the_disk_is_full_for_a_while(
 
 
 def test_an_appender_notices_that_its_file_was_deleted(tmp_path: Path) -> None:
-    log = durable.Appender(tmp_path / "log")
+    log = Appender(tmp_path / "log")
     (tmp_path / "log").unlink()
     log.add(b"x")
     with pytest.raises(WhetError, match="cannot sync"):
@@ -205,7 +206,7 @@ def test_an_appender_notices_that_its_file_was_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_does_not_write_what_its_parent_has_waiting(tmp_path: Path) -> None:
-    log = durable.Appender(tmp_path / "log")
+    log = Appender(tmp_path / "log")
     log.add(b"once\n")
     child = os.fork()
     if child == 0:

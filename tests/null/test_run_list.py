@@ -176,6 +176,6 @@ def test_what_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     def fail(path: Path) -> None:
         raise PermissionError(13, "no")
 
-    monkeypatch.setattr(durable.shutil, "rmtree", fail)
+    monkeypatch.setattr(durable.disk, "unlink", fail)
     with pytest.raises(WhetError, match="cannot remove"):
         prune(tmp_path)

@@ -1,26 +1,33 @@
 """How do bytes get onto the disk so that they survive? The one module that writes, syncs, renames and removes.
 
+Every call that changes the disk goes through `disk`, a table that tests replace.
+
 Nothing half-written is ever visible under its final name: files and folders are made beside it under a name that
 starts with `.tmp-`, synced, and renamed. What a crash leaves behind is therefore recognisable and may be deleted.
 """
 
 import contextlib
 import errno
-import fcntl
+import hashlib
 import os
 import re
 import secrets
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from whet.base.errors import WhetError
 from whet.base.units import show_bytes
+from whet.run.disk import NOT_SUPPORTED, Disk
 
 LEFTOVER_PREFIX = ".tmp-"
 _LEFTOVER = re.compile(re.escape(LEFTOVER_PREFIX) + r".+-\d+-[0-9a-f]{8}", re.DOTALL)
-_NOT_SUPPORTED = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)
+_LEAST_WRITE = 1024**2
+"""Smaller pieces are put together before they are written."""
+
+disk = Disk()
+"""Makes every call; tests put another one here."""
 
 
 def is_leftover(path: Path) -> bool:
@@ -79,7 +86,7 @@ def _advice(code: int | None, *, path: Path) -> str:
         return "fewer open files, or a higher limit (`ulimit -n 4096`)"
     if code == errno.ENOENT:
         return "check that the folder still exists and that files can be made in it"
-    if code in (errno.ENOLCK, *_NOT_SUPPORTED):
+    if code in (errno.ENOLCK, *NOT_SUPPORTED):
         return "a folder on a local disk: this filesystem lacks what is needed"
     return "check the disk and its connection, then run the same command again"
 
@@ -92,35 +99,14 @@ def free_bytes(path: Path) -> int | None:
     return None
 
 
-# --- syncing ---------------------------------------------------------------------------------------------------------
-
-
-def full_sync(descriptor: int) -> None:
-    """Puts the file, or folder, behind `descriptor` onto the medium itself."""
-    if sys.platform == "darwin":
-        # fsync(2) on macOS leaves the drive's own cache unwritten; SMB, exFAT and some FUSE disks lack F_FULLFSYNC.
-        try:
-            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-            return
-        except OSError as error:
-            if error.errno not in _NOT_SUPPORTED:
-                raise
-    os.fsync(descriptor)
-
-
-def _sync_path(path: Path, *, sync: Callable[[int], None]) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        sync(descriptor)
-    except OSError as error:
-        # Some network filesystems cannot sync a folder; they order the names themselves. A file must be synced.
-        if error.errno not in _NOT_SUPPORTED or not path.is_dir():
-            raise
-    finally:
-        os.close(descriptor)
-
-
 # --- writing ---------------------------------------------------------------------------------------------------------
+
+
+class Written(NamedTuple):
+    """What a file should hold, known before it is read back."""
+
+    size: int
+    sha256: str
 
 
 def write_file(path: Path, *, data: bytes) -> None:
@@ -128,53 +114,85 @@ def write_file(path: Path, *, data: bytes) -> None:
     draft = leftover_name(path)
     with told("write", path):
         try:
-            _write_new(draft, data=data, sync=full_sync)
-            draft.replace(path)
+            _write_new(draft, pieces=(data,), sync=disk.full_sync)
+            disk.rename(draft, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                draft.unlink()
+                disk.unlink(draft)
             raise
-        _sync_path(path.parent, sync=full_sync)
+        _sync_folder(path.parent, sync=disk.full_sync)
 
 
-def write_draft(path: Path, *, data: bytes) -> None:
-    """Writes a new file inside a draft that `publish_directory` will sync as a whole."""
+def write_draft(path: Path, *, data: bytes | Iterable[bytes | memoryview], is_last: bool = False) -> Written:
+    """Writes and syncs a new file inside a draft of `publish_directory`; the last file with the drive's cache."""
+    pieces = (data,) if isinstance(data, bytes) else data
     with told("write", path):
-        _write_new(path, data=data, sync=lambda _: None)
+        # One full sync flushes the whole drive on macOS, so the files before the last need only the ordinary kind.
+        return _write_new(path, pieces=pieces, sync=disk.full_sync if is_last else disk.sync)
 
 
-def _write_new(path: Path, *, data: bytes, sync: Callable[[int], None]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+def _write_new(path: Path, *, pieces: Iterable[bytes | memoryview], sync: Callable[[int], None]) -> Written:
+    """Synced through the descriptor that wrote: the system tells a later one nothing of what went wrong before."""
+    digest, size = hashlib.sha256(), 0
+    descriptor = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
+        for piece in _in_large_pieces(pieces):
+            digest.update(piece)
+            size += len(piece)
+            rest = piece
+            while rest:
+                rest = rest[disk.write(descriptor, rest) :]
         sync(descriptor)
     finally:
-        os.close(descriptor)
+        disk.close(descriptor)
+    return Written(size, digest.hexdigest())
+
+
+def _in_large_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    collected = bytearray()
+    for piece in pieces:
+        if len(piece) < _LEAST_WRITE:
+            collected += piece
+        if collected and (len(piece) >= _LEAST_WRITE or len(collected) >= _LEAST_WRITE):
+            yield memoryview(collected)
+            collected = bytearray()
+        if len(piece) >= _LEAST_WRITE:
+            yield memoryview(piece)
+    if collected:
+        yield memoryview(collected)
+
+
+def _sync_folder(path: Path, *, sync: Callable[[int], None]) -> None:
+    descriptor = disk.open(path, os.O_RDONLY)
+    try:
+        sync(descriptor)
+    except OSError as error:
+        # Some network filesystems cannot sync a folder; they order the names themselves.
+        if error.errno not in NOT_SUPPORTED:
+            raise
+    finally:
+        disk.close(descriptor)
 
 
 def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
-    """Makes a folder appear complete, or not at all; `fill` writes its contents into the draft it is given.
+    """Makes a folder appear complete, or not at all; `fill` puts files into the draft with `write_draft`.
 
-    A folder that is there already is refused, unless it is empty.
+    A folder that is there already is refused, unless it is empty. After a failed sync nothing is tried again with the
+    same files: the draft goes, and who wants to try again writes a new one.
     """
     draft = leftover_name(path)
     with told("create", path):
         try:
-            draft.mkdir(mode=0o777)
+            disk.make_folder(draft)
             fill(draft)
-            # One full sync flushes the whole drive on macOS, so the payload needs only the ordinary kind.
-            for folder, _, names in os.walk(draft, topdown=False):
-                for name in names:
-                    _sync_path(Path(folder, name), sync=os.fsync)
-                _sync_path(Path(folder), sync=os.fsync)
-            _sync_path(draft, sync=full_sync)
-            draft.rename(path)
+            for folder, _, _ in os.walk(draft, topdown=False):
+                _sync_folder(Path(folder), sync=disk.full_sync if Path(folder) == draft else disk.sync)
+            disk.rename(draft, path)
         except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _remove_tree(draft)
             raise
-        _sync_path(path.parent, sync=full_sync)
+        _sync_folder(path.parent, sync=disk.full_sync)
 
 
 def make_directory(path: Path) -> tuple[Path, ...]:
@@ -186,9 +204,10 @@ def make_directory(path: Path) -> tuple[Path, ...]:
             raise NotADirectoryError(errno.ENOTDIR, "not a folder")
         try:
             for place in reversed(missing):
-                place.mkdir(exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    disk.make_folder(place)
                 made.append(place)
-                _sync_path(place.parent, sync=full_sync)
+                _sync_folder(place.parent, sync=disk.full_sync)
         except BaseException:
             remove_empty(made)
             raise
@@ -205,8 +224,8 @@ def check_writable(path: Path) -> None:
             raise PermissionError(errno.EACCES, "not writable")
         # Permissions do not tell all (root, /proc, a full disk): what counts is whether a folder can be made.
         trial = leftover_name(place / "trial")
-        trial.mkdir()
-        trial.rmdir()
+        disk.make_folder(trial)
+        disk.remove_folder(trial)
 
 
 # --- removing --------------------------------------------------------------------------------------------------------
@@ -218,71 +237,39 @@ def remove(path: Path) -> None:
         doomed = path
         if not is_leftover(path):
             doomed = leftover_name(path)
-            path.rename(doomed)
-            _sync_path(path.parent, sync=full_sync)
+            disk.rename(path, doomed)
+            _sync_folder(path.parent, sync=disk.sync)
         if doomed.is_dir() and not doomed.is_symlink():
-            shutil.rmtree(doomed)
+            _remove_tree(doomed)
         else:
-            doomed.unlink()
+            disk.unlink(doomed)
+
+
+def set_aside(path: Path) -> Path:
+    """Takes a name away from what has it, without deleting it; where it lies now. `remove` ends it."""
+    with told("move", path):
+        aside = leftover_name(path)
+        disk.rename(path, aside)
+        return aside
+
+
+def remove_leftovers(folder: Path) -> int:
+    """Removes what writes that were cut short left in a folder; how many. Only for who holds the run's lock."""
+    found = [path for path in sorted(folder.iterdir()) if is_leftover(path)] if folder.is_dir() else []
+    for path in found:
+        remove(path)
+    return len(found)
+
+
+def _remove_tree(path: Path) -> None:
+    for folder, folders, files in os.walk(path, topdown=False):
+        for name in (*files, *(name for name in folders if Path(folder, name).is_symlink())):
+            disk.unlink(Path(folder, name))
+        disk.remove_folder(Path(folder))
 
 
 def remove_empty(folders: list[Path] | tuple[Path, ...]) -> None:
     """Takes back folders made a moment ago, as far as they are still empty."""
     for folder in reversed(folders):
         with contextlib.suppress(OSError):
-            folder.rmdir()
-
-
-# --- growing ---------------------------------------------------------------------------------------------------------
-
-
-class Appender:
-    """A file that only grows. Bytes wait in memory until `flush`; what the disk refused stays and goes first next time,
-    so a full disk loses nothing that space will not bring back."""
-
-    def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
-        """Opens or makes `path`; `keep_bytes` cuts off what lies behind (a torn end)."""
-        self._path = path
-        self._waiting: list[bytes] = []
-        with told("open", path):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            self._owner = os.getpid()
-            if keep_bytes is not None:
-                os.ftruncate(self._descriptor, keep_bytes)
-            self.size = os.fstat(self._descriptor).st_size
-            """Where the next byte goes, counting those that wait."""
-
-    def add(self, data: bytes) -> None:
-        """Puts bytes in line; touches no disk."""
-        self._waiting.append(data)
-        self.size += len(data)
-
-    def flush(self) -> None:
-        """Hands all that waits to the system: it then survives this process, not yet a power cut."""
-        if not self._waiting or os.getpid() != self._owner:
-            return  # A forked child holds a copy of what waits; writing it would repeat it.
-        data = memoryview(b"".join(self._waiting))
-        with told("write", self._path):
-            try:
-                while data:
-                    data = data[os.write(self._descriptor, data) :]
-            finally:
-                self._waiting = [bytes(data)] if data else []
-
-    def sync(self) -> None:
-        """Makes everything so far survive a power cut."""
-        self.flush()
-        with told("sync", self._path):
-            if os.fstat(self._descriptor).st_nlink == 0:
-                raise FileNotFoundError(errno.ENOENT, "deleted while open")
-            full_sync(self._descriptor)
-
-    def close(self) -> None:
-        """Syncs and closes; closing twice is fine."""
-        if self._descriptor < 0:
-            return
-        try:
-            self.sync()
-        finally:
-            os.close(self._descriptor)
-            self._descriptor = -1
+            disk.remove_folder(folder)

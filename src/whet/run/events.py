@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from whet.base.errors import WhetError, nearest
 from whet.run import strict_json
-from whet.run.durable import Appender
+from whet.run.appender import Appender
 from whet.run.event import KINDS, REPLACED, RESERVED, SITTINGS, Event
 from whet.run.folder import EVENTS_FILE, INDEX_FILE, Run, folder_of
 from whet.run.index import HEADER, Block, Layout, Tally, read_block, read_layout, write_entry
@@ -83,6 +83,10 @@ class EventLog:
     def sync(self) -> None:
         """Makes all events so far survive a power cut; costs milliseconds, so do it with a checkpoint."""
         self._events.sync()
+
+    def settle(self) -> None:
+        """Makes what was flushed survive a power cut together with the checkpoint that is written next; any thread."""
+        self._events.settle()
 
     def close(self) -> None:
         """Writes and syncs what waits, and closes; closing twice is fine."""
