@@ -1,5 +1,6 @@
 """The same command goes on where it stopped, as if nothing had happened."""
 
+import dataclasses
 import json
 import signal
 import time
@@ -185,7 +186,7 @@ def test_the_comparison_can_fail(zygote: Zygote, uninterrupted: Path, tmp_path: 
         tensors["randomness/torch"] = torch.Generator().manual_seed(1).get_state()
     else:
         tensors = {n: torch.zeros_like(t) if n.startswith(f"{forgotten}/") else t for n, t in tensors.items()}
-    store.save(folder, store.Snapshot(tensors=tensors, facts=facts), step=step)
+    store.save(folder, dataclasses.replace(snapshot, tensors=tensors, facts=facts), step=step)
     finish(zygote, run)
     with pytest.raises(AssertionError):
         assert_same(run, uninterrupted)

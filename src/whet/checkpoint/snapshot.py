@@ -1,6 +1,6 @@
 """The state of a run at one moment: tensors by name, and plain JSON for the rest. Nothing is pickled."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whet.base.errors import WhetError
+from whet.checkpoint.about import About
 from whet.checkpoint.randomness import read_randomness, restore_randomness
 from whet.device.abstract import AbstractDevice
 from whet.step.ema import Ema, named_tensors
@@ -21,10 +22,17 @@ _HOW_IT_RUNS = ("fused", "foreach", "capturable", "differentiable")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """Tensors lie on the CPU; `facts` is plain JSON."""
+    """`facts` is plain JSON. Tensors that were just taken are the live ones: copy or write them before the next step
+    changes them."""
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
+    about: About = field(default_factory=About)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the tensors take."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 def take(
@@ -36,6 +44,7 @@ def take(
     ema: Ema | None,
     step: int,
     progress: dict[str, Any],
+    about: About,
 ) -> Snapshot:
     """The state of everything that changes while training; `progress` is the caller's own part of it."""
     tensors = {f"model/{name}": tensor for name, tensor in named_tensors(model)}
@@ -52,8 +61,7 @@ def take(
         "randomness": randomness_facts,
         "device": device.kind,
     }
-    # First to the CPU, then the rest: a converting copy from MPS has overwritten its source (pytorch#189563).
-    return Snapshot(tensors={name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, facts=facts)
+    return Snapshot(tensors={name: tensor.detach() for name, tensor in tensors.items()}, facts=facts, about=about)
 
 
 def restore(
@@ -66,6 +74,24 @@ def restore(
     ema: Ema | None,
 ) -> dict[str, Any]:
     """Puts everything back where it was; the caller's own part is returned."""
+    try:
+        return _restore(snapshot, model, optimizer, device, scaler=scaler, ema=ema)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
+        # The hashes are right and the content makes no sense: written by another program, or by hand.
+        what = f"{type(error).__name__} {error}"[:300]
+        raise WhetError("the checkpoint's state has another structure", got=what, try_="an older checkpoint") from error
+
+
+def _restore(
+    snapshot: Snapshot,
+    model: nn.Module,
+    optimizer: Optimizer,
+    device: AbstractDevice,
+    *,
+    scaler: torch.amp.GradScaler,
+    ema: Ema | None,
+) -> dict[str, Any]:
+    refuse_nonfinite({n.removeprefix("model/"): t for n, t in snapshot.tensors.items() if _is_parameter(n, snapshot)})
     restore_model(snapshot, model)
     if ema is not None:
         _copy_into(ema.average, snapshot, "ema")
@@ -76,6 +102,28 @@ def restore(
     # Last, since restoring may draw.
     restore_randomness(snapshot.tensors, snapshot.facts["randomness"], device)
     return progress
+
+
+def refuse_nonfinite(parameters: dict[str, Tensor]) -> None:
+    """Parameters must be numbers; all are looked at on their device, with one wait."""
+    # Numbers of one byte have no such arithmetic.
+    floating = {n: p.detach() for n, p in parameters.items() if p.is_floating_point() and p.numel() and p.itemsize > 1}
+    if not floating:
+        return
+    # The largest magnitude of a tensor is NaN or Inf when one of its numbers is.
+    largest = torch._foreach_norm(list(floating.values()), ord=float("inf"))
+    is_finite = torch.stack([norm.isfinite() for norm in largest])
+    if not bool(is_finite.all()):
+        name = list(floating)[int(is_finite.logical_not().nonzero()[0])]
+        raise WhetError(
+            "the weights are no longer numbers",
+            got=f"{name} has NaN or Inf, although the loss had none",
+            try_="a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from before",
+        )
+
+
+def _is_parameter(name: str, snapshot: Snapshot) -> bool:
+    return name.startswith("model/") and name.removeprefix("model/") in snapshot.about.parameters
 
 
 def restore_model(snapshot: Snapshot, model: nn.Module, *, use_average: bool = False) -> None:
@@ -176,6 +224,16 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
 
 def _steps_on_device(optimizer: Optimizer) -> bool:
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+
+def describe_names(model: nn.Module) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """The names of all parameters in their order, and the groups of names that mean one tensor."""
+    groups: dict[int, list[str]] = {}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            groups.setdefault(id(tensor), []).append(name)
+    tied = tuple(tuple(names) for names in groups.values() if len(names) > 1)
+    return tuple(name for name, _ in model.named_parameters()), tied
 
 
 def _plain(value: Any) -> Any:

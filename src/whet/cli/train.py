@@ -20,6 +20,9 @@ def train(
         Path | None, typer.Option(metavar="DIR", help="The run folder; the next runs/RECIPE-NNN if not given.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, mps, cuda, cuda:1 or cpu.")] = "auto",
+    allow: Annotated[
+        str, typer.Option(metavar="data,batch", help="What may be other than it was when the run goes on.")
+    ] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove what is in --run first, and start anew.")] = False,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often a training that was killed is started again; 0 runs it right here.")
@@ -42,17 +45,18 @@ def train(
 
         def again(path: Path | None) -> list[str]:
             options = [*_options(config, device), *(("--fresh",) if fresh and path is None else ())]
+            options += ["--allow", allow] if allow else []
             folder = path or run
             named = ["--run", str(folder)] if folder else []
             return ["train", what, *(words or ()), *options, *named, *screen.switches()]
 
         raise typer.Exit(supervise.supervise(again, max_restarts=max_restarts, say=screen.note))
     supervise.die_with_parent()
-    _train_here(what, words, config=config, run=run, device=device, fresh=fresh)
+    _train_here(what, words, config=config, run=run, device=device, allow=allow, fresh=fresh)
 
 
 def _train_here(
-    what: str, words: list[str] | None, *, config: Path | None, run: Path | None, device: str, fresh: bool
+    what: str, words: list[str] | None, *, config: Path | None, run: Path | None, device: str, allow: str, fresh: bool
 ) -> None:
     from whet.base.errors import UsageError
     from whet.cli import screen
@@ -71,6 +75,7 @@ def _train_here(
     recipe.describe(resolved.config)
     if fresh and run is None:
         raise UsageError("--fresh needs a folder", got="no --run", try_="--run DIR")
+    allowed = tuple(word.strip() for word in allow.split(",") if word.strip())
     path = run or next_run_path(Path("runs"), recipe=recipe.name)
     if not path.exists():
         check_writable(path)
@@ -98,7 +103,7 @@ def _train_here(
             line(kind, fields)
 
         with _set_aside(path) if fresh else contextlib.nullcontext():
-            result = train_recipe(recipe, resolved, run=path, device=device, command=command, show=show)
+            result = train_recipe(recipe, resolved, run=path, device=device, command=command, show=show, allow=allowed)
         if result.state == "stopped":
             screen.note(f"saved at step {result.step:,}; to go on:\n  {shlex.join(command)}")
             raise typer.Exit(result.exit_code)

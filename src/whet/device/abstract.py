@@ -55,6 +55,15 @@ class AbstractDevice(ABC):
         """A small tensor from the host, without waiting for what the device is doing."""
         return self.put(tensor)
 
+    @property
+    def shares_host_memory(self) -> bool:
+        """Whether the device's memory is the host's, so that a copy on the host takes from what training has."""
+        return False
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Bytes on the host that the device can copy to fast."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     def sync(self) -> None:
         """Waits until everything asked for is done."""
 

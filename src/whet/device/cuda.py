@@ -34,6 +34,9 @@ class Cuda(AbstractDevice):
             return self.send(tensor)
         return tensor.to(self._place)
 
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
     def sync(self) -> None:
         torch.cuda.synchronize(self._place)
 

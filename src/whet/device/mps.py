@@ -25,6 +25,10 @@ class Mps(AbstractDevice):
         # Metal has no float64.
         return torch.float32
 
+    @property
+    def shares_host_memory(self) -> bool:
+        return True
+
     def sync(self) -> None:
         torch.mps.synchronize()
 

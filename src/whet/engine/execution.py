@@ -29,13 +29,24 @@ class CannotUndoError(Exception):
 
 
 class Execution:
-    """Makes steps and evaluations as the plan says. `write_plan` is told of a plan that changed."""
+    """Makes steps and evaluations as the plan says.
 
-    def __init__(self, parts: Parts, recorder: Recorder, *, write_plan: Callable[[Plan], None]) -> None:
+    `write_plan` is told of a plan that changed; `note_inexact` since which step the run is not bit-exact, and why.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        recorder: Recorder,
+        *,
+        write_plan: Callable[[Plan], None],
+        note_inexact: Callable[[int, str], None],
+    ) -> None:
         self.plan = parts.plan
         self._parts = parts
         self._recorder = recorder
         self._write_plan = write_plan
+        self._note_inexact = note_inexact
         self._closing = ExitStack()
         self._evaluator = Evaluator(parts)
         self._closing.callback(self._evaluator.close)
@@ -164,6 +175,7 @@ class Execution:
             self._closing.enter_context(recompute_blocks(model))
             cure = "activations are computed again in the backward pass"
         self._recorder.event("oom", step=number, reason=problem, cure=cure, exact=False)
+        self._note_inexact(number, cure)
 
     def _empty_memory(self) -> None:
         gc.collect()

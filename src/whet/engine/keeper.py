@@ -1,48 +1,112 @@
 """What keeps a run's state safe: when a checkpoint is written, what it holds, and how a run goes on from one."""
 
+import contextlib
+import dataclasses
+import errno
 import gc
 import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Literal
 
-from whet.base.errors import UsageError
-from whet.checkpoint import store
-from whet.checkpoint.snapshot import Snapshot, restore, take
+from whet.base.errors import UsageError, WhetError
+from whet.checkpoint import retention, store
+from whet.checkpoint.about import About
+from whet.checkpoint.snapshot import Snapshot, describe_names, restore, take
+from whet.checkpoint.staging import Staging
+from whet.checkpoint.writer import Write, Writer
 from whet.engine.building import Parts
+from whet.engine.circumstances import circumstances, differences, what_holds
+from whet.engine.pacing import Due, Pace, StepTimes
 from whet.engine.progress import Progress
 from whet.engine.recorder import Recorder
+from whet.plan.plan import Plan
+from whet.run import durable
+from whet.run.folder import Run
+
+Urgency = Literal["due", "now", "last"]
+"""Skipped while another is written; waits for that one; waits for its own end too, and a failure is an error."""
 
 
 class Keeper:
     """Writes the checkpoints of one run at the times the plan says, and restores from them."""
 
-    def __init__(self, folder: Path, parts: Parts, recorder: Recorder) -> None:
-        self._folder = folder
+    def __init__(
+        self, run: Run, parts: Parts, recorder: Recorder, *, global_batch_size: int, allow: Collection[str] = ()
+    ) -> None:
+        self._folder = run.checkpoints
         self._parts = parts
         self._recorder = recorder
-        self._minutes = parts.plan.value("checkpoint_minutes")
-        self._steps = parts.plan.value("checkpoint_steps")
-        self._epochs = parts.plan.value("checkpoint_epochs")
-        self._keep = parts.plan.value("keep")
-        self._saved_at = time.monotonic()
+        self._global_batch_size = global_batch_size
+        self._allow = allow
+        keep = parts.plan.value("keep")
+        assert isinstance(keep, int)
+        self._keep = keep
+        self._pace = Pace(parts.plan)
+        self._times = StepTimes()
+        self._staging = Staging(parts.device)
+        self._writer = Writer()
+        self._about = About(run_id=run.header.id)
+        self._stall = 0.0
+        """Seconds that the training stood still for the write that is under way."""
         self._saved_step: int | None = None
+        """The newest step that is safe; what is being written is not."""
+        self._last_bytes = 0
+        self._num_failures = 0
+        with contextlib.suppress(WhetError, OSError):
+            durable.remove_leftovers(self._folder)
 
-    def is_due(self, step: int, *, epochs_done: int | None) -> bool:
-        """Whether a checkpoint should be written after this step; `epochs_done` counts if the step ended an epoch."""
-        if isinstance(self._steps, int) and step % self._steps == 0:
-            return True
-        if isinstance(self._epochs, int) and epochs_done is not None and epochs_done % self._epochs == 0:
-            return True
-        waited = time.monotonic() - self._saved_at
-        return isinstance(self._minutes, int | float) and waited >= self._minutes * 60
+    # --- saving ------------------------------------------------------------------------------------------------------
 
-    def save(self, progress: Progress, *, base_rates: list[float]) -> None:
-        """Writes the state after the newest step, unless it is safe already; then removes old checkpoints."""
-        if progress.step == self._saved_step:
-            return
+    def is_due(self, step: int, *, epochs_done: int | None) -> Due:
+        """Whether a checkpoint should be written after this step. Call it after each one: it also collects the last."""
+        self._times.tick(is_busy=self._writer.is_busy, aside=self._recorder.aside_seconds)
+        self._collect(wait=False)
+        return self._pace.is_due(step, epochs_done=epochs_done)
+
+    def save(self, progress: Progress, *, base_rates: list[float], plan: Plan, urgency: Urgency) -> None:
+        """Copies the state after the newest step and has it written, unless it is safe already."""
         start = time.perf_counter()
+        if urgency == "due" and self._writer.is_busy:
+            self._pace.began()
+            return
+        if urgency == "last" or self._writer.step != progress.step:
+            self._collect(wait=True)
+        if progress.step not in (self._saved_step, self._writer.step):
+            snapshot = self._take(progress, base_rates=base_rates, plan=plan)
+            self._begin(snapshot, progress, urgency=urgency, start=start)
+            # The collector is kept out of the steps: here it may look at what is new.
+            gc.collect()
+        stall = self._stall = time.perf_counter() - start
+        if not self._writer.is_busy:
+            self._collect(wait=True, is_last=urgency == "last")
+        self._recorder.spent("save", stall)
+
+    def close(self) -> None:
+        """Waits for the write that is under way. Every way out of a session leads through here."""
+        # What is wrong with the run is told already; what is safe is safe.
+        with contextlib.suppress(WhetError):
+            self._collect(wait=True)
+
+    def note_inexact(self, step: int, reason: str) -> None:
+        """From `step` on this run is not bit-exact; all later checkpoints say so."""
+        said = f"since step {step}: {reason}"
+        if said not in self._about.reasons:
+            self._about = self._about.model_copy(update={"exactness": (*self._about.reasons, said)})
+
+    def _take(self, progress: Progress, *, base_rates: list[float], plan: Plan) -> Snapshot:
         parts = self._parts
-        snapshot = take(
+        parameters, tied = describe_names(parts.stepper.model)
+        position = progress.as_json()["position"]
+        about = self._about.model_copy(
+            update={
+                "created": time.time(),
+                "parameters": parameters,
+                "tied": tied,
+                "circumstances": circumstances(plan, parts.device),
+                "data": {**self._data_facts(), "position": position},
+            }
+        )
+        return take(
             parts.stepper.model,
             parts.stepper.optimizer,
             parts.device,
@@ -54,27 +118,90 @@ class Keeper:
                 "schedule": parts.schedule.state(),
                 "source": parts.source.state(),
                 "base_rates": base_rates,
-                "data": self._data_facts(),
             },
+            about=about,
         )
-        # A folder of this step can only be one that could not be trusted: the run went on from before it.
-        store.discard(self._folder, step=progress.step)
-        path = store.save(self._folder, snapshot, step=progress.step)
-        self._saved_at, self._saved_step = time.monotonic(), progress.step
-        assert isinstance(self._keep, int)
-        store.retain(self._folder, keep=self._keep, best=progress.best_step)
-        seconds = time.perf_counter() - start
-        self._recorder.spent("save", seconds)
-        self._recorder.event("checkpoint", step=progress.step, name=path.name, seconds=seconds)
-        self._recorder.sync()
-        gc.collect()
 
-    def restore(self, step: int, snapshot: Snapshot) -> tuple[Progress, list[float]]:
-        """Puts everything back as it was after that step; how far the run was, and its learning rates."""
-        parts = self._parts
-        # Newer ones could not be trusted: they must not count among those that are kept.
-        for newer in [there for there in store.steps(self._folder) if there > step]:
-            store.discard(self._folder, step=newer)
+    def _begin(self, snapshot: Snapshot, progress: Progress, *, urgency: Urgency, start: float) -> None:
+        step, best, total_steps = progress.step, progress.best_step, self._parts.total_steps
+        folder, keep = self._folder, self._keep
+        in_background = urgency != "last" and self._staging.has_room(snapshot.num_bytes)
+        held = self._staging.copy(snapshot) if in_background else snapshot
+
+        def write() -> int:
+            self._recorder.settle()
+            self._refuse_full_disk(held.num_bytes, best=best)
+            num_bytes = store.save(folder, held, step=step)
+            retention.retain(folder, acknowledged=step, keep=keep, best=best, total_steps=total_steps)
+            return num_bytes
+
+        self._recorder.flush()
+        self._pace.began()
+        self._writer.begin(step, write, in_background=in_background, start=start)
+
+    def _refuse_full_disk(self, num_bytes: int, *, best: int | None) -> None:
+        needed = max(num_bytes, self._last_bytes)
+        retention.make_room(self._folder, num_bytes=needed, keep=self._keep, best=best)
+        free = durable.free_bytes(self._folder)
+        if free is not None and free < 1.05 * needed:
+            with durable.told("write", self._folder):
+                raise OSError(errno.ENOSPC, "no room")
+
+    # --- how it ended ------------------------------------------------------------------------------------------------
+
+    def _collect(self, *, wait: bool, is_last: bool = False) -> None:
+        start = time.perf_counter()
+        write = self._writer.collect(wait=wait)
+        if write is None:
+            return
+        slowed, stall = self._times.slowed(), self._stall + time.perf_counter() - start
+        if write.error is not None:
+            self._tell_failure(write, is_last=is_last)
+            return
+        self._saved_step, self._last_bytes = write.step, write.num_bytes
+        self._pace.learn(stall + slowed)
+        again = {"failures_before": self._num_failures} if self._num_failures else {}
+        self._num_failures = 0
+        self._recorder.event(
+            "checkpoint",
+            step=write.step,
+            name=store.name_of(write.step),
+            bytes=write.num_bytes,
+            seconds=max(write.seconds, stall),
+            stall_seconds=stall,
+            slowed_seconds=slowed,
+            **again,
+        )
+
+    def _tell_failure(self, write: Write, *, is_last: bool) -> None:
+        error = write.error
+        assert error is not None
+        if not (isinstance(error, WhetError) and isinstance(error.__cause__, OSError)):
+            raise error
+        again = self._pace.failed(write.step)
+        self._num_failures += 1
+        if self._num_failures == 1:
+            self._recorder.warn(
+                write.step, f"the state after step {write.step:,} is not saved", error, path=self._folder, again=again
+            )
+        if is_last:
+            safe = self._saved_step
+            kept = "no checkpoint of this sitting" if safe is None else f"{self._folder / store.name_of(safe)} is whole"
+            lost = write.step - (safe or 0)
+            raise WhetError(
+                f"the last state, after step {write.step:,}, could not be saved",
+                got=f"{error.what}: {error.got}; {kept}; {lost:,} steps are lost when this process ends",
+                try_=f"{error.try_}; then the same command goes on from step {safe or 0:,}",
+            ) from error
+
+    # --- going on ----------------------------------------------------------------------------------------------------
+
+    def restore(self, found: store.Found, *, plan: Plan) -> tuple[Progress, list[float], dict[str, Any]]:
+        """Puts everything back as it was; how far the run was, its learning rates, and what the log should say."""
+        parts, (step, snapshot, refused) = self._parts, found
+        reasons = self._changes_of_data(snapshot.about)
+        if step > 0:
+            reasons += differences(snapshot.about.circumstances, circumstances(plan, parts.device))
         saved = restore(
             snapshot,
             parts.stepper.model,
@@ -83,17 +210,58 @@ class Keeper:
             scaler=parts.stepper.scaler,
             ema=parts.stepper.ema,
         )
-        if saved["data"] != self._data_facts():
+        try:
+            parts.schedule.load_state(saved["schedule"])
+            parts.source.load_state(saved["source"])
+            progress, rates = Progress.from_json(saved["progress"]), [float(rate) for rate in saved["base_rates"]]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            got = f"{type(error).__name__} {error}"
+            raise WhetError("the checkpoint's progress has another structure", got=got, try_="an older one") from None
+        length = parts.source.num_samples
+        if length is not None and progress.position.samples >= length:
+            # Other data, and shorter: what was left of the epoch is not there.
+            progress.position = dataclasses.replace(progress.position, epoch=progress.position.epoch + 1, samples=0)
+        self._saved_step = step
+        before = snapshot.about
+        self._about = self._about.model_copy(
+            update={"attempt": before.attempt + 1, "parent": store.name_of(step), "exactness": before.exactness}
+        )
+        if not parts.source.is_exact:
+            reasons.append("a stream without a state")
+        for reason in reasons:
+            self.note_inexact(step, reason)
+        told: dict[str, Any] = {"exactness": what_holds(reasons, parts.device), "refused": refused}
+        if refused:
+            told["lost_steps"] = max(there for there in store.steps(self._folder)) - step
+        if reasons:
+            told |= {"exact": False, "reason": "; ".join(reasons)}
+        return progress, rates, told
+
+    def _changes_of_data(self, saved: About) -> list[str]:
+        """Whether the data or the global batch are others; refused unless that was allowed."""
+        now = self._data_facts()
+        then = {name: saved.data.get(name) for name in now}
+        if then["global_batch_size"] != now["global_batch_size"] and "batch" not in self._allow:
+            raise UsageError(
+                "the global batch is not what the run was started with",
+                got=f"{now['global_batch_size']}; the run has {then['global_batch_size']}",
+                try_='the same global batch, or --allow batch (allow=("batch",)) to go on, not bit-exact',
+            )
+        is_other = any(then[name] != now[name] for name in ("num_samples", "fingerprint"))
+        if is_other and "data" not in self._allow:
             raise UsageError(
                 "the data is not what the run was started with",
-                got=f"{parts.source.num_samples} samples; the run has {saved['data']['num_samples']}",
-                try_="the same data, or another run folder for a new run",
+                got=f"{now['num_samples']} samples; the run has {then['num_samples']}",
+                try_='the same data, another run folder, or --allow data (allow=("data",)) to go on, not bit-exact',
             )
-        parts.schedule.load_state(saved["schedule"])
-        parts.source.load_state(saved["source"])
-        self._saved_step = step
-        return Progress.from_json(saved["progress"]), saved["base_rates"]
+        batch = differences(*({"global_batch_size": facts["global_batch_size"]} for facts in (then, now)))
+        data = [f"other data ({then['num_samples']} -> {now['num_samples']} samples)"] if is_other else []
+        return [*batch, *data]
 
     def _data_facts(self) -> dict[str, Any]:
         source = self._parts.source
-        return {"num_samples": source.num_samples, "fingerprint": source.fingerprint()}
+        return {
+            "num_samples": source.num_samples,
+            "fingerprint": source.fingerprint(),
+            "global_batch_size": self._global_batch_size,
+        }

@@ -32,9 +32,14 @@ class ProgressLine:
         if kind in ("start", "resume"):
             self._total = fields.get("total_steps")
         if kind == "resume":
-            self.say(f"{self._name}: goes on from step {fields['step']:,}")
+            holds = f", {fields['exactness']}" if fields.get("exactness") else ""
+            self.say(f"{self._name}: goes on from step {fields['step']:,}{holds}")
             for problem in fields.get("refused") or ():
                 self.say(f"{self._name}: refused a checkpoint: {problem}")
+            if fields.get("lost_steps"):
+                self.say(f"{self._name}: {fields['lost_steps']:,} steps are lost and made again")
+        elif kind == "warning":
+            self.say(f"{self._name}: {fields['reason']}; tried again {fields['again']}; the training goes on")
         elif kind == "plan":
             self.say(f"{self._name}: {fields['changed']}")
         elif kind == "eval":

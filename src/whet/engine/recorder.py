@@ -1,15 +1,20 @@
 """What is written down while training: losses are read late and in bulk, so that no step waits for the device."""
 
+import contextlib
+import errno
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from whet.base.errors import WhetError
 from whet.device.abstract import AbstractDevice
 from whet.engine.soundness import Soundness
+from whet.run import durable
 from whet.run.events import EventLog
 from whet.step.step import Outcome
 
@@ -35,6 +40,9 @@ class Recorder:
         self._pending: list[tuple[dict[str, Any], np.ndarray, Outcome]] = []
         self._read_at = time.monotonic()
         self._extra_seconds: dict[str, float] = {}
+        self._is_log_refused = False
+        self.aside_seconds = 0.0
+        """All seconds so far that went neither to steps nor to their data."""
 
     def step(self, outcome: Outcome, *, ids: np.ndarray, **facts: Any) -> None:
         """Takes a step's outcome, its samples and what else is known of it; the outcome's tensors are read later."""
@@ -45,16 +53,45 @@ class Recorder:
     def spent(self, phase: str, seconds: float) -> None:
         """Adds time spent outside steps (evaluate, save) to the oldest step that is not written yet, or to the next."""
         self._extra_seconds[phase] = self._extra_seconds.get(phase, 0.0) + seconds
+        self.aside_seconds += seconds if phase != "data" else 0.0
 
     def event(self, kind: str, *, step: int, **fields: Any) -> None:
         """Writes a happening, behind all steps before it."""
         self.read()
         self._write(kind, step=step, **fields)
 
-    def sync(self) -> None:
-        """Makes all that was written survive a power cut, as the checkpoint does that it belongs to."""
+    def warn(self, step: int, what: str, error: WhetError, *, path: Path, again: str) -> None:
+        """Writes down that the disk refused something, and that training goes on."""
+        cause = error.__cause__
+        code = errno.errorcode.get(cause.errno or 0, "unknown") if isinstance(cause, OSError) else "unknown"
+        facts = {"path": str(path), "errno": code, "free_bytes": durable.free_bytes(path), "again": again}
+        self.event("warning", step=step, reason=f"{what}: {error.what}: {error.got}", **facts)
+
+    def flush(self) -> None:
+        """Hands all that waits to the system; what the disk refuses goes on waiting."""
         if self._log is not None:
-            self._log.sync()
+            with contextlib.suppress(WhetError):
+                self._log.flush()
+
+    def settle(self) -> None:
+        """Makes all that was flushed survive a power cut together with the checkpoint written next; any thread."""
+        if self._log is not None:
+            self._log.settle()
+
+    def _append(self, kind: str, *, step: int, **fields: Any) -> None:
+        """A disk that refuses the log stops no training: the lines wait, and the first refusal is told."""
+        if self._log is None:
+            return
+        try:
+            self._log.append(kind, step=step, **fields)
+            self._is_log_refused = False
+        except WhetError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            if not self._is_log_refused:
+                self._is_log_refused = True
+                what = "the log of the run waits in memory"
+                self.warn(step, what, error, path=self._log.path, again="in a second")
 
     def read(self) -> None:
         """Reads what is pending, in one go, and writes it down."""
@@ -71,8 +108,7 @@ class Recorder:
                 seconds[phase] = seconds.get(phase, 0.0) + spent
             self._extra_seconds = {}
             facts |= {"loss": loss, "grad_norm": norm, "seconds": seconds}
-            if self._log is not None:
-                self._log.append("step", **facts)
+            self._append("step", **facts)
             unusual = self._soundness.observe(facts["step"], loss)
             if unusual is not None:
                 self._write("spike", step=facts["step"], reason=unusual, samples=sample_ids(ids))
@@ -80,8 +116,7 @@ class Recorder:
             self._show("step", pending[-1][0])
 
     def _write(self, kind: str, *, step: int, **fields: Any) -> None:
-        if self._log is not None:
-            self._log.append(kind, step=step, **fields)
+        self._append(kind, step=step, **fields)
         if self._show is not None:
             self._show(kind, {"step": step, **fields})
 

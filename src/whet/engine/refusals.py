@@ -1,5 +1,6 @@
 """What a session does not do, said before it could do harm."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
 from whet.data.batch import GlobalBatch, Position
+from whet.engine.starting import ALLOWED_KEYS
 from whet.step.optimizer import OptimizerChoice
 
 
@@ -91,3 +93,12 @@ def refuse_reserved(names: set[str]) -> None:
     taken = names & {"kind", "time", "step"}
     if taken:
         raise UsageError("a metric needs a name of its own", got=", ".join(taken), try_="another name")
+
+
+def refuse_disallowed(allow: object) -> tuple[str, ...]:
+    """The words of `allow`; only what is known may be allowed."""
+    words = (allow,) if isinstance(allow, str) else tuple(allow) if isinstance(allow, Collection) else (allow,)
+    for word in words:
+        if word not in ALLOWED_KEYS:
+            raise UsageError("this cannot be allowed", got=repr(word), try_=" or ".join(ALLOWED_KEYS))
+    return words

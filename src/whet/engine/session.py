@@ -10,7 +10,7 @@ with whet.Session(model, optimizer, data, global_batch_size=32, run="runs/mine")
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -25,11 +25,12 @@ from whet.data.batch import GlobalBatch, Micro
 from whet.engine.building import build
 from whet.engine.evaluating import Evaluate
 from whet.engine.execution import CannotUndoError, Execution
-from whet.engine.keeper import Keeper
+from whet.engine.keeper import Keeper, Urgency
 from whet.engine.progress import Progress
 from whet.engine.reading import load_weights
 from whet.engine.recorder import Recorder, Show, sample_ids
 from whet.engine.refusals import (
+    refuse_disallowed,
     refuse_foreign_schedule,
     refuse_other_batch,
     refuse_outside,
@@ -61,7 +62,8 @@ class Session:
     `run` is the folder; without one nothing is written. `device` is auto, mps, cuda, cuda:1 or cpu. `wishes` are
     settings of the plan that you decide (micro_batch, precision, threads, ...; see docs/rules). `goal` names the metric
     that decides the best checkpoint, and `goal_is` whether it should be "max" or "min". `init_from` is a run whose
-    weights a new one starts with. `show` is told of every event. All other keywords are fields of `Training`:
+    weights a new one starts with. `allow` names what may be other than it was when a run goes on: "data", "batch".
+    `show` is told of every event. All other keywords are fields of `Training`:
     global_batch_size, epochs, max_steps, seed, shuffle, schedule, warmup_steps, clip, ema, eval_every, patience,
     epochs_per_sitting.
 
@@ -85,6 +87,7 @@ class Session:
         config: Mapping[str, Any] | None = None,
         command: list[str] | None = None,
         init_from: str | Path | None = None,
+        allow: Collection[str] = (),
         attach: Mapping[str, bytes] | None = None,
         show: Show | None = None,
         **training: Any,
@@ -105,6 +108,7 @@ class Session:
         self._recipe, self._command, self._attach = recipe, command or [], attach or {}
         self._goal, self._goal_is = goal, goal_is
         self._init_from = init_from
+        self._allow = refuse_disallowed(allow)
         self._show = show
         self._stop = StopRequests()
         self._closing = contextlib.ExitStack()
@@ -133,12 +137,12 @@ class Session:
         if not is_new:
             # Locked before it is read: two processes must not go on with one run.
             self._closing.enter_context(lock.acquire(cast(Path, self._path)))
-        start = find_start(self._path, self._workload, wishes=self._wishes, config=self._config)
+        start = find_start(self._path, self._workload, wishes=self._wishes, config=self._config, allow=self._allow)
         if is_new and start.run is not None:
             raise UsageError(
                 "another process has just started this run", got=str(self._path), try_="another run folder"
             )
-        found = None if start.run is None else store.newest(start.run.checkpoints)
+        found = None if start.run is None else store.newest(start.run.checkpoints, run_id=start.run.header.id)
         if found is None and self._init_from is not None:
             load_weights(self._init_from, self.model)
         parts = build(self.model, self._optimizer, self._data, self.training, start.plan)
@@ -154,20 +158,22 @@ class Session:
             earlier=() if start.run is None else History(start.run).events(kinds=("skip",)),
         )
         self._recorder = Recorder(log, self.device, soundness=self._soundness, show=self._show)
-        self._execution = Execution(parts, self._recorder, write_plan=self._write_plan)
+        self._execution = Execution(parts, self._recorder, write_plan=self._write_plan, note_inexact=self._note_inexact)
         self._closing.callback(self._execution.close)
-        self._keeper = None if self.run is None else Keeper(self.run.checkpoints, parts, self._recorder)
+        batch = self.training.global_batch_size
+        self._keeper = None
+        if self.run is not None:
+            self._keeper = Keeper(self.run, parts, self._recorder, global_batch_size=batch, allow=self._allow)
+            self._closing.callback(self._keeper.close)
         self._closing.enter_context(no_garbage_collection())
         if found is not None and self._keeper is not None:
-            step, snapshot, refused = found
-            self.progress, self._rates = self._keeper.restore(step, snapshot)
-            inexact = {} if self.source.is_exact else {"exact": False, "reason": "a stream without a state"}
-            self._tell("resume", {"refused": refused, **inexact})
+            self.progress, self._rates, told = self._keeper.restore(found, plan=self.plan)
+            self._tell("resume", told)
         else:
             # A run that was killed before its first checkpoint begins again, and its steps count no more.
             self._tell("start" if is_new else "resume", {})
             # The very first state too: who calls again with the same objects must not start from trained weights.
-            self._save_if(True)
+            self._save("last")
         for reason in filter(None, (start.replanned, parts.fell_back)):
             self._recorder.event("plan", step=self.progress.step, changed=reason, exact=False, reason=reason)
         if self.run is not None and not is_new:
@@ -183,14 +189,24 @@ class Session:
         try:
             # In the middle of a step the last checkpoint is what counts; and who stops twice wants no more waiting.
             is_whole = kind is None or (issubclass(kind, Exception) and not self._is_in_step)
-            with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
-                self._save_if(is_whole and self._is_sound(looks_closely=True))
+            unsaved: Exception | None = None
+            try:
+                if is_whole and self._is_sound(looks_closely=True):
+                    self._save("last")
+            except Exception as failure:
+                unsaved = failure
+            if self._keeper is not None:
+                self._keeper.close()
+            if kind is None and unsaved is not None:
+                kind, error = type(unsaved), unsaved
             with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
                 state = "done" if self.is_finished else "stopped"
                 if kind is not None and issubclass(kind, Exception):
                     state = "failed"
                 reason = {} if kind is None else {"reason": f"{kind.__name__}: {error}"}
                 self._recorder.event("end", step=self.progress.step, state=state, **reason)
+            if unsaved is not None and error is unsaved:
+                raise unsaved
         finally:
             self._state = "left"
             self._closing.close()
@@ -207,8 +223,8 @@ class Session:
                 yield batch
                 epochs_done = batch.after.epoch if batch.is_last_of_epoch else None
                 is_last = self.is_finished or self._should_stop(epochs_done)
-                is_due = self._keeper is not None and self._keeper.is_due(before + 1, epochs_done=epochs_done)
-                is_due = is_due or self._is_best_unsaved
+                due = "no" if self._keeper is None else self._keeper.is_due(before + 1, epochs_done=epochs_done)
+                is_due = due != "no" or self._is_best_unsaved
                 if not self._went_back and not self._is_sound(looks_closely=is_due or is_last):
                     self._go_back(self._soundness.go_back())
                 if self._went_back:
@@ -216,7 +232,9 @@ class Session:
                     break
                 refuse_skipped_batch(self.progress.step - before)
                 before += 1
-                self._save_if(is_due)
+                if is_due:
+                    # The best state must be this one; a place that was asked for is kept. Only the clock may be late.
+                    self._save("due" if due == "time" and not self._is_best_unsaved else "now")
                 if epochs_done is not None:
                     self._end_epoch(epochs_done)
                 if is_last:
@@ -348,9 +366,9 @@ class Session:
         goal = {"goal": self._goal, "goal_is": self._goal_is}
         self._recorder.event(kind, step=self.progress.step, total_steps=self.total_steps, **goal, **fields)
 
-    def _save_if(self, is_due: bool) -> None:
-        if is_due and self._keeper is not None:
-            self._keeper.save(self.progress, base_rates=self._rates)
+    def _save(self, urgency: Urgency) -> None:
+        if self._keeper is not None:
+            self._keeper.save(self.progress, base_rates=self._rates, plan=self.plan, urgency=urgency)
             self._is_best_unsaved = False
 
     def _end_epoch(self, epochs_done: int) -> None:
@@ -404,17 +422,22 @@ class Session:
 
     def _go_back(self, reason: str) -> None:
         """Puts the run back to its newest checkpoint; the batches since then come again."""
-        found = None if self.run is None else store.newest(self.run.checkpoints)
+        if self._keeper is not None:
+            self._keeper.close()
+        found = None if self.run is None else store.newest(self.run.checkpoints, run_id=self.run.header.id)
         if found is None or self._keeper is None:
             raise WhetError(
                 "the run cannot go back: it has no checkpoint", got=reason, try_="run=DIR, so that there is one"
             )
-        step, snapshot, refused = found
-        self.progress, self._rates = self._keeper.restore(step, snapshot)
+        self.progress, self._rates, told = self._keeper.restore(found, plan=self.plan)
         self._set_rates = []
         self._execution.expect_changes()
         self._went_back = True
-        self._tell("resume", {"refused": refused, "reason": reason})
+        self._tell("resume", {**told, "went_back": reason})
+
+    def _note_inexact(self, step: int, reason: str) -> None:
+        if self._keeper is not None:
+            self._keeper.note_inexact(step, reason)
 
     def _write_plan(self, plan: Plan) -> None:
         if self.run is not None:

@@ -1,6 +1,6 @@
 """Which run a session belongs to: a new one with a new plan, or one that goes on with the plan saved in it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ GROWING_KEYS = ("epochs", "max_steps")
 
 FREE_KEYS = ("epochs_per_sitting",)
 """What may change when a run goes on."""
+
+ALLOWED_KEYS = {"data": ("data", "data_paths"), "batch": ("global_batch_size",)}
+"""What may change when it is allowed by these words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +39,12 @@ def exists(path: Path | None) -> bool:
 
 
 def find_start(
-    path: Path | None, workload: Workload, *, wishes: Mapping[str, Scalar], config: Mapping[str, Any]
+    path: Path | None,
+    workload: Workload,
+    *,
+    wishes: Mapping[str, Scalar],
+    config: Mapping[str, Any],
+    allow: Collection[str] = (),
 ) -> Start:
     """The plan saved in the run folder if there is one and it fits this machine; else a new plan. Writes nothing."""
     machine, conditions = machine_here()
@@ -44,21 +52,26 @@ def find_start(
     if path is None or not exists(path):
         return Start(plan=plan, run=None)
     run = open_run(path)
-    refuse_changes(run.config, config, where=path)
+    refuse_changes(run.config, config, where=path, free=[key for word in allow for key in ALLOWED_KEYS[word]])
     saved = read_plan(run.plan, where=f"{path}/plan.json")
     refuse_changes(_without_device(saved.wishes), _without_device(wishes), where=path)
     changed = _what_changed(saved, plan)
+    if saved.workload.global_batch_size != workload.global_batch_size:
+        batches = f"global_batch_size {saved.workload.global_batch_size} -> {workload.global_batch_size}"
+        changed = f"{changed}; {batches}" if changed else batches
     if changed is not None:
         return Start(plan=plan, run=run, replanned=changed)
     grown = saved.workload.model_copy(update={"num_steps": workload.num_steps})
     return Start(plan=saved.model_copy(update={"workload": grown}), run=run)
 
 
-def refuse_changes(saved: Mapping[str, Any], asked: Mapping[str, Any], *, where: Path) -> None:
+def refuse_changes(
+    saved: Mapping[str, Any], asked: Mapping[str, Any], *, where: Path, free: Collection[str] = ()
+) -> None:
     """A run goes on with what it was started with; a changed key is refused by name."""
     for key in sorted({*saved, *asked}):
         before, now = saved.get(key), asked.get(key)
-        if before == now or key in FREE_KEYS or (key in GROWING_KEYS and _has_grown(before, now)):
+        if before == now or key in (*FREE_KEYS, *free) or (key in GROWING_KEYS and _has_grown(before, now)):
             continue
         if key in GROWING_KEYS:
             raise UsageError(
@@ -67,8 +80,13 @@ def refuse_changes(saved: Mapping[str, Any], asked: Mapping[str, Any], *, where:
         raise UsageError(
             f"{where} was started with another {key}",
             got=f"{key}={now}; the run has {key}={before}",
-            try_=f"{key}={before} to go on, or another run folder for a new run",
+            try_=f"{key}={before} to go on, or another run folder for a new run" + _how_to_allow(key),
         )
+
+
+def _how_to_allow(key: str) -> str:
+    words = [word for word, keys in ALLOWED_KEYS.items() if key in keys]
+    return f"; --allow {words[0]} goes on all the same, not bit-exact" if words else ""
 
 
 def _has_grown(before: Any, now: Any) -> bool:

@@ -25,6 +25,7 @@ def train_recipe(
     device: str = "auto",
     command: Sequence[str] = (),
     show: Show | None = None,
+    allow: Sequence[str] = (),
 ) -> Result:
     """Trains a recipe in a run folder, or goes on with it."""
     config = resolved.config
@@ -54,6 +55,7 @@ def train_recipe(
         command=list(command),
         init_from=config.init_from,
         show=show,
+        allow=allow,
         global_batch_size=config.global_batch_size,
         epochs=config.epochs,
         max_steps=config.max_steps,

@@ -12,6 +12,7 @@ from whet.base.errors import UsageError
 from whet.base.record import Record
 from whet.machine.facts import Machine
 from whet.machine.words import one_line
+from whet.report.saving import Saving, saving_cost
 from whet.run.event import HAPPENINGS, KINDS, SITTINGS, Event, as_number
 from whet.run.events import History
 from whet.run.folder import Run, open_run
@@ -119,6 +120,7 @@ class Report(StrictRecord):
     settings: tuple[SettingLine, ...]
     machine: str
     checkpoints: tuple[SavedCheckpoint, ...]
+    saving: Saving = Saving()
     happenings: tuple[Happening, ...]
     seconds: dict[str, float]
     """Where the time of the steps went, by name."""
@@ -163,6 +165,7 @@ def summarize(run: Run | Path | str) -> Report:
         settings=_settings(run.plan),
         machine=_machine_line(run.machine),
         checkpoints=_checkpoints(run.checkpoints),
+        saving=saving_cost(history),
         happenings=tuple(_happening(event) for event in history.events(kinds=HAPPENINGS)),
         seconds=_seconds(history),
         inexact_since=inexact.step if inexact else None,

@@ -107,7 +107,12 @@ def _saved(report: Report) -> str:
         return "no checkpoint"
     newest = report.checkpoints[-1]
     count = len(report.checkpoints)
-    return f"{count} checkpoint{'s' if count > 1 else ''}, newest {newest.name} ({show_bytes(newest.size_bytes)})"
+    text = f"{count} checkpoint{'s' if count > 1 else ''}, newest {newest.name} ({show_bytes(newest.size_bytes)})"
+    saving = report.saving
+    if saving.count and report.training_seconds > 0:
+        share = 100 * saving.cost_seconds / report.training_seconds
+        text += f"; {saving.count:,} saves took {show_seconds(saving.cost_seconds)}, {share:.2g} % of the time"
+    return text
 
 
 def _curves(report: Report, *, width: int, unicode: bool) -> list[str]:

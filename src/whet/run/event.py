@@ -8,8 +8,11 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
     step        loss; epoch, samples (so far), lr, seconds: {"data": ..., "forward": ...}
     eval        one field per metric
     epoch       epoch (how many are done), epoch_seconds, memory: {"allocated": ..., "peak": ..., "limit": ...} in bytes
-    checkpoint  name, bytes, seconds
-    resume      the run went on from `step`: step and eval events of later steps before this line no longer count
+    checkpoint  it is safe now: name, bytes, seconds (in all), stall_seconds (the training stood still),
+                slowed_seconds (steps beside it took longer)
+    resume      the run went on from `step`: step and eval events of later steps before this line no longer count;
+                exactness ("bit-exact" or what changed), refused (damaged checkpoints), lost_steps
+    warning     the disk refused something, and training goes on: reason, path, errno, free_bytes, again (the next try)
     end         state ("done", "stopped" or "failed"), reason
     oom         reason, cure
     skip        reason, verdict ("reproducible": the step is left out; "transient": made again it was fine), samples
@@ -27,7 +30,7 @@ from typing import Any
 
 from whet.run import strict_json
 
-HAPPENINGS = ("oom", "resume", "throttle", "pressure", "skip", "spike")
+HAPPENINGS = ("oom", "resume", "throttle", "pressure", "skip", "spike", "warning")
 """What is worth telling in a report."""
 
 KINDS = frozenset(("start", "plan", "step", "eval", "epoch", "checkpoint", *HAPPENINGS, "end"))

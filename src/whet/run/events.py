@@ -35,6 +35,7 @@ class EventLog:
         """Opens the log for more events; `clock` dates them, `stopwatch` paces the flushes (it never jumps)."""
         folder = folder_of(run)
         layout = _layout(folder)
+        self.path = folder / EVENTS_FILE
         self._events = Appender(folder / EVENTS_FILE, keep_bytes=layout.end)
         try:
             self._index = Appender(folder / INDEX_FILE, keep_bytes=layout.index_bytes)

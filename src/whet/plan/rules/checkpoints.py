@@ -8,12 +8,14 @@ _KEEP = 2
 
 @rule("C1", "checkpoint_minutes", POSITIVE)
 def choose_checkpoint_minutes(facts: Facts) -> Decision:
-    """After how many minutes a checkpoint is written.
+    """After how many minutes a checkpoint is written, at the soonest.
 
     Why: the interval that loses least is about sqrt(2 x cost of a save x time between interruptions); for a save of
-    half a second and one interruption a day that is 5 minutes. Saving never takes more than 1 % of the time.
-    When wrong: very large models on slow disks, and machines that are taken away without notice.
-    Override: checkpoint_minutes=N, checkpoint_steps=N or checkpoint_epochs=N.
+    half a second and one interruption a day that is 5 minutes. While the run trains, the cost of each save is measured
+    (the time the training stood still, and how much slower steps were beside it), and the interval grows to that root
+    where it is longer, and to 100 times the cost, so that saving takes at most 1 % of the time.
+    When wrong: machines that are taken away without notice; a disk that must be spared more.
+    Override: checkpoint_minutes=N, checkpoint_steps=N or checkpoint_epochs=N; what you set is kept, whatever it costs.
     Sources: Young 1974, Daly 2006; cost of saves measured on a 2-core machine.
     """
     return Decision(
@@ -49,9 +51,11 @@ def choose_checkpoint_epochs(facts: Facts) -> Decision:
 
 @rule("C4", "keep", whole(2))
 def choose_keep(facts: Facts) -> Decision:
-    """How many of the last checkpoints are kept, beside the best one.
+    """How many of the last checkpoints are kept, beside the best one and two milestones.
 
-    Why: two, never one: while one is being replaced the other is whole.
+    Why: two, never one: while one is being replaced the other is whole. The milestones are the first checkpoints of
+    the two newest tenths of a run of 100 steps or more, for a run that has gone wrong; they go first when the disk is
+    nearly full.
     When wrong: little disk space, or when a run may have to go back far.
     Override: keep=N, 2 or more.
     Sources: torchtitan refuses 1 for the same reason.

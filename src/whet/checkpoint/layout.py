@@ -1,0 +1,147 @@
+"""How do tensors lie in a safetensors file? Eight bytes for the length of a JSON header, the header, the numbers.
+
+Written here and not by the library, so that tensors go to the disk from where they lie, hashed on the way; and read
+here so that nothing is mapped, copied twice or trusted before it was checked.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.base.errors import WhetError
+from whet.checkpoint import plain_json
+
+MOST_HEADER_BYTES = 16 * 1024**2
+MOST_TENSORS = 100_000
+MOST_DIMENSIONS = 32
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one tensor lies, counted from the end of the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All places of one file, in the order of their bytes."""
+
+    places: dict[str, Place]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all numbers."""
+        return max((place.end for place in self.places.values()), default=0)
+
+    def header(self) -> bytes:
+        """What the file begins with; padded so that every number is aligned."""
+        entries = {
+            name: {"dtype": dtype_name(p.dtype), "shape": p.shape, "data_offsets": (p.start, p.end)}
+            for name, p in self.places.items()
+        }
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > MOST_HEADER_BYTES or len(entries) > MOST_TENSORS:
+            got = f"{len(entries):,} tensors, {len(text):,} bytes of names"
+            raise WhetError("too many tensors for a checkpoint", got=got, try_=f"at most {MOST_TENSORS:,}")
+        return len(text).to_bytes(8, "little") + text
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The kind of number as safetensors calls it."""
+    if dtype not in _NAMES:
+        raise WhetError("tensors of this kind cannot be saved", got=dtype, try_="one of " + ", ".join(DTYPES))
+    return _NAMES[dtype]
+
+
+def plan_layout(tensors: Mapping[str, Tensor]) -> Layout:
+    """Wide numbers first, so that all are aligned; then by name."""
+    places: dict[str, Place] = {}
+    end = 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        places[name] = Place(tensor.dtype, tuple(tensor.shape), start, end)
+    return Layout(places)
+
+
+def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of the file, one tensor at a time; tensors that lie on the CPU in one piece are not copied."""
+    layout = plan_layout(tensors)
+    yield layout.header()
+    for name, place in layout.places.items():
+        if place.end > place.start:
+            # First to the CPU, then the rest: a converting copy from MPS has overwritten its source (pytorch#189563).
+            yield as_bytes(tensors[name].detach().cpu().contiguous())
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The numbers of a tensor on the CPU, where they lie."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def read_tensors(data: bytearray) -> dict[str, Tensor]:
+    """The tensors in a file's bytes, where they lie; ValueError when it is not a file that `file_pieces` makes."""
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > min(MOST_HEADER_BYTES, len(data) - 8) or length % 8:
+        raise ValueError(f"a header of {length:,} bytes")
+    header = plain_json.load_any_order(data[8 : 8 + length].rstrip(b" "))
+    if len(header) > MOST_TENSORS:
+        raise ValueError(f"{len(header):,} tensors")
+    tensors: dict[str, Tensor] = {}
+    end = 0
+    for name, entry in header.items():
+        place = _read_place(name, entry, start=end)
+        end = place.end
+        if end > len(data) - 8 - length:
+            raise ValueError(f"{name!r} lies beyond the end")
+        if place.end == place.start:
+            tensors[name] = torch.empty(place.shape, dtype=place.dtype)
+        else:
+            count = (place.end - place.start) // place.dtype.itemsize
+            flat = torch.frombuffer(data, dtype=place.dtype, count=count, offset=8 + length + place.start)
+            tensors[name] = flat.reshape(place.shape)
+    if end != len(data) - 8 - length:
+        raise ValueError("bytes that belong to no tensor")
+    return tensors
+
+
+def _read_place(name: str, entry: Any, *, start: int) -> Place:
+    dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
+    first, last = entry["data_offsets"]
+    if len(shape) > MOST_DIMENSIONS or any(type(n) is not int or not 0 <= n < 2**48 for n in (*shape, first, last)):
+        raise ValueError(f"{name!r} has an impossible shape")
+    count = 1
+    for size in shape:
+        count *= size
+    if first != start or last - first != count * dtype.itemsize or first % dtype.itemsize:
+        raise ValueError(f"{name!r} does not lie where it should")
+    return Place(dtype, shape, first, last)
