@@ -51,3 +51,11 @@ def whet(tmp_path: Path) -> Run:
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
     return run
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What a test counted (kills, cuts, mutations) is shown: a pass alone does not say how much was tried."""
+    for report in terminalreporter.stats.get("passed", ()):
+        for name, line in getattr(report, "user_properties", ()):
+            if name == "counts" and report.when == "call":
+                terminalreporter.write_line(f"{report.nodeid.rpartition('::')[2]}: {line}")

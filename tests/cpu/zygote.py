@@ -4,6 +4,7 @@
 As a program this is the parent: it reads one JSON request a line and answers each with one line.
 """
 
+import gc
 import importlib.util
 import json
 import os
@@ -72,12 +73,16 @@ def _serve() -> None:
 
     torch.set_num_threads(1)
     sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, str(Path(__file__).parent.parent / "faults"))
     import whet
 
     for name in whet.__all__:
         getattr(whet, name)
     # The first optimizer imports a great deal of torch.
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
+    # Its objects stay for good: no child looks at them when it collects.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
         answer = {"code": _wait(request)} if "wait" in request else {"pid": _fork(request)}

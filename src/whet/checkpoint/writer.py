@@ -7,6 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from whet.base.errors import WhetError
+
+Job = Callable[["Write"], None]
+"""Writes one checkpoint and fills in what it found; what it raises is why there is none."""
+
 _NICENESS = 10
 
 
@@ -16,6 +21,8 @@ class Write:
 
     step: int
     num_bytes: int = 0
+    tidying: WhetError | None = None
+    """Why old checkpoints could not be removed; the new one is safe all the same."""
     seconds: float = 0.0
     """Until it was safe, or had failed, the copying before it included."""
     error: BaseException | None = None
@@ -41,8 +48,8 @@ class Writer:
         """Whether a thread writes at this moment."""
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, step: int, job: Callable[[], int], *, in_background: bool, start: float) -> None:
-        """Runs `job`, which returns the bytes it wrote; counts from `start`. The last one must have been collected."""
+    def begin(self, step: int, job: Job, *, in_background: bool, start: float) -> None:
+        """Runs `job`; counts from `start`. The last one must have been collected."""
         assert self._write is None, "one write at a time"
         write = self._write = Write(step=step)
         if not in_background:
@@ -62,7 +69,7 @@ class Writer:
         return write
 
 
-def _run_quietly(write: Write, job: Callable[[], int], start: float) -> None:
+def _run_quietly(write: Write, job: Job, start: float) -> None:
     # Linux gives threads a priority of their own; elsewhere this is refused, or means the thread's process: left alone.
     if os.uname().sysname == "Linux":
         with contextlib.suppress(OSError):
@@ -70,9 +77,9 @@ def _run_quietly(write: Write, job: Callable[[], int], start: float) -> None:
     _run(write, job, start)
 
 
-def _run(write: Write, job: Callable[[], int], start: float) -> None:
+def _run(write: Write, job: Job, start: float) -> None:
     try:
-        write.num_bytes = job()
+        job(write)
     except Exception as error:
         write.error = error
     finally:

@@ -74,8 +74,9 @@ class Keeper:
         if progress.step not in (self._saved_step, self._writer.step):
             snapshot = self._take(progress, base_rates=base_rates, plan=plan)
             self._begin(snapshot, progress, urgency=urgency, start=start)
-            # The collector is kept out of the steps: here it may look at what is new.
-            gc.collect()
+            if urgency != "last":
+                # The collector is kept out of the steps: here it may look at what is new.
+                gc.collect()
         stall = self._stall = time.perf_counter() - start
         if not self._writer.is_busy:
             self._collect(wait=True, is_last=urgency == "last")
@@ -128,16 +129,18 @@ class Keeper:
         in_background = urgency != "last" and self._staging.has_room(snapshot.num_bytes)
         held = self._staging.copy(snapshot) if in_background else snapshot
 
-        def write() -> int:
+        def job(write: Write) -> None:
             self._recorder.settle()
             self._refuse_full_disk(held.num_bytes, best=best)
-            num_bytes = store.save(folder, held, step=step)
-            retention.retain(folder, acknowledged=step, keep=keep, best=best, total_steps=total_steps)
-            return num_bytes
+            write.num_bytes = store.save(folder, held, step=step)
+            try:
+                retention.retain(folder, acknowledged=step, keep=keep, best=best, total_steps=total_steps)
+            except WhetError as error:
+                write.tidying = error
 
         self._recorder.flush()
         self._pace.began()
-        self._writer.begin(step, write, in_background=in_background, start=start)
+        self._writer.begin(step, job, in_background=in_background, start=start)
 
     def _refuse_full_disk(self, num_bytes: int, *, best: int | None) -> None:
         needed = max(num_bytes, self._last_bytes)
@@ -172,6 +175,9 @@ class Keeper:
             slowed_seconds=slowed,
             **again,
         )
+        if write.tidying is not None:
+            what = "old checkpoints could not be removed"
+            self._recorder.warn(write.step, what, write.tidying, path=self._folder, again="with the next checkpoint")
 
     def _tell_failure(self, write: Write, *, is_last: bool) -> None:
         error = write.error

@@ -62,4 +62,5 @@ class Appender:
             self.sync()
         finally:
             descriptor, self._descriptor = self._descriptor, -1
-            durable.disk.close(descriptor)
+            with durable.told("close", self._path):
+                durable.disk.close(descriptor)

@@ -1,0 +1,47 @@
+"""Faults: processes that are killed, disks that refuse, power that fails, files that lie."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from lives import Lives
+from zygote import Zygote
+
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    parent = Zygote()
+    yield parent
+    parent.close()
+
+
+@pytest.fixture
+def memory_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose syncs cost nothing, for tests that need many lives and no real disk."""
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        yield tmp_path
+        return
+    with TemporaryDirectory(dir=shared, prefix="whet-faults-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def lives(zygote: Zygote, memory_folder: Path) -> Lives:
+    """Lives of four steps that save at 0, 2, 3 (the best so far, as a rule) and 4."""
+    return Lives(zygote, memory_folder, samples=32, epochs=1, eval_every=3, wishes={"checkpoint_steps": 2})
+
+
+@pytest.fixture
+def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Puts a line of counts into the summary of the test run."""
+    return lambda line: record_property("counts", line)

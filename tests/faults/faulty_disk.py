@@ -1,0 +1,81 @@
+"""A disk on which any single call can be refused, cut short or be the last one: it stands in for whet.run.disk.Disk."""
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from whet.run.disk import Disk
+
+
+class FaultyDisk(Disk):
+    """Counts every call from 1, and does at call `at` what `fault` says.
+
+    before, after   the process is killed (SIGKILL) before or after the call
+    short           a write writes half; any other call is left alone
+    ENOSPC, ...     the call is refused with that error, and nothing is done
+    none            calls are only counted
+    """
+
+    def __init__(self, fault: str = "none", *, at: int = 0, tell: Callable[[str], None] = lambda line: None) -> None:
+        self.count = 0
+        self._fault = fault
+        self._at = at
+        self._tell = tell
+        self._lock = threading.Lock()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        with self._lock:
+            self.count += 1
+            is_hit = self.count == self._at
+        if not is_hit:
+            return getattr(super(), name)(*arguments)
+        self._tell(f"fault {self._fault} at {name} in {threading.current_thread().name}")
+        if self._fault == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._fault == "short" and name == "write":
+            descriptor, data = arguments
+            return super().write(descriptor, data[: max(1, len(data) // 2)])
+        if self._fault.startswith("E"):
+            if name == "close":
+                # A close that fails has closed all the same.
+                super().close(*arguments)
+            code = getattr(errno, self._fault)
+            raise OSError(code, os.strerror(code))
+        result = getattr(super(), name)(*arguments)
+        if self._fault == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    def open(self, path: Path, flags: int) -> int:
+        return self._call("open", path, flags)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        return self._call("write", descriptor, data)
+
+    def sync(self, descriptor: int) -> None:
+        self._call("sync", descriptor)
+
+    def full_sync(self, descriptor: int) -> None:
+        self._call("full_sync", descriptor)
+
+    def truncate(self, descriptor: int, size: int) -> None:
+        self._call("truncate", descriptor, size)
+
+    def close(self, descriptor: int) -> None:
+        self._call("close", descriptor)
+
+    def make_folder(self, path: Path) -> None:
+        self._call("make_folder", path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._call("rename", source, target)
+
+    def unlink(self, path: Path) -> None:
+        self._call("unlink", path)
+
+    def remove_folder(self, path: Path) -> None:
+        self._call("remove_folder", path)

@@ -1,0 +1,169 @@
+"""A tiny training that tests run, break and resume as a process of its own: `main([JSON])`.
+
+It tells a side file what it does, a line at a time, so that a test knows where it was when it died.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import whet
+from faulty_disk import FaultyDisk
+from whet.checkpoint import retention, store
+from whet.run import durable
+
+DEFAULTS: dict[str, Any] = {
+    "global_batch_size": 8,
+    "epochs": 2,
+    "schedule": "cosine",
+    "warmup_steps": 2,
+    "clip": 1.0,
+    "ema": True,
+    "eval_every": 5,
+    "seed": 11,
+}
+
+
+class Noisy(Dataset):
+    """Samples with augmentation: what is drawn depends on the epoch and the sample."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self._x, self._y = x, y
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self._x[index] + 0.1 * torch.randn(self._x.shape[1]), "y": self._y[index]}
+
+
+def make_model(width: int) -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, width), nn.Linear(width, 3)
+    )
+
+
+def make_data(num_samples: int, *, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, 6, generator=generator)
+    return x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long()
+
+
+def main(arguments: list[str]) -> int:
+    options = {**DEFAULTS, **json.loads(arguments[0])}
+    run, side = Path(options.pop("run")), Path(options.pop("side"))
+    descriptor = os.open(side, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def tell(line: str) -> None:
+        os.write(descriptor, f"{line}\n".encode())
+
+    plant(options.pop("mutant", None))
+    tell("begin")
+    durable.disk = FaultyDisk(options.pop("fault", "none"), at=options.pop("at", 0), tell=tell)
+    watch_saves(tell)
+    model = make_model(options.pop("width", 16))
+    data: Any = make_data(options.pop("samples", 80), seed=options.pop("data_seed", 0))
+    if options.pop("mapped", False):
+        data = Noisy(*data)
+    stop_at: dict[str, str] = options.pop("stop_at", {})
+    act_at: dict[str, str] = options.pop("act_at", {})
+
+    def loss(micro: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+    def evaluate(model: nn.Module, micros: Any) -> dict[str, float]:
+        right = [(model(micro.x).argmax(1) == micro.y).float().mean() for micro in micros]
+        torch.rand(3)
+        return {"accuracy": float(torch.stack(right).mean())}
+
+    name = options.pop("optimizer", "adamw")
+    choice = whet.OptimizerChoice(name=name, lr=1e-2)
+    wishes = {"threads": 1, **options.pop("wishes", {})}
+    evaluates = options.pop("evaluates", True)
+    dev = {"evaluate": evaluate, "dev": make_data(16, seed=1), "goal": "accuracy"} if evaluates else {}
+
+    def show(kind: str, fields: dict[str, Any]) -> None:
+        if kind in ("start", "resume"):
+            tell(f"{kind} {fields['step']} {fields.get('exactness', '')}")
+        elif kind == "end":
+            tell(f"end {fields['state']} {durable.disk.count}")
+        elif kind == "warning":
+            tell(f"warning {fields['errno']} {fields['reason']} again {fields['again']} free {fields['free_bytes']}")
+
+    options |= {"run": run, "wishes": wishes, "show": show, "goal": dev.get("goal")}
+    with whet.Session(model, choice, data, **options) as session:
+        tell(f"ready {durable.disk.count}")
+        if dev and session.due("evaluate"):
+            session.evaluate(evaluate, dev["dev"])
+        for batch in session:
+            number = str(session.progress.step + 1)
+            tell(f"step {number}")
+            act(act_at.get(number), run)
+            if number in stop_at:
+                os.kill(os.getpid(), getattr(signal, stop_at[number]))
+            session.step(loss, batch)
+            if dev and session.due("evaluate"):
+                session.evaluate(evaluate, dev["dev"])
+        tell(f"over {durable.disk.count}")
+    tell("left")
+    return session.exit_code
+
+
+def watch_saves(tell: Any) -> None:
+    """Phase markers: around the writing of a checkpoint, and around the removal of old ones."""
+    save, retain = store.save, retention.retain
+
+    def told_save(folder: Path, snapshot: Any, *, step: int) -> int:
+        tell(f"save {step}")
+        size = save(folder, snapshot, step=step)
+        tell(f"saved {step}")
+        return size
+
+    def told_retain(*arguments: Any, **options: Any) -> list[int]:
+        tell("retain")
+        removed = retain(*arguments, **options)
+        tell(f"retained {removed}")
+        return removed
+
+    store.save, retention.retain = told_save, told_retain
+
+
+def act(what: str | None, run: Path) -> None:
+    """What befalls the disk in the middle of a run."""
+    if what is None:
+        return
+    for thread in threading.enumerate():
+        if thread.name == "whet-checkpoint":
+            thread.join()
+    if what == "fill":
+        free = shutil.disk_usage(run).free
+        (run.parent / "ballast").write_bytes(bytes(max(0, free - 8192)))
+    elif what == "empty":
+        (run.parent / "ballast").unlink()
+    elif what == "ro":
+        place = str(run / "checkpoints")
+        subprocess.run(["mount", "--bind", place, place], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", place], check=True)
+    elif what == "rw":
+        subprocess.run(["umount", str(run / "checkpoints")], check=True)
+    elif what == "vanish":
+        shutil.rmtree(run / "checkpoints")
+
+
+def plant(mutant: str | None) -> None:
+    """A fault in whet itself, which a test must notice."""
+    if mutant is not None:
+        import mutants
+
+        mutants.PLANT[mutant]()
+

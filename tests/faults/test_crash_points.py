@@ -1,0 +1,81 @@
+"""kill -9 before and after every single call that changes the disk: while starting, saving, tidying, resuming."""
+
+import itertools
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lives import ALL, BOUNDED, Lives, assert_kept, counts, digest, leftovers
+
+EVERY = {"bounded": 11, "all": 1}
+
+
+def num_calls(run_end: list[str]) -> int:
+    return int(run_end[0].split(" ")[1])
+
+
+@pytest.mark.parametrize("size", [BOUNDED, ALL])
+def test_killed_at_every_call_of_a_whole_run(lives: Lives, tell: Callable[[str], None], size: str) -> None:
+    whole = lives.finish(lives.folder / "whole")
+    expected, last = digest(lives.folder / "whole"), num_calls(whole.said("end"))
+    hit = in_thread = left = 0
+    for at, fault in itertools.product(range(1, last + 1, EVERY[size]), ("before", "after")):
+        run = lives.folder / f"{fault}-{at}"
+        (code, errors), started = lives.end(run, fault=fault, at=at)
+        assert code in (0, -signal.SIGKILL), errors
+        hit += code != 0
+        in_thread += any("whet-checkpoint" in line for line in started.said("fault"))
+        left += leftovers(run)
+        assert_kept(run, started)
+        lives.finish(run)
+        assert digest(run) == expected, (at, fault)
+        assert leftovers(run) == 0
+        shutil.rmtree(run)
+    tell(counts(calls=last, killed_at=hit, in_the_writing_thread=in_thread, **{"left-overs_seen": left}))
+    assert hit >= 2 * (last - 12) / EVERY[size] - 4
+    assert in_thread > 0
+    assert left > 0
+
+
+@pytest.mark.parametrize("size", [BOUNDED, ALL])
+def test_killed_at_every_call_of_a_resume(lives: Lives, tell: Callable[[str], None], size: str) -> None:
+    lives.finish(lives.folder / "whole")
+    expected = digest(lives.folder / "whole")
+    stopped = lives.folder / "stopped"
+    (code, errors), _ = lives.end(stopped, stop_at={"3": "SIGKILL"})
+    assert code == -signal.SIGKILL, errors
+    # What a cut leaves behind is there too, so that its removal is among the calls.
+    shutil.copytree(stopped / "checkpoints" / "step-000000000", stopped / "checkpoints" / ".tmp-step-000000002-1-0123abcd")
+    copy = lives.folder / "copy"
+    shutil.copytree(stopped, copy)
+    last = num_calls(lives.finish(copy).said("end"))
+    shutil.rmtree(copy)
+    hit = 0
+    for at, fault in itertools.product(range(1, last + 1, EVERY[size]), ("before", "after")):
+        run = lives.folder / f"{fault}-{at}"
+        shutil.copytree(stopped, run)
+        (code, errors), started = lives.end(run, fault=fault, at=at)
+        assert code in (0, -signal.SIGKILL), errors
+        hit += code != 0
+        assert_kept(run, started)
+        lives.finish(run)
+        assert digest(run) == expected, (at, fault)
+        shutil.rmtree(run)
+    tell(counts(calls_of_a_resumed_life=last, killed_at=hit))
+    assert hit >= 2 * (last - 12) / EVERY[size] - 4
+
+
+@pytest.mark.parametrize("size", [BOUNDED, ALL])
+def test_short_writes_change_nothing(lives: Lives, tell: Callable[[str], None], size: str) -> None:
+    last = num_calls(lives.finish(lives.folder / "whole").said("end"))
+    expected = digest(lives.folder / "whole")
+    for at in range(3, last + 1, EVERY[size]):
+        run: Path = lives.folder / f"short-{at}"
+        started = lives.finish(run, fault="short", at=at)
+        assert started.said("warning") == []
+        assert digest(run) == expected
+        shutil.rmtree(run)
+    tell(counts(calls_with_a_short_write=len(range(3, last + 1, EVERY[size]))))

@@ -1,0 +1,68 @@
+"""kill -9 at random instants: every run ends bit-identical, and nothing torn is ever used."""
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lives import ALL, BOUNDED, Lives, counts, digest, leftovers, published
+from zygote import Zygote
+
+SEED = 20261115
+KILLS = {"bounded": 40, "all": 200}
+MOST_KILLS_PER_RUN = 10
+
+
+@pytest.mark.parametrize("size", [BOUNDED, ALL])
+def test_random_kills_end_bit_identical(
+    zygote: Zygote, tmp_path: Path, tell: Callable[[str], None], size: str
+) -> None:
+    draw = random.Random(SEED)
+    lives = Lives(zygote, tmp_path, width=96, samples=96, epochs=2, wishes={"checkpoint_steps": 2})
+    begin = time.monotonic()
+    lives.finish(tmp_path / "whole")
+    seconds = time.monotonic() - begin
+    expected = digest(tmp_path / "whole")
+
+    kills = inside = resumed = early = torn = left = runs = 0
+    while kills < KILLS[size]:
+        run = tmp_path / f"run-{runs}"
+        runs += 1
+        for _ in range(min(MOST_KILLS_PER_RUN, KILLS[size] - kills)):
+            started = lives.start(run)
+            # Most kills fall while it trains, however slow the machine is; some fall anywhere, the start included.
+            if draw.random() < 0.85:
+                started.wait_for("ready")
+                time.sleep(draw.uniform(0, 0.3 * seconds))
+            else:
+                time.sleep(draw.uniform(0, 0.2))
+            started.life.send(signal.SIGKILL)
+            code, errors = started.life.wait()
+            assert code in (0, -signal.SIGKILL), errors
+            if code == 0:
+                break
+            kills += 1
+            inside += started.is_inside_save
+            resumed += started.resumed_from > 0
+            early += not started.said("ready")
+            left += leftovers(run)
+            torn += len(published(run)[1])
+        last = lives.finish(run)
+        resumed += last.resumed_from > 0
+        assert digest(run) == expected, f"seed {SEED}, run {runs}"
+        assert leftovers(run) == 0
+
+    tell(
+        counts(
+            **{"kills": kills, "runs": f"{runs}, all bit-identical", "inside_a_save": inside, "while_starting": early},
+            **{"lives_resumed": f"{resumed} of {kills + runs}", "left-overs_seen": left, "torn_accepted": torn},
+            seed=SEED,
+        )
+    )
+    assert torn == 0
+    # Without these the test would show nothing: kills that all fall into the start pass too.
+    assert inside >= KILLS[size] / 5
+    assert resumed >= 0.6 * (kills + runs)
