@@ -1,0 +1,121 @@
+"""Faults in whet itself, planted in the process of one life: each must be noticed by a test."""
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from whet.checkpoint import retention, snapshot, staging, store
+from whet.engine import keeper
+from whet.run import durable
+from whet.run.disk import Disk
+
+
+def _no_sync(which: Callable[[bool], bool]) -> None:
+    def patched(real: Callable[[Disk, int], None]) -> Callable[[Disk, int], None]:
+        def sync(self: Disk, descriptor: int) -> None:
+            if not which(stat.S_ISDIR(os.fstat(descriptor).st_mode)):
+                real(self, descriptor)
+
+        return sync
+
+    Disk.sync, Disk.full_sync = patched(Disk.sync), patched(Disk.full_sync)  # type: ignore[method-assign]
+
+
+def _write_in_place() -> None:
+    def publish(path: Path, *, fill: Callable[[Path], None]) -> None:
+        durable.disk.make_folder(path)
+        fill(path)
+
+    real = durable.publish_directory
+    durable.publish_directory = lambda path, *, fill: (publish if "step-" in path.name else real)(path, fill=fill)
+
+
+def _rename_first() -> None:
+    real = durable.publish_directory
+
+    def publish(path: Path, *, fill: Callable[[Path], None]) -> None:
+        if "step-" not in path.name:
+            return real(path, fill=fill)
+        draft = durable.leftover_name(path)
+        durable.disk.make_folder(draft)
+        durable.disk.rename(draft, path)
+        return fill(path)
+
+    durable.publish_directory = publish
+
+
+def _no_hash() -> None:
+    real = store._read
+    store._read = lambda path, *, vouched=None: real(path)
+
+
+def _forget(role: str) -> None:
+    """What is saved of it is what a new run would have."""
+    real = snapshot.take
+
+    def take(*arguments: Any, **options: Any) -> snapshot.Snapshot:
+        taken = real(*arguments, **options)
+        for name in [name for name in taken.tensors if name.startswith(f"{role}/")]:
+            taken.tensors[name] = taken.tensors[name].clone().zero_()
+        return taken
+
+    keeper.take = take
+
+
+def _forget_randomness() -> None:
+    snapshot.restore_randomness = lambda *arguments: None
+
+
+def _forget_facts(*path: str, value: Any) -> None:
+    real = snapshot.take
+
+    def take(*arguments: Any, **options: Any) -> snapshot.Snapshot:
+        taken = real(*arguments, **options)
+        place = taken.facts
+        for name in path[:-1]:
+            place = place[name]
+        if taken.facts["step"] > 0:
+            place[path[-1]] = value
+        return taken
+
+    keeper.take = take
+
+
+def _remove_first() -> None:
+    real = store.save
+
+    def save(folder: Path, taken: Any, *, step: int) -> int:
+        for old in store.steps(folder)[:-1]:
+            with contextlib.suppress(Exception):
+                durable.remove(folder / store.name_of(old))
+        return real(folder, taken, step=step)
+
+    store.save = save
+    retention.retain = lambda *arguments, **options: []
+
+
+def _no_copy() -> None:
+    staging.Staging.copy = lambda self, taken: taken  # type: ignore[method-assign]
+
+
+PLANT: dict[str, Callable[[], None]] = {
+    "no fsync": lambda: _no_sync(lambda is_folder: True),
+    "no file fsync": lambda: _no_sync(lambda is_folder: not is_folder),
+    "no folder fsync": lambda: _no_sync(lambda is_folder: is_folder),
+    "written in place": _write_in_place,
+    "renamed before it is full": _rename_first,
+    "no manifest hash": _no_hash,
+    "randomness not saved": _forget_randomness,
+    "position not saved": lambda: _forget_facts("progress", "progress", "position", value={"epoch": 0, "samples": 0}),
+    "average not saved": lambda: _forget("ema"),
+    "optimizer not saved": lambda: _forget("optimizer"),
+    "scaler not saved": lambda: _forget_facts("scaler", value={}),
+    "schedule not saved": lambda: _forget_facts(
+        "progress", "schedule", value={"best": None, "num_bad": 0, "reduction": 1.0}
+    ),
+    "old ones removed before the new one is there": _remove_first,
+    "written from live tensors": _no_copy,
+}

@@ -1,0 +1,102 @@
+"""Whatever is trained and wherever it stops, three resumes in a row end with the very same bits."""
+
+import itertools
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from combinations import Row, pairs_of, pairwise
+from lives import Lives, counts, digest
+from whet.checkpoint import store
+from whet.run.events import read_events
+
+FACTORS = {
+    "optimizer": ("adamw", "sgd", "adafactor"),
+    "precision": ("fp32", "bf16", "fp16"),
+    "ema": (True, False),
+    "micro_batch": (8, 2),
+    "workers": (None, 0, 2),
+    "schedule": ("cosine", "plateau", "constant"),
+    "place": ("mid", "epoch end", "last step", "before first"),
+}
+"""Of 12 steps, 6 an epoch. Without workers the data is a table; with 0 or 2 it is augmented, sample by sample."""
+
+BREAKS = {
+    "mid": ({"2": "SIGTERM"}, {"5": "SIGKILL"}, {"9": "SIGINT"}),
+    "epoch end": ({"6": "SIGTERM"}, {"8": "SIGINT"}, {"9": "SIGKILL"}),
+    "last step": ({"3": "SIGTERM"}, {"7": "SIGKILL"}, {"12": "SIGTERM"}),
+    "before first": ({"1": "SIGKILL"}, {"4": "SIGTERM"}, {"8": "SIGINT"}),
+}
+ROWS = pairwise(FACTORS, at_least=40)
+NUM_BOUNDED = 12
+
+
+def options_of(row: Row) -> dict[str, Any]:
+    workers = row["workers"]
+    wishes = {
+        **{"precision": row["precision"], "micro_batch": row["micro_batch"], "checkpoint_steps": 4},
+        **({"loss_scaling": "dynamic"} if row["precision"] == "fp16" else {}),
+        **({} if workers is None else {"workers": workers}),
+    }
+    return {
+        **{"samples": 48, "epochs": 2, "eval_every": 3, "mapped": workers is not None, "wishes": wishes},
+        **{name: row[name] for name in ("optimizer", "ema", "schedule")},
+    }
+
+
+def check_resume(lives: Lives, run: Path, place: str, *, expected: str, **options: Any) -> int:
+    """Stops a run three times and goes on; how often it went on from a step."""
+    resumed = 0
+    for stop_at in BREAKS[place]:
+        (code, errors), started = lives.end(run, stop_at=stop_at, **options)
+        assert code in (0, 130, 143, -signal.SIGKILL), errors
+        resumed += started.resumed_from > 0
+    last = lives.finish(run, **options)
+    resumed += last.resumed_from > 0
+    assert all(line.endswith("bit-exact") for line in last.said("resume"))
+    assert digest(run) == expected
+    return resumed
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if i < NUM_BOUNDED else pytest.mark.slow) for i, row in enumerate(ROWS)],
+    ids=[" ".join(str(value) for value in row.values()) for row in ROWS],
+)
+def test_three_resumes_end_with_the_same_bits(lives: Lives, row: Row) -> None:
+    options = options_of(row)
+    lives.finish(lives.folder / "whole", **options)
+    expected = digest(lives.folder / "whole")
+    resumed = check_resume(lives, lives.folder / "broken", row["place"], expected=expected, **options)
+    assert resumed >= 2
+    assert len(list(read_events(lives.folder / "broken", kinds=("step",)))) == 12
+
+
+def test_the_rows_cover_every_pair(tell: Callable[[str], None]) -> None:
+    pairs = {
+        ((a, x), (b, y)) for a, b in itertools.combinations(FACTORS, 2) for x in FACTORS[a] for y in FACTORS[b]
+    }
+    covered, bounded = (set().union(*map(pairs_of, rows)) for rows in (ROWS, ROWS[:NUM_BOUNDED]))
+    assert pairs <= covered
+    tell(counts(rows=f"{NUM_BOUNDED} of {len(ROWS)}", pairs=f"{len(bounded & pairs)} of {len(pairs)}"))
+
+
+def test_the_losses_are_scaled_where_they_should_be(lives: Lives) -> None:
+    """Otherwise the rows with fp16 would say nothing about the scaler."""
+    lives.finish(lives.folder / "run", **options_of({**ROWS[0], "precision": "fp16"}))
+    found = store.newest(lives.folder / "run" / "checkpoints")
+    assert found is not None
+    assert found.snapshot.facts["scaler"]["scale"] > 1
+
+
+def test_what_is_loaded_and_saved_again_is_the_same_files(lives: Lives) -> None:
+    lives.finish(lives.folder / "run")
+    folder = lives.folder / "run" / "checkpoints"
+    for step in store.steps(folder):
+        copy = lives.folder / "copy"
+        store.save(copy, store.load(folder / store.name_of(step)), step=step)
+        for path in (folder / store.name_of(step)).iterdir():
+            assert (copy / store.name_of(step) / path.name).read_bytes() == path.read_bytes()

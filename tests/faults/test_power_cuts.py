@@ -1,0 +1,103 @@
+"""Power that fails at any instant: every checkpoint that was acknowledged is there afterwards, and whole.
+
+The cut is simulated: ext4 itself is told to let nothing more reach its medium, and replays its journal afterwards.
+"""
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import power
+from lives import ALL, BOUNDED, Lives, counts, digest, published
+from zygote import Zygote
+
+SEED = 7
+CUTS = {"bounded": 12, "all": 100}
+
+
+@pytest.fixture
+def disk(memory_folder: Path) -> Iterator[power.Disk]:
+    trial = memory_folder / "trial"
+    trial.mkdir()
+    reason = power.why_not(trial)
+    if reason is not None:
+        pytest.skip(reason)
+    made = power.Disk(memory_folder)
+    yield made
+    made.close()
+
+
+def cut_once(lives: Lives, disk: power.Disk, run: Path, *, seconds: float, **options: object) -> tuple[int, int]:
+    """A life that ends with the power; the steps it had acknowledged and those that are lost or torn."""
+    started = lives.start(run, **options)
+    started.wait_for("ready")
+    time.sleep(seconds)
+    disk.cut()
+    started.life.send(signal.SIGKILL)
+    started.life.wait()
+    disk.unmount()
+    disk.mount()
+    acknowledged = [int(step) for step in started.said("saved")]
+    whole, torn = published(run)
+    is_lost = bool(acknowledged) and max(whole, default=-1) < max(acknowledged)
+    return len(acknowledged), len(torn) + is_lost
+
+
+def small_lives(zygote: Zygote, folder: Path) -> Lives:
+    return Lives(zygote, folder, width=48, samples=96, epochs=2, wishes={"checkpoint_steps": 1})
+
+
+@pytest.mark.parametrize("size", [BOUNDED, ALL])
+def test_a_power_cut_loses_no_acknowledged_checkpoint_simulated(
+    zygote: Zygote, disk: power.Disk, memory_folder: Path, tell: Callable[[str], None], size: str
+) -> None:
+    lives = small_lives(zygote, memory_folder)
+    begin = time.monotonic()
+    lives.finish(memory_folder / "whole")
+    seconds = time.monotonic() - begin
+    expected = digest(memory_folder / "whole")
+    draw = random.Random(SEED)
+    acknowledged = lost = 0
+    for number in range(CUTS[size]):
+        # Three cuts a run, then it goes on to its end.
+        run = disk.place / f"run-{number // 3}"
+        safe, gone = cut_once(lives, disk, run, seconds=draw.uniform(0, 0.5 * seconds))
+        acknowledged, lost = acknowledged + safe, lost + gone
+        if number % 3 == 2:
+            lives.finish(run)
+            assert digest(run) == expected
+    tell(counts(cuts=CUTS[size], acknowledged_checkpoints=acknowledged, lost_or_torn=lost, seed=SEED))
+    assert lost == 0
+    assert acknowledged > CUTS[size]
+
+
+@pytest.mark.slow
+def test_a_power_cut_behind_the_journal_s_own_commit_simulated(
+    zygote: Zygote, disk: power.Disk, memory_folder: Path, tell: Callable[[str], None]
+) -> None:
+    """Seconds later ext4 commits by itself: what was torn then would be torn for good."""
+    lives = Lives(zygote, memory_folder, width=48, samples=96, epochs=10_000, wishes={"checkpoint_steps": 5})
+    draw = random.Random(SEED)
+    lost = 0
+    for number in range(6):
+        lost += cut_once(lives, disk, disk.place / f"run-{number}", seconds=draw.uniform(5.5, 7.5))[1]
+    tell(counts(cuts=6, lost_or_torn=lost))
+    assert lost == 0
+
+
+@pytest.mark.parametrize("mutant", ["no fsync", "no file fsync", "no folder fsync"])
+def test_the_power_cuts_notice_a_missing_sync_simulated(
+    zygote: Zygote, disk: power.Disk, memory_folder: Path, tell: Callable[[str], None], mutant: str
+) -> None:
+    lives = small_lives(zygote, memory_folder)
+    draw = random.Random(SEED)
+    for number in range(40):
+        run = disk.place / f"run-{number}"
+        if cut_once(lives, disk, run, seconds=draw.uniform(0.02, 0.3), mutant=mutant)[1]:
+            tell(counts(**{mutant.replace(" ", "_"): f"noticed at cut {number + 1}"}))
+            return
+    pytest.fail(f"{mutant}: 40 power cuts noticed nothing")
