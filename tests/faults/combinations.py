@@ -12,9 +12,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]], *, at_least: int = 0, seed: i
     """Rows in which each pair of choices occurs; more rows at random up to `at_least`."""
     draw = random.Random(seed)
     names = list(factors)
-    missing = {
-        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]
-    }
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]}
     rows: list[Row] = []
     while missing or len(rows) < at_least:
         candidates = [{name: draw.choice(factors[name]) for name in names} for _ in range(60)]

@@ -7,9 +7,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from lives import Lives
+from lives import SMALL, Lives
 from zygote import Zygote
-
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,8 +36,7 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def lives(zygote: Zygote, memory_folder: Path) -> Lives:
-    """Lives of four steps that save at 0, 2, 3 (the best so far, as a rule) and 4."""
-    return Lives(zygote, memory_folder, samples=32, epochs=1, eval_every=3, wishes={"checkpoint_steps": 2})
+    return SMALL(zygote, memory_folder)
 
 
 @pytest.fixture

@@ -49,7 +49,12 @@ class Noisy(Dataset):
 def make_model(width: int) -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(
-        nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, width), nn.Linear(width, 3)
+        nn.Linear(6, width),
+        nn.BatchNorm1d(width),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(width, width),
+        nn.Linear(width, 3),
     )
 
 
@@ -166,4 +171,3 @@ def plant(mutant: str | None) -> None:
         import mutants
 
         mutants.PLANT[mutant]()
-

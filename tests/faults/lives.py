@@ -6,6 +6,7 @@ import json
 import re
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,10 @@ class Lives:
         return started.life.wait(), started
 
 
+SMALL = partial(Lives, samples=32, epochs=1, eval_every=3, wishes={"checkpoint_steps": 2})
+"""Lives of four steps that save at 0, 2, 3 (the first evaluation is the best so far) and 4."""
+
+
 def digest(run: Path) -> str:
     """All that must be the same: every tensor by sorted name, all facts, all losses, all evaluations."""
     found = store.newest(open_run(run).checkpoints)
@@ -121,13 +126,15 @@ def leftovers(run: Path) -> int:
 
 
 def assert_kept(run: Path, started: Started) -> None:
-    """No published checkpoint is torn, and the newest that was acknowledged is there, or a newer one."""
+    """No published checkpoint is torn; the newest that was acknowledged is there, or a newer one; never fewer than two
+    once there were two."""
     whole, torn = published(run)
     assert torn == []
     acknowledged = [int(step) for step in started.said("saved")]
     if acknowledged:
         assert whole, "an acknowledged checkpoint is gone"
         assert max(whole) >= max(acknowledged)
+        assert len(whole) >= min(2, len(set(acknowledged))), "removed before the new one was safe"
 
 
 def counts(**numbers: object) -> str:

@@ -48,7 +48,9 @@ def test_killed_at_every_call_of_a_resume(lives: Lives, tell: Callable[[str], No
     (code, errors), _ = lives.end(stopped, stop_at={"3": "SIGKILL"})
     assert code == -signal.SIGKILL, errors
     # What a cut leaves behind is there too, so that its removal is among the calls.
-    shutil.copytree(stopped / "checkpoints" / "step-000000000", stopped / "checkpoints" / ".tmp-step-000000002-1-0123abcd")
+    shutil.copytree(
+        stopped / "checkpoints" / "step-000000000", stopped / "checkpoints" / ".tmp-step-000000002-1-0123abcd"
+    )
     copy = lives.folder / "copy"
     shutil.copytree(stopped, copy)
     last = num_calls(lives.finish(copy).said("end"))

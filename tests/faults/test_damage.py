@@ -13,22 +13,29 @@ import torch
 from safetensors.torch import load_file, save
 
 import lies
-from lives import ALL, BOUNDED, Lives, counts, digest
+from lives import ALL, BOUNDED, SMALL, Lives, counts, digest
 from whet.base.errors import WhetError
 from whet.checkpoint import layout, store
 from whet.checkpoint.manifest import FACTS, MANIFEST, TENSORS
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from zygote import Zygote
 
 SEED = 3
 MUTATIONS = {"bounded": 1000, "all": 10_000}
 
 
+@pytest.fixture(scope="module")
+def template(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("template")
+    SMALL(zygote, folder).finish(folder / "run")
+    return folder / "run"
+
+
 @pytest.fixture
-def run(lives: Lives) -> Path:
+def run(lives: Lives, template: Path) -> Path:
     """A run with checkpoints of steps 3 and 4."""
-    lives.finish(lives.folder / "run")
-    return lives.folder / "run"
+    return shutil.copytree(template, lives.folder / "run")
 
 
 def newest(run: Path) -> store.Found:

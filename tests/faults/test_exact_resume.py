@@ -28,8 +28,10 @@ BREAKS = {
     "mid": ({"2": "SIGTERM"}, {"5": "SIGKILL"}, {"9": "SIGINT"}),
     "epoch end": ({"6": "SIGTERM"}, {"8": "SIGINT"}, {"9": "SIGKILL"}),
     "last step": ({"3": "SIGTERM"}, {"7": "SIGKILL"}, {"12": "SIGTERM"}),
+    "after a save": ({"9": "SIGKILL"}, {"10": "SIGTERM"}, {"11": "SIGKILL"}),
     "before first": ({"1": "SIGKILL"}, {"4": "SIGTERM"}, {"8": "SIGINT"}),
 }
+"""What ends each of the first three lives, and in which step."""
 ROWS = pairwise(FACTORS, at_least=40)
 NUM_BOUNDED = 12
 
@@ -37,12 +39,18 @@ NUM_BOUNDED = 12
 def options_of(row: Row) -> dict[str, Any]:
     workers = row["workers"]
     wishes = {
-        **{"precision": row["precision"], "micro_batch": row["micro_batch"], "checkpoint_steps": 4},
+        "precision": row["precision"],
+        "micro_batch": row["micro_batch"],
+        "checkpoint_steps": 4,
         **({"loss_scaling": "dynamic"} if row["precision"] == "fp16" else {}),
         **({} if workers is None else {"workers": workers}),
     }
     return {
-        **{"samples": 48, "epochs": 2, "eval_every": 3, "mapped": workers is not None, "wishes": wishes},
+        "samples": 48,
+        "epochs": 2,
+        "eval_every": 3,
+        "mapped": workers is not None,
+        "wishes": wishes,
         **{name: row[name] for name in ("optimizer", "ema", "schedule")},
     }
 
@@ -76,9 +84,7 @@ def test_three_resumes_end_with_the_same_bits(lives: Lives, row: Row) -> None:
 
 
 def test_the_rows_cover_every_pair(tell: Callable[[str], None]) -> None:
-    pairs = {
-        ((a, x), (b, y)) for a, b in itertools.combinations(FACTORS, 2) for x in FACTORS[a] for y in FACTORS[b]
-    }
+    pairs = {((a, x), (b, y)) for a, b in itertools.combinations(FACTORS, 2) for x in FACTORS[a] for y in FACTORS[b]}
     covered, bounded = (set().union(*map(pairs_of, rows)) for rows in (ROWS, ROWS[:NUM_BOUNDED]))
     assert pairs <= covered
     tell(counts(rows=f"{NUM_BOUNDED} of {len(ROWS)}", pairs=f"{len(bounded & pairs)} of {len(pairs)}"))

@@ -17,9 +17,7 @@ MOST_KILLS_PER_RUN = 10
 
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
-def test_random_kills_end_bit_identical(
-    zygote: Zygote, tmp_path: Path, tell: Callable[[str], None], size: str
-) -> None:
+def test_random_kills_end_bit_identical(zygote: Zygote, tmp_path: Path, tell: Callable[[str], None], size: str) -> None:
     draw = random.Random(SEED)
     lives = Lives(zygote, tmp_path, width=96, samples=96, epochs=2, wishes={"checkpoint_steps": 2})
     begin = time.monotonic()
@@ -57,7 +55,10 @@ def test_random_kills_end_bit_identical(
 
     tell(
         counts(
-            **{"kills": kills, "runs": f"{runs}, all bit-identical", "inside_a_save": inside, "while_starting": early},
+            kills=kills,
+            runs=f"{runs}, all bit-identical",
+            inside_a_save=inside,
+            while_starting=early,
             **{"lives_resumed": f"{resumed} of {kills + runs}", "left-overs_seen": left, "torn_accepted": torn},
             seed=SEED,
         )

@@ -69,7 +69,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 2 MB of its own."""
     place = tmp_path / "disk"
     place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, text=True
+    )
     if done.returncode != 0:
         pytest.skip(f"no filesystem can be mounted here: {done.stderr.strip()}")
     yield place

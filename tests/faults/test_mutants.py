@@ -1,0 +1,75 @@
+"""Do the tests have teeth? Faults planted in whet itself must each be noticed by one of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mutants
+from lives import Lives, assert_kept, counts, digest
+from test_damage import check_damage
+from test_exact_resume import ROWS, check_resume, options_of
+from whet.checkpoint import store
+
+POWER = {"no fsync", "no file fsync", "no folder fsync"}
+"""Noticed by power cuts alone: test_power_cuts.py plants them."""
+CRASHES = {"written in place", "renamed before it is full", "old ones removed before the new one is there"}
+HASHES = {"no manifest hash"}
+RESUMES = mutants.PLANT.keys() - POWER - CRASHES - HASHES
+
+
+def check_crashes(lives: Lives, *, mutant: str | None, every: int) -> None:
+    """kill -9 before calls of the training part of a run."""
+    started = lives.finish(lives.folder / "whole", mutant=mutant)
+    first, last = (int(started.said(word)[0].split(" ")[-1]) for word in ("ready", "over"))
+    for at in range(first, last, every):
+        run = lives.folder / f"run-{at}"
+        _, killed = lives.end(run, mutant=mutant, fault="before", at=at)
+        assert_kept(run, killed)
+
+
+@pytest.mark.parametrize("mutant", sorted(CRASHES))
+def test_crash_points_notice(lives: Lives, tell: Callable[[str], None], mutant: str) -> None:
+    with pytest.raises(AssertionError):
+        check_crashes(lives, mutant=mutant, every=3)
+    tell(counts(**{mutant.replace(" ", "_"): "noticed"}))
+
+
+@pytest.mark.parametrize("mutant", sorted(RESUMES))
+def test_resumes_notice(lives: Lives, tell: Callable[[str], None], mutant: str) -> None:
+    row = {**ROWS[0], "optimizer": "adamw", "ema": True, "workers": None, "schedule": "plateau", "micro_batch": 8}
+    row["precision"] = "fp16" if mutant == "scaler not saved" else "fp32"
+    # A state that was written while it changed shows only to who goes on from it.
+    place = "after a save" if mutant == "written from live tensors" else "mid"
+    options = options_of(row)
+    lives.finish(lives.folder / "whole", **options)
+    expected = digest(lives.folder / "whole")
+    with pytest.raises(AssertionError):
+        check_resume(lives, lives.folder / "run", place, expected=expected, mutant=mutant, **options)
+    tell(counts(**{mutant.replace(" ", "_"): "noticed"}))
+
+
+def test_damage_notices(lives: Lives, monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]) -> None:
+    lives.finish(lives.folder / "run")
+    monkeypatch.setattr(store, "_read", store._read)
+    mutants.PLANT["no manifest hash"]()
+    accepted = check_damage(lives.folder / "run", number=100)
+    assert accepted > 0
+    tell(counts(no_manifest_hash="noticed", damaged_checkpoints_used=f"{accepted} of 100"))
+
+
+def test_without_a_mutant_nothing_is_noticed(lives: Lives) -> None:
+    """The same checks, and no fault: otherwise they would notice everything."""
+    check_crashes(lives, mutant=None, every=17)
+    row = {**ROWS[0], "optimizer": "adamw", "ema": True, "workers": None, "schedule": "plateau", "micro_batch": 8}
+    for precision, place in (("fp32", "after a save"), ("fp16", "mid")):
+        options = options_of({**row, "precision": precision})
+        whole, run = lives.folder / f"whole-{precision}", lives.folder / f"run-{precision}"
+        lives.finish(whole, **options)
+        check_resume(lives, run, place, expected=digest(whole), **options)
+
+
+def test_every_mutant_has_its_test() -> None:
+    assert mutants.PLANT.keys() == POWER | CRASHES | HASHES | RESUMES
+    assert len(mutants.PLANT) >= 10
+    assert Path(__file__).with_name("test_power_cuts.py").read_text().count("no folder fsync") == 1
