@@ -114,7 +114,7 @@ def test_a_disk_that_stays_full_is_an_error_at_the_end(zygote: Zygote, small_dis
     lives = Lives(zygote, tmp_path, width=64, samples=96, epochs=1, evaluates=False, wishes={"checkpoint_steps": 2})
     lives.finish(tmp_path / "whole")
     run = small_disk / "run"
-    ended, started = lives.end(run, act_at={"5": "fill"})
+    ended, _ = lives.end(run, act_at={"5": "fill"})
     assert ended.code == 1
     assert "the last state, after step 12, could not be saved" in ended.errors
     assert "step-000000004 is whole; 8 steps are lost" in ended.errors

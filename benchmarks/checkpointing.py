@@ -1,0 +1,120 @@
+"""What saving costs: a model of realistic size is trained and saved, and the run's own ledger is added up.
+
+    python benchmarks/checkpointing.py [--seconds 150] [--every 30] [--blocks 12] [--device cpu] [--folder DIR]
+
+The interval is shortened (30 s instead of 5 minutes or more) so that enough saves fall into minutes; what one save
+costs does not depend on it. The cost of a save is what the log says: the time the training stood still (`stall_seconds`) and
+how much longer the steps beside the writing took (`slowed_seconds`). From the median cost follows the interval that a
+run would choose by itself, and the share of the time that saving then takes. A second run writes in the foreground, for
+comparison, as it is done where memory is short or shared with the GPU.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import nn
+
+import whet
+from whet.checkpoint.staging import Staging
+from whet.engine.pacing import best_interval
+from whet.run.event import Event
+from whet.run.events import read_events
+
+BATCH = 32
+WIDTH = 1024
+PLANNED_SECONDS = 300
+
+
+def make_model(blocks: int) -> nn.Module:
+    def block() -> list[nn.Module]:
+        return [nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.LayerNorm(WIDTH)]
+
+    return nn.Sequential(*(layer for _ in range(blocks) for layer in block()), nn.Linear(WIDTH, 10))
+
+
+def train(run: Path, *, blocks: int, seconds: float, every: float, device: str) -> tuple[float, int]:
+    """Trains for a while; seconds in the loop, and steps."""
+    torch.manual_seed(0)
+    model = make_model(blocks)
+    data = (torch.randn(4096, WIDTH), torch.randint(10, (4096,)))
+    wishes = {"checkpoint_minutes": every / 60}
+    begin = 0.0
+    with whet.Session(
+        model,
+        whet.OptimizerChoice(lr=1e-4),
+        data,
+        run=run,
+        wishes=wishes,
+        device=device,
+        global_batch_size=BATCH,
+        epochs=10_000,
+    ) as session:
+        begin = time.monotonic()
+        for batch in session:
+            session.step(lambda micro: nn.functional.cross_entropy(model(micro.x), micro.y), batch)
+            if time.monotonic() - begin > seconds:
+                break
+        took, steps = time.monotonic() - begin, session.progress.step
+    return took, steps
+
+
+def on_the_clock(run: Path) -> list[Event]:
+    """The saves while training: without the first state, and without the last, which the end waits for."""
+    saves = list(read_events(run, kinds=("checkpoint",)))
+    return [event for event in saves[1:-1] if event.step > 0]
+
+
+def show(name: str, saves: list[Event], took: float, steps: int) -> float:
+    """Prints one way; the median cost of a save."""
+    stall, slowed, whole = (
+        [event.number(field) or 0.0 for event in saves] for field in ("stall_seconds", "slowed_seconds", "seconds")
+    )
+    costs = [a + b for a, b in zip(stall, slowed, strict=True)]
+    print(f"{name}: {steps} steps of {1000 * took / steps:.0f} ms, {len(saves)} saves in {took:.0f} s")
+    print("   saved in   stood still   slowed    cost (seconds, one line a save)")
+    for values in zip(whole, stall, slowed, costs, strict=True):
+        print("   {:8.2f}   {:11.3f}   {:6.2f}   {:5.2f}".format(*values))
+    print(f"   share of this run, at the shortened interval: {100 * sum(costs) / took:.2f} %")
+    return statistics.median(costs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--every", type=float, default=30)
+    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--folder", type=Path, help="where the runs lie for the time of the benchmark")
+    options = parser.parse_args()
+    parameters = sum(p.numel() for p in make_model(options.blocks).parameters())
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        settings = {
+            "blocks": options.blocks,
+            "seconds": options.seconds,
+            "every": options.every,
+            "device": options.device,
+        }
+        took, steps = train(folder / "background", **settings)
+        saves = on_the_clock(folder / "background")
+        size = saves[0].number("bytes") or 0.0
+        print(
+            f"{parameters / 1e6:.1f} M parameters, AdamW: {size / 1e6:.0f} MB a checkpoint; torch {torch.__version__}"
+        )
+        cost = show("in the background", saves, took, steps)
+        with mock.patch.object(Staging, "has_room", return_value=False):
+            took, steps = train(folder / "foreground", **settings)
+        slow_cost = show("in the foreground", on_the_clock(folder / "foreground"), took, steps)
+    print("\nat the interval that a run chooses by itself")
+    for name, one in (("background", cost), ("foreground", slow_cost)):
+        interval = best_interval(one, least=PLANNED_SECONDS)
+        print(f"   {name}: a save costs {one:.2f} s, every {interval:.0f} s: {100 * one / interval:.3f} % of the time")
+
+
+if __name__ == "__main__":
+    main()
