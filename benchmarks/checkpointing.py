@@ -3,10 +3,10 @@
     python benchmarks/checkpointing.py [--seconds 150] [--every 30] [--blocks 12] [--device cpu] [--folder DIR]
 
 The interval is shortened (30 s instead of 5 minutes or more) so that enough saves fall into minutes; what one save
-costs does not depend on it. The cost of a save is what the log says: the time the training stood still (`stall_seconds`) and
-how much longer the steps beside the writing took (`slowed_seconds`). From the median cost follows the interval that a
-run would choose by itself, and the share of the time that saving then takes. A second run writes in the foreground, for
-comparison, as it is done where memory is short or shared with the GPU.
+costs does not depend on it. The cost of a save is what the log says: the time the training stood still
+(`stall_seconds`) and how much longer the steps beside the writing took (`slowed_seconds`). From the median cost follows
+the interval that a run would choose by itself, and the share of the time that saving then takes. A second run writes in
+the foreground, for comparison, as it is done where memory is short or shared with the GPU.
 """
 
 import argparse

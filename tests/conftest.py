@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,14 +31,6 @@ def _leaves_no_trace() -> Iterator[None]:
     assert Path.cwd() == folder, "the test left another working folder"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tells what a test counted: its `record_property("summary", ...)`."""
-    for report in terminalreporter.stats.get("passed", []):
-        for name, value in report.user_properties:
-            if name == "summary":
-                terminalreporter.write_line(str(value))
-
-
 @pytest.fixture
 def whet(tmp_path: Path) -> Run:
     """Runs `whet WORDS` as a user would, in an empty folder."""
@@ -59,3 +51,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, line in getattr(report, "user_properties", ()):
             if name == "counts" and report.when == "call":
                 terminalreporter.write_line(f"{report.nodeid.rpartition('::')[2]}: {line}")
+
+
+@pytest.fixture
+def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Shows a line at the end of the test run: what a test counted."""
+    return lambda line: record_property("counts", line)

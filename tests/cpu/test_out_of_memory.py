@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import whet
+from places import Tell
 from small_models import TokenModel, convnet, images, ragged_tokens
 from whet.base.errors import WhetError
 from whet.run.events import read_events
@@ -111,7 +112,7 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("make_optimizer", [None, loop_adamw, adafactor], ids=["fused", "loop", "adafactor"])
 @pytest.mark.parametrize("step", [1, 2, 4], ids=["first", "second", "last"])
 def test_a_step_that_ran_out_of_memory_anywhere_simulated_is_made_again_exactly(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, make_optimizer: Any, micro_batch: int, every: int
+    tmp_path: Path, tell: Tell, step: int, make_optimizer: Any, micro_batch: int, every: int
 ) -> None:
     wishes = {"micro_batch": micro_batch, "threads": 1}
     options = {"make_optimizer": make_optimizer, "fails_in_step": step, "wishes": wishes}
@@ -125,8 +126,7 @@ def test_a_step_that_ran_out_of_memory_anywhere_simulated_is_made_again_exactly(
         assert not different, f"at operator {at} of {count}: {different}"
         events = read_events(open_run(tmp_path / f"at-{at}"), kinds=("oom",))
         assert [event.step for event in events] == [step]
-    with capsys.disabled():
-        print(f" out of memory at {len(points)} of {count} operators", end="")
+    tell(f"out of memory at {len(points)} of {count} operators")
 
 
 def test_the_comparison_can_fail_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Faults: processes that are killed, disks that refuse, power that fails, files that lie."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,9 +37,3 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def lives(zygote: Zygote, memory_folder: Path) -> Lives:
     return SMALL(zygote, memory_folder)
-
-
-@pytest.fixture
-def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Puts a line of counts into the summary of the test run."""
-    return lambda line: record_property("counts", line)

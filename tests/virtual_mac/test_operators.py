@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from virtual_process import environment
 
+from places import Tell
+
 DATABASE = Path(__file__).parent / "inside" / "operator_database.py"
 KNOWN = {
     "bincount": "MPS adds weights in float32 where the CPU takes float64; torch's own tests on Macs expect the same",
@@ -31,7 +33,7 @@ def judge(home: Path, _built: None, tmp_path: Path) -> Judge:
     return run
 
 
-def test_each_operator_is_equal_to_the_cpu_or_refused_as_mps_does(judge: Judge, record_property) -> None:
+def test_each_operator_is_equal_to_the_cpu_or_refused_as_mps_does(judge: Judge, tell: Tell) -> None:
     verdicts = judge("all")
     equal = [name for name, verdict in verdicts.items() if verdict == "equal"]
     refused = [name for name, verdict in verdicts.items() if verdict.startswith("refused: ")]
@@ -42,8 +44,7 @@ def test_each_operator_is_equal_to_the_cpu_or_refused_as_mps_does(judge: Judge, 
     # A device that refuses everything would be no device.
     assert len(equal) >= 600
     assert len(verdicts) >= 640
-    record_property(
-        "summary",
+    tell(
         f"operators: {len(verdicts)} checked, {len(equal)} equal, {len(refused)} refused as MPS does, "
         f"{len(others)} other ({', '.join(sorted(others))})",
     )
