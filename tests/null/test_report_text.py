@@ -78,7 +78,7 @@ def test_the_whole_page() -> None:
         "lengths      sorted, 4 shapes  31 % padding instead of 64 %; the step's samples stay the same  rule M3",
         "",
         "happenings",
-        "  step 7 after 60 s: oom, too big; micro_batch 8",
+        "  step 7 after 60 s: out of memory; too big; micro_batch 8",
         "",
         "where the time of the steps went",
         "   75 %        75 s  forward",

@@ -41,6 +41,7 @@ class CommonConfig(BaseModel):
         "memory_gb",
         "on_device_failure",
         "mps_fallback",
+        "on_heat",
     )
     """Keys that are settings of the plan: when you give one, no rule and no measurement overrides it."""
 
@@ -86,3 +87,4 @@ class CommonConfig(BaseModel):
     memory_gb: Annotated[float, Field(gt=0, le=10**6)] | Auto = Field("auto", description="memory the run may plan for")
     on_device_failure: Literal["stop", "cpu"] | Auto = Field("auto", description="when the device cannot be used")
     mps_fallback: Switch | Auto = Field("auto", description="run operators that MPS lacks on the CPU")
+    on_heat: Literal["warn", "pace", "pause"] | Auto = Field("auto", description="when the machine gets hot and slow")

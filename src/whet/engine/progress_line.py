@@ -24,6 +24,7 @@ class ProgressLine:
         self._has_terminal = self._stream.isatty()
         self._total: int | None = None
         self._memory = ""
+        self._heat = ""
         self._seen: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
         self._shown_at = 0.0
         self._is_open = False
@@ -45,6 +46,11 @@ class ProgressLine:
         elif kind == "eval":
             shown = "  ".join(f"{name} {value:.4f}" for name, value in fields.items() if name != "step")
             self.say(f"{self._name}  step {fields['step']:,}  {shown}")
+        elif kind in ("throttle", "pressure"):
+            self.say(f"{self._name}: {fields['reason']}")
+            self._heat = _heat_words(fields) if fields.get("about") == "heat" else self._heat
+        elif kind == "vitals":
+            self._heat = fields["heat"]
         elif kind == "epoch":
             self._end_epoch(fields)
         elif kind == "step":
@@ -91,6 +97,8 @@ class ProgressLine:
                 parts.append(f"{show_seconds((self._total - step) / steps_per_second)} left")
         if self._memory:
             parts.append(self._memory)
+        if self._heat:
+            parts.append(self._heat)
         if self._has_terminal:
             parts.append("^C saves and stops")
         return "  ".join(parts)
@@ -109,3 +117,9 @@ class ProgressLine:
             self._stream.write("\r\x1b[2K")
             self._stream.flush()
             self._is_open = False
+
+
+def _heat_words(fields: dict[str, Any]) -> str:
+    """ "cool", "hot", "hot 1.3x slower"."""
+    is_slower = fields["state"] != "cool" and "factor" in fields
+    return f"{fields['state']} {fields['factor']:.1f}x slower" if is_slower else str(fields["state"])

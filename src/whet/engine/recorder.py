@@ -26,6 +26,9 @@ _MOST_NAMED = 64
 Show = Callable[[str, dict[str, Any]], None]
 """Is told of every kind of event with its fields; it may draw, and cannot change the run."""
 
+Watch = Callable[[list[tuple[int, float]]], None]
+"""Is given steps and the seconds their computing took on the device's clock, many at once."""
+
 
 class Recorder:
     """Collects the outcomes of steps and writes them as events."""
@@ -43,6 +46,7 @@ class Recorder:
         self._is_log_refused = False
         self.aside_seconds = 0.0
         """All seconds so far that went neither to steps nor to their data."""
+        self.watch: Watch | None = None
 
     def step(self, outcome: Outcome, *, ids: np.ndarray, **facts: Any) -> None:
         """Takes a step's outcome, its samples and what else is known of it; the outcome's tensors are read later."""
@@ -59,6 +63,11 @@ class Recorder:
         """Writes a happening, behind all steps before it."""
         self.read()
         self._write(kind, step=step, **fields)
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Shows what need not be written."""
+        if self._show is not None:
+            self._show(kind, fields)
 
     def warn(self, step: int, what: str, error: WhetError, *, path: Path, again: str) -> None:
         """Writes down that the disk refused something, and that training goes on."""
@@ -101,9 +110,11 @@ class Recorder:
             return
         losses = _as_numbers([outcome.loss for _, _, outcome in pending])
         norms = _as_numbers([outcome.grad_norm for _, _, outcome in pending])
+        computing: list[tuple[int, float]] = []
         for (facts, ids, outcome), loss, norm in zip(pending, losses, norms, strict=True):
             assert loss is not None
             seconds = self._seconds(outcome)
+            computing.append((facts["step"], sum(spent for phase, spent in seconds.items() if phase != "data")))
             for phase, spent in self._extra_seconds.items():
                 seconds[phase] = seconds.get(phase, 0.0) + spent
             self._extra_seconds = {}
@@ -112,6 +123,8 @@ class Recorder:
             unusual = self._soundness.observe(facts["step"], loss)
             if unusual is not None:
                 self._write("spike", step=facts["step"], reason=unusual, samples=sample_ids(ids))
+        if self.watch is not None:
+            self.watch(computing)
         if self._show is not None:
             self._show("step", pending[-1][0])
 

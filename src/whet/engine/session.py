@@ -25,6 +25,7 @@ from whet.data.batch import GlobalBatch, Micro
 from whet.engine.building import build
 from whet.engine.evaluating import Evaluate
 from whet.engine.execution import CannotUndoError, Execution
+from whet.engine.governor import Governor
 from whet.engine.keeper import Keeper, Urgency
 from whet.engine.progress import Progress
 from whet.engine.reading import load_weights
@@ -45,6 +46,7 @@ from whet.engine.starting import exists, find_start
 from whet.engine.training import read_training
 from whet.engine.while_training import no_garbage_collection
 from whet.engine.workload import describe
+from whet.machine.vitals import Reader
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
@@ -63,7 +65,8 @@ class Session:
     settings of the plan that you decide (micro_batch, precision, threads, ...; see docs/rules). `goal` names the metric
     that decides the best checkpoint, and `goal_is` whether it should be "max" or "min". `init_from` is a run whose
     weights a new one starts with. `allow` names what may be other than it was when a run goes on: "data", "batch".
-    `show` is told of every event. All other keywords are fields of `Training`:
+    `show` is told of every event. `vitals` reads the machine while it trains; its own sensors if not given. All other
+    keywords are fields of `Training`:
     global_batch_size, epochs, max_steps, seed, shuffle, schedule, warmup_steps, clip, ema, eval_every, patience,
     epochs_per_sitting.
 
@@ -90,6 +93,7 @@ class Session:
         allow: Collection[str] = (),
         attach: Mapping[str, bytes] | None = None,
         show: Show | None = None,
+        vitals: Reader | None = None,
         **training: Any,
     ) -> None:
         refuse_wrong_kinds(model, optimizer, goal_is)
@@ -110,6 +114,7 @@ class Session:
         self._init_from = init_from
         self._allow = refuse_disallowed(allow)
         self._show = show
+        self._vitals = vitals
         self._stop = StopRequests()
         self._closing = contextlib.ExitStack()
         self._state = "new"
@@ -181,6 +186,10 @@ class Session:
         self._first_epoch = self.progress.position.epoch
         self._epoch_began = time.monotonic()
         self._closing.enter_context(self._stop)
+        self._governor = Governor(self.plan, self._recorder, self.device, reader=self._vitals)
+        self._governor.save = self._save_if_sound
+        self._governor.should_stop = lambda: self._stop.signal is not None or self.is_finished
+        self._closing.enter_context(self._governor)
         if not self.model.training:
             # Otherwise it is left as it is: a part may be in eval mode on purpose.
             self.model.train()
@@ -237,7 +246,8 @@ class Session:
                     self._save("due" if due == "time" and not self._is_best_unsaved else "now")
                 if epochs_done is not None:
                     self._end_epoch(epochs_done)
-                if is_last:
+                self._governor.between_steps(before)
+                if is_last or self._stop.signal is not None:
                     return
             else:
                 refuse_shorter_data(self.progress.position)
@@ -370,6 +380,10 @@ class Session:
         if self._keeper is not None:
             self._keeper.save(self.progress, base_rates=self._rates, plan=self.plan, urgency=urgency)
             self._is_best_unsaved = False
+
+    def _save_if_sound(self) -> None:
+        if self._is_sound(looks_closely=True):
+            self._save("now")
 
     def _end_epoch(self, epochs_done: int) -> None:
         """Once an epoch: what would cost too much in every step."""

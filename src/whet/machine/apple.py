@@ -86,6 +86,32 @@ def thermal_pressure(*, libc: Any = None) -> int | None:
     return None if failed else state.value
 
 
+def memory_pressure(*, libc: Any = None) -> int | None:
+    """The kernel's verdict on memory, 1, 2 or 4, without starting a program; None elsewhere."""
+    raw = _sysctl(b"kern.memorystatus_vm_pressure_level", 8, libc=libc)
+    return None if raw is None else int.from_bytes(raw, "little")
+
+
+def swap_used(*, libc: Any = None) -> int | None:
+    """Bytes of swap in use: the third number of `struct xsw_usage` (sys/sysctl.h); None elsewhere."""
+    raw = _sysctl(b"vm.swapusage", 32, libc=libc)
+    return None if raw is None or len(raw) < 24 else int.from_bytes(raw[16:24], "little")
+
+
+def _sysctl(name: bytes, most_bytes: int, *, libc: Any) -> bytes | None:
+    if libc is None:
+        if sys.platform != "darwin":
+            return None
+        libc = ctypes.CDLL(None)
+    value, size = ctypes.create_string_buffer(most_bytes), ctypes.c_size_t(most_bytes)
+    try:
+        if libc.sysctlbyname(name, value, ctypes.byref(size), None, ctypes.c_size_t(0)) != 0:
+            return None
+    except (AttributeError, OSError, ctypes.ArgumentError):
+        return None
+    return value.raw[: size.value]
+
+
 def has_apple_silicon(answers: Answers) -> bool | None:
     """Whether the Mac itself is Apple silicon, whatever this Python was built for."""
     if parse.flag_of(answers.sysctl, "sysctl.proc_translated"):

@@ -59,6 +59,11 @@ def pressure_of(sysctl: dict[str, str]) -> PressureLevel | None:
     return _PRESSURE.get(sysctl.get("kern.memorystatus_vm_pressure_level", ""))
 
 
+def pressure_name(level: int | None) -> PressureLevel | None:
+    """The same verdict from its number."""
+    return _PRESSURE.get(str(level))
+
+
 def swap_used_of(sysctl: dict[str, str]) -> int | None:
     """Bytes in use of `total = 2048.00M  used = 1117.25M  free = 930.75M  (encrypted)`; a comma is a point too."""
     found = re.search(r"\bused = (\d{1,9})(?:[.,](\d{1,4}))?([BKMGT])\b", sysctl.get("vm.swapusage", ""), re.ASCII)

@@ -129,7 +129,14 @@ def read_machine(*, root: Path = Path("/"), architecture: str | None = None) -> 
             name="Linux", version=parse_os_release(_read(root / "etc/os-release")), architecture=architecture
         ),
         cpu=Cpu(name=info.name, physical_cores=physical, logical_cores=logical, has_bf16=info.has_bf16),
-        memory_bytes=cgroup.smaller(parse_meminfo(_read(root / "proc/meminfo")).get("MemTotal"), limits.memory_bytes),
+        memory_bytes=memory_bytes(root=root),
+    )
+
+
+def memory_bytes(*, root: Path = Path("/")) -> int | None:
+    """All memory that this process may use."""
+    return cgroup.smaller(
+        parse_meminfo(_read(root / "proc/meminfo")).get("MemTotal"), cgroup.read_limits(root).memory_bytes
     )
 
 

@@ -36,6 +36,8 @@ def run_program(
             stderr=subprocess.DEVNULL,
             timeout=timeout_seconds,
             env=env.in_plain_language(),
+            # So that macOS starts it by posix_spawn: fork() would copy the page tables of a process that trains.
+            close_fds=False,
             check=False,
         )
         if done.returncode != 0 and not any_exit:

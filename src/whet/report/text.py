@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from whet.base.units import show_bytes, show_count, show_seconds
 from whet.plan.words import settings_table, show_value
 from whet.report.curve import draw, points_of
+from whet.report.sentences import sentence
 from whet.report.summary import Epoch, Goal, Happening, Loss, Report, SettingLine
 
 LEAST_WIDTH = 20
@@ -14,8 +15,6 @@ _LABEL = 10
 _CURVE_HEIGHT = 8
 _CURVE_WIDTH = 100
 _MOST_HAPPENINGS = 12
-_TOLD = ("reason", "exact")
-"""Details of a happening that have their own place."""
 
 
 def render(report: Report, *, width: int = 100, unicode: bool = True, has_settings: bool = True) -> str:
@@ -160,9 +159,7 @@ def _happenings(report: Report, *, width: int) -> list[str]:
 
 def _happening(happening: Happening, *, created: float) -> str:
     after = show_seconds(max(0.0, happening.time - created))
-    details = ", ".join(f"{name} {show_value(value)}" for name, value in happening.details.items() if name not in _TOLD)
-    told = "; ".join(str(part) for part in (happening.details.get("reason"), details) if part)
-    return f"step {happening.step:,} after {after}: {happening.kind}" + (f", {told}" if told else "")
+    return f"step {happening.step:,} after {after}: {sentence(happening)}"
 
 
 def _seconds(report: Report, *, width: int) -> list[str]:

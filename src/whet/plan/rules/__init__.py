@@ -1,7 +1,7 @@
 """Every rule, in the order of decision: a rule may look at what the rules before it decided."""
 
 from whet.plan.rule import Rule
-from whet.plan.rules import checkpoints, device, kernels, loading, memory, precision
+from whet.plan.rules import care, checkpoints, device, kernels, loading, memory, precision
 
 ALL: tuple[Rule, ...] = (
     *device.RULES,
@@ -10,4 +10,5 @@ ALL: tuple[Rule, ...] = (
     *memory.RULES,
     *loading.RULES,
     *checkpoints.RULES,
+    *care.RULES,
 )

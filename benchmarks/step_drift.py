@@ -1,0 +1,110 @@
+"""How soon is a slow-down seen, and how small a one? Real step times, slowed by arithmetic.
+
+    python benchmarks/step_drift.py record FILE       # two minutes on an otherwise idle machine
+    python benchmarks/step_drift.py judge tests/cpu/recordings/step_seconds.txt
+
+The recording trains the text recipe beside processes that each keep a core busy all the time. The judgement draws
+blocks of the recording (they keep what wanders), slows them from some step on, and counts the steps to the report.
+"""
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from whet.engine.drift import Drift
+from whet.run.events import read_events
+from whet.run.folder import open_run
+
+BLOCK = 100
+"""Steps that stay together when a recording is drawn from: about two seconds of it."""
+STARTS = (120, 200, 300, 400)
+LONGEST = 300
+_NEIGHBOUR = "while True: sum(i * i for i in range(10_000))"
+_PHASES = ("transfer", "forward", "backward", "optimizer")
+
+
+def draw(recorded: list[float], count: int, *, seed: int) -> list[float]:
+    """Steps in random blocks of the recording."""
+    chance, drawn = random.Random(seed), []
+    while len(drawn) < count:
+        start = chance.randrange(len(recorded) - BLOCK)
+        drawn += recorded[start : start + BLOCK]
+    return drawn[:count]
+
+
+def slowed(seconds: list[float], *, factor: float, start: int, ramp: int = 1) -> Iterator[float]:
+    """The same steps, slower from `start` on; `ramp` is how many steps it takes until they are."""
+    for place, value in enumerate(seconds):
+        yield value * (1 + (factor - 1) * min(1.0, max(0, place - start + 1) / ramp))
+
+
+def first_report(seconds: Iterator[float] | list[float]) -> int | None:
+    """The place of the step at which a slow-down was reported; None: never."""
+    drift = Drift()
+    return next((place for place, value in enumerate(seconds) if drift.observe(place, value)), None)
+
+
+def read(path: Path) -> list[float]:
+    """A recording: microseconds, one step a line, after lines that say how it was made."""
+    return [float(line) / 1e6 for line in path.read_text().splitlines() if not line.startswith("#")]
+
+
+def record(path: Path, *, neighbours: int, epochs: int) -> None:
+    beside = [subprocess.Popen([sys.executable, "-c", _NEIGHBOUR]) for _ in range(neighbours)]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["train", "text", f"epochs={epochs}", "threads=1", "--device", "cpu", "--run", f"{folder}/run"]
+            subprocess.run([sys.executable, "-m", "whet", *words], check=True)
+            steps = read_events(open_run(Path(folder) / "run"), kinds=("step",))
+            seconds = [sum(event.get("seconds").get(phase, 0.0) for phase in _PHASES) for event in steps]
+    finally:
+        for process in beside:
+            process.kill()
+            process.wait()
+    made = f"# benchmarks/step_drift.py record --neighbours {neighbours} --epochs {epochs}; microseconds of each step\n"
+    path.write_text(made + "".join(f"{value * 1e6:.0f}\n" for value in seconds))
+
+
+def judge(path: Path, *, seeds: int) -> None:
+    recorded = read(path)
+    false = sum(first_report(draw(recorded, 500, seed=seed)) is not None for seed in range(seeds))
+    print(f"{len(recorded):,} steps recorded; false alarms in {seeds} quiet runs of 500 steps: {false}\n")
+    print("| slower by | comes | runs | seen in 60 steps | never in 300 | false before | median steps | 95 % | most |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for factor in (1.1, 1.15, 1.2, 1.25, 1.3, 1.5, 2.0):
+        for ramp, comes in ((1, "at once"), (30, "over 30 steps")):
+            delays, missed, early = [], 0, 0
+            for seed in range(seeds):
+                for start in STARTS:
+                    drawn = draw(recorded, start + LONGEST, seed=seed)
+                    seen = first_report(slowed(drawn, factor=factor, start=start, ramp=ramp))
+                    missed += seen is None
+                    early += seen is not None and seen < start
+                    delays += [seen - start + 1] if seen is not None and seen >= start else []
+            delays.sort()
+            soon = sum(delay <= 60 for delay in delays)
+            shown = [str(delays[int(share * (len(delays) - 1))]) if delays else "-" for share in (0.5, 0.95, 1.0)]
+            runs = seeds * len(STARTS)
+            print(f"| {factor - 1:.0%} | {comes} | {runs} | {soon} | {missed} | {early} | {' | '.join(shown)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "judge"))
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--neighbours", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--seeds", type=int, default=50)
+    asked = parser.parse_args()
+    if asked.what == "record":
+        record(asked.path, neighbours=asked.neighbours, epochs=asked.epochs)
+    else:
+        judge(asked.path, seeds=asked.seeds)
+
+
+if __name__ == "__main__":
+    main()
