@@ -1,4 +1,7 @@
-"""A small training that tests run as a process of its own: `python training_job.py RUN [--slow] [key=value...]`."""
+"""A small training that tests run as a process of its own.
+
+`python training_job.py RUN [--slow] [--hot] [key=value...]`; with --hot a simulated sensor says so.
+"""
 
 import json
 import sys
@@ -10,6 +13,7 @@ from torch import nn
 
 import whet
 from small_models import convnet, images
+from whet.machine.facts import Conditions
 
 
 def main(arguments: list[str]) -> int:
@@ -38,6 +42,7 @@ def main(arguments: list[str]) -> int:
         dev=images(40, seed=1),
         run=path,
         goal="accuracy",
+        vitals=(lambda: Conditions(thermal="heavy")) if "--hot" in words else None,
         wishes={"threads": 1, **options.pop("wishes", {})},
         **{
             "global_batch_size": 16,

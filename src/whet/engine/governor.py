@@ -61,8 +61,13 @@ class _Steady(Generic[T]):
         """Takes the wanted value if it is another one and the time has come; whether it did."""
         if wanted == self.value or now - self._changed_at < HOLD_SECONDS:
             return False
-        self.value, self._changed_at = wanted, now
+        self.value = wanted
+        self.hold(now=now)
         return True
+
+    def hold(self, *, now: float) -> None:
+        """Something was said about it: it stays as it is for a while."""
+        self._changed_at = now
 
 
 class Governor:
@@ -145,7 +150,12 @@ class Governor:
             self._saved_at = now
             self.save()
         heat = judge_heat(conditions, slow_down)
+        if heat == "slow" and self._heat.value == "hot":
+            # The sensor is faster than the steps, which are judged anew.
+            heat = "cool"
         if self._heat.change(heat, now=now):
+            if heat == "cool":
+                self._drift.forget_recent()
             words = heat_words(heat, conditions, slow_down)
             self._tell_heat(step, words if heat != "hot" else f"{words}{self._promise()}")
         elif not self._is_cool_told and heat == "cool" and (conditions.thermal or self._drift.has_baseline):
@@ -200,6 +210,7 @@ class Governor:
         self._drift.forget_recent()
         heat = judge_heat(self._conditions, None)
         self._heat.change(heat, now=now)
+        self._heat.hold(now=now)
         state = "cool again" if heat == "cool" else "still hot"
         self._tell_heat(step, f"{state} after a rest of {show_seconds(rested)}", rested_seconds=rested)
 

@@ -113,8 +113,7 @@ class Session:
         self._goal, self._goal_is = goal, goal_is
         self._init_from = init_from
         self._allow = refuse_disallowed(allow)
-        self._show = show
-        self._vitals = vitals
+        self._show, self._vitals = show, vitals
         self._stop = StopRequests()
         self._closing = contextlib.ExitStack()
         self._state = "new"

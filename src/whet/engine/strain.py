@@ -35,10 +35,10 @@ def judge_heat(conditions: Conditions, slow_down: SlowDown | None) -> Heat:
 def heat_words(heat: Heat, conditions: Conditions, slow_down: SlowDown | None) -> str:
     """What was seen, and what it may be."""
     if heat == "cool":
-        return "cool again: steps take as long as at first"
-    seen = (
-        [] if slow_down is None else [f"steps take {slow_down.factor:.1f}x as long since step {slow_down.since_step:,}"]
-    )
+        return "no longer slowed down"
+    seen: list[str] = []
+    if slow_down is not None:
+        seen.append(f"steps take {slow_down.factor:.1f}x as long since step {slow_down.since_step:,}")
     if conditions.thermal is None:
         seen.append("heat, or other programs: no heat sensor can be read here")
     elif heat == "hot":
