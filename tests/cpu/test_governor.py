@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 import os
 import signal
 import threading
@@ -34,6 +35,7 @@ from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from whet.step.step import Outcome
 
 JOB = Path(__file__).parent / "training_job.py"
 COOL, HOT = Conditions(thermal="nominal"), Conditions(thermal="heavy")
@@ -419,6 +421,35 @@ def test_ctrl_c_ends_a_real_pause_and_the_run_goes_on_as_if_nothing_had_happened
         for name in ("whole", "paused")
     )
     assert paused == whole
+
+
+def test_step_times_reach_the_governor_without_data_evaluation_and_rests() -> None:
+    device, seen = Fake(), []
+    recorder = Recorder(None, device)
+    recorder.watch = seen.extend
+    for step in (1, 2):
+        marks = []
+        for phase, seconds in (("data", 50.0), ("forward", 0.25), ("backward", 0.5), ("forward", 0.25)):
+            start = device.mark()
+            device.pass_time(seconds)
+            marks.append((phase, start, device.mark()))
+        recorder.spent("rest", 100.0)
+        recorder.spent("evaluate", 10.0)
+        recorder.step(Outcome(loss=torch.tensor(1.0), grad_norm=None, marks=tuple(marks)), step=step)
+    recorder.read()
+    assert seen == [(1, 1.0), (2, 1.0)]
+
+
+def test_on_heat_may_change_and_a_plan_from_before_it_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fit(run, epochs_per_sitting=1)
+    saved = json.loads((run / "plan.json").read_text())
+    del saved["settings"]["on_heat"], saved["wishes"]["on_heat"]
+    (run / "plan.json").write_text(json.dumps(saved))
+    fit(run, policy="pace", vitals=lambda: COOL)
+    assert whet.summarize(run).state == "done"
+    setting = json.loads((run / "plan.json").read_text())["settings"]["on_heat"]
+    assert (setting["value"], setting["source"]) == ("pace", "you")
 
 
 # --- on the screen ---------------------------------------------------------------------------------------------------

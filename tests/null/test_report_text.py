@@ -89,6 +89,32 @@ def test_the_whole_page() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "details", "told"),
+    [
+        (
+            "throttle",
+            {"about": "heat", "state": "hot", "factor": 1.31, "since_step": 3, "thermal": "heavy", "reason": "slower"},
+            "slower",
+        ),
+        ("pressure", {"level": "critical", "reason": "memory is nearly used up"}, "memory is nearly used up"),
+        ("resume", {"total_steps": 9, "goal": None, "goal_is": "max", "refused": []}, "went on"),
+        (
+            "resume",
+            {"total_steps": 9, "refused": ["step-000000007: a file is missing"], "exact": False, "reason": "a stream"},
+            "went on; a stream; 1 checkpoint refused: step-000000007: a file is missing",
+        ),
+        ("skip", {"reason": "the loss was not a number"}, "a step was left out; the loss was not a number"),
+        ("oom", {"reason": "too big", "micro_batch": 8}, "out of memory; too big; micro_batch 8"),
+        ("throttle", {}, "throttle"),
+        ("eclipse", {"depth": 2.5}, "eclipse; depth 2.5"),
+    ],
+)
+def test_happenings_are_sentences(kind: str, details: dict[str, Any], told: str) -> None:
+    page = render(report(happenings=(Happening(kind=kind, time=1002.0, step=7, details=details),)), width=140)
+    assert f"  step 7 after 2.0 s: {told}" in page.splitlines()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     width=st.integers(-3, 130),
