@@ -90,7 +90,7 @@ def make_ready(run: Path, *, is_first: bool) -> str:
     history = History(opened)
     began = next((event.step for event in history.backwards(kinds=SITTINGS)), 0)
     reached = max((event.step for event in _sitting(history) if event.kind == "step"), default=began)
-    has_pressure = any(event.kind == "pressure" for event in _sitting(history))
+    has_pressure = any(e.kind == "pressure" and e.get("level") != "normal" for e in _sitting(history))
     plan = read_plan(opened.plan, where=f"{run}/plan.json")
     micro = plan.value("micro_batch")
     assert isinstance(micro, int)
