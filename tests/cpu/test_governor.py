@@ -194,6 +194,7 @@ def test_a_pause_without_a_sensor_is_a_fixed_rest() -> None:
     for factor in [1.0] * 10 + [1.5] * 3:
         stage.live(Conditions(), step_seconds=0.1 * factor)
     assert stage.rests == [pytest.approx(UNSEEN_REST_SECONDS, abs=1)]
+    assert stage.events("throttle", "heat")[1][1]["reason"] == "goes on after a rest of 2 min"
 
 
 def test_a_machine_that_never_cools_down_still_trains() -> None:
@@ -477,5 +478,11 @@ def test_the_line_says_cool_and_hot() -> None:
     assert "the machine is hot (thermal pressure moderate)" in said
     line("throttle", {"step": 9, "about": "heat", "state": "hot", "thermal": "heavy", "reason": "by the sensor"})
     assert last_words() == "hot"
+    unseen = {"step": 9, "about": "heat", "reason": "no sensor"}
+    line("throttle", {**unseen, "state": "hot", "factor": 1.62})
+    assert last_words() == "1.6x slower", "nobody knows whether it is heat"
+    line("throttle", {**unseen, "state": "cool"})
+    assert last_words().endswith("samples/s")
+    line("throttle", {"step": 9, "about": "heat", "state": "hot", "thermal": "heavy", "reason": "by the sensor"})
     line("pressure", {"step": 9, "level": "warn", "reason": "memory is short"})
     assert last_words() == "hot"

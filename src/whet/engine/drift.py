@@ -46,11 +46,6 @@ class Drift:
         self.verdict: SlowDown | None = None
         """What holds now; None: as fast as ever, or too early to tell."""
 
-    @property
-    def has_baseline(self) -> bool:
-        """Whether enough steps were seen to judge."""
-        return self._baseline is not None
-
     def observe(self, step: int, seconds: float, *, work: float = 1.0) -> SlowDown | None:
         """Takes the time of a step, for `work` tokens or samples, and gives the verdict after it."""
         if 0 < seconds < math.inf and 0 < work < math.inf:

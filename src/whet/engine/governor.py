@@ -158,7 +158,7 @@ class Governor:
                 self._drift.forget_recent()
             words = heat_words(heat, conditions, slow_down)
             self._tell_heat(step, words if heat != "hot" else f"{words}{self._promise()}")
-        elif not self._is_cool_told and heat == "cool" and (conditions.thermal or self._drift.has_baseline):
+        elif not self._is_cool_told and heat == "cool" and conditions.thermal is not None:
             self._is_cool_told = True
             self._recorder.tell("vitals", heat=heat)
         if self._policy == "pace":
@@ -211,7 +211,8 @@ class Governor:
         heat = judge_heat(self._conditions, None)
         self._heat.change(heat, now=now)
         self._heat.hold(now=now)
-        state = "cool again" if heat == "cool" else "still hot"
+        known = "goes on" if self._conditions.thermal is None else "cool again"
+        state = known if heat == "cool" else "still hot"
         self._tell_heat(step, f"{state} after a rest of {show_seconds(rested)}", rested_seconds=rested)
 
     def _is_rested(self, rested: float) -> bool:

@@ -120,6 +120,9 @@ class ProgressLine:
 
 
 def _heat_words(fields: dict[str, Any]) -> str:
-    """ "cool", "hot", "hot 1.3x slower"."""
-    is_slower = fields["state"] != "cool" and "factor" in fields
-    return f"{fields['state']} {fields['factor']:.1f}x slower" if is_slower else str(fields["state"])
+    """ "cool", "hot", "hot 1.3x slower"; without a sensor only "1.3x slower", or nothing."""
+    state = fields["state"]
+    words = [state] if state != "slow" and "thermal" in fields else []
+    if state != "cool" and "factor" in fields:
+        words.append(f"{fields['factor']:.1f}x slower")
+    return " ".join(words)

@@ -14,8 +14,8 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
                 exactness ("bit-exact" or what changed), refused (damaged checkpoints), lost_steps
     warning     the disk refused something, and training goes on: reason, path, errno, free_bytes, again (the next try)
     end         state ("done", "stopped" or "failed"), reason
-    throttle    about ("heat" or "power"), reason; of heat: state ("cool", "slow" or "hot"), factor, since_step, thermal,
-                rested_seconds
+    throttle    about ("heat" or "power"), reason; of heat: state ("cool", "slow" or "hot"), factor, since_step,
+                thermal, rested_seconds
     pressure    level ("normal", "warn" or "critical"), reason
     oom         reason, cure
     skip        reason, verdict ("reproducible": the step is left out; "transient": made again it was fine), samples
