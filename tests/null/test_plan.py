@@ -57,6 +57,7 @@ def test_golden_plans(name: str, workload: Workload, request: pytest.FixtureRequ
     made = {
         "settings": plan.as_json()["settings"],
         "cautions": list(plan.cautions),
+        "hazards": list(plan.hazards),
     }
     path = GOLDEN / f"{request.node.callspec.id}.json"
     if os.environ.get("WHET_REWRITE_GOLDEN"):

@@ -18,6 +18,17 @@ from whet.step.loss import LossFunction
 
 _BATCHNORMS = nn.modules.batchnorm._BatchNorm
 _DROPOUTS = nn.modules.dropout._DropoutNd
+_LAYERS: dict[str, tuple[type[nn.Module], ...]] = {
+    "adaptive max pool": (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+    "attention": (nn.MultiheadAttention,),
+    "conv": (nn.modules.conv._ConvNd,),
+    "gelu": (nn.GELU,),
+    "layer norm": (nn.LayerNorm,),
+    "linear": (nn.Linear,),
+    "lstm": (nn.LSTM,),
+    "rms norm": (nn.RMSNorm,),
+}
+"""What a model shows of itself: functions that it calls are not seen."""
 
 
 def describe(model: nn.Module, data: Any, training: Training, *, recipe: str) -> Workload:
@@ -43,9 +54,16 @@ def describe(model: nn.Module, data: Any, training: Training, *, recipe: str) ->
         lengths_vary=mean_length is not None and mean_length < max_length,
         sample_bytes=sample_bytes,
         needs_decoding=columns is None,
-        has_dropout=any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules()),
+        has_dropout=any(_drops(module) for module in model.modules()),
         has_batchnorm=any(isinstance(module, _BATCHNORMS) for module in model.modules()),
+        layers=tuple(name for name, kinds in _LAYERS.items() if any(isinstance(m, kinds) for m in model.modules())),
     )
+
+
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0 and module.num_layers > 1
+    return isinstance(module, _DROPOUTS) and module.p > 0
 
 
 def measure_activation_bytes(

@@ -3,8 +3,12 @@
 from collections.abc import Iterator
 
 from whet.base.units import GB, show_bytes
+from whet.plan.hazards import hazard_lines
 from whet.plan.prediction import predict_bytes
 from whet.plan.rule import Facts
+
+_LONG_FOR_ATTENTION = 1024
+"""From here on one head's matrix of one sample takes 4 MB and more in float32."""
 
 
 def cautions(facts: Facts) -> Iterator[str]:
@@ -34,5 +38,11 @@ def cautions(facts: Facts) -> Iterator[str]:
         yield "dropout draws depend on the micro-batch: another cut is another draw of the same training"
     if facts.value("mps_fallback") == "on" and facts.device == "mps":
         yield "mps_fallback hides slow trips to the CPU"
+    if facts.device == "mps" and workload.max_length >= _LONG_FOR_ATTENTION:
+        yield (
+            f"MPS has no attention for training that avoids the whole matrix: its memory grows with the square of "
+            f"max_length={workload.max_length}; activation_checkpointing=on keeps one block's at a time"
+        )
+    yield from hazard_lines(facts)
     if facts.machine.origin == "composed":
         yield f"{facts.machine.name} is composed from public sources; nothing was run on it"

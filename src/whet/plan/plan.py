@@ -9,6 +9,7 @@ from whet.base.errors import UsageError, WhetError, nearest
 from whet.base.record import Record
 from whet.machine.facts import Conditions, Machine
 from whet.plan.cautions import cautions
+from whet.plan.hazards import hazards
 from whet.plan.rule import Facts, Rule
 from whet.plan.rules import ALL
 from whet.plan.setting import Measured, Scalar, Setting
@@ -28,6 +29,8 @@ class Plan(Record):
     measured: Mapping[str, Measured] = Field(default_factory=dict)
     settings: Mapping[str, Setting]
     cautions: tuple[str, ...] = ()
+    hazards: tuple[str, ...] = ()
+    """Ids of the known wrong results that apply to this torch on this machine (docs/hazards.md)."""
 
     def value(self, name: str) -> Scalar:
         """The value of one setting."""
@@ -63,6 +66,7 @@ def make_plan(
         measured=measured,
         settings=decided,
         cautions=tuple(cautions(facts)),
+        hazards=tuple(hazard.id for hazard in hazards(machine, facts.device)),
     )
 
 

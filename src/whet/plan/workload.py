@@ -34,6 +34,8 @@ class Workload(Record):
     has_dropout: bool = False
     has_batchnorm: bool = False
     is_causal: bool = False
+    layers: tuple[str, ...] = ()
+    """Kinds of layers that known wrong results speak of (`plan/known_hazards.py`), as far as they were seen."""
 
     @property
     def static_bytes(self) -> int:

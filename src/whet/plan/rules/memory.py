@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 
 from whet.base.units import GB, show_bytes
+from whet.plan.hazards import ROW_LIMIT, has_row_limit
 from whet.plan.prediction import predict_bytes
 from whet.plan.rule import POSITIVE, Decision, Facts, one_of, rule, whole
 
 _CUDA_SHARE = 0.92
 _CPU_SHARE = 0.75
 _UNKNOWN_MEMORY_MICRO_BATCH = 8
-_APPLE_ROW_LIMIT = 32_768
-_FAMILIES_WITH_ROW_LIMIT = ("apple7", "apple8")
 
 
 @rule("M1", "memory_gb", POSITIVE)
@@ -223,9 +222,7 @@ def _share(facts: Facts, micro_batch: int, limit: int) -> str:
 
 def _most_rows(facts: Facts) -> int | None:
     """The rows one product may have without a wrong gradient; None where no limit is known."""
-    family = facts.accelerator.capability if facts.accelerator else None
-    is_affected = facts.machine.torch.is_before(2, 14) is not False
-    return _APPLE_ROW_LIMIT if facts.device == "mps" and family in _FAMILIES_WITH_ROW_LIMIT and is_affected else None
+    return ROW_LIMIT if has_row_limit(facts.machine, facts.device) else None
 
 
 def _cuts(whole: int) -> Iterator[int]:

@@ -70,6 +70,7 @@ def describe(config: TextConfig) -> Workload:
         sample_bytes=8 * (config.arch.max_length + 1),
         activation_bytes=activation_bytes(config.arch),
         has_dropout=config.dropout > 0,
+        layers=("attention", "gelu", "layer norm", "linear"),
     )
 
 
