@@ -1,4 +1,4 @@
-"""Writes the pages that are generated from the source: docs/rules/, docs/keys.md and docs/hazards.md. With --check, only compares.
+"""Writes the pages generated from the source: docs/rules/, keys.md and hazards.md. With --check, only compares.
 
 Run it with `make docs`.
 """

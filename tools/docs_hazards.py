@@ -1,5 +1,7 @@
 """The page of known wrong results, from `whet.plan.known_hazards`."""
 
+from collections.abc import Sequence
+
 from whet.plan.known_hazards import BEFORE_2_11, KNOWN, Hazard
 
 _HEAD = """# Known wrong results on Apple's GPUs
@@ -17,22 +19,19 @@ may still be met. An unknown version counts as affected.
 
 def hazards_page() -> str:
     """One row for each fault; then why older versions of torch are not taken."""
-    rows = [
-        f"| `{h.id}` | {h.what} | {_where(h)} | {_version(h.fixed_in)} | {_links(h.issue)} | {h.answer} |"
-        for h in KNOWN
-    ]
-    table = "| id | what happens | where | fixed in torch | pytorch | what whet does |\n| --- | --- | --- | --- | --- | --- |\n"
-    older = [f"| {version} | {what} | {_links(issue)} |" for version, issue, what in BEFORE_2_11]
+    rows = [(f"`{h.id}`", h.what, _where(h), _version(h.fixed_in), _links(h.issue), h.answer) for h in KNOWN]
+    older = [(version, what, _links(issue)) for version, issue, what in BEFORE_2_11]
     return (
         _HEAD
-        + table
-        + "\n".join(rows)
-        + "\n\nAn upgrade of macOS changes Apple's part of the arithmetic under the same torch.\n\n"
+        + _table(("id", "what happens", "where", "fixed in torch", "pytorch", "what whet does"), rows)
+        + "\nAn upgrade of macOS changes Apple's part of the arithmetic under the same torch.\n\n"
         + "## Why torch 2.11 is the least\n\nFaults that ended with it or before:\n\n"
-        + "| fixed in | what happened | pytorch |\n| --- | --- | --- |\n"
-        + "\n".join(older)
-        + "\n"
+        + _table(("fixed in", "what happened", "pytorch"), older)
     )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, ["---"] * len(header), *rows))
 
 
 def _where(hazard: Hazard) -> str:

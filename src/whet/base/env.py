@@ -26,9 +26,10 @@ def for_child(**changes: str) -> dict[str, str]:
 
 
 def set_unless_set(values: Mapping[str, str]) -> None:
-    """Sets variables that libraries read in this process; what the user has set stays."""
+    """Sets variables that libraries read in this process; what the user has set stays, unless it is empty."""
     for name, value in values.items():
-        os.environ.setdefault(name, value)
+        if read(name) is None:
+            os.environ[name] = value
 
 
 def in_plain_language() -> dict[str, str]:

@@ -100,7 +100,8 @@ def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     for name, place in layout.places.items():
         if place.end > place.start:
             # First to the CPU, then the rest: a converting copy from MPS has overwritten its source (pytorch#189563).
-            yield as_bytes(tensors[name].detach().cpu().contiguous())
+            # Contiguous before: copies of views with gaps from MPS are wrong (pytorch#189961).
+            yield as_bytes(tensors[name].detach().contiguous().cpu())
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

@@ -42,6 +42,7 @@ class CommonConfig(BaseModel):
         "on_device_failure",
         "mps_fallback",
         "on_heat",
+        "keep_awake",
     )
     """Keys that are settings of the plan: when you give one, no rule and no measurement overrides it."""
 
@@ -88,3 +89,4 @@ class CommonConfig(BaseModel):
     on_device_failure: Literal["stop", "cpu"] | Auto = Field("auto", description="when the device cannot be used")
     mps_fallback: Switch | Auto = Field("auto", description="run operators that MPS lacks on the CPU")
     on_heat: Literal["warn", "pace", "pause"] | Auto = Field("auto", description="when the machine gets hot and slow")
+    keep_awake: Switch | Auto = Field("auto", description="keep a Mac from falling asleep while it trains")

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from whet.data.ragged import Packed, Padded, Put
+from whet.data.ragged import Packed, Padded, Put, moved
 
 Field = Tensor | Padded | Packed
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +50,7 @@ class Micro:
 
     def moved(self, put: Put) -> "Micro":
         """The same, with every tensor moved."""
-        fields = {n: put(f) if isinstance(f, Tensor) else f.moved(put) for n, f in self.fields.items()}
-        return Micro(fields=fields, ids=self.ids)
+        return Micro(fields={name: moved(name, field, put) for name, field in self.fields.items()}, ids=self.ids)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -66,3 +66,8 @@ class Micro:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def shapes_of(micro: Micro) -> Shapes:
+    """The shapes of all fields: what decides whether a device must compile anew."""
+    return tuple(tuple(f.shape if isinstance(f, Tensor) else f.values.shape) for f in micro.fields.values())

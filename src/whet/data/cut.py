@@ -11,7 +11,12 @@ import numpy as np
 Lengths = Literal["fixed", "sorted", "few shapes", "packed"]
 
 _NUM_SHAPES = 4
-"""Few enough that compiled graphs stay few; padding to quarters of the longest wastes an eighth on average."""
+"""Few enough that compiled graphs stay few; padding to quarters of the longest wastes an eighth on average.
+
+Rows repeat by themselves: a micro-batch is full, the rest of a global batch, or the rest of an epoch's last one. So a
+column of a table has at most three times as many shapes in a whole run. Rows cannot be filled up: a loss that is a mean
+would count them.
+"""
 
 
 def cut(lengths: np.ndarray, *, micro_batch: int, how: Lengths) -> Iterator[np.ndarray]:

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from whet.device.explaining import WideDtypeError
 
 Put = Callable[[Tensor], Tensor]
 
@@ -82,3 +85,14 @@ class Ragged:
         place = torch.arange(total, device=ends.device) - (ends - lengths)[owner] + starts[owner]
         packed_starts = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
         return Packed(values=self.values[place], starts=packed_starts, max_length=max_length)
+
+
+AnyField = TypeVar("AnyField", Tensor, Padded, Packed, Ragged, Tensor | Ragged, Tensor | Padded | Packed)
+
+
+def moved(name: str, field: AnyField, put: Put) -> AnyField:
+    """A field or column with every tensor moved; a device that cannot take it is told its name."""
+    try:
+        return put(field) if isinstance(field, Tensor) else field.moved(put)
+    except WideDtypeError as error:
+        raise error.named(f"the data's field {name!r}") from None

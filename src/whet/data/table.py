@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from typing import final
 
 import torch
-from torch import Tensor
 
 from whet.data.batch import GlobalBatch, Micro, Position
 from whet.data.columns import Columns
 from whet.data.cut import Lengths
-from whet.data.ragged import Ragged
+from whet.data.ragged import Ragged, moved
 from whet.data.source import AbstractSource, Cutter, ordered_batches
 from whet.device.abstract import AbstractDevice
 
@@ -33,7 +32,7 @@ class Table(AbstractSource):
         self.num_samples: int = len(next(iter(columns.values())))
         self._fingerprint = _fingerprint(columns, self.num_samples)
         if is_resident:
-            columns = {n: device.put(c) if isinstance(c, Tensor) else c.moved(device.put) for n, c in columns.items()}
+            columns = {name: moved(name, column, device.put) for name, column in columns.items()}
         self._cutter = Cutter(columns, send=device.send if is_resident else lambda rows: rows)
         self._global_batch_size = global_batch_size
         self._seed = seed

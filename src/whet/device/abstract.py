@@ -3,12 +3,14 @@
 import contextlib
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from whet.device.oom import is_out_of_memory
 
@@ -50,6 +52,14 @@ class AbstractDevice(ABC):
     def put(self, tensor: Tensor) -> Tensor:
         """The tensor on this device; complete when this returns, as far as later kernels can tell."""
         return tensor.to(self.place)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """A copy of the tensor on the host, contiguous and of the same dtype."""
+        return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+    def put_model(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002
+        """Moves a model here, in the form that this device computes rightly with; every object stays the same."""
+        model.to(self.place)
 
     def send(self, tensor: Tensor) -> Tensor:
         """A small tensor from the host, without waiting for what the device is doing."""
@@ -97,6 +107,24 @@ class AbstractDevice(ABC):
     def scaler(self, loss_scaling: str) -> torch.amp.GradScaler:
         """The loss scaler; one that does nothing where none is needed."""
         return torch.amp.GradScaler(self.place.type, enabled=loss_scaling == "dynamic")
+
+    def refuse_scaling(self, optimizer: Optimizer) -> None:
+        """Refuses an optimizer that loss scaling would go wrong with."""
+
+    def guard(self, *, has_fallback: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
+        """What holds while a run trains here, e.g. a look-out for failures that raise nothing."""
+        return contextlib.nullcontext()
+
+    def computing(self, *, is_step: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
+        """The context in which your model computes: errors that only this device has are told in three lines."""
+        return contextlib.nullcontext()
+
+    def refuse_failure(self, *, wait: bool = False) -> None:
+        """Raises if the device has failed without an error; with `wait`, everything so far is looked at first."""
+
+    def news(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What a run should write down about its device since it was last asked: kinds of events, with their fields."""
+        return iter(())
 
     def rng_state(self) -> Tensor | None:
         """The state of the device's own generator; None where the CPU's is the only one."""

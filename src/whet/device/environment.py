@@ -4,24 +4,78 @@ Written from PyTorch's sources (ATen/mps/MPSFallback.mm and MPSAllocator.mm of 2
 """
 
 from whet.base import env
+from whet.base.errors import UsageError
 
 FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
-_WATERMARKS = {"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "1.0", "PYTORCH_MPS_LOW_WATERMARK_RATIO": "0.9"}
+HIGH = "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
+LOW = "PYTORCH_MPS_LOW_WATERMARK_RATIO"
+_OURS = {HIGH: "1.0", LOW: "0.9"}
+_TORCHS = {HIGH: 1.7, LOW: 1.4}
+_MOST = 2.0
+_CURE = f"export {HIGH}=1.0 {LOW}=0.9, or unset both"
 
 
 def before_torch(*, mps_fallback: bool) -> None:
     """To be called before torch is imported; afterwards the fall-back can no longer be switched."""
     if mps_fallback:
         env.set_unless_set({FALLBACK: "1"})
-    before_first_allocation()
+    _set_watermarks()
 
 
 def before_first_allocation() -> None:
-    """Sets both watermarks (with a high one below 1.4 alone, the first MPS call dies), unless you have set one."""
-    if not any(env.read(name) for name in _WATERMARKS):
-        env.set_unless_set(_WATERMARKS)
+    """To be called before MPS is asked for memory, or for how much there is: then it reads the watermarks.
+
+    Sets both, unless you have set one; a pair that MPS would die of is refused here, where the cure can be told.
+    """
+    _set_watermarks()
+    _refuse_watermarks()
+
+
+def watermark_note() -> str | None:
+    """What to know about watermarks that are not the plan's; None when they are."""
+    found = {name: env.read(name) for name in _OURS}
+    if found == _OURS:
+        return None
+    if _as_ratio(HIGH) == 0:
+        return f"{HIGH}=0.0 removes the limit of GPU memory: the Mac may swap or freeze, and the GPU fail silently"
+    said = ", ".join(f"{name}={value}" for name, value in found.items() if value is not None)
+    return f"the watermarks are yours, not the plan's: {said}"
 
 
 def has_fallback() -> bool:
     """Whether this process was started with the fall-back: any value but 0 switches it on."""
     return env.read(FALLBACK) not in (None, "0")
+
+
+def _set_watermarks() -> None:
+    if not any(env.read(name) for name in _OURS):
+        env.set_unless_set(_OURS)
+
+
+def _refuse_watermarks() -> None:
+    high, low = _as_ratio(HIGH), _as_ratio(LOW)
+    most = high or _MOST
+    if low <= most:
+        return
+    if env.read(LOW) is None:
+        raise UsageError(
+            "MPS needs both watermarks, or none",
+            got=f"{HIGH}={env.read(HIGH)} alone, below torch's own {LOW}={_TORCHS[LOW]}",
+            try_=_CURE,
+        )
+    raise UsageError(
+        "MPS's low watermark must not be above the high one", got=f"{LOW}={low:g}, {HIGH}={high:g}", try_=_CURE
+    )
+
+
+def _as_ratio(name: str) -> float:
+    value = env.read(name)
+    if value is None:
+        return _TORCHS[name]
+    try:
+        ratio = float(value)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= _MOST:
+        raise UsageError(f"{name} must be a number from 0 to 2", got=repr(value), try_=_CURE)
+    return ratio

@@ -3,6 +3,7 @@
 import torch
 
 from whet.device import cuda, mps
+from whet.device.environment import before_first_allocation
 from whet.device.virtual_mac.faults import conditions as simulated_conditions
 from whet.device.virtual_mac.installing import installed as installed_virtual_mac
 from whet.machine.facts import Conditions, Machine
@@ -30,6 +31,9 @@ def as_simulated(conditions: Conditions) -> Conditions:
 
 def _answer() -> TorchAnswer:
     has_mps = mps.why_not() is None
+    if has_mps:
+        # MPS reads the watermarks when it is first asked about memory, which is below.
+        before_first_allocation()
     return TorchAnswer(
         version=str(torch.__version__),
         num_threads=torch.get_num_threads(),

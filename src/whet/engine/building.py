@@ -55,7 +55,7 @@ def build(model: nn.Module, optimizer: Optimizer | OptimizerChoice, data: Any, t
     refuse_too_short(source.num_samples, training.global_batch_size)
     total_steps = training.total_steps(source.num_samples)
     schedule = training.make_schedule(total_steps)
-    model.to(device.place)
+    device.put_model(model, optimizer if isinstance(optimizer, Optimizer) else None)
     if isinstance(optimizer, OptimizerChoice):
         choice = optimizer
         optimizer = make_optimizer(choice, model, device, kernels=str(plan.value("optimizer_kernels")))
@@ -63,6 +63,8 @@ def build(model: nn.Module, optimizer: Optimizer | OptimizerChoice, data: Any, t
     else:
         refuse_foreign_parameters(model, optimizer)
         base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+    if plan.value("loss_scaling") == "dynamic":
+        device.refuse_scaling(optimizer)
     stepper = Stepper(
         model,
         optimizer,

@@ -34,7 +34,8 @@ class Evaluator:
         model, ema = self._parts.stepper.model, self._parts.stepper.ema
         modes = [(module, module.training) for module in model.modules()]
         averaged = ema.in_place() if ema else contextlib.nullcontext()
-        with torch.no_grad(), undisturbed(self._parts.device), averaged:
+        device = self._parts.device
+        with torch.no_grad(), undisturbed(device), averaged, device.computing():
             model.eval()
             try:
                 found = evaluate(model, self.batches(data, plan=plan))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from whet.data.batch import GlobalBatch, Micro
+from whet.data.batch import GlobalBatch, Micro, Shapes, shapes_of
 from whet.data.cut import Lengths
 from whet.engine.building import Parts
 from whet.engine.evaluating import Evaluate, Evaluator
@@ -22,6 +22,9 @@ from whet.plan.plan import Plan, make_plan
 from whet.step.loss import LossFunction
 from whet.step.recompute import recompute_blocks
 from whet.step.step import NonFiniteError, Outcome
+
+_MOST_SHAPES = 1000
+"""Counted up to here: packed batches have a new one each time."""
 
 
 class CannotUndoError(Exception):
@@ -51,6 +54,8 @@ class Execution:
         self._evaluator = Evaluator(parts)
         self._closing.callback(self._evaluator.close)
         self._guard = Guard(parts.stepper.model, parts.device)
+        self.shapes: set[Shapes] = set()
+        """Those that micro-batches have had so far."""
         self._is_ready = False
         self._ran_out_at: int | None = None
 
@@ -159,7 +164,10 @@ class Execution:
     def _cut(self, batch: GlobalBatch) -> Iterator[Micro]:
         micro_batch = self.plan.value("micro_batch")
         assert isinstance(micro_batch, int)
-        return self._parts.source.micros(batch, micro_batch=micro_batch, how=self._how)
+        for micro in self._parts.source.micros(batch, micro_batch=micro_batch, how=self._how):
+            if len(self.shapes) < _MOST_SHAPES:
+                self.shapes.add(shapes_of(micro))
+            yield micro
 
     def _free_memory(self, problem: str, *, number: int, num_samples: int) -> None:
         """By collecting garbage, which may have held it; if that was tried for this step, by needing less."""

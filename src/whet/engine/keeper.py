@@ -72,6 +72,8 @@ class Keeper:
         if urgency == "last" or self._writer.step != progress.step:
             self._collect(wait=True)
         if progress.step not in (self._saved_step, self._writer.step):
+            # A GPU that failed without an error has left garbage.
+            self._parts.device.refuse_failure(wait=True)
             snapshot = self._take(progress, base_rates=base_rates, plan=plan)
             self._begin(snapshot, progress, urgency=urgency, start=start)
             if urgency != "last":

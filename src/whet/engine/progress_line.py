@@ -41,8 +41,8 @@ class ProgressLine:
                 self.say(f"{self._name}: {fields['lost_steps']:,} steps are lost and made again")
         elif kind == "warning":
             self.say(f"{self._name}: {fields['reason']}; tried again {fields['again']}; the training goes on")
-        elif kind == "plan":
-            self.say(f"{self._name}: {fields['changed']}")
+        elif kind in ("plan", "fallback"):
+            self.say(f"{self._name}: {fields.get('changed') or fields['reason']}")
         elif kind == "eval":
             shown = "  ".join(f"{name} {value:.4f}" for name, value in fields.items() if name != "step")
             self.say(f"{self._name}  step {fields['step']:,}  {shown}")

@@ -46,6 +46,7 @@ from whet.engine.starting import exists, find_start
 from whet.engine.training import read_training
 from whet.engine.while_training import no_garbage_collection
 from whet.engine.workload import describe
+from whet.machine.awake import NO_CAFFEINATE, kept_awake
 from whet.machine.vitals import Reader
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
@@ -150,6 +151,8 @@ class Session:
         if found is None and self._init_from is not None:
             load_weights(self._init_from, self.model)
         parts = build(self.model, self._optimizer, self._data, self.training, start.plan)
+        # Left last: what ends before may still write to standard error.
+        self._closing.enter_context(parts.device.guard(has_fallback=parts.plan.value("mps_fallback") == "on"))
         self._closing.callback(parts.source.close)
         self._closing.callback(lambda: set_rate(parts.stepper.optimizer, 1.0, self._rates))
         self.device, self.source = parts.device, parts.source
@@ -182,6 +185,10 @@ class Session:
             self._recorder.event("plan", step=self.progress.step, changed=reason, exact=False, reason=reason)
         if self.run is not None and not is_new:
             self.run = rewrite(self.run, plan=self.plan.as_json(), config=self._config)
+        wants_awake = self.plan.value("keep_awake") == "on"
+        if self._closing.enter_context(kept_awake(wants_awake)) != wants_awake:
+            self._recorder.event("plan", step=self.progress.step, changed=NO_CAFFEINATE)
+        self._tell_news()
         self._first_epoch = self.progress.position.epoch
         self._epoch_began = time.monotonic()
         self._closing.enter_context(self._stop)
@@ -277,6 +284,7 @@ class Session:
             samples=progress.samples,
             lr=self._set_rates[0],
         )
+        self._tell_news()
 
     def due(self, what: str) -> bool:
         """Whether it is time to "evaluate": every `eval_every` steps or at the end of an epoch, and at the very end.
@@ -375,6 +383,12 @@ class Session:
         goal = {"goal": self._goal, "goal_is": self._goal_is}
         self._recorder.event(kind, step=self.progress.step, total_steps=self.total_steps, **goal, **fields)
 
+    def _tell_news(self) -> None:
+        """What the device has to say; one that has failed without an error stops the run here."""
+        for kind, fields in self.device.news():
+            self._recorder.event(kind, step=self.progress.step, **fields)
+        self.device.refuse_failure()
+
     def _save(self, urgency: Urgency) -> None:
         if self._keeper is not None:
             self._keeper.save(self.progress, base_rates=self._rates, plan=self.plan, urgency=urgency)
@@ -393,6 +407,7 @@ class Session:
             epoch=epochs_done,
             epoch_seconds=now - self._epoch_began,
             memory=asdict(memory),
+            shapes=len(self._execution.shapes),
         )
         self._epoch_began = now
         gc.collect()

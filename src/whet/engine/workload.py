@@ -75,7 +75,7 @@ def measure_activation_bytes(
     """
     buffers = Buffers(model)
     try:
-        with undisturbed(device):
+        with undisturbed(device), device.computing():
             at_small, at_large = (_saved_bytes(model, loss, micro) for micro in (small, large))
     finally:
         buffers.put_back()

@@ -7,13 +7,15 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
     plan        changed: why the plan is another one
     step        loss; epoch, samples (so far), lr, seconds: {"data": ..., "forward": ...}
     eval        one field per metric
-    epoch       epoch (how many are done), epoch_seconds, memory: {"allocated": ..., "peak": ..., "limit": ...} in bytes
+    epoch       epoch (how many are done), epoch_seconds, memory: {"allocated": ..., "peak": ..., "limit": ...} in
+                bytes, shapes (how many different ones micro-batches have had in this sitting)
     checkpoint  it is safe now: name, bytes, seconds (in all), stall_seconds (the training stood still),
                 slowed_seconds (steps beside it took longer)
     resume      the run went on from `step`: step and eval events of later steps before this line no longer count;
                 exactness ("bit-exact" or what changed), refused (damaged checkpoints), lost_steps
     warning     the disk refused something, and training goes on: reason, path, errno, free_bytes, again (the next try)
     end         state ("done", "stopped" or "failed"), reason
+    fallback    operators that ran on the CPU: {name: {"calls": ..., "seconds": ...}} of one step; reason
     throttle    about ("heat" or "power"), reason; of heat: state ("cool", "slow" or "hot"), factor, since_step,
                 thermal, rested_seconds
     pressure    level ("normal", "warn" or "critical"), reason
@@ -32,7 +34,7 @@ from typing import Any
 
 from whet.run import strict_json
 
-HAPPENINGS = ("oom", "resume", "throttle", "pressure", "skip", "spike", "warning")
+HAPPENINGS = ("oom", "resume", "throttle", "pressure", "skip", "spike", "fallback", "warning")
 """What is worth telling in a report."""
 
 KINDS = frozenset(("start", "plan", "step", "eval", "epoch", "checkpoint", *HAPPENINGS, "end"))

@@ -64,6 +64,12 @@ class Stepper:
 
         A careful step waits for the device and looks at the numbers before they change any weight.
         """
+        with self.device.computing(is_step=True):
+            return self._step(loss, micros, num_samples=num_samples, step=step, is_careful=is_careful)
+
+    def _step(
+        self, loss: LossFunction, micros: Iterable[Micro], *, num_samples: int, step: int, is_careful: bool
+    ) -> Outcome:
         mark, marks = self.device.mark, []
         self.optimizer.zero_grad(set_to_none=True)
 

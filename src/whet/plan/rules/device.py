@@ -52,7 +52,8 @@ def choose_mps_fallback(facts: Facts) -> Decision:
     float64 or unsupported shapes. An operator that is missing should be seen before the run.
     When wrong: a model that needs one rare operator and is still faster with the round trip.
     Override: mps_fallback=on; `whet train` sets it before torch starts. In a script of yours set
-    PYTORCH_ENABLE_MPS_FALLBACK=1 yourself.
+    PYTORCH_ENABLE_MPS_FALLBACK=1 yourself. The report then names the operators that fell back, with what they cost in
+    the first two steps.
     Sources: ATen/mps/MPSFallback.mm (torch 2.13); pytorch/pytorch#105382, #173808.
     """
     if facts.device != "mps":
@@ -60,4 +61,21 @@ def choose_mps_fallback(facts: Facts) -> Decision:
     return Decision(value="off", reason="it hides slow trips to the CPU", evidence={"device": "mps"})
 
 
-RULES = (choose_device, choose_on_device_failure, choose_mps_fallback)
+@rule("D4", "keep_awake", one_of("on", "off", "unused"))
+def choose_keep_awake(facts: Facts) -> Decision:
+    """Whether the machine is kept from falling asleep while it trains.
+
+    Why: a Mac that nobody touches sleeps after some minutes, and a run with it. `caffeinate -i -w PID` prevents that
+    as long as the run's process lives, a killed one included; the display may still go dark. A closed lid, an empty
+    battery and the power button are stronger.
+    When wrong: on a battery that is needed for something else.
+    Override: keep_awake=off.
+    Sources: caffeinate(8), macOS.
+    """
+    system = facts.machine.os.name
+    if system != "macOS":
+        return Decision(value="unused", reason="only macOS has caffeinate", evidence={"os": system})
+    return Decision(value="on", reason="a Mac that nobody touches falls asleep", evidence={"os": system})
+
+
+RULES = (choose_device, choose_on_device_failure, choose_mps_fallback, choose_keep_awake)

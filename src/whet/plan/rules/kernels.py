@@ -65,9 +65,10 @@ def choose_layout(facts: Facts) -> Decision:
     """The memory layout of images and weights.
 
     Why: channels_last helps convolutions on CUDA and on some CPUs, and has a long list of crashes and wrong results on
-    MPS up to torch 2.13. Contiguous weights also avoid a wrong conv2d on macOS 15 and later.
+    MPS up to torch 2.13. Contiguous weights also avoid a wrong conv2d on macOS 15 and later, so on MPS parameters are
+    made contiguous before the first step; the objects stay yours.
     When wrong: convolutional nets in half precision on CUDA.
-    Override: set the layout of your model yourself; whet leaves it.
+    Override: set the layout of your model yourself; whet leaves it, but for parameters on MPS.
     Sources: pytorch/pytorch#188371, #192212, #180992.
     """
     if facts.device == "mps":

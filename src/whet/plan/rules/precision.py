@@ -55,7 +55,8 @@ def choose_loss_scaling(facts: Facts) -> Decision:
     """Whether the loss is scaled before the backward pass.
 
     Why: only fp16 needs it, since its smallest numbers are about 6e-8; bf16 has the range of float32. On MPS a scaler
-    together with a fused optimizer is right from torch 2.13 on; before, the optimizer ignored the scale.
+    together with a fused optimizer is right from torch 2.13 on; before, the optimizer ignored the scale, so whet's own
+    is not fused then (rule K1), and a fused one of yours, or weights in half precision, are refused.
     When wrong: an fp16 model whose gradients are known to be large.
     Override: choose another precision.
     Sources: pytorch/pytorch#186360, #184286, #150255.
