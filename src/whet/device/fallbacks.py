@@ -95,8 +95,12 @@ def falls_back(name: str) -> bool:
         return True
     delegate = operators.get(operator.delegates_to or "")
     kernels = operator.backends | (delegate.backends if delegate else set())
-    if "MPS" in kernels or "CompositeExplicitAutograd" in operator.backends:
+    if "MPS" in kernels:
         return False
+    if "CompositeExplicitAutograd" in operator.backends:
+        # It has a way of its own, which for x is that of x_, if there is one.
+        base, dot, overload = name.partition(".")
+        return falls_back(f"aten::{base}_{dot}{overload}")
     if delegate is not None:
         return True
     return bool(operator.backends) and not (operator.backends & _DECOMPOSES)

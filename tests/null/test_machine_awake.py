@@ -1,0 +1,82 @@
+"""Keeping a Mac awake, with a simulated caffeinate: a shell program that waits for -w's process like the real one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FAKE = """#!/bin/sh
+echo "$$ $*" >> "$(dirname "$0")/started"
+[ "$1 $2" = "-i -w" ] || exit 64
+while kill -0 "$3" 2>/dev/null; do sleep 0.05; done
+"""
+KEEP = "import os, sys, time\nfrom whet.machine.awake import kept_awake\n"
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    (folder / "caffeinate").write_text(FAKE)
+    (folder / "caffeinate").chmod(0o755)
+    return folder
+
+
+def start(code: str, tools: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    return subprocess.Popen([sys.executable, "-c", KEEP + code], env=env, stdout=subprocess.PIPE, text=True)
+
+
+def eventually(is_true) -> bool:
+    deadline = time.monotonic() + 20
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_true()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_simulated_caffeinate_lasts_as_long_as_it_is_wanted(tools: Path) -> None:
+    process = start(
+        "with kept_awake() as is_awake:\n"
+        f"    while not os.path.exists({str(tools / 'started')!r}): time.sleep(0.01)\n"
+        "    print(is_awake, os.getpid())\n"
+        "print('left')\n",
+        tools,
+    )
+    said, _ = process.communicate(timeout=30)
+    caffeinate, *words = (tools / "started").read_text().split()
+    assert words == ["-i", "-w", str(process.pid)]
+    assert said == f"True {process.pid}\nleft\n"
+    assert eventually(lambda: not is_alive(int(caffeinate)))
+
+
+def test_a_simulated_caffeinate_ends_when_the_run_is_killed(tools: Path) -> None:
+    process = start("with kept_awake(): time.sleep(60)\n", tools)
+    assert eventually((tools / "started").exists)
+    assert eventually(lambda: bool((tools / "started").read_text()))
+    caffeinate = int((tools / "started").read_text().split()[0])
+    assert is_alive(caffeinate)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert eventually(lambda: not is_alive(caffeinate))
+
+
+def test_it_is_not_started_when_nobody_wants_it_and_missed_without_harm(tools: Path) -> None:
+    said, _ = start("with kept_awake(False) as is_awake: print(is_awake)\n", tools).communicate(timeout=30)
+    assert said == "False\n"
+    assert not (tools / "started").exists()
+    (tools / "caffeinate").unlink()
+    said, _ = start("with kept_awake() as is_awake: print(is_awake)\n", tools).communicate(timeout=30)
+    assert said == "False\n"
