@@ -52,14 +52,15 @@ def test_a_simulated_caffeinate_lasts_as_long_as_it_is_wanted(tools: Path) -> No
         "with kept_awake() as is_awake:\n"
         f"    while not os.path.exists({str(tools / 'started')!r}): time.sleep(0.01)\n"
         "    print(is_awake, os.getpid())\n"
-        "print('left')\n",
+        f"pid = int(open({str(tools / 'started')!r}).read().split()[0])\n"
+        "try: os.kill(pid, 0); print('still there')\n"
+        "except ProcessLookupError: print('gone')\n",
         tools,
     )
     said, _ = process.communicate(timeout=30)
-    caffeinate, *words = (tools / "started").read_text().split()
+    _, *words = (tools / "started").read_text().split()
     assert words == ["-i", "-w", str(process.pid)]
-    assert said == f"True {process.pid}\nleft\n"
-    assert eventually(lambda: not is_alive(int(caffeinate)))
+    assert said == f"True {process.pid}\ngone\n", "it ends with the run, not with the process"
 
 
 def test_a_simulated_caffeinate_ends_when_the_run_is_killed(tools: Path) -> None:

@@ -4,9 +4,12 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from whet.device import stderr_relay
 
 START = "import os, sys, subprocess, signal, time\nfrom whet.device.stderr_watch import StderrWatch\n"
 
@@ -64,6 +67,34 @@ def test_what_a_child_says_is_noticed_too() -> None:
         "    print(watch.has_seen(wait=True))\n"
     )
     assert done.stdout == b"True\n"
+
+
+def test_a_mark_that_arrives_in_parts_is_taken_out_and_answered() -> None:
+    command = [sys.executable, "-I", "-S", stderr_relay.__file__, "x"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as relay:
+        assert relay.stdin
+        assert relay.stdout
+        assert relay.stderr
+        for part in (b"before" + stderr_relay.MARK[:3], stderr_relay.MARK[3:] + b"after" + stderr_relay.MARK):
+            relay.stdin.write(part)
+            time.sleep(0.3)
+        assert relay.stdout.read(2) == 2 * stderr_relay.PASSED
+        relay.stdin.close()
+        assert relay.stderr.read() == b"beforeafter"
+
+
+def test_ctrl_c_leaves_the_relay_alone() -> None:
+    code = START + (
+        "signal.signal(signal.SIGINT, lambda *_: None)\n"
+        "with StderrWatch('planted failure') as watch:\n"
+        "    os.killpg(0, signal.SIGINT); time.sleep(0.3)\n"
+        "    print('planted failure', file=sys.stderr)\n"
+        "    print(watch.has_seen(wait=True))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, start_new_session=True)
+    assert done.stdout == b"True\n", done.stderr
+    assert done.stderr == b"planted failure\n"
 
 
 @pytest.mark.parametrize(
