@@ -1,0 +1,108 @@
+"""How is an operator tried? Forward and backward on the device and on the CPU, from the same numbers."""
+
+import copy
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.device.virtual_mac.operators import read_operators, with_mps_kernel
+from whet.doctor.case import Case, Finding, Place, failed, first_line, not_applicable
+from whet.doctor.cases.comparing import CLOSE, compared, leaves
+
+Inputs = Callable[[], tuple[Any, ...]]
+_MISSING = "is not currently implemented for the MPS device"
+_NO_FLOAT64 = "MPS framework doesn't support float64"
+
+
+def operator(
+    name: str,
+    compute: Callable[..., Any],
+    *inputs: Tensor,
+    tolerance: float = CLOSE,
+    is_quick: bool = False,
+) -> Case:
+    """A case for a function of tensors; those with a fraction get a gradient."""
+    return Case(name=name, run=partial(_try_function, compute, inputs, tolerance), is_quick=is_quick)
+
+
+def layer(
+    name: str,
+    make: Callable[[], nn.Module],
+    *inputs: Tensor,
+    tolerance: float = CLOSE,
+    is_quick: bool = False,
+) -> Case:
+    """A case for a module: its output, and the gradients of inputs and parameters."""
+    return Case(name=name, run=partial(_try_module, make, inputs, tolerance), is_quick=is_quick)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    """Ordinary numbers, the same every time."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(*shape: int, below: int, seed: int = 0) -> Tensor:
+    """Whole numbers from 0, the same every time."""
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _try_function(compute: Callable[..., Any], inputs: tuple[Tensor, ...], tolerance: float, place: Place) -> Finding:
+    expected = forward_and_backward(compute, inputs, torch.device("cpu"))
+    return _judge(lambda: forward_and_backward(compute, inputs, place.device.place), expected, tolerance)
+
+
+def _try_module(
+    make: Callable[[], nn.Module], inputs: tuple[Tensor, ...], tolerance: float, place: Place
+) -> Finding:
+    torch.manual_seed(0)
+    on_cpu = make()
+
+    def run(where: torch.device) -> Any:
+        module = copy.deepcopy(on_cpu).to(where)
+        found = forward_and_backward(module, inputs, where)
+        return found, [p.grad for p in module.parameters() if p.grad is not None], list(module.buffers())
+
+    expected = run(torch.device("cpu"))
+    return _judge(lambda: run(place.device.place), expected, tolerance)
+
+
+def forward_and_backward(compute: Callable[..., Any], inputs: tuple[Tensor, ...], where: torch.device) -> Any:
+    """The outputs, and the gradients of the inputs for fixed gradients of the outputs."""
+    # Copies, on the CPU too: the inputs stay as they are for the other device.
+    moved = [t.clone().to(where).requires_grad_(t.is_floating_point()) for t in inputs]
+    # Through an operator that owns no memory, so that one in place does not meet a leaf.
+    outputs = leaves(compute(*[t.view_as(t) if t.requires_grad else t for t in moved]))
+    roots = [output for output in outputs if output.requires_grad]
+    if roots:
+        seeds = [draw(*root.shape, seed=7 + place).to(where, root.dtype) for place, root in enumerate(roots)]
+        torch.autograd.backward(roots, seeds)
+    return outputs, [t.grad for t in moved if t.requires_grad and t.grad is not None]
+
+
+def _judge(run: Callable[[], Any], expected: Any, tolerance: float) -> Finding:
+    try:
+        found = run()
+    except Exception as error:
+        return refusal(error)
+    return compared(found, expected, tolerance=tolerance, right="equal", wrong="differs from the CPU")
+
+
+def refusal(error: Exception) -> Finding:
+    """What an operator that raises means: missing as torch's own list says, or a surprise."""
+    text = str(error)
+    if isinstance(error, NotImplementedError) and _MISSING in text:
+        name = text.partition("'aten::")[2].partition("'")[0]
+        if name and name not in _with_kernel():
+            return not_applicable(f"missing, as torch's list says: aten::{name}", outcome="missing", operator=name)
+        return failed(f"missing, although torch's list has it: aten::{name}", outcome="missing", operator=name)
+    if isinstance(error, TypeError) and _NO_FLOAT64 in text:
+        return not_applicable("Metal has no float64", outcome="refused")
+    return failed(first_line(error), outcome="refused")
+
+
+@lru_cache(maxsize=1)
+def _with_kernel() -> frozenset[str]:
+    return frozenset(operator.name for operator in with_mps_kernel(read_operators()))

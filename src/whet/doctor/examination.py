@@ -1,0 +1,162 @@
+"""What did the examination of a device find? All checks in their order, within a budget, and the record to share.
+
+No torch here: it is loaded in the processes that check.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from whet.base.errors import UsageError, WhetError
+from whet.base.record import Record
+from whet.base.version import VERSION
+from whet.device.environment import FALLBACK
+from whet.device.virtual_mac.installing import installed as installed_virtual_mac
+from whet.doctor.case import Check, Group
+from whet.doctor.privacy import without_names
+from whet.doctor.ward import Ward
+from whet.machine.facts import Conditions, Machine
+from whet.machine.probe import ask_system, probe
+from whet.run.folder import versions
+
+FORMAT_VERSION = 1
+BUDGET_SECONDS = 120.0
+
+# A missing operator shall be seen as missing, whatever the user's environment says; "0" switches the fall-back off.
+_NO_FALLBACK = {FALLBACK: "0"}
+
+GROUPS = (
+    Group(name="environment", table="whet.doctor.cases.environment:CASES"),
+    Group(name="operators", table="whet.doctor.cases.operators:CASES", environment=_NO_FALLBACK),
+    Group(name="hazards", table="whet.doctor.cases.hazards:CASES", environment=_NO_FALLBACK),
+    Group(name="parity", table="whet.doctor.cases.parity:CASES", environment=_NO_FALLBACK),
+    Group(name="resume", table="whet.doctor.cases.resume:CASES", environment=_NO_FALLBACK),
+    Group(name="speeds", table="whet.doctor.cases.speeds:CASES", environment=_NO_FALLBACK),
+)
+
+Told = Callable[[str, Check | None], None]
+"""Is told the name of a group when it begins, and each check when it is done."""
+
+
+class Examination(Record):
+    """One device of one machine, examined once. Nothing in it names the owner."""
+
+    format_version: Literal[1] = 1
+    whet: str
+    device: str
+    is_virtual: bool
+    """Whether the device was simulated: nothing then says anything about a real Mac."""
+    is_quick: bool
+    started: str
+    finished: str
+    budget_seconds: float
+    machine: Machine
+    conditions: Conditions
+    conditions_after: Conditions
+    num_busy_processes: int
+    """Others that took a whole core or a tenth of the memory while we began; their names are left out."""
+    versions: dict[str, str | None]
+    checks: tuple[Check, ...]
+
+    @property
+    def trouble(self) -> tuple[Check, ...]:
+        """What somebody should look at."""
+        return tuple(check for check in self.checks if check.is_trouble)
+
+
+def examine(
+    device: str = "auto",
+    *,
+    budget_seconds: float = BUDGET_SECONDS,
+    quick: bool = False,
+    show: Told | None = None,
+    groups: Sequence[Group] = GROUPS,
+) -> Examination:
+    """Runs every check on a device. A check that raises, dies, hangs or is cut by the budget is a finding."""
+    started, ends_at = _now(), time.monotonic() + budget_seconds
+    virtual = installed_virtual_mac()
+    found = probe()
+    machine = virtual or found.machine
+    device = choose_device(device, machine)
+    checks: list[Check] = []
+    with tempfile.TemporaryDirectory(prefix="whet-doctor-") as folder:
+        ward = Ward(
+            device=device,
+            ends_at=ends_at,
+            budget_seconds=budget_seconds,
+            virtual_mac=None if virtual is None else _written(virtual, Path(folder)),
+            only_quick=quick,
+        )
+        for group in groups:
+            if show is not None:
+                show(group.name, None)
+            for check in ward.run(group):
+                checks.append(_shareable(check))
+                if show is not None:
+                    show(group.name, checks[-1])
+    return Examination(
+        whet=VERSION,
+        device=device,
+        is_virtual=virtual is not None,
+        is_quick=quick,
+        started=started,
+        finished=_now(),
+        budget_seconds=budget_seconds,
+        machine=_without_names(machine),
+        conditions=found.conditions.model_copy(update={"busy": ()}),
+        conditions_after=ask_system().conditions.model_copy(update={"busy": ()}),
+        num_busy_processes=len(found.conditions.busy),
+        versions=versions(),
+        checks=tuple(checks),
+    )
+
+
+def choose_device(name: str, machine: Machine) -> str:
+    """The device to examine: what was asked for, or what training would take; refused if it is not there."""
+    if machine.torch.error is not None:
+        raise WhetError("torch cannot be loaded", got=without_names(machine.torch.error), try_="whet probe says more")
+    kind, _, index = name.partition(":")
+    kinds = [kind for kind in ("cuda", "mps") if machine.accelerator(kind) is not None]
+    if kind == "auto":
+        return (kinds or ["cpu"])[0]
+    if kind not in ("cpu", "cuda", "mps") or (index and (kind != "cuda" or not index.isdecimal())):
+        raise UsageError("no such device", got=name, try_="auto, mps, cuda, cuda:1 or cpu")
+    num_there = sum(accelerator.kind == kind for accelerator in machine.accelerators)
+    if kind != "cpu" and int(index or 0) >= num_there:
+        absent = next((absent for absent in machine.absent if absent.device == kind), None)
+        why = absent.reason if absent else f"{num_there} of that kind, counted from 0"
+        raise UsageError(f"there is no {name} to examine", got=why, try_=absent.cure if absent else "--device auto")
+    return name
+
+
+def as_bytes(examination: Examination) -> bytes:
+    """The file to share."""
+    return (json.dumps(examination.as_json(), indent=2, allow_nan=False) + "\n").encode()
+
+
+def _written(virtual: Machine, folder: Path) -> Path:
+    """The virtual machine as a file, so that the processes that check can be given the same one."""
+    path = folder / "machine.json"
+    name, sources = virtual.name.removesuffix(" (virtual)"), virtual.sources[:-1]
+    path.write_text(json.dumps(virtual.model_copy(update={"name": name, "sources": sources}).as_json()))
+    return path
+
+
+def _shareable(check: Check) -> Check:
+    figures = {name: without_names(v) if isinstance(v, str) else v for name, v in check.figures.items()}
+    return check.model_copy(update={"what": without_names(check.what), "figures": figures})
+
+
+def _without_names(machine: Machine) -> Machine:
+    """A machine's facts hold no names; only a torch that could not be asked may have said a path."""
+    error = machine.torch.error
+    torch = machine.torch.model_copy(update={"error": error and without_names(error)})
+    return machine.model_copy(update={"torch": torch})
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
