@@ -14,6 +14,7 @@ the rooms above it in this list, never the later ones:
     step      one optimizer step: the only code that trains
     checkpoint  everything an exact resume needs, on disk
     engine    Session, train, schedules, signals
+    doctor    examines a device: operators, known bugs, parity, resume, speed
     recipes   complete workloads that ship with whet
     cli       one file per verb; the only room that prints
 """

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
+
 from whet.base.record import Record
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ class Finding(Record):
 
     verdict: Verdict
     what: str
-    figures: dict[str, Figure] = {}
+    figures: dict[str, Figure] = Field(default_factory=dict)
 
 
 class Check(Finding):

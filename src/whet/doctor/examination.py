@@ -27,15 +27,16 @@ FORMAT_VERSION = 1
 BUDGET_SECONDS = 120.0
 
 # A missing operator shall be seen as missing, whatever the user's environment says; "0" switches the fall-back off.
-_NO_FALLBACK = {FALLBACK: "0"}
+# One thread: small kernels on many threads crawl on a busy computer; only speeds need them all.
+_STEADY = {FALLBACK: "0", "OMP_NUM_THREADS": "1"}
 
 GROUPS = (
     Group(name="environment", table="whet.doctor.cases.environment:CASES"),
-    Group(name="operators", table="whet.doctor.cases.operators:CASES", environment=_NO_FALLBACK),
-    Group(name="hazards", table="whet.doctor.cases.hazards:CASES", environment=_NO_FALLBACK),
-    Group(name="parity", table="whet.doctor.cases.parity:CASES", environment=_NO_FALLBACK),
-    Group(name="resume", table="whet.doctor.cases.resume:CASES", environment=_NO_FALLBACK),
-    Group(name="speeds", table="whet.doctor.cases.speeds:CASES", environment=_NO_FALLBACK),
+    Group(name="operators", table="whet.doctor.cases.operators:CASES", environment=_STEADY),
+    Group(name="hazards", table="whet.doctor.cases.hazards:CASES", environment=_STEADY),
+    Group(name="parity", table="whet.doctor.cases.parity:CASES", environment=_STEADY),
+    Group(name="resume", table="whet.doctor.cases.resume:CASES", environment=_STEADY),
+    Group(name="speeds", table="whet.doctor.cases.speeds:CASES"),
 )
 
 Told = Callable[[str, Check | None], None]

@@ -1,4 +1,4 @@
-"""What must not be in a file that is shared: the names of the user and the computer, and where things lie on its disk."""
+"""What must not be in a file that is shared: names of the user and the computer, and where things lie on its disk."""
 
 import getpass
 import platform

@@ -129,7 +129,7 @@ class _Process:
     """A child that writes answers; read with limits, ended at the latest when we leave."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
         self._seen = 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", "whet.doctor.child", *words],

@@ -10,7 +10,7 @@ from torch import Tensor
 from whet.doctor.case import Finding, differs, good
 
 CLOSE = 1e-4
-"""The largest error for float32, relative to the largest value: some orders above rounding, far below a wrong result."""
+"""The largest error in float32, relative to the largest value: far above rounding, far below a wrong result."""
 HALF_CLOSE = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _OWN_SCALE = 1e-2
 """A tensor whose values are smaller than this share of the tree's largest is measured against that share: a gradient

@@ -15,7 +15,7 @@ _SEEN = draw(2, 1, 12, 12).abs() > 0.3
 class _Recurrent(nn.Module):
     """Gives only the outputs of a recurrent layer."""
 
-    def __init__(self, kind: type[nn.RNNBase], **options: bool) -> None:
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], **options: bool) -> None:
         super().__init__()
         self.inner = kind(6, 8, 2, batch_first=True, **options)
 
@@ -63,7 +63,9 @@ def _autocast(dtype: torch.dtype, place: Place) -> Finding:
     inputs = (draw(2, 12, 32), draw(48, 32, seed=1) / 6, draw(5, 12, 3, seed=2) / 6)
     expected = forward_and_backward(compute, inputs, torch.device("cpu"))
     found = forward_and_backward(halved, inputs, place.device.place)
-    return compared(found, expected, tolerance=4 * HALF_CLOSE[dtype], right="close to float32", wrong="far from float32")
+    return compared(
+        found, expected, tolerance=4 * HALF_CLOSE[dtype], right="close to float32", wrong="far from float32"
+    )
 
 
 LAYERS: list[Case] = [
@@ -92,7 +94,8 @@ LAYERS: list[Case] = [
     operator("attention", f.scaled_dot_product_attention, *_HEADS, is_quick=True),
     operator("attention, causal", lambda q, k, v: f.scaled_dot_product_attention(q, k, v, is_causal=True), *_HEADS,
              is_quick=True),
-    operator("attention, masked", lambda q, k, v, m: f.scaled_dot_product_attention(q, k, v, attn_mask=m), *_HEADS, _SEEN),
+    operator("attention, masked", lambda q, k, v, m: f.scaled_dot_product_attention(q, k, v, attn_mask=m), *_HEADS,
+             _SEEN),
     layer("MultiheadAttention", _SelfAttention, draw(2, 9, 16)),
     layer("TransformerEncoderLayer", lambda: nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True),
           draw(2, 9, 16)),

@@ -34,14 +34,16 @@ _POINTWISE = [
     operator("floor, round, remainder", lambda a: (a.floor(), a.round(), a.remainder(0.7)), draw(4, 6)),
     operator("lerp, addcmul, addcdiv", lambda a, b: (a.lerp(b, 0.3), torch.addcmul(a, a, b, value=0.5),
              torch.addcdiv(a, b, b.abs() + 1)), draw(4, 6), draw(4, 6, seed=1)),
-    operator("maximum, minimum", lambda a, b: (torch.maximum(a, b), torch.minimum(a, b)), draw(4, 6), draw(4, 6, seed=1)),
+    operator("maximum, minimum", lambda a, b: (torch.maximum(a, b), torch.minimum(a, b)), draw(4, 6),
+             draw(4, 6, seed=1)),
     operator("relu, leaky_relu, elu", lambda a: (f.relu(a), f.leaky_relu(a), f.elu(a)), draw(4, 6)),
     operator("gelu, silu, mish", lambda a: (f.gelu(a), f.gelu(a, approximate="tanh"), f.silu(a), f.mish(a)),
              draw(40, 6), is_quick=True),
     operator("softplus, hardswish, glu", lambda a: (f.softplus(a), f.hardswish(a), f.glu(a)), draw(4, 6)),
     operator("softmax, log_softmax", lambda a: (a.softmax(-1), a.log_softmax(0)), draw(16, 50), is_quick=True),
     operator("logsumexp", lambda a: a.logsumexp(-1), draw(4, 6)),
-    operator("nan_to_num, isfinite", lambda a: (a.nan_to_num(), a.isfinite()), torch.tensor([1.0, torch.inf, torch.nan])),
+    operator("nan_to_num, isfinite", lambda a: (a.nan_to_num(), a.isfinite()),
+             torch.tensor([1.0, torch.inf, torch.nan])),
 ]  # fmt: skip
 _REDUCTIONS = [
     operator("sum, mean", lambda a: (a.sum(), a.sum(-1), a.mean(0)), draw(40, 60), is_quick=True),
@@ -64,11 +66,13 @@ _INDEXING = [
     operator("index by a mask", lambda a, m: a[m], draw(4, 6), _MASK),
     operator("index_put, accumulated", lambda a, b, i: a.clone().index_put_((i,), b, accumulate=True), draw(5, 6),
              draw(4, 6, seed=1), _ROWS),
-    operator("index_add, index_copy", lambda a, b, i: a.clone().index_add_(0, i, b), draw(5, 6), draw(4, 6, seed=1), _ROWS),
+    operator("index_add", lambda a, b, i: a.clone().index_add_(0, i, b), draw(5, 6),
+             draw(4, 6, seed=1), _ROWS),
     operator("index_select", lambda a, i: a.index_select(0, i), draw(5, 6), _ROWS),
     operator("gather", lambda a, i: a.gather(0, i), draw(4, 6), _WHERE),
     operator("scatter_add", lambda a, b, i: a.clone().scatter_add_(0, i, b), draw(4, 6), draw(4, 6, seed=1), _WHERE),
-    operator("scatter_reduce", lambda a, b, i: a.scatter_reduce(0, i, b, reduce="mean"), draw(4, 6), draw(4, 6, seed=1), _WHERE),
+    operator("scatter_reduce", lambda a, b, i: a.scatter_reduce(0, i, b, reduce="mean"), draw(4, 6),
+             draw(4, 6, seed=1), _WHERE),
     operator("masked_fill, where", lambda a, m: (a.masked_fill(m, 2.0), torch.where(m, a, a * 2)), draw(4, 6), _MASK),
     operator("cat, stack, split", lambda a, b: (torch.cat((a, b)), torch.stack((a, b)), *a.split(2)), draw(4, 6),
              draw(4, 6, seed=1)),
@@ -86,7 +90,8 @@ _LOSSES = [
     operator("cross_entropy, smoothed and ignored", lambda a, i: f.cross_entropy(a, i, label_smoothing=0.1,
              ignore_index=3), draw(64, 9), whole(64, below=9)),
     operator("nll_loss, 2-d", lambda a, i: f.nll_loss(a.log_softmax(1), i), draw(3, 5, 4, 4), whole(3, 4, 4, below=5)),
-    operator("mse, l1, huber", lambda a, b: (f.mse_loss(a, b), f.l1_loss(a, b), f.huber_loss(a, b)), draw(9), draw(9, seed=1)),
+    operator("mse, l1, huber", lambda a, b: (f.mse_loss(a, b), f.l1_loss(a, b), f.huber_loss(a, b)), draw(9),
+             draw(9, seed=1)),
     operator("binary_cross_entropy", lambda a, b: (f.binary_cross_entropy_with_logits(a, b), f.binary_cross_entropy(
              a.sigmoid(), b)), draw(4, 6), draw(4, 6, seed=1).sigmoid()),
     operator("kl_div, cosine", lambda a, b: (f.kl_div(a.log_softmax(-1), b.softmax(-1), reduction="batchmean"),
@@ -98,7 +103,8 @@ _LACKING = [
              torch.tensor([8, 8]), torch.tensor([3, 3])), draw(8, 2, 5)),
     operator("linalg.eigh", lambda a: torch.linalg.eigvalsh(a + a.mT), draw(6, 6)),
     operator("linalg.svd", lambda a: torch.linalg.svdvals(a), draw(6, 4)),
-    operator("linalg.lstsq", lambda a, b: torch.linalg.lstsq(a, b).solution, draw(6, 4), draw(6, 2, seed=1), tolerance=1e-3),
+    operator("linalg.lstsq", lambda a, b: torch.linalg.lstsq(a, b).solution, draw(6, 4), draw(6, 2, seed=1),
+             tolerance=1e-3),
     operator("matrix_exp", lambda a: torch.linalg.matrix_exp(a), draw(4, 4)),
     operator("pdist", f.pdist, draw(6, 4)),
     operator("adaptive_avg_pool3d", lambda a: f.adaptive_avg_pool3d(a, 2), draw(1, 2, 4, 4, 4)),
@@ -124,7 +130,9 @@ def _list_against_dispatcher(place: Place) -> Finding:
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     absent = [name for name in listed if not has_kernel(f"aten::{name}", "MPS")]
     if absent:
-        return differs(f"{len(absent)} of {len(listed)} listed kernels are absent", **figures, absent=" ".join(absent[:40]))
+        return differs(
+            f"{len(absent)} of {len(listed)} listed kernels are absent", **figures, absent=" ".join(absent[:40])
+        )
     return good(f"all {len(listed)} kernels of torch's list are there", **figures)
 
 

@@ -54,9 +54,7 @@ def _try_function(compute: Callable[..., Any], inputs: tuple[Tensor, ...], toler
     return _judge(lambda: forward_and_backward(compute, inputs, place.device.place), expected, tolerance)
 
 
-def _try_module(
-    make: Callable[[], nn.Module], inputs: tuple[Tensor, ...], tolerance: float, place: Place
-) -> Finding:
+def _try_module(make: Callable[[], nn.Module], inputs: tuple[Tensor, ...], tolerance: float, place: Place) -> Finding:
     torch.manual_seed(0)
     on_cpu = make()
 

@@ -59,7 +59,9 @@ def _half_linear(place: Place) -> tuple[Any, Any]:
     inputs = draw(4, 96, 128), draw(64, 128, seed=1) / 11
     found, expected = _in_halves(place, f.linear, *inputs)
     again = [_in_halves(place, f.linear, *inputs)[0] for _ in range(4)]
-    is_same = torch.tensor([torch.equal(a.cpu(), b.cpu()) for other in again for a, b in zip(other, found, strict=True)])
+    is_same = torch.tensor(
+        [torch.equal(a.cpu(), b.cpu()) for other in again for a, b in zip(other, found, strict=True)]
+    )
     return (found, is_same), (expected, torch.ones(8, dtype=torch.bool))
 
 

@@ -36,7 +36,9 @@ def _frozen_input(place: Place) -> tuple[Any, Any]:
 @_known.add(189617, "rms_norm in half precision", tolerance=2e-2)
 def _half_rms(place: Place) -> tuple[Any, Any]:
     x, weight = draw(9, 256), 1 + draw(256, seed=1) / 10
-    found = [f.rms_norm(place.put(x.to(d)), (256,), place.put(weight.to(d))).float() for d in (torch.float16, torch.bfloat16)]
+    found = [
+        f.rms_norm(place.put(x.to(d)), (256,), place.put(weight.to(d))).float() for d in (torch.float16, torch.bfloat16)
+    ]
     return found, [f.rms_norm(x, (256,), weight)] * 2
 
 

@@ -1,0 +1,192 @@
+"""How fast is this device, as measured now? Medians of repeats, taken in turn so that a warmer moment hits all alike.
+
+Power and heat decide much of it: the examination records them before and after.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from whet.base.units import show_bytes, show_seconds
+from whet.device.abstract import AbstractDevice
+from whet.device.cpu import Cpu
+from whet.doctor.case import Case, Figure, Finding, Place, good, not_applicable
+from whet.doctor.cases.models import VOCABULARY, Task, Transformer
+from whet.doctor.cases.trying import whole
+
+REPEATS = 7
+_WORTH_TIMING = 0.004
+_SLOWEST = 0.4
+"""Seconds: what is shorter is timed many times over, what is longer is not timed in its full size."""
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def time_in_turn(calls: Mapping[str, tuple[AbstractDevice, Callable[[], object]]]) -> dict[str, list[float]]:
+    """Seconds of each call, `REPEATS` times round; each waits for its device before and after."""
+    for device, call in calls.values():
+        call()
+        device.sync()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(REPEATS):
+        for name, (device, call) in calls.items():
+            device.sync()
+            start = time.perf_counter()
+            call()
+            device.sync()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def once(device: AbstractDevice, call: Callable[[], object]) -> float:
+    """Seconds of one warm call."""
+    call()
+    device.sync()
+    start = time.perf_counter()
+    call()
+    device.sync()
+    return time.perf_counter() - start
+
+
+def _spread(seconds: list[float]) -> float:
+    """Half the distance between the quartiles, as a share of the median."""
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    return (high - low) / 2 / middle
+
+
+def _matmul(place: Place) -> Finding:
+    device = place.device
+
+    def product(size: int, dtype: torch.dtype) -> Callable[[], object]:
+        a = torch.randn(size, size).to(dtype).to(device.place)
+        return lambda: a @ a
+
+    size = 256
+    while size < 4_096 and once(device, product(size, torch.float32)) < _WORTH_TIMING:
+        size *= 2
+    sizes, calls = {}, {}
+    for name, dtype in _DTYPES.items():
+        # A CPU without such cores can be a hundred times slower.
+        small = once(device, product(128, dtype))
+        sizes[name] = size if small * (size / 128) ** 3 < _SLOWEST else 128
+        calls[name] = (device, product(sizes[name], dtype))
+    seconds = time_in_turn(calls)
+    figures: dict[str, Figure] = {}
+    shown = []
+    for name, taken in seconds.items():
+        speed = 2 * sizes[name] ** 3 / statistics.median(taken) / 1e9
+        figures |= {f"{name}_gflops": speed, f"{name}_size": sizes[name], f"{name}_spread": _spread(taken)}
+        shown.append(f"{name} {speed:,.0f}")
+    return good(f"GFLOP/s: {', '.join(shown)}", **figures)
+
+
+def _bandwidth(place: Place) -> Finding:
+    device = place.device
+    limit = device.memory().limit or 2**33
+    num_bytes = min(2**28, limit // 32)
+    source = torch.zeros(num_bytes // 4, device=device.place)
+    target = torch.empty_like(source)
+    seconds = time_in_turn({"copy": (device, lambda: target.copy_(source))})["copy"]
+    speed = 2 * num_bytes / statistics.median(seconds)
+    return good(
+        f"{speed / 1e9:,.1f} GB/s read and written", gb_per_second=speed / 1e9, spread=_spread(seconds), bytes=num_bytes
+    )
+
+
+def _copies(place: Place) -> Finding:
+    device = place.device
+    if device.kind == "cpu":
+        return not_applicable("nothing has to be copied")
+    host = torch.zeros(2**24)
+    there = device.put(host)
+    seconds = time_in_turn({"to": (device, lambda: device.put(host)), "from": (device, there.cpu)})
+    to, back = (2**26 / statistics.median(seconds[way]) / 1e9 for way in ("to", "from"))
+    return good(f"{to:,.1f} GB/s to the device, {back:,.1f} back", to_gb_per_second=to, from_gb_per_second=back,
+                to_spread=_spread(seconds["to"]), from_spread=_spread(seconds["from"]))  # fmt: skip
+
+
+def _launches(place: Place) -> Finding:
+    device, count = place.device, 500
+    x = torch.zeros(16, device=device.place)
+
+    def ask() -> None:
+        for _ in range(count):
+            x.add_(1)
+
+    def ask_and_wait() -> None:
+        for _ in range(20):
+            x.add_(1)
+            device.sync()
+
+    seconds = time_in_turn({"ask": (device, ask), "wait": (device, ask_and_wait)})
+    asked, waited = statistics.median(seconds["ask"]) / count, statistics.median(seconds["wait"]) / 20
+    return good(
+        f"{asked * 1e6:.1f} us for a small operator in a row, {waited * 1e6:.1f} us with a wait",
+        launch_us=asked * 1e6, wait_us=waited * 1e6,
+        launch_spread=_spread(seconds["ask"]), wait_spread=_spread(seconds["wait"]),
+    )  # fmt: skip
+
+
+def _stepper(device: AbstractDevice, *, width: int, batch: int) -> Callable[[], object]:
+    torch.manual_seed(0)
+    tokens = whole(batch, 65, below=VOCABULARY)
+    model = Transformer(width=width, length=64).to(device.place)
+    task = Task(copy.deepcopy(model), device.put(tokens[:, :-1].contiguous()), device.put(tokens[:, 1:].contiguous()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        task.loss(model).backward()
+        optimizer.step()
+
+    return step
+
+
+def _training(place: Place, *, width: int, batch: int) -> Finding:
+    device = place.device
+    calls = {place.device.kind: (device, _stepper(device, width=width, batch=batch))}
+    if device.kind != "cpu":
+        calls["cpu"] = (Cpu(), _stepper(Cpu(), width=width, batch=batch))
+    seconds = time_in_turn(calls)
+    figures: dict[str, Figure] = {"tokens": batch * 64, "width": width}
+    for name, taken in seconds.items():
+        figures |= {f"{name}_seconds": statistics.median(taken), f"{name}_spread": _spread(taken)}
+    what = f"{show_seconds(statistics.median(seconds[device.kind]))} a step"
+    if device.kind != "cpu":
+        # Of pairs that were measured one after the other.
+        ratio = statistics.median(c / d for c, d in zip(seconds["cpu"], seconds[device.kind], strict=True))
+        figures["times_the_cpu"] = ratio
+        what += f", {ratio:.2f} times the speed of the CPU"
+    return good(what, **figures)
+
+
+def _memory(place: Place) -> Finding:
+    device = place.device
+    if device.kind == "cpu":
+        return not_applicable("there is no cache to empty", limit_bytes=device.memory().limit)
+    seconds = []
+    for _ in range(3):
+        torch.zeros(2**24, device=device.place)
+        device.sync()
+        start = time.perf_counter()
+        device.empty_cache()
+        seconds.append(time.perf_counter() - start)
+    limit = device.memory().limit
+    cost = statistics.median(seconds)
+    what = (
+        f"emptying the cache takes {show_seconds(cost)}; recommended memory {show_bytes(limit) if limit else 'unknown'}"
+    )
+    return good(what, empty_cache_seconds=cost, limit_bytes=limit)
+
+
+CASES: list[Case] = [
+    Case(name="matrix product", run=_matmul, is_quick=True),
+    Case(name="memory bandwidth", run=_bandwidth),
+    Case(name="copies from and to the host", run=_copies),
+    Case(name="launching a kernel", run=_launches),
+    Case(name="training step, small", run=lambda place: _training(place, width=64, batch=8), is_quick=True),
+    Case(name="training step, larger", run=lambda place: _training(place, width=128, batch=32)),
+    Case(name="memory", run=_memory),
+]

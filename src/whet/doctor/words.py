@@ -1,0 +1,62 @@
+"""An examination as lines for a screen: what is good in one line for each group, what is not in full."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from whet.base.units import show_seconds
+from whet.doctor.case import Check, Verdict
+from whet.doctor.examination import Examination
+from whet.machine.words import one_line
+
+_ORDER: tuple[Verdict, ...] = ("good", "differs", "failed", "not applicable", "skipped")
+_MOST_LINES = 25
+
+
+def examination_lines(examination: Examination) -> Iterator[str]:
+    """All of it."""
+    yield f"machine   {one_line(examination.machine)}"
+    simulated = ", SIMULATED on this computer's CPU: nothing here is about a real Mac" if examination.is_virtual else ""
+    yield f"device    {examination.device}{simulated}"
+    yield ""
+    for name in dict.fromkeys(check.group for check in examination.checks):
+        yield group_line(name, [check for check in examination.checks if check.group == name])
+    yield ""
+    for check in examination.checks:
+        if check.group == "speeds" and check.verdict == "good":
+            yield f"{check.name:<28}  {check.what}"
+    yield from _chapter("to look at", examination.trouble)
+    yield from _chapter("skipped", [check for check in examination.checks if check.verdict == "skipped"])
+    missing = [check.name for check in examination.checks if check.figures.get("outcome") == "missing"]
+    if missing:
+        yield ""
+        yield f"missing on {examination.device}: {', '.join(missing)}"
+
+
+def group_line(name: str, checks: Sequence[Check]) -> str:
+    """How many of a group are good, differ, and so on.
+
+    >>> group_line("parity", [Check(group="parity", name="x", verdict="good", what="", seconds=2.0)])
+    'parity       1 good, in 2.0 s'
+    """
+    counts = Counter(check.verdict for check in checks)
+    said = ", ".join(f"{counts[verdict]} {verdict}" for verdict in _ORDER if counts[verdict])
+    return f"{name:<11}  {said}, in {show_seconds(sum(check.seconds for check in checks))}"
+
+
+def conclusion(examination: Examination) -> str:
+    """The last line."""
+    if examination.trouble:
+        return f"{len(examination.trouble)} of {len(examination.checks)} checks found something"
+    left_out = sum(check.verdict == "skipped" for check in examination.checks)
+    return "nothing was found" + (f", but {left_out} checks were skipped" if left_out else "")
+
+
+def _chapter(title: str, checks: Sequence[Check]) -> Iterator[str]:
+    if not checks:
+        return
+    yield ""
+    yield f"{title}:"
+    for check in checks[:_MOST_LINES]:
+        yield f"  {check.group}, {check.name}: {check.what}"
+    if len(checks) > _MOST_LINES:
+        yield f"  and {len(checks) - _MOST_LINES} more; --json FILE holds all"
