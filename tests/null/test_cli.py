@@ -72,6 +72,11 @@ def run_from_the_future(folder: Path) -> Path:
         (("train", "text", "--run", "broken.toml/run"), 1),
         (("predict", "absent", "a text"), 2),
         (("predict", "empty", "a text"), 2),
+        (("doctor", "--device", "gpu"), 2),
+        (("doctor", "--device", "cpu:1"), 2),
+        (("doctor", "--budget", "0"), 2),
+        (("doctor", "--json", "absent/doctor.json"), 2),
+        (("doctor", "--json", "empty"), 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -115,9 +120,9 @@ def test_no_words_and_help_teach(whet: Run) -> None:
     for words in ((), ("--help",)):
         done = whet(*words)
         assert done.returncode == 0
-        for verb in ("probe", "plan", "runs", "report"):
+        for verb in ("probe", "plan", "runs", "report", "doctor"):
             assert verb in done.stdout
-    for verb in ("probe", "plan", "runs", "report"):
+    for verb in ("probe", "plan", "runs", "report", "doctor"):
         done = whet(verb, "--help")
         assert done.returncode == 0
         assert f"whet {verb}" in done.stdout.split("\n", 1)[1], "help shows an example"

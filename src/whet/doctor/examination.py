@@ -78,6 +78,7 @@ def examine(
     groups: Sequence[Group] = GROUPS,
 ) -> Examination:
     """Runs every check on a device. A check that raises, dies, hangs or is cut by the budget is a finding."""
+    _refuse_unknown(device)
     started, ends_at = _now(), time.monotonic() + budget_seconds
     virtual = installed_virtual_mac()
     found = probe()
@@ -124,14 +125,18 @@ def choose_device(name: str, machine: Machine) -> str:
     kinds = [kind for kind in ("cuda", "mps") if machine.accelerator(kind) is not None]
     if kind == "auto":
         return (kinds or ["cpu"])[0]
-    if kind not in ("cpu", "cuda", "mps") or (index and (kind != "cuda" or not index.isdecimal())):
-        raise UsageError("no such device", got=name, try_="auto, mps, cuda, cuda:1 or cpu")
     num_there = sum(accelerator.kind == kind for accelerator in machine.accelerators)
     if kind != "cpu" and int(index or 0) >= num_there:
         absent = next((absent for absent in machine.absent if absent.device == kind), None)
         why = absent.reason if absent else f"{num_there} of that kind, counted from 0"
         raise UsageError(f"there is no {name} to examine", got=why, try_=absent.cure if absent else "--device auto")
     return name
+
+
+def _refuse_unknown(name: str) -> None:
+    kind, _, index = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda", "mps") or (index and (kind != "cuda" or not index.isdecimal())):
+        raise UsageError("no such device", got=name, try_="auto, mps, cuda, cuda:1 or cpu")
 
 
 def as_bytes(examination: Examination) -> bytes:

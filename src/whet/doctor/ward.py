@@ -4,6 +4,7 @@ A process that dies or hangs in a check is a finding of that check; the checks b
 """
 
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -119,7 +120,7 @@ class _Sitting:
 
 def _finding(answer: dict[str, Any], process: "_Process") -> Finding:
     found = Finding.model_validate(answer["finding"])
-    fault = process.silent_fault()
+    fault = process.silent_fault(answer["stderr_bytes"])
     if fault is None:
         return found
     return failed(f"the GPU reported: {fault}", **{**found.figures, "outcome": "silent fault"})
@@ -140,7 +141,8 @@ class _Process:
         )
         assert self._process.stdout is not None
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        threading.Thread(target=_pump, args=(self._process.stdout, self._lines), daemon=True).start()
+        self._reader = threading.Thread(target=_pump, args=(self._process.stdout, self._lines), daemon=True)
+        self._reader.start()
 
     def __enter__(self) -> "_Process":
         return self
@@ -148,6 +150,7 @@ class _Process:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
+        self._reader.join()
         self._stderr.close()
 
     def answer(self, seconds: float) -> dict[str, Any] | str:
@@ -163,11 +166,10 @@ class _Process:
             if line.startswith(MARK.encode()):
                 return dict(json.loads(line[len(MARK) :]))
 
-    def silent_fault(self) -> str | None:
-        """What the driver complained about since the last look, although Python saw no error."""
-        size = self._stderr.seek(0, 2)
-        self._stderr.seek(self._seen)
-        text = self._stderr.read(size - self._seen).decode(errors="replace")
+    def silent_fault(self, size: int) -> str | None:
+        """What the driver complained about between the last look and that size, although Python saw no error."""
+        # Not through a seek: the child writes at the position that it shares with us.
+        text = os.pread(self._stderr.fileno(), size - self._seen, self._seen).decode(errors="replace")
         self._seen = size
         return next((line.strip()[:300] for line in text.splitlines() if any(f in line for f in _SILENT_FAULTS)), None)
 
@@ -177,15 +179,17 @@ class _Process:
             code = self._process.wait(timeout=2)
         except subprocess.TimeoutExpired:
             return "it still runs and says nothing"
-        self._stderr.seek(max(0, self._stderr.seek(0, 2) - 10_000))
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        said = f": {lines[-1][:300]}" if lines else ""
-        return (f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}") + said
+        size = os.fstat(self._stderr.fileno()).st_size
+        said = os.pread(self._stderr.fileno(), 10_000, max(0, size - 10_000)).decode(errors="replace")
+        lines = said.strip().splitlines()
+        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"{how}: {lines[-1][:300]}" if lines else how
 
 
 def _pump(stream: IO[bytes], lines: "queue.SimpleQueue[bytes | None]") -> None:
-    for line in stream:
-        lines.put(line)
+    with stream:
+        for line in stream:
+            lines.put(line)
     lines.put(None)
 
 
