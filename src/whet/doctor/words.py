@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from whet.base.units import show_seconds
 from whet.doctor.case import Check, Verdict
 from whet.doctor.examination import Examination
-from whet.machine.words import one_line
+from whet.machine.words import conditions_lines, one_line
 
 _ORDER: tuple[Verdict, ...] = ("good", "differs", "failed", "not applicable", "skipped")
 _MOST_LINES = 25
@@ -17,6 +17,11 @@ def examination_lines(examination: Examination) -> Iterator[str]:
     yield f"machine   {one_line(examination.machine)}"
     simulated = ", SIMULATED on this computer's CPU: nothing here is about a real Mac" if examination.is_virtual else ""
     yield f"device    {examination.device}{simulated}"
+    yield from conditions_lines(examination.conditions)
+    if examination.num_busy_processes:
+        yield f"busy      {examination.num_busy_processes} other processes: speeds are lower than they could be"
+    if examination.conditions_after.thermal != examination.conditions.thermal:
+        yield f"after     thermal pressure {examination.conditions_after.thermal or 'unknown'}"
     yield ""
     for name in dict.fromkeys(check.group for check in examination.checks):
         yield group_line(name, [check for check in examination.checks if check.group == name])
