@@ -15,6 +15,7 @@ from places import ROOT
 from whet.base.errors import UsageError, WhetError
 from whet.cli.main import run as run_cli
 from whet.device.cpu import Cpu
+from whet.doctor import privacy
 from whet.doctor.case import Check, Group, Place
 from whet.doctor.cases import hazards, operators, parity, resume, speeds
 from whet.doctor.cases.comparing import error_of
@@ -202,7 +203,8 @@ def test_the_file_is_strict_json_and_can_be_read_back(examined: Examination) -> 
     ("text", "shown"),
     [
         ("open /Users/anna/x.py: no", "open .../x.py: no"),
-        ("'/home/anna/a b/c'", "'.../a b/c'"),
+        ("'/Volumes/My disk/a b/c d'", "'.../c d'"),
+        ('"/Volumes/My disk/thesis/x.pt"', '".../x.pt"'),
         ("~/models/best.pt", ".../best.pt"),
         ("3/4 of 1/2", "3/4 of 1/2"),
         ("https://github.com/pytorch/pytorch/issues/141287", "https://github.com/pytorch/pytorch/issues/141287"),
@@ -210,6 +212,18 @@ def test_the_file_is_strict_json_and_can_be_read_back(examined: Examination) -> 
 )
 def test_paths_are_cut_down(text: str, shown: str) -> None:
     assert without_names(text) == shown
+
+
+def test_a_home_with_a_blank_and_a_name_are_taken_out(monkeypatch) -> None:
+    monkeypatch.setattr("pathlib.Path.home", lambda: Path("/Users/Anna Berg"))
+    monkeypatch.setattr("platform.node", lambda: "annas-air.local")
+    monkeypatch.setattr("getpass.getuser", lambda: "aberg")
+    privacy._patterns.cache_clear()
+    try:
+        shown = without_names("no /Users/Anna Berg/thesis/x.py on annas-air for aberg (annas-air.local)")
+    finally:
+        privacy._patterns.cache_clear()
+    assert shown == "no .../x.py on (host) for (user) ((host))"
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def doctor(
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all findings to share.")] = None,
     device: Annotated[str, typer.Option(help="auto, mps, cuda, cuda:1 or cpu.")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="A fifth of the checks, in a quarter of the time.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A fifth of the checks.")] = False,
     budget: Annotated[float, typer.Option(metavar="SECONDS", help="What is not done by then is skipped.")] = 120.0,
 ) -> None:
     """Examine this device: operators, known bugs, parity with the CPU, resume, speed.

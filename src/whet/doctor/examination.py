@@ -92,6 +92,7 @@ def examine(
             budget_seconds=budget_seconds,
             virtual_mac=None if virtual is None else _written(virtual, Path(folder)),
             only_quick=quick,
+            scratch=Path(folder),
         )
         for group in groups:
             if show is not None:

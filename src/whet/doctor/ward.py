@@ -51,6 +51,8 @@ class Ward:
     budget_seconds: float
     virtual_mac: Path | None = None
     only_quick: bool = False
+    scratch: Path | None = None
+    """Where the processes put what they write; one that is ended cannot tidy up behind itself."""
 
     def run(self, group: Group) -> Iterator[Check]:
         """The checks of one group as they are done."""
@@ -64,6 +66,11 @@ class Ward:
             cases = sitting.cases or cases
         for case in cases[done:]:
             yield _check(group, case, skipped(f"the budget of {self.budget_seconds:.0f} s was used up"))
+
+    def environment(self, group: Group) -> dict[str, str]:
+        """The variables of a group's processes."""
+        scratch = {} if self.scratch is None else {"TMPDIR": str(self.scratch)}
+        return env.for_child(**{**group.environment, **scratch})
 
     def words(self, group: Group, *, first: int) -> list[str]:
         """The command line of a process that begins with that case."""
@@ -81,8 +88,8 @@ class _Sitting:
         self._ward, self._group, self._first = ward, group, first
 
     def checks(self) -> Iterator[Check]:
-        group, environment = self._group, env.for_child(**self._group.environment)
-        with _Process(self._ward.words(group, first=self._first), environment) as process:
+        group = self._group
+        with _Process(self._ward.words(group, first=self._first), self._ward.environment(group)) as process:
             listed = process.answer(self._to_start())
             if not isinstance(listed, dict):
                 yield _check(group, _UNKNOWN, failed(f"the checks could not be loaded: {process.last_words()}"))
