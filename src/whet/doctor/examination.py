@@ -4,6 +4,7 @@ No torch here: it is loaded in the processes that check.
 """
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -60,6 +61,8 @@ class Examination(Record):
     conditions_after: Conditions
     num_busy_processes: int
     """Others that took a whole core or a tenth of the memory while we began; their names are left out."""
+    load_per_core: float | None = None
+    """Processes that wanted to run in the minute before we began, for each core; above 1 all speeds are too low."""
     versions: dict[str, str | None]
     checks: tuple[Check, ...]
 
@@ -80,6 +83,7 @@ def examine(
     """Runs every check on a device. A check that raises, dies, hangs or is cut by the budget is a finding."""
     _refuse_unknown(device)
     started, ends_at = _now(), time.monotonic() + budget_seconds
+    load_per_core = _load_per_core()
     virtual = installed_virtual_mac()
     found = probe()
     machine = virtual or found.machine
@@ -113,6 +117,7 @@ def examine(
         conditions=found.conditions.model_copy(update={"busy": ()}),
         conditions_after=ask_system().conditions.model_copy(update={"busy": ()}),
         num_busy_processes=len(found.conditions.busy),
+        load_per_core=load_per_core,
         versions=versions(),
         checks=tuple(checks),
     )
@@ -163,6 +168,13 @@ def _without_names(machine: Machine) -> Machine:
     error = machine.torch.error
     torch = machine.torch.model_copy(update={"error": error and without_names(error)})
     return machine.model_copy(update={"torch": torch})
+
+
+def _load_per_core() -> float | None:
+    try:
+        return round(os.getloadavg()[0] / (os.cpu_count() or 1), 2)
+    except OSError:
+        return None
 
 
 def _now() -> str:

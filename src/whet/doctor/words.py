@@ -10,6 +10,8 @@ from whet.machine.words import conditions_lines, one_line
 
 _ORDER: tuple[Verdict, ...] = ("good", "differs", "failed", "not applicable", "skipped")
 _MOST_LINES = 25
+_BUSY = 0.5
+"""The load of each core from which speeds are not to be trusted."""
 
 
 def examination_lines(examination: Examination) -> Iterator[str]:
@@ -18,8 +20,10 @@ def examination_lines(examination: Examination) -> Iterator[str]:
     simulated = ", SIMULATED on this computer's CPU: nothing here is about a real Mac" if examination.is_virtual else ""
     yield f"device    {examination.device}{simulated}"
     yield from conditions_lines(examination.conditions)
-    if examination.num_busy_processes:
-        yield f"busy      {examination.num_busy_processes} other processes: speeds are lower than they could be"
+    if examination.num_busy_processes or (examination.load_per_core or 0) > _BUSY:
+        load = "unknown" if examination.load_per_core is None else f"{examination.load_per_core:.1f}"
+        others = f"{examination.num_busy_processes} heavy processes, load {load} for each core"
+        yield f"busy      {others}: speeds are lower than they could be"
     if examination.conditions_after.thermal != examination.conditions.thermal:
         yield f"after     thermal pressure {examination.conditions_after.thermal or 'unknown'}"
     yield ""
