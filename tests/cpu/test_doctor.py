@@ -247,8 +247,8 @@ def test_the_exit_code_says_whether_something_was_found(
     check = Check(group="parity", name="planted", verdict=verdict, what="what was seen", seconds=1.0)
     found = Examination(
         whet="0", device="mps", is_virtual=True, is_quick=False, started="", finished="", budget_seconds=1,
-        machine=Machine(name="m"), conditions=Conditions(), conditions_after=Conditions(), num_busy_processes=0, load_per_core=3.0,
-        versions={}, checks=(check,),
+        machine=Machine(name="m"), conditions=Conditions(), conditions_after=Conditions(), num_busy_processes=0,
+        load_per_core=3.0, versions={}, checks=(check,),
     )  # fmt: skip
     monkeypatch.setattr("whet.doctor.examination.examine", lambda *_, **__: found)
     assert run_cli(["doctor", "--json", str(tmp_path / "doctor.json")]) == code
