@@ -99,8 +99,8 @@ def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield layout.header()
     for name, place in layout.places.items():
         if place.end > place.start:
-            # First to the CPU, then the rest: a converting copy from MPS has overwritten its source (pytorch#189563).
-            # Contiguous before: copies of views with gaps from MPS are wrong (pytorch#189961).
+            # Contiguous first, since copies of views with gaps from MPS are wrong (pytorch#189961); and no other dtype,
+            # since such a copy has overwritten its source (pytorch#189563).
             yield as_bytes(tensors[name].detach().contiguous().cpu())
 
 

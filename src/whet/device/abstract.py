@@ -53,10 +53,6 @@ class AbstractDevice(ABC):
         """The tensor on this device; complete when this returns, as far as later kernels can tell."""
         return tensor.to(self.place)
 
-    def fetch(self, tensor: Tensor) -> Tensor:
-        """A copy of the tensor on the host, contiguous and of the same dtype."""
-        return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-
     def put_model(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002
         """Moves a model here, in the form that this device computes rightly with; every object stays the same."""
         model.to(self.place)

@@ -55,11 +55,6 @@ class Mps(AbstractDevice):
         # Never non_blocking: such copies have read memory that was freed (pytorch#139550, #189690).
         return tensor.to(self.place)
 
-    def fetch(self, tensor: Tensor) -> Tensor:
-        # Contiguous before, since copies of views with gaps are wrong (pytorch#189961); and without a change of dtype,
-        # since such copies have overwritten their source (pytorch#189563).
-        return super().fetch(tensor.detach().contiguous())
-
     def put_model(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         named = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
         for role, tensors in named.items():
