@@ -11,6 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from whet.base.units import show_seconds
 from whet.device.abstract import AbstractDevice
+from whet.device.machine_here import as_simulated
 from whet.engine.drift import Drift
 from whet.engine.recorder import Recorder
 from whet.engine.strain import (
@@ -89,7 +90,7 @@ class Governor:
         """Whether somebody wants the run to end, so that no rest may go on."""
         self._policy = plan.value("on_heat")
         self._recorder, self._device = recorder, device
-        self._reader, self._clock, self._sleep = reader or Vitals(), clock, sleep
+        self._reader, self._clock, self._sleep = reader or _sensors(), clock, sleep
         self._drift = Drift()
         self._conditions = Conditions()
         self._has_news = False
@@ -229,3 +230,9 @@ class Governor:
         rested = self._clock() - began
         self._recorder.spent("rest", rested)
         return rested
+
+
+def _sensors() -> Reader:
+    """This machine's own; a virtual Mac's where it simulates them."""
+    vitals = Vitals()
+    return lambda: as_simulated(vitals())

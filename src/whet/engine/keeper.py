@@ -259,7 +259,8 @@ class Keeper:
         if is_other and "data" not in self._allow:
             raise UsageError(
                 "the data is not what the run was started with",
-                got=f"{now['num_samples']} samples; the run has {then['num_samples']}",
+                got=f"{now['num_samples']} samples; the run has {then['num_samples']}"
+                + (", of other content" if now["num_samples"] == then["num_samples"] else ""),
                 try_='the same data, another run folder, or --allow data (allow=("data",)) to go on, not bit-exact',
             )
         batch = differences(*({"global_batch_size": facts["global_batch_size"]} for facts in (then, now)))

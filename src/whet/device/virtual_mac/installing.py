@@ -1,6 +1,8 @@
 """Makes this process believe that it has an Apple GPU, and says what that GPU was asked to do."""
 
+import atexit
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -154,9 +156,15 @@ def _refuse_this_torch() -> None:
             )
 
 
+_EXIT_SECONDS = 0.3
+"""torch's thread for the device may still be letting go of a backward pass; ended in the middle of that, it aborts."""
+
+
 def _load() -> None:
     """Loads the compiled part, with a kernel for every operator that has one in this torch's MPS."""
     import torch
+
+    atexit.register(time.sleep, _EXIT_SECONDS)
 
     native = load_extension(str(torch.__version__))
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
