@@ -106,3 +106,24 @@ def test_a_run_moves_from_the_virtual_mac_to_the_cpu_and_back(cli: Cli, table: P
     report = whet.summarize(cli.folder / "moving")
     assert report.inexact_since == 20
     assert "device" in (report.inexact_reason or "")
+
+
+def test_after_a_move_the_first_batch_is_compared_with_the_cpu(cli: Cli, table: Path) -> None:
+    words = ("train", "text", f"data={table}", "epochs=6", "lr=3e-3", *SMALL, "--run", "moved")
+    cli.run(*words, "max_steps=20", "--device", "cpu", is_mac=False)
+    cli.run(*words, "max_steps=30", "--device", "mps")
+    said = [str(event.get("changed")) for event in read_events(open_run(cli.folder / "moved"), kinds=("plan",))]
+    assert any("moved from cpu to mps; the loss of the next batch agrees with the CPU's" in line for line in said), said
+
+
+def test_a_device_that_computes_something_else_simulated_is_refused_after_a_move(cli: Cli, table: Path) -> None:
+    words = ("train", "text", f"data={table}", "epochs=6", "lr=3e-3", *SMALL, "--run", "wrong")
+    cli.run(*words, "max_steps=20", "--device", "cpu", is_mac=False)
+    wrong = 'virtual_mac.simulate(virtual_mac.Miscompute("addmm", relative_error=0.3))\n'
+    command = [sys.executable, "-c", INSTALL + wrong + WHET, *words, "max_steps=30", "--device", "mps"]
+    done = subprocess.run(
+        command, cwd=cli.folder, env=environment(cli.home), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert "the model computes something else on this device" in done.stderr
+    assert max(losses(cli.folder / "wrong")) == 20

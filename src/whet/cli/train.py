@@ -85,7 +85,9 @@ def _train_here(
     else:
         from whet.device.environment import before_torch
 
-        before_torch(mps_fallback=resolved.config.mps_fallback == "on")
+        before_torch(
+            mps_fallback=resolved.config.mps_fallback == "on", deterministic=resolved.config.deterministic == "on"
+        )
         # torch is loaded from here on, unless a recipe of yours has done so.
         from whet.engine.progress_line import ProgressLine
         from whet.recipes.train import train_recipe

@@ -32,6 +32,7 @@ class CommonConfig(BaseModel):
         "precision",
         "compile",
         "activation_checkpointing",
+        "deterministic",
         "checkpoint_steps",
         "checkpoint_minutes",
         "checkpoint_epochs",
@@ -79,6 +80,7 @@ class CommonConfig(BaseModel):
     precision: Precision | Auto = Field("auto", description="number format of matrix products")
     compile: Switch | Auto = Field("auto", description="torch.compile the model")
     activation_checkpointing: Switch | Auto = Field("auto", description="compute activations again in backward")
+    deterministic: Switch | Auto = Field("auto", description="only kernels that give the same bits each time")
     checkpoint_steps: PositiveInt | Auto = Field("auto", description="steps between checkpoints")
     checkpoint_minutes: PositiveFloat | Auto = Field("auto", description="minutes between checkpoints")
     checkpoint_epochs: PositiveInt | Auto = Field("auto", description="epochs between checkpoints")

@@ -1,6 +1,6 @@
-"""What MPS reads from the environment, and when. No torch here: the fall-back is read while torch is imported.
+"""What torch reads from the environment, and when. No torch here: MPS's fall-back is read while torch is imported.
 
-Written from PyTorch's sources (ATen/mps/MPSFallback.mm and MPSAllocator.mm of 2.13); never run on a real Mac.
+The MPS part was written from PyTorch's sources (MPSFallback.mm and MPSAllocator.mm of 2.13); never run on a real Mac.
 """
 
 from whet.base import env
@@ -15,8 +15,11 @@ _MOST = 2.0
 _CURE = f"export {HIGH}=1.0 {LOW}=0.9, or unset both"
 
 
-def before_torch(*, mps_fallback: bool) -> None:
+def before_torch(*, mps_fallback: bool, deterministic: bool = False) -> None:
     """To be called before torch is imported; afterwards the fall-back can no longer be switched."""
+    if deterministic:
+        # Read by cuBLAS when it starts: without it some products have no deterministic form.
+        env.set_unless_set({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     if mps_fallback:
         env.set_unless_set({FALLBACK: "1"})
     _set_watermarks()

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+from whet.base.errors import WhetError
 from whet.data.batch import GlobalBatch, Micro, Shapes, shapes_of
 from whet.data.cut import Lengths
 from whet.engine.building import Parts
 from whet.engine.evaluating import Evaluate, Evaluator
 from whet.engine.guard import Guard
+from whet.engine.moving import compare_with_cpu
 from whet.engine.recorder import Recorder
 from whet.engine.recovery import let_go, need_less
 from whet.engine.while_training import compiled
@@ -56,6 +58,8 @@ class Execution:
         self._guard = Guard(parts.stepper.model, parts.device)
         self.shapes: set[Shapes] = set()
         """Those that micro-batches have had so far."""
+        self.moved_from: str | None = None
+        """The kind of device that the run came from, if it was another one."""
         self._is_ready = False
         self._ran_out_at: int | None = None
 
@@ -122,12 +126,36 @@ class Execution:
         """How much a sample needs is measured before anything is done to the model."""
         if number == 1 and self.plan.workload.activation_bytes is None and len(batch) >= 4:
             self._try_to_plan_micro_batch(loss, batch)
+        if self.moved_from is not None:
+            self._compare_with_cpu(loss, batch, number=number)
         model = self._parts.stepper.model
         if self.plan.value("activation_checkpointing") == "on":
             self._closing.enter_context(recompute_blocks(model))
         if self.plan.value("compile") == "on":
             self._closing.enter_context(compiled(model))
         self._is_ready = True
+
+    def _compare_with_cpu(self, loss: LossFunction, batch: GlobalBatch, *, number: int) -> None:
+        """After a move: the first micro-batch of the next step, here and on the CPU."""
+        stepper, here = self._parts.stepper, self._parts.device.kind
+        if here == "cpu":
+            return
+        try:
+            micro = next(iter(self._parts.source.micros(batch, micro_batch=min(8, len(batch)), how=self._how)))
+            found = compare_with_cpu(stepper, loss, micro, precision=str(self.plan.value("precision")))
+        except RuntimeError as error:
+            # A loss may use tensors of its own that lie on the device.
+            said = f"moved from {self.moved_from} to {here}; not compared with the CPU: {let_go(error)}"
+            self._recorder.event("plan", step=number - 1, changed=said)
+            return
+        said = f"moved from {self.moved_from} to {here}; {found}"
+        self._recorder.event("plan", step=number - 1, changed=said, difference=found.difference)
+        if not found.agrees:
+            raise WhetError(
+                "the model computes something else on this device",
+                got=f"{said} (relative difference {found.difference:.1e}, at most {found.tolerance:.0e})",
+                try_=f"--device {self.moved_from} to go on there, or --device cpu",
+            )
 
     def _try_to_plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
         """Where not even a few samples fit, the careful start of the plan stays."""

@@ -239,6 +239,8 @@ class Keeper:
         for reason in reasons:
             self.note_inexact(step, reason)
         told: dict[str, Any] = {"exactness": what_holds(reasons, parts.device), "refused": refused}
+        if snapshot.facts["device"] != parts.device.kind:
+            told["moved_from"] = snapshot.facts["device"]
         if refused:
             told["lost_steps"] = max(there for there in store.steps(self._folder)) - step
         if reasons:

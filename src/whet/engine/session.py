@@ -44,7 +44,7 @@ from whet.engine.signals import StopRequests
 from whet.engine.soundness import Soundness
 from whet.engine.starting import exists, find_start
 from whet.engine.training import read_training
-from whet.engine.while_training import no_garbage_collection
+from whet.engine.while_training import deterministic, no_garbage_collection
 from whet.engine.workload import describe
 from whet.machine.awake import NO_CAFFEINATE, kept_awake
 from whet.machine.vitals import Reader
@@ -150,6 +150,8 @@ class Session:
         found = None if start.run is None else store.newest(start.run.checkpoints, run_id=start.run.header.id)
         if found is None and self._init_from is not None:
             load_weights(self._init_from, self.model)
+        is_deterministic = start.plan.settings.get("deterministic")
+        self._closing.enter_context(deterministic(is_deterministic is not None and is_deterministic.value == "on"))
         parts = build(self.model, self._optimizer, self._data, self.training, start.plan)
         # Left last: what ends before may still write to standard error.
         self._closing.enter_context(parts.device.guard(has_fallback=parts.plan.value("mps_fallback") == "on"))
@@ -175,6 +177,7 @@ class Session:
         self._closing.enter_context(no_garbage_collection())
         if found is not None and self._keeper is not None:
             self.progress, self._rates, told = self._keeper.restore(found, plan=self.plan)
+            self._execution.moved_from = told.get("moved_from")
             self._tell("resume", told)
         else:
             # A run that was killed before its first checkpoint begins again, and its steps count no more.

@@ -232,7 +232,7 @@ KNOWN: tuple[Hazard, ...] = (
         id="gelu-overflow",
         what="gelu and tanh overflow to NaN for large inputs",
         issue="#186278",
-        answer="a loss that is not a number stops the run before it is saved",
+        answer="a step whose numbers are not finite is left out before it is saved; too many stop the run",
         fixed_in=(2, 13),
         needs=frozenset({"gelu"}),
     ),

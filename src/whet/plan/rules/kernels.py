@@ -103,4 +103,20 @@ def choose_threads(facts: Facts) -> Decision:
     return Decision(value=None, reason="the number of cores is unknown: torch decides", evidence=evidence)
 
 
-RULES = (choose_optimizer_kernels, choose_compile, choose_graph, choose_layout, choose_threads)
+@rule("K6", "deterministic", one_of("off", "on"))
+def choose_deterministic(facts: Facts) -> Decision:
+    """Whether only kernels are used that give the same bits each time.
+
+    Why: on a GPU some sums are taken in the order in which they happen to finish. With "on" torch uses other kernels
+    where it has them and fails where it has none, so that a resumed run is bit-exact there too; `whet prove` needs it.
+    On the CPU the kernels whet has met give the same bits anyway, at the same number of threads.
+    When wrong: it can be slower, and some operators have no such form.
+    Override: deterministic=on.
+    Sources: torch.use_deterministic_algorithms (2.13); docs/checkpoints.md.
+    """
+    return Decision(
+        value="off", reason="it may cost speed, and you did not ask for it", evidence={"device": facts.device}
+    )
+
+
+RULES = (choose_optimizer_kernels, choose_compile, choose_graph, choose_layout, choose_threads, choose_deterministic)
