@@ -91,15 +91,8 @@ def test_killed_three_times_it_ends_bit_for_bit_the_same(gpu: str, table: Path, 
 
 
 def test_a_run_moves_to_the_cpu_and_back_and_its_first_batch_agrees(gpu: str, table: Path, tmp_path: Path) -> None:
-    words = (
-        f"data={table}",
-        "epochs=3",
-        "global_batch_size=8",
-        "precision=fp32",
-        *SMALL,
-        "--run",
-        str(tmp_path / "run"),
-    )
+    run = tmp_path / "run"
+    words = (f"data={table}", "epochs=3", "global_batch_size=8", "precision=fp32", *SMALL, "--run", str(run))
     for steps, device in (("max_steps=100", gpu), ("max_steps=200", "cpu"), ("max_steps=300", gpu)):
         finish(start(*words, steps, "--device", device))
     events = list(read_events(open_run(run), kinds=("plan",)))

@@ -86,6 +86,9 @@ def _same_twice(make: Callable[[], Task], place: Place) -> Finding:
         return good("the same step twice gives the same bits")
     error = error_of(other[2], one[2])
     what = f"the same step twice gives other bits in {len(different)} of {len(one[2])} tensors"
+    if error <= UPDATE and place.device.kind == "cuda":
+        # CUDA says so itself: some sums are taken as they happen to finish; deterministic=on avoids them.
+        return good(f"{what}, by rounding", error=error, num_different=len(different))
     return differs(what, error=error, num_different=len(different))
 
 

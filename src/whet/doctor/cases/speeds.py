@@ -19,8 +19,8 @@ from whet.doctor.cases.trying import whole
 
 REPEATS = 7
 _WORTH_TIMING = 0.004
-_SLOWEST = 0.4
-"""Seconds: what is shorter is timed many times over, what is longer is not timed in its full size."""
+"""Seconds: what is shorter is timed in a larger size."""
+_LARGEST = 8_192
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -66,15 +66,13 @@ def _matmul(place: Place) -> Finding:
         a = torch.randn(size, size).to(dtype).to(device.place)
         return lambda: a @ a
 
-    size = 256
-    while size < 4_096 and at_best(device, product(size, torch.float32)) < _WORTH_TIMING:
-        size *= 2
     sizes, calls = {}, {}
     for name, dtype in _DTYPES.items():
-        # A CPU without such cores can be a hundred times slower.
-        small = at_best(device, product(128, dtype))
-        sizes[name] = size if small * (size / 128) ** 3 < _SLOWEST else 128
-        calls[name] = (device, product(sizes[name], dtype))
+        # Each from small to worth timing: a CPU without such cores can be a hundred times slower in one of them.
+        size = 128
+        while size < _LARGEST and at_best(device, product(size, dtype)) < _WORTH_TIMING:
+            size *= 2
+        sizes[name], calls[name] = size, (device, product(size, dtype))
     seconds = time_in_turn(calls)
     figures: dict[str, Figure] = {}
     shown = []
