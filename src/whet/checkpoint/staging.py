@@ -9,6 +9,7 @@ from torch import Tensor
 from whet.checkpoint.layout import plan_layout
 from whet.checkpoint.snapshot import Snapshot
 from whet.device.abstract import AbstractDevice
+from whet.machine import cgroup
 
 NEEDED_SHARE = 1.5
 """A buffer is made only where this many times its size is free."""
@@ -27,7 +28,9 @@ class Staging:
             return False
         if self._buffer is not None and self._buffer.numel() == num_bytes:
             return True
-        return psutil.virtual_memory().available >= NEEDED_SHARE * num_bytes
+        # A container may be allowed less than the machine has.
+        free = cgroup.smaller(psutil.virtual_memory().available, cgroup.read_limits().memory_left_bytes)
+        return free is not None and free >= NEEDED_SHARE * num_bytes
 
     @torch.no_grad()
     def copy(self, snapshot: Snapshot) -> Snapshot:

@@ -186,7 +186,7 @@ def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
             disk.make_folder(draft)
             fill(draft)
             for folder, _, _ in os.walk(draft, topdown=False):
-                _sync_folder(Path(folder), sync=disk.full_sync if Path(folder) == draft else disk.sync)
+                _sync_folder(Path(folder), sync=disk.sync)
             disk.rename(draft, path)
         except BaseException:
             with contextlib.suppress(OSError):

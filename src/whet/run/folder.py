@@ -130,8 +130,8 @@ def create_run(
     def fill(draft: Path) -> None:
         for name, data in files.items():
             durable.write_draft(draft / name, data=data)
-        durable.write_draft(draft / EVENTS_FILE, data=b"")
         durable.make_directory(draft / CHECKPOINTS)
+        durable.write_draft(draft / EVENTS_FILE, data=b"", is_last=True)
 
     made = durable.make_directory(path.parent)
     try:
