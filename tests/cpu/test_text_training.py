@@ -264,3 +264,15 @@ def test_a_run_folder_does_not_choose_the_code(cli: Cli, table: Path) -> None:
         code, _, errors = cli.run("predict", "run", "a text")
         assert code == 2, errors
         assert not (cli.folder / "executed").exists()
+
+
+def test_another_batch_must_be_allowed_by_name(cli: Cli, table: Path) -> None:
+    words = ("train", "text", f"data={table}", *SMALL, "--run", "run")
+    assert cli.run(*words, "max_steps=2")[0] == 0
+    code, _, errors = cli.run(*words, "max_steps=3", "global_batch_size=16")
+    assert code == 2
+    assert "--allow batch" in errors
+    code, out, errors = cli.run(*words, "max_steps=3", "global_batch_size=16", "--allow", "batch")
+    assert code == 0, errors
+    assert "goes on from step 2, not bit-exact: global_batch_size 32 -> 16" in errors
+    assert "not bit-exact since step 2" in out

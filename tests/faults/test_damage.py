@@ -153,10 +153,9 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error_and_no_signal(run: Pat
 
 def test_too_few_open_files_are_not_taken_for_damage(run: Path) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 3
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(used, 8), limit[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit[1]))
     try:
-        with pytest.raises((WhetError, OSError), match=r"EMFILE|open files"):
+        with pytest.raises(WhetError, match="EMFILE"):
             store.load(run / "checkpoints" / "step-000000004")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
