@@ -80,6 +80,7 @@ class StepTimes:
         self._usual: deque[float] = deque(maxlen=_TYPICAL_STEPS)
         self._last: float | None = None
         self._aside = 0.0
+        self._was_busy = False
         self._busy_seconds, self._busy_steps = 0.0, 0
 
     def tick(self, *, is_busy: bool, aside: float) -> None:
@@ -87,12 +88,12 @@ class StepTimes:
         now = self._clock()
         if self._last is not None:
             seconds = now - self._last - (aside - self._aside)
-            if is_busy:
+            if is_busy or self._was_busy:
                 self._busy_seconds += seconds
                 self._busy_steps += 1
             else:
                 self._usual.append(seconds)
-        self._last, self._aside = now, aside
+        self._last, self._aside, self._was_busy = now, aside, is_busy
 
     def slowed(self) -> float:
         """Seconds that steps took longer since the last call; 0 while there is nothing to compare with."""
