@@ -5,11 +5,12 @@
 The interval is shortened (30 s instead of 5 minutes or more) so that enough saves fall into minutes; what one save
 costs does not depend on it. The cost of a save is what the log says: the time the training stood still
 (`stall_seconds`) and how much longer the steps beside the writing took (`slowed_seconds`). From the median cost follows
-the interval that a run would choose by itself, and the share of the time that saving then takes. A second run writes in
-the foreground, for comparison, as it is done where memory is short or shared with the GPU.
+the interval that a run would choose by itself, and the share of the time that saving then takes. A run tries both ways
+of writing, beside the training and in a pause, and takes the cheaper one; two more runs are held to one way each.
 """
 
 import argparse
+import contextlib
 import statistics
 import tempfile
 import time
@@ -20,8 +21,7 @@ import torch
 from torch import nn
 
 import whet
-from whet.checkpoint.staging import Staging
-from whet.engine.pacing import best_interval
+from whet.engine.pacing import Ways, best_interval
 from whet.run.event import Event
 from whet.run.events import read_events
 
@@ -77,8 +77,9 @@ def show(name: str, saves: list[Event], took: float, steps: int) -> float:
     costs = [a + b for a, b in zip(stall, slowed, strict=True)]
     print(f"{name}: {steps} steps of {1000 * took / steps:.0f} ms, {len(saves)} saves in {took:.0f} s")
     print("   saved in   stood still   slowed    cost (seconds, one line a save)")
-    for values in zip(whole, stall, slowed, costs, strict=True):
-        print("   {:8.2f}   {:11.3f}   {:6.2f}   {:5.2f}".format(*values))
+    for event, *values in zip(saves, whole, stall, slowed, costs, strict=True):
+        how = "beside the training" if event.get("beside") else "in a pause"
+        print("   {:8.2f}   {:11.3f}   {:6.2f}   {:5.2f}".format(*values), how)
     print(f"   share of this run, at the shortened interval: {100 * sum(costs) / took:.2f} %")
     return statistics.median(costs)
 
@@ -100,20 +101,23 @@ def main() -> None:
             "every": options.every,
             "device": options.device,
         }
-        took, steps = train(folder / "background", **settings)
-        saves = on_the_clock(folder / "background")
-        size = saves[0].number("bytes") or 0.0
-        print(
-            f"{parameters / 1e6:.1f} M parameters, AdamW: {size / 1e6:.0f} MB a checkpoint; torch {torch.__version__}"
-        )
-        cost = show("in the background", saves, took, steps)
-        with mock.patch.object(Staging, "has_room", return_value=False):
-            took, steps = train(folder / "foreground", **settings)
-        slow_cost = show("in the foreground", on_the_clock(folder / "foreground"), took, steps)
+        costs: dict[str, float] = {}
+        for name, held in (("as the run chooses", None), ("beside the training", True), ("in a pause", False)):
+            way = mock.PropertyMock(return_value=held)
+            with contextlib.nullcontext() if held is None else mock.patch.object(Ways, "is_beside", way):
+                took, steps = train(folder / name, **settings)
+            saves = on_the_clock(folder / name)
+            if held is None:
+                size = saves[0].number("bytes") or 0.0
+                print(f"{parameters / 1e6:.1f} M parameters, AdamW: {size / 1e6:.0f} MB a checkpoint; ", end="")
+                print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+            costs[name] = show(name, saves, took, steps)
     print("\nat the interval that a run chooses by itself")
-    for name, one in (("background", cost), ("foreground", slow_cost)):
-        interval = best_interval(one, least=PLANNED_SECONDS)
-        print(f"   {name}: a save costs {one:.2f} s, every {interval:.0f} s: {100 * one / interval:.3f} % of the time")
+    for name, cost in costs.items():
+        interval = best_interval(cost, least=PLANNED_SECONDS)
+        print(
+            f"   {name}: a save costs {cost:.2f} s, every {interval:.0f} s: {100 * cost / interval:.2f} % of the time"
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from whet.checkpoint.snapshot import Snapshot
 from whet.checkpoint.staging import Staging
 from whet.checkpoint.writer import Write, Writer
 from whet.device.cpu import Cpu
-from whet.engine.pacing import MOST_SHARE, Pace, StepTimes, best_interval
+from whet.engine.pacing import MOST_SHARE, Pace, StepTimes, Ways, best_interval
 from whet.machine.known import load_machine
 from whet.plan.plan import Plan, make_plan
 from whet.plan.workload import Workload
@@ -137,6 +137,27 @@ def test_slower_steps_beside_a_write_are_counted() -> None:
         times.tick(is_busy=is_busy, aside=aside)
     assert times.slowed() == pytest.approx(1.0)
     assert times.slowed() == 0.0
+
+
+def test_the_cheaper_way_is_taken_and_a_busy_moment_decides_nothing() -> None:
+    ways = Ways()
+    ways.learn(is_beside=False, cost=2.0, seconds=2.0, num_bytes=100)
+    for cost in (9.0, 4.0):
+        assert ways.is_beside, "tried twice"
+        ways.learn(is_beside=True, cost=cost, seconds=10.0, num_bytes=100)
+    assert not ways.is_beside
+    ways.learn(is_beside=False, cost=50.0, seconds=50.0, num_bytes=100)
+    assert not ways.is_beside
+    ways.learn(is_beside=True, cost=1.0, seconds=10.0, num_bytes=100)
+    assert ways.is_beside
+
+
+@pytest.mark.parametrize(("cost", "is_beside"), [(0.2, True), (6.0, False)])
+def test_the_other_way_is_tried_only_where_steps_suffer(cost: float, is_beside: bool) -> None:
+    ways = Ways()
+    for _ in range(2):
+        ways.learn(is_beside=True, cost=cost, seconds=10.0, num_bytes=100)
+    assert ways.is_beside == is_beside
 
 
 def test_a_save_that_is_due_while_one_is_written_is_skipped(lives: Lives) -> None:

@@ -20,6 +20,8 @@ class Write:
     """One write, under way or ended."""
 
     step: int
+    is_beside: bool
+    """In a thread, while the training goes on."""
     num_bytes: int = 0
     tidying: WhetError | None = None
     """Why old checkpoints could not be removed; the new one is safe all the same."""
@@ -51,7 +53,7 @@ class Writer:
     def begin(self, step: int, job: Job, *, in_background: bool, start: float) -> None:
         """Runs `job`; counts from `start`. The last one must have been collected."""
         assert self._write is None, "one write at a time"
-        write = self._write = Write(step=step)
+        write = self._write = Write(step=step, is_beside=in_background)
         if not in_background:
             _run(write, job, start)
             return

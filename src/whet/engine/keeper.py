@@ -16,7 +16,7 @@ from whet.checkpoint.staging import Staging
 from whet.checkpoint.writer import Write, Writer
 from whet.engine.building import Parts
 from whet.engine.circumstances import circumstances, differences, what_holds
-from whet.engine.pacing import Due, Pace, StepTimes
+from whet.engine.pacing import Due, Pace, StepTimes, Ways
 from whet.engine.progress import Progress
 from whet.engine.recorder import Recorder
 from whet.plan.plan import Plan
@@ -43,6 +43,7 @@ class Keeper:
         self._keep = keep
         self._pace = Pace(parts.plan)
         self._times = StepTimes()
+        self._ways = Ways()
         self._staging = Staging(parts.device)
         self._writer = Writer()
         self._about = About(run_id=run.header.id)
@@ -128,7 +129,7 @@ class Keeper:
     def _begin(self, snapshot: Snapshot, progress: Progress, *, urgency: Urgency, start: float) -> None:
         step, best, total_steps = progress.step, progress.best_step, self._parts.total_steps
         folder, keep = self._folder, self._keep
-        in_background = urgency != "last" and self._staging.has_room(snapshot.num_bytes)
+        in_background = urgency != "last" and self._ways.is_beside and self._staging.has_room(snapshot.num_bytes)
         held = self._staging.copy(snapshot) if in_background else snapshot
 
         def job(write: Write) -> None:
@@ -164,7 +165,9 @@ class Keeper:
             self._tell_failure(write, is_last=is_last)
             return
         self._saved_step, self._last_bytes = write.step, write.num_bytes
+        seconds = max(write.seconds, stall)
         self._pace.learn(stall + slowed)
+        self._ways.learn(is_beside=write.is_beside, cost=stall + slowed, seconds=seconds, num_bytes=write.num_bytes)
         again = {"failures_before": self._num_failures} if self._num_failures else {}
         self._num_failures = 0
         self._recorder.event(
@@ -172,9 +175,10 @@ class Keeper:
             step=write.step,
             name=store.name_of(write.step),
             bytes=write.num_bytes,
-            seconds=max(write.seconds, stall),
+            seconds=seconds,
             stall_seconds=stall,
             slowed_seconds=slowed,
+            beside=write.is_beside,
             **again,
         )
         if write.tidying is not None:

@@ -14,6 +14,8 @@ MOST_SHARE = 0.01
 SECONDS_BETWEEN_INTERRUPTIONS = 24 * 3600.0
 RETRY_SECONDS = 60.0
 _TYPICAL_STEPS = 64
+_LEAST_TRIES = 2
+_MUCH = 0.3
 
 Due = Literal["no", "time", "asked"]
 """Whether; and whether by the clock, which may be late, or at a place that you asked for."""
@@ -70,6 +72,36 @@ class Pace:
         if isinstance(self._steps, int):
             words += f" or after step {(step // self._steps + 1) * self._steps:,}"
         return words
+
+
+class Ways:
+    """Whether writing costs less beside the training or in between: where training keeps all cores busy itself, a
+    second writer can slow it down for longer than the write alone would take. Both are measured while the run goes."""
+
+    def __init__(self) -> None:
+        self._least: dict[bool, float] = {}
+        """Seconds a byte, the least seen of each way: what a busy moment added does not count."""
+        self._num_beside = 0
+        self._share = 0.0
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the next one should be written beside the training."""
+        if self._num_beside < _LEAST_TRIES:
+            return True
+        if False not in self._least:
+            # In between is tried only where steps have suffered much.
+            return self._share < _MUCH
+        return self._least[True] <= self._least[False]
+
+    def learn(self, *, is_beside: bool, cost: float, seconds: float, num_bytes: int) -> None:
+        """Takes in what a save cost the training, and how long it took."""
+        per_byte = cost / max(1, num_bytes)
+        self._least[is_beside] = min(per_byte, self._least.get(is_beside, per_byte))
+        if is_beside:
+            self._num_beside += 1
+            share = cost / max(seconds, 1e-9)
+            self._share = share if self._num_beside == 1 else min(share, self._share)
 
 
 class StepTimes:

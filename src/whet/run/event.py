@@ -10,7 +10,7 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
     epoch       epoch (how many are done), epoch_seconds, memory: {"allocated": ..., "peak": ..., "limit": ...} in
                 bytes, shapes (how many different ones micro-batches have had in this sitting)
     checkpoint  it is safe now: name, bytes, seconds (in all), stall_seconds (the training stood still),
-                slowed_seconds (steps beside it took longer)
+                slowed_seconds (steps beside it took longer), beside (written while the training went on)
     resume      the run went on from `step`: step and eval events of later steps before this line no longer count;
                 exactness ("bit-exact" or what changed), refused (damaged checkpoints), lost_steps
     warning     the disk refused something, and training goes on: reason, path, errno, free_bytes, again (the next try)
