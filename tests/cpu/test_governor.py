@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -440,7 +441,7 @@ def test_step_times_reach_the_governor_without_data_evaluation_and_rests() -> No
             marks.append((phase, start, device.mark()))
         recorder.spent("rest", 100.0)
         recorder.spent("evaluate", 10.0)
-        recorder.step(Outcome(loss=torch.tensor(1.0), grad_norm=None, marks=tuple(marks)), step=step)
+        recorder.step(Outcome(loss=torch.tensor(1.0), grad_norm=None, marks=tuple(marks)), ids=np.arange(1), step=step)
     recorder.read()
     assert seen == [(1, 1.0), (2, 1.0)]
 

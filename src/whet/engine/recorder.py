@@ -34,11 +34,16 @@ class Recorder:
     """Collects the outcomes of steps and writes them as events."""
 
     def __init__(
-        self, log: EventLog | None, device: AbstractDevice, *, soundness: Soundness, show: Show | None = None
+        self,
+        log: EventLog | None,
+        device: AbstractDevice,
+        *,
+        soundness: Soundness | None = None,
+        show: Show | None = None,
     ) -> None:
         self._log = log
         self._device = device
-        self._soundness = soundness
+        self._soundness = soundness or Soundness(has_scaler=False)
         self._show = show
         self._pending: list[tuple[dict[str, Any], np.ndarray, Outcome]] = []
         self._read_at = time.monotonic()

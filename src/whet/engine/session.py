@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,14 +22,13 @@ from torch.optim import Optimizer
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.data.batch import GlobalBatch, Micro
-from whet.engine.building import build
 from whet.engine.evaluating import Evaluate
-from whet.engine.execution import CannotUndoError, Execution
+from whet.engine.execution import CannotUndoError
 from whet.engine.governor import Governor
-from whet.engine.keeper import Keeper, Urgency
+from whet.engine.keeper import Urgency
+from whet.engine.opening import Request, open_session
 from whet.engine.progress import Progress
-from whet.engine.reading import load_weights
-from whet.engine.recorder import Recorder, Show, sample_ids
+from whet.engine.recorder import Show, sample_ids
 from whet.engine.refusals import (
     refuse_disallowed,
     refuse_foreign_schedule,
@@ -41,19 +40,16 @@ from whet.engine.refusals import (
     refuse_wrong_kinds,
 )
 from whet.engine.signals import StopRequests
-from whet.engine.soundness import Soundness
-from whet.engine.starting import exists, find_start
 from whet.engine.training import read_training
-from whet.engine.while_training import deterministic, no_garbage_collection
+from whet.engine.while_training import no_garbage_collection
 from whet.engine.workload import describe
 from whet.machine.awake import NO_CAFFEINATE, kept_awake
 from whet.machine.vitals import Reader
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
-from whet.run import durable, lock
-from whet.run.events import EventLog, History
-from whet.run.folder import Run, create_run, rewrite, versions
+from whet.run.events import History
+from whet.run.folder import Run, rewrite
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
 from whet.step.step import NonFiniteError, Outcome, are_finite
@@ -104,16 +100,21 @@ class Session:
         self.run: Run | None = None
         self._optimizer = optimizer
         self._data = data
-        self._path = None if run is None else Path(run)
-        self._workload = workload or describe(model, data, self.training, recipe=recipe)
-        self._wishes = {**(wishes or {}), **({} if device == "auto" else {"device": device})}
+        wishes = {**(wishes or {}), **({} if device == "auto" else {"device": device})}
         if isinstance(optimizer, Optimizer):
-            self._wishes["optimizer_kernels"] = "your optimizer"
-        self._config = self.training.as_json() if config is None else config
-        self._recipe, self._command, self._attach = recipe, command or [], attach or {}
+            wishes["optimizer_kernels"] = "your optimizer"
+        self._request = Request(
+            path=None if run is None else Path(run),
+            recipe=recipe,
+            command=command or [],
+            config=self.training.as_json() if config is None else config,
+            wishes=wishes,
+            workload=workload or describe(model, data, self.training, recipe=recipe),
+            allow=refuse_disallowed(allow),
+            init_from=init_from,
+            attach=attach or {},
+        )
         self._goal, self._goal_is = goal, goal_is
-        self._init_from = init_from
-        self._allow = refuse_disallowed(allow)
         self._show, self._vitals = show, vitals
         self._stop = StopRequests()
         self._closing = contextlib.ExitStack()
@@ -138,56 +139,35 @@ class Session:
         return self
 
     def _enter(self) -> None:
-        is_new = not exists(self._path)
-        if not is_new:
-            # Locked before it is read: two processes must not go on with one run.
-            self._closing.enter_context(lock.acquire(cast(Path, self._path)))
-        start = find_start(self._path, self._workload, wishes=self._wishes, config=self._config, allow=self._allow)
-        if is_new and start.run is not None:
-            raise UsageError(
-                "another process has just started this run", got=str(self._path), try_="another run folder"
-            )
-        found = None if start.run is None else store.newest(start.run.checkpoints, run_id=start.run.header.id)
-        if found is None and self._init_from is not None:
-            load_weights(self._init_from, self.model)
-        is_deterministic = start.plan.settings.get("deterministic")
-        self._closing.enter_context(deterministic(is_deterministic is not None and is_deterministic.value == "on"))
-        parts = build(self.model, self._optimizer, self._data, self.training, start.plan)
-        # Left last: what ends before may still write to standard error.
-        self._closing.enter_context(parts.device.guard(has_fallback=parts.plan.value("mps_fallback") == "on"))
-        self._closing.callback(parts.source.close)
-        self._closing.callback(lambda: set_rate(parts.stepper.optimizer, 1.0, self._rates))
-        self.device, self.source = parts.device, parts.source
-        self.total_steps, self._rates = parts.total_steps, parts.base_rates
-        self._stepper, self._schedule = parts.stepper, parts.schedule
-        self.run = start.run or (self._create_run(self._path, parts.plan) if self._path is not None else None)
-        log = self._closing.enter_context(EventLog(self.run)) if self.run is not None else None
-        self._soundness = Soundness(
-            has_scaler=parts.stepper.scaler.is_enabled(),
-            earlier=() if start.run is None else History(start.run).events(kinds=("skip",)),
+        opened = open_session(
+            self._request,
+            self.model,
+            self._optimizer,
+            self._data,
+            self.training,
+            show=self._show,
+            closing=self._closing,
         )
-        self._recorder = Recorder(log, self.device, soundness=self._soundness, show=self._show)
-        self._execution = Execution(parts, self._recorder, write_plan=self._write_plan, note_inexact=self._note_inexact)
-        self._closing.callback(self._execution.close)
-        batch = self.training.global_batch_size
-        self._keeper = None
-        if self.run is not None:
-            self._keeper = Keeper(self.run, parts, self._recorder, global_batch_size=batch, allow=self._allow)
-            self._closing.callback(self._keeper.close)
+        parts = opened.parts
+        self.run, self.device, self.source, self.total_steps = opened.run, parts.device, parts.source, parts.total_steps
+        self._stepper, self._schedule, self._rates = parts.stepper, parts.schedule, parts.base_rates
+        self._closing.callback(lambda: set_rate(self._stepper.optimizer, 1.0, self._rates))
+        self._soundness, self._recorder = opened.soundness, opened.recorder
+        self._execution, self._keeper = opened.execution, opened.keeper
         self._closing.enter_context(no_garbage_collection())
-        if found is not None and self._keeper is not None:
-            self.progress, self._rates, told = self._keeper.restore(found, plan=self.plan)
+        if opened.found is not None and self._keeper is not None:
+            self.progress, self._rates, told = self._keeper.restore(opened.found, plan=self.plan)
             self._execution.moved_from = told.get("moved_from")
             self._tell("resume", told)
         else:
             # A run that was killed before its first checkpoint begins again, and its steps count no more.
-            self._tell("start" if is_new else "resume", {})
+            self._tell("start" if opened.is_new else "resume", {})
             # The very first state too: who calls again with the same objects must not start from trained weights.
             self._save("last")
-        for reason in filter(None, (start.replanned, parts.fell_back)):
+        for reason in opened.changes:
             self._recorder.event("plan", step=self.progress.step, changed=reason, exact=False, reason=reason)
-        if self.run is not None and not is_new:
-            self.run = rewrite(self.run, plan=self.plan.as_json(), config=self._config)
+        if self.run is not None and not opened.is_new:
+            self.run = rewrite(self.run, plan=self.plan.as_json(), config=self._request.config)
         wants_awake = self.plan.value("keep_awake") == "on"
         if self._closing.enter_context(kept_awake(wants_awake)) != wants_awake:
             self._recorder.event("plan", step=self.progress.step, changed=NO_CAFFEINATE)
@@ -211,6 +191,8 @@ class Session:
             try:
                 if is_whole and self._is_sound(looks_closely=True):
                     self._save("last")
+                elif is_whole and kind is None:
+                    self._soundness.refuse()
             except Exception as failure:
                 unsaved = failure
             if self._keeper is not None:
@@ -366,21 +348,6 @@ class Session:
                 return
             yield batch
 
-    def _create_run(self, path: Path, plan: Plan) -> Run:
-        made = create_run(
-            path,
-            recipe=self._recipe,
-            config=self._config,
-            plan=plan.as_json(),
-            machine=plan.machine.as_json(),
-            versions=versions(),
-            command=self._command,
-        )
-        self._closing.enter_context(lock.acquire(made.path))
-        for name, content in self._attach.items():
-            durable.write_file(made.path / name, data=content)
-        return made
-
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         """Begins a sitting in the log."""
         goal = {"goal": self._goal, "goal_is": self._goal_is}
@@ -465,11 +432,3 @@ class Session:
         self._execution.expect_changes()
         self._went_back = True
         self._tell("resume", {**told, "went_back": reason})
-
-    def _note_inexact(self, step: int, reason: str) -> None:
-        if self._keeper is not None:
-            self._keeper.note_inexact(step, reason)
-
-    def _write_plan(self, plan: Plan) -> None:
-        if self.run is not None:
-            self.run = rewrite(self.run, plan=plan.as_json())

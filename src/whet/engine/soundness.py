@@ -59,13 +59,18 @@ class Soundness:
             return None
         return f"the loss is {loss:.4g}; the last {len(usual)} were {mean:.4g} with a spread of {spread:.2g}"
 
+    def refuse(self) -> None:
+        """Raises for the broken step: there is no way on."""
+        assert self.broken is not None
+        raise WhetError("the loss is not a number", got=f"step {self.broken[0]}: {self.broken[1]}", try_=_ADVICE)
+
     def go_back(self) -> str:
         """The run returns to a checkpoint because of the broken step; why, in words. Refuses to do so forever."""
         assert self.broken is not None
-        (step, how), self.broken = self.broken, None
         self._num_returns += 1
         if self._has_scaler or self._num_returns > MOST_RETURNS:
-            raise WhetError("the loss is not a number", got=f"step {step}: {how}", try_=_ADVICE)
+            self.refuse()
+        (step, how), self.broken = self.broken, None
         self.careful_until = max(self.careful_until, step)
         self.has_found = False
         return f"step {step:,}: {how}"

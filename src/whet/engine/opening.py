@@ -1,0 +1,149 @@
+"""From a folder and a plan to all that a session works with; what is wrong is refused before a new folder appears."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from whet.base.errors import UsageError
+from whet.checkpoint import store
+from whet.engine.building import Parts, build
+from whet.engine.execution import Execution
+from whet.engine.keeper import Keeper
+from whet.engine.reading import load_weights
+from whet.engine.recorder import Recorder, Show
+from whet.engine.soundness import Soundness
+from whet.engine.starting import exists, find_start
+from whet.engine.training import Training
+from whet.engine.while_training import deterministic
+from whet.plan.plan import Plan
+from whet.plan.setting import Scalar
+from whet.plan.workload import Workload
+from whet.run import durable, lock
+from whet.run.events import EventLog, History
+from whet.run.folder import Run, create_run, rewrite, versions
+from whet.step.optimizer import OptimizerChoice
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """Which run a session is asked for."""
+
+    path: Path | None
+    recipe: str
+    command: list[str]
+    config: Mapping[str, Any]
+    wishes: Mapping[str, Scalar]
+    workload: Workload
+    allow: tuple[str, ...]
+    init_from: str | Path | None
+    attach: Mapping[str, bytes]
+    """Files that a new run folder holds from the start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """What a session works with."""
+
+    parts: Parts
+    run: Run | None
+    is_new: bool
+    found: store.Found | None
+    """The checkpoint to go on from."""
+    changes: tuple[str, ...]
+    """Why the plan or the device is another than it was, or was asked for."""
+    soundness: Soundness
+    recorder: Recorder
+    execution: Execution
+    keeper: Keeper | None
+
+
+def open_session(
+    request: Request,
+    model: nn.Module,
+    optimizer: Optimizer | OptimizerChoice,
+    data: Any,
+    training: Training,
+    *,
+    show: Show | None,
+    closing: ExitStack,
+) -> Opened:
+    """Locks, plans, builds and opens; `closing` undoes all of it in turn."""
+    path = request.path
+    is_new = not exists(path)
+    if path is not None and not is_new:
+        # Locked before it is read: two processes must not go on with one run.
+        closing.enter_context(lock.acquire(path))
+    start = find_start(path, request.workload, wishes=request.wishes, config=request.config, allow=request.allow)
+    if is_new and start.run is not None:
+        raise UsageError("another process has just started this run", got=str(path), try_="another run folder")
+    found = None if start.run is None else store.newest(start.run.checkpoints, run_id=start.run.header.id)
+    if found is None and request.init_from is not None:
+        load_weights(request.init_from, model)
+    closing.enter_context(deterministic(_has(start.plan, "deterministic")))
+    parts = build(model, optimizer, data, training, start.plan)
+    # Left last: what ends before may still write to standard error.
+    closing.enter_context(parts.device.guard(has_fallback=_has(parts.plan, "mps_fallback")))
+    closing.callback(parts.source.close)
+    run = start.run
+    if run is None and path is not None:
+        run = _create(path, request, parts.plan, closing=closing)
+    log = None if run is None else closing.enter_context(EventLog(run))
+    soundness = Soundness(
+        has_scaler=parts.stepper.scaler.is_enabled(),
+        earlier=() if start.run is None else History(start.run).events(kinds=("skip",)),
+    )
+    recorder = Recorder(log, parts.device, soundness=soundness, show=show)
+    keeper = None
+    if run is not None:
+        batch = training.global_batch_size
+        keeper = Keeper(run, parts, recorder, global_batch_size=batch, allow=request.allow)
+        closing.callback(keeper.close)
+
+    def write_plan(plan: Plan) -> None:
+        if run is not None:
+            rewrite(run, plan=plan.as_json())
+
+    def note_inexact(step: int, reason: str) -> None:
+        if keeper is not None:
+            keeper.note_inexact(step, reason)
+
+    execution = Execution(parts, recorder, write_plan=write_plan, note_inexact=note_inexact)
+    closing.callback(execution.close)
+    return Opened(
+        parts=parts,
+        run=run,
+        is_new=is_new,
+        found=found,
+        changes=tuple(filter(None, (start.replanned, parts.fell_back))),
+        soundness=soundness,
+        recorder=recorder,
+        execution=execution,
+        keeper=keeper,
+    )
+
+
+def _has(plan: Plan, switch: str) -> bool:
+    """Whether a switch is on; a plan saved by an older whet may not know it."""
+    setting = plan.settings.get(switch)
+    return setting is not None and setting.value == "on"
+
+
+def _create(path: Path, request: Request, plan: Plan, *, closing: ExitStack) -> Run:
+    made = create_run(
+        path,
+        recipe=request.recipe,
+        config=request.config,
+        plan=plan.as_json(),
+        machine=plan.machine.as_json(),
+        versions=versions(),
+        command=request.command,
+    )
+    closing.enter_context(lock.acquire(made.path))
+    for name, content in request.attach.items():
+        durable.write_file(made.path / name, data=content)
+    return made
