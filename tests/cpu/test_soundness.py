@@ -11,7 +11,7 @@ from torch import nn
 import whet
 from small_models import convnet, images
 from whet.base.errors import WhetError
-from whet.engine import session as session_module
+from whet.engine import opening
 from whet.engine.soundness import MOST_IN_A_ROW, Soundness
 from whet.run.event import Event
 from whet.run.events import read_events
@@ -87,7 +87,7 @@ def test_a_step_that_is_bad_again_is_left_out_and_everything_else_is_as_if_it_ha
     assert len(event.get("samples")) == 16
     known = [Event(kind="skip", time=0, step=BAD_STEP, fields={"verdict": "reproducible"})]
     monkeypatch.setattr(
-        session_module, "Soundness", lambda *, has_scaler, earlier: Soundness(has_scaler=has_scaler, earlier=known)
+        opening, "Soundness", lambda *, has_scaler, earlier: Soundness(has_scaler=has_scaler, earlier=known)
     )
     never_made, _ = train(tmp_path / "without")
     assert_equal(state, never_made)

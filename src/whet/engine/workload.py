@@ -84,18 +84,19 @@ def measure_activation_bytes(
 
 def _saved_bytes(model: nn.Module, loss: LossFunction, micro: Micro) -> int:
     owned = {tensor.untyped_storage().data_ptr() for _, tensor in named_tensors(model)}
-    saved: dict[int, int] = {}
+    saved: dict[int, Tensor] = {}
 
     def count(tensor: Tensor) -> Any:
-        # Returns nothing to keep: a node that held its own output would never be freed. There is no backward pass.
+        # Held here, so that no place is used twice, and without its history: a node that holds its own output is never
+        # freed. Nothing is returned for the backward pass, since there is none.
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
-            saved[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(count, count):
         returned = loss(micro)
     del returned
-    return sum(saved.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def _num_bytes(column: Tensor | Ragged) -> int:
