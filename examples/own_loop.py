@@ -1,6 +1,6 @@
 """Your own loop: the model and the optimizer stay yours, unwrapped. Ctrl-C saves; the same command goes on.
 
-python examples/own_loop.py runs/own-loop
+python examples/own_loop.py runs/example-own-loop
 """
 
 import sys
@@ -17,9 +17,14 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-run = sys.argv[1] if len(sys.argv) > 1 else "runs/own-loop"
+run = sys.argv[1] if len(sys.argv) > 1 else "runs/example-own-loop"
 with whet.Session(
-    model, optimizer, (x, y), global_batch_size=50, epochs=3, run=sys.argv[1] if len(sys.argv) > 1 else "runs/own-loop"
+    model,
+    optimizer,
+    (x, y),
+    global_batch_size=50,
+    epochs=3,
+    run=run,
 ) as session:
     for batch in session:
         session.step(lambda micro: nn.functional.mse_loss(model(micro.x), micro.y), batch)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import torch
 from whet.checkpoint import store
 from whet.engine.supervise import make_ready
 from whet.machine.facts import Machine
-from whet.plan.plan import make_plan, read_plan
+from whet.plan.plan import make_plan, read_plan, with_learnt
+from whet.plan.setting import Measured
 from whet.plan.workload import Workload
 from whet.report.summary import summarize
 from whet.run.events import EventLog, read_events
@@ -99,9 +101,12 @@ def test_who_kills_the_parent_kills_the_training(table: Path, tmp_path: Path) ->
 # --- what is decided about a run whose process is gone ---------------------------------------------------------------
 
 
-def killed_run(folder: Path, *, began: int, reached: int, pressure: bool = False, **workload: Any) -> Path:
+def killed_run(
+    folder: Path, *, began: int, reached: int, pressure: bool = False, wishes: Any = None, **workload: Any
+) -> Path:
     facts = Workload(recipe="t", num_parameters=10, global_batch_size=32, **workload)
-    plan = make_plan(Machine(name="m"), facts, wishes={"micro_batch": 32})
+    plan = make_plan(Machine(name="m"), facts, wishes=wishes or {})
+    plan = with_learnt(plan, {"micro_batch": Measured(value=32, reason="for this test", evidence={})})
     run = create_run(folder, recipe="t", config={}, plan=plan.as_json(), machine={}, versions={}, command=["whet"])
     with EventLog(run) as log:
         log.append("start" if not began else "resume", step=began)
@@ -127,20 +132,58 @@ def test_killed_soon_again_or_under_pressure_means_fewer_samples_at_once(
     tmp_path: Path, began: int, reached: int, is_first: bool, pressure: bool, micro_batch: int
 ) -> None:
     run = killed_run(tmp_path / "run", began=began, reached=reached, pressure=pressure)
-    said = make_ready(run, is_first=is_first)
+    said = make_ready(run, killer="SIGKILL", is_first=is_first)
     plan = read_plan(open_run(run).plan, where="plan")
     assert plan.value("micro_batch") == micro_batch
-    assert plan.value("accumulation") == 32 // micro_batch
-    lowered = list(read_events(open_run(run), kinds=("oom",)))
-    assert bool(lowered) == (micro_batch == 16)
-    assert ("micro batch 16 instead of 32" in said) == bool(lowered)
-    assert summarize(run).inexact_since == (reached if lowered else None)
+    assert micro_batch == 32 or plan.value("accumulation") == 2
+    (restart,) = read_events(open_run(run), kinds=("restart",))
+    is_lowered = micro_batch == 16
+    assert ("micro batch 16 instead of 32" in said) == is_lowered
+    assert (restart.get("exact") is False) == is_lowered
+    assert summarize(run).inexact_since == (reached if is_lowered else None)
 
 
 def test_a_model_with_batchnorm_keeps_its_micro_batch(tmp_path: Path) -> None:
     run = killed_run(tmp_path / "run", began=40, reached=41, has_batchnorm=True)
-    assert "BatchNorm forbids" in make_ready(run, is_first=False)
+    assert "the micro-batch cannot be smaller" in make_ready(run, killer="SIGKILL", is_first=False)
     assert read_plan(open_run(run).plan, where="plan").value("micro_batch") == 32
+
+
+def test_a_crash_is_no_lack_of_memory_and_your_word_stays(tmp_path: Path) -> None:
+    crashed = killed_run(tmp_path / "crashed", began=40, reached=41)
+    assert make_ready(crashed, killer="SIGSEGV", is_first=False) == "it goes on with the same plan"
+    wished = killed_run(tmp_path / "wished", began=40, reached=41, wishes={"micro_batch": 32})
+    assert "micro_batch=32 is your word and stays" in make_ready(wished, killer="SIGKILL", is_first=False)
+    for run in (crashed, wished):
+        assert read_plan(open_run(run).plan, where="plan").value("micro_batch") == 32
+
+
+def test_under_nohup_a_lost_terminal_changes_nothing(table: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(*words(table, run), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    child_after(process, run, step=25)
+    process.send_signal(signal.SIGHUP)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+
+
+def test_who_is_killed_before_it_began_says_so(table: Path, tmp_path: Path) -> None:
+    process = start(*words(table, tmp_path / "run"), "--quiet")
+    deadline = time.monotonic() + 60
+    while not psutil.Process(process.pid).children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    psutil.Process(process.pid).children()[0].kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 137
+    assert "the training was killed before it began" in errors
+
+
+def test_a_closed_or_full_standard_error_ends_no_training(table: Path, tmp_path: Path) -> None:
+    for number, redirect in enumerate(("2>/dev/full", "2>&-", ">&- 2>&-")):
+        run = tmp_path / str(number)
+        command = shlex.join([sys.executable, "-m", "whet", *words(table, run), "max_steps=12"])
+        assert subprocess.run(f"{command} {redirect}", shell=True, stdout=subprocess.DEVNULL).returncode in (0, 1)
+        assert summarize(run).state == "done"
 
 
 DEADLY = """
@@ -172,7 +215,6 @@ def test_a_training_that_dies_again_and_again_is_given_up(tmp_path: Path) -> Non
         "train",
         str(recipe),
         "global_batch_size=8",
-        "micro_batch=8",
         "--run",
         str(tmp_path / "run"),
         "--max-restarts",
@@ -182,6 +224,7 @@ def test_a_training_that_dies_again_and_again_is_given_up(tmp_path: Path) -> Non
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 137, errors
     assert len(counter.read_text()) == 3
-    assert errors.count("was killed by SIGKILL") == 3
-    assert "--max-restarts allows no more" in errors
-    assert "within 20 steps of the last time, so it goes on with micro batch 4 instead of 8" in errors
+    assert errors.count("was killed by SIGKILL") == 2
+    assert "SIGKILL, after 2 restarts; --max-restarts allows no more" in errors
+    assert "to go on: whet train" in errors
+    assert "again, with fewer than 20 steps made, so it goes on with micro batch 4 instead of 8" in errors

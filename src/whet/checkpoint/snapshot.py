@@ -91,7 +91,10 @@ def _restore(
     scaler: torch.amp.GradScaler,
     ema: Ema | None,
 ) -> dict[str, Any]:
-    refuse_nonfinite({n.removeprefix("model/"): t for n, t in snapshot.tensors.items() if _is_parameter(n, snapshot)})
+    trained = {name for group in snapshot.facts["optimizer"]["groups"] for name in group["parameters"]}
+    refuse_nonfinite(
+        {name: snapshot.tensors[f"model/{name}"] for name in trained if f"model/{name}" in snapshot.tensors}
+    )
     restore_model(snapshot, model)
     if ema is not None:
         _copy_into(ema.average, snapshot, "ema")
@@ -105,7 +108,7 @@ def _restore(
 
 
 def refuse_nonfinite(parameters: dict[str, Tensor]) -> None:
-    """Parameters must be numbers; all are looked at on their device, with one wait."""
+    """Parameters that are trained must be numbers; a frozen one may be a mask with Inf."""
     # Numbers of one byte have no such arithmetic.
     floating = {n: p.detach() for n, p in parameters.items() if p.is_floating_point() and p.numel() and p.itemsize > 1}
     if not floating:
@@ -120,10 +123,6 @@ def refuse_nonfinite(parameters: dict[str, Tensor]) -> None:
             got=f"{name} has NaN or Inf, although the loss had none",
             try_="a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from before",
         )
-
-
-def _is_parameter(name: str, snapshot: Snapshot) -> bool:
-    return name.startswith("model/") and name.removeprefix("model/") in snapshot.about.parameters
 
 
 def restore_model(snapshot: Snapshot, model: nn.Module, *, use_average: bool = False) -> None:

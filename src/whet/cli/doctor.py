@@ -52,7 +52,12 @@ def doctor(
     if json is None:
         screen.note("whet doctor --json doctor.json writes all of it to a file; attach that to an issue")
     else:
-        write_file(json, data=as_bytes(found))
+        target = json.resolve()
+        if target.exists() and not target.is_file():
+            # A pipe or /dev/stdout: written to, never replaced.
+            target.write_bytes(as_bytes(found))
+        else:
+            write_file(target, data=as_bytes(found))
         screen.note(f"{json} holds all of it, without names or paths; attach it to an issue")
     if found.trouble:
         raise typer.Exit(1)

@@ -38,19 +38,25 @@ def train(
     Ctrl-C finishes the step, saves and stops. Say the same command with the same --run, and it goes on. The training
     runs in a process of its own: when that is killed, for lack of memory above all, it is started again and goes on.
     """
+    from whet.base.errors import UsageError
     from whet.cli import screen
     from whet.engine import supervise
 
+    if fresh and run is None:
+        raise UsageError("--fresh needs a folder", got="no --run", try_="--run DIR")
+    if supervise.is_orphan():
+        raise typer.Exit(1)
     if max_restarts and not supervise.is_supervised() and not _has_virtual_mac():
 
         def again(path: Path | None) -> list[str]:
-            options = [*_options(config, device), *(("--fresh",) if fresh and path is None else ())]
-            options += ["--allow", allow] if allow else []
+            options = [*_options(config, device), *(["--allow", allow] if allow else [])]
             folder = path or run
             named = ["--run", str(folder)] if folder else []
             return ["train", what, *(words or ()), *options, *named, *screen.switches()]
 
-        raise typer.Exit(supervise.supervise(again, max_restarts=max_restarts, say=screen.note))
+        with _set_aside(run) if fresh and run else contextlib.nullcontext():
+            code = supervise.supervise(again, max_restarts=max_restarts, say=screen.note)
+        raise typer.Exit(code)
     supervise.die_with_parent()
     _train_here(what, words, config=config, run=run, device=device, allow=allow, fresh=fresh)
 
@@ -58,7 +64,6 @@ def train(
 def _train_here(
     what: str, words: list[str] | None, *, config: Path | None, run: Path | None, device: str, allow: str, fresh: bool
 ) -> None:
-    from whet.base.errors import UsageError
     from whet.cli import screen
     from whet.config.resolve import resolve
     from whet.engine.supervise import tell_parent
@@ -73,8 +78,6 @@ def _train_here(
     recipe = load_recipe(what)
     resolved = resolve(recipe.Config, words or (), file=config)
     recipe.describe(resolved.config)
-    if fresh and run is None:
-        raise UsageError("--fresh needs a folder", got="no --run", try_="--run DIR")
     allowed = tuple(word.strip() for word in allow.split(",") if word.strip())
     path = run or next_run_path(Path("runs"), recipe=recipe.name)
     if not path.exists():
@@ -107,7 +110,8 @@ def _train_here(
         with _set_aside(path) if fresh else contextlib.nullcontext():
             result = train_recipe(recipe, resolved, run=path, device=device, command=command, show=show, allow=allowed)
         if result.state == "stopped":
-            screen.note(f"saved at step {result.step:,}; to go on:\n  {shlex.join(command)}")
+            why = "" if result.exit_code else " (epochs_per_sitting)"
+            screen.note(f"saved at step {result.step:,}{why}; to go on:\n  {shlex.join(command)}")
             raise typer.Exit(result.exit_code)
     report = summarize(path)
     screen.result(render(report, width=screen.width(), unicode=screen.speaks_unicode(), has_settings=False))
@@ -140,6 +144,7 @@ def _set_aside(path: Path) -> Iterator[None]:
     from whet.run.folder import open_run
     from whet.run.runs import foreign_files
 
+    path = path.resolve()
     if not path.exists():
         yield
         return

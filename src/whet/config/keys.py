@@ -16,7 +16,7 @@ Switch = Annotated[Literal["off", "on"], BeforeValidator(_as_switch)]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 SYNONYMS = {"forward_dtype": "precision", "batch_size": "global_batch_size"}
-"""Names the guides use for our keys."""
+"""Names that others use for our keys."""
 
 DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 

@@ -92,11 +92,15 @@ class _Sitting:
         with _Process(self._ward.words(group, first=self._first), self._ward.environment(group)) as process:
             listed = process.answer(self._to_start())
             if not isinstance(listed, dict):
+                if self._is_over():
+                    return
                 yield _check(group, _UNKNOWN, failed(f"the checks could not be loaded: {process.last_words()}"))
                 return
             self.cases = tuple(Listed.model_validate(case) for case in listed["cases"])
             opened = process.answer(self._to_start())
             if not isinstance(opened, dict) or "ready" not in opened:
+                if self._is_over():
+                    return
                 refused = opened.get("refused") if isinstance(opened, dict) else None
                 why = f"{self._ward.device} could not be opened: {refused or process.last_words()}"
                 yield from (_check(group, case, failed(why)) for case in self.cases[self._first :])
@@ -113,6 +117,10 @@ class _Sitting:
                     continue
                 yield _check(group, case, self._no_answer(case, answer, process, left, seconds), seconds=seconds)
                 return
+
+    def _is_over(self) -> bool:
+        """Whether the time is up: then nothing is known about what was not reached."""
+        return self._ward.ends_at <= time.monotonic()
 
     def _to_start(self) -> float:
         return min(START_SECONDS, max(0.0, self._ward.ends_at - time.monotonic()))

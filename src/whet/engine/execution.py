@@ -77,9 +77,11 @@ class Execution:
                 outcome = stepper(loss, self._cut(batch), num_samples=len(batch), step=number, is_careful=is_careful)
                 self._guard.learn()
                 return outcome
-            except NonFiniteError:
-                self._guard.put_back()
+            except NonFiniteError as error:
+                is_undone = self._guard.put_back()
                 stepper.forget()
+                if not is_undone:
+                    raise CannotUndoError(f"step {number:,}: {error}") from None
                 raise
             except Exception as error:
                 if not self._parts.device.is_oom(error):
@@ -124,7 +126,8 @@ class Execution:
 
     def _prepare(self, loss: LossFunction, batch: GlobalBatch, *, number: int) -> None:
         """How much a sample needs is measured before anything is done to the model."""
-        if number == 1 and self.plan.workload.activation_bytes is None and len(batch) >= 4:
+        is_open = "micro_batch" not in self.plan.wishes and self.plan.workload.activation_bytes is None
+        if number == 1 and is_open and len(batch) >= 4:
             self._try_to_plan_micro_batch(loss, batch)
         if self.moved_from is not None:
             self._compare_with_cpu(loss, batch, number=number)
@@ -205,7 +208,9 @@ class Execution:
             self._recorder.event("oom", step=number, reason=problem, cure="garbage collected, the same step again")
             return
         before, model = self.plan, self._parts.stepper.model
-        self._use(need_less(before, model, num_samples=num_samples, step=number, problem=problem))
+        has_memory = before.workload.has_batchnorm or self._guard.writes_buffers
+        less = need_less(before, model, num_samples=num_samples, step=number, problem=problem, may_cut=not has_memory)
+        self._use(less)
         cure = f"micro batch {self.plan.value('micro_batch')} instead of {before.value('micro_batch')}"
         if self.plan.value("activation_checkpointing") != before.value("activation_checkpointing"):
             self._closing.enter_context(recompute_blocks(model))

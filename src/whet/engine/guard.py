@@ -27,18 +27,22 @@ class _Kept(NamedTuple):
     name: str
     buffer: Tensor
     version: int
-    values: Tensor | None
-    """None for one that is only watched."""
+    values: Tensor
 
     def has_changed(self) -> bool:
-        """As far as torch notes it: without waiting for the device."""
-        return self.module._buffers.get(self.name) is not self.buffer or self.buffer._version != self.version
-
-    def is_volatile(self) -> bool:
-        """Whether the first step changed it. BatchNorm's kernels write to running statistics without a note."""
-        if self.has_changed() or isinstance(self.module, nn.modules.batchnorm._NormBase):
+        """Whether it is another object or has other values; torch does not note all that kernels write."""
+        if self.module._buffers.get(self.name) is not self.buffer or self.buffer._version != self.version:
             return True
-        return self.values is not None and not torch.equal(self.buffer, self.values)
+        return not torch.equal(self.buffer, self.values)
+
+    def put_back(self) -> None:
+        """The same object with the same values again."""
+        self.module._buffers[self.name] = self.buffer
+        try:
+            self.buffer.copy_(self.values)
+        except RuntimeError:
+            # One that shows the same numbers several times over cannot be written to.
+            self.module._buffers[self.name] = self.values
 
 
 class Buffers:
@@ -60,8 +64,11 @@ class Buffers:
             module._buffers.clear()
             module._buffers.update(buffers)
         for kept in self.kept:
-            assert kept.values is not None
-            kept.buffer.copy_(kept.values)
+            kept.put_back()
+
+    def have_others_come(self) -> bool:
+        """Whether buffers were added or taken away since."""
+        return any(module._buffers.keys() != buffers.keys() for module, buffers in self._objects)
 
 
 class Guard:
@@ -71,7 +78,8 @@ class Guard:
         self._model = model
         self._device = device
         self._all: Buffers | None = None
-        self._volatile: list[tuple[nn.Module, str]] | None = None
+        self._is_learnt = False
+        self._volatile: list[tuple[nn.Module, str]] = []
         self._watched: list[_Kept] = []
         self._kept: list[_Kept] = []
         self._host = host_generators()
@@ -83,27 +91,31 @@ class Guard:
         self._generators = None
         if self._is_host_in_use:
             self._host = host_generators()
-        if self._volatile is None:
+        if not self._is_learnt:
             self._all = Buffers(self._model)
         else:
             self._kept = [
                 _Kept(module, name, buffer, buffer._version, buffer.detach().clone())
                 for module, name in self._volatile
-                if (buffer := module._buffers[name]) is not None
+                if (buffer := module._buffers.get(name)) is not None
             ]
         self._generators = torch_generators(self._device)
 
+    @property
+    def writes_buffers(self) -> bool:
+        """Whether the forward pass changes what the model remembers, as far as is known."""
+        return bool(self._volatile)
+
     def learn(self) -> None:
         """After a step that was finished: the first one shows what steps change."""
-        if self._all is None:
+        if self._is_learnt or self._all is None:
             return
-        is_volatile = [kept.is_volatile() for kept in self._all.kept]
+        # Statistics may be frozen at first and written to later.
+        is_volatile = [k.has_changed() or isinstance(k.module, nn.modules.batchnorm._NormBase) for k in self._all.kept]
         self._volatile = [(k.module, k.name) for k, changes in zip(self._all.kept, is_volatile, strict=True) if changes]
-        self._watched = [
-            kept._replace(values=None) for kept, changes in zip(self._all.kept, is_volatile, strict=True) if not changes
-        ]
+        self._watched = [k for k, changes in zip(self._all.kept, is_volatile, strict=True) if not changes]
         self._is_host_in_use = not are_equal(self._host, host_generators())
-        self._all = None
+        self._is_learnt = True
 
     @torch.no_grad()
     def put_back(self) -> bool:
@@ -116,11 +128,10 @@ class Guard:
             set_host_generators(self._host)
         elif not are_equal(self._host, host_generators()):
             return False
-        if self._all is not None:
+        assert self._all is not None
+        if not self._is_learnt:
             self._all.put_back()
             return True
-        for module, name, buffer, _, values in self._kept:
-            module._buffers[name] = buffer
-            assert values is not None
-            buffer.copy_(values)
-        return not any(kept.has_changed() for kept in self._watched)
+        for kept in self._kept:
+            kept.put_back()
+        return not self._all.have_others_come() and not any(kept.has_changed() for kept in self._watched)

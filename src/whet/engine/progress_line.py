@@ -1,5 +1,6 @@
 """A run on one line while it trains: redrawn on a terminal, a plain line now and then elsewhere."""
 
+import io
 import shutil
 import sys
 import time
@@ -20,7 +21,8 @@ class ProgressLine:
     def __init__(self, name: str = "train", *, epochs: int | None = None, stream: TextIO | None = None) -> None:
         self._name = name
         self._epochs = epochs
-        self._stream = sys.stderr if stream is None else stream
+        # A process may have been started without standard error.
+        self._stream = stream or sys.stderr or io.StringIO()
         self._has_terminal = self._stream.isatty()
         self._total: int | None = None
         self._memory = ""
@@ -34,13 +36,20 @@ class ProgressLine:
             self._total = fields.get("total_steps")
         if kind == "resume":
             holds = f", {fields['exactness']}" if fields.get("exactness") else ""
-            self.say(f"{self._name}: goes on from step {fields['step']:,}{holds}")
+            if self._total is not None and fields["step"] >= self._total:
+                self.say(f"{self._name}: all {self._total:,} steps are done")
+            else:
+                self.say(f"{self._name}: goes on from step {fields['step']:,}{holds}")
             for problem in fields.get("refused") or ():
                 self.say(f"{self._name}: refused a checkpoint: {problem}")
             if fields.get("lost_steps"):
                 self.say(f"{self._name}: {fields['lost_steps']:,} steps are lost and made again")
         elif kind == "warning":
             self.say(f"{self._name}: {fields['reason']}; tried again {fields['again']}; the training goes on")
+        elif kind == "oom":
+            self.say(f"{self._name}: out of memory at step {fields['step']:,}; {fields['cure']}")
+        elif kind in ("skip", "spike"):
+            self.say(f"{self._name}: step {fields['step']:,}: {fields['reason']}")
         elif kind in ("plan", "fallback"):
             self.say(f"{self._name}: {fields.get('changed') or fields['reason']}")
         elif kind == "eval":

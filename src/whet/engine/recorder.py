@@ -69,10 +69,22 @@ class Recorder:
         self.read()
         self._write(kind, step=step, **fields)
 
+    def end(self, *, step: int, **fields: Any) -> None:
+        """Writes the end of a sitting, with the time that no later step will carry."""
+        self.read()
+        rest, self._extra_seconds = self._extra_seconds, {}
+        self._write("end", step=step, **fields, **({"seconds": rest} if rest else {}))
+
     def tell(self, kind: str, **fields: Any) -> None:
-        """Shows what need not be written."""
-        if self._show is not None:
+        """Shows what need not be written. Who cannot be told is told nothing more: that must not end a run."""
+        if self._show is None:
+            return
+        try:
             self._show(kind, fields)
+        except Exception as error:
+            self._show = None
+            reason = f"showing the run failed, so nothing more is shown: {type(error).__name__}: {error}"
+            self._append("warning", step=fields.get("step", 0), reason=reason, again="never")
 
     def warn(self, step: int, what: str, error: WhetError, *, path: Path, again: str) -> None:
         """Writes down that the disk refused something, and that training goes on."""
@@ -130,13 +142,11 @@ class Recorder:
                 self._write("spike", step=facts["step"], reason=unusual, samples=sample_ids(ids))
         if self.watch is not None:
             self.watch(computing)
-        if self._show is not None:
-            self._show("step", pending[-1][0])
+        self.tell("step", **pending[-1][0])
 
     def _write(self, kind: str, *, step: int, **fields: Any) -> None:
         self._append(kind, step=step, **fields)
-        if self._show is not None:
-            self._show(kind, {"step": step, **fields})
+        self.tell(kind, step=step, **fields)
 
     def _seconds(self, outcome: Outcome) -> dict[str, float]:
         spent: dict[str, float] = {}

@@ -20,15 +20,16 @@ def let_go(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def need_less(plan: Plan, model: nn.Module, *, num_samples: int, step: int, problem: str) -> Plan:
+def need_less(plan: Plan, model: nn.Module, *, num_samples: int, step: int, problem: str, may_cut: bool = True) -> Plan:
     """The plan with half the micro-batch, or with activations computed again; refuses where neither is left.
 
-    `num_samples` is how many the step had. A model with BatchNorm is not cut, since that would change what it learns.
+    `num_samples` is how many the step had. A model that remembers something of every forward pass, as BatchNorm does,
+    may not be cut: that would change what it learns.
     """
     planned = plan.value("micro_batch")
     assert isinstance(planned, int)
     micro = min(planned, num_samples)
-    if micro > 1 and not plan.workload.has_batchnorm:
+    if micro > 1 and may_cut:
         reason = f"micro batch {planned} ran out of memory at step {step:,}"
         return with_smaller_micro_batch(plan, micro // 2, reason=reason, problem=problem)
     if plan.value("activation_checkpointing") == "off" and find_blocks(model):
@@ -36,11 +37,11 @@ def need_less(plan: Plan, model: nn.Module, *, num_samples: int, step: int, prob
         return with_learnt(
             plan, {"activation_checkpointing": Measured(value="on", reason=reason, evidence={"problem": problem})}
         )
-    if plan.workload.has_batchnorm and micro > 1:
+    if micro > 1:
         raise WhetError(
             "a step of this model needs more memory than there is",
             got=f"micro batch {micro}: {problem}",
-            try_=f"micro_batch={micro // 2}, if BatchNorm may take its statistics over fewer samples; "
+            try_=f"micro_batch={micro // 2}, if running statistics (BatchNorm's, say) may be taken over fewer samples; "
             "or a smaller global_batch_size",
         )
     raise WhetError(

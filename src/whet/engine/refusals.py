@@ -17,6 +17,12 @@ def refuse_wrong_kinds(model: Any, optimizer: Any, goal_is: str) -> None:
     """What is given must be what it is taken for."""
     if not isinstance(model, nn.Module):
         raise UsageError("the model must be an nn.Module", got=type(model).__name__, try_="class Model(nn.Module)")
+    if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
+        raise UsageError(
+            "the model has lazy layers that have seen no data",
+            got="an UninitializedParameter",
+            try_="model(one batch) first",
+        )
     if not isinstance(optimizer, Optimizer | OptimizerChoice):
         hint = 'torch.optim.AdamW(model.parameters(), lr=1e-3), or whet.OptimizerChoice(name="adamw", lr=1e-3)'
         raise UsageError("the optimizer must be one of torch's or a choice", got=repr(optimizer)[:80], try_=hint)

@@ -9,6 +9,7 @@ with whet.Session(model, optimizer, data, global_batch_size=32, run="runs/mine")
 
 import contextlib
 import gc
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
@@ -48,11 +49,12 @@ from whet.machine.vitals import Reader
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
+from whet.run.event import HAPPENINGS
 from whet.run.events import History
 from whet.run.folder import Run, rewrite
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
-from whet.step.step import NonFiniteError, Outcome, are_finite
+from whet.step.step import NonFiniteError, Outcome
 
 
 class Session:
@@ -155,9 +157,12 @@ class Session:
         self._soundness, self._recorder = opened.soundness, opened.recorder
         self._execution, self._keeper = opened.execution, opened.keeper
         self._closing.enter_context(no_garbage_collection())
+        if self.run is not None and not opened.is_new:
+            self.run = rewrite(self.run, plan=self.plan.as_json(), config=self._request.config)
         if opened.found is not None and self._keeper is not None:
             self.progress, self._rates, told = self._keeper.restore(opened.found, plan=self.plan)
             self._execution.moved_from = told.get("moved_from")
+            told = self._with_earlier_changes(told)
             self._tell("resume", told)
         else:
             # A run that was killed before its first checkpoint begins again, and its steps count no more.
@@ -166,8 +171,6 @@ class Session:
             self._save("last")
         for reason in opened.changes:
             self._recorder.event("plan", step=self.progress.step, changed=reason, exact=False, reason=reason)
-        if self.run is not None and not opened.is_new:
-            self.run = rewrite(self.run, plan=self.plan.as_json(), config=self._request.config)
         wants_awake = self.plan.value("keep_awake") == "on"
         if self._closing.enter_context(kept_awake(wants_awake)) != wants_awake:
             self._recorder.event("plan", step=self.progress.step, changed=NO_CAFFEINATE)
@@ -204,12 +207,15 @@ class Session:
                 if kind is not None and issubclass(kind, Exception):
                     state = "failed"
                 reason = {} if kind is None else {"reason": f"{kind.__name__}: {error}"}
-                self._recorder.event("end", step=self.progress.step, state=state, **reason)
+                self._recorder.end(step=self.progress.step, state=state, **reason)
             if unsaved is not None and error is unsaved:
                 raise unsaved
         finally:
             self._state = "left"
-            self._closing.close()
+            is_failing = kind is not None or sys.exc_info()[0] is not None
+            # What went wrong first is what is told.
+            with contextlib.suppress(WhetError) if is_failing else contextlib.nullcontext():
+                self._closing.close()
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
@@ -226,6 +232,8 @@ class Session:
                 due = "no" if self._keeper is None else self._keeper.is_due(before + 1, epochs_done=epochs_done)
                 is_due = due != "no" or self._is_best_unsaved
                 if not self._went_back and not self._is_sound(looks_closely=is_due or is_last):
+                    # What is pending belongs to steps that will be made again.
+                    self._recorder.read()
                     self._go_back(self._soundness.go_back())
                 if self._went_back:
                     self._went_back = False
@@ -353,6 +361,16 @@ class Session:
         goal = {"goal": self._goal, "goal_is": self._goal_is}
         self._recorder.event(kind, step=self.progress.step, total_steps=self.total_steps, **goal, **fields)
 
+    def _with_earlier_changes(self, told: dict[str, Any]) -> dict[str, Any]:
+        """What holds about the run as a whole: since when it is not bit-exact, if it is not."""
+        assert self.run is not None
+        found = (e for e in History(self.run).events(kinds=HAPPENINGS) if e.get("exact") is False)
+        first = min(found, key=lambda event: event.step, default=None)
+        if first is None or told.get("exact") is False:
+            return told
+        why = first.get("cure") or first.get("reason")
+        return {**told, "exactness": f"not bit-exact since step {first.step:,}: {why}"}
+
     def _tell_news(self) -> None:
         """What the device has to say; one that has failed without an error stops the run here."""
         for kind, fields in self.device.news():
@@ -401,20 +419,29 @@ class Session:
             self._go_back(str(error))
             return None
         except NonFiniteError as error:
-            samples = sample_ids(batch.ids)
-            self._recorder.event("skip", step=number, reason=str(error), verdict="reproducible", samples=samples)
-            soundness.skip(number, str(error))
+            self._leave_out(batch, number=number, how=str(error))
+            return None
+        if is_careful and not self._stepper.has_finite_weights():
+            # Loss and gradient were fine, and the update was not: only the checkpoint is from before it.
+            how = "the update makes weights NaN or Inf"
+            self._leave_out(batch, number=number, how=how)
+            self._go_back(f"step {number:,}: {how}")
             return None
         if number == soundness.careful_until and not soundness.has_found:
             reason = "made again from the checkpoint, every step was fine"
             self._recorder.event("skip", step=number, reason=reason, verdict="transient")
         return outcome
 
+    def _leave_out(self, batch: GlobalBatch, *, number: int, how: str) -> None:
+        samples = sample_ids(batch.ids)
+        self._recorder.event("skip", step=number, reason=how, verdict="reproducible", samples=samples)
+        self._soundness.skip(number, how)
+
     def _is_sound(self, *, looks_closely: bool) -> bool:
         """Whether all losses read so far are numbers; looking closely reads them all, and the weights."""
         if looks_closely:
             self._recorder.read()
-            if self._soundness.broken is None and not are_finite(self.model.parameters()):
+            if self._soundness.broken is None and not self._stepper.has_finite_weights():
                 self._soundness.broken = self.progress.step, "weights are NaN or Inf"
         return self._soundness.broken is None
 
@@ -432,3 +459,5 @@ class Session:
         self._execution.expect_changes()
         self._went_back = True
         self._tell("resume", {**told, "went_back": reason})
+        # Whatever was read of the abandoned steps since is void with them.
+        self._soundness.broken = None

@@ -2,10 +2,15 @@
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from whet.engine.supervise import is_supervised
+
 _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+_ECHO_SECONDS = 0.3
+"""Ctrl-C at a terminal reaches a supervised training twice: from the terminal, and passed on by its parent."""
 
 
 class StopRequests:
@@ -13,6 +18,8 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._noted_at = 0.0
+        self._is_supervised = is_supervised()
         self._previous: dict[int, Any] = {}
 
     @property
@@ -32,6 +39,8 @@ class StopRequests:
         self._previous = {}
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal is not None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._noted_at = number, now
+        elif not (self._is_supervised and now - self._noted_at < _ECHO_SECONDS):
             raise KeyboardInterrupt
-        self.signal = number

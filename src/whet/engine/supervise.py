@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from whet.base import env
+from whet.base.errors import WhetError
 from whet.plan.lowering import with_smaller_micro_batch
 from whet.plan.plan import read_plan
 from whet.run import lock
@@ -36,6 +38,14 @@ SOON_STEPS = 20
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class KilledError(WhetError):
+    """A training that was killed and is not started again."""
+
+    def __init__(self, what: str, *, got: str, try_: str, code: int) -> None:
+        super().__init__(what, got=got, try_=try_)
+        self.exit_code = 128 - code
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Life:
     """One training process, ended."""
@@ -46,11 +56,37 @@ class Life:
     """The run folder it said it trains in."""
     was_asked_to_stop: bool
 
+    @property
+    def killer(self) -> str:
+        """The signal that killed it, by name."""
+        try:
+            return signal.Signals(-self.code).name
+        except ValueError:
+            return f"signal {-self.code}"
+
 
 def is_supervised() -> bool:
     """Whether a parent watches over this process."""
+    return _parent() == os.getppid()
+
+
+def is_orphan() -> bool:
+    """Whether the parent that should watch over this process is gone; a whet inside a training is no orphan."""
+    parent = _parent()
+    if parent is None or parent == os.getppid():
+        return False
+    try:
+        os.kill(parent, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _parent() -> int | None:
     said = env.read(VARIABLE)
-    return said is not None and said.partition(":")[0] == str(os.getppid())
+    return None if said is None else int(said.partition(":")[0])
 
 
 def tell_parent(run: Path) -> None:
@@ -58,7 +94,7 @@ def tell_parent(run: Path) -> None:
     if is_supervised():
         descriptor = int((env.read(VARIABLE) or "").partition(":")[2])
         with contextlib.suppress(OSError):
-            os.write(descriptor, json.dumps(str(run.resolve())).encode() + b"\n")
+            os.write(descriptor, json.dumps(str(run)).encode() + b"\n")
 
 
 def supervise(command: Callable[[Path | None], Sequence[str]], *, max_restarts: int, say: Callable[[str], None]) -> int:
@@ -71,21 +107,30 @@ def supervise(command: Callable[[Path | None], Sequence[str]], *, max_restarts: 
         life = _live(words)
         if life.code >= 0:
             return life.code
-        name = signal.Signals(-life.code).name
-        if life.run is None or life.was_asked_to_stop:
+        if life.was_asked_to_stop:
             return 128 - life.code
-        if num_restarts == max_restarts:
-            say(
-                f"the training was killed by {name} again, after {num_restarts} restarts; --max-restarts allows no more"
+        if life.run is None:
+            raise KilledError(
+                "the training was killed before it began",
+                got=life.killer,
+                try_="the same command again",
+                code=life.code,
             )
-            return 128 - life.code
-        num_restarts += 1
-        say(f"the training was killed by {name}; {make_ready(life.run, is_first=num_restarts == 1)}")
         words = command(life.run)
+        if num_restarts == max_restarts:
+            raise KilledError(
+                "the training was killed, and is not started again",
+                got=f"{life.killer}, after {num_restarts} restarts; --max-restarts allows no more",
+                try_=f"to go on: {shlex.join(['whet', *words])}",
+                code=life.code,
+            )
+        num_restarts += 1
+        said = make_ready(life.run, killer=life.killer, is_first=num_restarts == 1)
+        say(f"the training was killed by {life.killer}; {said}")
 
 
-def make_ready(run: Path, *, is_first: bool) -> str:
-    """Prepares a run whose process was killed to go on; what was done, in words."""
+def make_ready(run: Path, *, killer: str, is_first: bool) -> str:
+    """Prepares a run whose process was killed to go on, and writes down that it was; what was done, in words."""
     opened = open_run(run)
     history = History(opened)
     began = next((event.step for event in history.backwards(kinds=SITTINGS)), 0)
@@ -94,19 +139,25 @@ def make_ready(run: Path, *, is_first: bool) -> str:
     plan = read_plan(opened.plan, where=f"{run}/plan.json")
     micro = plan.value("micro_batch")
     assert isinstance(micro, int)
-    if not has_pressure and (is_first or reached - began >= SOON_STEPS):
-        return f"it goes on with the same plan, after step {reached:,} or from the last checkpoint before it"
-    why = "after memory pressure" if has_pressure else f"within {SOON_STEPS} steps of the last time"
-    if micro == 1 or plan.workload.has_batchnorm:
-        what = "BatchNorm forbids a smaller micro-batch" if micro > 1 else "the micro-batch is 1 already"
-        return f"{why}; {what}, so it goes on with the same plan"
-    reason = f"micro batch {micro} was killed {why} at step {reached:,}"
-    less = with_smaller_micro_batch(plan, micro // 2, reason=reason, problem="killed")
+    less, cure = None, "it goes on with the same plan"
+    # Only SIGKILL is how systems answer a lack of memory; a crash has other reasons.
+    if killer == "SIGKILL" and (has_pressure or not (is_first or reached - began >= SOON_STEPS)):
+        why = "after memory pressure" if has_pressure else f"again, with fewer than {SOON_STEPS} steps made"
+        half = max(1, micro // 2)
+        if "micro_batch" in plan.wishes:
+            cure = f"{why}; micro_batch={micro} is your word and stays: micro_batch={half} in a new run may help"
+        elif micro == 1 or plan.workload.has_batchnorm:
+            cure = f"{why}; the micro-batch cannot be smaller, so it goes on with the same plan"
+        else:
+            reason = f"micro batch {micro} was killed {why}"
+            less = with_smaller_micro_batch(plan, half, reason=reason, problem=killer)
+            cure = f"{why}, so it goes on with micro batch {less.value('micro_batch')} instead of {micro}"
     with lock.acquire(run), EventLog(opened) as log:
-        rewrite(opened, plan=less.as_json())
-        cure = f"micro batch {less.value('micro_batch')} instead of {micro}"
-        log.append("oom", step=reached, reason=reason, cure=cure, exact=False)
-    return f"{why}, so it goes on with {cure}"
+        if less is not None:
+            rewrite(opened, plan=less.as_json())
+        exact = {} if less is None else {"exact": False}
+        log.append("restart", step=reached, reason=f"killed by {killer}", cure=cure, **exact)
+    return cure
 
 
 def _sitting(history: History) -> Iterator[Any]:
@@ -120,12 +171,9 @@ def _sitting(history: History) -> Iterator[Any]:
 def _live(words: Sequence[str]) -> Life:
     reading, writing = os.pipe()
     mark = f"{os.getpid()}:{writing}"
-    # A group of its own: Ctrl-C at the terminal reaches this process alone, which passes it on once.
+    # -P: as for the program `whet` itself, the folder we are in is not searched for modules.
     child = subprocess.Popen(
-        [sys.executable, "-m", "whet", *words],
-        env=env.for_child(**{VARIABLE: mark}),
-        pass_fds=(writing,),
-        process_group=0,
+        [sys.executable, "-P", "-m", "whet", *words], env=env.for_child(**{VARIABLE: mark}), pass_fds=(writing,)
     )
     os.close(writing)
     with _forwarding(child) as asked:
@@ -147,13 +195,9 @@ def _forwarding(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         with contextlib.suppress(ProcessLookupError):
             child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    def stop_both(_number: int, _frame: FrameType | None) -> None:
-        child.send_signal(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        child.send_signal(signal.SIGCONT)
-
-    handlers: dict[int, Any] = {**dict.fromkeys(_FORWARDED, forward), signal.SIGTSTP: stop_both}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    # What is ignored, as SIGHUP is under nohup, stays ignored here and in the child.
+    heard = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
     try:
         yield asked
     finally:

@@ -6,6 +6,7 @@ from typing import Any
 
 from whet.base.errors import UsageError, nearest
 from whet.engine.schedule import Schedule, make_schedule
+from whet.plan.plan import setting_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +69,10 @@ def read_training(words: dict[str, Any]) -> Training:
     for name in words:
         if name not in known:
             meant = nearest(name, known)
-            raise UsageError(
-                "no such keyword", got=name, try_=f"did you mean {meant!r}?" if meant else ", ".join(known)
-            )
+            hint = f"did you mean {meant!r}?" if meant else ", ".join(known)
+            if name in setting_names():
+                hint = f"wishes={{{name!r}: {words[name]!r}}}: it is a setting of the plan"
+            raise UsageError("no such keyword", got=name, try_=hint)
     if "global_batch_size" not in words:
         raise UsageError("the global batch is yours to choose", got="no global_batch_size", try_="global_batch_size=32")
     return Training(**words)

@@ -37,7 +37,8 @@ class Watching:
     def _watch(self) -> None:
         while True:
             try:
-                self._take(self._reader())
+                found = self._reader()
+                self._take(found if isinstance(found, Conditions) else Conditions())
             except Exception:
                 # A reader that fails knows nothing; it must not end a run.
                 self._take(Conditions())

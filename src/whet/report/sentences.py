@@ -8,12 +8,20 @@ _OPENINGS = {
     "resume": "went on",
     "throttle": "",
     "pressure": "",
+    "restart": "started again",
     "skip": "a step was left out",
+    "spike": "a loss far above the usual",
+    "fallback": "",
+    "warning": "",
 }
 _OWN_PLACE = {
     "resume": ("total_steps", "goal", "goal_is", "refused"),
     "throttle": ("about", "state", "factor", "since_step", "thermal", "rested_seconds"),
     "pressure": ("level",),
+    "fallback": ("operators",),
+    "skip": ("verdict", "samples"),
+    "spike": ("samples",),
+    "warning": ("path", "errno", "free_bytes", "again"),
 }
 """Details that are said by the sentence, or belong elsewhere."""
 
@@ -23,7 +31,12 @@ def sentence(happening: Happening) -> str:
     kind, details = happening.kind, happening.details
     told = ("reason", "exact", *_OWN_PLACE.get(kind, ()))
     rest = ", ".join(f"{name} {show_value(value)}" for name, value in details.items() if name not in told)
-    parts = [_OPENINGS.get(kind, kind), details.get("reason"), _refused(details.get("refused")), rest]
+    parts = [
+        "a fault of the moment" if details.get("verdict") == "transient" else _OPENINGS.get(kind, kind),
+        details.get("reason"),
+        _refused(details.get("refused")),
+        rest,
+    ]
     return "; ".join(str(part) for part in parts if part) or kind
 
 

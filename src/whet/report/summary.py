@@ -129,6 +129,8 @@ class Report(StrictRecord):
     inexact_reason: str | None
     damaged_lines: int
     """Lines of events.jsonl that could not be read."""
+    failure: str | None = None
+    """Why the last sitting failed; None where it did not."""
     resume: str | None
     """The command that goes on with the run; None when it is done or running."""
 
@@ -171,8 +173,14 @@ def summarize(run: Run | Path | str) -> Report:
         inexact_since=inexact.step if inexact else None,
         inexact_reason=str(inexact.get("reason") or inexact.kind) if inexact else None,
         damaged_lines=history.damaged,
+        failure=_failure(history) if state == "failed" else None,
         resume=None if state in ("done", "running") else resume_command(run),
     )
+
+
+def _failure(history: History) -> str | None:
+    end = history.last("end")
+    return None if end is None else str(end.get("reason") or "") or None
 
 
 def resume_command(run: Run) -> str:
@@ -181,6 +189,8 @@ def resume_command(run: Run) -> str:
     `--fresh` is left out: it would begin anew.
     """
     words = [word for word in run.header.command if word != "--fresh"]
+    if not words:
+        return f"the same Python code again, with run={_short(run.path)!r}"
     if not any(word == "--run" or word.startswith("--run=") for word in words):
         words += ["--run", _short(run.path)]
     return shlex.join(words)
@@ -272,6 +282,10 @@ def _seconds(history: History) -> dict[str, float]:
             if field.startswith("seconds/"):
                 sums.setdefault(field.removeprefix("seconds/"), Counter()).merge(stat)
     totals = {name: counter.stat().total for name, counter in sums.items()}
+    for event in history.events(kinds=("end",)):
+        spent = event.get("seconds")
+        for name, value in spent.items() if isinstance(spent, Mapping) else ():
+            totals[name] = totals.get(name, 0.0) + (as_number(value) or 0.0)
     return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
 

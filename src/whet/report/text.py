@@ -37,6 +37,7 @@ def _facts(report: Report, *, width: int) -> list[str]:
     facts = [
         ("run", f"{report.path.name}: {report.recipe}, {_progress(report)}"),
         ("machine", report.machine),
+        *([("failed", report.failure)] if report.failure else []),
         ("time", _time(report)),
         ("loss", _loss(report.loss)),
     ]

@@ -14,12 +14,13 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
     resume      the run went on from `step`: step and eval events of later steps before this line no longer count;
                 exactness ("bit-exact" or what changed), refused (damaged checkpoints), lost_steps
     warning     the disk refused something, and training goes on: reason, path, errno, free_bytes, again (the next try)
-    end         state ("done", "stopped" or "failed"), reason
+    end         state ("done", "stopped" or "failed"), reason, seconds (spent after the last step, as for a step)
     fallback    operators that ran on the CPU: {name: {"calls": ..., "seconds": ...}} of one step; reason
     throttle    about ("heat" or "power"), reason; of heat: state ("cool", "slow" or "hot"), factor, since_step,
                 thermal, rested_seconds
     pressure    level ("normal", "warn" or "critical"), reason
     oom         reason, cure
+    restart     the process was killed, and another one goes on: reason, cure
     skip        reason, verdict ("reproducible": the step is left out; "transient": made again it was fine), samples
     spike       reason, samples: a loss far above the usual
 
@@ -34,7 +35,7 @@ from typing import Any
 
 from whet.run import strict_json
 
-HAPPENINGS = ("oom", "resume", "throttle", "pressure", "skip", "spike", "fallback", "warning")
+HAPPENINGS = ("oom", "resume", "restart", "throttle", "pressure", "skip", "spike", "fallback", "warning")
 """What is worth telling in a report."""
 
 KINDS = frozenset(("start", "plan", "step", "eval", "epoch", "checkpoint", *HAPPENINGS, "end"))

@@ -127,6 +127,11 @@ class Stepper:
         marks.append(("optimizer", start, mark()))
         return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks))
 
+    def has_finite_weights(self) -> bool:
+        """Whether all weights that are trained are numbers; waits for the device, once."""
+        verdicts = [parameter.detach().isfinite().all() for parameter in self._parameters]
+        return bool(torch.stack(verdicts).all())
+
     def forget(self) -> None:
         """Lets go of what a step that was not finished left behind; the weights are the caller's to put back."""
         self.is_updating = False
@@ -160,9 +165,3 @@ class Stepper:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for dtype, same in by_dtype.items():
             torch._foreach_mul_(same, factor.to(dtype))
-
-
-def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every number is finite; waits for the device, once."""
-    norms = torch._foreach_norm([tensor.detach() for tensor in tensors if tensor.is_floating_point()])
-    return not norms or bool(torch.stack([norm.float() for norm in norms]).isfinite().all())

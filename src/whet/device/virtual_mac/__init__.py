@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from whet.device.virtual_mac.installing import reset_stats as reset_stats
     from whet.device.virtual_mac.installing import stats as stats
     from whet.device.virtual_mac.installing import uninstall as uninstall
+    from whet.machine.facts import Conditions as Conditions
 
 _PLACES = {
     "installing": ("Fallback", "Stats", "install", "installed", "reset_stats", "stats", "uninstall"),
     "faults": (
-        "GpuFailure", "GraphCache", "Heat", "HeldMemory", "KilledByPressure", "Miscompute", "Simulation", "conditions",
-        "has_strided_weight", "hold_memory", "reduces_over", "simulate",
+        "Conditions", "GpuFailure", "GraphCache", "Heat", "HeldMemory", "KilledByPressure", "Miscompute", "Simulation",
+        "conditions", "has_strided_weight", "hold_memory", "reduces_over", "simulate",
     ),
 }  # fmt: skip
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}

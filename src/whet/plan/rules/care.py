@@ -12,7 +12,7 @@ def choose_on_heat(facts: Facts) -> Decision:
     When wrong: a laptop without a fan on a long run. `pace` rests 20 % of the time and more until it is cool enough;
     `pause` saves, and waits until the sensor is back to normal (two minutes where there is no sensor, 15 at most).
     Override: on_heat=pace or on_heat=pause, also when a run goes on; epochs_per_sitting=2 trains two epochs at a time.
-    Sources: guide 1 (2 to 3 epochs at a time, with breaks); OSThermalNotification.h; ggml-org/llama.cpp#16634.
+    Sources: public advice (2 to 3 epochs at a time, with breaks); OSThermalNotification.h; ggml-org/llama.cpp#16634.
     """
     is_fanless = facts.machine.is_fanless
     reason = "no fan: on_heat=pace would keep it cooler" if is_fanless else "waiting costs time, and heat does no harm"

@@ -39,7 +39,7 @@ def choose_on_device_failure(facts: Facts) -> Decision:
     Why: a silent move to the CPU hides a slow-down of ten times and more. It is stated, or it does not happen.
     When wrong: an unattended run that must end, however late.
     Override: on_device_failure=cpu; the move is one line on the screen and one event.
-    Sources: guide 4 asks for an automatic fall-back; accelerate sets one without saying so.
+    Sources: accelerate falls back without saying so.
     """
     return Decision(value="stop", reason="a silent fall-back would hide a slow run", evidence={"device": facts.device})
 

@@ -40,7 +40,7 @@ def choose_workers(facts: Facts) -> Decision:
     (about 5 s and several hundred MB of the shared memory each), so none there until a measurement says otherwise.
     When wrong: heavy decoding on a Mac and long runs; many cores and slow decoding elsewhere.
     Override: workers=N.
-    Sources: cvg/Hierarchical-Localization#502; hyrax#224; the guides say 0, 1, 2 and 4.
+    Sources: cvg/Hierarchical-Localization#502; hyrax#224; public advice says 0, 1, 2 and 4.
     """
     machine, home = facts.machine, facts.value("data_home")
     cores = machine.cpu.logical_cores

@@ -175,7 +175,7 @@ def choose_watermarks(facts: Facts) -> Decision:
     0.0 does not reduce fragmentation; it removes the limit.
     When wrong: a Mac on which nothing else runs and swapping is acceptable.
     Override: memory_gb=N plans for less.
-    Sources: MPSAllocator.mm (torch 2.13); kohya-ss/sd-scripts#603; guide 1 recommends 0.0.
+    Sources: MPSAllocator.mm (torch 2.13); kohya-ss/sd-scripts#603; public advice for Macs often says 0.0.
     """
     if facts.device != "mps":
         return Decision(value="unused", reason="only MPS has them", evidence={"device": facts.device})
@@ -194,7 +194,7 @@ def choose_empty_cache(facts: Facts) -> Decision:
     (from torch 2.13 on), which bounds their growth. Once an epoch costs nothing that can be measured.
     When wrong: data with very many shapes and long epochs.
     Override: none.
-    Sources: pytorch/pytorch#165522, #181485; guide 2 calls it at every log line.
+    Sources: pytorch/pytorch#165522, #181485; public advice calls it at every log line.
     """
     value, reason = (
         ("per epoch", "bounds the graph cache") if facts.device == "mps" else ("never", "it only costs time")
