@@ -15,6 +15,7 @@ the rooms above it in this list, never the later ones:
     checkpoint  everything an exact resume needs, on disk
     engine    Session, train, schedules, signals
     doctor    examines a device: operators, known bugs, parity, resume, speed
+    prove     kills a training, resumes it and compares every bit
     recipes   complete workloads that ship with whet
     cli       one file per verb; the only room that prints
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, WhetError
 from whet.base.record import Record
 from whet.machine.facts import Machine
 from whet.machine.words import one_line
@@ -17,6 +17,7 @@ from whet.run.event import HAPPENINGS, KINDS, SITTINGS, Event, as_number
 from whet.run.events import History
 from whet.run.folder import Run, open_run
 from whet.run.index import Counter
+from whet.run.proof import in_one_line, read_proof
 from whet.run.runs import State, goal_name, run_state, total_steps
 from whet.run.strict_json import StrictRecord
 from whet.run.thin import Curve, thin_curve
@@ -121,6 +122,8 @@ class Report(StrictRecord):
     machine: str
     checkpoints: tuple[SavedCheckpoint, ...]
     saving: Saving = Saving()
+    proof: str | None = None
+    """What `whet prove` found, in one line; None where it was not asked."""
     happenings: tuple[Happening, ...]
     seconds: dict[str, float]
     """Where the time of the steps went, by name."""
@@ -168,6 +171,7 @@ def summarize(run: Run | Path | str) -> Report:
         machine=_machine_line(run.machine),
         checkpoints=_checkpoints(run.checkpoints),
         saving=saving_cost(history),
+        proof=_proof(run.path),
         happenings=tuple(_happening(event) for event in history.events(kinds=HAPPENINGS)),
         seconds=_seconds(history),
         inexact_since=inexact.step if inexact else None,
@@ -273,6 +277,14 @@ def _times(history: History) -> tuple[float, float, int]:
     # The clock may have been set back in between.
     working = sum(max(0.0, end - start) for start, end in sittings)
     return max(0.0, sittings[-1][1] - sittings[0][0]), working, len(sittings)
+
+
+def _proof(folder: Path) -> str | None:
+    try:
+        proof = read_proof(folder)
+    except WhetError as error:
+        return f"{error.what}: {error.got}"
+    return None if proof is None else in_one_line(proof)
 
 
 def _seconds(history: History) -> dict[str, float]:

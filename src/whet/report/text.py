@@ -51,6 +51,8 @@ def _facts(report: Report, *, width: int) -> list[str]:
     if report.epochs:
         facts.append(("epochs", _epochs(report.epochs)))
     facts.append(("saved", _saved(report)))
+    if report.proof is not None:
+        facts.append(("proof", report.proof))
     if report.inexact_since is not None:
         facts.append(("exact", f"not bit-exact since step {report.inexact_since:,}: {report.inexact_reason}"))
     if report.damaged_lines:

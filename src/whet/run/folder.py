@@ -8,6 +8,7 @@
     events.jsonl    what happened (see event); events.index, the way through it (see index)
     checkpoints/    step-NNNNNNNNN/ folders
     lock            who writes here now (see lock)
+    proof.json      what `whet prove` found, if it was asked (see proof)
 
 `run.json` makes a folder a run: it appears together with the rest, in one rename.
 """

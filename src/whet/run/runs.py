@@ -26,6 +26,7 @@ from whet.run.folder import (
     read_header,
     run_folders,
 )
+from whet.run.proof import PROOF_FILE
 from whet.run.strict_json import StrictRecord
 
 State = Literal["running", "done", "stopped", "failed", "never started", "unreadable"]
@@ -35,7 +36,10 @@ PRUNE_AGE_SECONDS = 60.0
 """Younger ones are left alone: a process may be about to use them."""
 
 _OWN_FILES = frozenset(
-    (RUN_FILE, EVENTS_FILE, INDEX_FILE, KEPT_FILE, CHECKPOINTS, lock.LOCK_FILE, *(f"{p}.json" for p in PARTS))
+    (
+        *(RUN_FILE, EVENTS_FILE, INDEX_FILE, KEPT_FILE, PROOF_FILE, CHECKPOINTS, lock.LOCK_FILE),
+        *(f"{p}.json" for p in PARTS),
+    )
 )
 
 

@@ -1,0 +1,50 @@
+"""Which calls change the disk, and what if one of them is the last? A disk that counts, and can end the process."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from whet.run.disk import Disk
+
+CALLS = tuple(name for name in vars(Disk) if not name.startswith("_"))
+"""Every call of the table; a new one is counted without a change here."""
+
+Tell = Callable[..., None]
+
+
+class CountingDisk(Disk):
+    """Counts every call from 1. At call `die_at` the process is killed with SIGKILL: before the call, or after it.
+
+    `tell` hears of the begin of every draft of a checkpoint, and of the end.
+    """
+
+    def __init__(self, *, tell: Tell, die_at: int = 0, die_after: bool = False) -> None:
+        self.count = 0
+        self._tell, self._die_at, self._die_after = tell, die_at, die_after
+        self._lock = threading.Lock()
+
+    def _counted(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        with self._lock:
+            self.count += 1
+            number = self.count
+        if name == "make_folder" and isinstance(arguments[0], Path) and arguments[0].name.startswith(".tmp-step-"):
+            self._tell("draft", call=number)
+        if number != self._die_at:
+            return call(self, *arguments)
+        self._tell("last call", call=number, name=name)
+        if self._die_after:
+            call(self, *arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("a process outlives its SIGKILL")
+
+
+def _counting(name: str) -> Callable[..., Any]:
+    call = getattr(Disk, name)
+    return lambda self, *arguments: self._counted(name, call, *arguments)
+
+
+for _name in CALLS:
+    setattr(CountingDisk, _name, _counting(_name))

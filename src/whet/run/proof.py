@@ -1,0 +1,146 @@
+"""What did a proof of a training find? The record that `whet prove` writes into a run folder, and how it reads."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from whet.base.errors import UsageError, WhetError
+from whet.run import durable, strict_json
+from whet.run.strict_json import StrictRecord
+
+FORMAT_VERSION = 1
+PROOF_FILE = "proof.json"
+
+LEAST_RESUMED = 0.6
+"""Fewer lives than this share that went on from a checkpoint show nothing: all kills may have hit the start."""
+
+Verdict = Literal["proved", "broken", "cannot be proved"]
+
+
+class Tally(StrictRecord):
+    """What one kind of kill met."""
+
+    kills: int = 0
+    lives: int = 0
+    """Processes in all, those included that were left to finish."""
+    resumed: int = 0
+    """Lives that went on from a checkpoint after step 0."""
+    inside_save: int = 0
+    """Kills that cut the writing or the removal of a checkpoint short, by what lay on the disk."""
+    leftovers: int = 0
+    """Unfinished files and folders seen after kills."""
+    torn: int = 0
+    """Checkpoints that had their final name and were not whole."""
+
+    def plus(self, other: "Tally") -> "Tally":
+        """Both together."""
+        return Tally(**{name: getattr(self, name) + getattr(other, name) for name in Tally.model_fields})
+
+
+class Compared(StrictRecord):
+    """How much of each run was compared with the one that nobody interrupted."""
+
+    tensors: int = 0
+    bytes: int = 0
+    losses: int = 0
+    metrics: int = 0
+    runs: int = 0
+    """Interrupted runs that were compared."""
+    left_out: tuple[str, ...] = ()
+    """Metrics that differ even between two runs that nobody interrupted, such as seconds."""
+
+
+class Difference(StrictRecord):
+    """What was not the same."""
+
+    what: str
+    """In words."""
+    tensor: str | None = None
+    """The first tensor that differs, by name."""
+    largest: float | None = None
+    """The largest difference in it."""
+    step: int | None = None
+    """The first step whose loss differs."""
+    kills: str | None = None
+    """Which kills the run had behind it, as "7" or "3 to 9"."""
+
+
+class Proof(StrictRecord):
+    """A verdict, and what it rests on."""
+
+    format_version: int = FORMAT_VERSION
+    verdict: Verdict
+    reason: str | None = None
+    """Why it is not proved."""
+    difference: Difference | None = None
+    recipe: str
+    device: str = "unknown"
+    steps: int = 0
+    """Optimizer steps of the piece that was trained."""
+    shortened: tuple[str, ...] = ()
+    """How the piece differs from the training that was asked for."""
+    births: str = ""
+    """How the processes were made."""
+    at_random: Tally = Field(default_factory=Tally)
+    at_disk_calls: Tally = Field(default_factory=Tally)
+    disk_calls: int = 0
+    """Calls that change the disk, of one resume, the save after it and its tidying."""
+    compared: Compared = Field(default_factory=Compared)
+    seed: int
+    repeat: str
+    """The command that draws the same kills again."""
+    whet: str
+    versions: dict[str, str | None] = Field(default_factory=dict)
+    created: float
+    seconds: float = 0.0
+
+    @property
+    def total(self) -> Tally:
+        """All kills together."""
+        return self.at_random.plus(self.at_disk_calls)
+
+
+def too_little(at_random: Tally, at_disk_calls: Tally, compared: Compared, *, asked: int, steps: int) -> str | None:
+    """Why equal results would show nothing; None when they do."""
+    total = at_random.plus(at_disk_calls)
+    if at_random.kills < asked:
+        return f"{at_random.kills} of {asked} kills at random instants happened"
+    if at_random.resumed < LEAST_RESUMED * at_random.lives:
+        return f"only {at_random.resumed} of {at_random.lives} lives went on from a checkpoint"
+    if total.inside_save == 0:
+        return "no kill fell inside a save"
+    if compared.runs == 0 or compared.tensors == 0 or compared.losses < steps:
+        return f"{compared.tensors} tensors and {compared.losses} of {steps} losses of {compared.runs} runs compared"
+    return None
+
+
+def write_proof(folder: Path, proof: Proof) -> Path:
+    """Puts the proof into a run folder, in one piece; where it lies."""
+    path = folder / PROOF_FILE
+    durable.write_file(path, data=(strict_json.encode(proof.as_json(), pretty=True) + "\n").encode())
+    return path
+
+
+def read_proof(folder: Path) -> Proof | None:
+    """The proof in a run folder; None without one."""
+    path = folder / PROOF_FILE
+    if not path.exists():
+        return None
+    try:
+        fields = strict_json.decode(path.read_bytes())
+        if fields.get("format_version") != FORMAT_VERSION:
+            raise ValueError(f"format {fields.get('format_version')}; this is {FORMAT_VERSION}")
+        return Proof.from_json(fields, where=path)
+    except (OSError, ValueError, UsageError) as error:
+        raise WhetError("the proof cannot be read", got=f"{path}: {error}"[:300], try_="whet prove again") from None
+
+
+def in_one_line(proof: Proof) -> str:
+    """The proof as a report shows it."""
+    total = proof.total
+    counts = f"{total.kills} kills, {total.resumed} resumed, {total.inside_save} inside a save"
+    if proof.verdict == "proved":
+        return f"proved: {counts}, all bits equal"
+    why = proof.difference.what if proof.difference else proof.reason
+    return f"{proof.verdict}: {why}" + (f" ({counts})" if total.kills else "")
