@@ -25,6 +25,9 @@ def prove(
     steps: Annotated[
         int | None, typer.Option(min=2, help="Train so many steps; 48, or fewer where steps are slow.")
     ] = None,
+    budget: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="For the kills at disk calls; the rest is left out.")
+    ] = 60.0,
     config: Annotated[
         Path | None, typer.Option("--config", "--config-name", metavar="FILE", help="Settings from TOML or YAML.")
     ] = None,
@@ -70,6 +73,7 @@ def prove(
     seed = secrets.randbelow(10**6) if seed is None else seed
     options = [*(("--recipe", recipe) if recipe else ()), *(("--config", str(config)) if config else ())]
     options += [*(("--device", device) if device != "auto" else ()), *(("--steps", str(steps)) if steps else ())]
+    options += ["--budget", f"{budget:g}"] if budget != 60 else []
     repeat = ["whet", "prove", what, *(words or ()), *options, "--kills", str(kills), "--seed", str(seed)]
     kept = run.absolute() if run else next_run_path(Path("runs"), recipe=f"{made.name}-proof").absolute()
     with scratch_beside(kept) as scratch:
@@ -81,6 +85,7 @@ def prove(
             kills=kills,
             seed=seed,
             steps=steps,
+            disk_seconds=budget,
             say=screen.note,
         )
         found, whole = find_out(question)

@@ -4,10 +4,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from whet.run.disk import Disk
+from whet.run.folder import CHECKPOINTS
 
 CALLS = tuple(name for name in vars(Disk) if not name.startswith("_"))
 """Every call of the table; a new one is counted without a change here."""
@@ -30,7 +30,7 @@ class CountingDisk(Disk):
         with self._lock:
             self.count += 1
             number = self.count
-        if name == "make_folder" and isinstance(arguments[0], Path) and arguments[0].name.startswith(".tmp-step-"):
+        if name == "make_folder" and arguments[0].parent.name == CHECKPOINTS:
             self._tell("draft", call=number)
         if number != self._die_at:
             return call(self, *arguments)

@@ -16,9 +16,9 @@ MOST_KILLS_PER_RUN = 8
 EARLY_SHARE = 0.1
 """The share of kills that may fall anywhere from the birth of a life; the others fall while it trains."""
 REACH = 0.35
-"""Kills while it trains are drawn from this share of the training's length: each next life is killed further on."""
-MOST_TRIES = 2
-"""Where kills met too little, up to so many times as many are tried."""
+"""Kills reach this share of the training beyond its first checkpoint: each next life is killed further on."""
+MOST_EXTRA = 10
+"""Where kills met too little, up to so many more are tried, and at least as many more as were asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,16 @@ class Pace:
     """From birth to the first step."""
     train_seconds: float
     """From there to the end."""
+    save_seconds: float
+    """From there to the first checkpoint after a step; a first step may take longer than all others together."""
+
+
+def pace_of(life: Life) -> Pace:
+    """From the times of a life that nobody disturbed."""
+    ready = life.ready_after()
+    train = max(0.05, life.seconds - ready)
+    saves = [entry["time"] - life.began - ready for entry in life.told("draft")]
+    return Pace(start_seconds=ready, train_seconds=train, save_seconds=saves[1] if len(saves) > 1 else 0.0)
 
 
 class Counting:
@@ -73,14 +83,14 @@ def kill_at_random(bench: Bench, pace: Pace, counting: Counting, *, kills: int, 
     """Kills lives at instants drawn from `seed`, lets each run finish and compares it; raises Broken at the first."""
     draw = random.Random(seed)
     runs = misses = 0
-    while _wants_more(counting.tally, kills) and misses < MOST_TRIES * kills:
+    while _wants_more(counting.tally, kills) and misses < kills + MOST_EXTRA:
         runs += 1
         run, first, remains = bench.scratch / f"random-{runs}", counting.tally.kills + 1, Remains()
         for _ in range(MOST_KILLS_PER_RUN):
             if not _wants_more(counting.tally, kills):
                 break
             life = bench.begin(run)
-            when = _strike(life, pace, draw)
+            when = _strike(life, pace, draw, has_resumable=max(remains.whole, default=0) > 0)
             code = life.wait(bench.limit_seconds)
             if code != -signal.SIGKILL:
                 misses += 1
@@ -101,10 +111,10 @@ def _wants_more(tally: Tally, kills: int) -> bool:
     if tally.kills < kills:
         return True
     has_shown_little = tally.resumed < LEAST_RESUMED * tally.lives
-    return has_shown_little and tally.kills < MOST_TRIES * kills
+    return has_shown_little and tally.kills < kills + max(kills, MOST_EXTRA)
 
 
-def _strike(life: Life, pace: Pace, draw: random.Random) -> str:
+def _strike(life: Life, pace: Pace, draw: random.Random, *, has_resumable: bool) -> str:
     """Waits for a random instant and kills; when that was, in words."""
     is_early, share = draw.random() < EARLY_SHARE, draw.random()
     if is_early:
@@ -113,7 +123,10 @@ def _strike(life: Life, pace: Pace, draw: random.Random) -> str:
         life.kill()
         return f"killed {seconds:.2f} s after its birth"
     life.wait_until_ready(max(60.0, 20 * pace.start_seconds))
-    seconds = share * REACH * pace.train_seconds
+    # Where there is no checkpoint to go on from yet, the kill waits for one: else every life would begin anew.
+    first = 0.0 if has_resumable else pace.save_seconds
+    last = pace.save_seconds + REACH * (pace.train_seconds - pace.save_seconds)
+    seconds = first + share * (last - first)
     time.sleep(seconds)
     life.kill()
     return f"killed {seconds:.2f} s into its training"

@@ -9,8 +9,8 @@ from pathlib import Path
 from whet.base.version import VERSION
 from whet.plan.plan import read_plan
 from whet.prove.bench import Bench, Broken, Say, Training
-from whet.prove.births import Births, Forks, Fresh, Life
-from whet.prove.kills import Counting, Pace, kill_at_disk_calls, kill_at_random
+from whet.prove.births import Births, Forks, Fresh
+from whet.prove.kills import Counting, kill_at_disk_calls, kill_at_random, pace_of
 from whet.run.folder import open_run, versions
 from whet.run.proof import Compared, Difference, Proof, Verdict, too_little
 
@@ -22,7 +22,6 @@ TRY_STEPS = 8
 AIM_SECONDS = 4.0
 """How long one uninterrupted piece should take at most."""
 DISK_SECONDS = 60.0
-"""For all kills at disk calls together."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,6 +37,7 @@ class Question:
     seed: int = 0
     steps: int | None = None
     disk_seconds: float = DISK_SECONDS
+    """For all kills at disk calls together."""
     births: Births | None = None
     """How lives are started; decided by device and system if not given."""
 
@@ -73,7 +73,9 @@ class _Proving:
         unsteady = self._compare_undisturbed(bench, whole, second)
         if unsteady is not None:
             return self._verdict("cannot be proved", "not deterministic", difference=unsteady), whole
-        pace = _pace(life)
+        if not self._can_tell(bench):
+            return self._verdict("cannot be proved", "the comparison does not notice a flipped bit"), whole
+        pace = pace_of(life)
         say(f"two runs that nobody interrupted are equal in every bit; {life.seconds:.1f} s each")
         bench.limit_seconds = max(60.0, 20 * life.seconds)
         try:
@@ -104,7 +106,7 @@ class _Proving:
         life = bench.finish_undisturbed(question.scratch / "try")
         run = open_run(question.scratch / "try")
         self._device = str(read_plan(run.plan, where=f"{run.path}/plan.json").value("device"))
-        a_step = _pace(life).train_seconds / TRY_STEPS
+        a_step = pace_of(life).train_seconds / TRY_STEPS
         steps = question.steps or min(MOST_STEPS, max(LEAST_STEPS, int(AIM_SECONDS / a_step)))
         return steps, max(1, steps // CHECKPOINTS)
 
@@ -135,6 +137,11 @@ class _Proving:
         self._steps = len(expected.losses)
         return first_difference(expected, again, left_out=bench.left_out)
 
+    def _can_tell(self, bench: Bench) -> bool:
+        from whet.prove.result import can_tell
+
+        return bench.expected is not None and can_tell(bench.expected)
+
     def _compared(self) -> Compared:
         if self._bench is None or self._bench.expected is None:
             return Compared()
@@ -161,9 +168,3 @@ class _Proving:
             created=self._began,
             seconds=time.monotonic() - self._start,
         )
-
-
-def _pace(life: Life) -> Pace:
-    """From the times of a life that was not disturbed."""
-    ready = life.ready_after()
-    return Pace(start_seconds=ready, train_seconds=max(0.05, life.seconds - ready))

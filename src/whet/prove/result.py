@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +82,24 @@ def first_difference(expected: Result, got: Result, *, left_out: Collection[str]
             words = f"{got.metrics.get(key)!r} instead of {expected.metrics.get(key)!r}"
             return Difference(what=f"the metric {key[1]} at step {key[0]:,} is {words}", step=key[0])
     return None
+
+
+def can_tell(result: Result) -> bool:
+    """Whether the comparison notices one flipped bit of one tensor, and one loss that is off."""
+    name = next((name for name, tensor in sorted(result.tensors.items()) if tensor.numel()), None)
+    if name is None or not result.losses:
+        return False
+    flipped = result.tensors[name].clone()
+    as_bytes(flipped)[0] ^= 1
+    step, loss = next(iter(result.losses.items()))
+    other_tensor = replace(result, tensors={**result.tensors, name: flipped})
+    other_loss = replace(result, losses={**result.losses, step: math.nextafter(loss or 0.0, math.inf)})
+    found = [first_difference(result, other) for other in (result, other_tensor, other_loss)]
+    return [None if difference is None else (difference.tensor, difference.step) for difference in found] == [
+        None,
+        (name, None),
+        (None, step),
+    ]
 
 
 def _equal(expected: Result, got: Result, name: str) -> bool:

@@ -106,6 +106,8 @@ def too_little(at_random: Tally, at_disk_calls: Tally, compared: Compared, *, as
     total = at_random.plus(at_disk_calls)
     if at_random.kills < asked:
         return f"{at_random.kills} of {asked} kills at random instants happened"
+    if at_disk_calls.kills == 0:
+        return "no kill at a disk call happened"
     if at_random.resumed < LEAST_RESUMED * at_random.lives:
         return f"only {at_random.resumed} of {at_random.lives} lives went on from a checkpoint"
     if total.inside_save == 0:
