@@ -206,9 +206,9 @@ def test_a_proof_is_written_read_and_reported(tmp_path: Path) -> None:
     path = write_proof(tmp_path, proof)
     assert "NaN" not in path.read_text()
     assert read_proof(tmp_path) is not None
-    assert in_one_line(proof) == "broken: 1 of 9 tensors differ (25 kills, 24 resumed, 9 inside a save)"
+    assert in_one_line(proof) == "broken: 1 of 9 tensors differ (25 kills, 9 inside a save, 24 of 30 lives resumed)"
     good = proof.model_copy(update={"verdict": "proved", "difference": None})
-    assert in_one_line(good) == "proved: 25 kills, 24 resumed, 9 inside a save, all bits equal"
+    assert in_one_line(good) == "proved: 25 kills, 9 inside a save, 24 of 30 lives resumed, all bits equal"
     path.write_text('{"format_version": 99}')
     with pytest.raises(WhetError, match="cannot be read"):
         read_proof(tmp_path)

@@ -17,7 +17,7 @@ from whet.report.summary import summarize
 from whet.report.text import render
 
 RECIPE = str(Path(__file__).with_name("provable.py"))
-QUICK = ("--seed", "3", "--kills", "4", "--steps", "12", "--budget", "3")
+QUICK = ("--seed", "3", "--kills", "3", "--steps", "12", "--budget", "3")
 
 
 def test_a_starter_recipe_is_proved_and_its_run_too(whet: Run, tmp_path: Path) -> None:

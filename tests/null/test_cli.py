@@ -120,9 +120,9 @@ def test_no_words_and_help_teach(whet: Run) -> None:
     for words in ((), ("--help",)):
         done = whet(*words)
         assert done.returncode == 0
-        for verb in ("probe", "plan", "runs", "report", "doctor"):
+        for verb in ("probe", "plan", "runs", "report", "doctor", "prove"):
             assert verb in done.stdout
-    for verb in ("probe", "plan", "runs", "report", "doctor"):
+    for verb in ("probe", "plan", "runs", "report", "doctor", "prove"):
         done = whet(verb, "--help")
         assert done.returncode == 0
         assert f"whet {verb}" in done.stdout.split("\n", 1)[1], "help shows an example"

@@ -51,7 +51,7 @@ class Counting:
         """More of these."""
         self.tally = self.tally.plus(Tally(**counts))
 
-    def killed(self, life: Life, before: Remains, run: Path) -> Remains:
+    def killed(self, life: Life, before: Remains, run: Path, *, name: str = "") -> Remains:
         """Looks at what a killed life left behind; a torn or lost checkpoint is the end of the proof."""
         after = look(run)
         cut = after.was_cut_since(before)
@@ -63,7 +63,7 @@ class Counting:
             leftovers=len(after.drafts - before.drafts),
             torn=len(after.torn),
         )
-        number = str(self.tally.kills)
+        number = name or f"random kill {self.tally.kills}"
         if after.torn:
             what = f"the checkpoint of step {after.torn[0]} has its name and is not whole"
             raise Broken(Difference(what=what, kills=number))
@@ -94,7 +94,7 @@ def kill_at_random(bench: Bench, pace: Pace, counting: Counting, *, kills: int, 
             code = life.wait(bench.limit_seconds)
             if code != -signal.SIGKILL:
                 misses += 1
-                _refuse_failure(life, code, counting)
+                _refuse_failure(life, code, _names(first, counting.tally.kills))
                 counting.finished(life)
                 break
             before, remains = remains, counting.killed(life, remains, run)
@@ -133,14 +133,14 @@ def _strike(life: Life, pace: Pace, draw: random.Random, *, has_resumable: bool)
 
 
 def _names(first: int, last: int) -> str:
-    return str(last) if first >= last else f"{first} to {last}"
+    return f"random kill {last}" if first >= last else f"random kill {first} to {last}"
 
 
-def _refuse_failure(life: Life, code: int | None, counting: Counting) -> None:
+def _refuse_failure(life: Life, code: int | None, name: str) -> None:
     """A life that was to be killed and ended before: by itself, or with a failure."""
     if code != 0:
         why = "did not end" if code is None else f"failed: {life.last_words()}"
-        raise Broken(Difference(what=f"a life {why}", kills=str(counting.tally.kills)))
+        raise Broken(Difference(what=f"a life {why}", kills=name))
 
 
 # --- at disk calls ---------------------------------------------------------------------------------------------------
@@ -160,12 +160,13 @@ def kill_at_disk_calls(
     if life.wait(bench.limit_seconds) != -signal.SIGKILL:
         shutil.rmtree(stopped, ignore_errors=True)
         return 0
-    before = counting.killed(life, Remains(), stopped)
+    name = f"disk call {draft_call + 4} of the whole piece"
+    before = counting.killed(life, Remains(), stopped, name=name)
     counted = bench.scratch / "counted"
     shutil.copytree(stopped, counted)
-    whole = bench.finish(counted, kills="1")
+    whole = bench.finish(counted, kills=name)
     counting.finished(whole)
-    bench.judge(counted, kills="1")
+    bench.judge(counted, kills=name)
     calls = int(whole.told("end")[0]["calls"])
     say(f"disk calls: {calls} of a resume, a save and its tidying")
     deadline = time.monotonic() + budget_seconds
@@ -173,19 +174,18 @@ def kill_at_disk_calls(
         if time.monotonic() > deadline:
             say(f"disk calls: {budget_seconds:.0f} s are over; the others are left out")
             break
-        run = bench.scratch / f"call-{at}"
+        run, name = bench.scratch / f"call-{at}", f"disk call {at} of {calls}"
         shutil.copytree(stopped, run)
         life = bench.begin(run, die_at=min(at, calls), die_after=at > calls)
         code = life.wait(bench.limit_seconds)
         if code == -signal.SIGKILL:
-            counting.killed(life, before, run)
+            counting.killed(life, before, run, name=name)
         else:
-            _refuse_failure(life, code, counting)
+            _refuse_failure(life, code, name)
             counting.finished(life)
-        names = str(counting.tally.kills)
-        counting.finished(bench.finish(run, kills=names))
-        bench.judge(run, kills=names)
+        counting.finished(bench.finish(run, kills=name))
+        bench.judge(run, kills=name)
         if counting.tally.kills % 20 == 0:
-            say(f"kill {counting.tally.kills:>3}  at disk call {at} of {calls}; every bit is equal")
+            say(f"kill {counting.tally.kills:>3}  at {name}; every bit is equal")
     shutil.rmtree(stopped)
     return calls

@@ -106,8 +106,10 @@ class _Proving:
         life = bench.finish_undisturbed(question.scratch / "try")
         run = open_run(question.scratch / "try")
         self._device = str(read_plan(run.plan, where=f"{run.path}/plan.json").value("device"))
-        a_step = pace_of(life).train_seconds / TRY_STEPS
-        steps = question.steps or min(MOST_STEPS, max(LEAST_STEPS, int(AIM_SECONDS / a_step)))
+        # Between its checkpoints: a first step and the last evaluation may take longer than all the rest.
+        saves = [entry["time"] for entry in life.told("draft")][1:]
+        a_step = (saves[-1] - saves[0]) / TRY_STEPS if len(saves) > 1 else pace_of(life).train_seconds / TRY_STEPS
+        steps = question.steps or min(MOST_STEPS, max(LEAST_STEPS, int(AIM_SECONDS / max(1e-3, a_step))))
         return steps, max(1, steps // CHECKPOINTS)
 
     def _births(self) -> Births:

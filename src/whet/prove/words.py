@@ -8,7 +8,7 @@ def proof_lines(proof: Proof) -> list[str]:
     """The verdict first, then what it rests on."""
     lines = [_line(proof.verdict, f"{proof.recipe}: {_short_reason(proof)}")]
     if proof.difference is not None:
-        where = f"; after kill {proof.difference.kills}" if proof.difference.kills else ""
+        where = f"; after {proof.difference.kills}" if proof.difference.kills else ""
         lines.append(_line("differs", proof.difference.what + where))
     piece = f"{proof.steps} steps on {proof.device}"
     lines.append(_line("piece", piece + "".join(f"; {change}" for change in proof.shortened)))

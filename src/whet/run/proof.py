@@ -63,7 +63,7 @@ class Difference(StrictRecord):
     step: int | None = None
     """The first step whose loss differs."""
     kills: str | None = None
-    """Which kills the run had behind it, as "7" or "3 to 9"."""
+    """Which kills the run had behind it: "disk call 17", "random kill 3 to 9"."""
 
 
 class Proof(StrictRecord):
@@ -141,7 +141,8 @@ def read_proof(folder: Path) -> Proof | None:
 def in_one_line(proof: Proof) -> str:
     """The proof as a report shows it."""
     total = proof.total
-    counts = f"{total.kills} kills, {total.resumed} resumed, {total.inside_save} inside a save"
+    resumed = f"{total.resumed} of {total.lives} lives resumed"
+    counts = f"{total.kills} kills, {total.inside_save} inside a save, {resumed}"
     if proof.verdict == "proved":
         return f"proved: {counts}, all bits equal"
     why = proof.difference.what if proof.difference else proof.reason
