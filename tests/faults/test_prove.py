@@ -111,6 +111,7 @@ def test_a_metric_that_differs_by_itself_is_left_out_and_named(prove_it: Prove) 
     proof = prove_it("mutant=unsteady metric", num_kills=3, disk_seconds=1.0)
     assert proof.verdict == "proved", proof
     assert "seconds" in proof.compared.left_out
+    assert proof.disk_calls > 40, "a save is among the calls"
 
 
 def test_a_training_that_fails_by_itself_is_an_error(prove_it: Prove) -> None:

@@ -55,8 +55,8 @@ class Bench:
         self._arguments = {**training.arguments, "steps": steps, "every": every}
         self._numbers = itertools.count()
 
-    def begin(self, run: Path, *, die_at: int = 0, die_after: bool = False, births: Births | None = None) -> Life:
-        """A life that begins in a run folder or goes on there."""
+    def begin(self, run: Path, *, births: Births | None = None, **last: int) -> Life:
+        """A life that begins in a run folder or goes on there; `last` says which disk call it ends at (see Order)."""
         number = next(self._numbers)
         order = Order(
             target=self._target,
@@ -64,8 +64,7 @@ class Bench:
             run=run,
             diary=self.scratch / f"diary-{number}",
             errors=self.scratch / f"errors-{number}",
-            die_at=die_at,
-            die_after=die_after,
+            **last,
         )
         return (births or self.births).start(order)
 

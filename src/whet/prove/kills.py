@@ -147,7 +147,7 @@ def _refuse_failure(life: Life, code: int | None, name: str) -> None:
 
 
 def kill_at_disk_calls(
-    bench: Bench, counting: Counting, *, draft_call: int, budget_seconds: float, seed: int, say: Say
+    bench: Bench, counting: Counting, *, num_drafts: int, budget_seconds: float, seed: int, say: Say
 ) -> int:
     """Kills before each call of a resume, the save after it and its tidying, and after the last; how many calls.
 
@@ -156,11 +156,11 @@ def kill_at_disk_calls(
     """
     stopped = bench.scratch / "stopped"
     # In the middle of the last save, so that what a cut leaves behind is there and its removal among the calls.
-    life = bench.begin(stopped, die_at=draft_call + 4)
+    life = bench.begin(stopped, die_in_draft=num_drafts)
     if life.wait(bench.limit_seconds) != -signal.SIGKILL:
         shutil.rmtree(stopped, ignore_errors=True)
         return 0
-    name = f"disk call {draft_call + 4} of the whole piece"
+    name = "a kill inside the last save"
     before = counting.killed(life, Remains(), stopped, name=name)
     counted = bench.scratch / "counted"
     shutil.copytree(stopped, counted)

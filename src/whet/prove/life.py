@@ -35,6 +35,8 @@ class Order(Record):
     die_at: int = 0
     """The disk call that is its last; 0 for none."""
     die_after: bool = False
+    die_in_draft: int = 0
+    """The checkpoint, counted from 1, in the middle of whose writing it ends; 0 for none."""
 
 
 class Train(Protocol):
@@ -65,7 +67,7 @@ def live(order: Order) -> int:
         if kind in ("start", "resume"):
             tell("ready", step=fields["step"], exactness=fields.get("exactness"))
 
-    disk = CountingDisk(tell=tell, die_at=order.die_at, die_after=order.die_after)
+    disk = CountingDisk(tell=tell, die_at=order.die_at, die_after=order.die_after, die_in_draft=order.die_in_draft)
     durable.disk = disk
     tell("begin")
     try:

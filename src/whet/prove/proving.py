@@ -84,7 +84,7 @@ class _Proving:
                 self._calls = kill_at_disk_calls(
                     bench,
                     self._disk,
-                    draft_call=drafts[-1]["call"],
+                    num_drafts=len(drafts),
                     budget_seconds=question.disk_seconds,
                     seed=question.seed,
                     say=say,
