@@ -8,6 +8,7 @@ remains     what lies in a run folder after a kill
 result      what a finished run left behind, and the first difference between two
 bench       lives of one training in one scratch folder, judged against the run that nobody interrupted
 kills       kills at random instants and at every disk call
+scratch     where lives write, removed however the proof ends
 proving     all of it in its order; the verdict
 words       a proof as lines for a screen
 """
