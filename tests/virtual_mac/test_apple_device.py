@@ -198,8 +198,7 @@ FAILING = (
 
 
 def test_a_simulated_failure_of_the_gpu_stops_the_run_before_it_is_saved(python, tmp_path: Path) -> None:
-    # The first two calls measure how much memory a sample needs.
-    done = python(START + FAILING.replace("FAIL_AT", "7"))
+    done = python(START + FAILING.replace("FAIL_AT", "5"))
     assert done.returncode == 1, done.stderr
     assert "the GPU has failed, and what it computed since is not to be trusted" in done.stdout
     assert "Insufficient Memory" in done.stderr, "Metal's own words pass through"

@@ -6,7 +6,6 @@ written down, and what was left out stays left out when the run goes on another 
 """
 
 import math
-import statistics
 from collections import deque
 from collections.abc import Iterable
 
@@ -38,6 +37,7 @@ class Soundness:
         self._num_scaled = 0
         self._num_returns = 0
         self._usual: deque[float] = deque(maxlen=_WINDOW)
+        self._sum = self._squares = 0.0
 
     def observe(self, step: int, loss: float) -> str | None:
         """Takes the loss of a step; in words what is unusual about it, if anything is."""
@@ -50,14 +50,24 @@ class Soundness:
         return None
 
     def _observe_finite(self, loss: float) -> str | None:
-        usual = list(self._usual)
+        count, mean, spread = len(self._usual), *self._mean_and_spread()
+        if count == _WINDOW:
+            self._add(-1, self._usual[0])
         self._usual.append(loss)
-        if len(usual) < _LEAST:
+        self._add(1, loss)
+        if count < _LEAST or loss <= mean + _SIGMAS * spread:
             return None
-        mean, spread = statistics.fmean(usual), statistics.pstdev(usual)
-        if loss <= mean + _SIGMAS * spread:
-            return None
-        return f"the loss is {loss:.4g}; the last {len(usual)} were {mean:.4g} with a spread of {spread:.2g}"
+        return f"the loss is {loss:.4g}; the last {count} were {mean:.4g} with a spread of {spread:.2g}"
+
+    def _add(self, sign: int, loss: float) -> None:
+        # Sums that go along: a pass over the window for every step would cost more than all else here.
+        self._sum += sign * loss
+        self._squares += sign * loss * loss
+
+    def _mean_and_spread(self) -> tuple[float, float]:
+        count = max(1, len(self._usual))
+        mean = self._sum / count
+        return mean, math.sqrt(max(0.0, self._squares / count - mean * mean))
 
     def refuse(self) -> None:
         """Raises for the broken step: there is no way on."""
