@@ -109,14 +109,21 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def read_tensors(data: bytearray) -> dict[str, Tensor]:
-    """The tensors in a file's bytes, where they lie; ValueError when it is not a file that `file_pieces` makes."""
+def read_tensors(data: bytearray, *, is_foreign: bool = False) -> dict[str, Tensor]:
+    """The tensors in a file's bytes, where they lie; ValueError when it is not a file that `file_pieces` makes.
+
+    A foreign one may be aligned otherwise, name tensors in any order and hold texts about itself, which are not read.
+    """
     length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > min(MOST_HEADER_BYTES, len(data) - 8) or length % 8:
+    if len(data) < 8 or length > min(MOST_HEADER_BYTES, len(data) - 8) or (length % 8 and not is_foreign):
         raise ValueError(f"a header of {length:,} bytes")
     header = plain_json.load_any_order(data[8 : 8 + length].rstrip(b" "))
+    if is_foreign:
+        header.pop("__metadata__", None)
     if len(header) > MOST_TENSORS:
         raise ValueError(f"{len(header):,} tensors")
+    if is_foreign:
+        header = dict(sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])))
     tensors: dict[str, Tensor] = {}
     end = 0
     for name, entry in header.items():

@@ -25,7 +25,7 @@ def load_any_order(data: bytes | bytearray) -> dict[str, Any]:
     if len(data) > MOST_BYTES:
         raise ValueError(f"{len(data):,} bytes of JSON; {MOST_BYTES:,} are the most")
     try:
-        value = json.loads(data, parse_constant=_refuse)
+        value = json.loads(data, parse_constant=_refuse, object_pairs_hook=_each_once)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
@@ -36,6 +36,14 @@ def load_any_order(data: bytes | bytearray) -> dict[str, Any]:
 
 def _refuse(word: str) -> NoReturn:
     raise ValueError(f"{word} is not JSON")
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A name that comes twice means one thing to us and another to the next reader."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name comes twice")
+    return found
 
 
 def _refuse_depth(value: Any, *, left: int) -> None:

@@ -131,7 +131,7 @@ def load(path: Path) -> Snapshot:
     """The checkpoint in a folder, every byte of it checked; or DamagedCheckpointError."""
     manifest = check_sizes(path)
     try:
-        data = {name: _read(path / name, vouched=file) for name, file in manifest.files.items()}
+        data = {name: read_vouched(path / name, vouched=file) for name, file in manifest.files.items()}
         facts = plain_json.load(data.pop(FACTS))
         tensors: dict[str, Tensor] = {}
         for name in sorted(data):
@@ -147,7 +147,7 @@ def load(path: Path) -> Snapshot:
 
 def check_sizes(path: Path) -> Manifest:
     """The manifest of a folder in which every file it names, and no other, has its size; contents are not read."""
-    manifest = read_manifest(path, _read(path / MANIFEST))
+    manifest = read_manifest(path, read_vouched(path / MANIFEST))
     if name_of(manifest.step) != path.name:
         raise damaged("the checkpoint is not what its name says", path, f"step {manifest.step}")
     try:
@@ -175,7 +175,7 @@ def _compare(manifest: Manifest, tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"{name[:80]!r} is not what the manifest says")
 
 
-def _read(path: Path, *, vouched: File | None = None) -> bytearray:
+def read_vouched(path: Path, *, vouched: File | None = None) -> bytearray:
     """A file's bytes: of an ordinary file only, and only if they are those that were vouched for."""
     digest = hashlib.sha256()
     try:

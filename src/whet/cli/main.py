@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from whet.base.errors import UsageError, WhetError, nearest
-from whet.cli import doctor, init, plan, predict, probe, prove, report, runs, screen, train
+from whet.cli import doctor, importing, init, plan, predict, probe, prove, report, runs, screen, train
 
 VERBS: dict[str, Callable[..., None]] = {
     "probe": probe.probe,
@@ -20,6 +20,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "runs": runs.runs,
     "report": report.report,
     "init": init.init,
+    "import": importing.import_file,
     "doctor": doctor.doctor,
     "prove": prove.prove,
 }

@@ -1,11 +1,11 @@
-"""Weights out of a finished or running run: for another run, or for using the model."""
+"""Weights out of a finished or running run, or out of an import: for another run, or for using the model."""
 
 from pathlib import Path
 
 from torch import nn
 
 from whet.base.errors import UsageError, WhetError
-from whet.checkpoint import store
+from whet.checkpoint import imported, store
 from whet.checkpoint.snapshot import Snapshot, restore_model
 from whet.run.folder import open_run
 
@@ -13,8 +13,13 @@ from whet.run.folder import open_run
 def load_weights(run: str | Path, model: nn.Module, *, checkpoint: str = "last", use_average: bool = True) -> int:
     """Puts a run's weights into a model, the averaged ones if the run has them; the step they are from.
 
-    `checkpoint` is "last", "best" or a step.
+    `checkpoint` is "last", "best" or a step. `run` may also be a folder that `whet import` made: step 0.
     """
+    folder = Path(run).expanduser()
+    if imported.is_import(folder):
+        imported.put_into(model, imported.read_import(folder), where=folder)
+        return 0
+    _refuse_file(folder)
     snapshot, step = read_checkpoint(run, checkpoint=checkpoint)
     restore_model(snapshot, model, use_average=use_average)
     return step
@@ -40,3 +45,9 @@ def read_checkpoint(run: str | Path, *, checkpoint: str = "last") -> tuple[Snaps
     if wanted not in there:
         raise UsageError("the run has no such checkpoint", got=checkpoint, try_=f"last, best or one of {there}")
     return store.load(folder / store.name_of(wanted)), wanted
+
+
+def _refuse_file(path: Path) -> None:
+    """A file of weights is never read here: what it may hold, only `whet import` looks at."""
+    if path.is_file():
+        raise UsageError("weights come from a folder", got=str(path), try_=f"whet import {path} --out DIR, then DIR")
