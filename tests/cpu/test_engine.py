@@ -679,8 +679,9 @@ def test_workers_survive_an_interrupt(start: str) -> None:
     source = Mapped(Squares(), global_batch_size=4, seed=0, loading=Loading(workers=1, start=start))
     batches = source.batches(Position())
     first = next(batches)
-    (worker,) = source._loader._iterator._workers  # type: ignore[union-attr]
-    os.kill(worker.pid, signal.SIGINT)
+    assert source.workers is not None
+    (worker,) = source.workers.pids
+    os.kill(worker, signal.SIGINT)
     assert len(first) + sum(len(batch) for batch in batches) == 40
     source.close()
 

@@ -135,7 +135,7 @@ class TestHere:
         file = tmp_path / "w.pt"
         torch.save(make_model().state_dict(), file)
         import_weights(file, tmp_path / "out")
-        with pytest.raises(UsageError, match="does not fit|do not fit"):
+        with pytest.raises(UsageError, match="do not fit"):
             load_weights(tmp_path / "out", nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
         path = tmp_path / "out" / "weights.safetensors"
         data = bytearray(path.read_bytes())
@@ -159,7 +159,7 @@ class TestHere:
         torch.save(content, file)
         with pytest.raises(WhetError, match=said):
             import_weights(file, tmp_path / "out")
-        assert os.listdir(tmp_path) == ["w.pt"]
+        assert [path.name for path in tmp_path.iterdir()] == ["w.pt"]
 
     def test_a_map_that_holds_itself_ends(self, tmp_path: Path) -> None:
         content: dict = {"w": torch.zeros(1)}

@@ -8,7 +8,9 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.utils.data import Dataset
 import whet
 from faulty_disk import FaultyDisk
 from whet.checkpoint import retention, store
+from whet.data import workers
 from whet.engine.pacing import Ways
 from whet.run import durable
 
@@ -35,16 +38,42 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Noisy(Dataset):
-    """Samples with augmentation: what is drawn depends on the epoch and the sample."""
+    """Samples with augmentation: what is drawn depends on the epoch and the sample.
 
-    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        self._x, self._y = x, y
+    `harm` is what befalls the process that reads a sample: {"sample": 17, "how": "SIGKILL", "times": 1, "mark": PATH}.
+    """
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, harm: dict[str, Any] | None = None) -> None:
+        self._x, self._y, self._harm, self._trainer = x, y, harm, os.getpid()
 
     def __len__(self) -> int:
         return len(self._x)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if self._harm is not None and self._harm["how"] == "slow":
+            time.sleep(0.02)
+        elif self._harm is not None and index == self._harm["sample"]:
+            self._suffer(self._harm["how"])
         return {"x": self._x[index] + 0.1 * torch.randn(self._x.shape[1]), "y": self._y[index]}
+
+
+    def _suffer(self, how: str) -> None:
+        if how == "raise":
+            raise ValueError("a truncated image")
+        marks = Path(self._harm["mark"])
+        done = marks.stat().st_size if marks.exists() else 0
+        if os.getpid() == self._trainer or done >= self._harm["times"]:
+            return
+        with marks.open("ab") as file:
+            file.write(b"x")
+        if how == "exit":
+            os._exit(7)
+        elif how == "SystemExit":
+            sys.exit(8)
+        elif how == "hang":
+            time.sleep(1000)
+        else:
+            os.kill(os.getpid(), getattr(signal, how))
 
 
 def make_model(width: int) -> nn.Module:
@@ -81,9 +110,12 @@ def main(arguments: list[str]) -> int:
     watch_saves(tell)
     model = make_model(options.pop("width", 16))
     data: Any = make_data(options.pop("samples", 80), seed=options.pop("data_seed", 0))
+    harm = options.pop("harm", None)
     if options.pop("mapped", False):
-        data = Noisy(*data)
+        data = Noisy(*data, harm)
+    workers.WORKER_TIMEOUT_SECONDS = options.pop("worker_timeout", workers.WORKER_TIMEOUT_SECONDS)
     stop_at: dict[str, str] = options.pop("stop_at", {})
+    pause_at, pause_seconds = str(options.pop("pause_at", "")), options.pop("pause_seconds", 0.0)
     act_at: dict[str, str] = options.pop("act_at", {})
 
     def loss(micro: Any) -> torch.Tensor:
@@ -106,7 +138,8 @@ def main(arguments: list[str]) -> int:
         elif kind == "end":
             tell(f"end {fields['state']} {durable.disk.count}")
         elif kind == "warning":
-            tell(f"warning {fields['errno']} {fields['reason']} again {fields['again']} free {fields['free_bytes']}")
+            disk = f"{fields.get('errno')} {fields['reason']} again {fields['again']} free {fields.get('free_bytes')}"
+            tell(f"warning {disk}")
 
     options |= {"run": run, "wishes": wishes, "show": show, "goal": dev.get("goal")}
     with whet.Session(model, choice, data, **options) as session:
@@ -116,6 +149,9 @@ def main(arguments: list[str]) -> int:
         for batch in session:
             number = str(session.progress.step + 1)
             tell(f"step {number}")
+            if number == pause_at:
+                tell(f"workers {json.dumps(session.source.workers.pids)}")
+                time.sleep(pause_seconds)
             act(act_at.get(number), run)
             if number in stop_at:
                 os.kill(os.getpid(), getattr(signal, stop_at[number]))

@@ -1,21 +1,18 @@
 """Map-style datasets: samples read one by one, here or by workers, each with randomness of its own."""
 
-import contextlib
-import random
-import signal
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, final
 
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
-
 from whet.data.batch import GlobalBatch, Micro, Position
 from whet.data.cut import Lengths
-from whet.data.order import sample_seed
+from whet.data.sample import Reader, digest_of
 from whet.data.source import AbstractSource, micros_of_samples, ordered_batches
+from whet.data.workers import Workers
+
+_SAMPLES_IN_FINGERPRINT = 8
 
 
 class MapStyle(Protocol):
@@ -46,79 +43,56 @@ class Mapped(AbstractSource):
         loading: Loading | None = None,
     ) -> None:
         self.num_samples: int = len(dataset)
-        self._order: dict[str, Any] = {"global_batch_size": global_batch_size, "seed": seed, "shuffle": shuffle}
-        self._reader = _Reader(dataset, seed)
-        self._requests = _Requests()
+        self._planned = partial(
+            ordered_batches, self.num_samples, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle
+        )
+        self._read = Reader(dataset, seed)
         self._ragged: set[str] = set()
-        self._loader = _loader(self._reader, self._requests, loading or Loading())
+        self._fingerprint: tuple[str | None] | None = None
+        self._loading = loading or Loading()
+        self.workers = self._make_workers(self._loading.workers) if self._loading.workers else None
 
     def batches(self, position: Position) -> Iterator[GlobalBatch]:
-        planned = partial(ordered_batches, self.num_samples, position, **self._order)
-        # A sample is asked for with its epoch, so that its randomness is known wherever it is read.
-        self._requests.batches = lambda: ([(position.epoch, int(i)) for i in ids] for ids, _, _ in planned())
-        for (ids, after, is_last), samples in zip(planned(), self._loader, strict=True):
+        read = self._read_here if self.workers is None else self.workers.batches
+        for (ids, after, is_last), samples in zip(self._planned(position), read(position), strict=True):
             yield GlobalBatch(ids=ids, after=after, is_last_of_epoch=is_last, samples=tuple(samples))
+
+    def _read_here(self, position: Position) -> Iterator[list[Any]]:
+        for ids, _, _ in self._planned(position):
+            # A sample is asked for with its epoch, so that its randomness is known wherever it is read.
+            yield [self._read((position.epoch, int(sample))) for sample in ids]
 
     def micros(self, batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
         return micros_of_samples(batch, micro_batch=micro_batch, how=how, ragged=self._ragged)
 
+    def fingerprint(self) -> str | None:
+        """Of a few samples spread over the data; None for data that gives another sample each time it is asked."""
+        if self._fingerprint is None:
+            parts = _SAMPLES_IN_FINGERPRINT - 1
+            chosen = sorted({(self.num_samples - 1) * part // parts for part in range(parts + 1)})
+            self._fingerprint = (self._look_at(chosen) if self.num_samples else None,)
+        return self._fingerprint[0]
+
+    def _look_at(self, ids: list[int]) -> str | None:
+        if self._loading.workers:
+            found = self._make_workers(1).looked_at(ids)
+        else:
+            found = [digest_of(self._read((0, number))) for number in (*ids, ids[0])]
+        is_same_again = found is not None and found[-1] == found[0]
+        known = [str(self.num_samples).encode(), *(found or ())]
+        return hashlib.sha256(b"".join(known)).hexdigest() if is_same_again else None
+
+    def _make_workers(self, count: int) -> Workers:
+        how = self._loading
+        return Workers(self._read, self._planned, count=count, start=how.start, prefetch=how.prefetch)
+
+    def news(self) -> list[tuple[str, dict[str, Any]]]:
+        """Workers that were lost since the last time."""
+        if self.workers is None:
+            return []
+        told, self.workers.news = self.workers.news, []
+        return told
+
     def close(self) -> None:
-        del self._loader
-
-
-class _Requests:
-    """What is to be read next: one list of (epoch, sample) for each global batch."""
-
-    def __init__(self) -> None:
-        self.batches: Callable[[], Iterator[list[tuple[int, int]]]] = lambda: iter(())
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return self.batches()
-
-
-class _Reader(Dataset[Any]):
-    """Reads a sample with generators seeded from (seed, epoch, sample), and leaves the process's own as they were."""
-
-    def __init__(self, dataset: MapStyle, seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
-
-    def __getitem__(self, request: tuple[int, int]) -> Any:
-        epoch, sample = request
-        with _own_randomness(sample_seed(self._seed, epoch, sample)):
-            return self._dataset[sample]
-
-
-@contextlib.contextmanager
-def _own_randomness(seed: int) -> Iterator[None]:
-    saved = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(saved[0])
-        np.random.set_state(saved[1])
-        torch.set_rng_state(saved[2])
-
-
-def _ignore_interrupts(_worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; the training decides when its workers end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _loader(reader: _Reader, requests: _Requests, loading: Loading) -> DataLoader[Any]:
-    if loading.workers == 0:
-        return DataLoader(reader, batch_sampler=requests, collate_fn=list, generator=torch.Generator())
-    return DataLoader(
-        reader,
-        batch_sampler=requests,
-        collate_fn=list,
-        generator=torch.Generator(),
-        num_workers=loading.workers,
-        persistent_workers=True,
-        prefetch_factor=loading.prefetch,
-        multiprocessing_context=loading.start,
-        worker_init_fn=_ignore_interrupts,
-    )
+        if self.workers is not None:
+            self.workers.close()

@@ -43,6 +43,10 @@ class AbstractSource(ABC):
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes a saved state back."""
 
+    def news(self) -> list[tuple[str, dict[str, Any]]]:
+        """What happened while reading and should be told: kinds of events and their fields."""
+        return []
+
     def close(self) -> None:
         """Ends workers, where there are any."""
 

@@ -372,8 +372,8 @@ class Session:
         return {**told, "exactness": f"not bit-exact since step {first.step:,}: {why}"}
 
     def _tell_news(self) -> None:
-        """What the device has to say; one that has failed without an error stops the run here."""
-        for kind, fields in self.device.news():
+        """What device and data have to say; a device that has failed without an error stops the run here."""
+        for kind, fields in (*self.device.news(), *self.source.news()):
             self._recorder.event(kind, step=self.progress.step, **fields)
         self.device.refuse_failure()
 

@@ -13,7 +13,8 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
                 slowed_seconds (steps beside it took longer), beside (written while the training went on)
     resume      the run went on from `step`: step and eval events of later steps before this line no longer count;
                 exactness ("bit-exact" or what changed), refused (damaged checkpoints), lost_steps
-    warning     the disk refused something, and training goes on: reason, path, errno, free_bytes, again (the next try)
+    warning     something failed, and training goes on: reason, again (the next try, or what was done); of a disk that
+                refused: path, errno, free_bytes; of a lost data worker: samples
     end         state ("done", "stopped" or "failed"), reason, seconds (spent after the last step, as for a step)
     fallback    operators that ran on the CPU: {name: {"calls": ..., "seconds": ...}} of one step; reason
     throttle    about ("heat" or "power"), reason; of heat: state ("cool", "slow" or "hot"), factor, since_step,

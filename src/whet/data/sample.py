@@ -1,0 +1,146 @@
+"""One sample of a dataset: how it is read, told from others, and sent to another process."""
+
+import contextlib
+import hashlib
+import random
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.base.errors import WhetError
+from whet.data.order import sample_seed
+
+_OURS = str(Path(__file__).parent.parent)
+
+
+class BadSampleError(WhetError):
+    """A sample that the dataset could not give; the error it raised is its cause, or a note if a worker met it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (self.what, self.got, self.try_)
+
+
+def _made_again(what: str, got: str | None, try_: str | None) -> BadSampleError:
+    return BadSampleError(what, got=got, try_=try_)
+
+
+class Reader:
+    """Reads a sample with generators seeded from (seed, epoch, sample), and leaves the process's own as they were."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __call__(self, request: tuple[int, int]) -> Any:
+        epoch, sample = request
+        with own_randomness(sample_seed(self._seed, epoch, sample)):
+            try:
+                return self._dataset[sample]
+            except WhetError:
+                raise
+            except Exception as error:
+                raise _explained(error, sample) from error
+
+
+def _explained(error: Exception, sample: int) -> BadSampleError:
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (_OURS, "<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    theirs = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames[-1:]
+    where = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno} in {theirs[-1].name}()"
+    what = f"{type(error).__name__}: {error}"[:300]
+    told = BadSampleError(
+        f"sample {sample} could not be read", got=f"{what} ({where})", try_=f"dataset[{sample}] by itself, or without it"
+    )
+    told.add_note("".join(traceback.format_exception(error)))
+    return told
+
+
+@contextlib.contextmanager
+def own_randomness(seed: int) -> Iterator[None]:
+    """Python's, numpy's and torch's generators begin at `seed`, and are put back afterwards."""
+    saved = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(saved[0])
+        np.random.set_state(saved[1])
+        torch.set_rng_state(saved[2])
+
+
+# --- between processes -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """A tensor as bytes: sending it otherwise takes a file in /dev/shm each, which is small in containers."""
+
+    data: np.ndarray
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def plain(value: Any) -> Any:
+    """The sample with its tensors as plain bytes."""
+    if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu":
+        flat = value.detach().contiguous().reshape(-1)
+        return _Numbers(flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
+    return _mapped(plain, value)
+
+
+def restored(value: Any) -> Any:
+    """The sample as it was before `plain`."""
+    if isinstance(value, _Numbers):
+        if not value.data.size:
+            return torch.empty(value.shape, dtype=value.dtype)
+        return torch.from_numpy(value.data).view(value.dtype).reshape(value.shape)
+    return _mapped(restored, value)
+
+
+def _mapped(change: Any, value: Any) -> Any:
+    if type(value) is dict:
+        return {name: change(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(change(item) for item in value)
+    return value
+
+
+# --- is it the same sample? ------------------------------------------------------------------------------------------
+
+
+def digest_of(value: Any) -> bytes:
+    """What tells a sample from another; numbers, texts and collections of them count, other objects by their type."""
+    digest = hashlib.sha256()
+    _digest(digest, value)
+    return digest.digest()
+
+
+def _digest(digest: Any, value: Any) -> None:
+    if isinstance(value, Tensor | np.ndarray):
+        tensor = value if isinstance(value, Tensor) else None
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        if tensor is not None and tensor.layout == torch.strided:
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            digest.update(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            digest.update(f"{name}=".encode())
+            _digest(digest, item)
+    elif isinstance(value, list | tuple):
+        digest.update(f"{len(value)}:".encode())
+        for item in value:
+            _digest(digest, item)
+    elif isinstance(value, bool | int | float | complex | str | bytes | None):
+        digest.update(f"{type(value).__name__} {value!r}".encode())
+    else:
+        digest.update(type(value).__name__.encode())
