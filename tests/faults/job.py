@@ -56,7 +56,6 @@ class Noisy(Dataset):
             self._suffer(self._harm["how"])
         return {"x": self._x[index] + 0.1 * torch.randn(self._x.shape[1]), "y": self._y[index]}
 
-
     def _suffer(self, how: str) -> None:
         if how == "raise":
             raise ValueError("a truncated image")

@@ -44,9 +44,7 @@ def warnings_of(run: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("amount", [BOUNDED, ALL])
-def test_a_worker_that_harms_itself(
-    life: Lives, undisturbed: str, amount: str, tell: Callable[[str], None]
-) -> None:
+def test_a_worker_that_harms_itself(life: Lives, undisturbed: str, amount: str, tell: Callable[[str], None]) -> None:
     ways = {
         "SIGKILL": "killed by SIGKILL",
         "SIGSEGV": "killed by SIGSEGV",
@@ -167,7 +165,14 @@ def test_samples_come_as_they_were(tmp_path: Path) -> None:
 
         def __getitem__(self, index: int) -> Any:
             x = torch.randn(2, 3, 4)
-            return {"x": x.transpose(0, 2), "h": x.bfloat16(), "e": torch.empty(0, 5), "n": 3.5, "s": ("a", [1]), "0": x.sum()}
+            return {
+                "x": x.transpose(0, 2),
+                "h": x.bfloat16(),
+                "e": torch.empty(0, 5),
+                "n": 3.5,
+                "s": ("a", [1]),
+                "0": x.sum(),
+            }
 
     found = []
     for loading in (Loading(), Loading(workers=2)):

@@ -57,6 +57,9 @@ def _parse_toml(text: str, path: Path) -> Any:
         raise UsageError(f"{path} is not valid TOML", got=str(error), try_='lr = 1e-4 or name = "text"') from None
     except RecursionError:
         raise _too_deep(path) from None
+    except ValueError as error:
+        # A number of thousands of digits.
+        raise UsageError(f"{path} is not valid TOML", got=str(error), try_="lr = 1e-4") from None
 
 
 def _parse_yaml(text: str, path: Path) -> Any:
@@ -85,7 +88,7 @@ def _parse_yaml(text: str, path: Path) -> Any:
 def _depth(content: Any) -> int:
     """How deeply groups are nested, counted without recursion."""
     level, depth = [content], 0
-    while level and depth <= _MOST_DEPTH:
+    while level and depth <= _MOST_DEPTH + 1:
         level, depth = [v for c in level if isinstance(c, dict) for v in c.values()], depth + 1
     return depth - 1
 

@@ -56,7 +56,9 @@ def _explained(error: Exception, sample: int) -> BadSampleError:
     where = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno} in {theirs[-1].name}()"
     what = f"{type(error).__name__}: {error}"[:300]
     told = BadSampleError(
-        f"sample {sample} could not be read", got=f"{what} ({where})", try_=f"dataset[{sample}] by itself, or without it"
+        f"sample {sample} could not be read",
+        got=f"{what} ({where})",
+        try_=f"dataset[{sample}] by itself, or without it",
     )
     told.add_note("".join(traceback.format_exception(error)))
     return told

@@ -148,7 +148,7 @@ class _Process:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
         self._seen = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "whet.doctor.child", *words],
+            [sys.executable, "-P", "-m", "whet.doctor.child", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -16,6 +16,8 @@ from whet.plan.setting import Measured, Scalar, Setting
 from whet.plan.workload import Workload
 
 FORMAT_VERSION = 1
+_UNSET = (("checkpoint_steps", None), ("checkpoint_epochs", None))
+"""What rules leave open."""
 
 
 class Plan(Record):
@@ -34,6 +36,8 @@ class Plan(Record):
 
     def value(self, name: str) -> Scalar:
         """The value of one setting."""
+        if name not in self.settings:
+            raise WhetError("the plan lacks a setting", got=f"no {name}", try_="another run folder, or --fresh")
         return self.settings[name].value
 
 
@@ -103,7 +107,16 @@ def read_plan(data: object, *, where: str) -> Plan:
             got=f"plan format {version}; this whet reads up to {FORMAT_VERSION}",
             try_="update whet",
         )
-    return Plan.from_json(data, where=where)
+    plan = Plan.from_json(data, where=where)
+    for rule in ALL:
+        saved = plan.settings.get(rule.setting)
+        if saved is not None and not rule.law.holds(saved.value) and (rule.setting, saved.value) not in _UNSET:
+            raise WhetError(
+                f"{where} has a setting that no plan decides",
+                got=f"{rule.setting}={saved.value!r}"[:200],
+                try_=f"{rule.law.text}; restore the file from a copy, or another run folder",
+            )
+    return plan
 
 
 def setting_names() -> tuple[str, ...]:

@@ -60,11 +60,11 @@ def one_of(*values: Scalar) -> Law:
     return Law(text=" or ".join(map(str, values)), holds=lambda value: value in values)
 
 
-def whole(least: int) -> Law:
+def whole(least: int, most: int = 2**53) -> Law:
     """A whole number."""
     return Law(
-        text=f"a whole number, {least} or more",
-        holds=lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least,
+        text=f"a whole number, {least} or more" if most == 2**53 else f"a whole number from {least} to {most}",
+        holds=lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
     )
 
 

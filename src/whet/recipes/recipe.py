@@ -104,6 +104,9 @@ def _import_file(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
+    # What lies beside the file may be imported, as for any script; last, so that it hides nothing.
+    if str(path.parent.absolute()) not in sys.path:
+        sys.path.append(str(path.parent.absolute()))
     loader = spec.loader
     _run(lambda: loader.exec_module(module), str(path))
     return module

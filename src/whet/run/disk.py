@@ -17,6 +17,9 @@ class Disk:
 
     def open(self, path: Path, flags: int) -> int:
         """A descriptor that is closed in child processes; new files may be read by all whom the umask lets."""
+        if flags & os.O_WRONLY:
+            # A run folder may come from anywhere: no link in it leads our writing elsewhere, no pipe lets us wait.
+            flags |= os.O_NOFOLLOW | os.O_NONBLOCK
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:

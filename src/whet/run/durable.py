@@ -81,7 +81,7 @@ def _advice(code: int | None, *, path: Path) -> str:
     if code == errno.ENAMETOOLONG:
         return "a shorter name"
     if code == errno.ELOOP:
-        return "a path without a symbolic link that points to itself"
+        return "a path without this symbolic link"
     if code in (errno.EMFILE, errno.ENFILE):
         return "fewer open files, or a higher limit (`ulimit -n 4096`)"
     if code == errno.ENOENT:

@@ -19,6 +19,7 @@ from whet.run.appender import Appender
 from whet.run.event import KINDS, REPLACED, RESERVED, SITTINGS, Event
 from whet.run.folder import EVENTS_FILE, INDEX_FILE, Run, folder_of
 from whet.run.index import HEADER, Block, Layout, Tally, read_block, read_layout, write_entry
+from whet.run.plain_file import open_plain
 
 
 class EventLog:
@@ -165,7 +166,7 @@ class History:
 
     def _read(self, position: int) -> list[Event]:
         limit = self._limits[position]
-        with self._path.open("rb") as file:
+        with open_plain(self._path) as file:
             events = read_block(file, self.layout.blocks[position])
             return [event for event in events if event.step <= limit or event.kind not in REPLACED]
 

@@ -26,6 +26,7 @@ from whet.base.errors import UsageError, WhetError, nearest
 from whet.base.record import Record
 from whet.base.version import VERSION
 from whet.run import durable, strict_json
+from whet.run.plain_file import read_plain
 
 FORMAT_VERSION = 1
 
@@ -202,7 +203,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():
         raise WhetError(f"the run file {path} is damaged", got="not a regular file", try_=hint)
     try:
-        return strict_json.decode(path.read_bytes())
+        return strict_json.decode(read_plain(path))
     except FileNotFoundError:
         raise WhetError(f"the run file {path} is missing", got=f"no {path.name}", try_=hint) from None
     except OSError as error:

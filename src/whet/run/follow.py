@@ -10,6 +10,7 @@ from whet.run.event import Event, read_line
 from whet.run.events import History
 from whet.run.folder import EVENTS_FILE, Run, folder_of
 from whet.run.lock import is_locked
+from whet.run.plain_file import open_plain
 
 GONE = "gone"
 """The kind of an event that is in no file: the process that trained has died without a word."""
@@ -58,7 +59,7 @@ class _Feed:
 
     def news(self, folder: Path) -> Iterator[Event]:
         try:
-            file = self._path.open("rb")
+            file = open_plain(self._path)
         except (FileNotFoundError, NotADirectoryError):
             return
         with file:

@@ -14,16 +14,20 @@ import math
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO
 
+from whet.base.errors import WhetError
 from whet.run import strict_json
 from whet.run.event import SITTINGS, Event, as_number, read_line
+from whet.run.plain_file import open_plain, read_plain
 
 BLOCK_EVENTS = 256
 HEADER = b"whet events index 1\n"
 _SPOT_CHECKS = 16
+_LONGEST_LINE = 16 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +198,12 @@ def read_entry(line: bytes) -> Block | None:
         stats = {name: Stat(*values) for name, values in entry["stats"].items()}
         (start, end), (first_time, last_time) = entry["bytes"], entry["times"]
         first_step, least_step, greatest_step = entry["steps"]
+        numbers = (start, end, first_step, least_step, greatest_step, entry["damaged"], *entry["kinds"].values())
+        if any(type(number) is not int for number in numbers) or type(entry["resumed_from"]) not in (int, NoneType):
+            return None
+        values = (first_time, last_time, *(value for stat in stats.values() for value in astuple(stat)))
+        if any(type(value) not in (int, float) for value in values):
+            return None
         return Block(
             start=start,
             end=end,
@@ -227,9 +237,9 @@ class Layout:
 
 def read_layout(events: Path, *, index: Path) -> Layout:
     """The blocks of an events file: from the index as far as it is right, by reading the events from there on."""
-    entries = index.read_bytes().splitlines(keepends=True) if index.is_file() else []
+    entries = _entries(index)
     try:
-        file = events.open("rb")
+        file = open_plain(events)
     except FileNotFoundError:
         return Layout(blocks=(), end=0, torn_bytes=0, index_bytes=0, num_indexed=0)
     with file:
@@ -243,6 +253,14 @@ def read_layout(events: Path, *, index: Path) -> Layout:
     return Layout(
         blocks=tuple(blocks), end=end, torn_bytes=size - end, index_bytes=index_bytes, num_indexed=num_indexed
     )
+
+
+def _entries(index: Path) -> list[bytes]:
+    """The lines of the index; none where it cannot be one."""
+    try:
+        return read_plain(index).splitlines(keepends=True)
+    except (FileNotFoundError, ValueError, WhetError):
+        return []
 
 
 def read_block(file: BinaryIO, block: Block) -> Iterator[Event]:
@@ -277,7 +295,7 @@ def _begins_as_told(file: BinaryIO, block: Block) -> bool:
     file.seek(max(block.start - 1, 0))
     if block.start and file.read(1) != b"\n":
         return False
-    first = read_line(file.readline())
+    first = read_line(file.readline(_LONGEST_LINE))
     if first is None:
         return block.damaged > 0
     file.seek(block.end - 1)
@@ -289,7 +307,10 @@ def _scan(file: BinaryIO, *, start: int, size: int) -> Iterator[Block]:
     file.seek(start)
     end = start
     tally = Tally(start)
-    for line in file:
+    while line := file.readline(_LONGEST_LINE):
+        if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+            got = f"over {_LONGEST_LINE:,} bytes without a line's end, from byte {end:,} on"
+            raise WhetError("the log of the run is damaged", got=got, try_="restore events.jsonl from a copy")
         if not line.endswith(b"\n") or end + len(line) > size:
             break
         event = read_line(line)

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import platform
+import stat as stat_module
 import threading
 import time
 from datetime import datetime
@@ -97,7 +98,7 @@ def holder(folder: Path) -> Holder | None:
         if ours is not None:
             return ours.holder
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = _open(path, os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:
@@ -130,7 +131,7 @@ def _ours(path: Path) -> RunLock | None:
 def _try_acquire(path: Path) -> RunLock | None:
     if _ours(path) is not None:
         return None
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = _open(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         stat = os.fstat(descriptor)
@@ -149,6 +150,15 @@ def _try_acquire(path: Path) -> RunLock | None:
     lock = RunLock(descriptor=descriptor, key=(stat.st_dev, stat.st_ino), holder=owner)
     _held[stat.st_dev, stat.st_ino] = lock
     return lock
+
+
+def _open(path: Path, flags: int) -> int:
+    """Neither a link, through which a folder from elsewhere would let us write anywhere, nor a pipe."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if stat_module.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise WhetError(f"{path} is no lock", got="not a regular file", try_="remove it, if no process uses the run")
 
 
 def _is_still(path: Path, stat: os.stat_result) -> bool:

@@ -14,7 +14,7 @@ import math
 import operator
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, SupportsFloat, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsFloat, SupportsIndex
 
 from whet.base.record import Record
 
@@ -85,7 +85,7 @@ def decode(text: str | bytes) -> dict[str, Any]:
     {'loss': nan}
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
@@ -93,6 +93,10 @@ def decode(text: str | bytes) -> dict[str, Any]:
     if MARK in value:
         _restore(value, marks=value.pop(MARK))
     return value
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
 
 
 def _name(key: Any) -> str:

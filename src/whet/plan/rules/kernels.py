@@ -78,7 +78,7 @@ def choose_layout(facts: Facts) -> Decision:
     return Decision(value="contiguous", reason=reason, evidence={"device": facts.device})
 
 
-@rule("K5", "threads", whole(1))
+@rule("K5", "threads", whole(1, 1024))
 def choose_threads(facts: Facts) -> Decision:
     """How many threads compute on the CPU.
 

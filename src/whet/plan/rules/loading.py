@@ -32,7 +32,7 @@ def choose_data_home(facts: Facts) -> Decision:
     )
 
 
-@rule("L2", "workers", whole(0))
+@rule("L2", "workers", whole(0, 1024))
 def choose_workers(facts: Facts) -> Decision:
     """How many processes read data ahead.
 
@@ -111,7 +111,7 @@ def choose_worker_start(facts: Facts) -> Decision:
     return Decision(value="spawn", reason="a fork after Metal has started aborts", evidence={"os": system})
 
 
-@rule("L6", "prefetch", whole(1))
+@rule("L6", "prefetch", whole(1, 1024))
 def choose_prefetch(facts: Facts) -> Decision:
     """How many global batches each worker reads ahead.
 

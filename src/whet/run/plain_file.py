@@ -1,0 +1,31 @@
+"""How is a file opened that anybody may have put there? Only an ordinary one, without waiting, and with a limit."""
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from whet.base.errors import WhetError
+
+MOST_BYTES = 64 * 1024**2
+"""Of a file that is read as a whole."""
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """The file for reading; a pipe would let us wait for ever, and a device has no end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise WhetError(
+        f"{path} is damaged", got="not a regular file", try_="restore this file from a copy, or another run"
+    )
+
+
+def read_plain(path: Path) -> bytes:
+    """All bytes of a small file; ValueError for one that is too large to be what it should be."""
+    with open_plain(path) as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"over {MOST_BYTES:,} bytes")
+    return data
