@@ -36,6 +36,7 @@ lint: $(READY)
 	@$(BIN)/ruff check $(LINTED)
 	@$(BIN)/ruff format --check $(LINTED)
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python tools/unsafe.py src examples benchmarks tools
 	@$(BIN)/mypy
 	@$(BIN)/python tools/docs.py --check
 

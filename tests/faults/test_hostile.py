@@ -31,7 +31,6 @@ MODULES = "modules beside the run"
 
 @dataclass
 class Tried:
-    files: int = 0
     visits: int = 0
     refused: int = 0
     cpu: float = 0.0
@@ -98,15 +97,15 @@ class House:
         tried.visits += 1
         tried.refused += code in (1, 2)
         tried.cpu = max(tried.cpu, used.get("cpu", 0.0))
-        if used.get("cpu", 0) > 0.7:
-            print(name, door, used)
         tried.rss_mb = max(tried.rss_mb, used.get("rss", 0) / 1024)
         wrong = []
         if code == CAUGHT or (place / "canary").exists():
             wrong.append("EXECUTED")
         if code not in (0, 1, 2):
             wrong.append(f"exit {signal.Signals(-code).name if code < 0 else code}")
-        if "Traceback" in said or "should not have happened" in said or "your code failed" in said:
+        if code == 0 and path.is_file():
+            wrong.append("accepted")
+        if any(word in said for word in ("Traceback", "should not have happened", "your code failed")):
             wrong.append("not explained")
         if {p.name: p.read_text() for p in (place / "victim").iterdir()} != {"file": "untouched"}:
             wrong.append("wrote outside")
@@ -115,8 +114,8 @@ class House:
 
 
 @pytest.fixture(scope="module")
-def house(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    yield House(zygote, tmp_path_factory.mktemp("house"))
+def house(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> House:
+    return House(zygote, tmp_path_factory.mktemp("house"))
 
 
 def visits(amount: str) -> Iterator[tuple[str, str, str, Any]]:

@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     options: dict[str, Any] = json.loads(arguments[0])
     os.chdir(options["path"] if options["is_inside"] else options["folder"])
     unpack_here()
-    with open(os.devnull) as nothing:
+    with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
     limit(seconds=options["cpu_seconds"], gigabytes=2)
     watch(Path(options["findings"]), allowed_code=(options["recipe"],))
@@ -166,28 +166,18 @@ def session(options: dict[str, Any], **more: Any) -> int:
 
 
 PLAN = ("--machine", "m2-air-8gb")
+HERE = ("checkpoint_steps=2", "--max-restarts", "0", "--device", "cpu")
 
 DOORS: dict[str, Any] = {
     "import": lambda o: cli("import", o["path"], "--out", "imported"),
     "init_from": lambda o: session(o, init_from=o["path"]),
     "session": lambda o: session(o, run=o["path"]),
-    "train": lambda o: cli(
-        "train",
-        o["recipe"],
-        f"max_steps={o['steps']}",
-        "checkpoint_steps=2",
-        "--run",
-        o["path"],
-        "--max-restarts",
-        "0",
-        "--device",
-        "cpu",
-    ),
+    "train": lambda o: cli("train", o["recipe"], f"max_steps={o['steps']}", *HERE, "--run", o["path"]),
     "predict": lambda o: cli("predict", o["path"], "a text"),
     "report": lambda o: cli("report", o["path"]),
     "runs": lambda o: cli("runs", str(Path(o["path"]).parent)),
     "plan": lambda o: cli("plan", o["path"]),
     "machine": lambda o: cli("plan", "text", "--machine", o["path"]),
     "config": lambda o: cli("plan", "text", "--config", o["path"], *PLAN),
-    "train config": lambda o: cli("train", o["recipe"], "--config", o["path"], "--run", "never", "--max-restarts", "0"),
+    "train config": lambda o: cli("train", o["recipe"], *HERE, "--config", o["path"], "--run", "never"),
 }

@@ -104,6 +104,53 @@ def test_banned_names_fail(copy: Path, file: str, line: str, said: str) -> None:
     assert said in result.stdout
 
 
+def unsafe(copy: Path) -> subprocess.CompletedProcess[str]:
+    return check(copy, sys.executable, str(ROOT / "tools" / "unsafe.py"), "src")
+
+
+def test_the_source_runs_no_files(copy: Path) -> None:
+    result = unsafe(copy)
+    assert result.returncode == 0, result.stdout
+    assert unsafe(copy / "src").returncode != 0, "a gate that looks at no file is open"
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("engine/reading.py", "import torch\n\nW = torch.load('w.pt', weights_only=True)", "unpacking.py alone"),
+        ("checkpoint/unpacking.py", "W = torch.load('w.pt')", "without weights_only=True"),
+        (
+            "checkpoint/unpacking.py",
+            "SAFE = True\nW = torch.load('w.pt', weights_only=SAFE)",
+            "without weights_only=True",
+        ),
+        ("checkpoint/unpacking.py", "from torch import load as read\n\nW = read('w.pt')", "without weights_only=True"),
+        ("config/files.py", "import yaml\n\nX = yaml.load('a: 1', Loader=yaml.Loader)", "yaml.load"),
+        ("config/words.py", "X = eval('1')", "eval"),
+        ("config/words.py", "exec('x = 1')", "exec"),
+        ("machine/programs.py", "import subprocess as s\n\ns.run('ls', shell=True)", "shell"),
+        ("machine/programs.py", "from os import system\n\nsystem('ls')", "os.system"),
+        (
+            "recipes/text/model.py",
+            "def f(load, name):\n    return load(name, trust_remote_code=True)",
+            "trust_remote_code",
+        ),
+        (
+            "checkpoint/store.py",
+            "import torch.distributed.checkpoint as dcp\n\ndcp.load({}, checkpoint_id='x')",
+            "torch.distributed.checkpoint.load",
+        ),
+        ("checkpoint/store.py", "import numpy as np\n\nX = np.load('x', allow_pickle=True)", "allow_pickle"),
+        ("checkpoint/store.py", "from pickle import loads\n\nX = loads(b'')", "pickle.loads"),
+    ],
+)
+def test_calls_that_run_files_fail(copy: Path, file: str, line: str, said: str) -> None:
+    plant(copy, file, line)
+    result = unsafe(copy)
+    assert result.returncode == 1
+    assert said in result.stdout
+
+
 def test_a_wrong_type_fails(copy: Path) -> None:
     plant(copy, "base/units.py", "\nBYTES: int = 'many'")
     result = check(copy, sys.executable, "-m", "mypy", "--cache-dir", str(copy / "cache"), "-p", "whet.base")

@@ -13,8 +13,9 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import psutil
 from torch import Tensor
@@ -66,7 +67,7 @@ def import_weights(source: Path, out: Path, *, key: str | None = None) -> Import
     return about
 
 
-def _fill(draft: Path, file: BinaryIO, source: Path, *, key: str | None) -> Import:
+def _fill(draft: Path, file: BufferedReader, source: Path, *, key: str | None) -> Import:
     size = os.fstat(file.fileno()).st_size
     said: Mapping[str, Any] = {}
     if source.suffix.lower() == ".safetensors":
@@ -96,7 +97,7 @@ def _fill(draft: Path, file: BinaryIO, source: Path, *, key: str | None) -> Impo
 # --- looking at a file without reading what is in it -----------------------------------------------------------------
 
 
-def _open(path: Path) -> BinaryIO:
+def _open(path: Path) -> BufferedReader:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -124,7 +125,7 @@ def _refuse_old_torch() -> None:
         )
 
 
-def _look_at(file: BinaryIO, source: Path, *, size: int) -> None:
+def _look_at(file: BufferedReader, source: Path, *, size: int) -> None:
     """Refuses what `torch.save` does not write, above all archives that unpack to more than they are."""
     head = file.read(64)
     if head.startswith(_LEGACY):
@@ -150,10 +151,10 @@ def _look_at(file: BinaryIO, source: Path, *, size: int) -> None:
     file.seek(0)
 
 
-def _tensors_in(file: BinaryIO, path: Path) -> dict[str, Tensor]:
+def _tensors_in(file: BufferedReader, path: Path) -> dict[str, Tensor]:
     file.seek(0)
     data = bytearray(os.fstat(file.fileno()).st_size)
-    file.readinto(data)  # type: ignore[attr-defined]
+    file.readinto(data)
     try:
         tensors = read_tensors(data, is_foreign=True)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
@@ -164,7 +165,7 @@ def _tensors_in(file: BinaryIO, path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _hash(file: BinaryIO) -> str:
+def _hash(file: BufferedReader) -> str:
     file.seek(0)
     return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -172,7 +173,7 @@ def _hash(file: BinaryIO) -> str:
 # --- the process that may die ----------------------------------------------------------------------------------------
 
 
-def _unpacked(file: BinaryIO, target: Path, *, key: str | None, seconds: int) -> dict[str, Any]:
+def _unpacked(file: BufferedReader, target: Path, *, key: str | None, seconds: int) -> dict[str, Any]:
     """What the process says about the weights it wrote; its error where it has one."""
     from whet.checkpoint.unpacking import MARK
 
@@ -196,7 +197,7 @@ def _unpacked(file: BinaryIO, target: Path, *, key: str | None, seconds: int) ->
     return dict(said)
 
 
-def run_unpacking(file: BinaryIO, words: list[str], *, seconds: int) -> tuple[int | None, bytes]:
+def run_unpacking(file: BufferedReader, words: list[str], *, seconds: int) -> tuple[int | None, bytes]:
     """The exit code of the process and what it wrote; None for one that had to be ended."""
     # -P: the folder we are in may hold a torch.py.
     command = [sys.executable, "-P", "-m", "whet.checkpoint.unpacking", *words]

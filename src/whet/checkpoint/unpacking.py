@@ -146,8 +146,8 @@ def choose(content: Any, key: str | None) -> tuple[Any, str]:
     for name in KNOWN_KEYS:
         if isinstance(content.get(name), Mapping):
             return content[name], name
-    there = ", ".join(str(name) for name in list(content)[:20])
-    raise WhetError("no known key holds the weights", got=there[:300] or "nothing", try_="--key NAME")
+    held = ", ".join(str(name) for name in list(content)[:20])
+    raise WhetError("no known key holds the weights", got=held[:300] or "nothing", try_="--key NAME")
 
 
 def walk(content: Any) -> Iterator[tuple[str, Any]]:
