@@ -49,8 +49,8 @@ def _rename_first() -> None:
 
 
 def _no_hash() -> None:
-    real = store._read
-    store._read = lambda path, *, vouched=None: real(path)
+    real = store.read_vouched
+    store.read_vouched = lambda path, *, vouched=None: real(path)
 
 
 def _forget(role: str) -> None:

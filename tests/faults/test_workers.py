@@ -54,14 +54,14 @@ def test_a_worker_that_harms_itself(life: Lives, undisturbed: str, amount: str, 
         "SIGSTOP": "no sample for 1 s",
     }
     # Samples of the first, a middle and the last batch, of either worker.
-    samples = (3, 17, 29, 40) if amount == "all" else (17,)
+    samples = (3, 17, 29, 41) if amount == "all" else (17,)
     lost = 0
     for how, said in ways.items():
         for sample in samples:
             run = life.folder / f"{how}-{sample}"
             mark = life.folder / f"mark-{how}-{sample}"
-            # Sample 0 is looked at before the training; those here are not.
-            harm = {"sample": sample, "how": how, "times": 2 if sample == 40 else 1, "mark": str(mark)}
+            # None of the eight samples that are looked at before the training.
+            harm = {"sample": sample, "how": how, "times": 2 if sample == 41 else 1, "mark": str(mark)}
             life.finish(run, harm=harm, worker_timeout=1.0)
             assert digest(run) == undisturbed, how
             told = warnings_of(run)
@@ -240,3 +240,12 @@ def test_a_resume_with_changed_data_is_refused(life: Lives) -> None:
     (code, errors), _ = life.end(run, data_seed=9)
     assert code == 1
     assert "the data is not what the run was started with" in errors
+
+
+def test_a_worker_lost_while_data_is_looked_at_forbids_no_resume(life: Lives, undisturbed: str) -> None:
+    run = life.folder / "looked"
+    harm = {"sample": 0, "how": "SIGKILL", "times": 1, "mark": str(life.folder / "mark")}
+    life.end(run, stop_at={"3": "SIGTERM"}, harm=harm)
+    assert (life.folder / "mark").stat().st_size == 1
+    life.finish(run, harm=harm)
+    assert digest(run) == undisturbed

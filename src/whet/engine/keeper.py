@@ -261,7 +261,9 @@ class Keeper:
                 got=f"{now['global_batch_size']}; the run has {then['global_batch_size']}",
                 try_='the same global batch, or --allow batch (allow=("batch",)) to go on, not bit-exact',
             )
-        is_other = any(then[name] != now[name] for name in ("num_samples", "fingerprint"))
+        prints = then["fingerprint"], now["fingerprint"]
+        # Where one is unknown (a sample that differs each time, a worker that was killed) the length must do.
+        is_other = then["num_samples"] != now["num_samples"] or (None not in prints and prints[0] != prints[1])
         if is_other and "data" not in self._allow:
             raise UsageError(
                 "the data is not what the run was started with",

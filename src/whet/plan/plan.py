@@ -16,8 +16,8 @@ from whet.plan.setting import Measured, Scalar, Setting
 from whet.plan.workload import Workload
 
 FORMAT_VERSION = 1
-_UNSET = (("checkpoint_steps", None), ("checkpoint_epochs", None))
-"""What rules leave open."""
+_MAY_BE_UNSET = ("threads", "memory_gb", "checkpoint_steps", "checkpoint_epochs")
+"""What rules may leave open: None."""
 
 
 class Plan(Record):
@@ -110,7 +110,8 @@ def read_plan(data: object, *, where: str) -> Plan:
     plan = Plan.from_json(data, where=where)
     for rule in ALL:
         saved = plan.settings.get(rule.setting)
-        if saved is not None and not rule.law.holds(saved.value) and (rule.setting, saved.value) not in _UNSET:
+        is_open = saved is not None and saved.value is None and rule.setting in _MAY_BE_UNSET
+        if saved is not None and not is_open and not rule.law.holds(saved.value):
             raise WhetError(
                 f"{where} has a setting that no plan decides",
                 got=f"{rule.setting}={saved.value!r}"[:200],
