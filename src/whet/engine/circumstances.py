@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,9 @@ from whet.base.version import VERSION
 from whet.checkpoint.about import Circumstance
 from whet.device.abstract import AbstractDevice
 from whet.plan.plan import Plan
+from whet.run.event import HAPPENINGS
+from whet.run.events import History
+from whet.run.folder import Run
 
 _SETTINGS = ("precision", "loss_scaling", "micro_batch", "lengths", "optimizer_kernels", "compile", "graph", "layout")
 """Settings of the plan that change how sums are rounded, or what a sum is taken over."""
@@ -53,3 +57,13 @@ def what_holds(reasons: list[str], device: AbstractDevice) -> str:
     if device.kind == "cpu" or torch.are_deterministic_algorithms_enabled():
         return "bit-exact"
     return f"exact state; kernels of {device.kind} may round differently each time"
+
+
+def with_earlier_changes(told: dict[str, Any], run: Run | None) -> dict[str, Any]:
+    """What is told about a run that goes on, with what holds for it as a whole: since when it is not bit-exact."""
+    events = () if run is None else History(run).events(kinds=HAPPENINGS)
+    first = min((e for e in events if e.get("exact") is False), key=lambda event: event.step, default=None)
+    if first is None or told.get("exact") is False:
+        return told
+    why = first.get("cure") or first.get("reason")
+    return {**told, "exactness": f"not bit-exact since step {first.step:,}: {why}"}

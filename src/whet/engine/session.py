@@ -23,13 +23,14 @@ from torch.optim import Optimizer
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.data.batch import GlobalBatch, Micro
+from whet.engine.careful import CarefulSteps, MustGoBackError
+from whet.engine.circumstances import with_earlier_changes
 from whet.engine.evaluating import Evaluate
-from whet.engine.execution import CannotUndoError
 from whet.engine.governor import Governor
 from whet.engine.keeper import Urgency
 from whet.engine.opening import Request, open_session
 from whet.engine.progress import Progress
-from whet.engine.recorder import Show, sample_ids
+from whet.engine.recorder import Show
 from whet.engine.refusals import (
     refuse_disallowed,
     refuse_foreign_schedule,
@@ -49,12 +50,10 @@ from whet.machine.vitals import Reader
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
-from whet.run.event import HAPPENINGS
 from whet.run.events import History
 from whet.run.folder import Run, rewrite
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
-from whet.step.step import NonFiniteError, Outcome
 
 
 class Session:
@@ -156,14 +155,14 @@ class Session:
         self._closing.callback(lambda: set_rate(self._stepper.optimizer, 1.0, self._rates))
         self._soundness, self._recorder = opened.soundness, opened.recorder
         self._execution, self._keeper = opened.execution, opened.keeper
+        self._steps = CarefulSteps(self._execution, self._stepper, self._soundness, self._recorder)
         self._closing.enter_context(no_garbage_collection())
         if self.run is not None and not opened.is_new:
             self.run = rewrite(self.run, plan=self.plan.as_json(), config=self._request.config)
         if opened.found is not None and self._keeper is not None:
             self.progress, self._rates, told = self._keeper.restore(opened.found, plan=self.plan)
             self._execution.moved_from = told.get("moved_from")
-            told = self._with_earlier_changes(told)
-            self._tell("resume", told)
+            self._tell("resume", with_earlier_changes(told, self.run))
         else:
             # A run that was killed before its first checkpoint begins again, and its steps count no more.
             self._tell("start" if opened.is_new else "resume", {})
@@ -231,7 +230,9 @@ class Session:
                 is_last = self.is_finished or self._should_stop(epochs_done)
                 due = "no" if self._keeper is None else self._keeper.is_due(before + 1, epochs_done=epochs_done)
                 is_due = due != "no" or self._is_best_unsaved
-                if not self._went_back and not self._is_sound(looks_closely=is_due or is_last):
+                if not self._went_back and not self._steps.are_sound(
+                    self.progress.step, looks_closely=is_due or is_last
+                ):
                     # What is pending belongs to steps that will be made again.
                     self._recorder.read()
                     self._go_back(self._soundness.go_back())
@@ -260,10 +261,13 @@ class Session:
         number = progress.step + 1
         refuse_foreign_schedule(self._stepper.optimizer, self._set_rates)
         self._set_rates = set_rate(self._stepper.optimizer, self._schedule.factor(number), self._rates)
-        outcome = self._make_step(loss, batch, number=number)
-        self._is_in_step = False
-        if self._went_back:
+        try:
+            outcome = self._steps.make(loss, batch, number=number)
+        except MustGoBackError as error:
+            self._go_back(str(error))
+            self._is_in_step = False
             return
+        self._is_in_step = False
         progress.step = number
         progress.position = batch.after
         progress.samples += len(batch)
@@ -361,16 +365,6 @@ class Session:
         goal = {"goal": self._goal, "goal_is": self._goal_is}
         self._recorder.event(kind, step=self.progress.step, total_steps=self.total_steps, **goal, **fields)
 
-    def _with_earlier_changes(self, told: dict[str, Any]) -> dict[str, Any]:
-        """What holds about the run as a whole: since when it is not bit-exact, if it is not."""
-        assert self.run is not None
-        found = (e for e in History(self.run).events(kinds=HAPPENINGS) if e.get("exact") is False)
-        first = min(found, key=lambda event: event.step, default=None)
-        if first is None or told.get("exact") is False:
-            return told
-        why = first.get("cure") or first.get("reason")
-        return {**told, "exactness": f"not bit-exact since step {first.step:,}: {why}"}
-
     def _tell_news(self) -> None:
         """What device and data have to say; a device that has failed without an error stops the run here."""
         for kind, fields in (*self.device.news(), *self.source.news()):
@@ -407,43 +401,8 @@ class Session:
         has_sat = epochs_done is not None and sitting is not None and epochs_done - self._first_epoch >= sitting
         return has_sat or self._stop.signal is not None
 
-    def _make_step(self, loss: LossFunction, batch: GlobalBatch, *, number: int) -> Outcome | None:
-        """One optimizer step; None for one that is left out, or when the run had to go back."""
-        soundness = self._soundness
-        if number in soundness.skipped:
-            return None
-        is_careful = number <= soundness.careful_until
-        try:
-            outcome = self._execution.step(loss, batch, number=number, is_careful=is_careful)
-        except CannotUndoError as error:
-            self._go_back(str(error))
-            return None
-        except NonFiniteError as error:
-            self._leave_out(batch, number=number, how=str(error))
-            return None
-        if is_careful and not self._stepper.has_finite_weights():
-            # Loss and gradient were fine, and the update was not: only the checkpoint is from before it.
-            how = "the update makes weights NaN or Inf"
-            self._leave_out(batch, number=number, how=how)
-            self._go_back(f"step {number:,}: {how}")
-            return None
-        if number == soundness.careful_until and not soundness.has_found:
-            reason = "made again from the checkpoint, every step was fine"
-            self._recorder.event("skip", step=number, reason=reason, verdict="transient")
-        return outcome
-
-    def _leave_out(self, batch: GlobalBatch, *, number: int, how: str) -> None:
-        samples = sample_ids(batch.ids)
-        self._recorder.event("skip", step=number, reason=how, verdict="reproducible", samples=samples)
-        self._soundness.skip(number, how)
-
     def _is_sound(self, *, looks_closely: bool) -> bool:
-        """Whether all losses read so far are numbers; looking closely reads them all, and the weights."""
-        if looks_closely:
-            self._recorder.read()
-            if self._soundness.broken is None and not self._stepper.has_finite_weights():
-                self._soundness.broken = self.progress.step, "weights are NaN or Inf"
-        return self._soundness.broken is None
+        return self._steps.are_sound(self.progress.step, looks_closely=looks_closely)
 
     def _go_back(self, reason: str) -> None:
         """Puts the run back to its newest checkpoint; the batches since then come again."""
