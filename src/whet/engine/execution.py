@@ -75,8 +75,7 @@ class Execution:
             try:
                 self._guard.keep()
                 outcome = stepper(loss, self._cut(batch), num_samples=len(batch), step=number, is_careful=is_careful)
-                self._guard.learn()
-                return outcome
+                break
             except NonFiniteError as error:
                 is_undone = self._guard.put_back()
                 stepper.forget()
@@ -92,6 +91,16 @@ class Execution:
             self._free_memory(problem, number=number, num_samples=len(batch))
             if not is_undone:
                 raise CannotUndoError(f"step {number:,} ran out of memory while it changed the weights")
+        self._learn()
+        return outcome
+
+    def _learn(self) -> None:
+        """The step is done, whatever happens here: without memory to compare with, all is kept next time too."""
+        try:
+            self._guard.learn()
+        except Exception as error:
+            if not self._parts.device.is_oom(error):
+                raise
 
     def evaluate(self, evaluate: Evaluate, data: Any, *, step: int) -> dict[str, float]:
         """The metrics of the model as it is after `step`."""
