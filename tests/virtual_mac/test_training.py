@@ -84,6 +84,8 @@ def test_interrupted_with_dropout_it_ends_bit_for_bit_the_same(cli: Cli, table: 
     assert 70 < max(losses(cut)) < max(losses(whole))
     out = cli.run(*words, "--run", "cut")
     assert "in 2 sittings" in out
+    assert "mps" in cli.run("plan", "text", f"data={table}", *SMALL, "--machine", "m2-air-8gb")
+    assert "done at step" in cli.run("report", "cut")
     assert losses(cut) == losses(whole)
     ours, theirs = newest(cut), newest(whole)
     assert ours["randomness/mps"].shape == (44,)

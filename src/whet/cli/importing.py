@@ -18,7 +18,7 @@ def import_file(
 
     \b
     whet import model.pt --out imported/model
-    whet train text init_from=imported/model
+    whet train my_recipe.py init_from=imported/model
 
     A torch file is read by a process of its own, with limits, and only tensors are taken; one that asks for anything
     else is refused. That is a fence, no proof: import files that you trust. Nothing else in whet reads such files.

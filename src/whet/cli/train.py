@@ -98,11 +98,11 @@ def _train_here(
         line = ProgressLine(recipe.name, epochs=resolved.config.epochs)
 
         def show(kind: str, fields: dict[str, Any]) -> None:
-            if kind in ("start", "resume"):
-                tell_parent(path)
+            if kind in ("start", "resume", "step"):
+                tell_parent(path, step=fields["step"])
             if screen.quiet:
                 return
-            if kind in ("start", "resume"):
+            if kind in ("start", "resume") and "went_back" not in fields:
                 plan = read_plan(open_run(path).plan, where=f"{path}/plan.json")
                 line.say("\n".join((f"run       {path}", *plan_lines(plan, width=screen.width()), "")))
             line(kind, fields)

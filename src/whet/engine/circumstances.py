@@ -62,8 +62,8 @@ def what_holds(reasons: list[str], device: AbstractDevice) -> str:
 def with_earlier_changes(told: dict[str, Any], run: Run | None) -> dict[str, Any]:
     """What is told about a run that goes on, with what holds for it as a whole: since when it is not bit-exact."""
     events = () if run is None else History(run).events(kinds=HAPPENINGS)
-    first = min((e for e in events if e.get("exact") is False), key=lambda event: event.step, default=None)
-    if first is None or told.get("exact") is False:
+    changes = [event for event in events if event.get("exact") is False]
+    if not changes or told.get("exact") is False:
         return told
-    why = first.get("cure") or first.get("reason")
-    return {**told, "exactness": f"not bit-exact since step {first.step:,}: {why}"}
+    why = changes[-1].get("cure") or changes[-1].get("reason")
+    return {**told, "exactness": f"not bit-exact since step {min(event.step for event in changes):,}: {why}"}

@@ -36,7 +36,9 @@ class ProgressLine:
             self._total = fields.get("total_steps")
         if kind == "resume":
             holds = f", {fields['exactness']}" if fields.get("exactness") else ""
-            if self._total is not None and fields["step"] >= self._total:
+            if fields.get("went_back"):
+                self.say(f"{self._name}: goes back to step {fields['step']:,}: {fields['went_back']}")
+            elif self._total is not None and fields["step"] >= self._total:
                 self.say(f"{self._name}: all {self._total:,} steps are done")
             else:
                 self.say(f"{self._name}: goes on from step {fields['step']:,}{holds}")
@@ -49,7 +51,9 @@ class ProgressLine:
         elif kind == "oom":
             self.say(f"{self._name}: out of memory at step {fields['step']:,}; {fields['cure']}")
         elif kind in ("skip", "spike"):
-            self.say(f"{self._name}: step {fields['step']:,}: {fields['reason']}")
+            left_out = " is left out" if fields.get("verdict") == "reproducible" else ""
+            samples = f" (samples {', '.join(map(str, fields['samples'][:8]))} ...)" if fields.get("samples") else ""
+            self.say(f"{self._name}: step {fields['step']:,}{left_out}: {fields['reason']}{samples}")
         elif kind in ("plan", "fallback"):
             self.say(f"{self._name}: {fields.get('changed') or fields['reason']}")
         elif kind == "eval":

@@ -91,5 +91,5 @@ class Soundness:
         self.has_found = True
         in_a_row = next(n for n in range(1, len(self.skipped) + 2) if step - n not in self.skipped)
         if len(self.skipped) > MOST_SKIPPED or in_a_row > MOST_IN_A_ROW:
-            got = f"step {step}: {how}; {len(self.skipped)} steps were left out before, {in_a_row} in a row"
+            got = f"step {step}: {how}; with it {len(self.skipped)} steps would be left out, {in_a_row} in a row"
             raise WhetError("the loss is not a number", got=got, try_=_ADVICE)

@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ VARIABLE = "WHET_SUPERVISOR"
 SOON_STEPS = 20
 """A training that was killed before it made so many steps is taken to need less memory."""
 
+_NOTE_BYTES = 8_192
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -54,6 +56,8 @@ class Life:
     """Its exit code; minus the signal that killed it."""
     run: Path | None
     """The run folder it said it trains in."""
+    step: int = 0
+    """The last step it told of, half a second old at most."""
     was_asked_to_stop: bool
 
     @property
@@ -89,12 +93,14 @@ def _parent() -> int | None:
     return None if said is None else int(said.partition(":")[0])
 
 
-def tell_parent(run: Path) -> None:
-    """Names the run folder to the parent, if there is one."""
+def tell_parent(run: Path, *, step: int) -> None:
+    """Names the run folder and the step to the parent, if there is one."""
     if is_supervised():
         descriptor = int((env.read(VARIABLE) or "").partition(":")[2])
+        note = json.dumps({"run": str(run), "step": step}).encode()
         with contextlib.suppress(OSError):
-            os.write(descriptor, json.dumps(str(run)).encode() + b"\n")
+            # Over the last one: a pipe would be full one day, and hold the training up.
+            os.pwrite(descriptor, note.ljust(_NOTE_BYTES), 0)
 
 
 def supervise(command: Callable[[Path | None], Sequence[str]], *, max_restarts: int, say: Callable[[str], None]) -> int:
@@ -125,16 +131,20 @@ def supervise(command: Callable[[Path | None], Sequence[str]], *, max_restarts: 
                 code=life.code,
             )
         num_restarts += 1
-        said = make_ready(life.run, killer=life.killer, is_first=num_restarts == 1)
+        said = make_ready(life.run, killer=life.killer, is_first=num_restarts == 1, told_step=life.step)
         say(f"the training was killed by {life.killer}; {said}")
 
 
-def make_ready(run: Path, *, killer: str, is_first: bool) -> str:
-    """Prepares a run whose process was killed to go on, and writes down that it was; what was done, in words."""
+def make_ready(run: Path, *, killer: str, is_first: bool, told_step: int = 0) -> str:
+    """Prepares a run whose process was killed to go on, and writes down that it was; what was done, in words.
+
+    `told_step` is the last one the process told of: its events reach the disk a little later.
+    """
     opened = open_run(run)
     history = History(opened)
     began = next((event.step for event in history.backwards(kinds=SITTINGS)), 0)
     reached = max((event.step for event in _sitting(history) if event.kind == "step"), default=began)
+    reached = max(reached, told_step)
     has_pressure = any(e.kind == "pressure" and e.get("level") != "normal" for e in _sitting(history))
     plan = read_plan(opened.plan, where=f"{run}/plan.json")
     micro = plan.value("micro_batch")
@@ -169,20 +179,20 @@ def _sitting(history: History) -> Iterator[Any]:
 
 
 def _live(words: Sequence[str]) -> Life:
-    reading, writing = os.pipe()
-    mark = f"{os.getpid()}:{writing}"
-    # -P: as for the program `whet` itself, the folder we are in is not searched for modules.
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "whet", *words], env=env.for_child(**{VARIABLE: mark}), pass_fds=(writing,)
-    )
-    os.close(writing)
-    with _forwarding(child) as asked:
-        code = child.wait()
-    # Not to the end: workers of the dead process may hold the other side for some seconds.
-    os.set_blocking(reading, False)
-    with contextlib.closing(os.fdopen(reading, "rb", buffering=0)) as told:
-        lines = (told.read(65_536) or b"").splitlines()
-    return Life(code=code, run=Path(json.loads(lines[-1])) if lines else None, was_asked_to_stop=bool(asked))
+    with tempfile.TemporaryFile() as notes:
+        mark = f"{os.getpid()}:{notes.fileno()}"
+        # -P: as for the program `whet` itself, the folder we are in is not searched for modules.
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "whet", *words],
+            env=env.for_child(**{VARIABLE: mark}),
+            pass_fds=(notes.fileno(),),
+        )
+        with _forwarding(child) as asked:
+            code = child.wait()
+        note = os.pread(notes.fileno(), _NOTE_BYTES, 0)
+    told: dict[str, Any] = json.loads(note) if note else {"run": None, "step": 0}
+    run = None if told["run"] is None else Path(told["run"])
+    return Life(code=code, run=run, step=told["step"], was_asked_to_stop=bool(asked))
 
 
 @contextlib.contextmanager

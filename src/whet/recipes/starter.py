@@ -46,7 +46,7 @@ class MyRecipe:
             num_parameters=config.hidden_size * 3 + (config.hidden_size + 1) * 2,
             global_batch_size=config.global_batch_size,
             num_samples=1_600,
-            num_steps=config.epochs * -(-1_600 // config.global_batch_size),
+            num_steps=min(config.epochs * -(-1_600 // config.global_batch_size), config.max_steps or 10**9),
             activation_bytes=4 * 4 * config.hidden_size,
             sample_bytes=16,
         )

@@ -15,7 +15,9 @@ _OPENINGS = {
     "warning": "",
 }
 _OWN_PLACE = {
-    "resume": ("total_steps", "goal", "goal_is", "refused"),
+    "resume": ("total_steps", "goal", "goal_is", "refused", "exactness", "went_back", "moved_from"),
+    "oom": ("cure",),
+    "restart": ("cure",),
     "throttle": ("about", "state", "factor", "since_step", "thermal", "rested_seconds"),
     "pressure": ("level",),
     "fallback": ("operators",),
@@ -34,6 +36,9 @@ def sentence(happening: Happening) -> str:
     parts = [
         "a fault of the moment" if details.get("verdict") == "transient" else _OPENINGS.get(kind, kind),
         details.get("reason"),
+        details.get("cure"),
+        details.get("exactness"),
+        details.get("went_back"),
         _refused(details.get("refused")),
         rest,
     ]

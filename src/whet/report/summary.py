@@ -175,7 +175,7 @@ def summarize(run: Run | Path | str) -> Report:
         happenings=tuple(_happening(event) for event in history.events(kinds=HAPPENINGS)),
         seconds=_seconds(history),
         inexact_since=inexact.step if inexact else None,
-        inexact_reason=str(inexact.get("reason") or inexact.kind) if inexact else None,
+        inexact_reason=str(inexact.get("cure") or inexact.get("reason") or inexact.kind) if inexact else None,
         damaged_lines=history.damaged,
         failure=_failure(history) if state == "failed" else None,
         resume=None if state in ("done", "running") else resume_command(run),

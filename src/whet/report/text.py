@@ -113,7 +113,9 @@ def _saved(report: Report) -> str:
     saving = report.saving
     if saving.count and report.training_seconds > 0:
         share = 100 * saving.cost_seconds / report.training_seconds
-        text += f"; {saving.count:,} saves took {show_seconds(saving.cost_seconds)}, {share:.2g} % of the time"
+        saves = f"{saving.count:,} save{'s' if saving.count > 1 else ''}"
+        shown = f"{share:.2g}" if share < 10 else f"{share:.0f}"
+        text += f"; {saves} took {show_seconds(saving.cost_seconds)}, {shown} % of the time"
     return text
 
 

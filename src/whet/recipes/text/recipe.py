@@ -1,6 +1,7 @@
 """The text recipe: which class a text belongs to. torch is imported when it is needed, so that a plan needs none."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import UsageError
@@ -45,6 +46,7 @@ class TextRecipe:
             tokenizer = learn_tokenizer(corpus, arch=config.arch)
         else:
             # The old weights know the old tokens; the classes must be the same too.
+            refuse_imported(config.init_from)
             kept = open_run(config.init_from).kept
             tokenizer = Tokenizer.from_json(str(kept.get("tokenizer")))
             refuse_other_classes(corpus.classes, kept.get("classes"), where=config.init_from)
@@ -101,6 +103,16 @@ class TextRecipe:
             return [_verdict(dict(zip(classes, row, strict=True))) for row in shares]
 
         return model, answer
+
+
+def refuse_imported(folder: str) -> None:
+    """Imported weights know tokens that nobody told of."""
+    if (Path(folder) / "import.json").exists():
+        raise UsageError(
+            "imported weights bring no tokenizer, so the text recipe cannot start from them",
+            got=f"init_from={folder}",
+            try_="init_from=RUN, a run of this recipe; or a recipe of your own",
+        )
 
 
 def refuse_other_classes(ours: Sequence[str], theirs: object, *, where: str) -> None:
