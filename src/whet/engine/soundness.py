@@ -19,6 +19,8 @@ MOST_SCALED = 20
 MOST_RETURNS = 20
 
 _WINDOW, _LEAST, _SIGMAS = 128, 64, 6.0
+_WORTH = 0.25
+"""A spike is worth a word from this share of the first losses on: near zero one hard sample is far above the usual."""
 _ADVICE = "a smaller lr, clip=1.0, or precision=fp32; the last checkpoint is from before"
 
 
@@ -38,6 +40,8 @@ class Soundness:
         self._num_returns = 0
         self._usual: deque[float] = deque(maxlen=_WINDOW)
         self._sum = self._squares = 0.0
+        self._level: float | None = None
+        """The mean of the first losses."""
 
     def observe(self, step: int, loss: float) -> str | None:
         """Takes the loss of a step; in words what is unusual about it, if anything is."""
@@ -55,7 +59,9 @@ class Soundness:
             self._add(-1, self._usual[0])
         self._usual.append(loss)
         self._add(1, loss)
-        if count < _LEAST or loss <= mean + _SIGMAS * spread:
+        if self._level is None and count == _LEAST:
+            self._level = mean
+        if self._level is None or loss <= max(mean + _SIGMAS * spread, _WORTH * self._level):
             return None
         return f"the loss is {loss:.4g}; the last {count} were {mean:.4g} with a spread of {spread:.2g}"
 
