@@ -88,6 +88,8 @@ def unpack(file: Any, target: Path, *, key: str | None) -> dict[str, Any]:
     total = 0
     for name, value in walk(chosen):
         if is_plain_tensor(value):
+            if name in tensors:
+                raise WhetError("two tensors have one name", got=name[:200], try_="--key NAME, for one of their places")
             total += value.numel() * value.element_size()
             tensors[name] = value
         elif len(left_out) < _MOST_LEFT_OUT:

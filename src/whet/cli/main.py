@@ -96,6 +96,9 @@ def _as_failure(error: Exception) -> WhetError:
         frame for frame in frames if not frame.filename.startswith((ours, "<")) and not _is_library(frame.filename)
     ]
     got = f"{type(error).__name__}: {error}"
+    if "does not have a deterministic implementation" in got:
+        what = "an operator has no deterministic form"
+        return WhetError(what, got=got.partition(",")[0], try_="deterministic=off, or another operator")
     if theirs:
         where = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno} in {theirs[-1].name}()"
         return WhetError("your code failed", got=f"{got} ({where})", try_="--debug shows the whole way there")

@@ -17,7 +17,11 @@ def load_weights(run: str | Path, model: nn.Module, *, checkpoint: str = "last",
     """
     folder = Path(run).expanduser()
     if imported.is_import(folder):
-        imported.put_into(model, imported.read_import(folder), where=folder)
+        tensors = imported.read_import(folder)
+        broken = next((name for name, t in tensors.items() if t.is_floating_point() and bool(t.isnan().any())), None)
+        if broken is not None:
+            raise WhetError("the imported weights are not numbers", got=f"{broken} has NaN", try_="the file's origin")
+        imported.put_into(model, tensors, where=folder)
         return 0
     _refuse_file(folder)
     snapshot, step = read_checkpoint(run, checkpoint=checkpoint)

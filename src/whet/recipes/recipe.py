@@ -125,6 +125,11 @@ def _run(load: Callable[[], Any], where: str) -> Any:
         return load()
     except WhetError:
         raise
+    except SystemExit as error:
+        # Silence and exit code 0 would look like a finished training.
+        raise WhetError(
+            f"{where} ends the program", got=f"sys.exit({error.code!r})", try_="a file without it"
+        ) from error
     except Exception as error:
         raise WhetError(
             f"{where} could not be loaded", got=f"{type(error).__name__}: {error}", try_="--debug shows where"
