@@ -52,6 +52,8 @@ class Zygote:
     def start(self, file: Path, *arguments: object) -> Life:
         self._count += 1
         errors = Path(self._folder.name) / f"{self._count}.txt"
+        # Here, since a life may be killed before it could.
+        errors.touch()
         words = [str(argument) for argument in arguments]
         answer = self.ask({"file": str(file), "arguments": words, "errors": str(errors)})
         return Life(self, answer["pid"], errors)
