@@ -75,36 +75,22 @@ def restore(
 ) -> dict[str, Any]:
     """Puts everything back where it was; the caller's own part is returned."""
     try:
-        return _restore(snapshot, model, optimizer, device, scaler=scaler, ema=ema)
+        trained = {f"model/{name}" for group in snapshot.facts["optimizer"]["groups"] for name in group["parameters"]}
+        refuse_nonfinite({name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name in trained})
+        restore_model(snapshot, model)
+        if ema is not None:
+            _copy_into(ema.average, snapshot, "ema")
+        _restore_optimizer(snapshot, model, optimizer)
+        if snapshot.facts["scaler"]:
+            scaler.load_state_dict(snapshot.facts["scaler"])
+        progress: dict[str, Any] = snapshot.facts["progress"]
+        # Last, since restoring may draw.
+        restore_randomness(snapshot.tensors, snapshot.facts["randomness"], device)
+        return progress
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
         # The hashes are right and the content makes no sense: written by another program, or by hand.
         what = f"{type(error).__name__} {error}"[:300]
         raise WhetError("the checkpoint's state has another structure", got=what, try_="an older checkpoint") from error
-
-
-def _restore(
-    snapshot: Snapshot,
-    model: nn.Module,
-    optimizer: Optimizer,
-    device: AbstractDevice,
-    *,
-    scaler: torch.amp.GradScaler,
-    ema: Ema | None,
-) -> dict[str, Any]:
-    trained = {name for group in snapshot.facts["optimizer"]["groups"] for name in group["parameters"]}
-    refuse_nonfinite(
-        {name: snapshot.tensors[f"model/{name}"] for name in trained if f"model/{name}" in snapshot.tensors}
-    )
-    restore_model(snapshot, model)
-    if ema is not None:
-        _copy_into(ema.average, snapshot, "ema")
-    _restore_optimizer(snapshot, model, optimizer)
-    if snapshot.facts["scaler"]:
-        scaler.load_state_dict(snapshot.facts["scaler"])
-    progress: dict[str, Any] = snapshot.facts["progress"]
-    # Last, since restoring may draw.
-    restore_randomness(snapshot.tensors, snapshot.facts["randomness"], device)
-    return progress
 
 
 def refuse_nonfinite(parameters: dict[str, Tensor]) -> None:
