@@ -58,8 +58,13 @@ PARTS = ("name", "Config", "goal", "describe", "data", "model", "loss", "evaluat
 
 def load_recipe(word: str) -> Recipe:
     """The recipe behind a word: a built-in name, `path.py`, `path.py:factory` or `module:factory`."""
+    return as_recipe(load_factory(word)(), word)
+
+
+def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callable[[], Any]:
+    """What a word names: a recipe's own factory, the one that is named, or the first of `default` that is there."""
     if word in BUILT_IN:
-        return _made_by(importlib.import_module(BUILT_IN[word]).recipe, word)
+        return cast("Callable[[], Any]", importlib.import_module(BUILT_IN[word]).recipe)
     place, _, factory = word.partition(":")
     if place.endswith(".py"):
         module = _import_file(Path(place))
@@ -71,16 +76,22 @@ def load_recipe(word: str) -> Recipe:
             f"did you mean {meant!r}?" if meant else "a recipe (" + ", ".join(BUILT_IN) + "), a file.py or a run folder"
         )
         raise UsageError("no such recipe", got=word, try_=hint)
-    made_by = getattr(module, factory or "recipe", None)
-    if not callable(made_by):
+    names = (factory,) if factory else default
+    found = next((made for name in names if callable(made := getattr(module, name, None))), None)
+    if found is None:
         raise UsageError(
-            f"{place} does not define {factory or 'recipe'}()", got=word, try_="def recipe(): return MyRecipe()"
+            f"{place} does not define {' or '.join(names)}()", got=word, try_=f"def {names[0]}(): return ..."
         )
-    return _made_by(made_by, word)
+    return cast("Callable[[], Any]", found)
 
 
-def _made_by(factory: Callable[[], object], word: str) -> Recipe:
-    made = factory()
+def is_recipe(made: object) -> bool:
+    """Whether this is meant as a recipe, complete or not."""
+    return hasattr(made, "Config")
+
+
+def as_recipe(made: object, word: str) -> Recipe:
+    """What a factory gave, if it is a recipe."""
     missing = [name for name in PARTS if getattr(made, name, None) is None]
     if missing:
         raise UsageError(
