@@ -13,6 +13,7 @@ from whet.plan.hazards import hazards
 from whet.plan.rule import Facts, Rule
 from whet.plan.rules import ALL
 from whet.plan.setting import Measured, Scalar, Setting
+from whet.plan.trial import Trial
 from whet.plan.workload import Workload
 
 FORMAT_VERSION = 1
@@ -33,6 +34,8 @@ class Plan(Record):
     cautions: tuple[str, ...] = ()
     hazards: tuple[str, ...] = ()
     """Ids of the known wrong results that apply to this torch on this machine (docs/hazards.md)."""
+    trials: tuple[Trial, ...] = ()
+    """What was measured for it, the losers too; none in plans of before."""
 
     def value(self, name: str) -> Scalar:
         """The value of one setting."""
@@ -48,6 +51,7 @@ def make_plan(
     wishes: Mapping[str, Scalar] | None = None,
     measured: Mapping[str, Measured] | None = None,
     conditions: Conditions | None = None,
+    trials: tuple[Trial, ...] = (),
 ) -> Plan:
     """The plan for a workload on a machine; your wishes are kept, measurements go before rules.
 
@@ -71,6 +75,7 @@ def make_plan(
         settings=decided,
         cautions=tuple(cautions(facts)),
         hazards=tuple(hazard.id for hazard in hazards(machine, facts.device)),
+        trials=trials,
     )
 
 
@@ -82,6 +87,7 @@ def override(plan: Plan, wishes: Mapping[str, Scalar]) -> Plan:
         wishes={**plan.wishes, **wishes},
         measured=plan.measured,
         conditions=plan.conditions,
+        trials=plan.trials,
     )
 
 
