@@ -53,7 +53,7 @@ class Prepared(Protocol):
         """The most memory that was in use since the preparation began; None where nothing can tell."""
 
     def close(self) -> None:
-        """Gives everything back. No step follows."""
+        """Gives everything back. No step follows; what is known about it can still be asked."""
 
 
 class Rig(Protocol):

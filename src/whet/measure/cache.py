@@ -1,0 +1,80 @@
+"""Has this been measured before? Evidence by machine, software, model and data: another one of these, another file."""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from whet.base.env import home
+from whet.base.errors import WhetError
+from whet.base.record import Record
+from whet.measure.found import Found
+from whet.run import durable
+from whet.run.plain_file import read_plain
+
+FORMAT_VERSION = 1
+_MOST_DAYS = 90
+_MOST_FILES = 200
+_NAME = re.compile(r"[0-9a-f]{64}\.json")
+"""Files of other names are not ours, and stay."""
+
+
+class _Entry(Record):
+    format_version: int
+    about: Mapping[str, Any]
+    saved: float
+    """Seconds since 1970."""
+    found: Found
+
+
+def folder() -> Path:
+    """Where evidence lies, unless a caller names another place."""
+    return home() / "evidence"
+
+
+def key(about: Mapping[str, Any]) -> str:
+    """One name for one description, whatever the order of its keys."""
+    return hashlib.sha256(_canonical(about).encode()).hexdigest()
+
+
+def recall(about: Mapping[str, Any], *, where: Path | None = None, now: float | None = None) -> Found | None:
+    """What was found for exactly this; None where it never was, is too old, or cannot be read."""
+    path = (where or folder()) / f"{key(about)}.json"
+    try:
+        entry = _Entry.from_json(json.loads(read_plain(path)), where=path)
+    except (OSError, ValueError, RecursionError, WhetError):
+        return None
+    age = (time.time() if now is None else now) - entry.saved
+    is_ours = entry.format_version == FORMAT_VERSION and _canonical(entry.about) == _canonical(about)
+    return entry.found if is_ours and 0 <= age <= _MOST_DAYS * 86_400 else None
+
+
+def remember(about: Mapping[str, Any], found: Found, *, where: Path | None = None, now: float | None = None) -> bool:
+    """Keeps what was found; False where the folder cannot be written, since a run can do without."""
+    place = where or folder()
+    saved = time.time() if now is None else now
+    entry = _Entry(format_version=FORMAT_VERSION, about=about, saved=saved, found=found)
+    try:
+        durable.make_directory(place)
+        durable.write_file(place / f"{key(about)}.json", data=json.dumps(entry.as_json(), allow_nan=False).encode())
+        _tidy(place, now=saved)
+    except (OSError, WhetError):
+        return False
+    return True
+
+
+def _tidy(place: Path, *, now: float) -> None:
+    """Removes what is too old, and the oldest of too many."""
+    ours = sorted(
+        ((path.lstat().st_mtime, path) for path in place.iterdir() if _NAME.fullmatch(path.name)), reverse=True
+    )
+    for number, (written, path) in enumerate(ours):
+        if number >= _MOST_FILES or now - written > _MOST_DAYS * 86_400:
+            path.unlink(missing_ok=True)
+
+
+def _canonical(about: Mapping[str, Any]) -> str:
+    return json.dumps(about, sort_keys=True, separators=(",", ":"), allow_nan=False)

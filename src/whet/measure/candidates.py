@@ -1,0 +1,200 @@
+"""What is worth trying on this machine for this workload, and in which order?"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from whet.measure.rig import Settings
+from whet.plan.hazards import ROW_LIMIT, has_row_limit
+from whet.plan.plan import Plan, make_plan
+from whet.plan.rules import ALL
+from whet.plan.setting import Measured, Scalar
+
+_MOST_RESIDENT = 0.4
+"""Of the memory limit: what the data may take where a measurement decides."""
+_HALF = ("bf16", "fp16")
+_LAWS = {rule.setting: rule.law for rule in ALL}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """Other settings than the best ones so far."""
+
+    setting: str
+    """What it is about."""
+    changes: Settings
+    """That setting's value, and what must change along with it."""
+
+    @property
+    def value(self) -> Scalar:
+        """What is tried."""
+        return self.changes[self.setting]
+
+
+def planned(plan: Plan, settings: Settings) -> Plan:
+    """The plan in which these settings are taken as measured: your wishes stay, the rules decide all else anew."""
+    tried = {name: Measured(value=value, reason="tried", evidence={}) for name, value in settings.items()}
+    return make_plan(
+        plan.machine,
+        plan.workload,
+        wishes=plan.wishes,
+        measured={**plan.measured, **tried},
+        conditions=plan.conditions,
+        trials=plan.trials,
+    )
+
+
+def merged(settings: Settings, candidate: Candidate) -> Settings:
+    """The settings with a candidate's changes; what another device or checkpointing would cut anew is the rules' again."""
+    kept = dict(settings)
+    if candidate.setting in ("device", "activation_checkpointing"):
+        kept.pop("micro_batch", None)
+    if candidate.setting == "device":
+        for name in ("threads", "lengths", "precision", "compile"):
+            kept.pop(name, None)
+    return MappingProxyType({**kept, **candidate.changes})
+
+
+def candidates(plan: Plan, about: str) -> Iterator[Candidate]:
+    """Alternatives to what the plan says about one of `ORDER`; wishes are never put in question."""
+    for candidate in _ABOUT[about](plan):
+        is_lawful = all(_LAWS[name].holds(value) for name, value in candidate.changes.items())
+        is_wished = any(name in plan.wishes for name in candidate.changes)
+        if is_lawful and not is_wished and candidate.value != plan.value(candidate.setting):
+            yield candidate
+
+
+def device_kind(plan: Plan) -> str:
+    """The plan's device, without an index."""
+    return str(plan.value("device")).partition(":")[0]
+
+
+def _only(setting: str, *values: Scalar) -> Iterator[Candidate]:
+    return (Candidate(setting=setting, changes={setting: value}) for value in values)
+
+
+def _devices(plan: Plan) -> Iterator[Candidate]:
+    return _only("device", *dict.fromkeys((*(a.kind for a in plan.machine.accelerators), "cpu")))
+
+
+def _precisions(plan: Plan) -> Iterator[Candidate]:
+    accelerator = plan.machine.accelerator(device_kind(plan))
+    if accelerator is None:
+        # fp16 on CPUs was 50 times slower wherever it was measured.
+        return _only("precision", "bf16", "fp32")
+    if accelerator.kind == "mps":
+        return _only("precision", "bf16", "fp16", "fp32")
+    has_tf32 = accelerator.capability is not None and int(accelerator.capability.partition(".")[0]) >= 8
+    return _only("precision", *(("bf16", "fp16", "tf32") if has_tf32 else ("fp16",)), "fp32")
+
+
+def _micro_batches(plan: Plan) -> Iterator[Candidate]:
+    """Half and twice of what is best so far, and on from there when one of them wins. Smaller first: two points make a
+    line, and the line says where memory ends."""
+    return _only("micro_batch", *_cuts_around(plan, (0.5, 2.0)))
+
+
+def _precisions_with_larger_micro_batches(plan: Plan) -> Iterator[Candidate]:
+    """Half precision that does not pay at this micro-batch may pay at a larger one, for which fp32 has no use."""
+    for candidate in _precisions(plan):
+        if candidate.value in _HALF:
+            for micro in _cuts_around(plan, (2.0, 4.0)):
+                yield Candidate(setting="precision", changes={**candidate.changes, "micro_batch": micro})
+
+
+def _cuts_around(plan: Plan, factors: tuple[float, ...]) -> list[int]:
+    micro, whole = plan.value("micro_batch"), plan.workload.global_batch_size
+    assert isinstance(micro, int)
+    if plan.workload.has_batchnorm:
+        return []
+    most = whole
+    if has_row_limit(plan.machine, device_kind(plan)):
+        most = min(whole, max(1, ROW_LIMIT // plan.workload.max_length))
+    wanted = (max(1, min(most, int(micro * factor))) for factor in factors)
+    # As even as it gets: no cut is larger than what was asked for.
+    cuts = (-(-whole // -(-whole // size)) for size in wanted)
+    return [cut for cut in dict.fromkeys(cuts) if cut != micro]
+
+
+def _lengths(plan: Plan) -> Iterator[Candidate]:
+    device = device_kind(plan)
+    # On MPS every new shape costs memory for good, so few shapes stay.
+    if not plan.workload.lengths_vary or device == "mps":
+        return _only("lengths")
+    can_pack = plan.workload.can_pack and device == "cpu"
+    return _only("lengths", *(("packed",) if can_pack else ()), "sorted", "few shapes", "fixed")
+
+
+def _threads(plan: Plan) -> Iterator[Candidate]:
+    cpu, now = plan.machine.cpu, plan.value("threads")
+    if device_kind(plan) != "cpu" or not isinstance(now, int):
+        return _only("threads")
+    cores = cpu.physical_cores or now
+    counts = (max(1, cores // 2), cores, cpu.logical_cores, 1)
+    return _only("threads", *dict.fromkeys(count for count in counts if count))
+
+
+def _activation_checkpointing(plan: Plan) -> Iterator[Candidate]:
+    """It pays only where it lets a larger part of the global batch through at once."""
+    is_cut = plan.value("micro_batch") != plan.workload.global_batch_size
+    if plan.value("activation_checkpointing") == "off" and not is_cut:
+        return _only("activation_checkpointing")
+    return _only("activation_checkpointing", "off", "on")
+
+
+def _data_homes(plan: Plan) -> Iterator[Candidate]:
+    size, limit = plan.workload.data_bytes, memory_limit(plan)
+    is_near = plan.value("data_home") == "host" and size is not None and limit is not None
+    if is_near and size is not None and limit is not None and size <= _MOST_RESIDENT * limit:
+        return _only("data_home", "device")
+    return _only("data_home")
+
+
+def _workers(plan: Plan) -> Iterator[Candidate]:
+    if plan.value("data_home") != "files":
+        return _only("workers")
+    cores = plan.machine.cpu.logical_cores or 1
+    return _only("workers", *(count for count in (0, 1, 2, 4, 8) if count < max(2, cores)))
+
+
+def _prefetches(plan: Plan) -> Iterator[Candidate]:
+    return _only("prefetch", *((1, 4) if plan.value("workers") else ()))
+
+
+def _graphs(plan: Plan) -> Iterator[Candidate]:
+    return _only("graph", *(("on",) if device_kind(plan) == "cuda" else ()))
+
+
+def _layouts(plan: Plan) -> Iterator[Candidate]:
+    return _only("layout", *(() if device_kind(plan) == "mps" else ("channels_last",)))
+
+
+def _compiles(plan: Plan) -> Iterator[Candidate]:
+    # Without a number of steps nobody knows whether it would pay.
+    return _only("compile", *(("on",) if plan.workload.num_steps else ()))
+
+
+def memory_limit(plan: Plan) -> int | None:
+    """The bytes a step may need; None where nobody knows."""
+    limit = plan.value("memory_gb")
+    return int(limit * 1024**3) if isinstance(limit, int | float) else None
+
+
+_ABOUT: Mapping[str, Callable[[Plan], Iterator[Candidate]]] = {
+    "device": _devices,
+    "threads": _threads,
+    "precision": _precisions,
+    "micro_batch": _micro_batches,
+    "precision with micro_batch": _precisions_with_larger_micro_batches,
+    "lengths": _lengths,
+    "optimizer_kernels": lambda _: _only("optimizer_kernels", "fused", "foreach", "loop"),
+    "activation_checkpointing": _activation_checkpointing,
+    "data_home": _data_homes,
+    "workers": _workers,
+    "prefetch": _prefetches,
+    "layout": _layouts,
+    "graph": _graphs,
+    "compile": _compiles,
+}
+ORDER = tuple(_ABOUT)
+"""What usually matters most comes first, since time may run out; what costs most to prepare comes last."""

@@ -1,0 +1,97 @@
+"""What did a search find, and why is each setting what it is?"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from pydantic import Field, NonNegativeFloat
+
+from whet.base.record import Record
+from whet.measure.words import short_words
+from whet.plan.plan import Plan
+from whet.plan.setting import Evidence, Measured, Scalar
+from whet.plan.trial import Trial
+
+_MOST_PARTS = 3
+
+
+class Gain(Record):
+    """How much faster than the rules, confirmed by a duel of its own."""
+
+    speedup: float
+    low: float
+    high: float
+    repeats: int
+
+
+class Found(Record):
+    """The result of a search; `measured` goes into `make_plan`, `trials` into the plan."""
+
+    settings: Mapping[str, Scalar] = Field(default_factory=dict)
+    """What is better than the rule-based plan; empty where nothing is."""
+    measured: Mapping[str, Measured] = Field(default_factory=dict)
+    """Settings that were tried, kept ones too."""
+    trials: tuple[Trial, ...] = ()
+    spent_seconds: NonNegativeFloat = 0.0
+    gain: Gain | None = None
+    """Over the rule-based plan; None where it was kept."""
+    step_seconds: NonNegativeFloat | None = None
+    """The median of a step under what was found; None where none was made."""
+    preparation_seconds: NonNegativeFloat | None = None
+    words: tuple[str, ...] = ()
+
+
+def measured_settings(plan: Plan, trials: Sequence[Trial], *, reverted: str | None = None) -> dict[str, Measured]:
+    """What was measured about each setting of the resulting plan: why it won, or why the others lost.
+
+    `reverted` says why gains that single trials showed were given up again.
+    """
+    measured: dict[str, Measured] = {}
+    for name in plan.settings:
+        value = plan.value(name)
+        group = [trial for trial in trials if trial.setting == name]
+        losers = [trial for trial in group if trial.settings[name] != value]
+        winner = _winner(name, value, trials) if reverted is None else None
+        if winner is not None:
+            along = "" if winner.setting == name else f"together with {winner.setting}: "
+            measured[name] = Measured(value=value, reason=along + winner.words, evidence=_evidence(winner, name))
+        elif losers:
+            has_won = any(trial.verdict == "faster" for trial in losers)
+            reason = reverted if reverted is not None and has_won else _why_kept(losers)
+            measured[name] = Measured(value=value, reason=reason, evidence=_evidence(_nearest(losers), name))
+    return measured
+
+
+def _winner(name: str, value: Scalar, trials: Sequence[Trial]) -> Trial | None:
+    """The trial that brought this value in, by itself or along with another setting."""
+    won = (t for t in trials if t.verdict == "faster" and name in t.settings and t.setting in t.settings)
+    return next((t for t in won if t.settings[name] == value and t.against.get(name) != value), None)
+
+
+def _why_kept(losers: Sequence[Trial]) -> str:
+    last = {trial.settings[trial.setting]: trial for trial in losers}
+    if len(last) == 1:
+        return next(iter(last.values())).words
+    return "; ".join(_parts(list(last.values())))
+
+
+def _parts(losers: Sequence[Trial]) -> Iterator[str]:
+    yield from (short_words(trial) for trial in losers[:_MOST_PARTS])
+    if len(losers) > _MOST_PARTS:
+        yield f"and {len(losers) - _MOST_PARTS} more"
+
+
+def _nearest(losers: Sequence[Trial]) -> Trial:
+    """The loser that came closest."""
+    return max(losers, key=lambda trial: trial.speedup or 0.0)
+
+
+def _evidence(trial: Trial, name: str) -> Evidence:
+    return {
+        "tried": trial.settings[name],
+        "verdict": trial.verdict,
+        "repeats": trial.repeats,
+        "median": trial.median_seconds,
+        "rival_median": trial.rival_seconds,
+        "speedup": trial.speedup,
+        "interval": trial.interval,
+        "bytes": trial.peak_bytes,
+    }

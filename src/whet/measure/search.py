@@ -1,0 +1,200 @@
+"""Which settings finish this run soonest? One after the other, under a budget, and the winner must prove itself."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from whet.base.units import show_seconds
+from whet.measure.budget import Budget
+from whet.measure.candidates import ORDER, Candidate, candidates, merged, planned
+from whet.measure.duel import fight
+from whet.measure.found import Found, Gain, measured_settings
+from whet.measure.probe import Bench, Contender, break_even, record_duel, refuse, try_out
+from whet.measure.rig import ProbeFailedError, Rig
+from whet.measure.words import interval_words
+from whet.plan.plan import Plan
+from whet.plan.setting import Scalar
+from whet.plan.trial import Trial
+from whet.plan.words import show_value
+
+_PASSES = 3
+_NEAR = 0.85
+"""What was slower than this is not tried again when other settings have changed."""
+_FIRST_SHARE = 0.5
+"""Of the budget, for preparing the rule-based plan: without time for a rival there is nothing to compare."""
+_TRIAL_SHARE = 0.34
+"""Of what is left, for preparing one candidate; what is known to take long to prepare may take all."""
+_SLOW_TO_PREPARE = ("compile", "graph", "workers")
+_LEAST_PATIENCE = 2.0
+_CONFIRM_PAIRS = 8
+_CONFIRM_SHARE = 0.35
+
+
+def search(plan: Plan, rig: Rig, *, budget_seconds: float, seed: int = 0) -> Found:
+    """The best settings that could be found and confirmed; the rules' own where no gain is real."""
+    budget = Budget(clock=rig.clock, start=rig.clock(), seconds=budget_seconds)
+    bench = Bench(rule_plan=plan, rig=rig, budget=budget, coin=random.Random(seed))
+    try:
+        base = bench.prepare({}, seconds=_FIRST_SHARE * budget_seconds)
+    except ProbeFailedError as error:
+        words = f"nothing was measured: the rule-based plan itself could not be tried ({error.kind}: {error.reason})"
+        return Found(spent_seconds=budget.spent, words=(words,))
+    state = _State(bench=bench, base=base, best=base, seen={_fingerprint(plan)})
+    try:
+        _climb(state)
+        return _confirm(state)
+    finally:
+        state.best.prepared.close()
+
+
+@dataclass(slots=True)
+class _State:
+    """How far a search has come."""
+
+    bench: Bench
+    base: Contender
+    """The rule-based plan; closed as soon as something else is best."""
+    best: Contender
+    seen: set[tuple[object, ...]]
+    """All settings of every plan that was tried."""
+    trials: list[Trial] = field(default_factory=list)
+    beaten: dict[tuple[str, Scalar], float] = field(default_factory=dict)
+    """How the values that lost compared with the winner, at the last time."""
+    out_of_time: list[Candidate] = field(default_factory=list)
+
+    @property
+    def reserve(self) -> float:
+        """Seconds kept for the last duel."""
+        base, best = self.base.prepared, self.best.prepared
+        pairs = 1.5 * _CONFIRM_PAIRS * (base.step_seconds + best.step_seconds)
+        return min(_CONFIRM_SHARE * self.bench.budget.seconds, 1.25 * base.preparation_seconds + pairs)
+
+    @property
+    def until(self) -> float:
+        """When trials must end, on the clock."""
+        return self.bench.budget.end - self.reserve
+
+
+def _climb(state: _State) -> None:
+    for _ in range(_PASSES):
+        before = state.best
+        for about in ORDER:
+            while (candidate := next(_open(state, about), None)) is not None:
+                _take_on(state, candidate)
+        if state.best is before:
+            return
+
+
+def _open(state: _State, about: str) -> Iterator[Candidate]:
+    """Candidates that have not been tried with the settings that are best now, and may win."""
+    for candidate in candidates(state.best.plan, about):
+        plan = planned(state.bench.rule_plan, merged(state.best.settings, candidate))
+        is_new = _fingerprint(plan) not in state.seen
+        if is_new and state.beaten.get((candidate.setting, candidate.value), 1.0) >= _NEAR:
+            yield candidate
+
+
+def _take_on(state: _State, candidate: Candidate) -> None:
+    bench, best = state.bench, state.best
+    state.seen.add(_fingerprint(planned(bench.rule_plan, merged(best.settings, candidate))))
+    refused = refuse(bench, best, candidate)
+    if refused is not None:
+        state.trials.append(refused)
+        return
+    left = state.until - bench.rig.clock()
+    base = state.base.prepared
+    if left < base.preparation_seconds + 6 * best.prepared.step_seconds:
+        state.out_of_time.append(candidate)
+        return
+    patience = left
+    if candidate.setting not in _SLOW_TO_PREPARE:
+        usual = 3 * base.preparation_seconds + 25 * best.prepared.step_seconds
+        patience = min(_TRIAL_SHARE * left, max(_LEAST_PATIENCE, usual))
+    trial, winner = try_out(bench, best, candidate, until=state.until, prepare_seconds=patience)
+    state.trials.append(trial)
+    speedup = trial.speedup or 0.0
+    if winner is None:
+        state.beaten[candidate.setting, candidate.value] = 0.0 if trial.verdict in ("failed", "disagrees") else speedup
+        return
+    state.beaten[candidate.setting, best.plan.value(candidate.setting)] = 1 / speedup
+    best.prepared.close()
+    state.best = winner
+
+
+def _confirm(state: _State) -> Found:
+    """The winner against the rule-based plan, in fresh pairs: what was picked as the best of many looks too good."""
+    bench, base, best = state.bench, state.base, state.best
+    if best is base:
+        return _found(state, base, reason="nothing was faster than the rules")
+    started = bench.rig.clock()
+    try:
+        base = bench.prepare({}, seconds=bench.budget.left)
+        try:
+            duel = fight(best.prepared, base.prepared, clock=bench.rig.clock, until=bench.budget.end, coin=bench.coin)
+        finally:
+            base.prepared.close()
+    except ProbeFailedError as error:
+        return _found(state, base, reason=f"the gain could not be confirmed ({error.kind}: {error.reason})")
+    found, cost = duel.estimate, break_even(best, base, duel)
+    is_better = duel.answer == "faster" and cost.pays
+    shown = ", ".join(f"{name}={show_value(value)}" for name, value in best.settings.items())
+    if found is None:
+        words = "there was no time to confirm the gain"
+    elif is_better:
+        words = f"{interval_words(found)} against the rules: {shown}"
+    elif duel.answer == "faster":
+        words = f"steps are faster ({interval_words(found)}), but this run is too short for it: {shown}"
+    else:
+        words = f"the gain was not confirmed ({interval_words(found)}): {shown}"
+    state.trials.append(
+        record_duel(
+            "plan",
+            best.settings,
+            base,
+            duel.answer if is_better or duel.answer != "faster" else "not worth it",
+            words,
+            ours=best,
+            duel=duel,
+            spent=bench.rig.clock() - started,
+        )
+    )
+    if not is_better or found is None:
+        return _found(state, base, reason=words, step_seconds=duel.their_seconds)
+    gain = Gain(speedup=found.speedup, low=found.low, high=found.high, repeats=found.pairs)
+    return _found(state, best, reason=words, gain=gain, step_seconds=duel.our_seconds)
+
+
+def _found(
+    state: _State, kept: Contender, *, reason: str, gain: Gain | None = None, step_seconds: float | None = None
+) -> Found:
+    reverted = None if gain or state.best is state.base else f"the rules are kept: {reason}"
+    return Found(
+        settings=dict(kept.settings),
+        measured=measured_settings(kept.plan, state.trials, reverted=reverted),
+        trials=tuple(state.trials),
+        spent_seconds=state.bench.budget.spent,
+        gain=gain,
+        step_seconds=step_seconds if step_seconds is not None else _last_known_step(state, kept),
+        preparation_seconds=kept.prepared.preparation_seconds,
+        words=tuple(_summary(state, reason)),
+    )
+
+
+def _summary(state: _State, reason: str) -> Iterator[str]:
+    tried = sum(trial.verdict != "not tried" for trial in state.trials)
+    yield f"{tried} trials in {show_seconds(state.bench.budget.spent)}: {reason}"
+    late = dict.fromkeys(f"{c.setting}={show_value(c.value)}" for c in state.out_of_time)
+    if late:
+        yield f"no time was left for {', '.join(late)}"
+    if any("not quiet" in trial.words for trial in state.trials):
+        yield "the machine is not quiet: times changed while they were measured"
+
+
+def _last_known_step(state: _State, kept: Contender) -> float:
+    """The rival's median of the last duel against it."""
+    known = (t.rival_seconds for t in reversed(state.trials) if dict(t.against) == dict(kept.settings))
+    return next((seconds for seconds in known if seconds is not None), kept.prepared.step_seconds)
+
+
+def _fingerprint(plan: Plan) -> tuple[object, ...]:
+    return tuple((name, setting.value) for name, setting in plan.settings.items())
