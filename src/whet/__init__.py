@@ -31,6 +31,7 @@ _PUBLIC = {
     "OptimizerChoice": "whet.step.optimizer",
     "Session": "whet.engine.session",
     "WhetError": "whet.base.errors",
+    "compare": "whet.recipes.comparing",
     "make_plan": "whet.plan.plan",
     "open_run": "whet.run.folder",
     "probe": "whet.machine.probe",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from whet.engine.session import Session as Session
     from whet.machine.probe import probe as probe
     from whet.plan.plan import make_plan as make_plan
+    from whet.recipes.comparing import compare as compare
     from whet.report.summary import summarize as summarize
     from whet.run.folder import open_run as open_run
     from whet.step.optimizer import OptimizerChoice as OptimizerChoice
@@ -53,6 +55,7 @@ __all__ = [
     "Session",
     "WhetError",
     "__version__",
+    "compare",
     "make_plan",
     "open_run",
     "probe",

@@ -18,12 +18,12 @@ from whet.device.cpu import Cpu
 from whet.doctor import privacy
 from whet.doctor.case import Check, Group, Place
 from whet.doctor.cases import hazards, operators, parity, resume, speeds
-from whet.doctor.cases.comparing import error_of
 from whet.doctor.cases.trying import draw, operator
 from whet.doctor.examination import GROUPS, Examination, as_bytes, choose_device, examine
 from whet.doctor.privacy import without_names
 from whet.doctor.ward import Ward
 from whet.machine.facts import Accelerator, Conditions, Machine, Torch
+from whet.verify.agreement import error_of
 
 HERE = Place(device=Cpu(), name="cpu", is_virtual=False)
 PATH = os.pathsep.join([str(Path(__file__).parent), str(ROOT / "src")])

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from whet.base.errors import UsageError, WhetError, nearest
-from whet.cli import doctor, importing, init, plan, predict, probe, prove, report, runs, screen, train
+from whet.cli import compare, doctor, importing, init, plan, predict, probe, prove, report, runs, screen, train
 
 VERBS: dict[str, Callable[..., None]] = {
     "probe": probe.probe,
@@ -23,6 +23,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "import": importing.import_file,
     "doctor": doctor.doctor,
     "prove": prove.prove,
+    "compare": compare.compare,
 }
 
 _EPILOG = "Everywhere: --quiet prints results and errors only, --debug shows the traceback of a failure."

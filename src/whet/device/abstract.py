@@ -95,6 +95,10 @@ class AbstractDevice(ABC):
     def use_precision(self, precision: str) -> None:
         """Sets what holds for the whole process: whether float32 products may be rounded to tf32."""
 
+    def keeping_precision(self) -> AbstractContextManager[object]:
+        """Puts back afterwards what `use_precision` changes."""
+        return contextlib.nullcontext()
+
     def autocast(self, precision: str) -> AbstractContextManager[object]:
         """The context in which the forward pass runs."""
         half = HALF_TYPES.get(precision)

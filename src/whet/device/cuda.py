@@ -1,5 +1,7 @@
 """NVIDIA GPUs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -63,6 +65,15 @@ class Cuda(AbstractDevice):
     def use_precision(self, precision: str) -> None:
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+    @contextmanager
+    def keeping_precision(self) -> Iterator[None]:
+        products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+        before = products.allow_tf32, convolutions.allow_tf32
+        try:
+            yield
+        finally:
+            products.allow_tf32, convolutions.allow_tf32 = before
 
     def rng_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self._place)

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from whet.doctor.case import Case, Finding, Place, first_line, not_applicable
-from whet.doctor.cases.comparing import CLOSE, compared
+from whet.doctor.cases.comparing import compared
+from whet.verify.agreement import CLOSE
 
 Try = Callable[[Place], tuple[Any, Any]]
 

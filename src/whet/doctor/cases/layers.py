@@ -5,8 +5,9 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 from whet.doctor.case import Case, Finding, Place, differs, good
-from whet.doctor.cases.comparing import HALF_CLOSE, compared
+from whet.doctor.cases.comparing import compared
 from whet.doctor.cases.trying import draw, forward_and_backward, layer, operator, whole
+from whet.verify.agreement import HALF_CLOSE
 
 _HEADS = [draw(2, 3, 12, 16, seed=seed) for seed in range(3)]
 _SEEN = draw(2, 1, 12, 12).abs() > 0.3

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from whet.doctor.case import Case, Figure, Finding, Place, differs, good
-from whet.doctor.cases.comparing import error_of
 from whet.doctor.cases.models import Task, convnet_task, transformer_task
+from whet.verify.agreement import error_of, errors_by_name
 
 STEPS = 20
 GRADIENTS, UPDATE, TRAJECTORY = 1e-3, 1e-4, 1e-2
@@ -47,12 +47,7 @@ def _parity(make: Callable[[], Task], place: Place) -> Finding:
     expected = _losses(task, cpu)
     if our_gradients.keys() != gradients.keys():
         return differs("not every parameter got a gradient", missing=len(gradients) - len(our_gradients))
-    largest = max(float(g.abs().max()) for g in gradients.values())
-    by_name = {
-        # Gradients that should be zero are noise on every device: they are measured against the largest of all.
-        name: float((our_gradients[name] - g).abs().max()) / max(float(g.abs().max()), 1e-2 * largest)
-        for name, g in gradients.items()
-    }
+    by_name = errors_by_name(our_gradients, gradients)
     worst = max(by_name, key=lambda name: by_name[name])
     figures: dict[str, Figure] = {
         "loss_error": error_of(our_loss, loss),

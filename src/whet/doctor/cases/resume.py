@@ -11,11 +11,11 @@ from whet.checkpoint import store
 from whet.checkpoint.snapshot import Snapshot
 from whet.data.batch import Micro
 from whet.doctor.case import Case, Finding, Place, differs, failed, good, not_applicable
-from whet.doctor.cases.comparing import error_of
 from whet.doctor.cases.models import VOCABULARY, Transformer
 from whet.doctor.cases.trying import whole
 from whet.engine.session import Session
 from whet.step.optimizer import OptimizerChoice
+from whet.verify.agreement import error_of
 
 STEPS = 14
 _CUTS = (5, 9)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from whet.device.virtual_mac.operators import read_operators, with_mps_kernel
 from whet.doctor.case import Case, Finding, Place, failed, first_line, not_applicable
-from whet.doctor.cases.comparing import CLOSE, compared, leaves
+from whet.doctor.cases.comparing import compared
+from whet.verify.agreement import CLOSE, leaves
 
 Inputs = Callable[[], tuple[Any, ...]]
 _MISSING = "is not currently implemented for the MPS device"

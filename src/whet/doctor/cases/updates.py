@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whet.doctor.case import Case, Finding, Place
-from whet.doctor.cases.comparing import CLOSE, compared
+from whet.doctor.cases.comparing import compared
 from whet.doctor.cases.trying import draw, refusal
+from whet.verify.agreement import CLOSE
 
 _STEPS = 4
 Make = Callable[[Any], Optimizer]

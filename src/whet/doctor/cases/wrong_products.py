@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional as f
 
 from whet.doctor.case import Place
-from whet.doctor.cases.comparing import HALF_CLOSE
 from whet.doctor.cases.hazard import Hazards
 from whet.doctor.cases.trying import draw, forward_and_backward
+from whet.verify.agreement import HALF_CLOSE
 
 _known = Hazards()
 PRODUCTS = _known.cases

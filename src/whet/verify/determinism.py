@@ -1,0 +1,74 @@
+"""Does the same training give the same bits twice? If not: which tensor differs first?"""
+
+import torch
+from pydantic import ConfigDict
+from torch import Tensor
+
+from whet.base.record import Record
+from whet.device.abstract import AbstractDevice
+from whet.verify.agreement import error_of
+from whet.verify.placing import Bench
+
+STEPS = 3
+ROUNDING = 1e-4
+"""Sums that a GPU takes in a changing order differ by less."""
+
+
+class Determinism(Record):
+    """Two runs of a few steps from the same weights and generators, dropout included."""
+
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+    is_same: bool
+    steps: int = STEPS
+    first: str | None = None
+    """What differs first."""
+    num_different: int = 0
+    num_tensors: int
+    error: float = 0.0
+    """The largest relative difference of the step that differs first."""
+    is_rounding: bool = False
+    """Whether it is the rounding of a GPU that adds in a changing order, as CUDA says it does."""
+
+    @property
+    def agrees(self) -> bool:
+        return self.is_same or self.is_rounding
+
+
+def run_twice(bench: Bench, device: AbstractDevice) -> Determinism:
+    """A few real steps, twice; bit by bit."""
+    ours, theirs = _history(bench, device), _history(bench, device)
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True), start=1):
+        different = [name for name in one if not _same_bits(one[name], other[name])]
+        if different:
+            error = max(error_of(other[name], one[name]) for name in different)
+            return Determinism(
+                is_same=False,
+                first=f"{different[0]} in step {number}",
+                num_different=len(different),
+                num_tensors=len(one),
+                error=error,
+                is_rounding=device.kind == "cuda" and error <= ROUNDING,
+            )
+    return Determinism(is_same=True, num_tensors=len(ours[0]))
+
+
+def _history(bench: Bench, device: AbstractDevice) -> list[dict[str, Tensor]]:
+    """Loss, gradients in the order of the backward pass, and weights after each step."""
+    with bench.at(device, dropout=True) as placed:
+        stepper = placed.stepper(placed.optimizer())
+        steps = []
+        for number in range(1, STEPS + 1):
+            found = {"the loss": placed.step(stepper, number).loss}
+            named = list(placed.model.named_parameters())
+            found |= {f"the gradient of {name}": p.grad for name, p in reversed(named) if p.grad is not None}
+            found |= {f"the weight {name}": p for name, p in named}
+            steps.append({name: tensor.detach().cpu().clone() for name, tensor in found.items()})
+        return steps
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """NaNs of the same bits are the same."""
+    return one.shape == other.shape and torch.equal(
+        one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)
+    )

@@ -1,0 +1,78 @@
+"""Where does a device go wrong first? The operator, its module and its line; or the module alone."""
+
+from pathlib import Path
+
+from pydantic import ConfigDict
+
+from whet.base.record import Record
+from whet.device.abstract import AbstractDevice
+from whet.verify.modules import first_wrong_module
+from whet.verify.placing import Bench
+from whet.verify.replay import Replay
+from whet.verify.reproducer import write_reproducer
+from whet.verify.whereabouts import Whereabouts
+
+
+class Culprit(Record):
+    """What is wrong first."""
+
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+    operator: str | None = None
+    """None where only the module is known."""
+    phase: str
+    """forward, backward or update"""
+    module: str | None = None
+    line: str | None = None
+    error: float
+    bound: float
+
+
+class Located(Record):
+    """What a step showed whose operators were replayed one by one on the CPU."""
+
+    culprit: Culprit | None = None
+    wrong: dict[str, int] = {}
+    """Every wrong operator with the number of its wrong calls."""
+    draws: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    """Operators that the CPU has no kernel for: they were not judged."""
+    num_judged: int = 0
+    reproducer: str | None = None
+
+
+def locate(bench: Bench, device: AbstractDevice, *, out: Path | None = None) -> Located:
+    """Looks at one whole step on the device; writes a program that shows the operator alone to `out`."""
+    with bench.at(device) as placed:
+        optimizer = placed.optimizer()
+        whereabouts = Whereabouts(placed.model, optimizer)
+        replay = Replay(device, whereabouts)
+        stepper = placed.stepper(optimizer)
+        with whereabouts.followed(), replay:
+            placed.step(stepper)
+    found, first = replay.findings, replay.findings.first
+    culprit, reproducer = None, None
+    if first is not None:
+        culprit = Culprit(
+            operator=first.func.name().partition(".")[0],
+            phase=first.spot.phase,
+            module=first.spot.module,
+            line=first.spot.line,
+            error=first.error,
+            bound=first.bound,
+        )
+        if out is not None:
+            reproducer = str(write_reproducer(first, out, device=str(device.place)))
+    elif device.kind != "cpu":
+        # No single operator is wrong: one that could not be judged, or code that torch's dispatcher does not see.
+        wrong = first_wrong_module(bench, device)
+        if wrong is not None:
+            culprit = Culprit(phase=wrong.phase, module=wrong.name, error=wrong.error, bound=wrong.bound)
+    return Located(
+        culprit=culprit,
+        wrong=found.wrong,
+        draws=tuple(sorted(found.draws)),
+        unknown=tuple(sorted(found.unknown)),
+        num_judged=found.num_judged,
+        reproducer=reproducer,
+    )

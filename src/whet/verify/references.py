@@ -1,0 +1,143 @@
+"""What an operator should give: the CPU's own kernel, in float64 where it has one, or a formula where it has none."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+_WIDE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
+_REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An operator's call after it ran: what it returned, and its arguments, some of which it may have changed."""
+
+    returned: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The right result; None where nobody knows it."""
+
+    wide: Done | None
+    """With all numbers in float64."""
+    own: Done | None
+    """In the operator's own number formats: how much the CPU itself errs."""
+    is_formula: bool = False
+
+
+def expected_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Expected:
+    """From inputs on the CPU, which stay as they are."""
+    formula = FORMULAS.get(func.name())
+    if formula is not None:
+        returned = _tried(lambda: formula(*widened(args), **widened(kwargs)))
+        return Expected(returned and Done(returned.returned, args, kwargs), None, is_formula=True)
+    return Expected(_run(func, widened(args), widened(kwargs)), _run(func, copied(args), copied(kwargs)))
+
+
+def widened(tree: Any) -> Any:
+    """Copies in float64."""
+    return tree_map(lambda leaf: _copy(leaf, wide=True), tree)
+
+
+def copied(tree: Any) -> Any:
+    """Copies on the CPU; layouts stay."""
+    return tree_map(lambda leaf: _copy(leaf, wide=False), tree)
+
+
+def _copy(leaf: Any, *, wide: bool) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
+    if not isinstance(leaf, Tensor):
+        return leaf
+    # First to the CPU, then to another type: a copy that does both at once is itself under suspicion.
+    on_cpu = leaf.detach().cpu()
+    on_cpu = on_cpu.clone() if on_cpu is leaf or leaf.device.type == "cpu" else on_cpu
+    return on_cpu.to(_WIDE.get(on_cpu.dtype, on_cpu.dtype)) if wide else on_cpu
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done | None:
+    done = _tried(lambda: func(*args, **kwargs))
+    if done is None:
+        # What only a GPU has may still be made of operators that the CPU has.
+        decomposed = torch._decomp.decomposition_table.get(func)
+        done = decomposed and _tried(lambda: decomposed(*args, **kwargs))
+    return done and Done(done.returned, args, kwargs)
+
+
+def _tried(call: Callable[[], Any]) -> Done | None:
+    try:
+        return Done(call(), (), {})
+    except _REFUSALS:
+        return None
+
+
+# --- attention as the GPU has it --------------------------------------------------------------------------------------
+
+
+def _weights(q: Tensor, k: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float | None) -> Tensor:
+    scores = q @ k.transpose(-2, -1) * _scale(q, scale)
+    if bias is not None:
+        scores = scores + bias
+    if is_causal:
+        past = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~past, -torch.inf)
+    return torch.softmax(scores, -1)
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _efficient_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    compute_log_sumexp: bool,  # noqa: ARG001
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    if dropout_p:
+        raise NotImplementedError
+    return (_weights(q, k, bias, is_causal=is_causal, scale=scale) @ v,)
+
+
+def _efficient_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    out: Tensor,  # noqa: ARG001
+    logsumexp: Tensor,  # noqa: ARG001
+    seed: Tensor,  # noqa: ARG001
+    offset: Tensor,  # noqa: ARG001
+    dropout_p: float,
+    grad_input_mask: list[bool],  # noqa: ARG001
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    if dropout_p:
+        raise NotImplementedError
+    weights = _weights(q, k, bias, is_causal=is_causal, scale=scale)
+    towards = grad @ v.transpose(-2, -1)
+    scores = weights * (towards - (towards * weights).sum(-1, keepdim=True))
+    factor = _scale(q, scale)
+    return scores @ k * factor, scores.transpose(-2, -1) @ q * factor, weights.transpose(-2, -1) @ grad
+
+
+FORMULAS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "aten::_scaled_dot_product_efficient_attention": _efficient_attention,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
+}
+"""Operators of CUDA that the CPU lacks; only the results that the formula gives are compared."""
