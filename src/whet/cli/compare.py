@@ -65,6 +65,15 @@ def compare(
         raise typer.Exit(1)
 
 
+_NAMES = {
+    "loss": "loss",
+    "gradients": "gradients ({tensors})",
+    "buffers": "buffers ({tensors})",
+    "update": "update ({tensors})",
+    "trajectory": "{steps} steps",
+}
+
+
 def _split(words: str | None) -> list[str] | None:
     return None if words is None else [word.strip() for word in words.split(",")]
 
@@ -95,11 +104,9 @@ def _lines(found: "Comparison") -> list[str]:
 
 
 def _rows(found: "Comparison") -> list[tuple[str, str, str, str]]:
-    names = {"trajectory": f"{found.steps} steps"}
     rows = []
     for row in found.rows:
-        name = names.get(row.what, row.what)
-        name = f"{row.num_tensors} {name}" if row.worst else name
+        name = _NAMES[row.what].format(tensors=row.num_tensors, steps=found.steps)
         worst = f", most in {row.worst}" if row.worst and not row.agrees else ""
         own = "" if row.own_error is None else f" (the CPU's own: {row.own_error:.1e})"
         verdict = ("agrees" if row.agrees else f"DIFFERS{worst}") + own
@@ -123,8 +130,9 @@ def _number(error: float) -> str:
 
 
 def _culprit_line(culprit: "Culprit") -> str:
-    place = f" in {culprit.module}" if culprit.module else ""
+    place = "" if culprit.module is None else f" in {culprit.module or 'the model itself'}"
     place += f" ({culprit.line})" if culprit.line else ""
     what = f"first wrong operator: {culprit.operator}" if culprit.operator else "first wrong module:"
     phase = "" if culprit.phase == "forward" else f", {culprit.phase}"
+    phase += f", step {culprit.step}" if culprit.step > 1 else ""
     return f"{what}{place}{phase}: largest relative error {_number(culprit.error)}; bound {culprit.bound:.1e}"

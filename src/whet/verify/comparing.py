@@ -60,8 +60,9 @@ def refuse_unusable(
     for word, number in (("--steps", steps), ("--size", 1 if size is None else size)):
         if number < 1:
             raise UsageError(f"{word} must be at least 1", got=str(number), try_=f"{word} 20")
-    choose_precisions(precisions)
-    choose_device(devices)
+    device = choose_device(devices)
+    if "tf32" in choose_precisions(precisions) and device.kind != "cuda":
+        raise UsageError("only CUDA rounds products to tf32", got=f"--precision tf32 on {device.kind}", try_="bf16")
     if out is not None:
         refuse_foreign(out)
 
@@ -103,9 +104,11 @@ def compare_subject(
     determinism = run_twice(bench, device)
     found, notes = _precisions(bench, device, wanted, is_asked=precisions is not None, say=say)
     located = None
-    if not all(row.agrees for row in parity.rows):
-        say(f"something differs: looking at every operator on {device.kind} ...")
-        located = locate(bench, device, out=out)
+    wrong = [row.what for row in parity.rows if not row.agrees]
+    if wrong:
+        say(f"{', '.join(wrong)} differ: looking at every operator on {device.kind} ...")
+        # What is wrong in the first pass shows in its first step; the update of the check makes two.
+        located = locate(bench, device, steps={"update": 2, "trajectory": steps}.get(wrong[0], 1), out=out)
     if parity.why_not_wide is not None:
         notes.append(f"the model does not run in float64: {parity.why_not_wide}")
     if located is not None and located.draws:

@@ -26,6 +26,7 @@ class Culprit(Record):
     line: str | None = None
     error: float
     bound: float
+    step: int = 1
 
 
 class Located(Record):
@@ -41,15 +42,18 @@ class Located(Record):
     reproducer: str | None = None
 
 
-def locate(bench: Bench, device: AbstractDevice, *, out: Path | None = None) -> Located:
-    """Looks at one whole step on the device; writes a program that shows the operator alone to `out`."""
+def locate(bench: Bench, device: AbstractDevice, *, steps: int = 1, out: Path | None = None) -> Located:
+    """Looks at whole steps on the device until an operator is wrong; writes a program that shows it alone to `out`."""
     with bench.at(device) as placed:
         optimizer = placed.optimizer()
         whereabouts = Whereabouts(placed.model, optimizer)
         replay = Replay(device, whereabouts)
         stepper = placed.stepper(optimizer)
-        with whereabouts.followed(), replay:
-            placed.step(stepper)
+        for number in range(1, steps + 1):
+            with whereabouts.followed(), replay:
+                placed.step(stepper, number)
+            if replay.findings.first is not None:
+                break
     found, first = replay.findings, replay.findings.first
     culprit, reproducer = None, None
     if first is not None:
@@ -60,6 +64,7 @@ def locate(bench: Bench, device: AbstractDevice, *, out: Path | None = None) -> 
             line=first.spot.line,
             error=first.error,
             bound=first.bound,
+            step=number,
         )
         if out is not None:
             reproducer = str(write_reproducer(first, out, device=str(device.place)))

@@ -62,6 +62,8 @@ class Bench:
         self.micro = first.micro(wanted)
         # Some data has fewer samples than were asked for.
         self.size = len(self.micro)
+        if not any(parameter.requires_grad for parameter in first.model.parameters()):
+            raise UsageError("the model has nothing to train", got="no parameter", try_="a model with weights")
         self._weights = {name: tensor.detach().clone() for name, tensor in named_tensors(first.model)}
 
     @contextmanager

@@ -66,7 +66,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done | Non
     done = _tried(lambda: func(*args, **kwargs))
     if done is None:
         # What only a GPU has may still be made of operators that the CPU has.
-        decomposed = torch._decomp.decomposition_table.get(func)
+        from torch._decomp import decomposition_table
+
+        decomposed = decomposition_table.get(func)
         done = decomposed and _tried(lambda: decomposed(*args, **kwargs))
     return done and Done(done.returned, args, kwargs)
 

@@ -42,6 +42,7 @@ class Whereabouts:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """While a step is made."""
+        self._forward.clear()
         hooks = []
         for module, name in self._names.items():
             hooks.append(module.register_forward_pre_hook(self._enter(name)))

@@ -1,0 +1,129 @@
+"""Makes one operator of the virtual Mac wrong after the other (simulated), and asks `whet compare`; prints JSON.
+
+Arguments: a folder for the programs that show a wrong operator. Each is run here, with the fault and without.
+"""
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as f
+
+from whet.device import virtual_mac
+
+virtual_mac.install("m2-air-8gb")
+
+from whet.device.virtual_mac import Miscompute, simulate  # noqa: E402
+from whet.recipes.comparing import subject_of  # noqa: E402
+from whet.verify.comparing import compare_subject  # noqa: E402
+
+
+class Reader(nn.Module):
+    """A small transformer with gates, whose attention is written out; the head is a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(20, 8)
+        self.norm = nn.LayerNorm(8)
+        self.mix, self.wide, self.narrow = nn.Linear(8, 24), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 5))
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        q, k, v = self.mix(self.norm(x)).chunk(3, -1)
+        x = x + torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)), -1), v)
+        x = x + self.narrow(f.gelu(self.wide(x)))
+        return self.head(x * torch.sigmoid(x)).mean(1)
+
+
+def read_loss(model, tokens, labels):
+    return f.cross_entropy(model(tokens), labels)
+
+
+def seer() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Linear(32, 6), nn.Softplus(), nn.Linear(6, 4), nn.LeakyReLU(),
+    )  # fmt: skip
+
+
+def see_loss(model, images, wanted):
+    return f.mse_loss(model(images), wanted)
+
+
+def subjects():
+    torch.manual_seed(0)
+    reading = (torch.randint(0, 20, (6, 7)), torch.randint(0, 5, (6,)))
+    seeing = (torch.randn(6, 3, 8, 8), torch.randn(6, 4))
+    return {"reader": subject_of(Reader(), reading, read_loss), "seer": subject_of(seer(), seeing, see_loss)}
+
+
+FAULTS = {
+    "reader": (
+        "mm", "addmm", "bmm", "tanh", "tanh_backward", "gelu", "gelu_backward", "native_layer_norm",
+        "native_layer_norm_backward", "_softmax", "_softmax_backward_data", "_log_softmax",
+        "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "index_select",
+        "embedding_dense_backward", "sigmoid", "sigmoid_backward", "mul", "add", "mean", "sum", "_fused_adamw_",
+    ),
+    "seer": (
+        "convolution", "convolution_backward", "native_batch_norm", "native_batch_norm_backward",
+        "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "threshold_backward", "silu", "silu_backward",
+        "softplus", "softplus_backward", "leaky_relu", "leaky_relu_backward", "mse_loss", "mse_loss_backward",
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward",
+    ),
+}  # fmt: skip
+
+
+def exit_code(program: Path) -> int | str:
+    """Of the program, run here: the virtual Mac is this process's."""
+    kept, sys.argv = sys.argv, [str(program)]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_path(str(program), run_name="__main__")
+    except SystemExit as error:
+        return error.code
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        sys.argv = kept
+    return "did not end by itself"
+
+
+def main(folder: Path, only: list[str]) -> None:
+    found = {}
+    for name, subject in subjects().items():
+        options = {"devices": ["cpu", "mps"], "steps": 2, "precisions": []}
+        sound = compare_subject(subject, **options)
+        found[name] = {"agrees": sound.agrees, "rows": {row.what: row.error for row in sound.rows}}
+        for operator in FAULTS[name]:
+            if only and operator not in only:
+                continue
+            program = folder / f"{name}_{operator}.py"
+            with simulate(Miscompute(operator)):
+                wrong = compare_subject(subject, out=program, **options)
+                located = wrong.located
+                culprit = located.culprit if located else None
+                with_fault = exit_code(program) if program.exists() else "not written"
+            found[f"{name} {operator}"] = {
+                "agrees": wrong.agrees,
+                "named": culprit and culprit.operator,
+                "module": culprit and culprit.module,
+                "line": culprit and culprit.line,
+                "phase": culprit and culprit.phase,
+                "all": located and list(located.wrong),
+                "with_fault": with_fault,
+                "without_fault": exit_code(program) if program.exists() else "not written",
+            }
+    print(json.dumps(found), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
