@@ -14,6 +14,7 @@ the rooms above it in this list, never the later ones:
     step      one optimizer step: the only code that trains
     checkpoint  everything an exact resume needs, on disk
     verify    will it run there, is it right, is it causal?
+    measure   real steps, timed: what is fastest here, with evidence
     engine    Session, train, schedules, signals
     doctor    examines a device: operators, known bugs, parity, resume, speed
     prove     kills a training, resumes it and compares every bit
@@ -37,12 +38,14 @@ _PUBLIC = {
     "probe": "whet.machine.probe",
     "summarize": "whet.report.summary",
     "train": "whet.engine.loop",
+    "tune": "whet.engine.tuning",
 }
 
 if TYPE_CHECKING:
     from whet.base.errors import WhetError as WhetError
     from whet.engine.loop import train as train
     from whet.engine.session import Session as Session
+    from whet.engine.tuning import tune as tune
     from whet.machine.probe import probe as probe
     from whet.plan.plan import make_plan as make_plan
     from whet.recipes.comparing import compare as compare
@@ -61,6 +64,7 @@ __all__ = [
     "probe",
     "summarize",
     "train",
+    "tune",
 ]
 
 

@@ -26,6 +26,8 @@ def plan(
     why: Annotated[
         str | None, typer.Option(metavar="SETTING", help="Explain one setting: evidence, rule, override.")
     ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Time real steps here, and take what is fastest.")] = False,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="What measuring may take.")] = 60.0,
     json: Annotated[
         bool, typer.Option("--json", help="As JSON: value, reason, source and evidence of each setting.")
     ] = False,
@@ -36,20 +38,30 @@ def plan(
     whet plan text
     whet plan text global_batch_size=256 --machine m2-air-8gb
     whet plan text --why micro_batch
+    whet plan text --measure
     whet plan runs/text-001
     """
+    from whet.base.errors import UsageError
     from whet.cli import screen
     from whet.plan.explain import explain
     from whet.plan.words import plan_lines
 
-    made = _saved_plan(what, words, config, machine) or _new_plan(what, words, config, machine, device)
+    made = _saved_plan(what, words, config, machine)
+    if made is not None and measure:
+        raise UsageError("a run has its plan already", got=f"{what} and --measure", try_="--measure with a recipe")
+    if measure and machine is not None:
+        raise UsageError("only this machine can be measured", got=f"--machine {machine}", try_="--measure alone")
+    finish = "\nno estimate of the time: nothing has been measured; --measure does"
+    if measure:
+        made, finish = _measured_plan(what, words, config, device, budget=budget)
+    made = made or _new_plan(what, words, config, machine, device)
     if json:
         screen.result_json(made.as_json())
     elif why is not None:
         screen.result(explain(made, why))
     else:
         screen.result("\n".join(plan_lines(made, width=screen.width())))
-        screen.note("\nno estimate of the time: nothing has been measured")
+        screen.note(finish)
 
 
 def _saved_plan(what: str, words: list[str] | None, config: Path | None, machine: str | None) -> "Plan | None":
@@ -80,3 +92,26 @@ def _new_plan(what: str, words: list[str] | None, config: Path | None, machine: 
         return make_plan(load_machine(machine), workload, wishes=wishes)
     found = probe()
     return make_plan(found.machine, workload, wishes=wishes, conditions=found.conditions)
+
+
+def _measured_plan(
+    what: str, words: list[str] | None, config: Path | None, device: str, *, budget: float
+) -> tuple["Plan", str]:
+    """The plan after a search, and what it means for the run in words."""
+    from whet.cli import screen
+    from whet.config.resolve import resolve
+    from whet.measure.finish import finish_line
+    from whet.measure.search import search
+    from whet.recipes.measuring import rig_of
+    from whet.recipes.recipe import load_recipe
+
+    recipe = load_recipe(what)
+    resolved = resolve(recipe.Config, words or (), file=config)
+    recipe.describe(resolved.config)
+    screen.note(f"measuring real steps in a process of their own, {budget:.0f} s at most ...")
+    with rig_of(what, resolved, device=device) as rig:
+        found = search(rig.plan, rig, budget_seconds=budget)
+    for line in found.words:
+        screen.note(line)
+    made = found.applied_to(rig.plan)
+    return made, "\n" + finish_line(made, found)

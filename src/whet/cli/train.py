@@ -4,6 +4,7 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,9 @@ def train(
         str, typer.Option(metavar="data,batch", help="What may be other than it was when the run goes on.")
     ] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove what is in --run first, and start anew.")] = False,
+    no_measure: Annotated[
+        bool, typer.Option("--no-measure", help="Plan by rules alone, however long the run is.")
+    ] = False,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often a training that was killed is started again; 0 runs it right here.")
     ] = 3,
@@ -34,6 +38,9 @@ def train(
     whet train text
     whet train text data=reviews.jsonl epochs=3 --run runs/reviews
     whet train my_recipe.py --device cpu
+
+    A run that is long enough to earn it back is measured first, for a minute at most: which precision, micro-batch,
+    threads and so on are fastest here, with evidence in its plan (whet plan RUN --why precision).
 
     Ctrl-C finishes the step, saves and stops. Say the same command with the same --run, and it goes on. The training
     runs in a process of its own: when that is killed, for lack of memory above all, it is started again and goes on.
@@ -50,6 +57,7 @@ def train(
 
         def again(path: Path | None) -> list[str]:
             options = [*_options(config, device), *(["--allow", allow] if allow else [])]
+            options += ["--no-measure"] if no_measure else []
             folder = path or run
             named = ["--run", str(folder)] if folder else []
             return ["train", what, *(words or ()), *options, *named, *screen.switches()]
@@ -58,11 +66,19 @@ def train(
             code = supervise.supervise(again, max_restarts=max_restarts, say=screen.note)
         raise typer.Exit(code)
     supervise.die_with_parent()
-    _train_here(what, words, config=config, run=run, device=device, allow=allow, fresh=fresh)
+    _train_here(what, words, config=config, run=run, device=device, allow=allow, fresh=fresh, measures=not no_measure)
 
 
 def _train_here(
-    what: str, words: list[str] | None, *, config: Path | None, run: Path | None, device: str, allow: str, fresh: bool
+    what: str,
+    words: list[str] | None,
+    *,
+    config: Path | None,
+    run: Path | None,
+    device: str,
+    allow: str,
+    fresh: bool,
+    measures: bool,
 ) -> None:
     from whet.cli import screen
     from whet.config.resolve import resolve
@@ -93,6 +109,7 @@ def _train_here(
         )
         # torch is loaded from here on, unless a recipe of yours has done so.
         from whet.engine.progress_line import ProgressLine
+        from whet.recipes.measuring import rig_of
         from whet.recipes.train import train_recipe
 
         line = ProgressLine(recipe.name, epochs=resolved.config.epochs)
@@ -108,7 +125,16 @@ def _train_here(
             line(kind, fields)
 
         with _set_aside(path) if fresh else contextlib.nullcontext():
-            result = train_recipe(recipe, resolved, run=path, device=device, command=command, show=show, allow=allowed)
+            result = train_recipe(
+                recipe,
+                resolved,
+                run=path,
+                device=device,
+                command=command,
+                show=show,
+                allow=allowed,
+                open_rig=partial(rig_of, what, resolved, device=device) if measures else None,
+            )
         if result.state == "stopped":
             why = "" if result.exit_code else " (epochs_per_sitting)"
             screen.note(f"saved at step {result.step:,}{why}; to go on:\n  {shlex.join(command)}")

@@ -85,6 +85,9 @@ class AbstractDevice(ABC):
         """What the counters say now."""
         return Memory()
 
+    def reset_peak(self) -> None:
+        """Begins to look for the peak anew, where there is a counter."""
+
     def empty_cache(self) -> None:
         """Gives cached memory back; it waits for the device, so never in a step."""
 

@@ -59,6 +59,9 @@ class Cuda(AbstractDevice):
             limit=torch.cuda.get_device_properties(self._place).total_memory,
         )
 
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._place)
+
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 

@@ -89,6 +89,11 @@ class Mps(AbstractDevice):
             limit=torch.mps.recommended_max_memory(),
         )
 
+    def reset_peak(self) -> None:
+        self._sampled_peak = 0
+        if self._has_peak:
+            torch.accelerator.reset_peak_memory_stats(self.place)
+
     def empty_cache(self) -> None:
         torch.mps.empty_cache()
 

@@ -3,24 +3,17 @@
 A process that dies or hangs in a check is a finding of that check; the checks behind it go on in a new process.
 """
 
-import json
-import os
-import queue
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from whet.base import env
 from whet.base.record import Record
 from whet.doctor.case import Check, Finding, Group, failed, skipped
 from whet.doctor.child import MARK
+from whet.measure.answering import AnsweringProcess
 
 START_SECONDS = 90.0
 """For loading torch and opening the device, at the worst."""
@@ -89,7 +82,8 @@ class _Sitting:
 
     def checks(self) -> Iterator[Check]:
         group = self._group
-        with _Process(self._ward.words(group, first=self._first), self._ward.environment(group)) as process:
+        words, environment = self._ward.words(group, first=self._first), self._ward.environment(group)
+        with AnsweringProcess("whet.doctor.child", words, mark=MARK, environment=environment) as process:
             listed = process.answer(self._to_start())
             if not isinstance(listed, dict):
                 if self._is_over():
@@ -125,7 +119,7 @@ class _Sitting:
     def _to_start(self) -> float:
         return min(START_SECONDS, max(0.0, self._ward.ends_at - time.monotonic()))
 
-    def _no_answer(self, case: Listed, answer: str, process: "_Process", left: float, seconds: float) -> Finding:
+    def _no_answer(self, case: Listed, answer: str, process: AnsweringProcess, left: float, seconds: float) -> Finding:
         if answer == "dead":
             return failed(f"the process died: {process.last_words()}", outcome="died")
         if left < case.limit_seconds:
@@ -133,79 +127,18 @@ class _Sitting:
         return failed(f"no answer after {seconds:.0f} s; the process was ended", outcome="hung")
 
 
-def _finding(answer: dict[str, Any], process: "_Process") -> Finding:
+def _finding(answer: dict[str, Any], process: AnsweringProcess) -> Finding:
     found = Finding.model_validate(answer["finding"])
-    fault = process.silent_fault(answer["stderr_bytes"])
+    fault = _silent_fault(process, answer["stderr_bytes"])
     if fault is None:
         return found
     return failed(f"the GPU reported: {fault}", **{**found.figures, "outcome": "silent fault"})
 
 
-class _Process:
-    """A child that writes answers; read with limits, ended at the latest when we leave."""
-
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
-        self._seen = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "whet.doctor.child", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=dict(environment),
-        )
-        assert self._process.stdout is not None
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=_pump, args=(self._process.stdout, self._lines), daemon=True)
-        self._reader.start()
-
-    def __enter__(self) -> "_Process":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._reader.join()
-        self._stderr.close()
-
-    def answer(self, seconds: float) -> dict[str, Any] | str:
-        """The next answer; "late" when none came in time, "dead" when none will."""
-        ends_at = time.monotonic() + seconds
-        while True:
-            try:
-                line = self._lines.get(timeout=max(0.0, ends_at - time.monotonic()))
-            except queue.Empty:
-                return "late"
-            if line is None:
-                return "dead"
-            if line.startswith(MARK.encode()):
-                return dict(json.loads(line[len(MARK) :]))
-
-    def silent_fault(self, size: int) -> str | None:
-        """What the driver complained about between the last look and that size, although Python saw no error."""
-        # Not through a seek: the child writes at the position that it shares with us.
-        text = os.pread(self._stderr.fileno(), size - self._seen, self._seen).decode(errors="replace")
-        self._seen = size
-        return next((line.strip()[:300] for line in text.splitlines() if any(f in line for f in _SILENT_FAULTS)), None)
-
-    def last_words(self) -> str:
-        """How the process ended, and the last line it wrote."""
-        try:
-            code = self._process.wait(timeout=2)
-        except subprocess.TimeoutExpired:
-            return "it still runs and says nothing"
-        size = os.fstat(self._stderr.fileno()).st_size
-        said = os.pread(self._stderr.fileno(), 10_000, max(0, size - 10_000)).decode(errors="replace")
-        lines = said.strip().splitlines()
-        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"{how}: {lines[-1][:300]}" if lines else how
-
-
-def _pump(stream: IO[bytes], lines: "queue.SimpleQueue[bytes | None]") -> None:
-    with stream:
-        for line in stream:
-            lines.put(line)
-    lines.put(None)
+def _silent_fault(process: AnsweringProcess, size: int) -> str | None:
+    """What the driver complained about until stderr had that size, although Python saw no error."""
+    lines = process.said_since(size).splitlines()
+    return next((line.strip()[:300] for line in lines if any(fault in line for fault in _SILENT_FAULTS)), None)
 
 
 def _check(group: Group, case: Listed, found: Finding, *, seconds: float = 0.0) -> Check:

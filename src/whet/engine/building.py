@@ -40,11 +40,22 @@ class Parts:
     base_rates: list[float]
 
 
-def build(model: nn.Module, optimizer: Optimizer | OptimizerChoice, data: Any, training: Training, plan: Plan) -> Parts:
-    """Opens the device, moves the model, reads the data; everything that can be wrong is refused here."""
+def build(
+    model: nn.Module,
+    optimizer: Optimizer | OptimizerChoice,
+    data: Any,
+    training: Training,
+    plan: Plan,
+    *,
+    source: AbstractSource | None = None,
+) -> Parts:
+    """Opens the device, moves the model, reads the data; everything that can be wrong is refused here.
+
+    `source` is the data as the plan says, if it is open already.
+    """
     plan, device, fell_back = use_device(plan)
     seed_randomness(training.seed)
-    source = open_planned_source(
+    source = source or open_planned_source(
         data,
         device,
         plan,

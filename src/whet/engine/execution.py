@@ -17,7 +17,7 @@ from whet.engine.guard import Guard
 from whet.engine.moving import compare_with_cpu
 from whet.engine.recorder import Recorder
 from whet.engine.recovery import let_go, need_less
-from whet.engine.while_training import compiled
+from whet.engine.while_training import Compiled
 from whet.engine.workload import measure_activation_bytes
 from whet.plan.lowering import with_smaller_eval_batch
 from whet.plan.plan import Plan, make_plan
@@ -144,7 +144,7 @@ class Execution:
         if self.plan.value("activation_checkpointing") == "on":
             self._closing.enter_context(recompute_blocks(model))
         if self.plan.value("compile") == "on":
-            self._closing.enter_context(compiled(model))
+            self._closing.enter_context(Compiled(model).in_use())
         self._is_ready = True
 
     def _compare_with_cpu(self, loss: LossFunction, batch: GlobalBatch, *, number: int) -> None:

@@ -12,6 +12,7 @@ from whet.engine.evaluating import Evaluate
 from whet.engine.progress_line import ProgressLine
 from whet.engine.recorder import Show
 from whet.engine.session import Session
+from whet.engine.tuning import OpenRig
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice
 
@@ -40,21 +41,28 @@ def train(
     dev: Any = None,
     test: Any = None,
     show: Show | Literal["line"] | None = "line",
+    measure: bool = True,
+    open_rig: OpenRig | None = None,
     **options: Any,
 ) -> Result:
     """Trains a model: probes, plans, trains, checkpoints; call it again with the same `run` and it resumes.
 
     `loss` receives a micro-batch and returns a mean over its samples, or a pair (sum, weight). `evaluate` receives the
     model and micro-batches of `dev` and returns metrics; of `test` too, once, when all steps are done. `show` is told
-    of every event: a line on standard error unless you give a function, or None for silence. All other
-    options are Session's: run, device, wishes, goal, init_from, and what `engine/training.py` lists (global_batch_size,
-    epochs, max_steps, seed, schedule, warmup_steps, clip, ema, eval_every, patience, ...).
+    of every event: a line on standard error unless you give a function, or None for silence. A new run that is long
+    enough to earn it back is measured first, in steps that leave no trace (docs/measure.md), unless `measure` is
+    False; `open_rig` opens the same training in a process of its own for that. All other options are Session's: run,
+    device, wishes, plan, goal, init_from, and what `engine/training.py` lists (global_batch_size, epochs, max_steps,
+    seed, schedule, warmup_steps, clip, ema, eval_every, patience, ...).
     """
     if (evaluate is None) != (dev is None):
         raise UsageError("evaluate and dev belong together", got="one of them", try_="evaluate=..., dev=...")
     metrics: dict[str, float] = {}
     told = ProgressLine(epochs=options.get("epochs", 1)) if show == "line" else show
-    with Session(model, optimizer, data, show=told, **options) as session:
+    session = Session(model, optimizer, data, show=told, **options)
+    if measure:
+        session.tune(loss, open_rig=open_rig)
+    with session:
         if evaluate is not None and session.due("evaluate"):
             metrics |= session.evaluate(evaluate, dev)
         for batch in session:

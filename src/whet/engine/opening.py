@@ -39,6 +39,8 @@ class Request:
     config: Mapping[str, Any]
     wishes: Mapping[str, Scalar]
     workload: Workload
+    plan: Plan | None
+    """For a new run, if it was made before."""
     allow: tuple[str, ...]
     init_from: str | Path | None
     attach: Mapping[str, bytes]
@@ -78,7 +80,14 @@ def open_session(
     if path is not None and not is_new:
         # Locked before it is read: two processes must not go on with one run.
         closing.enter_context(lock.acquire(path))
-    start = find_start(path, request.workload, wishes=request.wishes, config=request.config, allow=request.allow)
+    start = find_start(
+        path,
+        request.workload,
+        wishes=request.wishes,
+        config=request.config,
+        plan=request.plan,
+        allow=request.allow,
+    )
     if is_new and start.run is not None:
         raise UsageError("another process has just started this run", got=str(path), try_="another run folder")
     found = None if start.run is None else store.newest(start.run.checkpoints, run_id=start.run.header.id)

@@ -1,6 +1,6 @@
 """What a session does not do, said before it could do harm."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from whet.base.errors import UsageError
 from whet.data.batch import GlobalBatch, Position
 from whet.engine.starting import ALLOWED_KEYS
+from whet.plan.plan import Plan
+from whet.plan.setting import Scalar
 from whet.step.optimizer import OptimizerChoice
 
 
@@ -108,3 +110,11 @@ def refuse_disallowed(allow: object) -> tuple[str, ...]:
         if word not in ALLOWED_KEYS:
             raise UsageError("this cannot be allowed", got=repr(word), try_=" or ".join(ALLOWED_KEYS))
     return words
+
+
+def refuse_wishes_beside_plan(plan: Plan | None, wishes: Mapping[str, Scalar] | None, device: str) -> None:
+    """A plan holds its wishes already."""
+    if plan is not None and (wishes or device not in ("auto", plan.wishes.get("device"))):
+        raise UsageError(
+            "a plan has its wishes already", got="plan and wishes or device", try_="wishes=... when the plan is made"
+        )

@@ -12,7 +12,7 @@ import gc
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,10 +39,13 @@ from whet.engine.refusals import (
     refuse_reserved,
     refuse_shorter_data,
     refuse_skipped_batch,
+    refuse_wishes_beside_plan,
     refuse_wrong_kinds,
 )
 from whet.engine.signals import StopRequests
+from whet.engine.starting import exists
 from whet.engine.training import read_training
+from whet.engine.tuning import OpenRig, Tunable, tuned_plan
 from whet.engine.while_training import no_garbage_collection
 from whet.engine.workload import describe
 from whet.machine.awake import NO_CAFFEINATE, kept_awake
@@ -60,7 +63,8 @@ class Session:
     """Makes optimizer steps, writes them down, saves and resumes. Enter it, iterate over it, step.
 
     `run` is the folder; without one nothing is written. `device` is auto, mps, cuda, cuda:1 or cpu. `wishes` are
-    settings of the plan that you decide (micro_batch, precision, threads, ...; see docs/rules). `goal` names the metric
+    settings of the plan that you decide (micro_batch, precision, threads, ...; see docs/rules). `plan` is one that
+    `whet.tune` or `whet.make_plan` made for this training, for a new run. `goal` names the metric
     that decides the best checkpoint, and `goal_is` whether it should be "max" or "min". `init_from` is a run whose
     weights a new one starts with. `allow` names what may be other than it was when a run goes on: "data", "batch".
     `show` is told of every event. `vitals` reads the machine while it trains; its own sensors if not given. All other
@@ -81,6 +85,7 @@ class Session:
         run: str | Path | None = None,
         device: str = "auto",
         wishes: Mapping[str, Scalar] | None = None,
+        plan: Plan | None = None,
         workload: Workload | None = None,
         goal: str | None = None,
         goal_is: str = "max",
@@ -101,7 +106,8 @@ class Session:
         self.run: Run | None = None
         self._optimizer = optimizer
         self._data = data
-        wishes = {**(wishes or {}), **({} if device == "auto" else {"device": device})}
+        refuse_wishes_beside_plan(plan, wishes, device)
+        wishes = {**(plan.wishes if plan else wishes or {}), **({} if device == "auto" else {"device": device})}
         if isinstance(optimizer, Optimizer):
             wishes["optimizer_kernels"] = "your optimizer"
         self._request = Request(
@@ -111,6 +117,7 @@ class Session:
             config=self.training.as_json() if config is None else config,
             wishes=wishes,
             workload=workload or describe(model, data, self.training, recipe=recipe),
+            plan=plan,
             allow=refuse_disallowed(allow),
             init_from=init_from,
             attach=attach or {},
@@ -125,6 +132,24 @@ class Session:
         self._is_in_step = False
         self._is_best_unsaved = False
         self._went_back = False
+
+    def tune(self, loss: LossFunction, *, open_rig: OpenRig | None = None) -> None:
+        """Before entering: measures what is fastest here, if this is a new run that is long enough to earn it back."""
+        request = self._request
+        if exists(request.path) or request.plan is not None:
+            return
+        tunable = Tunable(
+            model=self.model,
+            data=self._data,
+            loss=loss,
+            optimizer=self._optimizer,
+            training=self.training,
+            workload=request.workload,
+            wishes=request.wishes,
+        )
+        show = self._show or (lambda _, __: None)
+        plan = tuned_plan(tunable, open_rig=open_rig, say=lambda line: show("plan", {"changed": line}))
+        self._request = replace(request, plan=plan)
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
 

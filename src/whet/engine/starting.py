@@ -44,13 +44,19 @@ def find_start(
     *,
     wishes: Mapping[str, Scalar],
     config: Mapping[str, Any],
+    plan: Plan | None = None,
     allow: Collection[str] = (),
 ) -> Start:
-    """The plan saved in the run folder if there is one and it fits this machine; else a new plan. Writes nothing."""
+    """The plan saved in the run folder if there is one and it fits this machine; else a new plan. Writes nothing.
+
+    `plan` is taken for a new run, if it was made for this machine.
+    """
     machine, conditions = machine_here()
-    plan = make_plan(machine, workload, wishes=wishes, conditions=conditions)
+    given, plan = plan, make_plan(machine, workload, wishes=wishes, conditions=conditions)
     if path is None or not exists(path):
-        return Start(plan=plan, run=None)
+        if given is not None:
+            refuse_foreign_plan(given, plan)
+        return Start(plan=given or plan, run=None)
     run = open_run(path)
     refuse_changes(run.config, config, where=path, free=[key for word in allow for key in ALLOWED_KEYS[word]])
     saved = read_plan(run.plan, where=f"{path}/plan.json")
@@ -67,6 +73,16 @@ def find_start(
     wishes |= {name: value for name, value in plan.wishes.items() if name in care}
     changed_only = {"workload": grown, "wishes": wishes, "settings": {**saved.settings, **care}}
     return Start(plan=saved.model_copy(update=changed_only), run=run)
+
+
+def refuse_foreign_plan(given: Plan, ours: Plan) -> None:
+    """A plan holds for the machine and the training that it was made for."""
+    changed = _what_changed(given, ours)
+    if given.workload.global_batch_size != ours.workload.global_batch_size:
+        batches = f"global_batch_size {given.workload.global_batch_size}"
+        changed = f"{batches}; this training has {ours.workload.global_batch_size}"
+    if changed is not None:
+        raise UsageError("the plan was made for something else", got=changed, try_="whet.tune(...) here, or no plan")
 
 
 def refuse_changes(

@@ -8,14 +8,23 @@ import torch
 from torch import nn
 
 
-@contextmanager
-def compiled(model: nn.Module) -> Iterator[None]:
-    """The model's calls go through torch.compile for a while; the object stays the same."""
-    model.compile()
-    try:
-        yield
-    finally:
-        model._compiled_call_impl = None
+class Compiled:
+    """A model's calls through torch.compile, to be used for a while; the object stays the same."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = model._compiled_call_impl
+        model.compile()
+        self._call = model._compiled_call_impl
+        model._compiled_call_impl = self._before
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        self._model._compiled_call_impl = self._call
+        try:
+            yield
+        finally:
+            self._model._compiled_call_impl = self._before
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from whet.measure.rig import Settings
 from whet.plan.hazards import ROW_LIMIT, has_row_limit
 from whet.plan.plan import Plan, make_plan
+from whet.plan.prediction import predict_bytes
 from whet.plan.rules import ALL
 from whet.plan.setting import Measured, Scalar
 
@@ -41,6 +42,20 @@ def planned(plan: Plan, settings: Settings) -> Plan:
         measured={**plan.measured, **tried},
         conditions=plan.conditions,
         trials=plan.trials,
+    )
+
+
+def predicted_bytes(plan: Plan, settings: Settings) -> int | None:
+    """What a step will need with these settings, as the plan's own rules predict it."""
+    chosen = planned(plan, settings)
+    micro_batch = chosen.value("micro_batch")
+    assert isinstance(micro_batch, int)
+    return predict_bytes(
+        chosen.workload,
+        micro_batch=micro_batch,
+        device=device_kind(chosen),
+        precision=str(chosen.value("precision")),
+        is_checkpointed=chosen.value("activation_checkpointing") == "on",
     )
 
 

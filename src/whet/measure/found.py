@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeFloat
 
 from whet.base.record import Record
 from whet.measure.words import short_words
-from whet.plan.plan import Plan
+from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Evidence, Measured, Scalar
 from whet.plan.trial import Trial
 
@@ -37,6 +37,17 @@ class Found(Record):
     """The median of a step under what was found; None where none was made."""
     preparation_seconds: NonNegativeFloat | None = None
     words: tuple[str, ...] = ()
+
+    def applied_to(self, plan: Plan) -> Plan:
+        """The plan with what was found, and the trials as evidence."""
+        return make_plan(
+            plan.machine,
+            plan.workload,
+            wishes=plan.wishes,
+            measured=self.measured,
+            conditions=plan.conditions,
+            trials=self.trials,
+        )
 
 
 def measured_settings(plan: Plan, trials: Sequence[Trial], *, reverted: str | None = None) -> dict[str, Measured]:

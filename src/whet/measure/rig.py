@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from whet.base.errors import WhetError
+from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 
 Settings = Mapping[str, Scalar]
@@ -73,3 +74,11 @@ class Rig(Protocol):
 
         Raises ProbeFailedError.
         """
+
+
+class PlannedRig(Rig, Protocol):
+    """A rig that knows the plan it starts from."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan by rules alone."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,58 @@ from whet.checkpoint.randomness import seed_randomness
 from whet.config.resolve import Resolved
 from whet.engine.loop import Result, train
 from whet.engine.recorder import Show
-from whet.recipes.recipe import Recipe
+from whet.engine.tuning import OpenRig
+from whet.plan.workload import Workload
+from whet.recipes.recipe import Recipe, Splits
 from whet.run.folder import KEPT_FILE
+from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice
 
 WARMUP_SHARE = 0.06
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ingredients:
+    """What a recipe gives for its config: all that `train` and `tune` need."""
+
+    data: Splits
+    model: Any
+    loss: LossFunction
+    optimizer: OptimizerChoice
+    workload: Workload
+    training: dict[str, Any]
+    """The keywords of `whet.engine.training.Training`."""
+
+
+def ingredients(recipe: Recipe, config: Any) -> Ingredients:
+    """Reads the data and makes the model."""
+    data = recipe.data(config)
+    seed_randomness(config.seed)
+    model = recipe.model(config, data)
+    # Counted, whatever the description says.
+    counted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    workload = recipe.describe(config, data).model_copy(update={"num_parameters": max(1, counted)})
+    warmup = int(WARMUP_SHARE * (workload.num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
+    return Ingredients(
+        data=data,
+        model=model,
+        loss=partial(recipe.loss, model),
+        optimizer=OptimizerChoice(name=config.optimizer, lr=config.lr, weight_decay=config.weight_decay),
+        workload=workload,
+        training={
+            "global_batch_size": config.global_batch_size,
+            "epochs": config.epochs,
+            "max_steps": config.max_steps,
+            "seed": config.seed,
+            "schedule": config.schedule,
+            "warmup_steps": warmup,
+            "clip": config.clip,
+            "ema": config.ema,
+            "eval_every": None if config.eval_every == "auto" else config.eval_every,
+            "patience": config.patience,
+            "epochs_per_sitting": config.epochs_per_sitting,
+        },
+    )
 
 
 def train_recipe(
@@ -26,45 +74,32 @@ def train_recipe(
     command: Sequence[str] = (),
     show: Show | None = None,
     allow: Sequence[str] = (),
+    open_rig: OpenRig | None = None,
 ) -> Result:
-    """Trains a recipe in a run folder, or goes on with it."""
+    """Trains a recipe in a run folder, or goes on with it; measured before if `open_rig` says how."""
     config = resolved.config
-    data = recipe.data(config)
-    seed_randomness(config.seed)
-    model = recipe.model(config, data)
-    # Counted, whatever the description says.
-    counted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    workload = recipe.describe(config, data).model_copy(update={"num_parameters": max(1, counted)})
-    warmup = int(WARMUP_SHARE * (workload.num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
+    made = ingredients(recipe, config)
     return train(
-        model,
-        data.train,
-        loss=partial(recipe.loss, model),
-        optimizer=OptimizerChoice(name=config.optimizer, lr=config.lr, weight_decay=config.weight_decay),
+        made.model,
+        made.data.train,
+        loss=made.loss,
+        optimizer=made.optimizer,
         evaluate=recipe.evaluate,
-        dev=data.dev,
-        test=data.test,
-        attach={} if (run / KEPT_FILE).exists() else {KEPT_FILE: json.dumps(recipe.keep(config, data)).encode()},
+        dev=made.data.dev,
+        test=made.data.test,
+        attach={} if (run / KEPT_FILE).exists() else {KEPT_FILE: json.dumps(recipe.keep(config, made.data)).encode()},
         run=run,
         device=device,
         wishes=resolved.wishes,
-        workload=workload,
+        workload=made.workload,
         goal=recipe.goal,
         recipe=recipe.name,
         config=config.model_dump(mode="json"),
         command=list(command),
         init_from=config.init_from,
         show=show,
+        measure=open_rig is not None,
+        open_rig=open_rig,
         allow=allow,
-        global_batch_size=config.global_batch_size,
-        epochs=config.epochs,
-        max_steps=config.max_steps,
-        seed=config.seed,
-        schedule=config.schedule,
-        warmup_steps=warmup,
-        clip=config.clip,
-        ema=config.ema,
-        eval_every=None if config.eval_every == "auto" else config.eval_every,
-        patience=config.patience,
-        epochs_per_sitting=config.epochs_per_sitting,
+        **made.training,
     )

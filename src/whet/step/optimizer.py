@@ -29,15 +29,15 @@ def make_optimizer(
     """An optimizer over the model's trainable parameters; biases and norms are not decayed."""
     name, lr = choice.name, choice.lr
     groups = decay_groups(model.parameters(), weight_decay=choice.weight_decay)
-    fused = kernels == "fused"
+    fused, foreach = kernels == "fused", kernels == "foreach"
     # A rate that lies in a tensor can change without a new kernel or a new graph; fused kernels take it so.
     rate: Any = torch.tensor(lr, dtype=device.lr_dtype, device=device.place) if fused else lr
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=rate, fused=fused)
+        return torch.optim.AdamW(groups, lr=rate, fused=fused, foreach=foreach)
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=0.9, fused=fused)
+        return torch.optim.SGD(groups, lr=rate, momentum=0.9, fused=fused, foreach=foreach)
     if name == "adafactor":
-        return torch.optim.Adafactor(groups, lr=lr)
+        return torch.optim.Adafactor(groups, lr=lr, foreach=None if fused else foreach)
     raise UsageError("no such optimizer", got=name, try_=" or ".join(NAMES))
 
 

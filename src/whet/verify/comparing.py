@@ -139,9 +139,7 @@ def _precisions(
         say(f"{precision} on {device.kind} ...")
         try:
             with bench.at(device) as placed:
-                found.append(
-                    precision_agreement(placed.model, placed.specimen.loss, placed.micro, device, precision)
-                )
+                found.append(precision_agreement(placed.model, placed.specimen.loss, placed.micro, device, precision))
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if is_asked:
                 got = str(error).splitlines()[0][:200]

@@ -67,7 +67,9 @@ class Bench:
         self._weights = {name: tensor.detach().clone() for name, tensor in named_tensors(first.model)}
 
     @contextmanager
-    def at(self, device: AbstractDevice, *, dtype: torch.dtype | None = None, dropout: bool = False) -> Iterator[Placed]:
+    def at(
+        self, device: AbstractDevice, *, dtype: torch.dtype | None = None, dropout: bool = False
+    ) -> Iterator[Placed]:
         """A copy on a device, in its own number format or another; float32 products are not rounded to tf32."""
         with ExitStack() as stack:
             stack.enter_context(undisturbed(device))

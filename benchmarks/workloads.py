@@ -1,0 +1,143 @@
+"""Three workloads to measure plans with: text, a chat-shaped model, a convolutional net; real models on made-up data.
+
+The text is whet's own recipe on the docstrings of installed packages; the others draw their data, whose values do not
+matter for speed. Each is small on a CPU and larger on a GPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from whet.config.resolve import resolve
+from whet.data.batch import Micro
+from whet.data.ragged import Ragged
+from whet.device.machine_here import machine_here
+from whet.engine.rig import StepRig
+from whet.engine.training import read_training
+from whet.engine.workload import describe
+from whet.plan.plan import make_plan
+from whet.plan.workload import Workload
+from whet.recipes.recipe import load_recipe
+from whet.recipes.train import ingredients
+from whet.step.optimizer import OptimizerChoice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """All that a rig needs; `workload` only where a recipe says more than its data."""
+
+    model: nn.Module
+    data: Any
+    loss: Callable[[Micro], Any]
+    training: dict[str, Any]
+    optimizer: OptimizerChoice = OptimizerChoice()  # noqa: RUF009 - frozen
+    workload: Workload | None = None
+
+    def rig(self, *, device: str, name: str, **wishes: Any) -> StepRig:
+        training = read_training(self.training)
+        machine, conditions = machine_here()
+        workload = self.workload or describe(self.model, self.data, training, recipe=name)
+        chosen = {**wishes, **({} if device == "auto" else {"device": device})}
+        plan = make_plan(machine, workload, wishes=chosen, conditions=conditions)
+        return StepRig(self.model, self.optimizer, self.data, training, loss=self.loss, plan=plan)
+
+
+def text(*, is_large: bool) -> Task:
+    """whet's encoder: small on a CPU, of BERT-base shape on a GPU."""
+    recipe = load_recipe("text")
+    words = ["arch.layers=12", "arch.hidden_size=768", "arch.heads=12"] if is_large else []
+    made = ingredients(recipe, resolve(recipe.Config, [*words, "dropout=0"]).config)
+    return Task(
+        model=made.model,
+        data=made.data.train,
+        loss=made.loss,
+        optimizer=made.optimizer,
+        training=made.training,
+        workload=made.workload,
+    )
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class Chat(nn.Module):
+    """A causal language model of the usual shape."""
+
+    def __init__(self, *, vocabulary: int, width: int, layers: int, heads: int, longest: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(longest, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def chat(*, is_large: bool) -> Task:
+    """Conversations of 16 to `longest` tokens; the loss counts tokens."""
+    torch.manual_seed(0)
+    longest, vocabulary = (512, 16_384) if is_large else (96, 512)
+    shape = {"width": 768, "layers": 12, "heads": 12} if is_large else {"width": 96, "layers": 3, "heads": 4}
+    model = Chat(vocabulary=vocabulary, longest=longest, **shape)
+    lengths = (torch.rand(1600).square() * (longest - 16)).long() + 16
+    samples = Ragged.of([torch.randint(0, vocabulary, (int(length),)) for length in lengths])
+
+    def loss(micro: Micro) -> tuple[Tensor, Tensor]:
+        values, counts = micro.tokens.values, micro.tokens.lengths
+        logits = model(values[:, :-1])
+        is_real = torch.arange(values.shape[1] - 1, device=values.device) < (counts - 1)[:, None]
+        losses = functional.cross_entropy(logits.flatten(0, 1), values[:, 1:].flatten(), reduction="none")
+        return (losses * is_real.flatten()).sum(), is_real.sum()
+
+    return Task(model=model, data={"tokens": samples}, loss=loss, training={"global_batch_size": 32, "epochs": 100})
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.GroupNorm(8, width), nn.GroupNorm(8, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(x + self.norm2(self.second(functional.relu(self.norm1(self.first(x))))))
+
+
+def conv(*, is_large: bool) -> Task:
+    """A full-resolution residual net on 13 x 13 boards."""
+    torch.manual_seed(0)
+    width, depth = (128, 18) if is_large else (32, 3)
+    model = nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        *(Residual(width) for _ in range(depth)),
+        nn.Flatten(),
+        nn.Linear(width * 169, 169),
+    )
+    data = (torch.randn(4096, 3, 13, 13), torch.randint(0, 169, (4096,)))
+
+    def loss(micro: Micro) -> Tensor:
+        return functional.cross_entropy(model(micro.x), micro.y)
+
+    return Task(model=model, data=data, loss=loss, training={"global_batch_size": 64, "epochs": 100})
+
+
+TASKS: dict[str, Callable[..., Task]] = {"text": text, "chat": chat, "conv": conv}

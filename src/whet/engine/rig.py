@@ -1,0 +1,303 @@
+"""The real step of the real model on its own data, timed in this process: what a plan is measured with.
+
+It borrows the model and leaves no trace: weights, buffers, modes, the optimizer, generators and threads are put back.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import cycle, islice
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from whet.base.errors import WhetError
+from whet.checkpoint.randomness import undisturbed
+from whet.data.batch import GlobalBatch, Micro, Position
+from whet.data.cut import Lengths
+from whet.data.source import AbstractSource
+from whet.data.table import Table
+from whet.device.abstract import AbstractDevice
+from whet.device.oom import is_out_of_memory
+from whet.device.open import open_device
+from whet.engine.building import Parts, build, open_planned_source
+from whet.engine.guard import Buffers
+from whet.engine.recovery import let_go
+from whet.engine.training import Training
+from whet.engine.while_training import Compiled
+from whet.engine.workload import measure_activation_bytes
+from whet.measure.candidates import planned, predicted_bytes
+from whet.measure.rig import Agreement, ProbeFailedError
+from whet.plan.plan import Plan, make_plan
+from whet.plan.setting import Scalar
+from whet.step.ema import named_tensors
+from whet.step.loss import LossFunction
+from whet.step.optimizer import OptimizerChoice, set_rate
+from whet.step.recompute import recompute_blocks
+from whet.verify.precision_report import precision_agreement
+
+NUM_BATCHES = 64
+"""The global batches that are stepped on in turn: enough for the lengths of the data to show."""
+_WARMUP_STEPS = 2
+
+
+class StepRig:
+    """One training on this machine; enter it, prepare settings, and make their steps in any order."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | OptimizerChoice,
+        data: Any,
+        training: Training,
+        *,
+        loss: LossFunction,
+        plan: Plan,
+    ) -> None:
+        self.plan = plan
+        """The plan by rules alone; what a sample needs is known in it once the rig is entered."""
+        self.model = model
+        self.loss = loss
+        self._optimizer = optimizer
+        self._data = data
+        self._training = training
+        self._closing = ExitStack()
+        self._sources: dict[tuple[Scalar, ...], AbstractSource] = {}
+        self._batches: list[GlobalBatch] = []
+        self._is_on: torch.device | None = None
+        self._floors: dict[torch.device, int] = {}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            undo.callback(self._closing.close)
+            self._closing.enter_context(_borrowed(self.model, self._optimizer))
+            self._closing.enter_context(_settings_of_process())
+            self._closing.enter_context(undisturbed(open_device(str(self.plan.value("device"))).device))
+            self._learn_what_a_sample_needs()
+            undo.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for source in self._sources.values():
+            source.close()
+        self._sources.clear()
+        self._closing.close()
+        for place in self._floors:
+            open_device(str(place)).device.empty_cache()
+
+    # --- what a search asks ------------------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def plan_with(self, settings: Mapping[str, Scalar]) -> Plan:
+        """The plan as it would be with these settings; what depends on them is decided again."""
+        return planned(self.plan, settings)
+
+    def predicted_bytes(self, settings: Mapping[str, Scalar]) -> int | None:
+        return predicted_bytes(self.plan, settings)
+
+    def agreement(self, settings: Mapping[str, Scalar], *, seconds: float) -> Agreement:  # noqa: ARG002
+        """Whether a precision computes the same as fp32 on the same device, on a few samples of the data."""
+        parts = self._built(self.plan_with(settings))
+        plan, device = parts.plan, parts.device
+        self.move_to(device)
+        micro = self.few_samples(parts, at_most=8).moved(device.put)
+        found = precision_agreement(self.model, self.loss, micro, device, str(plan.value("precision")))
+        return Agreement(
+            loss_error=found.loss_error, gradient_error=found.gradient_error, bound=found.bound, agrees=found.agrees
+        )
+
+    def prepare(self, settings: Mapping[str, Scalar], *, seconds: float) -> "PreparedSteps":
+        """Builds and makes the first steps; a process of its own is needed to hold `seconds` at all costs."""
+        start = time.perf_counter()
+        try:
+            prepared = PreparedSteps(self, self._built(self.plan_with(settings)))
+            for index in range(_WARMUP_STEPS):
+                prepared.step_seconds = prepared.step(index)
+                if time.perf_counter() - start > seconds:
+                    break
+        except WhetError as error:
+            raise ProbeFailedError(f"{error.what}: {error.got}", kind="error") from error
+        except (RuntimeError, NotImplementedError, TypeError, MemoryError) as error:
+            is_oom = is_out_of_memory(error)
+            raise ProbeFailedError(let_go(error), kind="oom" if is_oom else "error") from None
+        prepared.preparation_seconds = time.perf_counter() - start
+        return prepared
+
+    # --- for prepared steps ------------------------------------------------------------------------------------------
+
+    def batch(self, index: int) -> GlobalBatch:
+        return self._batches[index % len(self._batches)]
+
+    def move_to(self, device: AbstractDevice) -> None:
+        if device.place != self._is_on:
+            device.put_model(self.model, self._optimizer if isinstance(self._optimizer, Optimizer) else None)
+            self._is_on = device.place
+
+    def few_samples(self, parts: Parts, *, at_most: int) -> Micro:
+        how: Lengths = str(parts.plan.value("lengths"))  # type: ignore[assignment]
+        batch = self.batch(0)
+        return next(iter(parts.source.micros(batch, micro_batch=min(at_most, len(batch)), how=how)))
+
+    def floor(self, device: AbstractDevice) -> int:
+        """What was taken on a device, or by this process, before any model was there."""
+        if device.place not in self._floors:
+            own = sum(t.nbytes for _, t in named_tensors(self.model) if t.device.type == device.place.type)
+            self._floors[device.place] = max(0, (device.memory().allocated or 0) - own)
+        return self._floors[device.place]
+
+    def batches_of(self, source: AbstractSource) -> Iterator[GlobalBatch] | None:
+        """Batches that have to be read, from the first one on and again; None where all lie ready."""
+        return None if isinstance(source, Table) else _again_and_again(source)
+
+    # --- the parts ---------------------------------------------------------------------------------------------------
+
+    def _built(self, plan: Plan) -> Parts:
+        self._is_on = None
+        self.floor(open_device(str(plan.value("device"))).device)
+        return build(self.model, self._optimizer, self._data, self._training, plan, source=self._source(plan))
+
+    def _source(self, plan: Plan) -> AbstractSource:
+        names = ("device", "data_home", "workers", "prefetch", "worker_start", "copies")
+        key = tuple(plan.value(name) for name in names)
+        if key not in self._sources:
+            device = open_device(str(plan.value("device")), overlaps_copies=plan.value("copies") == "overlapped").device
+            source = open_planned_source(
+                self._data,
+                device,
+                plan,
+                global_batch_size=self._training.global_batch_size,
+                seed=self._training.seed,
+                shuffle=self._training.shuffle,
+            )
+            self._sources[key] = source
+            if not self._batches:
+                self._batches = list(islice(source.batches(Position()), NUM_BATCHES))
+        return self._sources[key]
+
+    def _learn_what_a_sample_needs(self) -> None:
+        plan = self.plan
+        parts = self._built(plan)
+        if plan.workload.activation_bytes is not None or len(self.batch(0)) < 4:
+            return
+        small, large = (self.few_samples(parts, at_most=size).moved(parts.device.put) for size in (2, 4))
+        needed = measure_activation_bytes(self.model, self.loss, small, large, device=parts.device)
+        workload = plan.workload.model_copy(update={"activation_bytes": needed})
+        self.plan = make_plan(plan.machine, workload, wishes=plan.wishes, conditions=plan.conditions)
+
+
+class PreparedSteps:
+    """One plan, ready to make steps on the rig's model; others may make theirs in between."""
+
+    preparation_seconds = 0.0
+    step_seconds = 0.0
+
+    def __init__(self, rig: StepRig, parts: Parts) -> None:
+        self.plan = parts.plan
+        self._rig = rig
+        self._parts = parts
+        self._reading = rig.batches_of(parts.source)
+        self._compiled = Compiled(rig.model) if parts.plan.value("compile") == "on" else None
+        self._number = 0
+        # The arithmetic of an update without its effect: weights that wander off could become numbers that are slow.
+        set_rate(parts.stepper.optimizer, 0.0, parts.base_rates)
+
+    def step(self, index: int) -> float:
+        """The seconds of one optimizer step until the device is done, reading its data included."""
+        parts = self._parts
+        self._number += 1
+        with self._in_force():
+            if self._number == _WARMUP_STEPS:
+                parts.device.reset_peak()
+            start = time.perf_counter()
+            batch = next(self._reading) if self._reading is not None else self._rig.batch(index)
+            parts.stepper(self._rig.loss, self._cut(batch), num_samples=len(batch), step=self._number)
+            parts.device.sync()
+            return time.perf_counter() - start
+
+    def peak_bytes(self) -> int | None:
+        peak = self._parts.device.memory().peak
+        return None if peak is None else max(0, peak - self._rig.floor(self._parts.device))
+
+    def close(self) -> None:
+        self._parts.stepper.forget()
+        self._parts.stepper.optimizer.state.clear()
+
+    def _cut(self, batch: GlobalBatch) -> Iterator[Micro]:
+        plan = self._parts.plan
+        micro_batch, how = plan.value("micro_batch"), plan.value("lengths")
+        assert isinstance(micro_batch, int)
+        return self._parts.source.micros(batch, micro_batch=micro_batch, how=how)  # type: ignore[arg-type]
+
+    @contextmanager
+    def _in_force(self) -> Iterator[None]:
+        """What holds for the whole process or the whole model, only while this plan steps."""
+        plan, device = self._parts.plan, self._parts.device
+        self._rig.move_to(device)
+        threads = plan.value("threads")
+        if isinstance(threads, int) and threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+        device.use_precision(str(plan.value("precision")))
+        with ExitStack() as stack:
+            if plan.value("activation_checkpointing") == "on":
+                stack.enter_context(recompute_blocks(self._rig.model))
+            if self._compiled is not None:
+                stack.enter_context(self._compiled.in_use())
+            yield
+
+
+def _again_and_again(source: AbstractSource) -> Iterator[GlobalBatch]:
+    for _ in cycle((None,)):
+        yield from source.batches(Position())
+
+
+@contextmanager
+def _borrowed(model: nn.Module, optimizer: Optimizer | OptimizerChoice) -> Iterator[None]:
+    """Whatever happens to them inside, model and optimizer are afterwards as they were."""
+    places = {name: parameter.device for name, parameter in model.named_parameters()}
+    weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = Buffers(model)
+    kept = _optimizer_state(optimizer) if isinstance(optimizer, Optimizer) else None
+    try:
+        yield
+    finally:
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.data = parameter.data.to(places[name])
+                parameter.data.copy_(weights[name])
+        buffers.put_back()
+        for module, mode in modes:
+            module.training = mode
+        if kept is not None and isinstance(optimizer, Optimizer):
+            _put_back_optimizer(optimizer, kept)
+
+
+def _optimizer_state(optimizer: Optimizer) -> tuple[dict[Tensor, dict[str, Any]], list[dict[str, Any]]]:
+    def copied(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    state = {parameter: {k: copied(v) for k, v in own.items()} for parameter, own in optimizer.state.items()}
+    return state, [{k: copied(v) if k != "params" else v for k, v in g.items()} for g in optimizer.param_groups]
+
+
+def _put_back_optimizer(optimizer: Optimizer, kept: tuple[dict[Tensor, dict[str, Any]], list[dict[str, Any]]]) -> None:
+    state, groups = kept
+    optimizer.state.clear()
+    optimizer.state.update(state)
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update({name: value for name, value in saved.items() if name != "params"})
+
+
+@contextmanager
+def _settings_of_process() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,130 @@
+"""A process that answers in JSON lines and may die, hang or take too much memory without harming us."""
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+import psutil
+
+_LOOK_EVERY_SECONDS = 0.02
+
+
+class AnsweringProcess:
+    """A Python module run in a child; its answers are read with limits, and it is ended at the latest when we leave.
+
+    Lines on its stdout that begin with `mark` are answers. `most_bytes` is the memory at which it is ended.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        words: Sequence[str] = (),
+        *,
+        mark: str,
+        environment: Mapping[str, str],
+        most_bytes: int | None = None,
+    ) -> None:
+        self._mark = mark.encode()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
+        self._seen = 0
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=dict(environment),
+        )
+        assert self._process.stdout is not None
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=_pump, args=(self._process.stdout, self._lines), daemon=True)
+        self._reader.start()
+        self.took_too_much: int | None = None
+        """The bytes it had when it was ended for them."""
+        self._watching = threading.Thread(target=self._watch, args=(most_bytes,), daemon=True) if most_bytes else None
+        if self._watching is not None:
+            self._watching.start()
+
+    def __enter__(self) -> "AnsweringProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        if self._watching is not None:
+            self._watching.join()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._stderr.close()
+
+    def ask(self, seconds: float, **question: Any) -> dict[str, Any] | str:
+        """The answer to a question; "late" when none came in time, "dead" when none will."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, OSError):
+            return "dead"
+        return self.answer(seconds)
+
+    def answer(self, seconds: float) -> dict[str, Any] | str:
+        """The next answer; "late" when none came in time, "dead" when none will."""
+        ends_at = time.monotonic() + seconds
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, ends_at - time.monotonic()))
+            except queue.Empty:
+                return "late"
+            if line is None:
+                return "dead"
+            if line.startswith(self._mark):
+                return dict(json.loads(line[len(self._mark) :]))
+
+    def said_since(self, size: int) -> str:
+        """What it wrote to stderr between the last look and that size."""
+        # Not through a seek: the child writes at the position that it shares with us.
+        text = os.pread(self._stderr.fileno(), size - self._seen, self._seen).decode(errors="replace")
+        self._seen = size
+        return text
+
+    def last_words(self) -> str:
+        """How the process ended, and the last line it wrote."""
+        try:
+            code = self._process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            return "it still runs and says nothing"
+        size = os.fstat(self._stderr.fileno()).st_size
+        said = os.pread(self._stderr.fileno(), 10_000, max(0, size - 10_000)).decode(errors="replace")
+        lines = said.strip().splitlines()
+        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"{how}: {lines[-1][:300]}" if lines else how
+
+    def _watch(self, most_bytes: int) -> None:
+        try:
+            child = psutil.Process(self._process.pid)
+            while self._process.poll() is None:
+                taken = child.memory_info().rss
+                if taken > most_bytes:
+                    self.took_too_much = taken
+                    self._process.kill()
+                    return
+                time.sleep(_LOOK_EVERY_SECONDS)
+        except psutil.Error:
+            return
+
+
+def _pump(stream: IO[bytes], lines: "queue.SimpleQueue[bytes | None]") -> None:
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(None)

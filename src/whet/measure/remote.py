@@ -1,0 +1,140 @@
+"""A rig in a process of its own: a probe that dies, hangs or takes too much memory is reported; the next one goes on.
+
+Memory is the process's own (its resident set), looked at fifty times a second: what a GPU holds elsewhere is not seen.
+"""
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from whet.base.errors import UsageError, WhetError
+from whet.base.units import show_bytes
+from whet.measure.answering import AnsweringProcess
+from whet.measure.candidates import predicted_bytes
+from whet.measure.child import MARK
+from whet.measure.rig import Agreement, ProbeFailedError
+from whet.plan.plan import Plan, read_plan
+from whet.plan.setting import Scalar
+
+START_SECONDS = 120.0
+"""For loading torch, reading the data and making the model, at the worst."""
+_STEP_SECONDS = 30.0
+"""No step is waited for longer, unless the first ones were long."""
+
+
+class RemoteRig:
+    """Opens `target` (a "module:function" that is given `arguments` and returns a rig) in a child."""
+
+    def __init__(
+        self,
+        target: str,
+        arguments: Mapping[str, Any],
+        *,
+        environment: Mapping[str, str],
+        most_bytes: int | None = None,
+    ) -> None:
+        self._target, self._arguments = target, dict(arguments)
+        self._environment = environment
+        self._most_bytes = most_bytes
+        self._process: AnsweringProcess | None = None
+        self.life = 0
+        """How many processes have ended: what was prepared in one is gone with it."""
+        self._numbers = 0
+
+    def __enter__(self) -> Self:
+        self.plan: Plan = self._start(START_SECONDS)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def predicted_bytes(self, settings: Mapping[str, Scalar]) -> int | None:
+        return predicted_bytes(self.plan, settings)
+
+    def agreement(self, settings: Mapping[str, Scalar], *, seconds: float) -> Agreement:
+        return Agreement(**self.ask(seconds, do="agree", settings=dict(settings), limit=seconds)["agreement"])
+
+    def prepare(self, settings: Mapping[str, Scalar], *, seconds: float) -> "RemotePrepared":
+        self._numbers += 1
+        prepared = RemotePrepared(self, dict(settings), number=self._numbers)
+        prepared.begin(seconds)
+        return prepared
+
+    def ask(self, seconds: float, **question: Any) -> dict[str, Any]:
+        """An answer; a process that gives none is ended, and its end told as the failure of this probe."""
+        if self._process is None:
+            self._start(START_SECONDS)
+        assert self._process is not None
+        answer = self._process.ask(seconds, **question)
+        if isinstance(answer, dict):
+            if "failed" in answer:
+                raise ProbeFailedError(answer["failed"], kind=answer["kind"])
+            return answer
+        taken, words = self._process.took_too_much, self._process.last_words() if answer == "dead" else ""
+        self._end()
+        if taken is not None:
+            most = show_bytes(self._most_bytes or 0)
+            raise ProbeFailedError(f"it took {show_bytes(taken)} of {most} and was ended", kind="oom")
+        if answer == "late":
+            raise ProbeFailedError(f"no answer after {seconds:.1f} s; it was ended", kind="timeout")
+        raise ProbeFailedError(f"its process died: {words}", kind="crash")
+
+    def _start(self, seconds: float) -> Plan:
+        self._process = AnsweringProcess(
+            "whet.measure.child", mark=MARK, environment=self._environment, most_bytes=self._most_bytes
+        )
+        answer = self._process.ask(seconds, target=self._target, arguments=self._arguments)
+        if isinstance(answer, dict) and "plan" in answer:
+            return read_plan(answer["plan"], where="the plan of a measuring process")
+        words = self._process.last_words() if answer == "dead" else f"no answer after {seconds:.0f} s"
+        self._end()
+        if isinstance(answer, dict) and "refused" in answer:
+            what, got, try_ = answer["refused"]
+            raise (UsageError if answer["is_usage"] else WhetError)(what, got=got, try_=try_)
+        raise ProbeFailedError(f"the measuring process could not start: {words}", kind="crash")
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.__exit__(None, None, None)
+            self._process = None
+            self.life += 1
+
+
+class RemotePrepared:
+    """Settings that are ready in the child; after its death they are made ready again when they are next needed."""
+
+    preparation_seconds = 0.0
+    step_seconds = 0.0
+
+    def __init__(self, rig: RemoteRig, settings: Mapping[str, Scalar], *, number: int) -> None:
+        self._rig = rig
+        self._settings = settings
+        self._number = number
+        self._life = rig.life
+        self._slowest = 0.0
+
+    def begin(self, seconds: float) -> None:
+        """Prepares, or raises ProbeFailedError when the time is up."""
+        answer = self._rig.ask(seconds, do="prepare", number=self._number, settings=self._settings, limit=seconds)
+        self.preparation_seconds, self.step_seconds = float(answer["seconds"]), float(answer["step"])
+        self._life = self._rig.life
+
+    def step(self, index: int) -> float:
+        if self._life != self._rig.life:
+            self.begin(max(_STEP_SECONDS, 3 * self.preparation_seconds))
+        limit = max(_STEP_SECONDS, 10 * self._slowest)
+        seconds = float(self._rig.ask(limit, do="step", number=self._number, index=index)["seconds"])
+        self._slowest = max(self._slowest, seconds)
+        return seconds
+
+    def peak_bytes(self) -> int | None:
+        found = self._rig.ask(_STEP_SECONDS, do="peak", number=self._number)["bytes"]
+        return None if found is None else int(found)
+
+    def close(self) -> None:
+        if self._life == self._rig.life:
+            self._rig.ask(_STEP_SECONDS, do="close", number=self._number)

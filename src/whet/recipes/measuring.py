@@ -1,0 +1,46 @@
+"""How a recipe is measured: in a process of its own, on its real model and data."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from whet.base import env
+from whet.config.resolve import Resolved
+from whet.measure.remote import RemoteRig
+from whet.recipes.recipe import load_recipe
+
+TARGET = "whet.recipes.measuring:open_rig"
+
+
+def rig_of(word: str, resolved: Resolved[Any], *, device: str, most_bytes: int | None = None) -> RemoteRig:
+    """A rig for a recipe with its settings; enter it to start the process."""
+    arguments = {
+        "recipe": word,
+        "config": resolved.config.model_dump(mode="json"),
+        "given": list(resolved.given),
+        "device": device,
+    }
+    return RemoteRig(TARGET, arguments, environment=env.for_child(), most_bytes=most_bytes)
+
+
+def open_rig(arguments: Mapping[str, Any]) -> Any:
+    """In the child: the recipe's training, ready to be stepped."""
+    from whet.device.environment import before_torch
+
+    recipe = load_recipe(arguments["recipe"])
+    config = recipe.Config.model_validate(arguments["config"])
+    before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
+    # torch is loaded from here on, unless a recipe of yours has done so.
+    from whet.device.machine_here import machine_here
+    from whet.engine.rig import StepRig
+    from whet.engine.training import read_training
+    from whet.plan.plan import make_plan
+    from whet.recipes.train import ingredients
+
+    made = ingredients(recipe, config)
+    machine, conditions = machine_here()
+    wishes = Resolved(config=config, given=tuple(arguments["given"])).wishes
+    if arguments["device"] != "auto":
+        wishes = {**wishes, "device": arguments["device"]}
+    plan = make_plan(machine, made.workload, wishes=wishes, conditions=conditions)
+    training = read_training(made.training)
+    return StepRig(made.model, made.optimizer, made.data.train, training, loss=made.loss, plan=plan)

@@ -1,0 +1,77 @@
+"""Rigs that misbehave on request, opened in a process of their own by `test_measure_remote.py`."""
+
+import os
+import signal
+import time
+from typing import Any
+
+from whet.base.errors import UsageError
+from whet.machine.known import load_machine
+from whet.measure.rig import Agreement, ProbeFailedError
+from whet.plan.plan import make_plan
+from whet.plan.workload import Workload
+
+
+class Rig:
+    plan = make_plan(load_machine("linux-2core"), Workload(recipe="planted", num_parameters=1000, global_batch_size=32))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def clock(self) -> float:
+        return time.perf_counter()
+
+    def predicted_bytes(self, settings) -> int | None:
+        return None
+
+    def agreement(self, settings, *, seconds) -> Agreement:
+        return Agreement(loss_error=1e-7, gradient_error=1e-6, bound=1e-3, agrees=settings["precision"] == "tf32")
+
+    def prepare(self, settings, *, seconds):
+        match settings.get("misdeed"):
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "aborts":
+                os.abort()
+            case "hangs":
+                time.sleep(60)
+            case "takes too much":
+                self.taken = bytearray(600 * 1024**2)
+                time.sleep(60)
+            case "out of memory":
+                raise ProbeFailedError("MPS backend out of memory", kind="oom")
+            case "raises":
+                raise ValueError("nonsense")
+            case "prints":
+                os.write(1, b"a driver that talks on stdout\n")
+        return Prepared(settings)
+
+
+class Prepared:
+    preparation_seconds = 0.5
+    step_seconds = 0.1
+
+    def __init__(self, settings) -> None:
+        self._settings = settings
+
+    def step(self, index: int) -> float:
+        if self._settings.get("misdeed") == "dies later" and index == 3:
+            os.abort()
+        return 0.1 + index
+
+    def peak_bytes(self) -> int | None:
+        return 7
+
+    def close(self) -> None:
+        pass
+
+
+def open_rig(arguments: dict[str, Any]) -> Rig:
+    if arguments.get("refused"):
+        raise UsageError("no such data", got="nothing", try_="data=FILE")
+    if arguments.get("dies"):
+        os.abort()
+    return Rig()
