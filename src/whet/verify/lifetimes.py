@@ -1,0 +1,128 @@
+"""Which memory is alive at each moment of a step? Every storage from its birth to its death, fake or real."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Scratch = Callable[[Any, tuple[Any, ...], Any], int]
+"""Bytes that a kernel takes beside its outputs and gives back when it is done, from the operator, inputs, outputs."""
+
+_UPDATES_IN_PLACE = tuple(f"aten::_fused_{name}_{way}" for name in ("adamw", "adam", "sgd", "adagrad") for way in ("", ".tensor_lr"))
+
+
+@dataclass(slots=True)
+class Life:
+    num_bytes: int
+    born: int
+    label: str
+    died: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """What was alive at each operator of one step, in bytes: a row for each label."""
+
+    live: dict[str, np.ndarray]
+    num_moments: int
+
+    def row(self, label: str) -> np.ndarray:
+        """The bytes of one label at each operator."""
+        row = self.live.get(label)
+        return np.zeros(self.num_moments) if row is None else row.astype(np.float64)
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """What is written down; apart from the mode, so that storages that outlive it do not hold the mode."""
+
+    now: int = 0
+    lives: list[Life] = field(default_factory=list)
+    alive: dict[int, tuple[weakref.ref[Any], Life]] = field(default_factory=dict)
+    scratch: dict[int, int] = field(default_factory=dict)
+
+
+class Lifetimes(TorchDispatchMode):
+    """While entered, each operator is one moment, and each new storage is followed until it is freed."""
+
+    def __init__(self, *, granule: int, scratch: Scratch) -> None:
+        super().__init__()
+        self._granule = granule
+        self._scratch = scratch
+        self._ledger = _Ledger()
+        self.label = "activations"
+        """What a storage is called that is born now."""
+
+    @property
+    def now(self) -> int:
+        """The last operator's number."""
+        return self._ledger.now
+
+    def rounded(self, num_bytes: int) -> int:
+        """As the allocator hands it out."""
+        return -(-num_bytes // self._granule) * self._granule
+
+    def follow(self, tensors: Iterable[Tensor], *, label: str) -> None:
+        """Follows these too, or gives those that are followed another name."""
+        for tensor in tensors:
+            self._follow(tensor, label).label = label
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        if func is torch.ops.prim.device.default:
+            return getattr(args[0], "fake_device", None) or func(*args)
+        self._ledger.now += 1
+        if func.name() in _UPDATES_IN_PLACE and isinstance(args[0][0], FakeTensor):
+            # They take nothing, and a fake tensor would call the real kernel with real memory.
+            return None
+        out = func(*args, **(kwargs or {}))
+        taken = self._scratch(func, args, out)
+        if taken:
+            self._ledger.scratch[self._ledger.now] = taken
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._follow(leaf, self.label)
+        return out
+
+    def window(self, start: int, end: int) -> Window:
+        """What was alive at the operators after moment `start`, up to moment `end`."""
+        changes: dict[str, np.ndarray] = {}
+        for life in self._ledger.lives:
+            died = end if life.died is None else min(life.died, end)
+            born = max(life.born, start + 1)
+            if died < born:
+                continue
+            change = changes.setdefault(life.label, np.zeros(end - start + 1, dtype=np.int64))
+            change[born - start - 1] += life.num_bytes
+            change[died - start] -= life.num_bytes
+        live = {label: np.cumsum(change)[:-1] for label, change in changes.items()}
+        extra = np.zeros(end - start, dtype=np.int64)
+        for moment, num_bytes in self._ledger.scratch.items():
+            if start < moment <= end:
+                extra[moment - start - 1] += num_bytes
+        live["temporary"] = live.get("temporary", 0) + extra
+        return Window(live=live, num_moments=end - start)
+
+    def _follow(self, tensor: Tensor, label: str) -> Life:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._ledger.alive.get(key)
+        if known is not None:
+            return known[1]
+        ledger = self._ledger
+        life = Life(num_bytes=self.rounded(storage.nbytes()), born=ledger.now, label=label)
+        ledger.lives.append(life)
+
+        def end(_: Any) -> None:
+            life.died = ledger.now
+            if ledger.alive.get(key, (None, None))[1] is life:
+                del ledger.alive[key]
+
+        ledger.alive[key] = (weakref.ref(storage, end), life)
+        return life
