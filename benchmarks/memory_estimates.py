@@ -134,7 +134,7 @@ def _reset_peak(device: AbstractDevice) -> None:
 
 def _forget(device: AbstractDevice) -> None:
     gc.collect()
-    if device.kind == "cuda":
+    if device.kind == "cuda" and hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
         torch._C._cuda_clearCublasWorkspaces()
     device.empty_cache()
     _reset_peak(device)

@@ -55,7 +55,10 @@ def _recur(kind: str, args: tuple[Any, ...]) -> Any:
     else:
         data, states, weights, _, layers, _, _, is_two_way, _ = args
     states = states if isinstance(states, tuple | list) else (states,)
-    return Recurrent.apply(kind, 2 if is_two_way else 1, layers, data, *states, *weights)
+    tensors = (data, *states, *weights)
+    if torch.is_autocast_enabled("cpu"):
+        tensors = tuple(tensor.to(torch.get_autocast_dtype("cpu")) for tensor in tensors)
+    return Recurrent.apply(kind, 2 if is_two_way else 1, layers, *tensors)
 
 
 class RmsNorm(Function):

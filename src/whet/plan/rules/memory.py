@@ -91,7 +91,7 @@ def choose_micro_batch(facts: Facts) -> Decision:
     if rows is not None:
         evidence["row_limit"] = rows
     most = whole if rows is None else max(1, rows // workload.max_length)
-    fitting = next((cut for cut in _cuts(whole) if cut <= most and (_needed_bytes(facts, cut) or 0) <= limit), 1)
+    fitting = next((cut for cut in cuts(whole) if cut <= most and (_needed_bytes(facts, cut) or 0) <= limit), 1)
     evidence["step_bytes"] = _needed_bytes(facts, fitting)
     if fitting == whole:
         return Decision(
@@ -227,14 +227,14 @@ def _most_rows(facts: Facts) -> int | None:
     return ROW_LIMIT if has_row_limit(facts.machine, facts.device) else None
 
 
-def _cuts(whole: int) -> Iterator[int]:
+def cuts(whole: int) -> Iterator[int]:
     """The micro-batch sizes that cut a global batch evenly into 1, 2, 3, ... parts, largest first."""
     return (-(-whole // parts) for parts in range(1, whole + 1))
 
 
 def _smallest_cut(whole: int, *, at_most: int) -> int:
     """The largest even cut that is no larger than `at_most`."""
-    return next(cut for cut in _cuts(whole) if cut <= at_most)
+    return next(cut for cut in cuts(whole) if cut <= at_most)
 
 
 RULES = (
