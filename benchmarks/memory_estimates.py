@@ -100,9 +100,7 @@ def _row(case: Case, precision: str, is_checkpointed: bool, device: AbstractDevi
     return Row(case, precision, is_checkpointed, guess, seconds, measured, at_rest)
 
 
-def _measure(
-    case: Case, precision: str, is_checkpointed: bool, device: AbstractDevice, steps: int
-) -> tuple[int, int]:
+def _measure(case: Case, precision: str, is_checkpointed: bool, device: AbstractDevice, steps: int) -> tuple[int, int]:
     torch.manual_seed(0)
     device.use_precision(precision)
     specimen = case.specimen()
@@ -164,7 +162,9 @@ def _workspaces(device: AbstractDevice) -> list[str]:
     forward = (device.memory().allocated or 0) - before - y.nbytes
     y.sum().backward()
     backward = (device.memory().allocated or 0) - before - y.nbytes - weight.nbytes - forward
-    return [f"- cuBLAS keeps {show_bytes(forward)} after a product, {show_bytes(backward)} more after its backward pass"]
+    return [
+        f"- cuBLAS keeps {show_bytes(forward)} after a product, {show_bytes(backward)} more after its backward pass"
+    ]
 
 
 def _reserve(device: AbstractDevice) -> list[str]:
