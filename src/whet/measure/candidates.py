@@ -13,7 +13,6 @@ from whet.plan.setting import Measured, Scalar
 
 _MOST_RESIDENT = 0.4
 """Of the memory limit: what the data may take where a measurement decides."""
-_HALF = ("bf16", "fp16")
 _LAWS = {rule.setting: rule.law for rule in ALL}
 
 
@@ -60,7 +59,7 @@ def predicted_bytes(plan: Plan, settings: Settings) -> int | None:
 
 
 def merged(settings: Settings, candidate: Candidate) -> Settings:
-    """The settings with a candidate's changes; what another device or checkpointing would cut anew is the rules' again."""
+    """The settings with a candidate's changes; what another device would do otherwise is left to the rules again."""
     kept = dict(settings)
     if candidate.setting in ("device", "activation_checkpointing"):
         kept.pop("micro_batch", None)
@@ -104,17 +103,18 @@ def _precisions(plan: Plan) -> Iterator[Candidate]:
 
 
 def _micro_batches(plan: Plan) -> Iterator[Candidate]:
-    """Half and twice of what is best so far, and on from there when one of them wins. Smaller first: two points make a
-    line, and the line says where memory ends."""
-    return _only("micro_batch", *_cuts_around(plan, (0.5, 2.0)))
+    """Halves and doubles of what is best so far, and on from there when one of them wins.
+
+    The half comes first: two points make a line, and the line says where memory ends.
+    """
+    return _only("micro_batch", *_cuts_around(plan, (0.5, 2.0, 0.25, 4.0)))
 
 
-def _precisions_with_larger_micro_batches(plan: Plan) -> Iterator[Candidate]:
-    """Half precision that does not pay at this micro-batch may pay at a larger one, for which fp32 has no use."""
+def _precisions_with_micro_batches(plan: Plan) -> Iterator[Candidate]:
+    """Each precision has a micro-batch that suits it: changed one by one, both may seem to lose."""
     for candidate in _precisions(plan):
-        if candidate.value in _HALF:
-            for micro in _cuts_around(plan, (2.0, 4.0)):
-                yield Candidate(setting="precision", changes={**candidate.changes, "micro_batch": micro})
+        for micro in _cuts_around(plan, (0.5, 2.0, 0.25, 4.0)):
+            yield Candidate(setting="precision", changes={**candidate.changes, "micro_batch": micro})
 
 
 def _cuts_around(plan: Plan, factors: tuple[float, ...]) -> list[int]:
@@ -200,13 +200,13 @@ _ABOUT: Mapping[str, Callable[[Plan], Iterator[Candidate]]] = {
     "threads": _threads,
     "precision": _precisions,
     "micro_batch": _micro_batches,
-    "precision with micro_batch": _precisions_with_larger_micro_batches,
     "lengths": _lengths,
     "optimizer_kernels": lambda _: _only("optimizer_kernels", "fused", "foreach", "loop"),
     "activation_checkpointing": _activation_checkpointing,
     "data_home": _data_homes,
     "workers": _workers,
     "prefetch": _prefetches,
+    "precision with micro_batch": _precisions_with_micro_batches,
     "layout": _layouts,
     "graph": _graphs,
     "compile": _compiles,

@@ -18,8 +18,9 @@ _LEAST_VISIT = 0.02
 _MOST_STEPS = 16
 _WARM_BELOW = 0.25
 """Seconds: the first pair of shorter steps is not counted. Longer ones have warmed up in their preparation."""
-_MARGIN = 1.25
-"""A step may take this much longer than the longest before it; a pair that could end too late is not begun."""
+_MARGIN, _FIRST_MARGIN = 1.25, 1.6
+"""A step may take so many times the longest before it, the first few more; what could end too late is not begun."""
+_FEW = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +110,8 @@ class _Side:
 
     @property
     def next_cost(self) -> float:
-        return _MARGIN * self.steps * (self.longest or self.prepared.step_seconds)
+        margin = _MARGIN if len(self.seconds) >= _FEW else _FIRST_MARGIN
+        return margin * self.steps * max(self.longest, self.prepared.step_seconds)
 
 
 def _outcome(

@@ -10,13 +10,12 @@ from whet.measure.duel import Duel, fight
 from whet.measure.fitting import Fitting
 from whet.measure.objective import BreakEven
 from whet.measure.rig import Agreement, Prepared, ProbeFailedError, Rig, Settings
-from whet.measure.words import break_even_words, duel_words, gain_words, timeout_words
+from whet.measure.words import break_even_words, duel_words, gain_words, shown, timeout_words
 from whet.plan.plan import Plan
 from whet.plan.trial import Trial, Verdict
-from whet.plan.words import show_value
 
-_MOST_PAIRS = 16
-"""A candidate that needs more to be told apart is not worth the time; the last duel may take twice as many."""
+_MOST_PAIRS = 24
+"""A candidate that needs more to be told apart is not worth the time; the last duel may take more."""
 _EXACT = ("fp32",)
 
 
@@ -84,7 +83,7 @@ def refuse(bench: Bench, best: Contender, candidate: Candidate) -> Trial | None:
     )
     if why is None:
         return None
-    words = f"{show_value(candidate.value)}: not tried, {why}"
+    words = f"{shown(candidate.setting, candidate.value)}: not tried, {why}"
     return Trial(setting=candidate.setting, settings=settings, against=best.settings, verdict="not tried", words=words)
 
 
@@ -93,7 +92,7 @@ def try_out(
 ) -> tuple[Trial, Contender | None]:
     """The record of a trial, and the contender where it is the better one; else it is closed again."""
     started = bench.rig.clock()
-    settings, shown = merged(best.settings, candidate), show_value(candidate.value)
+    settings, name = merged(best.settings, candidate), shown(candidate.setting, candidate.value)
 
     def record(verdict: Verdict, words: str, rival: Contender | None = None, duel: Duel | None = None) -> Trial:
         return record_duel(
@@ -105,8 +104,8 @@ def try_out(
     except ProbeFailedError as error:
         usual = best.prepared.preparation_seconds
         if error.kind == "timeout":
-            return record("cut off", timeout_words(shown, seconds=prepare_seconds, usual=usual)), None
-        return record("failed", f"{shown}: {error.kind}, {error.reason}"), None
+            return record("cut off", timeout_words(name, seconds=prepare_seconds, usual=usual)), None
+        return record("failed", f"{name}: {error.kind}, {error.reason}"), None
 
     is_kept = False
     try:
@@ -122,21 +121,21 @@ def try_out(
 def _weigh(
     bench: Bench, best: Contender, rival: Contender, candidate: Candidate, *, until: float
 ) -> tuple[Verdict, str, Duel | None]:
-    shown = show_value(candidate.value)
+    name = shown(candidate.setting, candidate.value)
     excess = _excess(rival)
     if excess is not None:
-        return "failed", f"{shown}: {excess}", None
+        return "failed", f"{name}: {excess}", None
     clock = bench.rig.clock
     try:
         duel = fight(rival.prepared, best.prepared, clock=clock, until=until, coin=bench.coin, most_pairs=_MOST_PAIRS)
     except ProbeFailedError as error:
-        return "failed", f"{shown}: {error.kind}, {error.reason}", None
+        return "failed", f"{name}: {error.kind}, {error.reason}", None
     bench.learn_memory(rival)
     excess = _excess(rival)
     if excess is not None:
-        return "failed", f"{shown}: {excess}", duel
+        return "failed", f"{name}: {excess}", duel
     if duel.answer != "faster":
-        return duel.answer, duel_words(shown, duel), duel
+        return duel.answer, duel_words(name, duel), duel
 
     cost = break_even(rival, best, duel)
     if not cost.pays:
@@ -145,17 +144,17 @@ def _weigh(
         try:
             agreement = bench.agreement(rival, seconds=max(0.0, until - clock()))
         except ProbeFailedError as error:
-            return "unclear", f"{shown}: whether it computes the same was not found out ({error.reason})", duel
+            return "unclear", f"{name}: whether it computes the same was not found out ({error.reason})", duel
         if not agreement.agrees:
             worst = max(agreement.loss_error, agreement.gradient_error)
             return (
                 "disagrees",
-                f"{shown} computes something else: off by {worst:.2g}, bound {agreement.bound:.2g}",
+                f"{name} computes something else: off by {worst:.2g}, bound {agreement.bound:.2g}",
                 duel,
             )
     found = duel.estimate
     assert found is not None
-    before = show_value(best.plan.value(candidate.setting))
+    before = shown(candidate.setting, best.plan.value(candidate.setting))
     if cost.cost_seconds > 1 and candidate.setting in ("compile", "graph", "workers"):
         return "faster", f"{gain_words(found, before)}; {break_even_words(candidate.setting, cost)}", duel
     return "faster", gain_words(found, before), duel

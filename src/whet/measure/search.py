@@ -9,7 +9,7 @@ from whet.measure.budget import Budget
 from whet.measure.candidates import ORDER, Candidate, candidates, merged, planned
 from whet.measure.duel import fight
 from whet.measure.found import Found, Gain, measured_settings
-from whet.measure.probe import Bench, Contender, break_even, record_duel, refuse, try_out
+from whet.measure.probe import Bench, Contender, break_even, micro_batch, record_duel, refuse, try_out
 from whet.measure.rig import ProbeFailedError, Rig
 from whet.measure.words import interval_words
 from whet.plan.plan import Plan
@@ -20,12 +20,18 @@ from whet.plan.words import show_value
 _PASSES = 3
 _NEAR = 0.85
 """What was slower than this is not tried again when other settings have changed."""
+_HOPEFUL = 0.5
+"""What was slower than this is not tried together with another change."""
+_FLAT = 0.97
+"""Beyond a micro-batch that is slower than this nothing better is expected."""
 _FIRST_SHARE = 0.5
 """Of the budget, for preparing the rule-based plan: without time for a rival there is nothing to compare."""
 _TRIAL_SHARE = 0.34
 """Of what is left, for preparing one candidate; what is known to take long to prepare may take all."""
 _SLOW_TO_PREPARE = ("compile", "graph", "workers")
 _LEAST_PATIENCE = 2.0
+_PATIENT_STEPS = 50
+"""How many times slower a first step may be and still be seen to its end: a measured factor says more than a stop."""
 _CONFIRM_PAIRS = 8
 _CONFIRM_SHARE = 0.35
 
@@ -58,8 +64,8 @@ class _State:
     seen: set[tuple[object, ...]]
     """All settings of every plan that was tried."""
     trials: list[Trial] = field(default_factory=list)
-    beaten: dict[tuple[str, Scalar], float] = field(default_factory=dict)
-    """How the values that lost compared with the winner, at the last time."""
+    beaten: dict[frozenset[tuple[str, Scalar]], float] = field(default_factory=dict)
+    """How the changes that lost compared with what won, at the last time."""
     out_of_time: list[Candidate] = field(default_factory=list)
 
     @property
@@ -89,9 +95,21 @@ def _open(state: _State, about: str) -> Iterator[Candidate]:
     """Candidates that have not been tried with the settings that are best now, and may win."""
     for candidate in candidates(state.best.plan, about):
         plan = planned(state.bench.rule_plan, merged(state.best.settings, candidate))
-        is_new = _fingerprint(plan) not in state.seen
-        if is_new and state.beaten.get((candidate.setting, candidate.value), 1.0) >= _NEAR:
+        if _fingerprint(plan) not in state.seen and _may_win(state, candidate):
             yield candidate
+
+
+def _may_win(state: _State, candidate: Candidate) -> bool:
+    """Not what lost by far, nor what lies beyond a micro-batch that lost."""
+    alone = state.beaten.get(frozenset([(candidate.setting, candidate.value)]), 1.0)
+    if len(candidate.changes) > 1:
+        return alone >= _HOPEFUL and state.beaten.get(frozenset(candidate.changes.items()), 1.0) >= _NEAR
+    if candidate.setting != "micro_batch":
+        return alone >= _NEAR
+    wanted, best = candidate.value, micro_batch(state.best.plan)
+    assert isinstance(wanted, int)
+    between = range(min(wanted, best) + 1, max(wanted, best))
+    return all(state.beaten.get(frozenset([("micro_batch", size)]), 1.0) >= _FLAT for size in between)
 
 
 def _take_on(state: _State, candidate: Candidate) -> None:
@@ -108,15 +126,16 @@ def _take_on(state: _State, candidate: Candidate) -> None:
         return
     patience = left
     if candidate.setting not in _SLOW_TO_PREPARE:
-        usual = 3 * base.preparation_seconds + 25 * best.prepared.step_seconds
+        usual = 3 * base.preparation_seconds + _PATIENT_STEPS * best.prepared.step_seconds
         patience = min(_TRIAL_SHARE * left, max(_LEAST_PATIENCE, usual))
     trial, winner = try_out(bench, best, candidate, until=state.until, prepare_seconds=patience)
     state.trials.append(trial)
     speedup = trial.speedup or 0.0
     if winner is None:
-        state.beaten[candidate.setting, candidate.value] = 0.0 if trial.verdict in ("failed", "disagrees") else speedup
+        is_out = trial.verdict in ("failed", "disagrees")
+        state.beaten[frozenset(candidate.changes.items())] = 0.0 if is_out else speedup
         return
-    state.beaten[candidate.setting, best.plan.value(candidate.setting)] = 1 / speedup
+    state.beaten[frozenset((name, best.plan.value(name)) for name in candidate.changes)] = 1 / speedup
     best.prepared.close()
     state.best = winner
 

@@ -2,8 +2,9 @@
 
 Everything rests on pairs: two steps on the same batch, one right after the other, in an order that a coin decides. If
 the two sides are equal, the coin alone decides which one an outside disturbance hits, so the log ratio of a pair is as
-often above zero as below by the same amount. The exact distribution of signed ranks (Wilcoxon 1945) then bounds how
-often chance alone looks like a gain. No bell curve is assumed, and one pair's noise may resemble the next one's.
+often above zero as below. How often chance alone looks like a gain is then a matter of counting tosses (the sign test):
+no bell curve is assumed, one step may take twenty times as long as the next, and one pair's noise may resemble
+another's.
 
 Log ratios are own time over the rival's: below zero is faster.
 """
@@ -20,13 +21,14 @@ WORTH_HAVING = 0.02
 _SURELY = 0.01
 """The gain must be at least this, with the certainty of the look."""
 
-_LOOKS = {8: 1 / 256, 12: 0.0005, 16: 0.0002, 24: 0.0001, 32: 0.0001}
+_LOOKS = {8: 1 / 256, 12: 0.00025, 16: 0.0003, 20: 0.00025, 24: 0.00015, 32: 0.0001}
 """After how many pairs a gain may be claimed, and the chance of a false claim there. Together: less than 1 in 200."""
 MOST_PAIRS = max(_LOOKS)
 
 _PLAIN_PAIRS, _PLAIN_GAIN = 5, 0.25
 """Where each of five pairs shows a gain this large, noise has been ruled out with less."""
-_GIVE_UP_LEVEL = 1 / 8
+_GIVE_UP_LEVEL = 0.2
+"""The chance of overlooking a gain that is just worth having; three pairs are enough for it."""
 _SHOWN_LEVEL = 1 / 32
 _QUIET_PAIRS, _QUIET_CHANGE = 8, 0.05
 
@@ -83,8 +85,9 @@ def judge(log_ratios: Sequence[float]) -> Answer:
 
 
 def is_slower(log_ratios: Sequence[float]) -> bool:
-    """Whether the pairs show that ours is the slower one, and not merely no faster."""
-    return -upper_bound([-ratio for ratio in log_ratios], level=_GIVE_UP_LEVEL) > 0
+    """Whether the pairs show that ours is the slower one, and not merely no faster: by twice the spread at least."""
+    found = estimate(log_ratios)
+    return found.high < 1 and 1 - found.speedup >= max(WORTH_HAVING, found.high - found.low)
 
 
 def is_steady(values: Sequence[float]) -> bool:
@@ -103,34 +106,26 @@ def is_steady(values: Sequence[float]) -> bool:
 
 
 def upper_bound(values: Sequence[float], *, level: float) -> float:
-    """What the centre of the values lies above with a chance of `level` at most; infinite for too few values.
-
-    The largest means of two values (each with itself too) are left off, as many as signed ranks allow.
+    """What the median lies above with a chance of `level` at most: one of the values, infinite where they are too few.
 
     >>> upper_bound([1.0, 2.0, 3.0], level=1 / 8), upper_bound([1.0, 2.0], level=1 / 8)
     (3.0, inf)
     """
     num_left_off = _most_left_off(len(values), level)
-    if num_left_off is None:
-        return math.inf
-    means = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
-    return means[len(means) - 1 - num_left_off]
+    return math.inf if num_left_off is None else sorted(values)[len(values) - 1 - num_left_off]
 
 
 @cache
-def _most_left_off(count: int, level: float) -> int | None:
-    """The largest k for which a sum of signed ranks is k or less with a chance of `level` at most."""
-    # How many of the 2**count sign patterns give each sum of ranks.
-    ways = [1]
-    for rank in range(1, count + 1):
-        ways = [
-            (ways[total] if total < len(ways) else 0) + (ways[total - rank] if total >= rank else 0)
-            for total in range(len(ways) + rank)
-        ]
-    allowed, reached, answer = level * 2**count, 0, None
-    for total, number in enumerate(ways):
-        reached += number
-        if reached > allowed:
-            return answer
-        answer = total
+def _most_left_off(tosses: int, level: float) -> int | None:
+    """The largest k for which k heads or fewer come up with a chance of `level` at most; None where not even 0 is.
+
+    >>> _most_left_off(8, 1 / 256), _most_left_off(16, 0.0003), _most_left_off(7, 1 / 256)
+    (0, 1, None)
+    """
+    reached, answer = 0, None
+    for heads in range(tosses + 1):
+        reached += math.comb(tosses, heads)
+        if reached > level * 2**tosses:
+            break
+        answer = heads
     return answer

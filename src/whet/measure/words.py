@@ -1,28 +1,39 @@
 """What did a trial show? In one line, with the numbers that stand behind it."""
 
 from whet.base.units import show_seconds
-from whet.measure.duel import HOPELESS, Duel
+from whet.measure.duel import Duel
 from whet.measure.objective import BreakEven
 from whet.measure.statistics import Estimate, is_slower
+from whet.plan.setting import Scalar
 from whet.plan.trial import Trial
 from whet.plan.words import show_value
 
 _DOING = {"compile": "compile", "workers": "start workers", "data_home": "move the data", "graph": "capture"}
 
 
-def duel_words(shown: str, duel: Duel) -> str:
+def shown(setting: str, value: Scalar) -> str:
+    """A value that can be understood without its table row.
+
+    >>> shown("precision", "bf16"), shown("compile", "on"), shown("micro_batch", 8)
+    ('bf16', 'compile=on', 'micro_batch=8')
+    """
+    speaks = isinstance(value, str) and value not in ("on", "off")
+    return str(value) if speaks else f"{setting}={show_value(value)}"
+
+
+def duel_words(name: str, duel: Duel) -> str:
     """A candidate that did not win."""
     found = duel.estimate
-    if duel.answer == "cut off":
-        return f"{shown} was at least {HOPELESS:.0f}x slower, stopped"
     if found is None:
-        return f"{shown}: no time for even one pair of steps"
+        return f"{name}: no time for even one pair of steps"
+    if duel.answer == "cut off":
+        return f"{name} was about {1 / found.speedup:.0f}x slower in its first step, stopped"
     quiet = "" if duel.is_quiet else "; the machine is not quiet"
     if duel.answer == "unclear":
-        return f"{shown}: not clear in the time there was ({interval_words(found)}){quiet}"
+        return f"{name}: not clear ({interval_words(found)}){quiet}"
     if not is_slower(duel.log_ratios):
-        return f"{shown} brings nothing here ({interval_words(found)}){quiet}"
-    return f"{shown} was {_slower(found)} here ({_repeats(found)}){quiet}"
+        return f"{name} brings nothing here ({interval_words(found)}){quiet}"
+    return f"{name} was {_slower(found)} here ({_repeats(found)}){quiet}"
 
 
 def gain_words(found: Estimate, before: str) -> str:
@@ -40,19 +51,20 @@ def break_even_words(setting: str, cost: BreakEven) -> str:
     return cost.words(_DOING.get(setting, "prepare"))
 
 
-def timeout_words(shown: str, *, seconds: float, usual: float) -> str:
+def timeout_words(name: str, *, seconds: float, usual: float) -> str:
     """A preparation that was stopped, with what it usually takes."""
-    return f"{shown} was not ready after {show_seconds(seconds)}, stopped (before: {show_seconds(usual)})"
+    return f"{name} was not ready after {show_seconds(seconds)}, stopped (before: {show_seconds(usual)})"
 
 
 def short_words(trial: Trial) -> str:
     """A trial in a few words, to stand beside others of the same setting."""
-    shown = show_value(trial.settings[trial.setting])
+    value = trial.settings[trial.setting]
+    short = show_value(value)
     if trial.verdict in ("no gain", "unclear") and trial.speedup is not None:
-        return f"{shown}: {trial.speedup:.2f}x"
+        return f"{short}: {trial.speedup:.2f}x"
     if trial.verdict == "cut off" and trial.speedup is not None:
-        return f"{shown}: at least {HOPELESS:.0f}x slower"
-    return f"{shown}: {trial.words.removeprefix(shown).lstrip(' :')}"
+        return f"{short}: about {1 / trial.speedup:.0f}x slower"
+    return f"{short}: {trial.words.removeprefix(shown(trial.setting, value)).lstrip(' :')}"
 
 
 def _slower(found: Estimate) -> str:

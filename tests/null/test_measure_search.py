@@ -1,0 +1,400 @@
+"""The search on simulated machines: finds what is best there, claims no noise, keeps its budget, survives bad probes."""
+
+import itertools
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from places import Tell
+from simulated_rig import SimulatedRig, drifting, gaussian, heavy_tailed, periodic
+from whet.base.units import GB
+from whet.machine.facts import Accelerator, Cpu, Machine, OperatingSystem, Torch
+from whet.machine.known import load_machine
+from whet.measure.candidates import ORDER, candidates, planned
+from whet.measure.found import Found
+from whet.measure.search import search
+from whet.plan.plan import Plan, make_plan, read_plan
+from whet.plan.workload import Workload
+from whet.recipes.text.config import TextConfig, describe
+
+TEXT = describe(TextConfig()).model_copy(update={"num_steps": 50_000, "mean_length": 46.0, "num_samples": 7_320})
+PLAN = make_plan(load_machine("linux-2core"), TEXT)
+MAC = Machine(
+    name="a Mac",
+    os=OperatingSystem(name="macOS", version="15.1"),
+    cpu=Cpu(fast_cores=4, slow_cores=4),
+    memory_bytes=8 * GB,
+    accelerators=(Accelerator(kind="mps", usable_bytes=int(5.33 * GB), shares_memory=True, capability="apple9"),),
+    torch=Torch(version="2.13.0"),
+)
+BATCH_64 = Workload(
+    recipe="text",
+    num_parameters=109_482_240,
+    global_batch_size=64,
+    num_samples=7_320,
+    num_steps=5_000,
+    max_length=128,
+    sample_bytes=1_032,
+    activation_bytes=140 * 1024**2,
+)
+
+
+def of(found: Found, setting: str) -> list[str]:
+    return [trial.verdict for trial in found.trials if trial.setting == setting]
+
+
+# --- what is best ----------------------------------------------------------------------------------------------------
+
+
+def test_the_cpu_is_chosen_for_a_tiny_model_on_a_simulated_mac() -> None:
+    tiny = Workload(recipe="hex", num_parameters=40_000, global_batch_size=64, num_steps=20_000, activation_bytes=4_096)
+    plan = make_plan(MAC, tiny)
+    assert plan.value("device") == "mps"
+    rig = SimulatedRig(plan, lambda p: 0.0004 if p.value("device") == "cpu" else 0.003, noise=gaussian(0.05))
+    found = search(plan, rig, budget_seconds=20)
+    assert found.settings["device"] == "cpu"
+    assert found.gain is not None
+    assert found.gain.low > 6
+    assert "mps" in found.measured["device"].reason
+    assert found.measured["device"].evidence["repeats"] >= 5
+
+
+def grid(plan: Plan) -> dict[str, list]:
+    return {
+        "threads": [1, 2],
+        "precision": ["fp32", "bf16"],
+        "micro_batch": [1, 2, 4, 8, 16, 32],
+        "lengths": ["packed", "sorted", "few shapes", "fixed"],
+        "optimizer_kernels": ["fused", "loop"],
+        "compile": ["off", "on"],
+    }
+
+
+def landscape(seed: int):
+    """Random factors; each precision has a micro-batch of its own that suits it: kernels cost time, and so do caches."""
+    draw = random.Random(seed)
+    factor = {(n, v): draw.choice([1, 1, 1.03, 1.1, 1.3, 0.9, 0.7]) for n, values in grid(PLAN).items() for v in values}
+    launch = {"fp32": draw.uniform(0.1, 2), "bf16": draw.uniform(0.1, 2)}
+    cache = {"fp32": 0.8, "bf16": 0.1}
+
+    def seconds(plan: Plan) -> float:
+        micro, precision = plan.value("micro_batch"), plan.value("precision")
+        pieces = 1 + launch[precision] * 4 / micro + cache[precision] * (micro / 32) ** 2
+        total = 0.03 * pieces * factor["precision", precision]
+        for name in ("threads", "lengths", "optimizer_kernels", "compile"):
+            total *= factor[name, plan.value(name)]
+        return total
+
+    return seconds
+
+
+def regret(seed: int, noise) -> float:
+    seconds, cells = landscape(seed), grid(PLAN)
+    best = min(
+        seconds(planned(PLAN, dict(zip(cells, cell, strict=True)))) for cell in itertools.product(*cells.values())
+    )
+    rig = SimulatedRig(PLAN, seconds, noise=noise, seed=seed)
+    found = search(PLAN, rig, budget_seconds=60, seed=seed)
+    assert rig.alive == 0
+    assert rig.most_alive <= 2
+    assert found.spent_seconds <= 66
+    return seconds(planned(PLAN, found.settings)) / best - 1
+
+
+def test_the_best_of_384_cells_is_found_within_5_percent_on_simulated_machines(tell: Tell) -> None:
+    regrets = [regret(seed, gaussian(0.01)) for seed in range(25)]
+    tell(f"25 landscapes of 384 cells: regret {max(regrets):.1%} at most")
+    assert max(regrets) <= 0.05
+
+
+def test_noise_costs_little_of_the_best_on_simulated_machines(tell: Tell) -> None:
+    regrets = sorted(regret(seed, heavy_tailed) for seed in range(25))
+    tell(f"25 landscapes under heavy tails: regret {regrets[12]:.1%} in the middle, {regrets[-1]:.1%} at most")
+    assert regrets[12] <= 0.05
+
+
+# --- no claims inside the noise --------------------------------------------------------------------------------------
+
+NOISES = {"gaussian": gaussian(0.04), "heavy tails": heavy_tailed, "drift": drifting, "periodic": periodic(0.21)}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_at_most_one_false_claim_in_200_simulated_null_searches(noise: str, tell: Tell) -> None:
+    claims = 0
+    for seed in range(200):
+        rig = SimulatedRig(PLAN, lambda _plan: 0.05, noise=NOISES[noise], seed=seed)
+        found = search(PLAN, rig, budget_seconds=30, seed=seed)
+        claims += bool(found.settings) or found.gain is not None
+        if not found.settings:
+            assert all(measured.value == PLAN.value(name) for name, measured in found.measured.items())
+    tell(f"{noise}: {claims} false claims in 200 searches where nothing makes a difference")
+    assert claims <= 1
+
+
+def test_a_simulated_gain_that_does_not_last_is_given_up_again() -> None:
+    """Faster while it is tried, and no longer when it meets the rules once more."""
+    rig = SimulatedRig(PLAN, lambda _plan: 0.05, noise=gaussian(0.01))
+    make_step, prepares = rig.make_step, rig.prepared
+
+    def fading(settings, index):
+        is_last = prepares.count({}) == 2
+        taken = make_step(settings, index)
+        gain = 0.5 if settings.get("optimizer_kernels") == "loop" and not is_last else 1.0
+        rig.now -= taken * (1 - gain)
+        return taken * gain
+
+    rig.make_step = fading
+    found = search(PLAN, rig, budget_seconds=60)
+    assert of(found, "optimizer_kernels")[0] == "faster"
+    assert (found.settings, found.gain) == ({}, None)
+    assert found.trials[-1].setting == "plan"
+    assert found.measured["optimizer_kernels"].value == "fused"
+    assert "rules are kept" in found.measured["optimizer_kernels"].reason
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_search_stops_before_a_simulated_swap_cliff() -> None:
+    """Predictions are a third too low. Above the limit a step does not fail; it takes ten times as long."""
+    plan = make_plan(MAC, BATCH_64)
+    limit = plan.value("memory_gb") * GB
+    rule_micro = plan.value("micro_batch")
+    assert rule_micro < 64
+
+    def predicted(p: Plan) -> int:
+        return int(1.5 * GB + p.value("micro_batch") * 30 * 1024**2)
+
+    def true(p: Plan) -> int:
+        return int(1.9 * GB + p.value("micro_batch") * 110 * 1024**2)
+
+    def seconds(p: Plan) -> float:
+        pieces = 64 / p.value("micro_batch")
+        return (0.3 + 0.1 * pieces) * (10 if true(p) > limit else 1)
+
+    rig = SimulatedRig(plan, seconds, predicted=predicted, bytes=true, noise=gaussian(0.01))
+    assert true(plan) <= limit < true(planned(plan, {"micro_batch": 64}))
+    assert predicted(planned(plan, {"micro_batch": 64})) <= limit, "predictions alone would lead over the cliff"
+    found = search(plan, rig, budget_seconds=60)
+    assert all(true(planned(plan, tried)) <= limit for tried in rig.prepared), "it was stepped over"
+    refused = [t for t in found.trials if t.verdict == "not tried" and t.setting == "micro_batch"]
+    assert refused
+    assert "needs" in refused[0].words
+    assert "of 5.3 GB" in refused[0].words
+
+
+def test_a_simulated_probe_that_takes_more_than_planned_is_not_chosen() -> None:
+    def true(plan: Plan) -> int:
+        return 40 * GB if plan.value("compile") == "on" else GB
+
+    rig = SimulatedRig(PLAN, lambda p: 0.05 if p.value("compile") == "off" else 0.01, bytes=true)
+    found = search(PLAN, rig, budget_seconds=60)
+    assert (found.settings, of(found, "compile")) == ({}, ["failed"])
+    assert "40 GB" in found.measured["compile"].reason
+
+
+# --- the budget ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(
+    step=st.floats(0.0001, 40),
+    preparation=st.floats(0, 30),
+    slow=st.dictionaries(st.sampled_from(ORDER), st.floats(0.2, 300), max_size=4),
+    hanging=st.sets(st.sampled_from(ORDER), max_size=3),
+    crashing=st.sets(st.sampled_from(ORDER), max_size=3),
+    budget=st.floats(0.05, 60),
+    spread=st.floats(0, 0.15),
+    seed=st.integers(0, 99),
+)
+def test_no_simulated_search_exceeds_its_budget_by_more_than_10_percent(
+    step, preparation, slow, hanging, crashing, budget, spread, seed
+) -> None:
+    def is_changed(plan: Plan, name: str) -> bool:
+        return name in plan.settings and plan.value(name) != PLAN.value(name)
+
+    def seconds(plan: Plan) -> float:
+        total = step
+        for name, factor in slow.items():
+            total *= factor if is_changed(plan, name) else 1
+        return total
+
+    def failure(plan: Plan):
+        if any(is_changed(plan, name) for name in hanging):
+            return "timeout"
+        return "crash" if any(is_changed(plan, name) for name in crashing) else None
+
+    rig = SimulatedRig(
+        PLAN,
+        seconds,
+        noise=lambda _now, draw: draw.uniform(1 - spread, 1 + spread),
+        preparation=lambda _plan: preparation,
+        failure=failure,
+        batch_spread=0.05,
+        seed=seed,
+    )
+    found = search(PLAN, rig, budget_seconds=budget, seed=seed)
+    assert rig.now <= 1.1 * budget
+    assert found.spent_seconds == pytest.approx(rig.now)
+    assert rig.alive == 0
+
+
+def test_a_simulated_search_without_time_says_what_it_left_out() -> None:
+    rig = SimulatedRig(PLAN, lambda _plan: 0.5, preparation=lambda _plan: 1.0)
+    found = search(PLAN, rig, budget_seconds=8)
+    assert any("no time was left for" in line for line in found.words)
+
+
+def test_a_simulated_rule_plan_that_cannot_be_tried_ends_the_search() -> None:
+    rig = SimulatedRig(PLAN, lambda _plan: 0.05, failure=lambda _plan: "crash")
+    found = search(PLAN, rig, budget_seconds=8)
+    assert (found.settings, found.trials, found.measured) == ({}, (), {})
+    assert "could not be tried" in found.words[0]
+
+
+# --- bad probes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["crash", "oom", "timeout", "error"])
+def test_a_bad_simulated_probe_is_recorded_and_the_search_goes_on(kind: str) -> None:
+    def seconds(plan: Plan) -> float:
+        return 0.02 if plan.value("optimizer_kernels") == "loop" else 0.05
+
+    rig = SimulatedRig(PLAN, seconds, failure=lambda plan: kind if plan.value("precision") == "bf16" else None)
+    found = search(PLAN, rig, budget_seconds=60)
+    assert of(found, "precision") == ["cut off" if kind == "timeout" else "failed"]
+    reason = found.measured["precision"].reason
+    assert ("not ready after" if kind == "timeout" else kind) in reason
+    assert found.settings == {"optimizer_kernels": "loop"}
+
+
+def test_a_simulated_probe_that_dies_in_its_steps_is_recorded_too() -> None:
+    from whet.measure.rig import ProbeFailedError
+
+    rig = SimulatedRig(PLAN, lambda _plan: 0.05)
+    make_step = rig.make_step
+
+    def dying(settings, index):
+        if settings.get("precision") == "bf16" and index > 2:
+            raise ProbeFailedError("killed by signal 9", kind="crash")
+        return make_step(settings, index)
+
+    rig.make_step = dying
+    found = search(PLAN, rig, budget_seconds=60)
+    assert of(found, "precision") == ["failed"]
+    assert "signal 9" in found.measured["precision"].reason
+    assert rig.alive == 0
+
+
+def test_a_simulated_precision_that_disagrees_is_not_used_however_fast() -> None:
+    def seconds(plan: Plan) -> float:
+        return 0.01 if plan.value("precision") == "bf16" else 0.05
+
+    rig = SimulatedRig(PLAN, seconds, agrees=lambda plan: plan.value("precision") == "fp32")
+    found = search(PLAN, rig, budget_seconds=60)
+    assert "precision" not in found.settings
+    assert set(of(found, "precision")) == {"disagrees"}
+    assert "computes something else" in found.measured["precision"].reason
+    assert search(PLAN, SimulatedRig(PLAN, seconds), budget_seconds=60).settings["precision"] == "bf16"
+
+
+def test_simulated_bf16_on_a_cpu_without_it_is_cut_off_with_its_factor() -> None:
+    rig = SimulatedRig(PLAN, lambda plan: 1.5 if plan.value("precision") == "bf16" else 0.025)
+    found = search(PLAN, rig, budget_seconds=60)
+    assert of(found, "precision") == ["cut off"]
+    assert found.measured["precision"].value == "fp32"
+    assert "60x slower in its first step, stopped" in found.measured["precision"].reason
+    assert found.spent_seconds < 20
+
+
+def test_a_simulated_compile_must_earn_its_time_back_in_this_run() -> None:
+    def found_with(num_steps: int) -> Found:
+        plan = make_plan(load_machine("linux-2core"), TEXT.model_copy(update={"num_steps": num_steps}))
+        rig = SimulatedRig(
+            plan,
+            lambda p: 0.03 if p.value("compile") == "on" else 0.06,
+            preparation=lambda p: 20.2 if p.value("compile") == "on" else 0.2,
+            noise=gaussian(0.01),
+        )
+        return search(plan, rig, budget_seconds=60)
+
+    short, long = found_with(300), found_with(5_000)
+    assert (short.settings, of(short, "compile")) == ({}, ["not worth it"])
+    assert short.measured["compile"].reason.startswith("20 s to compile, would save")
+    assert long.settings == {"compile": "on"}
+    assert "pays after step" in long.measured["compile"].reason
+    assert "of 5,000" in long.measured["compile"].reason
+
+
+# --- your word, and the record ---------------------------------------------------------------------------------------
+
+
+def test_what_you_wished_is_never_tried_on_a_simulated_machine() -> None:
+    wishes = {"precision": "fp32", "threads": 2, "micro_batch": 16}
+    plan = make_plan(load_machine("linux-2core"), TEXT, wishes=wishes)
+    rig = SimulatedRig(plan, landscape(3))
+    found = search(plan, rig, budget_seconds=60)
+    assert found.trials
+    assert not {trial.setting for trial in found.trials} & set(wishes)
+    assert not {name for tried in rig.prepared for name in tried} & set(wishes)
+    assert not set(found.measured) & set(wishes)
+
+
+@pytest.mark.parametrize("name", ["m2-air-8gb", "m3-max-64gb", "h200", "linux-2core"])
+@pytest.mark.parametrize("about", ORDER)
+def test_candidates_are_lawful_and_change_something(name: str, about: str) -> None:
+    workload = TEXT.model_copy(update={"has_batchnorm": False, "global_batch_size": 48})
+    for plan in (make_plan(load_machine(name), workload), make_plan(load_machine(name), BATCH_64)):
+        for candidate in candidates(plan, about):
+            tried = planned(plan, candidate.changes)
+            assert all(tried.value(key) == value for key, value in candidate.changes.items())
+            assert tried.settings != plan.settings
+            assert candidate.value != plan.value(candidate.setting)
+            read_plan(tried.as_json(), where="here")
+
+
+def test_a_batch_that_must_not_be_cut_is_not_cut() -> None:
+    plan = make_plan(load_machine("linux-2core"), TEXT.model_copy(update={"has_batchnorm": True}))
+    assert not list(candidates(plan, "micro_batch"))
+    assert not list(candidates(plan, "precision with micro_batch"))
+
+
+def test_micro_batches_keep_below_the_rows_that_give_wrong_gradients() -> None:
+    long = BATCH_64.model_copy(update={"max_length": 2_048, "activation_bytes": 1024**2, "num_parameters": 1_000})
+    plan = make_plan(load_machine("m2-air-8gb"), long)
+    assert plan.value("micro_batch") == 16
+    assert max(c.changes["micro_batch"] for c in candidates(plan, "micro_batch")) <= 16
+
+
+def test_a_simulated_search_becomes_a_plan_that_survives_json_and_is_what_was_measured() -> None:
+    for seed in range(12):
+        rig = SimulatedRig(PLAN, landscape(seed), noise=gaussian(0.01), seed=seed)
+        found = search(PLAN, rig, budget_seconds=60, seed=seed)
+        plan = make_plan(PLAN.machine, TEXT, measured=found.measured, trials=found.trials, conditions=PLAN.conditions)
+        expected = planned(PLAN, found.settings)
+        assert {n: s.value for n, s in plan.settings.items()} == {n: s.value for n, s in expected.settings.items()}
+        assert read_plan(json.loads(json.dumps(plan.as_json(), allow_nan=False)), where="here") == plan
+        assert Found.from_json(json.loads(json.dumps(found.as_json(), allow_nan=False)), where="here") == found
+        assert plan.trials[-1].setting == "plan"
+        for measured in found.measured.values():
+            assert measured.reason
+            assert "\n" not in measured.reason
+            assert {"repeats", "median", "interval", "bytes"} <= set(measured.evidence)
+
+
+def test_a_plan_from_before_trials_were_recorded_is_read() -> None:
+    data = PLAN.as_json()
+    del data["trials"]
+    assert read_plan(data, where="here") == PLAN
+
+
+def test_the_same_seed_makes_the_same_simulated_search() -> None:
+    first, second, other = (
+        search(PLAN, SimulatedRig(PLAN, landscape(5), noise=gaussian(0.03)), budget_seconds=60, seed=seed)
+        for seed in (1, 1, 2)
+    )
+    assert first == second
+    assert first != other

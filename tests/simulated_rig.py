@@ -1,0 +1,125 @@
+"""A simulated workload on a simulated machine: a clock, a memory and noise of its own. Nothing is computed."""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from whet.measure.candidates import planned
+from whet.measure.rig import Agreement, FailureKind, ProbeFailedError, Settings
+from whet.plan.plan import Plan
+
+Noise = Callable[[float, random.Random], float]
+"""By how much a step is longer than it should be, at a moment on the clock."""
+
+
+def quiet(_now: float, _random: random.Random) -> float:
+    return 1.0
+
+
+def gaussian(share: float) -> Noise:
+    return lambda _now, draw: max(0.5, draw.gauss(1.0, share))
+
+
+def heavy_tailed(_now: float, draw: random.Random) -> float:
+    """One step in ten is hit by something that may last for many steps' worth of time."""
+    return draw.lognormvariate(0, 0.02) * (1 + (min(20.0, draw.paretovariate(1.2)) - 1 if draw.random() < 0.1 else 0))
+
+
+def drifting(now: float, draw: random.Random) -> float:
+    """A machine that gets hot: half as slow again within 20 seconds, and on."""
+    return draw.lognormvariate(0, 0.01) * (1 + 0.025 * now)
+
+
+def periodic(period: float, height: float = 0.3) -> Noise:
+    """Something that takes a part of the machine every `period` seconds, half of the time."""
+    return lambda now, draw: draw.lognormvariate(0, 0.01) * (1 + (height if now % period < period / 2 else 0))
+
+
+@dataclass
+class SimulatedPrepared:
+    rig: "SimulatedRig"
+    settings: Settings
+    preparation_seconds: float
+    step_seconds: float
+    is_closed: bool = False
+
+    def step(self, index: int) -> float:
+        assert not self.is_closed, "a step after the end"
+        return self.rig.make_step(self.settings, index)
+
+    def peak_bytes(self) -> int | None:
+        return self.rig.bytes(planned(self.rig.plan, self.settings))
+
+    def close(self) -> None:
+        assert not self.is_closed, "closed twice"
+        self.is_closed = True
+        self.rig.alive -= 1
+
+
+@dataclass
+class SimulatedRig:
+    plan: Plan
+    seconds: Callable[[Plan], float]
+    """What a step truly takes."""
+    noise: Noise = quiet
+    preparation: Callable[[Plan], float] = lambda _plan: 0.2
+    bytes: Callable[[Plan], int | None] = lambda _plan: None
+    predicted: Callable[[Plan], int | None] = lambda _plan: None
+    agrees: Callable[[Plan], bool] = lambda _plan: True
+    agreement_seconds: float = 0.1
+    failure: Callable[[Plan], FailureKind | None] = lambda _plan: None
+    """How preparing ends badly; a "timeout" takes all the seconds it was given."""
+    batch_spread: float = 0.2
+    seed: int = 0
+    now: float = 0.0
+    alive: int = 0
+    most_alive: int = 0
+    prepared: list[Settings] = field(default_factory=list)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._draw = random.Random(self.seed)
+        self._true: dict[object, float] = {}
+        self._batches = [math.exp(self._draw.gauss(0, self.batch_spread)) for _ in range(997)]
+
+    def clock(self) -> float:
+        return self.now
+
+    def predicted_bytes(self, settings: Settings) -> int | None:
+        return self.predicted(planned(self.plan, settings))
+
+    def agreement(self, settings: Settings, *, seconds: float) -> Agreement:
+        if self.agreement_seconds > seconds:
+            self.now += seconds
+            raise ProbeFailedError("no time", kind="timeout")
+        self.now += self.agreement_seconds
+        agrees = self.agrees(planned(self.plan, settings))
+        return Agreement(agrees=agrees, loss_error=0.001 if agrees else 0.4, gradient_error=0.002, bound=0.02)
+
+    def prepare(self, settings: Settings, *, seconds: float) -> SimulatedPrepared:
+        plan, began = planned(self.plan, settings), self.now
+        self.prepared.append(dict(settings))
+        kind, now = self.failure(plan), self.now
+        step = self.make_step(settings, 0)
+        self.now = now
+        if kind == "timeout" or self.preparation(plan) + step > seconds:
+            self.now += seconds
+            raise ProbeFailedError(f"no answer within {seconds:.1f} s", kind="timeout")
+        if kind is not None:
+            self.now += min(seconds, self.preparation(plan))
+            raise ProbeFailedError("simulated", kind=kind)
+        self.now += self.preparation(plan) + step
+        self.alive += 1
+        self.most_alive = max(self.most_alive, self.alive)
+        return SimulatedPrepared(self, dict(settings), self.now - began, step)
+
+    def make_step(self, settings: Settings, index: int) -> float:
+        key = frozenset(settings.items())
+        if key not in self._true:
+            self._true[key] = self.seconds(planned(self.plan, settings))
+        true = self._true[key] * self._batches[index % len(self._batches)]
+        taken = true * self.noise(self.now, self._draw)
+        self.now += taken
+        self.steps += 1
+        return taken
