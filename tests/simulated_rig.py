@@ -49,7 +49,7 @@ class SimulatedPrepared:
         return self.rig.make_step(self.settings, index)
 
     def peak_bytes(self) -> int | None:
-        return self.rig.bytes(planned(self.rig.plan, self.settings))
+        return self.rig.bytes(self.rig.planned(self.settings))
 
     def close(self) -> None:
         assert not self.is_closed, "closed twice"
@@ -80,25 +80,31 @@ class SimulatedRig:
 
     def __post_init__(self) -> None:
         self._draw = random.Random(self.seed)
-        self._true: dict[object, float] = {}
+        self._plans: dict[object, Plan] = {}
         self._batches = [math.exp(self._draw.gauss(0, self.batch_spread)) for _ in range(997)]
+
+    def planned(self, settings: Settings) -> Plan:
+        key = frozenset(settings.items())
+        if key not in self._plans:
+            self._plans[key] = planned(self.plan, settings)
+        return self._plans[key]
 
     def clock(self) -> float:
         return self.now
 
     def predicted_bytes(self, settings: Settings) -> int | None:
-        return self.predicted(planned(self.plan, settings))
+        return self.predicted(self.planned(settings))
 
     def agreement(self, settings: Settings, *, seconds: float) -> Agreement:
         if self.agreement_seconds > seconds:
             self.now += seconds
             raise ProbeFailedError("no time", kind="timeout")
         self.now += self.agreement_seconds
-        agrees = self.agrees(planned(self.plan, settings))
+        agrees = self.agrees(self.planned(settings))
         return Agreement(agrees=agrees, loss_error=0.001 if agrees else 0.4, gradient_error=0.002, bound=0.02)
 
     def prepare(self, settings: Settings, *, seconds: float) -> SimulatedPrepared:
-        plan, began = planned(self.plan, settings), self.now
+        plan, began = self.planned(settings), self.now
         self.prepared.append(dict(settings))
         kind, now = self.failure(plan), self.now
         step = self.make_step(settings, 0)
@@ -115,10 +121,7 @@ class SimulatedRig:
         return SimulatedPrepared(self, dict(settings), self.now - began, step)
 
     def make_step(self, settings: Settings, index: int) -> float:
-        key = frozenset(settings.items())
-        if key not in self._true:
-            self._true[key] = self.seconds(planned(self.plan, settings))
-        true = self._true[key] * self._batches[index % len(self._batches)]
+        true = self.seconds(self.planned(settings)) * self._batches[index % len(self._batches)]
         taken = true * self.noise(self.now, self._draw)
         self.now += taken
         self.steps += 1

@@ -1,4 +1,4 @@
-"""The search on simulated machines: finds what is best there, claims no noise, keeps its budget, survives bad probes."""
+"""The search on simulated machines: it finds what is best, claims no noise, keeps its budget, survives bad probes."""
 
 import itertools
 import json
@@ -74,7 +74,7 @@ def grid(plan: Plan) -> dict[str, list]:
 
 
 def landscape(seed: int):
-    """Random factors; each precision has a micro-batch of its own that suits it: kernels cost time, and so do caches."""
+    """Random factors; each precision has a micro-batch that suits it: kernels cost time, and so do caches."""
     draw = random.Random(seed)
     factor = {(n, v): draw.choice([1, 1, 1.03, 1.1, 1.3, 0.9, 0.7]) for n, values in grid(PLAN).items() for v in values}
     launch = {"fp32": draw.uniform(0.1, 2), "bf16": draw.uniform(0.1, 2)}

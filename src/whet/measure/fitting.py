@@ -34,7 +34,11 @@ class Fitting:
             return int(high + slope * (micro_batch - many))
         points = points or self._all()
         if predicted is not None:
-            return int(predicted * max([1.0, *(measured / before for _, measured, before in points if before)]))
+            # What was predicted too low is taken to grow with the samples: the worse of two guesses.
+            excesses = (
+                (measured - before) * max(1.0, micro_batch / micro) for micro, measured, before in points if before
+            )
+            return int(predicted + max([0.0, *excesses]))
         # Nothing grows faster than the number of samples.
         return max((int(measured * max(1.0, micro_batch / micro)) for micro, measured, _ in points), default=None)
 

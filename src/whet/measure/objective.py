@@ -7,6 +7,7 @@ from whet.base.units import show_seconds
 
 MOST_BUDGET = 60.0
 _SHARE_OF_RUN = 0.03
+_UNKNOWN_STEPS = 100
 
 
 def budget_seconds(run_seconds: float | None, *, most: float = MOST_BUDGET) -> float:
@@ -42,10 +43,9 @@ class BreakEven:
 
     @property
     def pays(self) -> bool:
-        """Whether this run ends sooner; a run of unknown length only where nothing has to be earned back."""
-        if self.num_steps is None:
-            return self.step == 0
-        return self.saved_seconds * self.num_steps > self.cost_seconds
+        """Whether this run ends sooner; a run of unknown length is taken for a short one."""
+        num_steps = _UNKNOWN_STEPS if self.num_steps is None else self.num_steps
+        return self.saved_seconds * num_steps > self.cost_seconds
 
     def words(self, doing: str) -> str:
         """One line.

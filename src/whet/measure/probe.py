@@ -12,6 +12,7 @@ from whet.measure.objective import BreakEven
 from whet.measure.rig import Agreement, Prepared, ProbeFailedError, Rig, Settings
 from whet.measure.words import break_even_words, duel_words, gain_words, shown, timeout_words
 from whet.plan.plan import Plan
+from whet.plan.setting import Scalar
 from whet.plan.trial import Trial, Verdict
 
 _MOST_PAIRS = 24
@@ -38,11 +39,19 @@ class Bench:
     coin: random.Random
     fitting: Fitting = field(default_factory=Fitting)
     agreements: dict[tuple[object, ...], Agreement] = field(default_factory=dict)
+    plans: dict[frozenset[tuple[str, Scalar]], Plan] = field(default_factory=dict)
+
+    def planned(self, settings: Settings) -> Plan:
+        """The whole plan behind settings; the rules are asked once."""
+        key = frozenset(settings.items())
+        if key not in self.plans:
+            self.plans[key] = planned(self.rule_plan, settings)
+        return self.plans[key]
 
     def prepare(self, settings: Settings, *, seconds: float) -> Contender:
         """Makes settings ready, and learns what memory they take. Raises ProbeFailedError."""
-        plan = planned(self.rule_plan, settings)
-        contender = Contender(settings=settings, plan=plan, prepared=self.rig.prepare(settings, seconds=seconds))
+        prepared = self.rig.prepare(settings, seconds=seconds)
+        contender = Contender(settings=settings, plan=self.planned(settings), prepared=prepared)
         self.learn_memory(contender)
         return contender
 
@@ -74,7 +83,7 @@ def micro_batch(plan: Plan) -> int:
 def refuse(bench: Bench, best: Contender, candidate: Candidate) -> Trial | None:
     """The record of a candidate that would not fit into memory; None where it may be tried."""
     settings = merged(best.settings, candidate)
-    plan = planned(bench.rule_plan, settings)
+    plan = bench.planned(settings)
     why = bench.fitting.refusal(
         settings,
         micro_batch=micro_batch(plan),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from whet.base.units import show_seconds
 from whet.measure.budget import Budget
-from whet.measure.candidates import ORDER, Candidate, candidates, merged, planned
+from whet.measure.candidates import ORDER, Candidate, candidates, merged
 from whet.measure.duel import fight
 from whet.measure.found import Found, Gain, measured_settings
 from whet.measure.probe import Bench, Contender, break_even, micro_batch, record_duel, refuse, try_out
@@ -94,7 +94,7 @@ def _climb(state: _State) -> None:
 def _open(state: _State, about: str) -> Iterator[Candidate]:
     """Candidates that have not been tried with the settings that are best now, and may win."""
     for candidate in candidates(state.best.plan, about):
-        plan = planned(state.bench.rule_plan, merged(state.best.settings, candidate))
+        plan = state.bench.planned(merged(state.best.settings, candidate))
         if _fingerprint(plan) not in state.seen and _may_win(state, candidate):
             yield candidate
 
@@ -114,7 +114,7 @@ def _may_win(state: _State, candidate: Candidate) -> bool:
 
 def _take_on(state: _State, candidate: Candidate) -> None:
     bench, best = state.bench, state.best
-    state.seen.add(_fingerprint(planned(bench.rule_plan, merged(best.settings, candidate))))
+    state.seen.add(_fingerprint(bench.planned(merged(best.settings, candidate))))
     refused = refuse(bench, best, candidate)
     if refused is not None:
         state.trials.append(refused)

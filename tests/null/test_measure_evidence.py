@@ -1,0 +1,233 @@
+"""What is kept of a measurement, whether it pays, what fits, and where the knee of a curve is."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whet.base.errors import UsageError
+from whet.base.units import GB
+from whet.measure import cache
+from whet.measure.cache import recall, remember
+from whet.measure.fitting import Fitting
+from whet.measure.found import Found, measured_settings
+from whet.measure.knee import find_knee, scale_learning_rate
+from whet.measure.objective import BreakEven, budget_seconds, finish_seconds
+from whet.plan.setting import Measured
+from whet.plan.trial import Trial
+
+ABOUT = {"machine": "m2", "torch": "2.13.0", "model": [["Linear", 4, 4]], "shapes": {"x": [32, 4]}}
+FOUND = Found(
+    settings={"precision": "bf16", "micro_batch": 8},
+    measured={"precision": Measured(value="bf16", reason="1.31x fp32", evidence={"interval": (1.2, 1.4)})},
+    trials=(
+        Trial(
+            setting="precision",
+            settings={"precision": "bf16"},
+            verdict="faster",
+            words="1.31x fp32",
+            repeats=8,
+            median_seconds=0.1,
+            interval=(1.2, 1.4),
+        ),
+    ),
+    spent_seconds=12.5,
+    words=("2 trials",),
+)
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def test_evidence_is_found_again_whatever_the_order_of_keys(tmp_path: Path) -> None:
+    assert recall(ABOUT, where=tmp_path / "new") is None
+    assert remember(ABOUT, FOUND, where=tmp_path / "new")
+    assert recall(dict(reversed(ABOUT.items())), where=tmp_path / "new") == FOUND
+
+
+@pytest.mark.parametrize("name", ABOUT)
+def test_any_change_means_measuring_again(name: str, tmp_path: Path) -> None:
+    remember(ABOUT, FOUND, where=tmp_path)
+    assert recall({**ABOUT, name: "another"}, where=tmp_path) is None
+    assert recall({**ABOUT, "more": 1}, where=tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"[" * 100_000, b"null", b'{"format_version": 1}', b"\xff\xfe", b'{"found": NaN}'],
+    ids=["empty", "cut", "deep", "null", "lacking", "bytes", "nan"],
+)
+def test_damaged_evidence_is_no_evidence_and_is_written_anew(damage: bytes, tmp_path: Path) -> None:
+    remember(ABOUT, FOUND, where=tmp_path)
+    path = tmp_path / f"{cache.key(ABOUT)}.json"
+    path.write_bytes(damage)
+    assert recall(ABOUT, where=tmp_path) is None
+    assert remember(ABOUT, FOUND, where=tmp_path)
+    assert recall(ABOUT, where=tmp_path) == FOUND
+
+
+@given(st.integers(0, 5_000), st.integers(0, 255))
+def test_a_changed_byte_never_raises(place: int, value: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        remember(ABOUT, FOUND, where=Path(folder))
+        path = Path(folder) / f"{cache.key(ABOUT)}.json"
+        data = bytearray(path.read_bytes())
+        data[place % len(data)] = value
+        path.write_bytes(data)
+        recall(ABOUT, where=Path(folder))
+
+
+def test_evidence_under_a_foreign_name_is_not_taken(tmp_path: Path) -> None:
+    remember(ABOUT, FOUND, where=tmp_path)
+    other = {**ABOUT, "machine": "m3"}
+    (tmp_path / f"{cache.key(ABOUT)}.json").rename(tmp_path / f"{cache.key(other)}.json")
+    assert recall(other, where=tmp_path) is None
+
+
+def test_evidence_from_another_format_or_from_the_future_is_not_taken(tmp_path: Path) -> None:
+    remember(ABOUT, FOUND, where=tmp_path, now=1_000_000.0)
+    assert recall(ABOUT, where=tmp_path, now=1_000_000.0 + 89 * 86_400) == FOUND
+    assert recall(ABOUT, where=tmp_path, now=1_000_000.0 + 91 * 86_400) is None
+    assert recall(ABOUT, where=tmp_path, now=999_999.0) is None
+    path = tmp_path / f"{cache.key(ABOUT)}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 2}))
+    assert recall(ABOUT, where=tmp_path, now=1_000_000.0) is None
+
+
+def test_a_pipe_in_the_way_does_not_make_it_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f"{cache.key(ABOUT)}.json")
+    assert recall(ABOUT, where=tmp_path) is None
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert not remember(ABOUT, FOUND, where=tmp_path / "file")
+
+
+def test_old_evidence_goes_and_foreign_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_MOST_FILES", 3)
+    (tmp_path / "notes.json").write_text("mine")
+    os.utime(tmp_path / "notes.json", (0, 0))
+    for number in range(6):
+        remember({"number": number}, FOUND, where=tmp_path)
+        os.utime(tmp_path / f"{cache.key({'number': number})}.json", (2e9 + number, 2e9 + number))
+    assert [number for number in range(6) if recall({"number": number}, where=tmp_path)] in ([2, 3, 4, 5], [3, 4, 5])
+    assert (tmp_path / "notes.json").read_text() == "mine"
+
+
+def test_the_cache_lies_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHET_HOME", str(tmp_path))
+    remember(ABOUT, FOUND)
+    assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "evidence"]
+    assert recall(ABOUT) == FOUND
+
+
+# --- the objective ---------------------------------------------------------------------------------------------------
+
+
+@given(cost=st.floats(0.01, 1e4), saved=st.floats(1e-6, 10), num_steps=st.integers(1, 10**6))
+def test_what_pays_finishes_sooner_and_from_its_break_even_step_on(cost: float, saved: float, num_steps: int) -> None:
+    found = BreakEven(cost_seconds=cost, saved_seconds=saved, num_steps=num_steps)
+    plain = finish_seconds(preparation=1.0, step=20.0, num_steps=num_steps)
+    other = finish_seconds(preparation=1.0 + cost, step=20.0 - saved, num_steps=num_steps)
+    assert found.step is not None
+    if abs(cost - saved * num_steps) > 1e-6 * plain:
+        assert found.pays == (other < plain)
+    assert saved * (found.step + 1) > cost * (1 - 1e-9)
+    assert saved * (found.step - 1) <= cost * (1 + 1e-9)
+
+
+def test_what_saves_nothing_never_pays() -> None:
+    never = BreakEven(cost_seconds=5.0, saved_seconds=-0.1, num_steps=1_000)
+    assert (never.step, never.pays) == (None, False)
+    assert "saves nothing" in never.words("compile")
+
+
+def test_a_run_of_unknown_length_is_taken_for_a_short_one() -> None:
+    assert BreakEven(cost_seconds=0.1, saved_seconds=0.01, num_steps=None).pays
+    unknown = BreakEven(cost_seconds=38.0, saved_seconds=0.01, num_steps=None)
+    assert not unknown.pays
+    assert "unknown" in unknown.words("compile")
+
+
+def test_planning_is_paid_too() -> None:
+    assert finish_seconds(preparation=2, step=0.5, num_steps=10, planning=3) == 10
+    assert (budget_seconds(100), budget_seconds(10_000)) == (3.0, 60.0)
+    assert budget_seconds(1e6, most=300) == 300
+
+
+# --- what fits -------------------------------------------------------------------------------------------------------
+
+
+def test_two_points_make_a_line_and_the_line_corrects_the_prediction() -> None:
+    known = Fitting()
+    assert known.needed({}, micro_batch=8, predicted=None) is None
+    assert known.needed({}, micro_batch=8, predicted=GB) == GB
+    known.learn({}, micro_batch=8, measured=3 * GB, predicted=2 * GB)
+    assert known.needed({}, micro_batch=16, predicted=3 * GB) == 5 * GB, "the excess grows with the samples"
+    assert known.needed({}, micro_batch=16, predicted=None) == 6 * GB
+    known.learn({}, micro_batch=4, measured=2 * GB, predicted=GB)
+    assert known.needed({}, micro_batch=16, predicted=3 * GB) == 5 * GB
+    assert known.needed({}, micro_batch=16, predicted=100 * GB) == 5 * GB
+    assert known.refusal({}, micro_batch=16, predicted=3 * GB, limit=4 * GB) == "needs 5 of 4 GB"
+    assert known.refusal({}, micro_batch=8, predicted=3 * GB, limit=4 * GB) is None
+    assert known.needed({"precision": "bf16"}, micro_batch=8, predicted=2 * GB) == 4 * GB, "other settings, other line"
+
+
+# --- reasons ---------------------------------------------------------------------------------------------------------
+
+
+def test_reasons_name_each_loser_in_a_few_words() -> None:
+    from whet.machine.known import load_machine
+    from whet.plan.plan import make_plan
+    from whet.recipes.text.config import TextConfig, describe
+
+    plan = make_plan(load_machine("linux-2core"), describe(TextConfig()))
+    trials = [
+        Trial(
+            setting="micro_batch",
+            settings={"micro_batch": 8},
+            verdict="no gain",
+            words="micro_batch=8 was 10 % slower here (3 repeats, spread 1 %)",
+            repeats=3,
+            speedup=0.91,
+        ),
+        Trial(
+            setting="micro_batch",
+            settings={"micro_batch": 64},
+            verdict="not tried",
+            words="micro_batch=64: not tried, needs 9.1 of 5.3 GB",
+        ),
+    ]
+    found = measured_settings(plan, trials)
+    assert found["micro_batch"].value == plan.value("micro_batch")
+    assert found["micro_batch"].reason == "8: 0.91x; 64: not tried, needs 9.1 of 5.3 GB"
+    assert measured_settings(plan, trials[:1])["micro_batch"].reason == trials[0].words
+
+
+# --- the knee --------------------------------------------------------------------------------------------------------
+
+
+@given(st.dictionaries(st.integers(1, 4096), st.floats(1, 1e6), min_size=1))
+def test_the_knee_is_the_smallest_batch_within_a_tenth_of_the_best(points: dict[int, float]) -> None:
+    knee, best = find_knee(points), max(points.values())
+    assert points[knee.batch] >= 0.9 * best
+    assert all(rate < 0.9 * best for batch, rate in points.items() if batch < knee.batch)
+    assert str(knee.batch) in knee.words
+
+
+def test_a_knee_without_points_is_refused() -> None:
+    with pytest.raises(UsageError, match="no batch size"):
+        find_knee({8: float("nan")})
+
+
+def test_the_learning_rate_goes_with_the_batch_and_says_how() -> None:
+    assert scale_learning_rate(0.1, before=32, after=64, scaling="linear")[0] == pytest.approx(0.2)
+    scaled, words = scale_learning_rate(1e-3, before=64, after=16, scaling="square root")
+    assert scaled == pytest.approx(5e-4)
+    assert "square root of 0.25" in words
