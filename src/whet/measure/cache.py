@@ -59,19 +59,19 @@ def remember(about: Mapping[str, Any], found: Found, *, where: Path | None = Non
     entry = _Entry(format_version=FORMAT_VERSION, about=about, saved=saved, found=found)
     try:
         durable.make_directory(place)
-        durable.write_file(place / f"{key(about)}.json", data=json.dumps(entry.as_json(), allow_nan=False).encode())
-        _tidy(place, now=saved)
+        path = place / f"{key(about)}.json"
+        durable.write_file(path, data=json.dumps(entry.as_json(), allow_nan=False).encode())
+        _tidy(place, now=saved, keep=path)
     except (OSError, WhetError):
         return False
     return True
 
 
-def _tidy(place: Path, *, now: float) -> None:
-    """Removes what is too old, and the oldest of too many."""
-    ours = sorted(
-        ((path.lstat().st_mtime, path) for path in place.iterdir() if _NAME.fullmatch(path.name)), reverse=True
-    )
-    for number, (written, path) in enumerate(ours):
+def _tidy(place: Path, *, now: float, keep: Path) -> None:
+    """Removes what is too old, and the oldest of too many; never what was written now, whatever the clock says."""
+    others = (path for path in place.iterdir() if _NAME.fullmatch(path.name) and path != keep)
+    ours = sorted(((path.lstat().st_mtime, path) for path in others), reverse=True)
+    for number, (written, path) in enumerate(ours, start=1):
         if number >= _MOST_FILES or now - written > _MOST_DAYS * 86_400:
             path.unlink(missing_ok=True)
 
