@@ -44,6 +44,8 @@ class CommonConfig(BaseModel):
         "mps_fallback",
         "on_heat",
         "keep_awake",
+        "verify",
+        "causal_mask",
     )
     """Keys that are settings of the plan: when you give one, no rule and no measurement overrides it."""
 
@@ -92,3 +94,9 @@ class CommonConfig(BaseModel):
     mps_fallback: Switch | Auto = Field("auto", description="run operators that MPS lacks on the CPU")
     on_heat: Literal["warn", "pace", "pause"] | Auto = Field("auto", description="when the machine gets hot and slow")
     keep_awake: Switch | Auto = Field("auto", description="keep a Mac from falling asleep while it trains")
+    verify: Annotated[Literal["on", "off", "always"], BeforeValidator(_as_switch)] | Auto = Field(
+        "auto", description="compare the device with the CPU before the first step, and try whether a model is causal"
+    )
+    causal_mask: Literal["flag", "explicit"] | Auto = Field(
+        "auto", description="causal attention by the flag is_causal, or by a mask"
+    )

@@ -15,7 +15,17 @@ from whet.run.event import HAPPENINGS
 from whet.run.events import History
 from whet.run.folder import Run
 
-_SETTINGS = ("precision", "loss_scaling", "micro_batch", "lengths", "optimizer_kernels", "compile", "graph", "layout")
+_SETTINGS = (
+    "precision",
+    "loss_scaling",
+    "micro_batch",
+    "lengths",
+    "optimizer_kernels",
+    "compile",
+    "graph",
+    "layout",
+    "causal_mask",
+)
 """Settings of the plan that change how sums are rounded, or what a sum is taken over."""
 
 

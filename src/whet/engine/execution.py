@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from whet.base.errors import WhetError
 from whet.data.batch import GlobalBatch, Micro, Shapes, shapes_of
 from whet.data.cut import Lengths
 from whet.engine.building import Parts
 from whet.engine.evaluating import Evaluate, Evaluator
 from whet.engine.guard import Guard
-from whet.engine.moving import compare_with_cpu
 from whet.engine.recorder import Recorder
 from whet.engine.recovery import let_go, need_less
+from whet.engine.start_checks import StartChecks
 from whet.engine.while_training import Compiled
 from whet.engine.workload import measure_activation_bytes
 from whet.plan.lowering import with_smaller_eval_batch
@@ -24,6 +23,8 @@ from whet.plan.plan import Plan, make_plan
 from whet.step.loss import LossFunction
 from whet.step.recompute import recompute_blocks
 from whet.step.step import NonFiniteError, Outcome
+from whet.verify.masks import explicit_masks
+from whet.verify.subject import Outputs
 
 _MOST_SHAPES = 1000
 """Counted up to here: packed batches have a new one each time."""
@@ -46,6 +47,7 @@ class Execution:
         *,
         write_plan: Callable[[Plan], None],
         note_inexact: Callable[[int, str], None],
+        outputs: Outputs | None = None,
     ) -> None:
         self.plan = parts.plan
         self._parts = parts
@@ -55,6 +57,9 @@ class Execution:
         self._closing = ExitStack()
         self._evaluator = Evaluator(parts)
         self._closing.callback(self._evaluator.close)
+        self._checks = StartChecks(
+            parts=parts, recorder=recorder, outputs=outputs, closing=self._closing, note_inexact=note_inexact
+        )
         self._guard = Guard(parts.stepper.model, parts.device)
         self.shapes: set[Shapes] = set()
         """Those that micro-batches have had so far."""
@@ -138,36 +143,17 @@ class Execution:
         is_open = "micro_batch" not in self.plan.wishes and self.plan.workload.activation_bytes is None
         if number == 1 and is_open and len(batch) >= 4:
             self._try_to_plan_micro_batch(loss, batch)
-        if self.moved_from is not None:
-            self._compare_with_cpu(loss, batch, number=number)
+        if "causal_mask" in self.plan.settings and self.plan.value("causal_mask") == "explicit":
+            self._closing.enter_context(explicit_masks())
+        plan = self._checks.run(loss, batch, self.plan, how=self._how, step=number - 1, moved_from=self.moved_from)
+        if plan is not self.plan:
+            self._use(plan)
         model = self._parts.stepper.model
         if self.plan.value("activation_checkpointing") == "on":
             self._closing.enter_context(recompute_blocks(model))
         if self.plan.value("compile") == "on":
             self._closing.enter_context(Compiled(model).in_use())
         self._is_ready = True
-
-    def _compare_with_cpu(self, loss: LossFunction, batch: GlobalBatch, *, number: int) -> None:
-        """After a move: the first micro-batch of the next step, here and on the CPU."""
-        stepper, here = self._parts.stepper, self._parts.device.kind
-        if here == "cpu":
-            return
-        try:
-            micro = next(iter(self._parts.source.micros(batch, micro_batch=min(8, len(batch)), how=self._how)))
-            found = compare_with_cpu(stepper, loss, micro, precision=str(self.plan.value("precision")))
-        except RuntimeError as error:
-            # A loss may use tensors of its own that lie on the device.
-            said = f"moved from {self.moved_from} to {here}; not compared with the CPU: {let_go(error)}"
-            self._recorder.event("plan", step=number - 1, changed=said)
-            return
-        said = f"moved from {self.moved_from} to {here}; {found}"
-        self._recorder.event("plan", step=number - 1, changed=said, difference=found.difference)
-        if not found.agrees:
-            raise WhetError(
-                "the model computes something else on this device",
-                got=f"{said} (relative difference {found.difference:.1e}, at most {found.tolerance:.0e})",
-                try_=f"--device {self.moved_from} to go on there, or --device cpu",
-            )
 
     def _try_to_plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
         """Where not even a few samples fit, the careful start of the plan stays."""

@@ -5,8 +5,6 @@ buffers that the model writes to. Which buffers those are, and whether Python's 
 learnt from the first step; should anything else change later, `put_back` says that it cannot undo it.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
@@ -18,57 +16,7 @@ from whet.checkpoint.randomness import (
     torch_generators,
 )
 from whet.device.abstract import AbstractDevice
-
-
-class _Kept(NamedTuple):
-    """A buffer as it was."""
-
-    module: nn.Module
-    name: str
-    buffer: Tensor
-    version: int
-    values: Tensor
-
-    def has_changed(self) -> bool:
-        """Whether it is another object or has other values; torch does not note all that kernels write."""
-        if self.module._buffers.get(self.name) is not self.buffer or self.buffer._version != self.version:
-            return True
-        return not torch.equal(self.buffer, self.values)
-
-    def put_back(self) -> None:
-        """The same object with the same values again."""
-        self.module._buffers[self.name] = self.buffer
-        try:
-            self.buffer.copy_(self.values)
-        except RuntimeError:
-            # One that shows the same numbers several times over cannot be written to.
-            self.module._buffers[self.name] = self.values
-
-
-class Buffers:
-    """All buffers of a model at one moment."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._objects = [(module, dict(module._buffers)) for module in model.modules()]
-        self.kept = [
-            _Kept(module, name, buffer, buffer._version, buffer.detach().clone())
-            for module, buffers in self._objects
-            for name, buffer in buffers.items()
-            if buffer is not None
-        ]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Every buffer is the same object with the same values again; what was added since is taken away."""
-        for module, buffers in self._objects:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for kept in self.kept:
-            kept.put_back()
-
-    def have_others_come(self) -> bool:
-        """Whether buffers were added or taken away since."""
-        return any(module._buffers.keys() != buffers.keys() for module, buffers in self._objects)
+from whet.step.buffers import Buffers, KeptBuffer
 
 
 class Guard:
@@ -80,8 +28,8 @@ class Guard:
         self._all: Buffers | None = None
         self._is_learnt = False
         self._volatile: list[tuple[nn.Module, str]] = []
-        self._watched: list[_Kept] = []
-        self._kept: list[_Kept] = []
+        self._watched: list[KeptBuffer] = []
+        self._kept: list[KeptBuffer] = []
         self._host = host_generators()
         self._is_host_in_use = True
         self._generators: tuple[Tensor, Tensor | None] | None = None
@@ -95,7 +43,7 @@ class Guard:
             self._all = Buffers(self._model)
         else:
             self._kept = [
-                _Kept(module, name, buffer, buffer._version, buffer.detach().clone())
+                KeptBuffer(module, name, buffer, buffer._version, buffer.detach().clone())
                 for module, name in self._volatile
                 if (buffer := module._buffers.get(name)) is not None
             ]

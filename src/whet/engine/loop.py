@@ -52,8 +52,8 @@ def train(
     of every event: a line on standard error unless you give a function, or None for silence. A new run that is long
     enough to earn it back is measured first, in steps that leave no trace (docs/measure.md), unless `measure` is
     False; `open_rig` opens the same training in a process of its own for that. All other options are Session's: run,
-    device, wishes, plan, goal, init_from, and what `engine/training.py` lists (global_batch_size, epochs, max_steps,
-    seed, schedule, warmup_steps, clip, ema, eval_every, patience, ...).
+    device, wishes, plan, goal, init_from, outputs (of a causal model), and what `engine/training.py` lists
+    (global_batch_size, epochs, max_steps, seed, schedule, warmup_steps, clip, ema, eval_every, patience, ...).
     """
     if (evaluate is None) != (dev is None):
         raise UsageError("evaluate and dev belong together", got="one of them", try_="evaluate=..., dev=...")

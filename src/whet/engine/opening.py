@@ -27,6 +27,7 @@ from whet.run import durable, lock
 from whet.run.events import EventLog, History
 from whet.run.folder import Run, create_run, rewrite, versions
 from whet.step.optimizer import OptimizerChoice
+from whet.verify.subject import Outputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,8 @@ class Request:
     init_from: str | Path | None
     attach: Mapping[str, bytes]
     """Files that a new run folder holds from the start."""
+    outputs: Outputs | None = None
+    """Given for a causal model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +117,7 @@ def open_session(
         closing.callback(keeper.close)
 
     def write_plan(plan: Plan) -> None:
+        soundness.has_scaler = parts.stepper.scaler.is_enabled()
         if run is not None:
             rewrite(run, plan=plan.as_json())
 
@@ -121,7 +125,7 @@ def open_session(
         if keeper is not None:
             keeper.note_inexact(step, reason)
 
-    execution = Execution(parts, recorder, write_plan=write_plan, note_inexact=note_inexact)
+    execution = Execution(parts, recorder, write_plan=write_plan, note_inexact=note_inexact, outputs=request.outputs)
     closing.callback(execution.close)
     return Opened(
         parts=parts,

@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from whet.base.errors import WhetError
+from whet.data.batch import GlobalBatch
 from whet.device.abstract import AbstractDevice
 from whet.engine.soundness import Soundness
 from whet.run import durable
@@ -63,6 +64,16 @@ class Recorder:
         """Adds time spent outside steps (evaluate, save) to the oldest step that is not written yet, or to the next."""
         self._extra_seconds[phase] = self._extra_seconds.get(phase, 0.0) + seconds
         self.aside_seconds += seconds if phase != "data" else 0.0
+
+    def timed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
+        """The same batches; waiting for them counts as time for data."""
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self.spent("data", time.perf_counter() - start)
+            if batch is None:
+                return
+            yield batch
 
     def event(self, kind: str, *, step: int, **fields: Any) -> None:
         """Writes a happening, behind all steps before it."""

@@ -57,6 +57,7 @@ from whet.run.events import History
 from whet.run.folder import Run, rewrite
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
+from whet.verify.subject import Outputs
 
 
 class Session:
@@ -67,8 +68,9 @@ class Session:
     `whet.tune` or `whet.make_plan` made for this training, for a new run. `goal` names the metric
     that decides the best checkpoint, and `goal_is` whether it should be "max" or "min". `init_from` is a run whose
     weights a new one starts with. `allow` names what may be other than it was when a run goes on: "data", "batch".
-    `show` is told of every event. `vitals` reads the machine while it trains; its own sensors if not given. All other
-    keywords are fields of `Training`:
+    `show` is told of every event. `vitals` reads the machine while it trains; its own sensors if not given. `outputs`
+    is given for a causal model: from a micro-batch to what it gives, (batch, length, ...); before the first step it is
+    tried whether that is causal. All other keywords are fields of `Training`:
     global_batch_size, epochs, max_steps, seed, shuffle, schedule, warmup_steps, clip, ema, eval_every, patience,
     epochs_per_sitting.
 
@@ -97,6 +99,7 @@ class Session:
         attach: Mapping[str, bytes] | None = None,
         show: Show | None = None,
         vitals: Reader | None = None,
+        outputs: Outputs | None = None,
         **training: Any,
     ) -> None:
         refuse_wrong_kinds(model, optimizer, goal_is)
@@ -121,6 +124,7 @@ class Session:
             allow=refuse_disallowed(allow),
             init_from=init_from,
             attach=attach or {},
+            outputs=outputs,
         )
         self._goal, self._goal_is = goal, goal_is
         self._show, self._vitals = show, vitals
@@ -248,7 +252,7 @@ class Session:
         refuse_outside(self._state)
         while not self.is_finished:
             before = self.progress.step
-            for batch in self._timed(self.source.batches(self.progress.position)):
+            for batch in self._recorder.timed(self.source.batches(self.progress.position)):
                 self._current = batch
                 yield batch
                 epochs_done = batch.after.epoch if batch.is_last_of_epoch else None
@@ -374,16 +378,6 @@ class Session:
         return 0 if self.is_finished else self._stop.exit_code
 
     # --- the parts ---------------------------------------------------------------------------------------------------
-
-    def _timed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """The same batches; waiting for them counts as time for data."""
-        while True:
-            start = time.perf_counter()
-            batch = next(batches, None)
-            self._recorder.spent("data", time.perf_counter() - start)
-            if batch is None:
-                return
-            yield batch
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         """Begins a sitting in the log."""

@@ -35,7 +35,7 @@ class Soundness:
         """Up to this step every one is looked at before its update."""
         self.has_found = False
         """Whether a step that is bad was found since the run went back."""
-        self._has_scaler = has_scaler
+        self.has_scaler = has_scaler
         self._num_scaled = 0
         self._num_returns = 0
         self._usual: deque[float] = deque(maxlen=_WINDOW)
@@ -48,7 +48,7 @@ class Soundness:
         if math.isfinite(loss):
             self._num_scaled = 0
             return self._observe_finite(loss)
-        self._num_scaled += self._has_scaler
+        self._num_scaled += self.has_scaler
         if self.broken is None and not 0 < self._num_scaled <= MOST_SCALED:
             self.broken = step, f"the loss is {loss}"
         return None
@@ -84,7 +84,7 @@ class Soundness:
         """The run returns to a checkpoint because of the broken step; why, in words. Refuses to do so forever."""
         assert self.broken is not None
         self._num_returns += 1
-        if self._has_scaler or self._num_returns > MOST_RETURNS:
+        if self.has_scaler or self._num_returns > MOST_RETURNS:
             self.refuse()
         (step, how), self.broken = self.broken, None
         self.careful_until = max(self.careful_until, step)

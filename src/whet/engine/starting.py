@@ -15,7 +15,8 @@ from whet.run.folder import RUN_FILE, Run, open_run
 GROWING_KEYS = ("epochs", "max_steps")
 """What may grow when a run goes on; None is without end."""
 
-FREE_KEYS = ("epochs_per_sitting", "on_heat")
+_FREE_SETTINGS = ("on_heat", "verify")
+FREE_KEYS = ("epochs_per_sitting", *_FREE_SETTINGS)
 """What may change when a run goes on."""
 
 ALLOWED_KEYS = {"data": ("data", "data_paths"), "batch": ("global_batch_size",)}
@@ -68,10 +69,10 @@ def find_start(
     if changed is not None:
         return Start(plan=plan, run=run, replanned=changed)
     grown = saved.workload.model_copy(update={"num_steps": workload.num_steps})
-    wishes = {name: value for name, value in saved.wishes.items() if name != "on_heat"}
-    care = {"on_heat": plan.settings["on_heat"]}
-    wishes |= {name: value for name, value in plan.wishes.items() if name in care}
-    changed_only = {"workload": grown, "wishes": wishes, "settings": {**saved.settings, **care}}
+    wishes = {name: value for name, value in saved.wishes.items() if name not in _FREE_SETTINGS}
+    wishes |= {name: value for name, value in plan.wishes.items() if name in _FREE_SETTINGS}
+    free = {name: plan.settings[name] for name in _FREE_SETTINGS}
+    changed_only = {"workload": grown, "wishes": wishes, "settings": {**saved.settings, **free}}
     return Start(plan=saved.model_copy(update=changed_only), run=run)
 
 

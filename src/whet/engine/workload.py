@@ -10,9 +10,9 @@ from whet.data.batch import Micro
 from whet.data.columns import as_columns
 from whet.data.ragged import Ragged
 from whet.device.abstract import AbstractDevice
-from whet.engine.guard import Buffers
 from whet.engine.training import Training
 from whet.plan.workload import Workload
+from whet.step.buffers import Buffers
 from whet.step.ema import named_tensors
 from whet.step.loss import LossFunction
 

@@ -26,7 +26,11 @@ class Splits(Protocol):
 
 
 class Recipe(Protocol):
-    """A complete workload. `describe` needs no torch, so that a plan can be made anywhere."""
+    """A complete workload. `describe` needs no torch, so that a plan can be made anywhere.
+
+    The recipe of a causal model has a method outputs(model, micro) too, which gives (batch, length, ...): before the
+    first step it is tried whether each place depends on itself and earlier ones only.
+    """
 
     name: str
     Config: type[Any]

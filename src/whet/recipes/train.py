@@ -79,6 +79,7 @@ def train_recipe(
     """Trains a recipe in a run folder, or goes on with it; measured before if `open_rig` says how."""
     config = resolved.config
     made = ingredients(recipe, config)
+    outputs = getattr(recipe, "outputs", None)
     return train(
         made.model,
         made.data.train,
@@ -101,5 +102,6 @@ def train_recipe(
         measure=open_rig is not None,
         open_rig=open_rig,
         allow=allow,
+        outputs=None if outputs is None else partial(outputs, made.model),
         **made.training,
     )

@@ -127,6 +127,12 @@ class Stepper:
         marks.append(("optimizer", start, mark()))
         return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks))
 
+    def use_precision(self, precision: str, *, loss_scaling: str) -> None:
+        """Another number format for the steps to come; only before the first one."""
+        self._precision = precision
+        self.scaler = self.device.scaler(loss_scaling)
+        self.device.use_precision(precision)
+
     def has_finite_weights(self) -> bool:
         """Whether all weights that are trained are numbers; waits for the device, once."""
         verdicts = [parameter.detach().isfinite().all() for parameter in self._parameters]

@@ -1,7 +1,7 @@
 """Every rule, in the order of decision: a rule may look at what the rules before it decided."""
 
 from whet.plan.rule import Rule
-from whet.plan.rules import care, checkpoints, device, kernels, loading, memory, precision
+from whet.plan.rules import care, checkpoints, checks, device, kernels, loading, memory, precision
 
 ALL: tuple[Rule, ...] = (
     *device.RULES,
@@ -11,4 +11,5 @@ ALL: tuple[Rule, ...] = (
     *loading.RULES,
     *checkpoints.RULES,
     *care.RULES,
+    *checks.RULES,
 )

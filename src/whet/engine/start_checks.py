@@ -1,0 +1,141 @@
+"""Before the first step of a sitting: is what this model computes here right? If not, a cure, or the run stops."""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from whet.base.errors import WhetError
+from whet.base.version import VERSION
+from whet.data.batch import GlobalBatch
+from whet.data.cut import Lengths
+from whet.engine.building import Parts
+from whet.engine.cures import cures
+from whet.engine.examining import Examination, Findings
+from whet.engine.recorder import Recorder
+from whet.plan.plan import Plan, with_learnt
+from whet.step.loss import LossFunction
+from whet.verify import remembered
+from whet.verify.subject import Outputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartChecks:
+    """Verifies once in a sitting; the CPU only for models whose outputs are given."""
+
+    parts: Parts
+    recorder: Recorder
+    outputs: Outputs | None
+    closing: ExitStack
+    """Ends what must hold while the run trains."""
+    note_inexact: Callable[[int, str], None]
+
+    def run(
+        self, loss: LossFunction, batch: GlobalBatch, plan: Plan, *, how: Lengths, step: int, moved_from: str | None
+    ) -> Plan:
+        """The plan that the run goes on with, after `step` steps; raises where nothing helps."""
+        here = self.parts.device.kind
+        opening = "" if moved_from is None else f"moved from {moved_from} to {here}; "
+        if here == "cpu" and self.outputs is None:
+            return plan
+        if _wanted(plan) == "off":
+            self.recorder.event("plan", step=step, changed=f"{opening}not verified: verify=off")
+            return plan
+        start = time.perf_counter()
+        examination = Examination.of(self.parts, plan, loss, self.outputs, batch, how)
+        key = self._key(examination, plan)
+        before = remembered.recall(key) if key and _wanted(plan) == "on" and moved_from is None else None
+        if before is not None:
+            self.recorder.event("plan", step=step, changed=f"verified before: {before}")
+            return plan
+        findings = examination.findings(str(plan.value("precision")))
+        said = f"{opening}verified: {findings}" if findings.is_complete else f"{opening}{findings}"
+        if findings.is_good:
+            if key and findings.is_complete:
+                remembered.remember(key, str(findings))
+            self._tell(said, start=start, step=step, error=findings.error)
+            return plan
+        return self._cured(examination, findings, plan, opening=opening, start=start, step=step, moved_from=moved_from)
+
+    def _cured(
+        self,
+        examination: Examination,
+        findings: Findings,
+        plan: Plan,
+        *,
+        opening: str,
+        start: float,
+        step: int,
+        moved_from: str | None,
+    ) -> Plan:
+        tried: list[str] = []
+        for cure in cures(findings, self.parts.stepper, plan):
+            with ExitStack() as undo:
+                undo.enter_context(cure.applied())
+                again = examination.findings(cure.precision)
+                if again.is_good and again.is_complete:
+                    self.closing.push(undo.pop_all())
+                    said = f"{opening}{findings}; {cure.words}: {again}"
+                    changes = {"exact": False, "reason": cure.words} if step else {}
+                    if step:
+                        self.note_inexact(step, cure.words)
+                    self._tell(said, start=start, step=step, error=again.error, **changes)
+                    return with_learnt(plan, cure.learnt) if cure.learnt else plan
+            tried.append(cure.words)
+        self._tell(f"{opening}{findings}", start=start, step=step, error=findings.error)
+        raise self._refusal(findings, plan, opening=opening, tried=tried, moved_from=moved_from)
+
+    def _refusal(
+        self, findings: Findings, plan: Plan, *, opening: str, tried: list[str], moved_from: str | None
+    ) -> WhetError:
+        here, precision = self.parts.device.kind, str(plan.value("precision"))
+        in_vain = f"; in vain: {', '.join(tried)}" if tried else ""
+        ways = []
+        if precision != "fp32" and "precision" in plan.wishes:
+            ways.append(f"precision=fp32 instead of the precision={precision} that you asked for")
+        if findings.leak is not None:
+            what = f"the model is not causal on {here} in {precision}"
+            ways.append("a causal mask in every layer that mixes places")
+        else:
+            what = "the model computes something else on this device"
+            ways.append("whet compare finds the operator")
+        if moved_from is not None:
+            ways.append(f"--device {moved_from} to go on there")
+        if here != "cpu":
+            ways.append("--device cpu")
+        return WhetError(what, got=f"{opening}{findings}{in_vain}", try_="; ".join([*ways, "or verify=off"]))
+
+    def _tell(self, said: str, *, start: float, step: int, error: float | None, **fields: Any) -> None:
+        seconds = time.perf_counter() - start
+        self.recorder.spent("verify", seconds)
+        if error is not None:
+            fields["difference"] = error
+        self.recorder.event("plan", step=step, changed=f"{said}  ({seconds:.1f} s)", seconds=seconds, **fields)
+
+    def _key(self, examination: Examination, plan: Plan) -> str | None:
+        machine, stepper = plan.machine, self.parts.stepper
+        facts = {
+            "machine": [machine.name, machine.chip, machine.os.as_json(), [a.as_json() for a in machine.accelerators]],
+            "torch": str(torch.__version__),
+            "whet": VERSION,
+            "device": str(stepper.device.place),
+            "precision": plan.value("precision"),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "causal_mask": _value(plan, "causal_mask"),
+            "is_causal": self.outputs is not None,
+            "shapes": examination.shapes,
+        }
+        return remembered.key_of(facts, stepper.model, (examination.loss, self.outputs))
+
+
+def _wanted(plan: Plan) -> str:
+    return _value(plan, "verify") or "on"
+
+
+def _value(plan: Plan, name: str) -> str | None:
+    """A setting that a plan saved by an older whet may not know."""
+    setting = plan.settings.get(name)
+    return None if setting is None else str(setting.value)

@@ -1,0 +1,95 @@
+"""Was the same model verified here before? Kept in whet's home under a key that changes with all that matters.
+
+Only what passed is kept. Code that cannot be read has no key, so that it is verified each time.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from whet.base import env
+from whet.base.errors import WhetError
+from whet.run import durable
+
+_FORMAT = 1
+_LONGEST = 10_000
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def key_of(facts: Mapping[str, Any], model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]) -> str | None:
+    """What stands for this model with these functions under these facts; None where not all of it can be known."""
+    try:
+        digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted({*_sources(model, functions)})]
+    except (OSError, TypeError):
+        return None
+    parts = [_FORMAT, facts, _structure(model), digests]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
+
+
+def recall(key: str) -> str | None:
+    """What was found when it was verified, in words; None where it was not, or the file is damaged."""
+    try:
+        path = _path(key)
+        kept = json.loads(path.read_bytes()) if path.stat().st_size <= _LONGEST else {}
+        found = kept["found"]
+        return found if kept["key"] == key and isinstance(found, str) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def remember(key: str, found: str) -> None:
+    """Keeps what was found; a home that cannot be written costs a second at the next start, not the run."""
+    with contextlib.suppress(WhetError):
+        durable.make_directory(_path(key).parent)
+        durable.write_file(_path(key), data=json.dumps({"key": key, "found": found}).encode())
+
+
+def _path(key: str) -> Path:
+    return env.home() / "verified" / f"{key}.json"
+
+
+def _structure(model: nn.Module) -> list[Any]:
+    """Classes, options, and the names, shapes, types and layouts of all tensors."""
+    modules = [(name, _class(module), _options(module)) for name, module in model.named_modules()]
+    tensors = [
+        (name, tuple(tensor.shape), str(tensor.dtype), tensor.is_contiguous())
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    return [modules, tensors]
+
+
+def _class(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _options(module: nn.Module) -> dict[str, Any]:
+    """What a module keeps as plain values: heads, windows, flags."""
+    return {
+        name: value if isinstance(value, _SCALARS) else repr(value)
+        for name, value in vars(module).items()
+        if name != "training" and (isinstance(value, _SCALARS) or dataclasses.is_dataclass(value))
+    }
+
+
+def _sources(model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]) -> Iterator[Path]:
+    """The files that say what is computed; torch's own are known by its version."""
+    kinds = {type(module) for module in model.modules()}
+    for thing in (*kinds, *filter(None, map(_unwrapped, functions))):
+        if not str(getattr(thing, "__module__", "")).startswith("torch."):
+            yield Path(inspect.getsourcefile(thing) or "")
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if inspect.isfunction(function) or inspect.ismethod(function) or function is None:
+        return function
+    return type(function)
