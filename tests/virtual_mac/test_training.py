@@ -115,7 +115,9 @@ def test_after_a_move_the_first_batch_is_compared_with_the_cpu(cli: Cli, table: 
     cli.run(*words, "max_steps=20", "--device", "cpu", is_mac=False)
     cli.run(*words, "max_steps=30", "--device", "mps")
     said = [str(event.get("changed")) for event in read_events(open_run(cli.folder / "moved"), kinds=("plan",))]
-    assert any("moved from cpu to mps; verified: loss and 18 gradients agree with the CPU" in line for line in said), said
+    assert any("moved from cpu to mps; verified: loss and 18 gradients agree with the CPU" in line for line in said), (
+        said
+    )
 
 
 def test_a_device_that_computes_something_else_simulated_is_refused_after_a_move(cli: Cli, table: Path) -> None:
