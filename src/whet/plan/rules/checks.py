@@ -14,9 +14,9 @@ def choose_verify(facts: Facts) -> Decision:
     Override: verify=off, or verify=always; also when a run goes on.
     Sources: pytorch/pytorch#195910, #177116, #192212; docs/verify.md.
     """
-    if facts.device == "cpu":
-        return Decision(value="on", reason="the CPU is what others are compared with; causality is tried here too")
-    return Decision(value="on", reason="wrong results raise no error", evidence={"device": facts.device})
+    is_cpu = facts.device == "cpu"
+    reason = "the CPU is what others are compared with: causality only" if is_cpu else "wrong results raise no error"
+    return Decision(value="on", reason=reason, evidence={"device": facts.device})
 
 
 @rule("V2", "causal_mask", one_of("flag", "explicit"))
