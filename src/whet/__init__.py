@@ -32,6 +32,7 @@ _PUBLIC = {
     "OptimizerChoice": "whet.step.optimizer",
     "Session": "whet.engine.session",
     "WhetError": "whet.base.errors",
+    "check": "whet.recipes.checking",
     "compare": "whet.recipes.comparing",
     "make_plan": "whet.plan.plan",
     "open_run": "whet.run.folder",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from whet.engine.tuning import tune as tune
     from whet.machine.probe import probe as probe
     from whet.plan.plan import make_plan as make_plan
+    from whet.recipes.checking import check as check
     from whet.recipes.comparing import compare as compare
     from whet.report.summary import summarize as summarize
     from whet.run.folder import open_run as open_run
@@ -58,6 +60,7 @@ __all__ = [
     "Session",
     "WhetError",
     "__version__",
+    "check",
     "compare",
     "make_plan",
     "open_run",

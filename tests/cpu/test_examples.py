@@ -14,6 +14,9 @@ SAYS = {
     "own_loop.py": "step 120: error 0.0",
     "tiny_whet.py": "55 steps, loss",
     "token_weights.py": "micro-batch  5",
+    "check_convnet.py": "5,422,056 parameters, 0 findings",
+    "check_gpt.py": "warning, line 46: .item() waits",
+    "check_lstm_ctc.py": "error, line 28: MPS has no operator aten::_ctc_loss",
     "average_and_early_stop.py": "done {'accuracy': 0.9",
 }
 

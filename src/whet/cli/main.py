@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from whet.base.errors import UsageError, WhetError, nearest
-from whet.cli import compare, doctor, importing, init, plan, predict, probe, prove, report, runs, screen, train
+from whet.cli import check, compare, doctor, importing, init, plan, predict, probe, prove, report, runs, screen, train
 
 VERBS: dict[str, Callable[..., None]] = {
     "probe": probe.probe,
@@ -21,6 +21,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "report": report.report,
     "init": init.init,
     "import": importing.import_file,
+    "check": check.check,
     "doctor": doctor.doctor,
     "prove": prove.prove,
     "compare": compare.compare,

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,9 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whet.base.units import show_seconds
-from whet.device.virtual_mac.operators import ALWAYS_ON_CPU, Operator, read_operators
-
-_DECOMPOSES = {"CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd"}
+from whet.device.mps_operators import operators_of_torch, status_of
 
 
 @dataclass
@@ -87,28 +84,14 @@ class _Timing(TorchDispatchMode):
 def falls_back(name: str) -> bool:
     """Whether an operator ("aten::x.out") has no way to run on MPS itself, by the dispatcher's own order."""
     space, _, name = name.partition("::")
-    operators = _operators()
-    operator = operators.get(name)
-    if space != "aten" or operator is None:
+    if space != "aten":
         return False
-    if name in ALWAYS_ON_CPU:
-        return True
-    delegate = operators.get(operator.delegates_to or "")
-    kernels = operator.backends | (delegate.backends if delegate else set())
-    if "MPS" in kernels:
-        return False
-    if "CompositeExplicitAutograd" in operator.backends:
+    status = status_of(name, operators_of_torch())
+    if status.way == "CompositeExplicitAutograd":
         # It has a way of its own, which for x is that of x_, if there is one.
         base, dot, overload = name.partition(".")
         return falls_back(f"aten::{base}_{dot}{overload}")
-    if delegate is not None:
-        return True
-    return bool(operator.backends) and not (operator.backends & _DECOMPOSES)
-
-
-@cache
-def _operators() -> dict[str, Operator]:
-    return read_operators()
+    return status.kind in ("missing", "on the CPU")
 
 
 def _is_on_mps(arguments: Any) -> bool:

@@ -12,19 +12,30 @@ from whet.data.open import open_source
 from whet.device.cpu import Cpu
 from whet.recipes.recipe import Recipe, as_recipe, is_recipe, load_factory
 from whet.step.optimizer import OptimizerChoice
+from whet.verify.answering import fake_mode
 from whet.verify.subject import Specimen, Subject, specimen_of
 
 
 def load_subject(word: str, words: Sequence[str] = (), *, file: Path | None = None, is_causal: bool = False) -> Subject:
     """The recipe, or the model, behind a word; `words` are a recipe's settings."""
     factory = load_factory(word, default=("recipe", "model"))
-    # Among fake tensors too, so it is only looked at here if it can be a recipe.
-    made = factory() if getattr(factory, "__name__", "") == "recipe" else None
-    if is_recipe(made):
-        return _of_recipe(as_recipe(made, word), words, file=file)
+    if _gives_recipe(factory):
+        return _of_recipe(as_recipe(factory(), word), words, file=file)
     if words or file:
         raise UsageError("only a recipe has settings", got=" ".join(words) or str(file), try_=f"{word} alone")
     return Subject(name=word, make=partial(_of_factory, factory, word, is_causal=is_causal))
+
+
+def _gives_recipe(factory: Callable[[], Any]) -> bool:
+    """Whether it makes a recipe, whatever its name; a model is made among fake tensors, which takes no memory."""
+    if getattr(factory, "__name__", "") == "recipe":
+        return is_recipe(factory())
+    try:
+        with fake_mode():
+            return is_recipe(factory())
+    except Exception:
+        # A model that needs real numbers to be made: whoever asks about it will see why.
+        return False
 
 
 def _of_factory(factory: Callable[[], Any], word: str, *, is_causal: bool) -> Specimen:

@@ -10,10 +10,11 @@ from typing import Any
 
 from whet.base.errors import UsageError, WhetError
 from whet.device.environment import has_fallback
+from whet.device.mps_limits import LARGEST_BUFFER
+from whet.device.mps_operators import read_operators, with_mps_kernel
 from whet.device.virtual_mac import faults
 from whet.device.virtual_mac.building import load_extension
 from whet.device.virtual_mac.loaded import here, native
-from whet.device.virtual_mac.operators import read_operators, with_mps_kernel
 from whet.machine.facts import Accelerator, Machine, Torch
 from whet.machine.known import load_machine
 
@@ -35,8 +36,6 @@ _OWN_SPARSE_KERNELS = frozenset(
         "sparse_dim", "dense_dim", "_nnz", "is_coalesced", "_coalesced_", "_indices", "_values", "indices", "values",
     }
 )  # fmt: skip
-_LARGEST_BUFFER = 0.75
-"""Metal's maxBufferLength as a share of the recommended memory: an assumption, no Mac was asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +198,7 @@ def _configure(native: Any, machine: Machine, gpu: Accelerator) -> None:
     version = [int(part) for part in (machine.os.version or "15.0").split(".") if part.isdecimal()]
     native.configure(
         recommended_bytes=gpu.usable_bytes,
-        max_buffer_bytes=int(gpu.usable_bytes * _LARGEST_BUFFER),
+        max_buffer_bytes=int(gpu.usable_bytes * LARGEST_BUFFER),
         has_fallback=has_fallback(),
         macos_major=version[0] if version else 15,
         macos_minor=version[1] if len(version) > 1 else 0,

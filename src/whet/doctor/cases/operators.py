@@ -118,7 +118,7 @@ _LACKING = [
 
 def _list_against_dispatcher(place: Place) -> Finding:
     """What torch's list promises for MPS, and what this torch really has."""
-    from whet.device.virtual_mac.operators import read_operators, with_mps_kernel
+    from whet.device.mps_operators import read_operators, with_mps_kernel
 
     if place.device.kind != "mps":
         return not_applicable("torch's list is read for MPS")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whet.device.virtual_mac.operators import read_operators, with_mps_kernel
+from whet.device.mps_operators import operators_of_torch, with_mps_kernel
 from whet.doctor.case import Case, Finding, Place, failed, first_line, not_applicable
 from whet.doctor.cases.comparing import compared
 from whet.verify.agreement import CLOSE, leaves
@@ -104,4 +104,4 @@ def refusal(error: Exception) -> Finding:
 
 @lru_cache(maxsize=1)
 def _with_kernel() -> frozenset[str]:
-    return frozenset(operator.name for operator in with_mps_kernel(read_operators()))
+    return frozenset(operator.name for operator in with_mps_kernel(operators_of_torch()))

@@ -1,0 +1,39 @@
+"""Which branches does a device take in torch's own code? A trace on another device is sent the same way."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from whet.device.abstract import AbstractDevice
+
+
+@contextlib.contextmanager
+def branches_of(kind: str) -> Iterator[None]:
+    """Sends what is traced on CPU tensors along the way that a device of this kind goes in training.
+
+    MPS computes attention that needs gradients by its formula (attention.cpp of torch 2.13), and only the CPU has
+    oneDNN.
+    """
+    with contextlib.ExitStack() as stack:
+        if kind == "mps":
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if kind != "cpu":
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        yield
+
+
+class StandIn(AbstractDevice):
+    """CPU tensors that are to be taken for those of another device."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    @property
+    def place(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def lr_dtype(self) -> torch.dtype:
+        return torch.float32 if self.kind == "mps" else torch.float64
