@@ -6,15 +6,15 @@ memory. What is alive at each operator is a straight line in the number of sampl
 Not known, and not counted: what cuDNN takes as workspace for convolutions, the CUDA context, what fragmentation wastes.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
@@ -50,36 +50,40 @@ class Estimate:
     """Bytes at each operator that do not depend on the number of samples, by part."""
     per_sample: Mapping[str, np.ndarray] = field(repr=False)
 
-    def bytes_at(self, size: int) -> int:
-        """The peak with so many samples at once."""
-        return int(self._total(size).max())
+    def bytes_at(self, size: int, *, is_cut: bool = False) -> int:
+        """The peak with so many samples at once; cut if a step has several such micro-batches."""
+        return int(self._total(size, is_cut).max())
 
-    def parts_at(self, size: int) -> dict[str, int]:
+    def parts_at(self, size: int, *, is_cut: bool = False) -> dict[str, int]:
         """What the peak is made of."""
-        moment = self._peak(size)
-        return {part: round(self.fixed[part][moment] + size * self.per_sample[part][moment]) for part in PARTS}
+        moment = int(self._total(size, is_cut).argmax())
+        return {part: round(float(row[moment])) for part, row in self._rows(size, is_cut).items()}
 
-    def phase_at(self, size: int) -> str:
+    def phase_at(self, size: int, *, is_cut: bool = False) -> str:
         """In which phase of the step the peak is: transfer, forward, backward or optimizer."""
-        return self.phases[self._peak(size)]
+        return self.phases[int(self._total(size, is_cut).argmax())]
 
     @property
     def fixed_bytes(self) -> int:
         """What the peak of a usual step would have left without samples."""
-        moment = self._peak(self.usual_size)
-        return round(sum(float(line[moment]) for line in self.fixed.values()))
+        return self.bytes_at(self.usual_size) - self.usual_size * self.per_sample_bytes
 
     @property
     def per_sample_bytes(self) -> int:
         """What one more sample adds to a usual step."""
-        moment = self._peak(self.usual_size)
+        moment = int(self._total(self.usual_size, False).argmax())
         return round(sum(float(line[moment]) for line in self.per_sample.values()))
 
-    def _peak(self, size: int) -> int:
-        return int(self._total(size).argmax())
+    def _total(self, size: int, is_cut: bool) -> np.ndarray:
+        return np.sum(list(self._rows(size, is_cut).values()), axis=0)
 
-    def _total(self, size: int) -> np.ndarray:
-        return np.sum([self.fixed[part] + size * self.per_sample[part] for part in PARTS], axis=0)
+    def _rows(self, size: int, is_cut: bool) -> dict[str, np.ndarray]:
+        rows = {part: self.fixed[part] + size * self.per_sample[part] for part in PARTS}
+        if is_cut:
+            # From the second micro-batch on all gradients are there, and each new one until it is added to the first.
+            born = np.diff(rows["gradients"], prepend=0).clip(min=0)
+            rows["gradients"] = rows["gradients"].max() + born
+        return rows
 
 
 def estimate(
@@ -180,18 +184,9 @@ class _StandIn(AbstractDevice):
 
 def _micro(specimen: Specimen, size: int) -> Micro:
     """Made from real data where there is some: lengths are looked at. A fake specimen's own inputs need their mode."""
-    with _real():
-        try:
-            return specimen.micro(size)
-        except Exception:
-            pass
+    with unset_fake_temporarily(), suppress(Exception):
+        return specimen.micro(size)
     return specimen.micro(size)
-
-
-@contextmanager
-def _real() -> Iterator[None]:
-    with unset_fake_temporarily():
-        yield
 
 
 @dataclass(frozen=True, slots=True)
