@@ -1,6 +1,6 @@
 """How near memory estimates come: the estimate, made without the device, beside the peak that real steps allocate.
 
-    python benchmarks/memory_estimates.py [--precisions fp32 bf16] [--only BERT] [--steps 3] [--device cuda] [--out FILE]
+    python benchmarks/memory_estimates.py [--precisions fp32 bf16] [--only BERT] [--steps 3] [--out FILE]
 
 Each model is estimated among fake tensors, then trained for a few real steps on the device by whet's own Stepper with
 fused AdamW and clipping, with and without activation checkpointing. The peak is the allocator's own
@@ -213,10 +213,8 @@ def main() -> None:
         print(row.line(), flush=True)
     short = [row for row in done if row.verdict != "ok"]
     large = {row.case.name for row in done if row.measured > LEAST_BYTES and row not in short}
-    closing = [
-        f"{len(done) - len(short)} of {len(done)} within {TOLERANCE:.0%}; models over 500 MB with a good row: {len(large)}",
-        *facts(device),
-    ]
+    count = f"{len(done) - len(short)} of {len(done)} within {TOLERANCE:.0%}"
+    closing = [f"{count}; models over 500 MB with a good row: {len(large)}", *facts(device)]
     print("", *closing, sep="\n")
     if options.out:
         lines = (f"{name}, torch {torch.__version__}", "", HEAD, *(row.line() for row in done), "", *closing)

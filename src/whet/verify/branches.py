@@ -4,10 +4,10 @@ Fake tensors of a device that torch was not built for abort the process in the b
 with CPU tensors everywhere. Most operators are the same on every device; here are those that are not.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from whet.verify.fused import Recurrent, RmsNorm
 
 _aten = torch.ops.aten
 # As torch has them: what stands in for them calls them.
-_run_backward = torch.autograd._engine_run_backward
+_run_backward = torch.autograd.graph._engine_run_backward
 _attention = functional.scaled_dot_product_attention
 _dropout = functional.dropout
 _FLOAT32_UNDER_AUTOCAST = (
@@ -38,7 +38,7 @@ class Branches(TorchFunctionMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        handlers: dict[Any, Callable[..., Any]] = {}
+        handlers: dict[Any, Callable[..., Any] | None] = {}
         if device in ("cuda", "mps"):
             handlers[torch.lstm] = Recurrent.lstm
             handlers[torch.gru] = Recurrent.gru
@@ -57,14 +57,14 @@ class Branches(TorchFunctionMode):
             if (handler := handlers.get(getattr(functional, name))) is not None
         }
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is functional.multi_head_attention_forward and self._inside_attention:
-            with mock.patch.multiple(functional, **self._inside_attention):
+            with _replaced(functional, self._inside_attention):
                 return func(*args, **kwargs)
         if func in (Tensor.backward, torch.autograd.backward):
             # Blocks that are computed again take the same branches.
-            with mock.patch.object(torch.autograd, "_engine_run_backward", self._entered(_run_backward)):
+            with _replaced(torch.autograd, {"_engine_run_backward": self._entered(_run_backward)}):
                 return func(*args, **kwargs)
         if func not in self._handlers:
             return func(*args, **kwargs)
@@ -94,6 +94,18 @@ def autocast(precision: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _replaced(module: ModuleType, names: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in names}
+    try:
+        for name, value in names.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
 def _as_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
 
@@ -118,8 +130,8 @@ def _fused_attention(
 ) -> Tensor:
     """CUDA never writes the matrix of weights down: flash attention for half precision, else the efficient kernel."""
     if query.dim() != 4 or enable_gqa or not query.requires_grad:
-        options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-        return _attention(query, key, value, enable_gqa=enable_gqa, **options)
+        options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        return _attention(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **options)
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(half), key.to(half), value.to(half)

@@ -67,7 +67,7 @@ class RmsNorm(Function):
     @staticmethod
     def call(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # noqa: A002, ARG004
         """In place of torch.rms_norm."""
-        return RmsNorm.apply(input, tuple(normalized_shape), weight)  # type: ignore[no-any-return]
+        return RmsNorm.apply(input, tuple(normalized_shape), weight)
 
     @staticmethod
     def forward(ctx: Any, data: Tensor, shape: tuple[int, ...], weight: Tensor | None) -> Tensor:
@@ -78,4 +78,4 @@ class RmsNorm(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # noqa: ARG004
         data, _, *weight = ctx.saved_tensors
-        return torch.empty_like(data), None, *([torch.empty_like(w) for w in weight] or [None])
+        return torch.empty_like(data), None, torch.empty_like(weight[0]) if weight else None

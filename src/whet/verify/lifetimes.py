@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 Scratch = Callable[[Any, tuple[Any, ...], Any], int]
 """Bytes that a kernel takes beside its outputs and gives back when it is done, from the operator, inputs, outputs."""
 
-_UPDATES_IN_PLACE = tuple(f"aten::_fused_{name}_{way}" for name in ("adamw", "adam", "sgd", "adagrad") for way in ("", ".tensor_lr"))
+_UPDATES_IN_PLACE = tuple(
+    f"aten::_fused_{name}_{way}" for name in ("adamw", "adam", "sgd", "adagrad") for way in ("", ".tensor_lr")
+)
 
 
 @dataclass(slots=True)
@@ -74,7 +76,7 @@ class Lifetimes(TorchDispatchMode):
         for tensor in tensors:
             self._follow(tensor, label).label = label
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return getattr(args[0], "fake_device", None) or func(*args)
         self._ledger.now += 1

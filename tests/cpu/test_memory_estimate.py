@@ -1,0 +1,235 @@
+"""Memory estimates: fake steps against real ones, against arithmetic, and what they say about known machines."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from whet.base.errors import UsageError
+from whet.data.batch import Micro, Position
+from whet.data.open import open_source
+from whet.device.cpu import Cpu
+from whet.machine.known import load_machine
+from whet.plan.prediction import FIXED_BYTES
+from whet.plan.rules.memory import cuts
+from whet.verify.fits import Fit, fits
+from whet.verify.memory import estimate, estimate_specimen
+from whet.verify.subject import Specimen, Subject, specimen_of
+
+WIDTH, HEADS, LENGTH, WORDS = 64, 4, 96, 300
+SQUARE = HEADS * LENGTH * LENGTH * 4
+"""One layer's matrix of attention weights, for one sample."""
+
+
+def classify(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def transformer(size: int = 4, dropout: float = 0.1) -> Specimen:
+    layers = (nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=dropout, batch_first=True) for _ in range(3))
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS))
+    tokens = torch.randint(0, WORDS, (size, LENGTH))
+    return specimen_of((model, (tokens, tokens.clone()), classify), word="transformer")
+
+
+def convolutions() -> Specimen:
+    def block(before: int, after: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(inplace=True))
+
+    pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    model = nn.Sequential(block(3, 16), nn.MaxPool2d(2), block(16, 16), *pool)
+    return specimen_of((model, (torch.randn(6, 3, 32, 32), torch.randint(0, 10, (6,))), classify), word="convolutions")
+
+
+def perceptron(width: int = 512, size: int = 64) -> Specimen:
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+    return specimen_of((model, (torch.randn(size, width),), lambda m, x: m(x).square().mean()), word="perceptron")
+
+
+def subject(make: Callable[[], Specimen]) -> Subject:
+    return Subject(name="subject", make=make)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("make", [transformer, convolutions, perceptron])
+def test_a_fake_step_is_alive_like_a_real_one(
+    make: Callable[[], Specimen], is_checkpointed: bool, precision: str
+) -> None:
+    ways = {"device": "cpu", "activation_checkpointing": is_checkpointed, "precision": precision}
+    fake = estimate(subject(make), **ways)
+    real = estimate_specimen(make(), name="real", **ways)
+    for size in (2, 5, 16):
+        assert fake.bytes_at(size) == pytest.approx(real.bytes_at(size), rel=0.01)
+    assert fake.phase_at(16) == real.phase_at(16)
+
+
+@pytest.mark.parametrize("make", [transformer, convolutions])
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_two_sizes_tell_all_others(make: Callable[[], Specimen], device: str) -> None:
+    from_small = estimate(subject(make), device=device, sizes=(2, 24))
+    for size in (3, 10):
+        there = estimate(subject(make), device=device, sizes=(size, size + 1)).bytes_at(size)
+        # Metal's pages round small tensors up by more than a line can tell.
+        assert from_small.bytes_at(size) == pytest.approx(there, rel=0.02 if device == "mps" else 0.01)
+
+
+def test_a_perceptrons_peak_is_what_arithmetic_says() -> None:
+    weight = 512 * 512 * 4
+    guess = estimate(subject(perceptron), device="cpu")
+    # With few samples at the end: all weights, gradients and the optimizer's state.
+    few = guess.parts_at(1)
+    assert few["weights"] == pytest.approx(2 * weight, rel=0.01)
+    assert few["gradients"] == pytest.approx(2 * weight, rel=0.01)
+    assert few["optimizer"] == pytest.approx(4 * weight, rel=0.01)
+    assert guess.bytes_at(1) == pytest.approx(8 * weight, rel=0.02)
+    # With many, where the backward pass begins: input, hidden layer and output; the mean's gradient, and three for the
+    # square's: its base, that times 2, and the product of both.
+    many = guess.parts_at(1_000_000)
+    assert many["activations"] + many["temporary"] == pytest.approx(1_000_000 * 512 * 4 * 7, rel=0.01)
+    assert guess.phase_at(1_000_000) == "backward"
+    assert guess.fixed_bytes + 64 * guess.per_sample_bytes == guess.bytes_at(64)
+
+
+def test_attention_weights_are_kept_on_mps_and_not_on_cuda() -> None:
+    kept = {
+        device: estimate(subject(partial(transformer, dropout=0.0)), device=device).per_sample_bytes
+        for device in ("cuda", "mps")
+    }
+    assert kept["mps"] - kept["cuda"] > 2 * SQUARE
+    rows = 100 * LENGTH * WIDTH * 4
+    assert kept["cuda"] < rows
+
+
+def test_dropouts_mask_has_one_byte_on_cuda_and_four_on_mps() -> None:
+    def dropped() -> Specimen:
+        model = nn.Sequential(nn.Linear(64, 64), *(nn.Dropout(0.1) for _ in range(8)), nn.Linear(64, 1))
+        return specimen_of((model, (torch.randn(8, 64),), lambda m, x: m(x).mean()), word="dropped")
+
+    cuda, mps = (estimate(subject(dropped), device=device, sizes=(4096, 8192)) for device in ("cuda", "mps"))
+    more = [guess.bytes_at(2_000_000) - guess.bytes_at(1_000_000) for guess in (cuda, mps)]
+    assert (more[1] - more[0]) / 1_000_000 == pytest.approx(8 * 64 * 3, rel=0.05)
+
+
+def test_checkpointing_and_half_precision_take_less() -> None:
+    plain = estimate(subject(transformer), device="cuda").per_sample_bytes
+    assert estimate(subject(transformer), device="cuda", activation_checkpointing=True).per_sample_bytes < plain / 2
+    assert estimate(subject(transformer), device="cuda", precision="bf16").per_sample_bytes < 0.8 * plain
+
+
+def test_cutting_the_batch_keeps_all_gradients_meanwhile() -> None:
+    guess = estimate(subject(perceptron), device="mps")
+    gradients = 2 * 512 * 512 * 4
+    assert guess.bytes_at(100_000, is_cut=True) - guess.bytes_at(100_000) == pytest.approx(gradients, rel=0.5)
+    assert guess.parts_at(100_000, is_cut=True)["gradients"] >= gradients
+
+
+def test_a_model_larger_than_this_machines_memory_is_estimated_without_taking_any() -> None:
+    def huge() -> Specimen:
+        model = nn.Sequential(*(nn.Linear(32_768, 32_768) for _ in range(8)))
+        return specimen_of((model, (torch.randn(4, 32_768),)), word="huge")
+
+    before = psutil.Process().memory_info().rss
+    guess = estimate(subject(huge), device="cuda")
+    assert guess.bytes_at(1) > 8 * 32_768**2 * 16
+    assert psutil.Process().memory_info().rss - before < 500 * 2**20
+
+
+def test_real_data_behind_a_fake_model_gives_its_own_micro_batches() -> None:
+    x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
+
+    def micro(size: int) -> Micro:
+        source = open_source((x, y), Cpu(), global_batch_size=size, seed=0, is_resident=False)
+        batch = next(iter(source.batches(Position())))
+        return next(iter(source.micros(batch, micro_batch=size, how="fixed")))
+
+    def make() -> Specimen:
+        model = nn.Linear(64, 10)
+        return Specimen(model=model, loss=lambda m: functional.cross_entropy(model(m.x), m.y), micro=micro, size=16)
+
+    assert estimate(subject(make), device="mps").bytes_at(16) > 650 * 4 * 4
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(UsageError, match="not estimated"):
+        estimate(subject(perceptron), device="tpu")
+
+
+def deep(size: int = 64) -> Specimen:
+    """3.4 M parameters, and 1.3 GB of activations for 64 samples."""
+    layers = (nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True) for _ in range(4))
+    model = nn.Sequential(nn.Embedding(1000, 256), *layers, nn.Linear(256, 1000))
+    tokens = torch.randint(0, 1000, (size, 512))
+    return specimen_of((model, (tokens, tokens.clone()), classify), word="deep")
+
+
+def test_the_largest_cut_that_fits_is_named() -> None:
+    (fit,) = fits(subject(partial(deep, 256)), [load_machine("m2-air-8gb")])
+    assert fit.limit_bytes is not None
+    assert fit.micro_batch is not None
+    assert fit.device == "mps"
+    guess = estimate(subject(partial(deep, 256)), device="mps", precision=fit.precision)
+    larger = min(size for size in cuts(256) if size > fit.micro_batch)
+    assert fit.num_bytes == guess.bytes_at(fit.micro_batch, is_cut=True) + FIXED_BYTES["mps"] <= fit.limit_bytes
+    assert guess.bytes_at(larger, is_cut=larger < 256) + FIXED_BYTES["mps"] > fit.limit_bytes
+    assert fit.words.startswith(f"fits m2-air-8gb (8 GB) at micro batch {fit.micro_batch}: ")
+    assert fit.words.endswith(" of 5.3 GB")
+
+
+def test_what_does_not_fit_says_what_would_help() -> None:
+    def wide() -> Specimen:
+        layers = (nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True) for _ in range(12))
+        model = nn.Sequential(nn.Embedding(1000, 512), *layers, nn.Linear(512, 1000))
+        tokens = torch.randint(0, 1000, (2, 4096))
+        return specimen_of((model, (tokens, tokens.clone()), classify), word="wide")
+
+    (fit,) = fits(subject(wide), [load_machine("m1-air-8gb")])
+    assert fit.micro_batch is None
+    assert fit.micro_batch_checkpointed is not None
+    assert fit.words.startswith("does not fit m1-air-8gb (8 GB): one sample needs ")
+    assert fit.words.endswith(f"; with activation_checkpointing=on {fit.micro_batch_checkpointed} fit")
+
+
+def test_a_batch_with_batchnorm_is_not_cut() -> None:
+    (fit,) = fits(subject(convolutions), [load_machine("m2-air-8gb")], global_batch_size=1_000_000)
+    assert (fit.micro_batch, fit.least) == (None, 1_000_000)
+    assert "the 1000000 samples that may not be cut need" in fit.words
+
+
+def test_all_known_machines_answer() -> None:
+    found = fits(subject(transformer))
+    assert len(found) >= 6
+    assert all(fit.micro_batch == 4 for fit in found)
+    assert {fit.device for fit in found} == {"cuda", "mps", "cpu"}
+
+
+def test_unknown_memory_is_said() -> None:
+    fit = Fit(
+        machine="x",
+        memory_bytes=None,
+        device="cuda",
+        precision="fp32",
+        is_checkpointed=False,
+        micro_batch=None,
+        least=1,
+        num_bytes=2**30,
+        limit_bytes=None,
+    )
+    assert fit.words == "x: a step with 1 needs 1 GB; how much there is, is unknown"
+
+
+def test_the_benchmark_runs_on_small_models(tmp_path: os.PathLike[str]) -> None:
+    from places import ROOT
+
+    script = ROOT / "benchmarks" / "memory_estimates.py"
+    words = ["--small", "--device", "cpu", "--precisions", "fp32", "--only", "GPT", "perceptron"]
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "4 of 4 within 10%" in done.stdout
