@@ -2,10 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import PlainSerializer
 from torch import Tensor
+
+Error = Annotated[float, PlainSerializer(lambda value: value if math.isfinite(value) else str(value), when_used="json")]
+"""A relative error in a record; a word in JSON, which has no infinity."""
 
 CLOSE = 1e-4
 """The largest error in float32, relative to the largest value: far above rounding, far below a wrong result."""

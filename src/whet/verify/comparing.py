@@ -41,8 +41,8 @@ class Comparison(Record):
     @property
     def agrees(self) -> bool:
         """Whether nothing differs. A precision counts only if it was asked for."""
-        found = [*self.rows, self.determinism, *(self.precisions if self.asked_precision else ())]
-        return all(one.agrees for one in found)
+        is_coarse = self.asked_precision and not all(one.agrees for one in self.precisions)
+        return all(row.agrees for row in self.rows) and self.determinism.agrees and not is_coarse
 
     def as_json(self) -> dict[str, Any]:
         return {"agrees": self.agrees, **super().as_json()}

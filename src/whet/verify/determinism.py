@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 
 import torch
-from pydantic import ConfigDict
 from torch import Tensor
 
 from whet.base.record import Record
 from whet.device.abstract import AbstractDevice
-from whet.verify.agreement import errors_by_name
+from whet.verify.agreement import Error, errors_by_name
 from whet.verify.placing import Bench
 
 STEPS = 3
@@ -20,15 +19,13 @@ ROUNDING = 1e-4
 class Determinism(Record):
     """Two runs of a few steps from the same weights and generators, dropout included."""
 
-    model_config = ConfigDict(ser_json_inf_nan="strings")
-
     is_same: bool
     steps: int = STEPS
     first: str | None = None
     """What differs first."""
     num_different: int = 0
     num_tensors: int
-    error: float = 0.0
+    error: Error = 0.0
     """The largest relative difference in the step that differs first."""
     is_rounding: bool = False
     """Whether it is the rounding of a GPU that adds in a changing order, as CUDA says it does."""

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from pydantic import ConfigDict
+from pydantic import Field
 
 from whet.base.record import Record
 from whet.device.abstract import AbstractDevice
+from whet.verify.agreement import Error
 from whet.verify.modules import first_wrong_module
 from whet.verify.placing import Bench
 from whet.verify.replay import Replay
@@ -16,16 +17,14 @@ from whet.verify.whereabouts import Whereabouts
 class Culprit(Record):
     """What is wrong first."""
 
-    model_config = ConfigDict(ser_json_inf_nan="strings")
-
     operator: str | None = None
     """None where only the module is known."""
     phase: str
     """forward, backward or update"""
     module: str | None = None
     line: str | None = None
-    error: float
-    bound: float
+    error: Error
+    bound: Error
     step: int = 1
 
 
@@ -33,7 +32,7 @@ class Located(Record):
     """What a step showed whose operators were replayed one by one on the CPU."""
 
     culprit: Culprit | None = None
-    wrong: dict[str, int] = {}
+    wrong: dict[str, int] = Field(default_factory=dict)
     """Every wrong operator with the number of its wrong calls."""
     draws: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()

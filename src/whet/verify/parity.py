@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from pydantic import ConfigDict
 from torch import Tensor
 
 from whet.base.record import Record
 from whet.device.abstract import AbstractDevice
 from whet.device.cpu import Cpu
-from whet.verify.agreement import bound_of, errors_by_name
+from whet.verify.agreement import Error, bound_of, errors_by_name
 from whet.verify.placing import Bench, Placed
 
 LEAST = {"loss": 1e-4, "gradients": 1e-4, "buffers": 1e-4, "update": 1e-4, "trajectory": 1e-2}
@@ -23,12 +22,10 @@ ALONE = {"loss": 1e-4, "gradients": 1e-3, "buffers": 1e-4, "update": 1e-2, "traj
 class Compared(Record):
     """One quantity, on the device and as it should be."""
 
-    model_config = ConfigDict(ser_json_inf_nan="strings")
-
     what: str
-    error: float
-    bound: float
-    own_error: float | None = None
+    error: Error
+    bound: Error
+    own_error: Error | None = None
     """The CPU's own error in the device's number format, against float64."""
     worst: str | None = None
     """The tensor that errs most."""

@@ -13,6 +13,7 @@ from whet.base.errors import UsageError
 from whet.checkpoint.randomness import seed_randomness, undisturbed
 from whet.data.batch import Micro
 from whet.device.abstract import AbstractDevice
+from whet.device.cpu import Cpu
 from whet.step.optimizer import make_optimizer
 from whet.step.step import Outcome, Stepper
 from whet.verify.subject import Specimen, Subject
@@ -51,9 +52,10 @@ class Bench:
     """Makes a model once, and then copies of it that differ in nothing but the place."""
 
     def __init__(self, subject: Subject, *, size: int | None = None) -> None:
-        seed_randomness(_SEED)
         self._subject = subject
-        first = subject.make()
+        with undisturbed(Cpu()):
+            seed_randomness(_SEED)
+            first = subject.make()
         if size is not None and size != first.size and not first.is_scalable:
             raise UsageError(
                 "this model's inputs cannot be cut to another size", got=f"--size {size}", try_=f"--size {first.size}"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from pydantic import ConfigDict
+from pydantic import Field
 from torch import Tensor, nn
 
 from whet.base.errors import UsageError
@@ -13,12 +13,13 @@ from whet.checkpoint.randomness import undisturbed
 from whet.data.batch import Micro
 from whet.device.abstract import AbstractDevice
 from whet.step.loss import LossFunction, at_least_tiny, split_loss
-from whet.verify.agreement import error_of, errors_by_name
+from whet.verify.agreement import Error, error_of, errors_by_name
 from whet.verify.without_dropout import without_dropout
 
 LOSS_BOUNDS = {"bf16": 2e-2, "fp16": 5e-3, "tf32": 5e-3}
-GRADIENT_BOUNDS = {"bf16": 2e-1, "fp16": 5e-2, "tf32": 5e-2}
-"""The largest relative errors that count as agreement. bf16 keeps 8 bits of a number, fp16 and tf32 keep 11."""
+GRADIENT_BOUNDS = {"bf16": 2e-1, "fp16": 1e-1, "tf32": 1e-1}
+"""The largest relative errors that count as agreement. bf16 keeps 8 bits of a number, fp16 and tf32 keep 11; sound
+transformers show 0.06 and 0.002, convnets with max-pooling 0.1 and 0.06, since rounding decides which value is pooled."""
 _SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 """A loss scaler finds the largest that does not overflow; so do we."""
 
@@ -26,17 +27,15 @@ _SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 class PrecisionAgreement(Record):
     """What a precision does to one pass of a model, dropout off."""
 
-    model_config = ConfigDict(ser_json_inf_nan="strings")
-
     precision: str
-    loss_error: float
-    loss_bound: float
-    gradient_error: float
+    loss_error: Error
+    loss_bound: Error
+    gradient_error: Error
     """Of the worst gradient."""
-    bound: float
+    bound: Error
     """For the gradients."""
     worst: str | None = None
-    by_module: dict[str, float] = {}
+    by_module: dict[str, Error] = Field(default_factory=dict)
     """The worst gradient of each module that has weights of its own."""
 
     @property
@@ -102,7 +101,7 @@ def _pass(
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Trains inside, and puts modes and buffers back; the buffers stay the same objects where they were not replaced."""
+    """In training mode inside; afterwards modes, buffers and their values are as before."""
     modes = [(module, module.training) for module in model.modules()]
     kept = [
         (module, name, buffer, buffer.clone())

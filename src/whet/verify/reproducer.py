@@ -11,7 +11,7 @@ from torch import Tensor
 from whet.base.errors import UsageError
 from whet.run.durable import write_file
 from whet.verify.replay import Layout, WrongCall, changed_arguments
-from whet.verify.reproducer_program import FROM_CPU, FROM_FORMULA, PROGRAM, READER
+from whet.verify.reproducer_program import FROM_CPU, FROM_FORMULA, FUSED, PLAIN, PROGRAM, READER
 
 MARK = "Written by whet compare"
 _FEW = 200
@@ -24,10 +24,12 @@ class _Tensors:
 
     memory: dict[str, Tensor] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
+    on_cpu: list[str] = field(default_factory=list)
 
     def add(self, values: Tensor, layout: Layout, name: str) -> None:
         flat, layout = _memory(values, layout)
         self.memory[name] = flat
+        self.on_cpu += [name] if layout.is_on_cpu else []
         size, stride, offset = layout.size, layout.stride, layout.offset
         self.lines.append(f'    "{name}": lambda flat: flat.as_strided({size}, {stride}, {offset}),')
 
@@ -64,6 +66,7 @@ def write_reproducer(call: WrongCall, path: Path, *, device: str) -> Path:
         memory = "\n".join(["{", *rows, "}"])
     space, _, name = call.func.name().partition("::")
     operator = f"torch.ops.{space}.{name.partition('.')[0]}.{name.partition('.')[2] or 'default'}"
+    is_fused = call.func.name().startswith("aten::_fused_")
     is_long = count > _FEW
     script = PROGRAM.format(
         mark=MARK,
@@ -77,11 +80,11 @@ def write_reproducer(call: WrongCall, path: Path, *, device: str) -> Path:
         more="from pathlib import Path\n" if is_long else "",
         memory=memory,
         views="\n".join(["{", *tensors.lines, "}"]),
-        operator=operator,
+        on_cpu=tensors.on_cpu,
+        calling=(FUSED if is_fused else PLAIN).format(operator=operator),
         args=args,
         words=words,
         changed=", ".join(_changed_places(call)),
-        is_fused=call.func.name().startswith("aten::_fused_"),
         expected=FROM_FORMULA if call.is_formula else FROM_CPU,
     )
     write_file(path, data=script.encode())
@@ -120,13 +123,17 @@ def _memory(values: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
             kept = kept.narrow(dim, 0, 1)
     length = layout.offset + 1 + sum((s - 1) * step for s, step in zip(kept.shape, layout.stride, strict=True))
     if kept.numel() == 0:
-        return kept.reshape(-1).clone(), Layout(size=layout.size, stride=layout.stride, offset=0)
+        return kept.reshape(-1).clone(), Layout(
+            size=layout.size, stride=layout.stride, offset=0, is_on_cpu=layout.is_on_cpu
+        )
     flat = torch.zeros(length, dtype=values.dtype)
     try:
         flat.as_strided(kept.shape, layout.stride, layout.offset).copy_(kept)
     except RuntimeError:
         plain = values.contiguous()
-        return plain.reshape(-1).clone(), Layout(size=layout.size, stride=plain.stride(), offset=0)
+        return plain.reshape(-1).clone(), Layout(
+            size=layout.size, stride=plain.stride(), offset=0, is_on_cpu=layout.is_on_cpu
+        )
     return flat, layout
 
 

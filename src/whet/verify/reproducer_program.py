@@ -14,9 +14,23 @@ def read(path):
         if name != "__metadata__":
             start, end = about["data_offsets"]
             part = data[8 + length + start : 8 + length + end]
-            tensors[name] = torch.frombuffer(part, dtype=types[about["dtype"]]) if part else torch.tensor([])
+            dtype = types[about["dtype"]]
+            tensors[name] = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
     return tensors
 '''.replace("{{", "{").replace("}}", "}")
+
+PLAIN = """    args, words = arguments(made, device)
+    returned = {operator}(*args, **words)
+    found = [tensor.detach().cpu() for tensor in tensors_of([returned, changed(args, words)])]
+    # Whole numbers beside values tell where a value was found; equal values are found in any order.
+    return [tensor for tensor in found if tensor.is_floating_point()] or found"""
+
+FUSED = """    args, words = arguments(made, device)
+    before = [tensor.detach().cpu().double().clone() for tensor in tensors_of(changed(args, words))]
+    {operator}(*args, **words)
+    after = [tensor.detach().cpu().double() for tensor in tensors_of(changed(args, words))]
+    # The change counts: it is small beside the weights.
+    return [new - old for new, old in zip(after, before)]"""
 
 FROM_CPU = """    try:
         expected = run("cpu", wide=True)
@@ -44,6 +58,8 @@ FLOORS = {floors}
 MEMORY = {memory}
 # How each tensor lay in its memory.
 VIEWS = {views}
+# Tensors that were on the CPU all along.
+ON_CPU = {on_cpu}
 
 
 def run(device, wide=False):
@@ -51,16 +67,8 @@ def run(device, wide=False):
     made = {{}}
     for name, flat in MEMORY.items():
         flat = flat.double() if wide and flat.is_floating_point() else flat.clone()
-        made[name] = VIEWS[name](flat.to(device))
-    args, words = arguments(made, device)
-    old = [tensor.detach().cpu().clone() for tensor in tensors_of(changed(args, words))]
-    returned = {operator}(*args, **words)
-    found = [*tensors_of(returned if not {is_fused} else []), *tensors_of(changed(args, words))]
-    found = [tensor.detach().cpu() for tensor in found]
-    if {is_fused}:
-        # A fused optimizer: the change counts, which is small beside the weights.
-        return [new.double() - was.double() for new, was in zip(found, old)]
-    return [tensor for tensor in found if tensor.is_floating_point()] or found
+        made[name] = VIEWS[name](flat.to("cpu" if name in ON_CPU else device))
+{calling}
 
 
 def arguments(made, device):

@@ -62,7 +62,7 @@ class Whereabouts:
         """The place of the operator that is at work; to be asked from a dispatch mode, once for each."""
         node = torch._C._current_autograd_node()
         if node is not None:
-            forward = self._forward.get(node._sequence_nr())  # type: ignore[attr-defined]
+            forward = self._forward.get(node._sequence_nr())
             return Spot("backward") if forward is None else Spot("backward", forward.module, forward.line)
         if self._is_updating:
             return Spot("update")

@@ -34,7 +34,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 class _FunctionsWithoutDropout(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _IDENTITIES:
             return args[0] if args else kwargs["input"]

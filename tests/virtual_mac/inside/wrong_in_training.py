@@ -62,7 +62,9 @@ def subjects():
     torch.manual_seed(0)
     reading = (torch.randint(0, 20, (6, 7)), torch.randint(0, 5, (6,)))
     seeing = (torch.randn(6, 3, 8, 8), torch.randn(6, 4))
-    return {"reader": subject_of(Reader(), reading, read_loss), "seer": subject_of(seer(), seeing, see_loss)}
+    reader = Reader()
+    STARTED["reader"] = reader.head[2].bias.detach().clone()
+    return {"reader": subject_of(reader, reading, read_loss), "seer": subject_of(seer(), seeing, see_loss)}
 
 
 FAULTS = {
@@ -96,34 +98,66 @@ def exit_code(program: Path) -> int | str:
     return "did not end by itself"
 
 
-def main(folder: Path, only: list[str]) -> None:
-    found = {}
-    for name, subject in subjects().items():
-        options = {"devices": ["cpu", "mps"], "steps": 2, "precisions": []}
+def changed_since_the_start(bias: torch.Tensor, *_: torch.Tensor) -> bool:
+    """True from the second step on, for the last layer."""
+    return bias.shape == (5,) and not torch.equal(bias.cpu(), STARTED["reader"])
+
+
+STARTED: dict[str, torch.Tensor] = {}
+CONDITIONS = {
+    "small error": ("reader", Miscompute("gelu_backward", 1e-3), "aten::gelu_backward"),
+    "strided factor": ("reader", Miscompute("mm", when=lambda a, b: not a.is_contiguous()), "aten::mm"),
+    "many terms": ("reader", Miscompute("mm", when=virtual_mac.reduces_over(40)), "aten::mm"),
+    "wide result": ("reader", Miscompute("addmm", when=lambda _, a, b: b.shape[1] == 16), "aten::addmm"),
+    "expanded input": ("reader", Miscompute("div", when=lambda a, *_: 0 in a.stride()), "aten::div"),
+    "later step": ("reader", Miscompute("addmm", 5.0, when=changed_since_the_start), "aten::addmm"),
+}
+
+
+def factor_faults():
+    for name, operators in FAULTS.items():
+        for operator in operators:
+            yield name, operator, Miscompute(operator), f"aten::{operator}"
+
+
+def condition_faults():
+    for label, (name, fault, expected) in CONDITIONS.items():
+        yield name, label, fault, expected
+
+
+def ask(subject, fault, program: Path, expected: str, **options) -> dict:
+    """What compare says under a fault, and what its program says with and without it."""
+    with simulate(fault):
+        wrong = compare_subject(subject, out=program, **options)
+        with_fault = exit_code(program) if program.exists() else "not written"
+    located = wrong.located
+    culprit = located.culprit if located else None
+    return {
+        "agrees": wrong.agrees,
+        "expected": expected,
+        "named": culprit and culprit.operator,
+        "module": culprit and culprit.module,
+        "line": culprit and culprit.line,
+        "phase": culprit and culprit.phase,
+        "step": culprit and culprit.step,
+        "all": located and list(located.wrong),
+        "with_fault": with_fault,
+        "without_fault": exit_code(program) if program.exists() else "not written",
+    }
+
+
+def main(folder: Path, which: str) -> None:
+    options = {"devices": ["cpu", "mps"], "steps": 2, "precisions": []}
+    made, found = subjects(), {}
+    for name, subject in made.items():
         sound = compare_subject(subject, **options)
         found[name] = {"agrees": sound.agrees, "rows": {row.what: row.error for row in sound.rows}}
-        for operator in FAULTS[name]:
-            if only and operator not in only:
-                continue
-            program = folder / f"{name}_{operator}.py"
-            with simulate(Miscompute(operator)):
-                wrong = compare_subject(subject, out=program, **options)
-                located = wrong.located
-                culprit = located.culprit if located else None
-                with_fault = exit_code(program) if program.exists() else "not written"
-            found[f"{name} {operator}"] = {
-                "agrees": wrong.agrees,
-                "named": culprit and culprit.operator,
-                "module": culprit and culprit.module,
-                "line": culprit and culprit.line,
-                "phase": culprit and culprit.phase,
-                "all": located and list(located.wrong),
-                "with_fault": with_fault,
-                "without_fault": exit_code(program) if program.exists() else "not written",
-            }
+    for name, label, fault, expected in factor_faults() if which == "factor" else condition_faults():
+        program = folder / f"{name}_{label}.py".replace(" ", "_")
+        found[f"{name} {label}"] = ask(made[name], fault, program, expected, **options)
     print(json.dumps(found), flush=True)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2])

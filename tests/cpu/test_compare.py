@@ -1,0 +1,377 @@
+"""What agrees is said to agree, what is wrong is named, and nothing is left behind."""
+
+import copy
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as f
+
+import whet
+from places import Run
+from small_models import TokenModel, convnet, images, ragged_tokens
+from whet.base.errors import UsageError
+from whet.data.batch import Micro
+from whet.device.abstract import AbstractDevice
+from whet.device.cpu import Cpu
+from whet.recipes.comparing import subject_of
+from whet.verify.agreement import bound_of, errors_by_name
+from whet.verify.comparing import compare_subject
+from whet.verify.locating import locate
+from whet.verify.modules import first_wrong_module
+from whet.verify.parity import Compared, compare_training
+from whet.verify.placing import Bench
+from whet.verify.precision_report import precision_agreement
+from whet.verify.replay import Layout
+from whet.verify.reproducer import MARK, _memory
+from whet.verify.subject import Specimen, Subject
+
+WRONG_KERNELS = Path(__file__).parent / "wrong_kernels.py"
+
+
+def norm_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def tokens_subject() -> Subject:
+    def make() -> Specimen:
+        torch.manual_seed(0)
+        model = TokenModel()
+        tokens = ragged_tokens(8, longest=9, seed=0)
+
+        def micro(size: int) -> Micro:
+            rows = torch.arange(size)
+            return Micro(fields={"tokens": tokens.padded(rows, length=9)}, ids=np.arange(size))
+
+        return Specimen(model=model, loss=model.loss, micro=micro, size=8)
+
+    return Subject(name="tokens", make=make)
+
+
+class Functional(nn.Module):
+    """Dropout in three disguises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.recurrent = nn.GRU(8, 8, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x):
+        seen, _ = self.attention(x, x, x)
+        seen = f.scaled_dot_product_attention(seen, x, x, dropout_p=0.3)
+        return self.recurrent(f.dropout(seen, 0.5))[0]
+
+
+# --- sound models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        tokens_subject(),
+        subject_of(convnet(), images(8, seed=0), lambda model, x, y: f.cross_entropy(model(x), y)),
+        subject_of(norm_net(), (torch.randn(16, 6),), mean_square),
+        subject_of(Functional(), (torch.randn(3, 5, 8),)),
+    ],
+    ids=["tokens", "conv", "norm", "dropout"],
+)
+def test_sound_models_agree(subject: Subject) -> None:
+    found = compare_subject(subject, devices=["cpu"], steps=5)
+    assert found.agrees, found
+    assert found.reference == "cpu float64"
+    assert {"loss", "gradients", "update", "trajectory"} <= {row.what for row in found.rows}
+    assert all(row.error < row.bound for row in found.rows)
+    assert found.rows[1].error > 0, "float32 is not float64"
+    assert found.determinism.is_same
+    assert found.located is None
+
+
+def test_a_model_at_hand_stays_as_it_is() -> None:
+    model = norm_net().eval()
+    model[0].weight.grad = torch.ones(8, 6)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    drawn = torch.get_rng_state(), random.getstate()
+    found = whet.compare(model, (torch.randn(16, 6, generator=torch.Generator()),), devices=["cpu"], steps=2)
+    assert found.agrees
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(8, 6))
+    assert not model.training
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+
+
+def test_a_model_that_does_not_run_in_float64_says_so() -> None:
+    class Narrow(nn.Linear):
+        def forward(self, x):
+            return f.linear(x, self.weight.float() * 1) + torch.mm(x, torch.ones(3, 3))
+
+    found = whet.compare(Narrow(3, 3), (torch.randn(4, 3),), devices=["cpu"], steps=2, precisions=[])
+    assert found.reference == "cpu float32"
+    assert found.rows == ()
+    assert "does not run in float64" in found.notes[0]
+
+
+# --- what is wrong is found ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operator", "named", "module", "phase"),
+    [
+        ("tanh", "aten::tanh", "", "forward"),
+        ("tanh_backward", "aten::tanh_backward", "", "backward"),
+        ("sum.dim_IntList", "aten::sum", "second", "backward"),
+        ("clamp_min_", "aten::clamp_min_", "", "forward"),
+    ],
+)
+def test_a_wrong_kernel_is_named_and_shown_by_a_program(
+    tmp_path: Path, operator: str, named: str, module: str, phase: str
+) -> None:
+    program = tmp_path / "shown.py"
+    command = [sys.executable, str(WRONG_KERNELS), operator, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert not found["agrees"]
+    culprit = found["located"]["culprit"]
+    assert (culprit["operator"], culprit["module"], culprit["phase"]) == (named, module, phase)
+    assert culprit["line"].startswith("wrong_kernels.py:")
+    assert list(found["located"]["wrong"]) == [named], "operators that got wrong inputs are not blamed"
+    assert found["exit_code"] == 1, "the program shows it under the same fault"
+    # Without the fault, and without whet.
+    alone = f"import sys, runpy; sys.modules['whet'] = None; runpy.run_path({str(program)!r}, run_name='__main__')"
+    again = subprocess.run([sys.executable, "-c", alone, "cpu"], capture_output=True, text=True, cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "agrees" in again.stdout
+
+
+class Elsewhere(AbstractDevice):
+    """The CPU under another name; modules can tell that they are there."""
+
+    kind = "elsewhere"
+
+    @property
+    def place(self) -> torch.device:
+        return torch.device("cpu")
+
+    def put_model(self, model: nn.Module, optimizer: object = None) -> None:
+        for module in model.modules():
+            module.is_elsewhere = True
+
+
+class Sly(nn.Linear):
+    """Every operator is right, but they are other operators there."""
+
+    is_elsewhere = False
+
+    def forward(self, x):
+        return super().forward(x) * (1.01 if self.is_elsewhere else 1.0)
+
+
+class SlyGradient(nn.Linear):
+    is_elsewhere = False
+
+    def forward(self, x):
+        if self.is_elsewhere and x.requires_grad:
+            x = x * 1
+            x.register_hook(lambda gradient: gradient * 1.01)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("kind", "phase"), [(Sly, "forward"), (SlyGradient, "backward")])
+def test_where_no_operator_is_wrong_the_module_is_named(kind: type[nn.Linear], phase: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), kind(4, 4)), nn.Linear(4, 2))
+    bench = Bench(subject_of(model, (torch.randn(6, 4),)))
+    rows = compare_training(bench, Elsewhere(), steps=2).rows
+    assert not all(row.agrees for row in rows)
+    found = locate(bench, Elsewhere())
+    assert found.num_judged > 10
+    assert found.culprit is not None
+    assert (found.culprit.operator, found.culprit.module, found.culprit.phase) == (None, "1.1", phase)
+
+
+def test_no_module_of_a_sound_model_is_blamed() -> None:
+    for model, x in ((norm_net(), torch.randn(16, 6)), (Functional(), torch.randn(3, 5, 8))):
+        assert first_wrong_module(Bench(subject_of(model, (x,))), Elsewhere()) is None
+
+
+def test_a_model_that_is_not_deterministic_is_found(whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os, torch\n"
+        "from torch import nn\n"
+        "class Net(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x) * (1 + int.from_bytes(os.urandom(2), 'big') / 2**36)\n"
+        "def model():\n"
+        "    return Net(4, 2), (torch.ones(8, 4),)\n"
+    )
+    done = whet("compare", "mine.py", "--devices", "cpu", "--steps", "2")
+    assert done.returncode == 1
+    assert "DIFFERS: first the loss in step 1" in done.stdout
+    assert done.stdout.count("DIFFERS") == 1, "by rounding only, so nothing else does"
+
+
+def test_what_draws_is_told() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.rand_like(x)
+
+    found = locate(Bench(subject_of(Noisy(3, 3), (torch.randn(4, 3),))), Cpu())
+    assert found.draws == ("aten::rand_like",)
+    assert found.culprit is None
+
+
+def test_the_measure_of_agreement() -> None:
+    one = {"a": torch.tensor([1.0, 2.0]), "zero": torch.tensor([0.0])}
+    noisy = {"a": torch.tensor([1.0, 2.0]), "zero": torch.tensor([1e-9])}
+    assert errors_by_name(noisy, one) == {"a": 0.0, "zero": pytest.approx(5e-8)}
+    assert errors_by_name({"a": one["a"]}, one)["zero"] == math.inf
+    assert errors_by_name({**one, "a": torch.tensor([1.0, math.nan])}, one)["a"] == math.inf
+    assert not Compared(what="loss", error=math.nan, bound=1.0).agrees
+    assert bound_of(1e-4, 1e-3) == pytest.approx(2e-2)
+    assert bound_of(1e-4, None) == bound_of(1e-4, 1e-9) == 1e-4
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+def micro_of(x: torch.Tensor) -> Micro:
+    return Micro(fields={"x": x}, ids=np.arange(len(x)))
+
+
+def test_bf16_agrees_where_it_is_good_enough_and_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model = norm_net().eval()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state = copy.deepcopy(model.state_dict())
+    modes = [module.training for module in model.modules()]
+    buffers = [id(buffer) for buffer in model.buffers()]
+    x = torch.randn(16, 6)
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    found = precision_agreement(model, lambda m: model(m.x).square().mean(), micro_of(x), Cpu(), "bf16")
+    assert found.agrees
+    assert 0 < found.gradient_error < found.bound
+    assert found.loss_error > 0
+    assert set(found.by_module) == {"0", "1", "4"}
+    assert max(found.by_module.values()) == found.gradient_error
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in model.parameters())
+    assert [module.training for module in model.modules()] == modes
+    assert [id(buffer) for buffer in model.buffers()] == buffers
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == generators[1:]
+
+
+def test_bf16_is_refused_where_it_cancels() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    nn.init.constant_(model.bias, 1000.0)
+    loss = lambda m: (model(m.x).float() - 1000).square().mean()  # noqa: E731
+    found = precision_agreement(model, loss, micro_of(torch.randn(16, 4)), Cpu(), "bf16")
+    assert not found.agrees
+
+
+def test_tiny_gradients_agree_in_fp16_thanks_to_scaling() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    loss = lambda m: model(m.x).float().square().mean() * 1e-6  # noqa: E731
+    found = precision_agreement(model, loss, micro_of(torch.randn(16, 6)), Cpu(), "fp16")
+    assert found.agrees, "without a scale every gradient would be 0"
+
+
+# --- programs and words ----------------------------------------------------------------------------------------------
+
+
+def layouts() -> dict[str, torch.Tensor]:
+    base = torch.arange(60.0).reshape(3, 4, 5)
+    return {
+        "plain": base,
+        "transposed": base.transpose(0, 2),
+        "from the middle": base[1:, 1:, ::2],
+        "expanded": base[:, :1].expand(3, 7, 5),
+        "one number": base[1, 2, 3],
+        "empty": base[:0],
+        "whole numbers": base.long()[..., 2],
+        "flags": base[0] > 7,
+    }
+
+
+@pytest.mark.parametrize("name", list(layouts()))
+def test_a_program_keeps_how_a_tensor_lay_in_memory(name: str) -> None:
+    tensor = layouts()[name]
+    was = Layout(size=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()))
+    flat, layout = _memory(tensor.clone(), was)
+    again = flat.as_strided(layout.size, layout.stride, layout.offset)
+    assert torch.equal(again, tensor)
+    assert again.stride() == tensor.stride()
+    if tensor.numel():
+        assert again.storage_offset() == tensor.storage_offset()
+
+
+def test_overlapping_memory_becomes_contiguous() -> None:
+    tensor = torch.arange(8.0).unfold(0, 4, 1)
+    flat, layout = _memory(tensor.clone(), Layout(size=tuple(tensor.shape), stride=tensor.stride(), offset=0))
+    assert torch.equal(flat.as_strided(layout.size, layout.stride, layout.offset), tensor)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--size", "-1"], "--size must be at least 1"),
+        (["--devices", "cpu,tpu"], "no such device"),
+        (["--devices", "cpu,cpu"], "a device is named twice"),
+        (["--devices", "cpu,mps,cuda"], "one device is compared with the CPU"),
+        (["--precision", "fp8"], "no such precision"),
+        (["--precision", "tf32", "--devices", "cpu"], "only CUDA rounds products to tf32"),
+        (["--out", "there/is/none.py"], "the program cannot be written there"),
+        (["--out", "mine.txt"], "the program cannot be written there"),
+        (["--out", "mine.py"], "this file is not one that whet compare wrote"),
+    ],
+)
+def test_bad_words_are_refused_in_three_lines(
+    words: list[str], what: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from whet.cli.main import run
+
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("raise SystemError('loaded too early')\n")
+    assert run(["compare", "mine.py", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {what}")
+    assert "  got: " in error
+    assert len(error.strip().splitlines()) == 3
+
+
+def test_what_is_no_model_is_refused(whet: Run, tmp_path: Path) -> None:
+    done = whet("compare", "nothing.py")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: no such recipe file")
+    with pytest.raises(UsageError, match="nothing to train"):
+        compare_subject(subject_of(nn.Tanh(), (torch.randn(2, 2),)), devices=["cpu"])
+    uneven = subject_of(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(3)), lambda model, x, _: model(x).sum())
+    with pytest.raises(UsageError, match="cannot be cut"):
+        compare_subject(uneven, devices=["cpu"], size=1)
+
+
+def test_only_programs_of_ours_are_replaced(tmp_path: Path) -> None:
+    ours = tmp_path / "ours.py"
+    ours.write_text(f'"""{MARK}"""\n')
+    found = compare_subject(subject_of(nn.Linear(2, 2), (torch.ones(3, 2),)), devices=["cpu"], steps=1, out=ours)
+    assert found.agrees
+    assert ours.read_text() == f'"""{MARK}"""\n', "nothing is written where nothing is wrong"
+
+
+def test_infinities_are_printed_as_json() -> None:
+    row = Compared(what="loss", error=math.inf, bound=1.0)
+    assert json.loads(json.dumps(row.as_json(), allow_nan=False))["error"] == "inf"
