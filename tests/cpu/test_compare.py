@@ -29,6 +29,7 @@ from whet.verify.modules import first_wrong_module
 from whet.verify.parity import Compared, compare_training
 from whet.verify.placing import Bench
 from whet.verify.precision_report import precision_agreement
+from whet.verify.references import FORMULAS
 from whet.verify.replay import Layout
 from whet.verify.reproducer import MARK, _memory
 from whet.verify.subject import Specimen, Subject
@@ -229,6 +230,31 @@ def test_what_draws_is_told() -> None:
     found = locate(Bench(subject_of(Noisy(3, 3), (torch.randn(4, 3),))), Cpu())
     assert found.draws == ("aten::rand_like",)
     assert found.culprit is None
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_formula_for_attention_is_that_of_autograd(is_causal: bool, has_bias: bool) -> None:
+    """CUDA's kernel has none on the CPU; the formula stands in for it."""
+    q, k, v = (torch.randn(2, 3, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    bias = torch.randn(2, 3, 6, 6, dtype=torch.float64) if has_bias else None
+    past = torch.ones(6, 6, dtype=torch.bool).tril() if is_causal else torch.ones(6, 6, dtype=torch.bool)
+    mask = torch.zeros(6, 6, dtype=torch.float64).masked_fill(~past, -torch.inf) + (0 if bias is None else bias)
+    right = f.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+    gradient = torch.randn_like(right)
+    right.backward(gradient)
+    name = "_scaled_dot_product_efficient_attention"
+    forward, backward = (getattr(torch.ops.aten, f"{name}{end}").default for end in ("", "_backward"))
+    given = {"query": q, "key": k, "value": v, "attn_bias": bias, "grad_out_": gradient, "dropout_p": 0.0}
+    given |= {"is_causal": is_causal, "scale": 0.3, "compute_log_sumexp": True, "grad_input_mask": [True] * 4}
+    with torch.no_grad():
+        for func, expected in ((forward, [right]), (backward, [q.grad, k.grad, v.grad])):
+            # By the order of torch's own schema.
+            named = [(argument.name, argument.kwarg_only) for argument in func._schema.arguments]
+            args = [given.get(name) for name, is_word in named if not is_word]
+            words = {name: given[name] for name, is_word in named if is_word}
+            for ours, theirs in zip(FORMULAS[func.name()](*args, **words), expected, strict=True):
+                torch.testing.assert_close(ours, theirs)
 
 
 def test_the_measure_of_agreement() -> None:

@@ -19,7 +19,7 @@ from whet.verify.without_dropout import without_dropout
 LOSS_BOUNDS = {"bf16": 2e-2, "fp16": 5e-3, "tf32": 5e-3}
 GRADIENT_BOUNDS = {"bf16": 2e-1, "fp16": 1e-1, "tf32": 1e-1}
 """The largest relative errors that count as agreement. bf16 keeps 8 bits of a number, fp16 and tf32 keep 11; sound
-transformers show 0.06 and 0.002, convnets with max-pooling 0.1 and 0.06, since rounding decides which value is pooled."""
+transformers show 0.06 and 0.002, convnets with max-pooling 0.1 and 0.06, since rounding decides what is pooled."""
 _SCALES = (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)
 """A loss scaler finds the largest that does not overflow; so do we."""
 
