@@ -33,6 +33,7 @@ from whet.verify.references import FORMULAS
 from whet.verify.replay import Layout
 from whet.verify.reproducer import MARK, _memory
 from whet.verify.subject import Specimen, Subject
+from whet.verify.without_dropout import without_dropout
 
 WRONG_KERNELS = Path(__file__).parent / "wrong_kernels.py"
 
@@ -96,6 +97,21 @@ def test_sound_models_agree(subject: Subject) -> None:
     assert found.rows[1].error > 0, "float32 is not float64"
     assert found.determinism.is_same
     assert found.located is None
+
+
+def test_dropout_is_off_in_all_its_disguises_and_back_afterwards() -> None:
+    model, x = nn.Sequential(Functional(), nn.Dropout(0.5), nn.BatchNorm1d(5)), torch.randn(3, 5, 8)
+
+    def drawn(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return model(x).detach()
+
+    with without_dropout(model):
+        assert torch.equal(drawn(1), drawn(2))
+        assert model[2].training
+    assert not torch.equal(drawn(1), drawn(2))
+    assert all(module.training for module in model.modules())
+    assert (model[0].attention.dropout, model[0].recurrent.dropout) == (0.5, 0.5)
 
 
 def test_a_model_at_hand_stays_as_it_is() -> None:
@@ -364,6 +380,7 @@ def test_overlapping_memory_becomes_contiguous() -> None:
         (["--out", "there/is/none.py"], "the program cannot be written there"),
         (["--out", "mine.txt"], "the program cannot be written there"),
         (["--out", "mine.py"], "this file is not one that whet compare wrote"),
+        (["--out", "weights.py"], "the program's numbers would replace a file"),
     ],
 )
 def test_bad_words_are_refused_in_three_lines(
@@ -372,6 +389,7 @@ def test_bad_words_are_refused_in_three_lines(
     from whet.cli.main import run
 
     monkeypatch.chdir(tmp_path)
+    Path("weights.safetensors").touch()
     Path("mine.py").write_text("raise SystemError('loaded too early')\n")
     assert run(["compare", "mine.py", *words]) == 2
     error = capsys.readouterr().err

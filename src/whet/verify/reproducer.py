@@ -40,6 +40,9 @@ def refuse_foreign(path: Path) -> None:
         raise UsageError("the program cannot be written there", got=str(path), try_="FILE.py in a folder that exists")
     if path.exists() and MARK not in path.read_text(errors="replace")[:500]:
         raise UsageError("this file is not one that whet compare wrote", got=str(path), try_="--out another.py")
+    beside = path.with_suffix(".safetensors")
+    if beside.exists() and not path.exists():
+        raise UsageError("the program's numbers would replace a file", got=str(beside), try_="--out another.py")
 
 
 def write_reproducer(call: WrongCall, path: Path, *, device: str) -> Path:
