@@ -109,9 +109,8 @@ def main() -> None:
     }
     for name, verify in subjects.items():
         for device in devices:
-            start, lines = time.perf_counter(), []
-            for _ in range(asked.repeats):
-                lines.append(verify(device))
+            start = time.perf_counter()
+            lines = [verify(device) for _ in range(asked.repeats)]
             seconds = [float(found[1]) for line in lines if (found := re.search(r"\((\d+\.\d) s\)$", line))]
             cost = f"{statistics.median(seconds):.1f} s" if seconds else "-"
             what = "mps, simulated" if device == "mps" and asked.virtual_mac else device

@@ -24,7 +24,6 @@ from whet.device.abstract import AbstractDevice
 from whet.device.oom import is_out_of_memory
 from whet.device.open import open_device
 from whet.engine.building import Parts, build, open_planned_source
-from whet.engine.guard import Buffers
 from whet.engine.recovery import let_go
 from whet.engine.training import Training
 from whet.engine.while_training import Compiled
@@ -33,6 +32,7 @@ from whet.measure.candidates import planned, predicted_bytes
 from whet.measure.rig import Agreement, ProbeFailedError
 from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
+from whet.step.buffers import Buffers
 from whet.step.ema import named_tensors
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate

@@ -9,13 +9,14 @@ from whet.base.errors import UsageError, WhetError
 from whet.base.record import Record
 from whet.machine.facts import Machine, Torch
 from whet.plan.hazards import hazards
-from whet.verify.causality import leaks
+from whet.verify.causality import NothingShownError, leaks
 from whet.verify.dtypes import DtypeWatcher
 from whet.verify.finding import SEVERITIES, Finding
+from whet.verify.fits import Fit, fits, known_machines
 from whet.verify.known_faults import KnownFaultWatcher
 from whet.verify.limits import BufferWatcher, ShapeWatcher, buffer_limit
-from whet.verify.operators import OperatorWatcher
 from whet.verify.lines import as_place
+from whet.verify.operators import OperatorWatcher
 from whet.verify.subject import Specimen, Subject
 from whet.verify.tracing import BACKENDS, Traced, trace
 from whet.verify.waits import WaitWatcher
@@ -43,6 +44,8 @@ class Checked(Record):
     """Whether no real number was computed."""
     num_known_faults: int = 0
     """Known wrong results of that machine, met or not."""
+    fits: tuple[Fit, ...] = ()
+    """How many samples at once fit into the memory of that machine, or of every known one that has the device."""
 
     def passes(self, *, is_strict: bool = False) -> bool:
         """Whether nothing that stops a training was found; with `is_strict`, nothing that is worth a warning."""
@@ -73,7 +76,8 @@ def check(subject: Subject, *, device: str = "mps", machine: Machine | None = No
     findings += traced.recorder.notebook.findings()
     findings += _stopped(traced)
     findings += _causality(subject, traced)
-    # Here the memory estimate is called, once verify/memory.py is there: a row for each known machine.
+    fitting, missing = _memory(subject, device, machine)
+    findings += missing
     return Checked(
         subject=subject.name,
         device=device,
@@ -85,6 +89,7 @@ def check(subject: Subject, *, device: str = "mps", machine: Machine | None = No
         num_samples=0 if traced.micro is None else len(traced.micro),
         is_fake=traced.is_fake,
         num_known_faults=len(faults),
+        fits=fitting,
     )
 
 
@@ -137,7 +142,18 @@ def _causality(subject: Subject, traced: Traced) -> Iterator[Finding]:
         specimen = subject.make()
         specimen.model.eval()
         assert specimen.outputs is not None
-        leak = leaks(specimen.outputs, specimen.micro(min(2, specimen.size) if specimen.is_scalable else specimen.size))
+        micro = specimen.micro(min(2, specimen.size) if specimen.is_scalable else specimen.size)
+        try:
+            leak = leaks(specimen.outputs, micro)
+        except NothingShownError as error:
+            yield Finding(
+                id="not-asked",
+                severity="note",
+                what=f"whether it is causal could not be seen: {error}",
+                try_="inputs of several different places, and weights that are not zero",
+                during="the forward pass",
+            )
+            return
     if leak is not None:
         yield Finding(
             id="not-causal",
@@ -146,6 +162,35 @@ def _causality(subject: Subject, traced: Traced) -> Iterator[Finding]:
             try_="a mask, or an operation along places that sees earlier ones only",
             place=as_place(_forward_of(specimen)),
         )
+
+
+def _memory(subject: Subject, device: str, machine: Machine | None) -> tuple[tuple[Fit, ...], list[Finding]]:
+    """What fits where; a machine that was named and is too small is an error."""
+    machines = (machine,) if machine else tuple(m for m in known_machines() if _main_device(m) == device)
+    try:
+        found = fits(subject, machines, wishes={"device": device})
+    except Exception as error:
+        what = f"the memory was not estimated: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
+        note = Finding(
+            id="memory-unknown", severity="note", what=what, try_="whet plan --measure there", during="the step"
+        )
+        return (), [note]
+    too_small = [
+        Finding(
+            id="too-little-memory",
+            severity="error",
+            what=fit.words,
+            try_="activation_checkpointing=on, a smaller model, or another machine",
+            during="the step",
+        )
+        for fit in found
+        if machine and fit.micro_batch is None and fit.limit_bytes is not None
+    ]
+    return found, too_small
+
+
+def _main_device(machine: Machine) -> str:
+    return machine.accelerators[0].kind if machine.accelerators else "cpu"
 
 
 def _forward_of(specimen: Specimen) -> tuple[str, int, str]:

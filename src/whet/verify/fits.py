@@ -1,12 +1,12 @@
 """On which machines does a model's training fit, and with how many samples at once?"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from whet.base.record import Record
 from whet.base.units import GB, show_bytes
 from whet.machine.facts import Conditions, Machine
 from whet.machine.known import known_names, load_machine
@@ -20,8 +20,7 @@ from whet.verify.memory import Estimate, estimate
 from whet.verify.subject import Subject
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
+class Fit(Record):
     """One machine's answer."""
 
     machine: str

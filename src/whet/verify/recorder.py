@@ -15,8 +15,8 @@ from whet.device.mps_operators import ALWAYS_ON_CPU, Status, operators_of_torch,
 from whet.verify.answering import Answers
 from whet.verify.finding import Sighting
 from whet.verify.host import ASKS, HostTensors
-from whet.verify.notebook import Notebook
 from whet.verify.lines import Line, line_at_work
+from whet.verify.notebook import Notebook
 from whet.verify.recurrent import in_short, is_long_recurrence
 from whet.verify.watcher import Call, Phase, Watcher
 

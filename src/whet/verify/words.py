@@ -24,6 +24,8 @@ def check_lines(checked: Checked) -> list[str]:
     ]
     for finding in checked.findings:
         lines += ["", f"{finding.severity:<9} {finding.what}", *_details(finding)]
+    if checked.fits:
+        lines += ["", *(f"{'memory' if not number else '':<9} {fit.words}" for number, fit in enumerate(checked.fits))]
     lines += ["", f"found     {_counts(checked)}"]
     if checked.machine and checked.num_known_faults:
         lines.append(
