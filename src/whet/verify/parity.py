@@ -74,7 +74,7 @@ def compare_training(
     cpu, why_not = Cpu(), None
     say("float64 on the CPU ...")
     try:
-        reference = train(bench, cpu, steps=steps, dtype=torch.float64)
+        reference = train(bench, cpu, steps=steps, wide=True)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         why_not = str(error).splitlines()[0][:200]
     say("float32 on the CPU ...")
@@ -95,19 +95,19 @@ def train(
     device: AbstractDevice,
     *,
     steps: int,
-    dtype: torch.dtype | None = None,
+    wide: bool = False,
     gradients: Mapping[str, Tensor] | None = None,
 ) -> Trained:
     """Everything that is compared, in one place; the update is made from `gradients`, or else from its own."""
-    with bench.at(device, dtype=dtype) as placed:
+    with bench.at(device, wide=wide) as placed:
         # A rate of 0: the pass alone, made by the code that trains.
         stepper = placed.stepper(torch.optim.SGD(placed.model.parameters(), lr=0.0))
         loss = _kept(placed.step(stepper).loss)
         own = {name: _kept(p.grad) for name, p in placed.model.named_parameters() if p.grad is not None}
         buffers = {name: _kept(b) for name, b in placed.model.named_buffers() if b.is_floating_point()}
-    with bench.at(device, dtype=dtype) as placed:
+    with bench.at(device, wide=wide) as placed:
         update = _update(placed, gradients or own)
-    with bench.at(device, dtype=dtype) as placed:
+    with bench.at(device, wide=wide) as placed:
         stepper = placed.stepper(placed.optimizer())
         losses = [placed.step(stepper, number).loss for number in range(1, steps + 1)]
         trajectory = torch.stack([_kept(loss) for loss in losses])

@@ -69,10 +69,8 @@ class Bench:
         self._weights = {name: tensor.detach().clone() for name, tensor in named_tensors(first.model)}
 
     @contextmanager
-    def at(
-        self, device: AbstractDevice, *, dtype: torch.dtype | None = None, dropout: bool = False
-    ) -> Iterator[Placed]:
-        """A copy on a device, in its own number format or another; float32 products are not rounded to tf32."""
+    def at(self, device: AbstractDevice, *, wide: bool = False, dropout: bool = False) -> Iterator[Placed]:
+        """A copy on a device, in its own number formats or in float64; float32 products are not rounded to tf32."""
         with ExitStack() as stack:
             stack.enter_context(undisturbed(device))
             stack.enter_context(device.keeping_precision())
@@ -82,8 +80,8 @@ class Bench:
             with torch.no_grad():
                 for name, tensor in named_tensors(specimen.model):
                     tensor.copy_(self._weights[name])
-            if dtype is not None:
-                specimen.model.to(dtype)
+            if wide:
+                specimen.model.double()
             device.put_model(specimen.model)
             specimen.model.train()
             if not dropout:
@@ -91,7 +89,7 @@ class Bench:
             seed_randomness(_SEED)
 
             def put(tensor: Tensor) -> Tensor:
-                return device.put(tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+                return device.put(tensor.double() if wide and tensor.is_floating_point() else tensor)
 
             yield Placed(specimen=specimen, micro=self.micro.moved(put), device=device)
 

@@ -17,6 +17,8 @@ from whet.verify.whereabouts import Spot, Whereabouts
 LEAST, ALONE = 1e-5, 1e-4
 """The largest error of a single operator in float32 that counts as rounding: whatever the CPU's own is, and where that
 is not known. A convolution's gradient before a BatchNorm cancels: 4e-5 is seen there on a sound CPU."""
+COARSE = ("aten::convolution", "aten::cudnn_convolution", "aten::mkldnn_convolution")
+"""GPUs may compute them by Winograd's transforms, which round more than a plain sum: `ALONE` is their least bound."""
 _ROUNDING = {torch.float32: 1.0, torch.float16: 2.0**13, torch.bfloat16: 2.0**16}
 """How much coarser a number format rounds than float32."""
 _EPSILON = 2.0**-24
@@ -124,7 +126,8 @@ class Replay(TorchDispatchMode):
         if self._device.kind != "cpu" and expected.own is not None:
             owns = _errors(outputs(func, expected.own, before), right, floors)
         formats = {t.dtype for t in leaves(before) if t.dtype in _ROUNDING}
-        least = min(0.1, (ALONE if owns is None else LEAST) * max((_ROUNDING[dtype] for dtype in formats), default=1.0))
+        least = ALONE if owns is None or func.name().startswith(COARSE) else LEAST
+        least = min(0.1, least * max((_ROUNDING[dtype] for dtype in formats), default=1.0))
         bounds = [bound_of(least, owns[index] if owns else None) for index in range(len(errors))]
         error, bound = max(zip(errors, bounds, strict=True), key=lambda pair: pair[0] / pair[1])
         if error <= bound:
