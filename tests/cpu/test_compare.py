@@ -139,6 +139,20 @@ def test_a_model_that_does_not_run_in_float64_says_so() -> None:
     assert "does not run in float64" in found.notes[0]
 
 
+def test_complex_buffers_stay_complex_in_float64() -> None:
+    class Turned(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("turns", torch.polar(torch.ones(2), torch.tensor([0.3, 2.0])))
+
+        def forward(self, x):
+            pairs = torch.view_as_complex(super().forward(x).unflatten(-1, (2, 2)))
+            return torch.view_as_real(pairs * self.turns).flatten(-2)
+
+    found = whet.compare(Turned(), (torch.randn(6, 4),), devices=["cpu"], steps=2, precisions=[])
+    assert (found.agrees, found.reference) == (True, "cpu float64")
+
+
 # --- what is wrong is found ------------------------------------------------------------------------------------------
 
 
