@@ -242,6 +242,25 @@ def test_no_simulated_search_exceeds_its_budget_by_more_than_10_percent(
     assert rig.alive == 0
 
 
+def test_the_last_simulated_duel_keeps_to_the_budget_too() -> None:
+    """A gain that takes long to tell from noise: the duel could go on for twice the time that is left."""
+    wishes = {name: PLAN.value(name) for name in ("threads", "precision", "micro_batch", "lengths", "compile")}
+    plan = make_plan(load_machine("linux-2core"), TEXT, wishes=wishes)
+    confirmed = 0
+    for seed in range(30):
+        rig = SimulatedRig(
+            plan,
+            lambda p: 0.47 if p.value("optimizer_kernels") == "loop" else 0.5,
+            noise=gaussian(0.015),
+            batch_spread=0.05,
+            seed=seed,
+        )
+        found = search(plan, rig, budget_seconds=22, seed=seed)
+        confirmed += found.trials[-1].setting == "plan"
+        assert rig.now <= 1.1 * 22
+    assert confirmed >= 5, "the last duel must be reached for this to mean anything"
+
+
 def test_a_simulated_search_without_time_says_what_it_left_out() -> None:
     rig = SimulatedRig(PLAN, lambda _plan: 0.5, preparation=lambda _plan: 1.0)
     found = search(PLAN, rig, budget_seconds=8)
@@ -341,6 +360,9 @@ def test_what_you_wished_is_never_tried_on_a_simulated_machine() -> None:
     assert not {trial.setting for trial in found.trials} & set(wishes)
     assert not {name for tried in rig.prepared for name in tried} & set(wishes)
     assert not set(found.measured) & set(wishes)
+    offered = [candidate for about in ORDER for candidate in candidates(plan, about)]
+    assert offered
+    assert not [candidate for candidate in offered if set(candidate.changes) & set(wishes)]
 
 
 @pytest.mark.parametrize("name", ["m2-air-8gb", "m3-max-64gb", "h200", "linux-2core"])
