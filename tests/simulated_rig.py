@@ -126,3 +126,31 @@ class SimulatedRig:
         self.now += taken
         self.steps += 1
         return taken
+
+
+GRID: dict[str, list] = {
+    "threads": [1, 2],
+    "precision": ["fp32", "bf16"],
+    "micro_batch": [1, 2, 4, 8, 16, 32],
+    "lengths": ["packed", "sorted", "few shapes", "fixed"],
+    "optimizer_kernels": ["fused", "loop"],
+    "compile": ["off", "on"],
+}
+
+
+def landscape(seed: int):
+    """Random factors; each precision has a micro-batch that suits it: kernels cost time, and so do caches."""
+    draw = random.Random(seed)
+    factor = {(n, v): draw.choice([1, 1, 1.03, 1.1, 1.3, 0.9, 0.7]) for n, values in GRID.items() for v in values}
+    launch = {"fp32": draw.uniform(0.1, 2), "bf16": draw.uniform(0.1, 2)}
+    cache = {"fp32": 0.8, "bf16": 0.1}
+
+    def seconds(plan: Plan) -> float:
+        micro, precision = plan.value("micro_batch"), plan.value("precision")
+        pieces = 1 + launch[precision] * 4 / micro + cache[precision] * (micro / 32) ** 2
+        total = 0.03 * pieces * factor["precision", precision]
+        for name in ("threads", "lengths", "optimizer_kernels", "compile"):
+            total *= factor[name, plan.value(name)]
+        return total
+
+    return seconds

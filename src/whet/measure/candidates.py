@@ -13,6 +13,8 @@ from whet.plan.setting import Measured, Scalar
 
 _MOST_RESIDENT = 0.4
 """Of the memory limit: what the data may take where a measurement decides."""
+_FIRST_WITH_TF32 = 8
+"""CUDA's compute capability whose tensor cores take bf16 and tf32."""
 _LAWS = {rule.setting: rule.law for rule in ALL}
 
 
@@ -98,7 +100,8 @@ def _precisions(plan: Plan) -> Iterator[Candidate]:
         return _only("precision", "bf16", "fp32")
     if accelerator.kind == "mps":
         return _only("precision", "bf16", "fp16", "fp32")
-    has_tf32 = accelerator.capability is not None and int(accelerator.capability.partition(".")[0]) >= 8
+    generation = (accelerator.capability or "").partition(".")[0]
+    has_tf32 = generation.isdecimal() and int(generation) >= _FIRST_WITH_TF32
     return _only("precision", *(("bf16", "fp16", "tf32") if has_tf32 else ("fp16",)), "fp32")
 
 
