@@ -72,6 +72,7 @@ def test_a_simulated_search_becomes_a_plan_that_survives_json_and_is_what_was_me
         rig = SimulatedRig(PLAN, landscape(seed), noise=gaussian(0.01), seed=seed)
         found = search(PLAN, rig, budget_seconds=60, seed=seed)
         plan = make_plan(PLAN.machine, TEXT, measured=found.measured, trials=found.trials, conditions=PLAN.conditions)
+        assert rig.alive == 0, "what was beaten is closed, and the winner in the end"
         expected = planned(PLAN, found.settings)
         assert {n: s.value for n, s in plan.settings.items()} == {n: s.value for n, s in expected.settings.items()}
         assert read_plan(json.loads(json.dumps(plan.as_json(), allow_nan=False)), where="here") == plan
@@ -81,6 +82,17 @@ def test_a_simulated_search_becomes_a_plan_that_survives_json_and_is_what_was_me
             assert measured.reason
             assert "\n" not in measured.reason
             assert {"repeats", "median", "interval", "bytes"} <= set(measured.evidence)
+
+
+def test_two_settings_that_win_only_together_are_both_in_the_simulated_plan() -> None:
+    times = {("fp32", 32): 0.06, ("bf16", 32): 0.07, ("fp32", 16): 0.07, ("bf16", 16): 0.03}
+    rig = SimulatedRig(PLAN, lambda p: times.get((p.value("precision"), p.value("micro_batch")), 0.2))
+    found = search(PLAN, rig, budget_seconds=60)
+    assert found.settings == {"precision": "bf16", "micro_batch": 16}
+    assert found.measured["micro_batch"].value == 16
+    assert found.measured["micro_batch"].reason.startswith("together with precision: ")
+    plan = make_plan(PLAN.machine, TEXT, measured=found.measured)
+    assert (plan.value("precision"), plan.value("micro_batch"), plan.value("accumulation")) == ("bf16", 16, 2)
 
 
 def test_a_plan_from_before_trials_were_recorded_is_read() -> None:
