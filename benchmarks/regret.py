@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from workloads import TASKS
+from workloads import TASKS, remote_rig
 
 from whet.engine.rig import PreparedSteps, StepRig
 from whet.measure.candidates import device_kind
@@ -103,11 +103,12 @@ def shown(settings: Settings) -> str:
 
 def report(name: str, *, device: str, budget: float, rounds: int, compiles: bool) -> Iterator[str]:
     task = TASKS[name](is_large=device != "cpu")
+    yield f"## {name}: {sum(p.numel() for p in task.model.parameters()):,} parameters"
+    yield ""
+    with remote_rig(name, device=device) as elsewhere:
+        found = search(elsewhere.plan, elsewhere, budget_seconds=budget)
+    yield from (f"- {line}" for line in found.words)
     with task.rig(device=device, name=name) as rig:
-        yield f"## {name}: {sum(p.numel() for p in task.model.parameters()):,} parameters"
-        yield ""
-        found = search(rig.plan, rig, budget_seconds=budget)
-        yield from (f"- {line}" for line in found.words)
         cells = [Cell(settings) for settings in grid(rig)]
         random.Random(1).shuffle(cells)
         start = time.perf_counter()

@@ -6,12 +6,14 @@ matter for speed. Each is small on a CPU and larger on a GPU.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from whet.base import env
 from whet.config.resolve import resolve
 from whet.data.batch import Micro
 from whet.data.ragged import Ragged
@@ -19,6 +21,7 @@ from whet.device.machine_here import machine_here
 from whet.engine.rig import StepRig
 from whet.engine.training import read_training
 from whet.engine.workload import describe
+from whet.measure.remote import RemoteRig
 from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
 from whet.recipes.recipe import load_recipe
@@ -43,7 +46,7 @@ class Task:
         workload = self.workload or describe(self.model, self.data, training, recipe=name)
         chosen = {**wishes, **({} if device == "auto" else {"device": device})}
         plan = make_plan(machine, workload, wishes=chosen, conditions=conditions)
-        return StepRig(self.model, self.optimizer, self.data, training, loss=self.loss, plan=plan)
+        return StepRig(self.model, self.optimizer, self.data, training, loss=self.loss, plan=plan, may_compile=True)
 
 
 def text(*, is_large: bool) -> Task:
@@ -141,3 +144,17 @@ def conv(*, is_large: bool) -> Task:
 
 
 TASKS: dict[str, Callable[..., Task]] = {"text": text, "chat": chat, "conv": conv}
+
+
+def open_rig(arguments: dict[str, Any]) -> StepRig:
+    """For a process of its own."""
+    task = TASKS[arguments["task"]](is_large=arguments["device"] != "cpu")
+    return task.rig(device=arguments["device"], name=arguments["task"])
+
+
+def remote_rig(name: str, *, device: str) -> RemoteRig:
+    """The same task in a child, as whet measures a recipe."""
+    paths = f"{Path(__file__).parent}:{env.read('PYTHONPATH') or ''}"
+    return RemoteRig(
+        "workloads:open_rig", {"task": name, "device": device}, environment=env.for_child(PYTHONPATH=paths)
+    )

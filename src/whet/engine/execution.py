@@ -178,7 +178,14 @@ class Execution:
         needed = measure_activation_bytes(parts.stepper.model, loss, small, large, device=parts.device)
         workload = plan.workload.model_copy(update={"activation_bytes": needed})
         self._use(
-            make_plan(plan.machine, workload, wishes=plan.wishes, measured=plan.measured, conditions=plan.conditions)
+            make_plan(
+                plan.machine,
+                workload,
+                wishes=plan.wishes,
+                measured=plan.measured,
+                conditions=plan.conditions,
+                trials=plan.trials,
+            )
         )
 
     # --- the parts ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 It borrows the model and leaves no trace: weights, buffers, modes, the optimizer, generators and threads are put back.
 """
 
+import gc
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,7 @@ from whet.device.open import open_device
 from whet.engine.building import Parts, build, open_planned_source
 from whet.engine.recovery import let_go
 from whet.engine.training import Training
-from whet.engine.while_training import Compiled
+from whet.engine.while_training import Compiled, no_garbage_collection
 from whet.engine.workload import measure_activation_bytes
 from whet.measure.candidates import planned, predicted_bytes
 from whet.measure.rig import Agreement, ProbeFailedError
@@ -56,7 +57,10 @@ class StepRig:
         *,
         loss: LossFunction,
         plan: Plan,
+        may_compile: bool = False,
     ) -> None:
+        """`may_compile` is for a process of its own: compiling cannot be cut short in this one."""
+        self.may_compile = may_compile
         self.plan = plan
         """The plan by rules alone; what a sample needs is known in it once the rig is entered."""
         self.model = model
@@ -75,6 +79,8 @@ class StepRig:
             undo.callback(self._closing.close)
             self._closing.enter_context(_borrowed(self.model, self._optimizer))
             self._closing.enter_context(_settings_of_process())
+            # As in a training: a pass of the collector would be counted as some step's time.
+            self._closing.enter_context(no_garbage_collection())
             self._closing.enter_context(undisturbed(open_device(str(self.plan.value("device"))).device))
             self._learn_what_a_sample_needs()
             undo.pop_all()
@@ -114,8 +120,12 @@ class StepRig:
     def prepare(self, settings: Mapping[str, Scalar], *, seconds: float) -> "PreparedSteps":
         """Builds and makes the first steps; a process of its own is needed to hold `seconds` at all costs."""
         start = time.perf_counter()
+        plan = self.plan_with(settings)
+        if plan.value("compile") == "on" and not self.may_compile:
+            raise ProbeFailedError("compiling cannot be cut short in this process", kind="error")
+        gc.collect()
         try:
-            prepared = PreparedSteps(self, self._built(self.plan_with(settings)))
+            prepared = PreparedSteps(self, self._built(plan))
             for index in range(_WARMUP_STEPS):
                 prepared.step_seconds = prepared.step(index)
                 if time.perf_counter() - start > seconds:

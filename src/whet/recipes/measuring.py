@@ -43,4 +43,4 @@ def open_rig(arguments: Mapping[str, Any]) -> Any:
         wishes = {**wishes, "device": arguments["device"]}
     plan = make_plan(machine, made.workload, wishes=wishes, conditions=conditions)
     training = read_training(made.training)
-    return StepRig(made.model, made.optimizer, made.data.train, training, loss=made.loss, plan=plan)
+    return StepRig(made.model, made.optimizer, made.data.train, training, loss=made.loss, plan=plan, may_compile=True)

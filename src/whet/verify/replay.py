@@ -17,8 +17,9 @@ from whet.verify.whereabouts import Spot, Whereabouts
 LEAST, ALONE = 1e-5, 1e-4
 """The largest error of a single operator in float32 that counts as rounding: whatever the CPU's own is, and where that
 is not known. A convolution's gradient before a BatchNorm cancels: 4e-5 is seen there on a sound CPU."""
-COARSE = ("aten::convolution", "aten::cudnn_convolution", "aten::mkldnn_convolution")
-"""GPUs may compute them by Winograd's transforms, which round more than a plain sum: `ALONE` is their least bound."""
+COARSE = ("aten::convolution", "aten::cudnn_convolution", "aten::mkldnn_convolution", "aten::_fused_")
+"""`ALONE` is their least bound. GPUs may compute convolutions by Winograd's transforms, which round more than a plain
+sum; fused updates on CUDA round 1 - beta in float32, which is 1e-5 of it (1.3e-5 seen on an H200)."""
 _ROUNDING = {torch.float32: 1.0, torch.float16: 2.0**13, torch.bfloat16: 2.0**16}
 """How much coarser a number format rounds than float32."""
 _EPSILON = 2.0**-24
