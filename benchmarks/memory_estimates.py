@@ -186,10 +186,9 @@ def _reserve(device: AbstractDevice) -> list[str]:
     more = (device.memory().peak or 0) - held
     weights = sum(p.nbytes for p in model.parameters())
     return [
-        f"- an LSTM of {layers} layers keeps {kept / unit / layers:.2f} vectors a token and layer besides its output "
-        f"(the estimate assumes 6); its forward pass takes {peak / unit:.2f} vectors a token more for a while "
-        f"(4), its backward pass {(more - weights) / unit:.2f} besides the weights' gradient (4 and the gradients of "
-        "input and output)"
+        f"- an LSTM of {layers} layers keeps {kept / unit:.2f} vectors a token besides its output (the estimate "
+        f"assumes {6 * layers - 1}); its forward pass takes {peak / weights:.2f} times the weights for a while (1), "
+        f"its backward pass {(more - 2 * unit) / weights:.2f} times (2, with the weights' gradients)"
     ]
 
 

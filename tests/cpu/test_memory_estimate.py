@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, WhetError
 from whet.data.batch import Micro, Position
 from whet.data.open import open_source
 from whet.device.cpu import Cpu
@@ -160,6 +160,26 @@ def test_real_data_behind_a_fake_model_gives_its_own_micro_batches() -> None:
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(UsageError, match="not estimated"):
         estimate(subject(perceptron), device="tpu")
+
+
+def test_a_step_that_looks_at_numbers_is_refused_in_three_lines() -> None:
+    def masked() -> Specimen:
+        model = nn.Linear(8, 8)
+        return specimen_of((model, (torch.randn(4, 8),), lambda m, x: m(x)[x > 0].mean()), word="masked")
+
+    with pytest.raises(WhetError, match="looks at numbers"):
+        estimate(subject(masked), device="cuda")
+
+
+def test_a_recurrent_layer_keeps_one_reserve_on_a_gpu() -> None:
+    def recurrent() -> Specimen:
+        model = nn.LSTM(32, 32, 4, batch_first=True)
+        return specimen_of((model, (torch.randn(8, 50, 32),), lambda m, x: m(x)[0].sum()), word="recurrent")
+
+    guess = estimate(subject(recurrent), device="cuda", sizes=(512, 1024))
+    slope = (guess.bytes_at(2_000_000) - guess.bytes_at(1_000_000)) / 1_000_000
+    # 23 vectors a step in time of reserve; input, output and their gradients.
+    assert slope == pytest.approx((23 + 4) * 50 * 32 * 4, rel=0.1)
 
 
 def deep(size: int = 64) -> Specimen:

@@ -4,6 +4,7 @@ The step is the real one: the same code, from zeroed gradients to the update, wi
 memory. What is alive at each operator is a straight line in the number of samples, so two sizes tell all others.
 
 Not known, and not counted: what cuDNN takes as workspace for convolutions, the CUDA context, what fragmentation wastes.
+A recurrent layer's reserve is assumed (`fused.py`); on the CPU it is told as if it were written out step by step.
 """
 
 from collections.abc import Mapping
@@ -14,10 +15,16 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.optim import Optimizer
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, WhetError
 from whet.data.batch import Micro
 from whet.device.abstract import AbstractDevice
 from whet.step.ema import named_tensors
@@ -30,6 +37,7 @@ from whet.verify.scratch import FIXED_SCRATCH_BYTES, scratch_of
 from whet.verify.subject import Specimen, Subject
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _GRANULES = {"cuda": 512, "mps": 16_384, "cpu": 64}
 """What the allocators round up to: CUDACachingAllocator's blocks, Metal's pages, the CPU's alignment."""
 
@@ -102,18 +110,24 @@ def estimate(
     """
     if device not in _GRANULES:
         raise UsageError("memory is not estimated for this device", got=device, try_=" or ".join(_GRANULES))
-    with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
-        specimen = subject.make()
-        return estimate_specimen(
-            specimen,
-            name=subject.name,
-            sizes=sizes,
-            device=device,
-            activation_checkpointing=activation_checkpointing,
-            precision=precision,
-            kernels=kernels,
-            clip=clip,
-        )
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
+            return estimate_specimen(
+                subject.make(),
+                name=subject.name,
+                sizes=sizes,
+                device=device,
+                activation_checkpointing=activation_checkpointing,
+                precision=precision,
+                kernels=kernels,
+                clip=clip,
+            )
+    except _NEEDS_VALUES as error:
+        raise WhetError(
+            "this step's memory cannot be told without computing it: it looks at numbers",
+            got=f"{type(error).__name__}: {error}"[:200],
+            try_="a run, which measures it; or a model without .item() and masks as indices",
+        ) from None
 
 
 def estimate_specimen(
