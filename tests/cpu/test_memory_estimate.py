@@ -78,7 +78,7 @@ def test_two_sizes_tell_all_others(make: Callable[[], Specimen], device: str) ->
     for size in (3, 10):
         there = estimate(subject(make), device=device, sizes=(size, size + 1)).bytes_at(size)
         # Metal's pages round small tensors up by more than a line can tell.
-        assert from_small.bytes_at(size) == pytest.approx(there, rel=0.02 if device == "mps" else 0.01)
+        assert from_small.bytes_at(size) == pytest.approx(there, rel=0.03 if device == "mps" else 0.01)
 
 
 def test_a_perceptrons_peak_is_what_arithmetic_says() -> None:
