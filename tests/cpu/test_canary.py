@@ -258,10 +258,9 @@ def test_the_same_bits_twice_or_how_many_differ() -> None:
 
 
 def test_large_models_get_fewer_samples() -> None:
-    assert canary.num_samples(100_000, 64, available=32) == 8
-    assert canary.num_samples(100_000, 64, available=3) == 3
-    assert canary.num_samples(124_000_000, 1024, available=32) == 2
-    assert canary.num_samples(10_000_000, 128, available=32) == 5
+    assert canary.num_samples(100_000, 64) == 8
+    assert canary.num_samples(10_000_000, 128) == 5
+    assert canary.num_samples(124_000_000, 1024) == 2
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,12 @@ from whet.engine.recovery import let_go
 from whet.plan.plan import Plan
 from whet.step.loss import LossFunction
 from whet.verify import canary, causality, repeat
+from whet.verify.places import num_places
 from whet.verify.subject import Outputs
 from whet.verify.untouched import untouched
 
-_MOST_SAMPLES = 16
-"""Of a micro-batch, for the outputs: as long as they are in training, and enough to try many places at once."""
+_MOST_SAMPLES = 8
+"""Of a micro-batch: as long as they are in training, and enough to try several places at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,13 +62,14 @@ class Examination:
     def of(
         cls, parts: Parts, plan: Plan, loss: LossFunction, outputs: Outputs | None, batch: GlobalBatch, how: Lengths
     ) -> "Examination":
-        workload, planned = plan.workload, plan.value("micro_batch")
+        planned = plan.value("micro_batch")
         assert isinstance(planned, int)
-        few = canary.num_samples(workload.num_parameters, workload.max_length, available=len(batch))
-        small, whole = (
-            next(iter(parts.source.micros(batch, micro_batch=size, how=how)))
-            for size in (few, min(planned, len(batch), _MOST_SAMPLES))
-        )
+
+        def first(size: int) -> Micro:
+            return next(iter(parts.source.micros(batch, micro_batch=min(size, len(batch)), how=how)))
+
+        whole = first(min(planned, _MOST_SAMPLES))
+        small = first(canary.num_samples(plan.workload.num_parameters, num_places(whole)))
         return cls(parts=parts, loss=loss, outputs=outputs, small=small, whole=whole)
 
     @property

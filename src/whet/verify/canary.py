@@ -67,10 +67,10 @@ class Agreement:
         )
 
 
-def num_samples(num_parameters: int, length: int, *, available: int) -> int:
-    """How many samples are tried: up to 8, fewer of a large model, and two where there are as many (BatchNorm)."""
+def num_samples(num_parameters: int, length: int) -> int:
+    """How many samples are tried: up to 8, fewer of a large model, and never one alone (BatchNorm)."""
     affordable = int(_MOST_OPERATIONS / (6 * max(1, num_parameters) * max(1, length)))
-    return min(available, max(2, min(MOST_SAMPLES, affordable)))
+    return max(2, min(MOST_SAMPLES, affordable))
 
 
 def number_format(model: nn.Module, precision: str) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from whet.data.batch import Micro
 from whet.device.abstract import AbstractDevice
 from whet.verify.agreement import largest as largest_of
-from whet.verify.places import Places, changed_from, values_of
+from whet.verify.places import Places, changed_from, num_places
 from whet.verify.subject import Outputs
 from whet.verify.untouched import wake_zeros
 
@@ -20,7 +20,7 @@ _MOST_PLACES = 64
 MOST_PASSES = 8
 _ROWS = 4096
 _MOST_OPERATIONS = 4e10
-"""What a CPU is asked to do, roughly; the first two passes are made in any case."""
+"""What a CPU is asked to do, roughly, and other devices three times as much; two passes are made in any case."""
 
 
 class NothingShownError(Exception):
@@ -56,11 +56,9 @@ def probe(model: nn.Module, device: AbstractDevice, outputs: Outputs, micro: Mic
         with device.computing(), device.autocast(precision):
             return outputs(given.moved(device.put))
 
-    passes = MOST_PASSES
-    if device.kind == "cpu":
-        num_places = sum(values_of(field).shape[:2].numel() for field in list(micro.fields.values())[:1])
-        operations = 2 * sum(p.numel() for p in model.parameters()) * num_places
-        passes = max(1, min(passes, int(_MOST_OPERATIONS / max(1, operations)) - 1))
+    operations = 2 * sum(p.numel() for p in model.parameters()) * len(micro) * num_places(micro)
+    affordable = int(_MOST_OPERATIONS * (1 if device.kind == "cpu" else 3) / max(1, operations)) - 1
+    passes = max(1, min(MOST_PASSES, affordable))
     return leaks(computed, micro, tolerance=TOLERANCES[precision], most_passes=passes)
 
 

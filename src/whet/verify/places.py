@@ -53,6 +53,13 @@ class Places:
         )
 
 
+def num_places(micro: Micro) -> int:
+    """How many places a sample has, at most: tokens have them, images have none."""
+    rectangles = [values_of(f) for f in micro.fields.values() if not isinstance(f, Packed)]
+    lengths = [v.shape[1] for v in rectangles if v.dim() == 2 and not v.is_floating_point()]
+    return max([*lengths, *(f.max_length for f in micro.fields.values() if isinstance(f, Packed)), 1])
+
+
 def _unknown_shape(outputs: Tensor, wanted: str) -> UsageError:
     return UsageError(
         "outputs of a causal model must tell places apart", got=f"shape {tuple(outputs.shape)}", try_=wanted
