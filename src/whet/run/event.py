@@ -4,7 +4,8 @@ Each line is a JSON object with `kind`, `time` (unix seconds) and `step` (optimi
 NaN and infinity are written as strict_json tells. Fields that readers know:
 
     start       total_steps, goal (the name of the metric that counts), goal_is ("max" or "min")
-    plan        changed: why the plan is another one
+    plan        changed: why the plan is another one, or what was verified before the first step; then also seconds,
+                difference (the largest relative error beside the CPU)
     step        loss; epoch, samples (so far), lr, seconds: {"data": ..., "forward": ...}
     eval        one field per metric
     epoch       epoch (how many are done), epoch_seconds, memory: {"allocated": ..., "peak": ..., "limit": ...} in
