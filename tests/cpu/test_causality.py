@@ -1,5 +1,6 @@
 """Is a causal model causal? Leaks planted one by one, and how a run meets them."""
 
+import importlib
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from whet.data.ragged import Padded
 from whet.device.cpu import Cpu
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from whet.verify import remembered
 from whet.verify.causality import Leak, NothingShownError, leaks, probe
 from whet.verify.masks import explicit_masks
 from whet.verify.untouched import untouched
@@ -272,6 +274,42 @@ def test_what_passed_is_remembered_and_a_damaged_memory_is_ignored(tmp_path: Pat
     assert said(tmp_path / "damaged")[0].startswith("verified: causal")
 
 
+def test_the_key_changes_with_code_options_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "written.py"
+    source.write_text("from torch import nn\nclass Net(nn.Linear):\n    heads = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    written = importlib.import_module("written")
+
+    def key(model: nn.Module, functions=(), **facts: object) -> str | None:
+        return remembered.key_of(facts, model, functions)
+
+    def carrying(value: int):
+        return lambda micro: value
+
+    model = written.Net(2, 3)
+    keys = [
+        key(model),
+        key(written.Net(2, 4)),
+        key(written.Net(2, 3, bias=False)),
+        key(written.Net(2, 3).double()),
+        key(nn.Linear(2, 3)),
+        key(model, precision="bf16"),
+        key(model, (carrying(1),)),
+        key(model, (carrying(2),)),
+    ]
+    model.window = 5
+    keys.append(key(model))
+    del model.window
+    assert key(model) == key(written.Net(2, 3)) == keys[0]
+    source.write_text(source.read_text() + "# changed\n")
+    keys.append(key(model))
+    assert None not in keys
+    assert len({*keys}) == len(keys)
+    namespace: dict[str, object] = {"nn": nn}
+    exec("class Nowhere(nn.Linear): pass", namespace)
+    assert key(namespace["Nowhere"](2, 3)) is None  # type: ignore[operator]
+
+
 def test_each_sitting_is_verified(tmp_path: Path) -> None:
     train(tmp_path / "run", max_steps=2, wishes={"verify": "always"})
     train(tmp_path / "run", max_steps=4, wishes={"verify": "always"})
@@ -308,6 +346,7 @@ def test_a_model_that_is_not_causal_trains_no_step_planted(tmp_path: Path) -> No
     torch.manual_seed(0)
     model = Mixer()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    attention = functional.scaled_dot_product_attention
     with pytest.raises(WhetError, match="the model is not causal on cpu in fp32") as caught:
         whet.train(
             model,
@@ -320,6 +359,7 @@ def test_a_model_that_is_not_causal_trains_no_step_planted(tmp_path: Path) -> No
             device="cpu",
             outputs=model.outputs,
         )
+    assert functional.scaled_dot_product_attention is attention
     assert "the output at place" in str(caught.value)
     assert "in vain: causal attention has an explicit mask now" in str(caught.value)
     assert "verify=off" in str(caught.value)

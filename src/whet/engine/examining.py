@@ -98,6 +98,8 @@ class Examination:
             is_complete = is_complete and problem is None
         if agreement is not None:
             said += [again or "the same bits twice"]
+            if again and device.kind == "cuda":
+                said[-1] += " (CUDA adds in any order; not with deterministic=on)"
         return Findings(leak=leak, agreement=agreement, said=tuple(said), is_complete=is_complete)
 
     def _compare(self, precision: str) -> tuple[canary.Agreement | None, str | None, str | None]:
@@ -113,10 +115,14 @@ class Examination:
 
     def _ask(self, question: Callable[[], Any], unanswered: str) -> tuple[Any, str | None]:
         """An answer, or why there is none: a step may work where a question does not, and has the last word."""
+        device = self.parts.device
         try:
-            with untouched(self.parts.stepper.model, self.parts.device):
+            with untouched(self.parts.stepper.model, device):
                 return question(), None
         except UsageError:
             raise
         except Exception as error:
-            return None, f"{unanswered}: {let_go(error)}"
+            is_oom, problem = device.is_oom(error), let_go(error)
+        if is_oom:
+            device.empty_cache()
+        return None, f"{unanswered}: {problem}"

@@ -57,6 +57,9 @@ class Execution:
         self._closing = ExitStack()
         self._evaluator = Evaluator(parts)
         self._closing.callback(self._evaluator.close)
+        if "causal_mask" in self.plan.settings and self.plan.value("causal_mask") == "explicit":
+            # From now on: an evaluation may come before the first step.
+            self._closing.enter_context(explicit_masks())
         self._checks = StartChecks(
             parts=parts, recorder=recorder, outputs=outputs, closing=self._closing, note_inexact=note_inexact
         )
@@ -143,8 +146,6 @@ class Execution:
         is_open = "micro_batch" not in self.plan.wishes and self.plan.workload.activation_bytes is None
         if number == 1 and is_open and len(batch) >= 4:
             self._try_to_plan_micro_batch(loss, batch)
-        if "causal_mask" in self.plan.settings and self.plan.value("causal_mask") == "explicit":
-            self._closing.enter_context(explicit_masks())
         plan = self._checks.run(loss, batch, self.plan, how=self._how, step=number - 1, moved_from=self.moved_from)
         if plan is not self.plan:
             self._use(plan)

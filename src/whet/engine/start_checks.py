@@ -76,7 +76,7 @@ class StartChecks:
             with ExitStack() as undo:
                 undo.enter_context(cure.applied())
                 again = examination.findings(cure.precision)
-                if again.is_good and again.is_complete:
+                if again.is_good and again.is_complete >= findings.is_complete:
                     self.closing.push(undo.pop_all())
                     said = f"{opening}{findings}; {cure.words}: {again}"
                     changes = {"exact": False, "reason": cure.words} if step else {}
@@ -98,6 +98,8 @@ class StartChecks:
             ways.append(f"precision=fp32 instead of the precision={precision} that you asked for")
         if findings.leak is not None:
             what = f"the model is not causal on {here} in {precision}"
+            if plan.wishes.get("causal_mask") == "flag":
+                ways.append("causal_mask=explicit instead of the causal_mask=flag that you asked for")
             ways.append("a causal mask in every layer that mixes places")
         else:
             what = "the model computes something else on this device"

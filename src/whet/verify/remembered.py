@@ -30,7 +30,7 @@ def key_of(facts: Mapping[str, Any], model: nn.Module, functions: tuple[Callable
         digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted({*_sources(model, functions)})]
     except (OSError, TypeError):
         return None
-    parts = [_FORMAT, facts, _structure(model), digests]
+    parts = [_FORMAT, facts, _structure(model), digests, [_captured(function) for function in functions]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
 
 
@@ -93,3 +93,15 @@ def _unwrapped(function: Any) -> Any:
     if inspect.isfunction(function) or inspect.ismethod(function) or function is None:
         return function
     return type(function)
+
+
+def _captured(function: Any) -> list[Any]:
+    """The plain values that a function carries along: arguments of a partial, variables around it."""
+    carried: list[Any] = []
+    while isinstance(function, functools.partial):
+        carried += [*function.args, *function.keywords.items()]
+        function = function.func
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):
+            carried.append(cell.cell_contents)
+    return [value for value in carried if isinstance(value, _SCALARS)]
