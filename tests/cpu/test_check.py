@@ -118,6 +118,20 @@ def test_a_buffer_is_too_large_for_the_small_machine_only() -> None:
     assert "no Mac was asked" in finding.what
 
 
+def test_attention_on_mps_is_traced_by_its_formula() -> None:
+    def long_attention() -> tuple[object, ...]:
+        class Attention(flawed_models.Net):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                q = self.inner(x)
+                return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+        return Attention(), (torch.randn(1, 5, 16_384, 8),)
+
+    kinds = {finding.id for finding in check(long_attention, machine="m2-air-8gb").findings}
+    assert kinds == {"buffer-too-large", "known-fault/linear-rows"}
+    assert not check(long_attention, machine="h200").findings
+
+
 def test_real_samples_help_where_fake_ones_cannot_go_on() -> None:
     found = checked("decides_by_value")
     assert not found.is_fake

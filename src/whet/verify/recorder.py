@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if line is None and node is not None:
             return self._lines.get(node._sequence_nr()), True
-        return line, node is not None
+        return line, False
 
 
 class _Functions(TorchFunctionMode):
