@@ -1,13 +1,8 @@
 """From a folder and a plan to all that a session works with; what is wrong is refused before a new folder appears."""
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import nn
-from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
 from whet.checkpoint import store
@@ -16,38 +11,14 @@ from whet.engine.execution import Execution
 from whet.engine.keeper import Keeper
 from whet.engine.reading import load_weights
 from whet.engine.recorder import Recorder, Show
+from whet.engine.request import Request
 from whet.engine.soundness import Soundness
 from whet.engine.starting import exists, find_start
-from whet.engine.training import Training
 from whet.engine.while_training import deterministic
 from whet.plan.plan import Plan
-from whet.plan.setting import Scalar
-from whet.plan.workload import Workload
 from whet.run import durable, lock
 from whet.run.events import EventLog, History
 from whet.run.folder import Run, create_run, rewrite, versions
-from whet.step.optimizer import OptimizerChoice
-from whet.verify.subject import Outputs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """Which run a session is asked for."""
-
-    path: Path | None
-    recipe: str
-    command: list[str]
-    config: Mapping[str, Any]
-    wishes: Mapping[str, Scalar]
-    workload: Workload
-    plan: Plan | None
-    """For a new run, if it was made before."""
-    allow: tuple[str, ...]
-    init_from: str | Path | None
-    attach: Mapping[str, bytes]
-    """Files that a new run folder holds from the start."""
-    outputs: Outputs | None = None
-    """Given for a causal model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,18 +38,9 @@ class Opened:
     keeper: Keeper | None
 
 
-def open_session(
-    request: Request,
-    model: nn.Module,
-    optimizer: Optimizer | OptimizerChoice,
-    data: Any,
-    training: Training,
-    *,
-    show: Show | None,
-    closing: ExitStack,
-) -> Opened:
+def open_session(request: Request, *, show: Show | None, closing: ExitStack) -> Opened:
     """Locks, plans, builds and opens; `closing` undoes all of it in turn."""
-    path = request.path
+    model, training, path = request.model, request.training, request.path
     is_new = not exists(path)
     if path is not None and not is_new:
         # Locked before it is read: two processes must not go on with one run.
@@ -97,7 +59,7 @@ def open_session(
     if found is None and request.init_from is not None:
         load_weights(request.init_from, model)
     closing.enter_context(deterministic(_has(start.plan, "deterministic")))
-    parts = build(model, optimizer, data, training, start.plan)
+    parts = build(model, request.optimizer, request.data, training, start.plan)
     # Left last: what ends before may still write to standard error.
     closing.enter_context(parts.device.guard(has_fallback=_has(parts.plan, "mps_fallback")))
     closing.callback(parts.source.close)

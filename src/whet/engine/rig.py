@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from whet.base.errors import WhetError
@@ -24,6 +24,7 @@ from whet.data.table import Table
 from whet.device.abstract import AbstractDevice
 from whet.device.oom import is_out_of_memory
 from whet.device.open import open_device
+from whet.engine.borrowing import borrowed, threads_kept
 from whet.engine.building import Parts, build, open_planned_source
 from whet.engine.recovery import let_go
 from whet.engine.training import Training
@@ -33,7 +34,6 @@ from whet.measure.candidates import planned, predicted_bytes
 from whet.measure.rig import Agreement, ProbeFailedError
 from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
-from whet.step.buffers import Buffers
 from whet.step.ema import named_tensors
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
@@ -77,8 +77,8 @@ class StepRig:
     def __enter__(self) -> Self:
         with ExitStack() as undo:
             undo.callback(self._closing.close)
-            self._closing.enter_context(_borrowed(self.model, self._optimizer))
-            self._closing.enter_context(_settings_of_process())
+            self._closing.enter_context(borrowed(self.model, self._optimizer))
+            self._closing.enter_context(threads_kept())
             # As in a training: a pass of the collector would be counted as some step's time.
             self._closing.enter_context(no_garbage_collection())
             self._closing.enter_context(undisturbed(open_device(str(self.plan.value("device"))).device))
@@ -263,51 +263,3 @@ class PreparedSteps:
 def _again_and_again(source: AbstractSource) -> Iterator[GlobalBatch]:
     for _ in cycle((None,)):
         yield from source.batches(Position())
-
-
-@contextmanager
-def _borrowed(model: nn.Module, optimizer: Optimizer | OptimizerChoice) -> Iterator[None]:
-    """Whatever happens to them inside, model and optimizer are afterwards as they were."""
-    places = {name: parameter.device for name, parameter in model.named_parameters()}
-    weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = Buffers(model)
-    kept = _optimizer_state(optimizer) if isinstance(optimizer, Optimizer) else None
-    try:
-        yield
-    finally:
-        model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.data = parameter.data.to(places[name])
-                parameter.data.copy_(weights[name])
-        buffers.put_back()
-        for module, mode in modes:
-            module.training = mode
-        if kept is not None and isinstance(optimizer, Optimizer):
-            _put_back_optimizer(optimizer, kept)
-
-
-def _optimizer_state(optimizer: Optimizer) -> tuple[dict[Tensor, dict[str, Any]], list[dict[str, Any]]]:
-    def copied(value: Any) -> Any:
-        return value.detach().clone() if isinstance(value, Tensor) else value
-
-    state = {parameter: {k: copied(v) for k, v in own.items()} for parameter, own in optimizer.state.items()}
-    return state, [{k: copied(v) if k != "params" else v for k, v in g.items()} for g in optimizer.param_groups]
-
-
-def _put_back_optimizer(optimizer: Optimizer, kept: tuple[dict[Tensor, dict[str, Any]], list[dict[str, Any]]]) -> None:
-    state, groups = kept
-    optimizer.state.clear()
-    optimizer.state.update(state)
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({name: value for name, value in saved.items() if name != "params"})
-
-
-@contextmanager
-def _settings_of_process() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

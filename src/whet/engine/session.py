@@ -28,26 +28,24 @@ from whet.engine.circumstances import with_earlier_changes
 from whet.engine.evaluating import Evaluate
 from whet.engine.governor import Governor
 from whet.engine.keeper import Urgency
-from whet.engine.opening import Request, open_session
+from whet.engine.opening import open_session
 from whet.engine.progress import Progress
 from whet.engine.recorder import Show
 from whet.engine.refusals import (
-    refuse_disallowed,
     refuse_foreign_schedule,
     refuse_other_batch,
     refuse_outside,
     refuse_reserved,
     refuse_shorter_data,
     refuse_skipped_batch,
-    refuse_wishes_beside_plan,
     refuse_wrong_kinds,
 )
+from whet.engine.request import make_request
 from whet.engine.signals import StopRequests
 from whet.engine.starting import exists
 from whet.engine.training import read_training
-from whet.engine.tuning import OpenRig, Tunable, tuned_plan
+from whet.engine.tuning import OpenRig, tuned_plan
 from whet.engine.while_training import no_garbage_collection
-from whet.engine.workload import describe
 from whet.machine.awake import NO_CAFFEINATE, kept_awake
 from whet.machine.vitals import Reader
 from whet.plan.plan import Plan
@@ -107,21 +105,20 @@ class Session:
         self.model = model
         self.progress = Progress()
         self.run: Run | None = None
-        self._optimizer = optimizer
-        self._data = data
-        refuse_wishes_beside_plan(plan, wishes, device)
-        wishes = {**(plan.wishes if plan else wishes or {}), **({} if device == "auto" else {"device": device})}
-        if isinstance(optimizer, Optimizer):
-            wishes["optimizer_kernels"] = "your optimizer"
-        self._request = Request(
-            path=None if run is None else Path(run),
-            recipe=recipe,
-            command=command or [],
-            config=self.training.as_json() if config is None else config,
+        self._request = make_request(
+            model,
+            optimizer,
+            data,
+            self.training,
+            run=run,
+            device=device,
             wishes=wishes,
-            workload=workload or describe(model, data, self.training, recipe=recipe),
             plan=plan,
-            allow=refuse_disallowed(allow),
+            workload=workload,
+            recipe=recipe,
+            config=config,
+            allow=allow,
+            command=command or [],
             init_from=init_from,
             attach=attach or {},
             outputs=outputs,
@@ -139,21 +136,9 @@ class Session:
 
     def tune(self, loss: LossFunction, *, open_rig: OpenRig | None = None) -> None:
         """Before entering: measures what is fastest here, if this is a new run that is long enough to earn it back."""
-        request = self._request
-        if exists(request.path) or request.plan is not None:
-            return
-        tunable = Tunable(
-            model=self.model,
-            data=self._data,
-            loss=loss,
-            optimizer=self._optimizer,
-            training=self.training,
-            workload=request.workload,
-            wishes=request.wishes,
-        )
-        show = self._show or (lambda _, __: None)
-        plan = tuned_plan(tunable, open_rig=open_rig, say=lambda line: show("plan", {"changed": line}))
-        self._request = replace(request, plan=plan)
+        if self._request.plan is None and not exists(self._request.path):
+            plan = tuned_plan(self._request, loss, open_rig=open_rig, show=self._show)
+            self._request = replace(self._request, plan=plan)
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
 
@@ -169,15 +154,7 @@ class Session:
         return self
 
     def _enter(self) -> None:
-        opened = open_session(
-            self._request,
-            self.model,
-            self._optimizer,
-            self._data,
-            self.training,
-            show=self._show,
-            closing=self._closing,
-        )
+        opened = open_session(self._request, show=self._show, closing=self._closing)
         parts = opened.parts
         self.run, self.device, self.source, self.total_steps = opened.run, parts.device, parts.source, parts.total_steps
         self._stepper, self._schedule, self._rates = parts.stepper, parts.schedule, parts.base_rates

@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from whet.base.errors import UsageError
 from whet.base.units import show_seconds
 from whet.data.columns import as_columns
 from whet.device.machine_here import machine_here
+from whet.engine.recorder import Show
+from whet.engine.refusals import refuse_wrong_kinds
+from whet.engine.request import Request, make_request
 from whet.engine.rig import StepRig
-from whet.engine.training import Training, read_training
-from whet.engine.workload import describe
+from whet.engine.training import read_training
 from whet.measure import cache
 from whet.measure.found import Found
 from whet.measure.objective import budget_seconds
@@ -22,7 +24,6 @@ from whet.measure.rig import PlannedRig, ProbeFailedError
 from whet.measure.search import search
 from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
-from whet.plan.workload import Workload
 from whet.step.ema import named_tensors
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice
@@ -33,33 +34,8 @@ _FIRST_STEPS = 5
 _LEAST_STEPS = 100
 """Your loss is not called for measuring where a run is shorter."""
 
-Say = Callable[[str], None]
 OpenRig = Callable[[], AbstractContextManager[PlannedRig]]
 """How the same training is opened in a process of its own, where it can be."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tunable:
-    """A training, and how it could be measured."""
-
-    model: nn.Module
-    data: Any
-    loss: LossFunction
-    optimizer: Optimizer | OptimizerChoice
-    training: Training
-    workload: Workload
-    wishes: Mapping[str, Scalar]
-
-    def plan(self) -> Plan:
-        """The plan by rules."""
-        machine, conditions = machine_here()
-        wishes = dict(self.wishes)
-        if isinstance(self.optimizer, Optimizer):
-            wishes["optimizer_kernels"] = "your optimizer"
-        return make_plan(machine, self.workload, wishes=wishes, conditions=conditions)
-
-    def rig(self, plan: Plan) -> StepRig:
-        return StepRig(self.model, self.optimizer, self.data, self.training, loss=self.loss, plan=plan)
 
 
 def tune(
@@ -71,7 +47,7 @@ def tune(
     device: str = "auto",
     wishes: Mapping[str, Scalar] | None = None,
     budget: float = 60.0,
-    say: Say | None = None,
+    show: Show | None = None,
     **training: Any,
 ) -> Plan:
     """The fastest plan that could be found for a training within `budget` seconds, with its evidence.
@@ -80,59 +56,69 @@ def tune(
     Give the plan to `train` or `Session` as `plan=`. All other keywords are those of `train` that decide what is
     trained (global_batch_size, epochs, max_steps, clip, ema, ...).
     """
-    read = read_training(training)
-    chosen = {**(wishes or {}), **({} if device == "auto" else {"device": device})}
-    tunable = Tunable(
-        model=model,
-        data=data,
-        loss=loss,
-        optimizer=optimizer,
-        training=read,
-        workload=describe(model, data, read, recipe="tune"),
-        wishes=chosen,
-    )
-    with tunable.rig(tunable.plan()) as rig:
+    refuse_wrong_kinds(model, optimizer, "max")
+    asked = make_request(model, optimizer, data, read_training(training), device=device, wishes=wishes, recipe="tune")
+    if not (isinstance(budget, int | float) and budget > 0):
+        raise UsageError("budget must be above 0", got=repr(budget), try_="budget=60, in seconds")
+    if not _can_be_read_again(data):
+        raise UsageError("a stream cannot be measured", got=type(data).__name__, try_="tensors or a map-style dataset")
+    with _rig(asked, loss, _plan_by_rules(asked)) as rig:
         found = search(rig.plan, rig, budget_seconds=budget)
-    if say is not None:
-        for line in found.words:
-            say(line)
+    _tell(show, *found.words)
     return found.applied_to(rig.plan)
 
 
-def tuned_plan(tunable: Tunable, *, open_rig: OpenRig | None = None, say: Say) -> Plan:
-    """The plan for a new run: measured if the run is long enough to earn it back, else by rules; it says which."""
-    plan = tunable.plan()
+def tuned_plan(
+    asked: Request, loss: LossFunction, *, open_rig: OpenRig | None = None, show: Show | None = None
+) -> Plan | None:
+    """The plan for a new run, measured if the run is long enough to earn it back; None, and why, if it is not."""
+    plan = _plan_by_rules(asked)
     num_steps = plan.workload.num_steps
-    if num_steps is None or num_steps < _LEAST_STEPS or not _can_be_read_again(tunable.data):
-        return plan
-    about = _about(plan, tunable.model)
+    if num_steps is None or num_steps < _LEAST_STEPS or not _can_be_read_again(asked.data):
+        return None
+    about = _about(plan, asked.model)
     found = cache.recall(about)
     if found is not None:
-        say(f"measured before on this machine: {found.words[0]}")
+        _tell(show, f"measured before on this machine: {found.words[0]}")
         return found.applied_to(plan)
-    with tunable.rig(plan) as rig:
+    with _rig(asked, loss, plan) as rig:
         plan = rig.plan
         try:
             seconds = _run_seconds(rig, num_steps)
         except ProbeFailedError:
             # The run itself will say what is wrong, in its own words.
-            return plan
+            return None
         budget = budget_seconds(seconds)
         if budget < LEAST_SECONDS:
-            say(f"not measured: a run of about {show_seconds(seconds)} would not earn it back")
-            return plan
+            _tell(show, f"not measured: a run of about {show_seconds(seconds)} would not earn it back")
+            return None
         expected = f"this run would take about {show_seconds(seconds)}"
-        say(f"measuring what is fastest here, {show_seconds(budget)} at most; {expected}")
+        _tell(show, f"measuring what is fastest here, {show_seconds(budget)} at most; {expected}")
         if open_rig is None:
             found = search(plan, rig, budget_seconds=budget)
     if found is None and open_rig is not None:
         found = _search_elsewhere(open_rig, plan, budget=budget)
     assert found is not None
-    for line in found.words:
-        say(line)
-    if found.trials:
-        cache.remember(about, found)
+    _tell(show, *found.words)
+    if not found.trials:
+        return None
+    cache.remember(about, found)
     return found.applied_to(plan)
+
+
+def _plan_by_rules(asked: Request) -> Plan:
+    machine, conditions = machine_here()
+    return make_plan(machine, asked.workload, wishes=asked.wishes, conditions=conditions)
+
+
+def _rig(asked: Request, loss: LossFunction, plan: Plan) -> StepRig:
+    return StepRig(asked.model, asked.optimizer, asked.data, asked.training, loss=loss, plan=plan)
+
+
+def _tell(show: Show | None, *lines: str) -> None:
+    if show is not None:
+        for line in lines:
+            show("plan", {"changed": line})
 
 
 def _can_be_read_again(data: Any) -> bool:
