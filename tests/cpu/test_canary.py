@@ -171,6 +171,16 @@ def test_rounding_agrees(precision: str, is_trained: bool) -> None:
     assert f"loss and {found.num_gradients} gradients agree with the CPU" in str(found)
 
 
+def test_dropout_is_off_and_batchnorm_as_in_training() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(convnet(dropout=0.5), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(100.0)
+    found = agreement(model, loss_of(model), small_images(), precision="fp32")
+    assert found.holds, str(found)
+    model[0].eval()
+    assert found.here == pytest.approx(float(loss_of(model)(small_images()).detach()), rel=1e-5)
+
+
 def tampered(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Found], Found]:
     def tamper(found: Found) -> Found:
         gradients = dict(found.gradients)
