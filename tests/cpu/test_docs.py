@@ -44,13 +44,14 @@ def test_commands_of_the_readme_run_in_their_order(whet: Run) -> None:
         assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
-def test_python_of_the_readme_runs(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/measure.md"])
+def test_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
     for block in blocks:
         done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs" / "own-loop" / "run.json").exists()
+    assert page != "README.md" or (tmp_path / "runs" / "own-loop" / "run.json").exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,0 +1,92 @@
+"""`whet plan --measure` and `whet train` as a user runs them: real processes, a small budget."""
+
+import json
+from pathlib import Path
+
+from places import Run
+
+RECIPE = """
+import os, torch
+from torch import nn
+from whet.config.keys import CommonConfig
+from whet.plan.workload import Workload
+
+class Config(CommonConfig):
+    epochs: int = 400
+    bad: str = ""
+
+class Data:
+    def __init__(self):
+        drawn = torch.Generator().manual_seed(0)
+        x = torch.randn(320, 16, generator=drawn)
+        self.train = self.dev = self.test = (x, x.sum(1, keepdim=True))
+
+class Tiny:
+    name, goal, Config = "tiny", "score", Config
+    def describe(self, config, data=None):
+        return Workload(recipe="tiny", num_parameters=1, global_batch_size=config.global_batch_size, num_samples=320,
+                        num_steps=config.epochs * 10)
+    def data(self, config):
+        return Data()
+    def model(self, config, data):
+        self.bad = config.bad
+        return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    def loss(self, model, micro):
+        if self.bad == "threads" and torch.get_num_threads() == 1:
+            os.abort()
+        return (model(micro.x) - micro.y).square().mean()
+    def evaluate(self, model, micros):
+        return {"score": 0.0}
+    def keep(self, config, data):
+        return {}
+
+def recipe():
+    return Tiny()
+"""
+
+
+def test_a_measured_plan_as_json_holds_its_trials(whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    done = whet("plan", "tiny.py", "--measure", "--budget", "6", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["trials"]
+    assert {setting["source"] for setting in plan["settings"].values()} >= {"rule", "measured"}
+    assert "measuring real steps in a process of their own, 6 s at most" in done.stderr
+    assert "trials in" in done.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "tiny.py"] or not (tmp_path / "runs").exists()
+
+
+def test_a_probe_that_kills_its_process_is_told_and_the_others_go_on(whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    # What is decided is not tried, so that few trials are left.
+    decided = ("precision=fp32", "micro_batch=32", "compile=off")
+    done = whet("plan", "tiny.py", "bad=threads", *decided, "--measure", "--budget", "60", "--json")
+    assert done.returncode == 0, done.stderr
+    trials = {trial["setting"]: trial for trial in json.loads(done.stdout)["trials"]}
+    assert trials["threads"]["verdict"] == "failed"
+    assert "SIGABRT" in trials["threads"]["words"]
+    assert len(trials) > 1
+
+
+def test_what_cannot_be_measured_is_refused(whet: Run, tmp_path: Path) -> None:
+    refusals = {
+        ("plan", "text", "--measure", "--machine", "m2-air-8gb"): "only this machine can be measured",
+        ("plan", "text", "--measure", "--budget", "0"): "",
+        ("plan", "text", "--measure", "data=missing.csv"): "missing.csv",
+    }
+    for words, said in refusals.items():
+        done = whet(*words)
+        assert done.returncode == 2, words
+        assert said in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_short_training_says_that_it_is_not_measured(whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    done = whet("train", "tiny.py", "epochs=11", "--run", "run")
+    assert done.returncode == 0, done.stderr
+    assert "not measured: a run of about" in done.stderr
+    quiet = whet("train", "tiny.py", "epochs=11", "--run", "other", "--no-measure")
+    assert quiet.returncode == 0, quiet.stderr
+    assert "not measured" not in quiet.stderr
