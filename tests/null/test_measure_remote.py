@@ -63,6 +63,7 @@ def test_a_process_that_dies_between_steps_is_reported_too(rig):
     assert prepared.step(2) == 2.1
     with pytest.raises(ProbeFailedError, match="SIGABRT"):
         prepared.step(3)
+    assert prepared.peak_bytes() == 7, "what is known stays known"
     prepared.close()
 
 

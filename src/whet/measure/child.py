@@ -50,12 +50,15 @@ def _answer(rig: PlannedRig, prepared: dict[int, Prepared], question: dict[str, 
             case "agree":
                 return {"agreement": asdict(rig.agreement(settings, seconds=question["limit"]))}
             case "prepare":
-                prepared[number] = rig.prepare(settings, seconds=question["limit"])
-                return {"seconds": prepared[number].preparation_seconds, "step": prepared[number].step_seconds}
+                ready = prepared[number] = rig.prepare(settings, seconds=question["limit"])
+                return {
+                    "seconds": ready.preparation_seconds,
+                    "step": ready.step_seconds,
+                    "bytes": ready.peak_bytes(),
+                }
             case "step":
-                return {"seconds": prepared[number].step(question["index"])}
-            case "peak":
-                return {"bytes": prepared[number].peak_bytes()}
+                seconds = prepared[number].step(question["index"])
+                return {"seconds": seconds, "bytes": prepared[number].peak_bytes()}
             case _:
                 prepared.pop(number).close()
                 return {}

@@ -116,24 +116,27 @@ class RemotePrepared:
         self._number = number
         self._life = rig.life
         self._slowest = 0.0
+        self._peak_bytes: int | None = None
 
     def begin(self, seconds: float) -> None:
         """Prepares, or raises ProbeFailedError when the time is up."""
         answer = self._rig.ask(seconds, do="prepare", number=self._number, settings=self._settings, limit=seconds)
         self.preparation_seconds, self.step_seconds = float(answer["seconds"]), float(answer["step"])
+        self._peak_bytes = answer["bytes"]
         self._life = self._rig.life
 
     def step(self, index: int) -> float:
         if self._life != self._rig.life:
             self.begin(max(_STEP_SECONDS, 3 * self.preparation_seconds))
         limit = max(_STEP_SECONDS, 10 * self._slowest)
-        seconds = float(self._rig.ask(limit, do="step", number=self._number, index=index)["seconds"])
-        self._slowest = max(self._slowest, seconds)
-        return seconds
+        answer = self._rig.ask(limit, do="step", number=self._number, index=index)
+        self._slowest = max(self._slowest, float(answer["seconds"]))
+        self._peak_bytes = answer["bytes"]
+        return float(answer["seconds"])
 
     def peak_bytes(self) -> int | None:
-        found = self._rig.ask(_STEP_SECONDS, do="peak", number=self._number)["bytes"]
-        return None if found is None else int(found)
+        """As of the last answer: it stays known when the process is gone."""
+        return self._peak_bytes
 
     def close(self) -> None:
         if self._life == self._rig.life:
