@@ -10,12 +10,28 @@ from pathlib import Path
 import typer
 
 from whet.base.errors import UsageError, WhetError, nearest
-from whet.cli import check, compare, doctor, importing, init, plan, predict, probe, prove, report, runs, screen, train
+from whet.cli import (
+    bench,
+    check,
+    compare,
+    doctor,
+    importing,
+    init,
+    plan,
+    predict,
+    probe,
+    prove,
+    report,
+    runs,
+    screen,
+    train,
+)
 
 VERBS: dict[str, Callable[..., None]] = {
     "probe": probe.probe,
     "plan": plan.plan,
     "train": train.train,
+    "bench": bench.bench,
     "predict": predict.predict,
     "runs": runs.runs,
     "report": report.report,

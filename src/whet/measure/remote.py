@@ -41,6 +41,8 @@ class RemoteRig:
         self.life = 0
         """How many processes have ended: what was prepared in one is gone with it."""
         self._numbers = 0
+        self.ends_at: float | None = None
+        """On the clock: nothing is waited for any longer."""
 
     def __enter__(self) -> Self:
         self.plan: Plan = self._start(START_SECONDS)
@@ -69,6 +71,7 @@ class RemoteRig:
         if self._process is None:
             self._start(START_SECONDS)
         assert self._process is not None
+        seconds = self._within(seconds)
         answer = self._process.ask(seconds, **question)
         if isinstance(answer, dict):
             if "failed" in answer:
@@ -87,6 +90,7 @@ class RemoteRig:
         self._process = AnsweringProcess(
             "whet.measure.child", mark=MARK, environment=self._environment, most_bytes=self._most_bytes
         )
+        seconds = self._within(seconds)
         answer = self._process.ask(seconds, target=self._target, arguments=self._arguments)
         if isinstance(answer, dict) and "plan" in answer:
             return read_plan(answer["plan"], where="the plan of a measuring process")
@@ -96,6 +100,9 @@ class RemoteRig:
             what, got, try_ = answer["refused"]
             raise (UsageError if answer["is_usage"] else WhetError)(what, got=got, try_=try_)
         raise ProbeFailedError(f"the measuring process could not start: {words}", kind="crash")
+
+    def _within(self, seconds: float) -> float:
+        return seconds if self.ends_at is None else min(seconds, max(0.0, self.ends_at - self.clock()))
 
     def _end(self) -> None:
         if self._process is not None:

@@ -1,0 +1,190 @@
+"""whet bench: how fast is a recipe here, with other settings, against a plain loop, against other machines?"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from whet.run.bench_result import BenchResult
+
+_PAGES = Path("docs/bench")
+_PLACE = Path("bench")
+
+
+def bench(
+    what: Annotated[
+        str, typer.Argument(metavar="RECIPE|FILE", help="text, a Python file with recipe(), or a result FILE.json.")
+    ],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Such as global_batch_size=64; or more FILE.json.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="naive", help="Compare the plan with a plain loop: fp32, no workers.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SETTING", help="device, micro_batch, precision, workers, threads or arch; repeatable."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "--config-name", metavar="FILE", help="Settings from TOML or YAML.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, mps, cuda, cuda:1 or cpu.")] = "auto",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Search for the fastest plan first, not the rules'.")
+    ] = False,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", min=5, help="What everything may take.")] = 120.0,
+    merge: Annotated[bool, typer.Option("--merge", help="Put results of several machines into one table.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Write a page and its picture to docs/bench.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write FILE.json, FILE.svg or FILE.md (with both).")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Measure real steps: speed, memory, steadiness.
+
+    \b
+    whet bench text
+    whet bench text --against naive
+    whet bench text --sweep precision --sweep threads --budget 60
+    whet bench my_recipe.py global_batch_size=64 --markdown
+    whet bench mac.json workstation.json
+
+    Every value is timed in turns with the plan's own, on the same batches, in a process that may die. The result goes
+    to bench/ as JSON with a picture, unless --out, --markdown or --json say otherwise.
+    """
+    from whet.base.errors import UsageError
+    from whet.cli import screen
+    from whet.report.bench_words import text
+
+    _refuse_unusable(against, sweep or [], out)
+    files = [what, *(words or [])]
+    if merge or what.endswith(".json"):
+        if against or sweep or measure or markdown:
+            raise UsageError(
+                "results are only merged", got=" ".join(sys.argv[2:]), try_=f"whet bench {' '.join(files)}"
+            )
+        _merge(files, out=out, is_json=json)
+        return
+    result = _measured(what, words or [], config, device, against, sweep or [], is_searched=measure, budget=budget)
+    if json:
+        screen.result_json(result.as_json())
+    else:
+        screen.result(text(result))
+    for path in _write(result, out=out, is_page=markdown, is_silent=json):
+        screen.note(f"written: {path}")
+    if not any(row.samples_per_second for found in result.sweeps for row in found.rows):
+        raise typer.Exit(1)
+
+
+def _refuse_unusable(against: str | None, sweeps: list[str], out: Path | None) -> None:
+    from whet.base.errors import UsageError, nearest
+    from whet.measure.sweeps import SWEEPS
+
+    if against not in (None, "naive"):
+        raise UsageError("a plan is compared with a plain loop", got=f"--against {against}", try_="--against naive")
+    known = (*SWEEPS, "arch")
+    for name in sweeps:
+        if name not in known:
+            meant = nearest(name, known)
+            hint = f"--sweep {meant}" if meant else "--sweep " + " or ".join(known)
+            raise UsageError("this cannot be swept", got=f"--sweep {name}", try_=hint)
+    if out is not None and out.suffix not in (".json", ".svg", ".md"):
+        raise UsageError("the kind of file is not clear", got=str(out), try_="--out FILE.json or FILE.svg or FILE.md")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise UsageError("nothing can be written there", got=str(out), try_="a file in a folder that is there")
+
+
+def _measured(
+    what: str,
+    words: list[str],
+    config: Path | None,
+    device: str,
+    against: str | None,
+    sweeps: list[str],
+    *,
+    is_searched: bool,
+    budget: float,
+) -> "BenchResult":
+    from whet.cli import screen
+    from whet.config.resolve import resolve
+    from whet.recipes.benching import Request, bench
+    from whet.recipes.recipe import load_recipe
+
+    recipe = load_recipe(what)
+    resolved = resolve(recipe.Config, words, file=config)
+    recipe.describe(resolved.config)
+    screen.note(f"measuring real steps in a process of their own, {budget:.0f} s at most ...")
+    request = Request(
+        word=what,
+        recipe=recipe,
+        resolved=resolved,
+        words=words,
+        config_file=config,
+        device=device,
+        sweeps=sweeps,
+        is_against_naive=against is not None,
+        is_searched=is_searched,
+        budget_seconds=budget,
+    )
+    return bench(request, say=screen.note)
+
+
+def _write(result: "BenchResult", *, out: Path | None, is_page: bool, is_silent: bool) -> list[Path]:
+    """Writes what was asked for; where it lies."""
+    from whet.report import bench_words
+    from whet.report.bench_picture import bench_picture
+    from whet.run import durable
+    from whet.run.bench_result import encode_result
+
+    picture = bench_picture(result)
+    stem = bench_words.file_stem(result)
+    wanted: list[Path] = []
+    if is_page:
+        wanted += [(_PAGES / stem).with_name(stem + suffix) for suffix in (".md", ".svg", ".json")]
+    if out is not None:
+        wanted += [out, *([out.with_suffix(suffix) for suffix in (".svg", ".json")] if out.suffix == ".md" else [])]
+    if not wanted and not is_silent:
+        wanted = [_PLACE / f"{stem}{suffix}" for suffix in (".json", ".svg")]
+    written = []
+    for path in wanted:
+        durable.make_directory(path.parent)
+        if path.suffix == ".json":
+            data = encode_result(result)
+        elif path.suffix == ".svg":
+            if picture is None:
+                continue
+            data = picture.encode()
+        else:
+            beside = path.with_suffix(".svg").name if picture else None
+            data = bench_words.markdown(result, command=_command(), picture=beside).encode()
+        durable.write_file(path, data=data)
+        written.append(path)
+    return written
+
+
+def _merge(files: list[str], *, out: Path | None, is_json: bool) -> None:
+    from whet.base.errors import UsageError
+    from whet.cli import screen
+    from whet.report.bench_merge import merged_notes, merged_table
+    from whet.report.bench_words import markdown_table, plain_table
+    from whet.run import durable
+    from whet.run.bench_result import read_result
+
+    results = [read_result(Path(name)) for name in files]
+    table, notes = merged_table(results), list(merged_notes(results))
+    if is_json:
+        screen.result_json([dict(zip(table[0], line, strict=True)) for line in table[1:]])
+    else:
+        screen.result("\n".join([*plain_table(table), "", *notes]))
+    if out is not None:
+        if out.suffix != ".md":
+            raise UsageError("a merged table is a page", got=str(out), try_="--out FILE.md")
+        page = ["# Machines compared", "", *markdown_table(table), "", *(f"- {note}" for note in notes)]
+        durable.write_file(out, data=("\n".join(page) + "\n").encode())
+        screen.note(f"written: {out}")
+
+
+def _command() -> str:
+    return " ".join(["whet", *sys.argv[1:]])

@@ -1,0 +1,191 @@
+"""How do measured points look as a picture? One small SVG: panels with axes, points with error bars, a limit.
+
+It needs nothing beside it, follows the reader's light or dark theme, and can stand in a page or in a file.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+_WIDTH, _PANEL_HEIGHT = 640, 250
+_LEFT, _RIGHT, _TOP, _BOTTOM = 86, 24, 34, 50
+_HEAD = 46
+_LINE = 18
+_WIDE_RANGE = 6.0
+"""A limit so many times above all points would press them flat: then the scale is logarithmic."""
+_STYLE = """
+.whet-picture { color: #1f2328; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
+.whet-picture text { fill: currentColor; }
+.whet-picture .quiet { opacity: .65; }
+.whet-picture .grid { stroke: currentColor; opacity: .14; }
+.whet-picture .axis { stroke: currentColor; opacity: .5; }
+.whet-picture .data { stroke: #2f6fde; fill: #2f6fde; }
+.whet-picture .line { stroke: #2f6fde; fill: none; stroke-width: 1.5; opacity: .55; }
+.whet-picture .chosen { stroke: #c2410c; fill: #c2410c; }
+.whet-picture .ring { stroke: #c2410c; fill: none; stroke-width: 2; }
+.whet-picture .cross { stroke: #b42318; stroke-width: 2; }
+.whet-picture .limit { stroke: #b42318; stroke-dasharray: 6 4; stroke-width: 1.5; }
+.whet-picture .limit-text { fill: #b42318; }
+@media (prefers-color-scheme: dark) {
+  .whet-picture { color: #e6edf3; }
+  .whet-picture .data { stroke: #79a8ff; fill: #79a8ff; }
+  .whet-picture .line { stroke: #79a8ff; }
+  .whet-picture .chosen { stroke: #ff9a62; fill: #ff9a62; }
+  .whet-picture .ring { stroke: #ff9a62; }
+  .whet-picture .limit, .whet-picture .cross { stroke: #ff8a80; }
+  .whet-picture .limit-text { fill: #ff8a80; }
+}
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One measured value above its place on the x axis; without a value it is a cross, and its words say why."""
+
+    label: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    is_chosen: bool = False
+    words: str = ""
+    """Shown when the pointer rests on it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """One pair of axes; points stand side by side in their order."""
+
+    title: str
+    x_title: str
+    points: Sequence[Point]
+    show: Callable[[float], str]
+    """A number of the y axis as text."""
+    limit: float | None = None
+    limit_words: str = ""
+    is_binary: bool = False
+    """Whether 1024, not 1000, makes a round number."""
+
+
+def draw_picture(title: str, panels: Sequence[Panel], *, subtitle: str = "", footer: Sequence[str] = ()) -> str:
+    """The panels below each other, as one SVG document."""
+    height = _HEAD + len(panels) * _PANEL_HEIGHT + _LINE * len(footer) + 10
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-picture" viewBox="0 0 {_WIDTH} {height}"'
+        f' width="{_WIDTH}" height="{height}" role="img" aria-label="{_safe(title)}">',
+        f"<title>{_safe(title)}</title>",
+        f"<style>{_STYLE}</style>",
+        _text(_LEFT - 62, 20, title, extra='font-weight="600" font-size="15"'),
+        _text(_LEFT - 62, 38, subtitle, css="quiet"),
+    ]
+    for number, panel in enumerate(panels):
+        parts.append(f'<g transform="translate(0 {_HEAD + number * _PANEL_HEIGHT})">')
+        parts += _draw_panel(panel)
+        parts.append("</g>")
+    for number, line in enumerate(footer):
+        parts.append(_text(_LEFT - 62, height - 10 - _LINE * (len(footer) - 1 - number), line, css="quiet"))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From values to heights within a panel."""
+
+    low: float
+    high: float
+    is_log: bool
+
+    def place(self, value: float) -> float:
+        low, high, value = (
+            (math.log(self.low), math.log(self.high), math.log(max(value, self.low)))
+            if self.is_log
+            else (self.low, self.high, value)
+        )
+        share = (value - low) / (high - low)
+        return round(_PANEL_HEIGHT - _BOTTOM - share * (_PANEL_HEIGHT - _TOP - _BOTTOM), 1)
+
+
+def _draw_panel(panel: Panel) -> Iterator[str]:
+    yield _text(_LEFT, 22, panel.title, extra='font-weight="600"')
+    floor, right = _PANEL_HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    scale, ticks = _scale(panel)
+    for tick in ticks:
+        y = scale.place(tick)
+        yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
+        yield _text(_LEFT - 8, y + 4, panel.show(tick), css="quiet", extra='text-anchor="end"')
+    yield f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>'
+    yield _text((_LEFT + right) / 2, floor + 40, panel.x_title, css="quiet", extra='text-anchor="middle"')
+    places = [(point, _across(number, len(panel.points))) for number, point in enumerate(panel.points)]
+    joined = " ".join(f"{x},{scale.place(point.value)}" for point, x in places if point.value is not None)
+    yield f'<polyline class="line" points="{joined}"/>'
+    if panel.limit is not None:
+        y = scale.place(panel.limit)
+        yield f'<line class="limit" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
+        yield _text(right, y - 6, panel.limit_words, css="limit-text", extra='text-anchor="end"')
+    for point, x in places:
+        yield _text(x, floor + 20, point.label, extra='text-anchor="middle"' + _bold(point))
+        yield from _draw_point(point, x, scale)
+
+
+def _draw_point(point: Point, x: float, scale: _Scale) -> Iterator[str]:
+    floor = _PANEL_HEIGHT - _BOTTOM
+    words = f"<title>{_safe(point.words)}</title>" if point.words else ""
+    if point.value is None:
+        yield f'<path class="cross" d="M{x - 5} {floor - 15}l10 10m0 -10l-10 10">{words}</path>'
+        return
+    css, y = "chosen" if point.is_chosen else "data", scale.place(point.value)
+    if point.low is not None and point.high is not None:
+        top, bottom = scale.place(point.high), scale.place(point.low)
+        yield (
+            f'<path class="{css}" style="fill:none" stroke-width="1.5" '
+            f'd="M{x} {top}V{bottom}M{x - 5} {top}h10M{x - 5} {bottom}h10"/>'
+        )
+    yield f'<circle class="{css}" cx="{x}" cy="{y}" r="4">{words}</circle>'
+    if point.is_chosen:
+        yield f'<circle class="ring" cx="{x}" cy="{y}" r="8"/>'
+
+
+def _scale(panel: Panel) -> tuple[_Scale, list[float]]:
+    known = [v for p in panel.points for v in (p.value, p.low, p.high) if v is not None and math.isfinite(v)]
+    highest = max([*known, 0.0])
+    limit = panel.limit if panel.limit is not None else highest
+    unit = 1024.0 ** int(math.log(max(limit, highest, 1), 1024)) if panel.is_binary else 1.0
+    if known and min(known) > 0 and limit > _WIDE_RANGE * highest:
+        low, high = min(known) / 1.5, limit * 1.6
+        step = 4 if panel.is_binary else 10
+        ticks = [float(step) ** power for power in range(math.ceil(math.log(low, step)), 64)]
+        return _Scale(low, high, True), [tick for tick in ticks if low <= tick <= high]
+    top = max(limit, highest) or 1.0
+    ticks = [tick * unit for tick in round_ticks(top / unit)]
+    # Room above for the limit's words and for error bars.
+    return _Scale(0.0, max(ticks[-1], top * 1.12), False), ticks
+
+
+def round_ticks(top: float, *, most: int = 5) -> list[float]:
+    """Round numbers from 0 up to `top`, in steps of 1, 2 or 5 times a power of ten.
+
+    >>> round_ticks(870.0), round_ticks(0.3)
+    ([0.0, 200.0, 400.0, 600.0, 800.0], [0.0, 0.1, 0.2, 0.3])
+    """
+    power = 10.0 ** math.floor(math.log10(top / most))
+    step = next(power * factor for factor in (1, 2, 5, 10) if top / (power * factor) <= most)
+    digits = max(0, -math.floor(math.log10(step)))
+    return [round(step * number, digits) for number in range(math.floor(top / step + 1e-9) + 1)]
+
+
+def _across(number: int, count: int) -> float:
+    return round(_LEFT + (number + 0.5) * (_WIDTH - _LEFT - _RIGHT) / count, 1)
+
+
+def _bold(point: Point) -> str:
+    return ' font-weight="700"' if point.is_chosen else ""
+
+
+def _text(x: float, y: float, text: str, *, css: str = "", extra: str = "") -> str:
+    named = f' class="{css}"' if css else ""
+    return f'<text x="{round(x, 1)}" y="{round(y, 1)}"{named} {extra}>{_safe(text)}</text>'
+
+
+def _safe(text: str) -> str:
+    """Without anything that XML forbids or that would be markup."""
+    return escape("".join(char if char.isprintable() else " " for char in text))

@@ -1,0 +1,131 @@
+"""What did a benchmark measure? The record that `whet bench` writes, one file for each machine, and how it is read."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from whet.base.errors import UsageError, WhetError
+from whet.base.record import Record
+from whet.machine.facts import Machine
+from whet.plan.setting import Scalar
+from whet.plan.workload import Workload
+from whet.run.plain_file import read_plain
+
+FORMAT_VERSION = 1
+KIND = "whet bench"
+
+Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Outcome = Literal["measured", "far slower", "does not fit", "failed", "no time"]
+"""far slower: so slow that a step or two said enough."""
+
+
+class Interval(Record):
+    """A middle value and where it lies, with that confidence, whatever the noise is like."""
+
+    middle: Amount
+    low: Amount
+    high: Amount
+    confidence: float = Field(ge=0, le=1)
+    repeats: PositiveInt
+
+
+class Row(Record):
+    """One value of what was varied."""
+
+    value: Scalar
+    is_plan: bool = False
+    """Whether it is what the plan says."""
+    execution: Mapping[str, Scalar]
+    """How steps were made: device, precision, micro_batch and the rest."""
+    outcome: Outcome
+    words: str = ""
+    """Why there are no numbers, or what else must be known."""
+    step_seconds: Interval | None = None
+    samples_per_second: Interval | None = None
+    speedup: Interval | None = None
+    """Against the plan, from pairs of steps on the same batches, one right after the other."""
+    peak_bytes: NonNegativeInt | None = None
+    needed_bytes: NonNegativeInt | None = None
+    """Predicted, where it was not tried."""
+    slow_steps: Amount | None = None
+    """The time of the slowest twentieth of steps (95th percentile) as a multiple of the median."""
+    drift: Amount | None = None
+    """Its step time in the second half of the measurement as a multiple of the first half's."""
+
+
+class Sweep(Record):
+    """One thing varied, all else as in the plan."""
+
+    setting: str
+    """ "against" where the plan as a whole is compared, "arch" where the model is another one."""
+    rows: tuple[Row, ...] = ()
+    note: str = ""
+
+
+class BenchResult(Record):
+    """Everything one run of `whet bench` found out on one machine."""
+
+    kind: Literal["whet bench"] = "whet bench"
+    format_version: int = FORMAT_VERSION
+    created: str
+    """The day, as in 2026-11-15."""
+    machine: Machine
+    workload: Workload
+    plan: Mapping[str, Scalar]
+    """The settings of the plan that everything is compared with."""
+    plan_source: Literal["rules", "measured"] = "rules"
+    limit_bytes: PositiveInt | None = None
+    """What a step may take, by the plan."""
+    budget_seconds: Amount
+    spent_seconds: Amount
+    sweeps: tuple[Sweep, ...] = ()
+    strain: tuple[str, ...] = ()
+    """What disturbed the measurement: throttling, drift, other programs."""
+    versions: Mapping[str, str | None] = Field(default_factory=dict)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the machine is composed or captured: then no number here is about a real one."""
+        return self.machine.origin != "probed"
+
+    def sweep(self, setting: str) -> Sweep | None:
+        """What was found about one setting."""
+        return next((sweep for sweep in self.sweeps if sweep.setting == setting), None)
+
+    def best_by_device(self) -> Iterator[Row]:
+        """For each device the plan's own row, or the one of the device sweep."""
+        rows = [row for sweep in self.sweeps for row in sweep.rows if row.is_plan or sweep.setting == "device"]
+        measured = [row for row in rows if row.samples_per_second is not None]
+        for device in dict.fromkeys(row.execution.get("device") for row in measured):
+            own = [row for row in measured if row.execution.get("device") == device]
+            yield max(own, key=lambda row: row.samples_per_second.repeats if row.samples_per_second else 0)
+
+
+def encode_result(result: BenchResult) -> bytes:
+    """The result as the bytes of its file."""
+    return (json.dumps(result.as_json(), indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+def read_result(path: Path) -> BenchResult:
+    """A result back from its file; anything else is refused."""
+    try:
+        fields = json.loads(read_plain(path))
+    except FileNotFoundError:
+        raise UsageError("no such benchmark", got=str(path), try_="check the path") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError("no benchmark can be read here", got=f"{path}: {error}"[:300], try_=_TRY) from None
+    if not isinstance(fields, dict) or fields.get("kind") != KIND:
+        raise UsageError("this file is not a benchmark of whet", got=str(path), try_=_TRY)
+    if fields.get("format_version") != FORMAT_VERSION:
+        raise WhetError(
+            f"{path} is of another whet",
+            got=f"format {fields.get('format_version')!r}; this one reads {FORMAT_VERSION}"[:200],
+            try_="the same whet on all machines",
+        )
+    return BenchResult.from_json(fields, where=path)
+
+
+_TRY = "a file that whet bench RECIPE --out FILE.json wrote"
