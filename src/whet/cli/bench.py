@@ -1,6 +1,8 @@
 """whet bench: how fast is a recipe here, with other settings, against a plain loop, against other machines?"""
 
+import shlex
 import sys
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -139,13 +141,14 @@ def _write(result: "BenchResult", *, out: Path | None, is_page: bool, is_silent:
     from whet.run.bench_result import encode_result
 
     picture = bench_picture(result)
-    stem = bench_words.file_stem(result)
     wanted: list[Path] = []
     if is_page:
-        wanted += [(_PAGES / stem).with_name(stem + suffix) for suffix in (".md", ".svg", ".json")]
+        stem = _unused(_PAGES, bench_words.file_stem(result))
+        wanted += [_PAGES / f"{stem}{suffix}" for suffix in (".md", ".svg", ".json")]
     if out is not None:
         wanted += [out, *([out.with_suffix(suffix) for suffix in (".svg", ".json")] if out.suffix == ".md" else [])]
     if not wanted and not is_silent:
+        stem = _unused(_PLACE, bench_words.file_stem(result))
         wanted = [_PLACE / f"{stem}{suffix}" for suffix in (".json", ".svg")]
     written = []
     for path in wanted:
@@ -164,14 +167,25 @@ def _write(result: "BenchResult", *, out: Path | None, is_page: bool, is_silent:
     return written
 
 
+def _unused(folder: Path, stem: str) -> str:
+    """The name, with a number where earlier results have it: a measurement is not written over."""
+    for number in count(2):
+        if not any((folder / f"{stem}{suffix}").exists() for suffix in (".md", ".svg", ".json")):
+            break
+        stem = f"{stem.partition('+')[0]}+{number}"
+    return stem
+
+
 def _merge(files: list[str], *, out: Path | None, is_json: bool) -> None:
     from whet.base.errors import UsageError
     from whet.cli import screen
     from whet.report.bench_merge import merged_notes, merged_table
-    from whet.report.bench_words import markdown_table, plain_table
+    from whet.report.bench_words import escaped, markdown_table, plain_table
     from whet.run import durable
     from whet.run.bench_result import read_result
 
+    if out is not None and out.suffix != ".md":
+        raise UsageError("a merged table is a page", got=str(out), try_="--out FILE.md")
     results = [read_result(Path(name)) for name in files]
     table, notes = merged_table(results), list(merged_notes(results))
     if is_json:
@@ -179,12 +193,10 @@ def _merge(files: list[str], *, out: Path | None, is_json: bool) -> None:
     else:
         screen.result("\n".join([*plain_table(table), "", *notes]))
     if out is not None:
-        if out.suffix != ".md":
-            raise UsageError("a merged table is a page", got=str(out), try_="--out FILE.md")
-        page = ["# Machines compared", "", *markdown_table(table), "", *(f"- {note}" for note in notes)]
+        page = ["# Machines compared", "", *markdown_table(table), "", *(f"- {escaped(note)}" for note in notes)]
         durable.write_file(out, data=("\n".join(page) + "\n").encode())
         screen.note(f"written: {out}")
 
 
 def _command() -> str:
-    return " ".join(["whet", *sys.argv[1:]])
+    return shlex.join(["whet", *sys.argv[1:]])

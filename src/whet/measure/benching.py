@@ -1,7 +1,8 @@
 """How fast is every value of a setting? Each is looked at alone first, then timed in pairs against the plan, in rounds.
 
-Alone: so its memory is its own. In pairs on the same batches: so a ratio is honest whatever the
-machine does meanwhile. In rounds there and back (A B C, C B A): so that nothing is always late.
+Alone, so that its memory is its own. In pairs on the same batches, so that a ratio is honest whatever the machine does
+meanwhile. In rounds there and back (A B C, C B A), so that nothing is always late; the plan's neighbours come first, so
+that what time there is goes where it tells most.
 """
 
 import math
@@ -14,10 +15,10 @@ from whet.measure.candidates import device_kind, memory_limit, planned
 from whet.measure.duel import HOPELESS
 from whet.measure.fitting import Fitting
 from whet.measure.rig import Prepared, ProbeFailedError, Rig, Settings
-from whet.measure.series import Series, median_interval, per_second, ratio_interval, steps_at_a_time
+from whet.measure.series import Series, median_interval, per_second, ratio_interval, steps_at_a_time, times
 from whet.measure.sweeps import Arm
 from whet.plan.plan import Plan
-from whet.run.bench_result import Outcome, Row, Sweep
+from whet.run.bench_result import Interval, Outcome, Row, Sweep
 
 SHOWN = (
     "device", "precision", "micro_batch", "lengths", "optimizer_kernels", "threads", "workers", "data_home", "compile",
@@ -27,6 +28,10 @@ _ROUNDS = 2
 _PAIRS_PER_ROUND = 20
 _MARGIN = 1.3
 """A visit may take this much longer than the longest before it; one that could end too late is not begun."""
+_LOOK_SHARE = 0.5
+"""Of a sweep's time: a few values with intervals tell more than many without."""
+_LEAST_PAIRS = 5
+"""For an interval that deserves the name."""
 _LEAST_PATIENCE = 5.0
 """Seconds."""
 
@@ -70,33 +75,47 @@ class _Lane:
     def is_in(self) -> bool:
         return self.outcome == "measured"
 
-    def fail(self, error: ProbeFailedError) -> None:
-        kinds: dict[str, tuple[Outcome, str]] = {
-            "oom": ("does not fit", error.reason),
-            "timeout": ("far slower", f"stopped: {error.reason}"),
-            "crash": ("failed", error.reason),
-        }
-        self.outcome, self.words = kinds.get(error.kind, ("failed", error.reason))
+    @property
+    def seconds(self) -> Interval | None:
+        """One step; from the look alone where there was time for no more."""
+        visits = self.series.visits or ([self.look_seconds] if self.look_seconds else [])
+        return median_interval(visits) if visits and self.outcome in ("measured", "far slower") else None
+
+    @property
+    def rate(self) -> Interval | None:
+        """Samples per second by its own times alone."""
+        return per_second(self.plan.workload.global_batch_size, self.seconds) if self.seconds else None
+
+    def fail(self, error: ProbeFailedError, *, late: Outcome = "failed") -> None:
+        outcomes: dict[str, Outcome] = {"oom": "does not fit", "timeout": late}
+        self.outcome, self.words = outcomes.get(error.kind, "failed"), error.reason
 
 
 def measure_sweep(table: Table, setting: str, arms: Sequence[Arm], *, until: float) -> Sweep:
     """One row for each arm, before `until` on the rig's clock; the plan's own arm is measured against all others."""
     lanes = [_Lane(arm=arm, plan=table.plan_with(arm.settings)) for arm in arms]
     own = next(lane for lane in lanes if lane.arm.is_plan)
-    for lane in _own_first(lanes, own):
-        left = until - table.rig.clock()
-        if left > 0:
-            _look(table, lane, seconds=left if lane is own else min(left, _patience(own)))
+    in_order, started = _own_first(lanes, own), table.rig.clock()
+    looking_ends = started + _LOOK_SHARE * (until - started)
+    for lane in in_order:
+        now = table.rig.clock()
+        if lane is own and now < until:
+            _look(table, lane, seconds=until - now, late="no time")
+        elif own.is_in and now + own.preparation_seconds < looking_ends:
+            patience = _patience(own)
+            late: Outcome = "far slower" if patience <= until - now else "no time"
+            _look(table, lane, seconds=min(until - now, patience), late=late)
         table.readings.append(table.watch())
     note = ""
     if own.is_in:
         _cut_off_the_hopeless(lanes, own)
         try:
-            _go_round(table, lanes, own, until=until)
+            _go_round(table, in_order[1:], own, until=until)
         except ProbeFailedError as error:
             note = f"ended early: the plan's own steps failed ({error.reason})"
     table.plan_visits.extend(own.series.visits)
-    return Sweep(setting=setting, rows=tuple(_row(lane) for lane in lanes), note=note)
+    rate = own.rate
+    return Sweep(setting=setting, rows=tuple(_row(lane, rate) for lane in lanes), note=note)
 
 
 def _own_first(lanes: Sequence[_Lane], own: _Lane) -> list[_Lane]:
@@ -110,7 +129,7 @@ def _patience(own: _Lane) -> float:
     return max(_LEAST_PATIENCE, 3 * own.preparation_seconds + 2 * HOPELESS * (own.look_seconds or 0))
 
 
-def _look(table: Table, lane: _Lane, *, seconds: float) -> None:
+def _look(table: Table, lane: _Lane, *, seconds: float, late: Outcome) -> None:
     """Its first steps, alone: does it fit, what does it take, how long is a step?"""
     settings, micro_batch = lane.arm.settings, int(str(lane.plan.value("micro_batch")))
     predicted, limit = table.rig.predicted_bytes(settings), memory_limit(lane.plan)
@@ -129,7 +148,7 @@ def _look(table: Table, lane: _Lane, *, seconds: float) -> None:
             prepared.close()
         _compare_precision(table, lane, seconds=seconds)
     except ProbeFailedError as error:
-        lane.fail(error)
+        lane.fail(error, late=late)
         return
     table.fitting.learn(settings, micro_batch=micro_batch, measured=lane.peak_bytes, predicted=predicted)
     if lane.peak_bytes is not None and limit is not None and lane.peak_bytes > limit:
@@ -150,8 +169,7 @@ def _cut_off_the_hopeless(lanes: Sequence[_Lane], own: _Lane) -> None:
             lane.words = f"a step took {show_seconds(lane.look_seconds or 0)}, stopped; {lane.words}".rstrip("; ")
 
 
-def _go_round(table: Table, lanes: Sequence[_Lane], own: _Lane, *, until: float) -> None:
-    others = [lane for lane in lanes if lane is not own]
+def _go_round(table: Table, others: Sequence[_Lane], own: _Lane, *, until: float) -> None:
     clock = table.rig.clock
     # Making ready again, and at least one pair each; the plan stays ready all the time.
     base = table.rig.prepare(own.arm.settings, seconds=max(0.1, until - clock()))
@@ -162,10 +180,17 @@ def _go_round(table: Table, lanes: Sequence[_Lane], own: _Lane, *, until: float)
             waiting = [lane for lane in (others if number % 2 == 0 else others[::-1]) if lane.is_in]
             for place, lane in enumerate(waiting):
                 turns = len(waiting) - place + (_ROUNDS - 1 - number) * len(waiting)
-                _take_turn(table, lane, own, base, until=min(until, clock() + (until - clock()) / turns))
+                share = max((until - clock()) / turns, 0.0 if number else _least_seconds(lane, own))
+                _take_turn(table, lane, own, base, until=min(until, clock() + share))
                 table.readings.append(table.watch())
     finally:
-        base.close()
+        _close(base)
+
+
+def _least_seconds(lane: _Lane, own: _Lane) -> float:
+    """What its first turn needs to be of use."""
+    a_pair = (own.look_seconds or 0) + (lane.look_seconds or 0)
+    return _MARGIN * (lane.preparation_seconds + (_LEAST_PAIRS + 1) * a_pair)
 
 
 def _alone(own: _Lane, base: Prepared, *, clock: Callable[[], float], until: float) -> None:
@@ -184,7 +209,8 @@ def _take_turn(table: Table, lane: _Lane, own: _Lane, base: Prepared, *, until: 
     try:
         rival = table.rig.prepare(lane.arm.settings, seconds=max(0.1, until - clock()))
     except ProbeFailedError as error:
-        lane.fail(error)
+        if error.kind != "timeout":
+            lane.fail(error)
         return
     steps = steps_at_a_time(min(base.step_seconds, rival.step_seconds))
     ready_seconds = steps * (base.step_seconds + rival.step_seconds)
@@ -223,21 +249,21 @@ def _close(rival: Prepared) -> None:
         return
 
 
-def _row(lane: _Lane) -> Row:
-    visits = lane.series.visits
-    if not visits and lane.look_seconds and lane.outcome in ("measured", "far slower"):
-        visits = [lane.look_seconds]
-        lane.words = "; ".join(filter(None, (lane.words, "one step only")))
-    seconds = median_interval(visits) if visits and lane.outcome in ("measured", "far slower") else None
+def _row(lane: _Lane, plan_rate: Interval | None) -> Row:
+    seconds, words = lane.seconds, lane.words
+    if seconds is not None and not lane.series.visits:
+        words = "; ".join(filter(None, (words, "one step only")))
+    speedup = ratio_interval(lane.log_ratios) if lane.log_ratios and seconds else None
     return Row(
         value=lane.arm.value,
         is_plan=lane.arm.is_plan,
         execution=_execution(lane.plan),
         outcome=lane.outcome,
-        words=lane.words or ("no time was left for it" if lane.outcome == "no time" else ""),
+        words=words or ("not measured in the time there was" if lane.outcome == "no time" else ""),
         step_seconds=seconds,
-        samples_per_second=per_second(lane.plan.workload.global_batch_size, seconds) if seconds else None,
-        speedup=ratio_interval(lane.log_ratios) if lane.log_ratios and seconds else None,
+        # A value that had the quiet minutes would look too good by its own times: pairs are what counts.
+        samples_per_second=times(speedup, plan_rate.middle) if speedup and plan_rate else lane.rate,
+        speedup=speedup,
         peak_bytes=lane.peak_bytes,
         needed_bytes=lane.needed_bytes,
         slow_steps=lane.series.slow_steps if seconds else None,

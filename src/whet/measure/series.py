@@ -97,6 +97,13 @@ def per_second(amount: int, seconds: Interval) -> Interval:
     )
 
 
+def times(ratio: Interval, factor: float) -> Interval:
+    """An interval in another unit."""
+    return ratio.model_copy(
+        update={"middle": ratio.middle * factor, "low": ratio.low * factor, "high": ratio.high * factor}
+    )
+
+
 @cache
 def _left_off(count: int) -> tuple[int, float]:
     """How many values may be left off at each side, and the chance that the median lies beyond."""

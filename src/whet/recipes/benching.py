@@ -3,10 +3,11 @@
 import datetime as dt
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, WhetError
 from whet.base.units import show_count
 from whet.config.resolve import Resolved, resolve
 from whet.machine.vitals import Vitals
@@ -66,7 +67,7 @@ def bench(request: Request, *, say: Say) -> BenchResult:
     if "arch" in request.sweeps and not sizes:
         raise UsageError("this recipe has no sizes to sweep", got=f"{request.word} declares no presets", try_=_PRESETS)
     found: list[Sweep] = []
-    with _opened(request, request.resolved, started) as rig:
+    with _opened(request, started) as rig:
         own: Settings = {}
         if request.is_searched:
             say("searching for the fastest plan first ...")
@@ -101,10 +102,18 @@ def bench(request: Request, *, say: Say) -> BenchResult:
     )
 
 
-def _opened(request: Request, resolved: Resolved[Any], started: float) -> RemoteRig:
-    rig = rig_of(request.word, resolved, device=request.device)
+@contextmanager
+def _opened(request: Request, started: float) -> Iterator[RemoteRig]:
+    rig = rig_of(request.word, request.resolved, device=request.device)
     rig.ends_at = started + _WALL * request.budget_seconds
-    return rig
+    try:
+        rig.__enter__()
+    except ProbeFailedError as error:
+        raise WhetError("nothing could be measured", got=error.reason, try_="a larger --budget SECONDS") from None
+    try:
+        yield rig
+    finally:
+        rig.__exit__(None, None, None)
 
 
 def _jobs(request: Request, table: Table) -> Iterator[tuple[str, list[Arm]]]:

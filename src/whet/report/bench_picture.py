@@ -42,7 +42,7 @@ def bench_picture(result: BenchResult) -> str | None:
         title(result),
         [speed, memory] if has_memory else [speed],
         subtitle=f"{machine_name(result)}, {result.created}",
-        footer=[*chosen, _bars(sweep)],
+        footer=[*chosen, _bars(sweep), *_marks(sweep)],
     )
 
 
@@ -55,9 +55,17 @@ def _bars(sweep: Sweep) -> str:
     return f"bars: where the median lies, {100 * sure:.0f} % sure or more, from {few} visits or more"
 
 
+def _marks(sweep: Sweep) -> list[str]:
+    marks = []
+    if any(row.needed_bytes for row in sweep.rows):
+        marks.append("hollow: predicted, not tried")
+    if any(row.samples_per_second is None for row in sweep.rows):
+        marks.append("cross: no measurement, see the table")
+    return ["; ".join(marks)] if marks else []
+
+
 def _named(sweep: Sweep, row: Row) -> str:
-    name = "the plan" if sweep.setting == "against" else sweep.setting.replace("_", "-")
-    return f"{name} {show_value(row.value)}" if sweep.setting != "against" else name
+    return "the plan" if sweep.setting == "against" else f"{sweep.setting.replace('_', '-')} {show_value(row.value)}"
 
 
 def _speed(row: Row) -> Point:
@@ -80,5 +88,5 @@ def _memory(row: Row) -> Point:
         return Point(label=label, value=row.peak_bytes, is_chosen=row.is_plan, words=show_bytes(row.peak_bytes))
     if row.needed_bytes:
         words = f"{show_bytes(row.needed_bytes)}, predicted"
-        return Point(label=f"{label} (predicted)", value=row.needed_bytes, is_chosen=row.is_plan, words=words)
+        return Point(label=label, value=row.needed_bytes, is_chosen=row.is_plan, is_hollow=True, words=words)
     return Point(label=label, is_chosen=row.is_plan, words=why_none(row))

@@ -18,7 +18,7 @@ _PLAN_PARTS = ("device", "precision", "micro_batch", "lengths", "optimizer_kerne
 
 def text(result: BenchResult) -> str:
     """The whole benchmark as plain lines."""
-    lines = [*_head(result), *(f"plan      {line}" for line in (_plan_line(result),))]
+    lines = [*_head(result), f"plan      {_plan_line(result)}"]
     for sweep in result.sweeps:
         lines += ["", _sweep_title(result, sweep), *plain_table(cells(sweep))]
         lines += [f"note: {sweep.note}"] if sweep.note else []
@@ -29,7 +29,8 @@ def markdown(result: BenchResult, *, command: str, picture: str | None = None) -
     """The benchmark as a page; `picture` is the name of a file beside it."""
     lines = [f"# {title(result)}, {machine_name(result)}, {result.created}", ""]
     lines += [f"As printed by `{_code(command)}`.", ""]
-    lines += [f"- {escaped(line)}" for line in (*_head(result), f"plan: {_plan_line(result)}")]
+    facts = [line.split(maxsplit=1) for line in _head(result)]
+    lines += [f"- {name}: {escaped(line)}" for name, line in (*facts, ("plan", _plan_line(result)))]
     if picture is not None:
         lines += ["", f"![Speed and memory of each value, the plan's choice and the limit]({picture})"]
     for sweep in result.sweeps:
@@ -164,10 +165,8 @@ def _plan_line(result: BenchResult) -> str:
 def _remarks(result: BenchResult) -> Iterator[str]:
     yield f"{show_seconds(result.spent_seconds)} in all, of {show_seconds(result.budget_seconds)} allowed"
     yield from result.strain
-    yield (
-        "samples/s: the median with the interval it lies in; against the plan: pairs of steps on the same batches, so "
-        "that what slows the machine slows both"
-    )
+    yield "against the plan: pairs of steps on the same batches, so that what slows the machine slows both"
+    yield "samples/s: the plan's median; of other values that times the ratio of their pairs; each with its interval"
     yield "slow steps: the 95th percentile of the step time over its median, longer batches included"
     if result.plan.get("device") == "cpu":
         yield "memory on the CPU is the growth of the process, libraries that load meanwhile included"

@@ -48,6 +48,8 @@ class Point:
     low: float | None = None
     high: float | None = None
     is_chosen: bool = False
+    is_hollow: bool = False
+    """Whether the value is not a measured one."""
     words: str = ""
     """Shown when the pointer rests on it."""
 
@@ -106,9 +108,9 @@ class _Scale:
 
 
 def _draw_panel(panel: Panel) -> Iterator[str]:
-    yield _text(_LEFT, 22, panel.title, extra='font-weight="600"')
     floor, right = _PANEL_HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     scale, ticks = _scale(panel)
+    yield _text(_LEFT, 22, panel.title + (", logarithmic" if scale.is_log else ""), extra='font-weight="600"')
     for tick in ticks:
         y = scale.place(tick)
         yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
@@ -140,7 +142,8 @@ def _draw_point(point: Point, x: float, scale: _Scale) -> Iterator[str]:
             f'<path class="{css}" style="fill:none" stroke-width="1.5" '
             f'd="M{x} {top}V{bottom}M{x - 5} {top}h10M{x - 5} {bottom}h10"/>'
         )
-    yield f'<circle class="{css}" cx="{x}" cy="{y}" r="4">{words}</circle>'
+    hollow = ' style="fill:none"' if point.is_hollow else ""
+    yield f'<circle class="{css}"{hollow} cx="{x}" cy="{y}" r="4">{words}</circle>'
     if point.is_chosen:
         yield f'<circle class="ring" cx="{x}" cy="{y}" r="8"/>'
 

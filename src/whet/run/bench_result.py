@@ -44,7 +44,9 @@ class Row(Record):
     words: str = ""
     """Why there are no numbers, or what else must be known."""
     step_seconds: Interval | None = None
+    """By its own times, the quiet and the busy minutes in which they fell included."""
     samples_per_second: Interval | None = None
+    """The plan's own rate; of other values that rate times their speed-up, where there were pairs."""
     speedup: Interval | None = None
     """Against the plan, from pairs of steps on the same batches, one right after the other."""
     peak_bytes: NonNegativeInt | None = None
