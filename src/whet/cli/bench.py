@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -169,11 +169,10 @@ def _write(result: "BenchResult", *, out: Path | None, is_page: bool, is_silent:
 
 def _unused(folder: Path, stem: str) -> str:
     """The name, with a number where earlier results have it: a measurement is not written over."""
-    for number in count(2):
-        if not any((folder / f"{stem}{suffix}").exists() for suffix in (".md", ".svg", ".json")):
-            break
-        stem = f"{stem.partition('+')[0]}+{number}"
-    return stem
+    names = chain([stem], (f"{stem}-{number}" for number in count(2)))
+    return next(
+        name for name in names if not any((folder / f"{name}{suffix}").exists() for suffix in (".md", ".svg", ".json"))
+    )
 
 
 def _merge(files: list[str], *, out: Path | None, is_json: bool) -> None:
