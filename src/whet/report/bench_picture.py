@@ -47,18 +47,24 @@ def bench_picture(result: BenchResult) -> str | None:
 
 
 def _bars(sweep: Sweep) -> str:
-    found = [row.samples_per_second for row in sweep.rows if row.samples_per_second]
+    rates = (row.samples_per_second for row in sweep.rows)
+    found = [rate for rate in rates if rate and rate.repeats > 1]
     if not found:
-        return "no value could be measured"
+        return "no bars: there was no time for a second look at anything"
     sure = min(interval.confidence for interval in found)
     few = min(interval.repeats for interval in found)
-    return f"bars: where the median lies, {100 * sure:.0f} % sure or more, from {few} visits or more"
+    return f"bars: where the median lies, {100 * sure:.0f} % sure or more, from {few} repeats or more"
 
 
 def _marks(sweep: Sweep) -> list[str]:
     marks = []
+    hollow = []
+    if any(row.samples_per_second and row.samples_per_second.repeats == 1 for row in sweep.rows):
+        hollow.append("from one step only")
     if any(row.needed_bytes for row in sweep.rows):
-        marks.append("hollow: predicted, not tried")
+        hollow.append("memory that is predicted")
+    if hollow:
+        marks.append(f"hollow: {', or '.join(hollow)}")
     if any(row.samples_per_second is None for row in sweep.rows):
         marks.append("cross: no measurement, see the table")
     return ["; ".join(marks)] if marks else []
@@ -78,6 +84,7 @@ def _speed(row: Row) -> Point:
         low=found.low,
         high=found.high,
         is_chosen=row.is_plan,
+        is_hollow=found.repeats == 1,
         words=f"{found.middle:,.4g} samples/s ({found.low:,.4g} to {found.high:,.4g})",
     )
 
