@@ -9,7 +9,7 @@ import pytest
 from simulated_rig import GB, WORKLOAD, SimulatedRig
 
 from whet.base.errors import UsageError, WhetError
-from whet.machine.facts import Conditions
+from whet.machine.facts import BusyProcess, Conditions
 from whet.machine.known import load_machine
 from whet.measure.benching import Table, measure_sweep
 from whet.measure.disturbance import strain
@@ -94,7 +94,11 @@ def test_a_quiet_simulated_machine_is_not_accused_and_sensors_are_heard():
     table, _ = swept(SimulatedRig(), watch=lambda: Conditions(thermal="heavy", memory_pressure="warn"))
     assert next(strain(table)).startswith("throttling seen: thermal pressure heavy in ")
     assert "memory was short" in list(strain(table))
-    table, _ = swept(SimulatedRig(), watch=lambda: Conditions(thermal="nominal"))
+    loud = Conditions(
+        busy=(BusyProcess(name="a", pid=1, cpu_percent=99.0), BusyProcess(name="b", pid=2, cpu_percent=9.0))
+    )
+    table, _ = swept(SimulatedRig(), watch=lambda: loud.model_copy(update={"thermal": "nominal"}))
+    assert "other programs kept a core busy: 1 when it was looked" in list(strain(table))
     assert next(strain(table)) == "no throttling by the sensor"
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from whet.base.errors import UsageError, WhetError
 from whet.base.units import show_count
 from whet.config.resolve import Resolved, resolve
+from whet.machine.conditions import busy_processes
+from whet.machine.facts import Conditions
 from whet.machine.vitals import Vitals
 from whet.measure.benching import Table, measure_sweep
 from whet.measure.candidates import memory_limit, planned
@@ -77,12 +79,14 @@ def bench(request: Request, *, say: Say) -> BenchResult:
                 say(line)
         table = Table(rig=rig, rule_plan=rig.plan, own=own, watch=Vitals())
         jobs = list(_jobs(request, table))
+        table.readings.append(_others_at_work())
         last = ends_at - (_PRESET_SHARE * request.budget_seconds if sizes else 0.0)
         for number, (name, lanes) in enumerate(jobs):
             say(f"measuring {name}: {', '.join(str(arm.value) for arm in lanes)} ...")
             weights = [_WEIGHTS.get(other, 1.0) for other, _ in jobs[number:]]
             share = (last - rig.clock()) * weights[0] / sum(weights)
             found.append(measure_sweep(table, name, lanes, until=rig.clock() + share))
+        table.readings.append(_others_at_work())
         plan = planned(rig.plan, own)
         disturbances = tuple(strain(table))
     if sizes:
@@ -98,7 +102,8 @@ def bench(request: Request, *, say: Say) -> BenchResult:
         spent_seconds=time.perf_counter() - started,
         sweeps=tuple(found),
         strain=disturbances,
-        versions=versions(),
+        # The machine's own record says enough about the system.
+        versions={name: version for name, version in versions().items() if name != "platform"},
     )
 
 
@@ -114,6 +119,10 @@ def _opened(request: Request, started: float) -> Iterator[RemoteRig]:
         yield rig
     finally:
         rig.__exit__(None, None, None)
+
+
+def _others_at_work() -> Conditions:
+    return Conditions(busy=busy_processes(memory_bytes=None))
 
 
 def _jobs(request: Request, table: Table) -> Iterator[tuple[str, list[Arm]]]:

@@ -20,11 +20,13 @@ def bench_picture(result: BenchResult) -> str | None:
         sweep.setting, sweep.setting
     )
     plan = next((row for row in sweep.rows if row.is_plan), None)
+    is_joined = all(isinstance(row.value, int) for row in sweep.rows)
     speed = Panel(
         title="samples per second",
         x_title=x_title,
         points=[_speed(row) for row in sweep.rows],
         show=lambda value: f"{value:,.10g}",
+        is_joined=is_joined,
     )
     limit = result.limit_bytes
     memory = Panel(
@@ -34,6 +36,7 @@ def bench_picture(result: BenchResult) -> str | None:
         show=lambda value: show_bytes(value) if value else "0",
         limit=limit,
         limit_words=f"limit: {show_bytes(limit)}" if limit else "",
+        is_joined=is_joined,
         is_binary=True,
     )
     has_memory = any(row.peak_bytes for row in sweep.rows)

@@ -65,6 +65,8 @@ class Panel:
     """A number of the y axis as text."""
     limit: float | None = None
     limit_words: str = ""
+    is_joined: bool = True
+    """Whether a line leads from point to point: only where the x axis has an order."""
     is_binary: bool = False
     """Whether 1024, not 1000, makes a round number."""
 
@@ -118,12 +120,14 @@ def _draw_panel(panel: Panel) -> Iterator[str]:
     yield f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>'
     yield _text((_LEFT + right) / 2, floor + 40, panel.x_title, css="quiet", extra='text-anchor="middle"')
     places = [(point, _across(number, len(panel.points))) for number, point in enumerate(panel.points)]
-    joined = " ".join(f"{x},{scale.place(point.value)}" for point, x in places if point.value is not None)
-    yield f'<polyline class="line" points="{joined}"/>'
+    if panel.is_joined:
+        joined = " ".join(f"{x},{scale.place(point.value)}" for point, x in places if point.value is not None)
+        yield f'<polyline class="line" points="{joined}"/>'
     if panel.limit is not None:
         y = scale.place(panel.limit)
         yield f'<line class="limit" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
-        yield _text(right, y - 6, panel.limit_words, css="limit-text", extra='text-anchor="end"')
+        # On the left, since what grows towards a limit comes near it on the right.
+        yield _text(_LEFT + 6, y - 6, panel.limit_words, css="limit-text")
     for point, x in places:
         yield _text(x, floor + 20, point.label, extra='text-anchor="middle"' + _bold(point))
         yield from _draw_point(point, x, scale)
