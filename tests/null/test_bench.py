@@ -9,7 +9,7 @@ import pytest
 from simulated_rig import GB, WORKLOAD, SimulatedRig
 
 from whet.base.errors import UsageError, WhetError
-from whet.machine.facts import BusyProcess, Conditions
+from whet.machine.facts import Conditions
 from whet.machine.known import load_machine
 from whet.measure.benching import Table, measure_sweep
 from whet.measure.disturbance import strain
@@ -94,11 +94,10 @@ def test_a_quiet_simulated_machine_is_not_accused_and_sensors_are_heard():
     table, _ = swept(SimulatedRig(), watch=lambda: Conditions(thermal="heavy", memory_pressure="warn"))
     assert next(strain(table)).startswith("throttling seen: thermal pressure heavy in ")
     assert "memory was short" in list(strain(table))
-    loud = Conditions(
-        busy=(BusyProcess(name="a", pid=1, cpu_percent=99.0), BusyProcess(name="b", pid=2, cpu_percent=9.0))
-    )
-    table, _ = swept(SimulatedRig(), watch=lambda: loud.model_copy(update={"thermal": "nominal"}))
-    assert "other programs kept a core busy: 1 when it was looked" in list(strain(table))
+    table, _ = swept(SimulatedRig(), watch=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 97.0])
+    assert "other programs were at work: 97 % of all cores while nothing was measured" in list(strain(table))
+    table, _ = swept(SimulatedRig(), watch=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 9.0])
+    assert not any("other programs were" in line for line in strain(table))
     assert next(strain(table)) == "no throttling by the sensor"
 
 
@@ -149,6 +148,23 @@ def test_what_would_not_fit_is_not_tried():
     assert rows[32].needed_bytes == 32 * GB
     assert "not tried: needs 32 GB of" in rows[32].words
     assert 32 not in tried
+
+
+def test_one_hiccup_on_a_simulated_rig_does_not_condemn_a_value():
+    times = {8: [50.0, 0.1]}
+    rig = SimulatedRig(
+        seconds=lambda plan, now: times.get(micro(plan), [0.1]).pop(0) if times.get(micro(plan)) else 0.1
+    )
+    rig.prepare, usual = lambda settings, seconds: usual(settings, seconds=1000.0), rig.prepare
+    _, sweep = swept(rig)
+    assert {row.value: row for row in sweep.rows}[8].speedup.middle == pytest.approx(1.0)
+
+
+def test_few_repeats_are_said():
+    _, sweep = swept(SimulatedRig(seconds=lambda plan, now: 3.0), "threads", seconds=40.0)
+    few = [row for row in sweep.rows if not row.is_plan]
+    assert few
+    assert all("repeats only" in row.words or "one step only" in row.words for row in few)
 
 
 def test_a_value_that_is_far_slower_is_stopped_and_one_without_time_says_so():

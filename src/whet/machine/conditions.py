@@ -101,6 +101,14 @@ def _own_family() -> set[int]:
     return family
 
 
+def cpu_use(sample_seconds: float = 0.5) -> float | None:
+    """Per cent of all cores that are at work; asked while we wait, it is what others take."""
+    try:
+        return float(psutil.cpu_percent(interval=sample_seconds))
+    except (psutil.Error, OSError):
+        return None
+
+
 class _Memory(NamedTuple):
     total: int
     available: int

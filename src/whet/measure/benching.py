@@ -50,6 +50,8 @@ class Table:
     """The plan's own step times, from the first sweep to the last."""
     readings: list[Conditions] = field(default_factory=list)
     """What sensors said in between."""
+    cpu_use: list[float] = field(default_factory=list)
+    """Per cent of all cores, before and after, while nothing was measured."""
 
     def plan_with(self, settings: Settings) -> Plan:
         return planned(self.rule_plan, settings)
@@ -104,7 +106,8 @@ def measure_sweep(table: Table, setting: str, arms: Sequence[Arm], *, until: flo
         elif own.is_in and now + own.preparation_seconds < looking_ends:
             patience = _patience(own)
             late: Outcome = "far slower" if patience <= until - now else "no time"
-            _look(table, lane, seconds=min(until - now, patience), late=late)
+            hopeless = HOPELESS * (own.look_seconds or math.inf)
+            _look(table, lane, seconds=min(until - now, patience), late=late, hopeless=hopeless)
         table.readings.append(table.watch())
     note = ""
     if own.is_in:
@@ -129,7 +132,7 @@ def _patience(own: _Lane) -> float:
     return max(_LEAST_PATIENCE, 3 * own.preparation_seconds + 2 * HOPELESS * (own.look_seconds or 0))
 
 
-def _look(table: Table, lane: _Lane, *, seconds: float, late: Outcome) -> None:
+def _look(table: Table, lane: _Lane, *, seconds: float, late: Outcome, hopeless: float = math.inf) -> None:
     """Its first steps, alone: does it fit, what does it take, how long is a step?"""
     settings, micro_batch = lane.arm.settings, int(str(lane.plan.value("micro_batch")))
     predicted, limit = table.rig.predicted_bytes(settings), memory_limit(lane.plan)
@@ -142,6 +145,9 @@ def _look(table: Table, lane: _Lane, *, seconds: float, late: Outcome) -> None:
         prepared = table.rig.prepare(settings, seconds=seconds)
         try:
             lane.look_seconds, lane.preparation_seconds = prepared.step_seconds, prepared.preparation_seconds
+            if lane.look_seconds >= hopeless:
+                # One hiccup must not condemn it.
+                lane.look_seconds = min(lane.look_seconds, prepared.step(0))
             lane.peak_bytes = prepared.peak_bytes()
             lane.outcome = "measured"
         finally:
@@ -251,8 +257,9 @@ def _close(rival: Prepared) -> None:
 
 def _row(lane: _Lane, plan_rate: Interval | None) -> Row:
     seconds, words = lane.seconds, lane.words
-    if seconds is not None and not lane.series.visits:
-        words = "; ".join(filter(None, (words, "one step only")))
+    if seconds is not None and seconds.repeats < _LEAST_PAIRS:
+        few = "one step only" if not lane.series.visits else f"{seconds.repeats} repeats only"
+        words = "; ".join(filter(None, (words, few)))
     speedup = ratio_interval(lane.log_ratios) if lane.log_ratios and seconds else None
     return Row(
         value=lane.arm.value,

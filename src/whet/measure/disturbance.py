@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 
-from whet.machine.facts import Conditions
 from whet.measure.benching import Table
 from whet.measure.series import median_interval
 
 _LEVELS = ("nominal", "moderate", "heavy", "trapping", "sleeping")
 _LEAST_VISITS = 4
-_BUSY_PERCENT = 50.0
+_BUSY_PERCENT = 20.0
 
 
 def strain(table: Table) -> Iterator[str]:
@@ -28,14 +27,10 @@ def strain(table: Table) -> Iterator[str]:
         yield f"the plan's own steps took {change:.2f}x as long in the last third as in the first" + (
             f": {told}" if moved else ", which is inside the noise"
         )
-    busy = max((_num_busy(reading) for reading in table.readings), default=0)
-    if busy:
-        yield f"other programs kept a core busy: {busy} when it was looked"
+    used = max(table.cpu_use, default=0.0)
+    if used >= _BUSY_PERCENT:
+        yield f"other programs were at work: {used:.0f} % of all cores while nothing was measured"
     if any(reading.memory_pressure in ("warn", "critical") for reading in table.readings):
         yield "memory was short"
     if any(reading.low_power_mode for reading in table.readings):
         yield "low-power mode is on, which slows the GPU"
-
-
-def _num_busy(reading: Conditions) -> int:
-    return sum((process.cpu_percent or 0) >= _BUSY_PERCENT for process in reading.busy)

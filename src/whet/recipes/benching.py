@@ -10,8 +10,7 @@ from typing import Any
 from whet.base.errors import UsageError, WhetError
 from whet.base.units import show_count
 from whet.config.resolve import Resolved, resolve
-from whet.machine.conditions import busy_processes
-from whet.machine.facts import Conditions
+from whet.machine.conditions import cpu_use
 from whet.machine.vitals import Vitals
 from whet.measure.benching import Table, measure_sweep
 from whet.measure.candidates import memory_limit, planned
@@ -79,14 +78,14 @@ def bench(request: Request, *, say: Say) -> BenchResult:
                 say(line)
         table = Table(rig=rig, rule_plan=rig.plan, own=own, watch=Vitals())
         jobs = list(_jobs(request, table))
-        table.readings.append(_others_at_work())
+        table.cpu_use.append(cpu_use() or 0.0)
         last = ends_at - (_PRESET_SHARE * request.budget_seconds if sizes else 0.0)
         for number, (name, lanes) in enumerate(jobs):
             say(f"measuring {name}: {', '.join(str(arm.value) for arm in lanes)} ...")
             weights = [_WEIGHTS.get(other, 1.0) for other, _ in jobs[number:]]
             share = (last - rig.clock()) * weights[0] / sum(weights)
             found.append(measure_sweep(table, name, lanes, until=rig.clock() + share))
-        table.readings.append(_others_at_work())
+        table.cpu_use.append(cpu_use() or 0.0)
         plan = planned(rig.plan, own)
         disturbances = tuple(strain(table))
     if sizes:
@@ -119,10 +118,6 @@ def _opened(request: Request, started: float) -> Iterator[RemoteRig]:
         yield rig
     finally:
         rig.__exit__(None, None, None)
-
-
-def _others_at_work() -> Conditions:
-    return Conditions(busy=busy_processes(memory_bytes=None))
 
 
 def _jobs(request: Request, table: Table) -> Iterator[tuple[str, list[Arm]]]:

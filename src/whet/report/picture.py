@@ -121,7 +121,7 @@ def _draw_panel(panel: Panel) -> Iterator[str]:
     yield _text((_LEFT + right) / 2, floor + 40, panel.x_title, css="quiet", extra='text-anchor="middle"')
     places = [(point, _across(number, len(panel.points))) for number, point in enumerate(panel.points)]
     if panel.is_joined:
-        joined = " ".join(f"{x},{scale.place(point.value)}" for point, x in places if point.value is not None)
+        joined = " ".join(f"{x},{scale.place(point.value or 0)}" for point, x in places if _is_solid(point))
         yield f'<polyline class="line" points="{joined}"/>'
     if panel.limit is not None:
         y = scale.place(panel.limit)
@@ -182,6 +182,10 @@ def round_ticks(top: float, *, most: int = 5) -> list[float]:
 
 def _across(number: int, count: int) -> float:
     return round(_LEFT + (number + 0.5) * (_WIDTH - _LEFT - _RIGHT) / count, 1)
+
+
+def _is_solid(point: Point) -> bool:
+    return point.value is not None and not point.is_hollow
 
 
 def _bold(point: Point) -> str:
