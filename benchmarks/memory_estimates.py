@@ -28,7 +28,7 @@ from whet.device.open import open_device
 from whet.step.optimizer import make_optimizer
 from whet.step.recompute import recompute_blocks
 from whet.step.step import Stepper
-from whet.verify.memory import PARTS, Estimate, estimate, estimate_specimen
+from whet.verify.memory.estimate import PARTS, Estimate, estimate, estimate_specimen
 from whet.verify.subject import Subject
 
 TOLERANCE = 0.10

@@ -13,7 +13,7 @@ the rooms above it in this list, never the later ones:
     data      order, global batches, micro-batches, loading
     step      one optimizer step: the only code that trains
     checkpoint  everything an exact resume needs, on disk
-    verify    will it run there, is it right, is it causal?
+    verify    will it run there, is it right, is it causal, does it fit?
     measure   real steps, timed: what is fastest here, with evidence
     engine    Session, train, schedules, signals
     doctor    examines a device: operators, known bugs, parity, resume, speed

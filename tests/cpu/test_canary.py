@@ -18,8 +18,8 @@ from small_models import convnet, images
 from whet.data.batch import Micro
 from whet.device.cpu import Cpu
 from whet.device.fake import Fake
-from whet.verify import canary, repeat
-from whet.verify.canary import Found, compare, compute
+from whet.verify.start import canary, repeat
+from whet.verify.start.canary import Found, compare, compute
 
 
 def restless_model() -> nn.Module:

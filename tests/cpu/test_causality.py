@@ -18,9 +18,9 @@ from whet.data.ragged import Padded
 from whet.device.cpu import Cpu
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from whet.verify import remembered
-from whet.verify.causality import Leak, NothingShownError, leaks, probe
-from whet.verify.masks import explicit_masks
+from whet.verify.start import remembered
+from whet.verify.start.causality import Leak, NothingShownError, leaks, probe
+from whet.verify.start.masks import explicit_masks
 from whet.verify.untouched import untouched
 
 

@@ -12,9 +12,9 @@ import flawed_models
 import sound_models
 from places import ROOT, Run
 from whet.recipes.checking import check
-from whet.verify.check import Checked
-from whet.verify.finding import Finding
-from whet.verify.words import as_sarif, check_lines, github_lines
+from whet.verify.preflight.check import Checked
+from whet.verify.preflight.finding import Finding
+from whet.verify.preflight.words import as_sarif, check_lines, github_lines
 
 FLAWED, SOUND = Path(flawed_models.__file__), Path(sound_models.__file__)
 

@@ -23,17 +23,17 @@ from whet.device.abstract import AbstractDevice
 from whet.device.cpu import Cpu
 from whet.recipes.comparing import subject_of
 from whet.verify.agreement import bound_of, errors_by_name
-from whet.verify.comparing import compare_subject
-from whet.verify.locating import locate
-from whet.verify.modules import first_wrong_module
-from whet.verify.parity import Compared, compare_training
-from whet.verify.placing import Bench
-from whet.verify.precision_report import precision_agreement
-from whet.verify.references import FORMULAS
-from whet.verify.replay import Layout
-from whet.verify.reproducer import MARK, _memory
+from whet.verify.parity.comparing import compare_subject
+from whet.verify.parity.locating import locate
+from whet.verify.parity.modules import first_wrong_module
+from whet.verify.parity.placing import Bench
+from whet.verify.parity.precision_report import precision_agreement
+from whet.verify.parity.references import FORMULAS
+from whet.verify.parity.replay import Layout
+from whet.verify.parity.reproducer import MARK, _memory
+from whet.verify.parity.training import Compared, compare_training
+from whet.verify.parity.without_dropout import without_dropout
 from whet.verify.subject import Specimen, Subject
-from whet.verify.without_dropout import without_dropout
 
 WRONG_KERNELS = Path(__file__).parent / "wrong_kernels.py"
 

@@ -19,8 +19,8 @@ from whet.device.cpu import Cpu
 from whet.machine.known import load_machine
 from whet.plan.prediction import FIXED_BYTES
 from whet.plan.rules.memory import cuts
-from whet.verify.fits import Fit, fits
-from whet.verify.memory import estimate, estimate_specimen
+from whet.verify.memory.estimate import estimate, estimate_specimen
+from whet.verify.memory.fits import Fit, fits
 from whet.verify.subject import Specimen, Subject, specimen_of
 
 WIDTH, HEADS, LENGTH, WORDS = 64, 4, 96, 300

@@ -17,10 +17,10 @@ from torch.testing._internal.common_methods_invocations import op_db
 from whet.device.branches import branches_of
 from whet.device.mps_operators import operators_of_torch, status_of
 from whet.verify.answering import Answers
-from whet.verify.dtypes import DtypeWatcher
-from whet.verify.limits import ShapeWatcher
-from whet.verify.operators import OperatorWatcher
-from whet.verify.recorder import Recorder
+from whet.verify.preflight.dtypes import DtypeWatcher
+from whet.verify.preflight.limits import ShapeWatcher
+from whet.verify.preflight.operators import OperatorWatcher
+from whet.verify.preflight.recorder import Recorder
 
 FEW = ("nn.functional.ctc_loss", "linalg.eigh", "linalg.svd", "take", "add", "nn.functional.linear", "mode", "matmul")
 

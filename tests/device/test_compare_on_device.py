@@ -17,9 +17,9 @@ from whet.device import virtual_mac
 from whet.device.abstract import AbstractDevice
 from whet.doctor.cases.models import Task, convnet_task, transformer_task
 from whet.recipes.comparing import subject_of
-from whet.verify.comparing import compare_subject
-from whet.verify.locating import locate
-from whet.verify.placing import Bench
+from whet.verify.parity.comparing import compare_subject
+from whet.verify.parity.locating import locate
+from whet.verify.parity.placing import Bench
 from whet.verify.subject import Specimen, Subject
 
 WRONG_KERNELS = ROOT / "tests" / "cpu" / "wrong_kernels.py"

@@ -15,7 +15,7 @@ from whet.device.open import open_device
 from whet.step.optimizer import make_optimizer
 from whet.step.recompute import recompute_blocks
 from whet.step.step import Stepper
-from whet.verify.memory import estimate
+from whet.verify.memory.estimate import estimate
 from whet.verify.subject import Subject, specimen_of
 
 def classify(model, x, y):

@@ -50,7 +50,7 @@ def check(
     from whet.base.errors import UsageError
     from whet.cli import screen
     from whet.recipes.checking import check as find_out
-    from whet.verify.words import as_sarif, check_lines, github_lines
+    from whet.verify.preflight.words import as_sarif, check_lines, github_lines
 
     if json + sarif + github > 1:
         raise UsageError("one form at a time", got="several of --json, --sarif and --github", try_="one of them")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from whet.verify.comparing import Comparison
-    from whet.verify.locating import Culprit
+    from whet.verify.parity.comparing import Comparison
+    from whet.verify.parity.locating import Culprit
 
 
 def compare(
@@ -43,7 +43,7 @@ def compare(
     """
     from whet.cli import screen
     from whet.recipes.subject import load_subject
-    from whet.verify.comparing import compare_subject, refuse_unusable
+    from whet.verify.parity.comparing import compare_subject, refuse_unusable
 
     names = _split(devices) or []
     precisions = _split(precision)

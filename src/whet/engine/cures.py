@@ -9,7 +9,7 @@ from whet.engine.examining import Findings
 from whet.plan.plan import Plan
 from whet.plan.setting import Measured
 from whet.step.step import Stepper
-from whet.verify.masks import explicit_masks
+from whet.verify.start.masks import explicit_masks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ from whet.engine.building import Parts
 from whet.engine.recovery import let_go
 from whet.plan.plan import Plan
 from whet.step.loss import LossFunction
-from whet.verify import canary, causality, repeat
-from whet.verify.places import num_places
+from whet.verify.start import canary, causality, repeat
+from whet.verify.start.places import num_places
 from whet.verify.subject import Outputs
 from whet.verify.untouched import untouched
 

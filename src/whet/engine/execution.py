@@ -23,7 +23,7 @@ from whet.plan.plan import Plan, make_plan
 from whet.step.loss import LossFunction
 from whet.step.recompute import recompute_blocks
 from whet.step.step import NonFiniteError, Outcome
-from whet.verify.masks import explicit_masks
+from whet.verify.start.masks import explicit_masks
 from whet.verify.subject import Outputs
 
 _MOST_SHAPES = 1000

@@ -38,7 +38,7 @@ from whet.step.ema import named_tensors
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
 from whet.step.recompute import recompute_blocks
-from whet.verify.precision_report import precision_agreement
+from whet.verify.parity.precision_report import precision_agreement
 
 NUM_BATCHES = 64
 """The global batches that are stepped on in turn: enough for the lengths of the data to show."""

@@ -18,7 +18,7 @@ from whet.engine.examining import Examination, Findings
 from whet.engine.recorder import Recorder
 from whet.plan.plan import Plan, with_learnt
 from whet.step.loss import LossFunction
-from whet.verify import remembered
+from whet.verify.start import remembered
 from whet.verify.subject import Outputs
 
 

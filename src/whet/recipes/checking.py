@@ -8,8 +8,8 @@ from typing import Any
 from whet.machine.facts import Machine
 from whet.machine.known import load_machine
 from whet.recipes.subject import load_subject
-from whet.verify.check import Checked
-from whet.verify.check import check as check_subject
+from whet.verify.preflight.check import Checked
+from whet.verify.preflight.check import check as check_subject
 from whet.verify.subject import Subject, specimen_of
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from whet.base.errors import UsageError
 from whet.recipes.subject import load_subject
-from whet.verify.comparing import Comparison, compare_subject
+from whet.verify.parity.comparing import Comparison, compare_subject
 from whet.verify.subject import Specimen, Subject, specimen_of
 
 

@@ -21,7 +21,7 @@ virtual_mac.install("m2-air-8gb")
 
 from whet.device.virtual_mac import Miscompute, simulate  # noqa: E402
 from whet.recipes.comparing import subject_of  # noqa: E402
-from whet.verify.comparing import compare_subject  # noqa: E402
+from whet.verify.parity.comparing import compare_subject  # noqa: E402
 
 
 class Reader(nn.Module):

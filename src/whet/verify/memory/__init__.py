@@ -1,0 +1,1 @@
+"""How much memory will a training step take, and on which machines does it fit?"""

@@ -1,0 +1,153 @@
+"""What does another device's torch do where it goes another way than the CPU's? Its branches, taken among CPU tensors.
+
+Fake tensors of a device that torch was not built for abort the process in the backward pass, so a step is followed
+with CPU tensors everywhere. Most operators are the same on every device; here are those that are not.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from whet.verify.memory.fused import Recurrent, RmsNorm
+
+_aten = torch.ops.aten
+# As torch has them: what stands in for them calls them.
+_run_backward = torch.autograd.graph._engine_run_backward
+_attention = functional.scaled_dot_product_attention
+_dropout = functional.dropout
+_FLOAT32_UNDER_AUTOCAST = (
+    functional.layer_norm, torch.layer_norm, functional.group_norm, torch.group_norm,
+    functional.softmax, torch.softmax, Tensor.softmax, functional.log_softmax, torch.log_softmax, Tensor.log_softmax,
+    functional.cross_entropy, functional.nll_loss, functional.mse_loss,
+    torch.sum, Tensor.sum, torch.pow, Tensor.pow, torch.exp, Tensor.exp, torch.log, Tensor.log,
+    torch.cumsum, Tensor.cumsum, torch.norm, Tensor.norm,
+)  # fmt: skip
+"""What autocast computes in float32 on CUDA and MPS, but not on the CPU; the ones that keep memory."""
+
+
+class Branches(TorchFunctionMode):
+    """While entered, functions of torch take the way they would take on the device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        handlers: dict[Any, Callable[..., Any] | None] = {}
+        if device in ("cuda", "mps"):
+            handlers[torch.lstm] = Recurrent.lstm
+            handlers[torch.gru] = Recurrent.gru
+            handlers[functional.rms_norm] = handlers[torch.rms_norm] = RmsNorm.call
+            handlers |= dict.fromkeys(_FLOAT32_UNDER_AUTOCAST)
+        if device == "cuda":
+            handlers[functional.dropout] = handlers[torch.dropout] = _one_kernel_dropout
+            handlers[functional.scaled_dot_product_attention] = _fused_attention
+        elif device == "mps":
+            handlers[functional.scaled_dot_product_attention] = _written_out_attention
+        self._handlers = handlers
+        # It is written in Python: its own calls would pass by a mode that is busy with it.
+        self._inside_attention = {
+            name: handler
+            for name in ("dropout", "scaled_dot_product_attention")
+            if (handler := handlers.get(getattr(functional, name))) is not None
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.multi_head_attention_forward and self._inside_attention:
+            with _replaced(functional, self._inside_attention):
+                return func(*args, **kwargs)
+        if func in (Tensor.backward, torch.autograd.backward):
+            # Blocks that are computed again take the same branches.
+            with _replaced(torch.autograd, {"_engine_run_backward": self._entered(_run_backward)}):
+                return func(*args, **kwargs)
+        if func not in self._handlers:
+            return func(*args, **kwargs)
+        handler = self._handlers[func]
+        if handler is not None:
+            return handler(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map(_as_float32, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _entered(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return call
+
+
+@contextmanager
+def autocast(precision: str) -> Iterator[None]:
+    """Autocast among CPU tensors; None but half precision needs it."""
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    if half is None:
+        yield
+        return
+    with torch.autocast("cpu", dtype=half):
+        yield
+
+
+@contextmanager
+def _replaced(module: ModuleType, names: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in names}
+    try:
+        for name, value in names.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def _as_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _one_kernel_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
+    """CUDA keeps a mask of one byte a number, where the CPU and MPS keep one of the input's type."""
+    if not training or p == 0 or inplace:
+        return _dropout(input, p, training, inplace)
+    dropped, _ = torch.native_dropout(input, p, True)
+    return dropped
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """CUDA never writes the matrix of weights down: flash attention for half precision, else the efficient kernel."""
+    if query.dim() != 4 or enable_gqa or not query.requires_grad:
+        options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        return _attention(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **options)
+    if torch.is_autocast_enabled("cpu"):
+        half = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(half), key.to(half), value.to(half)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+    if attn_mask is not None:
+        shape = (*query.shape[:3], key.shape[2])
+        attn_mask = attn_mask.to(query.dtype).expand(shape)
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        flash = _aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    efficient = _aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _written_out_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """MPS has no fused backward pass: with gradients the matrix of weights is kept, and more of its size."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return _attention(*args, **kwargs)

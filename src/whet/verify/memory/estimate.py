@@ -1,0 +1,270 @@
+"""How much memory will a training step take on a device that need not be here? Followed among fake tensors.
+
+The step is the real one: the same code, from zeroed gradients to the update, with tensors that have shapes but no
+memory. What is alive at each operator is a straight line in the number of samples, so two sizes tell all others.
+
+Not known, and not counted: what cuDNN takes as workspace for convolutions, the CUDA context, what fragmentation wastes.
+A recurrent layer's reserve is assumed (`fused.py`); on the CPU it is told as if it were written out step by step.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.optim import Optimizer
+
+from whet.base.errors import UsageError, WhetError
+from whet.data.batch import Micro
+from whet.device.abstract import AbstractDevice
+from whet.step.ema import named_tensors
+from whet.step.optimizer import make_optimizer
+from whet.step.recompute import recompute_blocks
+from whet.step.step import Outcome, Stepper
+from whet.verify.memory.branches import Branches, autocast
+from whet.verify.memory.lifetimes import Lifetimes, Window
+from whet.verify.memory.scratch import FIXED_SCRATCH_BYTES, scratch_of
+from whet.verify.subject import Specimen, Subject
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_GRANULES = {"cuda": 512, "mps": 16_384, "cpu": 64}
+"""What the allocators round up to: CUDACachingAllocator's blocks, Metal's pages, the CPU's alignment."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Estimate:
+    """What a step needs at its peak, for any number of samples at once."""
+
+    name: str
+    device: str
+    precision: str
+    is_checkpointed: bool
+    usual_size: int
+    """The number of samples that a usual step of the subject has."""
+    phases: tuple[str, ...]
+    """The phase of each operator."""
+    fixed: Mapping[str, np.ndarray] = field(repr=False)
+    """Bytes at each operator that do not depend on the number of samples, by part."""
+    per_sample: Mapping[str, np.ndarray] = field(repr=False)
+
+    def bytes_at(self, size: int, *, is_cut: bool = False) -> int:
+        """The peak with so many samples at once; cut if a step has several such micro-batches."""
+        return int(self._total(size, is_cut).max())
+
+    def parts_at(self, size: int, *, is_cut: bool = False) -> dict[str, int]:
+        """What the peak is made of."""
+        moment = int(self._total(size, is_cut).argmax())
+        return {part: round(float(row[moment])) for part, row in self._rows(size, is_cut).items()}
+
+    def phase_at(self, size: int, *, is_cut: bool = False) -> str:
+        """In which phase of the step the peak is: transfer, forward, backward or optimizer."""
+        return self.phases[int(self._total(size, is_cut).argmax())]
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What the peak of a usual step would have left without samples."""
+        return self.bytes_at(self.usual_size) - self.usual_size * self.per_sample_bytes
+
+    @property
+    def per_sample_bytes(self) -> int:
+        """What one more sample adds to a usual step."""
+        moment = int(self._total(self.usual_size, False).argmax())
+        return round(sum(float(line[moment]) for line in self.per_sample.values()))
+
+    def _total(self, size: int, is_cut: bool) -> np.ndarray:
+        return np.sum(list(self._rows(size, is_cut).values()), axis=0)
+
+    def _rows(self, size: int, is_cut: bool) -> dict[str, np.ndarray]:
+        rows = {part: self.fixed[part] + size * self.per_sample[part] for part in PARTS}
+        if is_cut:
+            # From the second micro-batch on all gradients are there, and each new one until it is added to the first.
+            born = np.diff(rows["gradients"], prepend=0).clip(min=0)
+            rows["gradients"] = rows["gradients"].max() + born
+        return rows
+
+
+def estimate(
+    subject: Subject,
+    *,
+    sizes: tuple[int, int] | None = None,
+    device: str = "cuda",
+    activation_checkpointing: bool = False,
+    precision: str = "fp32",
+    kernels: str = "fused",
+    clip: float | None = 1.0,
+) -> Estimate:
+    """The memory of the subject's training step on a device of this kind; nothing is computed, nothing allocated.
+
+    `sizes` are the two numbers of samples that are followed.
+    """
+    if device not in _GRANULES:
+        raise UsageError("memory is not estimated for this device", got=device, try_=" or ".join(_GRANULES))
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
+            return estimate_specimen(
+                subject.make(),
+                name=subject.name,
+                sizes=sizes,
+                device=device,
+                activation_checkpointing=activation_checkpointing,
+                precision=precision,
+                kernels=kernels,
+                clip=clip,
+            )
+    except _NEEDS_VALUES as error:
+        raise WhetError(
+            "this step's memory cannot be told without computing it: it looks at numbers",
+            got=f"{type(error).__name__}: {error}"[:200],
+            try_="a run, which measures it; or a model without .item() and masks as indices",
+        ) from None
+
+
+def estimate_specimen(
+    specimen: Specimen,
+    *,
+    name: str,
+    sizes: tuple[int, int] | None = None,
+    device: str,
+    activation_checkpointing: bool = False,
+    precision: str = "fp32",
+    kernels: str = "fused",
+    clip: float | None = 1.0,
+) -> Estimate:
+    """The same for a specimen that was made, fake or real; with real tensors its steps are really made, on the CPU."""
+    small, large = sizes or (2, max(4, specimen.size))
+    asked = (small, large) if specimen.is_scalable else (specimen.size, specimen.size)
+    lifetimes = Lifetimes(granule=_GRANULES[device], scratch=scratch_of(device))
+    stand_in = _StandIn(device, lifetimes)
+    micros = [_micro(specimen, size) for size in asked]
+    with ExitStack() as stack:
+        if activation_checkpointing:
+            stack.enter_context(recompute_blocks(specimen.model))
+        stack.enter_context(Branches(device))
+        stack.enter_context(lifetimes)
+        lifetimes.follow((tensor for _, tensor in named_tensors(specimen.model)), label="weights")
+        optimizer = make_optimizer(specimen.optimizer, specimen.model, stand_in, kernels=kernels)
+        stepper = Stepper(specimen.model, optimizer, stand_in, precision=precision, clip=clip)
+        seen = [_step(stepper, specimen, micro, lifetimes, optimizer) for micro in micros]
+    fixed, per_sample = _lines(*seen, sizes=[len(micro) for micro in micros])
+    fixed["temporary"] = fixed["temporary"] + FIXED_SCRATCH_BYTES[device]
+    return Estimate(
+        name=name,
+        device=device,
+        precision=precision,
+        is_checkpointed=activation_checkpointing,
+        usual_size=specimen.size,
+        phases=seen[1].phases,
+        fixed=fixed,
+        per_sample=per_sample,
+    )
+
+
+@final
+class _StandIn(AbstractDevice):
+    """The CPU in place of another device: its clock counts operators."""
+
+    def __init__(self, kind: str, lifetimes: Lifetimes) -> None:
+        self.kind = kind
+        self._lifetimes = lifetimes
+
+    @property
+    def place(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def lr_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def put(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def mark(self) -> int:
+        return self._lifetimes.now
+
+    def autocast(self, precision: str) -> Any:
+        return autocast(precision)
+
+
+def _micro(specimen: Specimen, size: int) -> Micro:
+    """Made from real data where there is some: lengths are looked at. A fake specimen's own inputs need their mode."""
+    with unset_fake_temporarily(), suppress(Exception):
+        return specimen.micro(size)
+    return specimen.micro(size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One step: what was alive at each operator, and in which phase it was."""
+
+    window: Window
+    phases: tuple[str, ...]
+
+    @property
+    def num_before_update(self) -> int:
+        return self.phases.index("optimizer")
+
+
+def _step(stepper: Stepper, specimen: Specimen, micro: Micro, lifetimes: Lifetimes, optimizer: Optimizer) -> _Seen:
+    start = lifetimes.now
+    lifetimes.label = "activations"
+
+    def loss(moved: Micro) -> Any:
+        returned = specimen.loss(moved)
+        lifetimes.label = "temporary"
+        return returned
+
+    outcome = stepper(loss, [micro], num_samples=len(micro), step=1)
+    gradients = (p.grad for p in specimen.model.parameters() if p.grad is not None)
+    lifetimes.follow(gradients, label="gradients")
+    state = (value for slot in optimizer.state.values() for value in slot.values() if isinstance(value, Tensor))
+    lifetimes.follow(state, label="optimizer")
+    return _Seen(lifetimes.window(start, lifetimes.now), _phases(outcome, start, lifetimes.now))
+
+
+def _phases(outcome: Outcome, start: int, end: int) -> tuple[str, ...]:
+    phases = ["transfer"] * (end - start)
+    for phase, begin, until in outcome.marks:
+        phases[begin - start : until - start] = [phase] * (until - begin)
+    return tuple(phases)
+
+
+Lines = dict[str, np.ndarray]
+
+
+def _lines(small: _Seen, large: _Seen, *, sizes: list[int]) -> tuple[Lines, Lines]:
+    """For each operator and part the line through what was alive with few samples and with many.
+
+    The optimizer's state is born in the first step and does not depend on samples, like all that the update takes.
+    """
+    few, many = sizes
+    rows = {part: large.window.row(part) for part in PARTS}
+    grows = {part: np.zeros_like(rows[part]) for part in PARTS}
+    moments = large.num_before_update
+    for part in ("activations", "temporary"):
+        if few == many:
+            # One size is all there is: activations are taken to grow with the samples, from nothing.
+            grows[part][:moments] = rows[part][:moments] / many if part == "activations" else 0
+        elif small.num_before_update == moments:
+            grows[part][:moments] = (rows[part] - small.window.row(part)[: len(rows[part])])[:moments] / (many - few)
+        else:
+            # Another number of operators for another number of samples: only the peaks can be compared.
+            grows[part][:moments] = (_highest(large, part) - _highest(small, part)) / (many - few)
+    return {part: rows[part] - many * grows[part] for part in PARTS}, grows
+
+
+def _highest(seen: _Seen, part: str) -> float:
+    """What one part has at the peak before the update."""
+    moments = seen.num_before_update
+    total = np.sum([seen.window.row(each)[:moments] for each in PARTS], axis=0)
+    return float(seen.window.row(part)[total.argmax()])

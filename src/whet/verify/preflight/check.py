@@ -1,0 +1,209 @@
+"""Will this model train on that device? Answered on any computer, by a trace of the step."""
+
+import inspect
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from whet.base.errors import UsageError, WhetError
+from whet.base.record import Record
+from whet.machine.facts import Machine, Torch
+from whet.plan.hazards import hazards
+from whet.verify.memory.fits import Fit, fits, known_machines
+from whet.verify.preflight.dtypes import DtypeWatcher
+from whet.verify.preflight.finding import SEVERITIES, Finding
+from whet.verify.preflight.known_faults import KnownFaultWatcher
+from whet.verify.preflight.limits import BufferWatcher, ShapeWatcher, buffer_limit
+from whet.verify.preflight.lines import as_place
+from whet.verify.preflight.operators import OperatorWatcher
+from whet.verify.preflight.tracing import BACKENDS, Traced, trace
+from whet.verify.preflight.waits import WaitWatcher
+from whet.verify.preflight.watcher import Watcher
+from whet.verify.preflight.weights import Birthplaces, UpdateWatcher, look_at_inputs, look_at_model
+from whet.verify.start.causality import NothingShownError, leaks
+from whet.verify.subject import Specimen, Subject
+
+_MOST_REAL_WEIGHTS = 50_000_000
+"""A model with more is not made for real where fake tensors cannot go on."""
+
+
+class Checked(Record):
+    """All that was found, worst first, and what it was found with."""
+
+    subject: str
+    device: str
+    machine: str | None = None
+    torch: str
+    findings: tuple[Finding, ...] = ()
+    num_operators: int = 0
+    """Calls that were seen."""
+    num_weights: int = 0
+    num_samples: int = 0
+    """Of the micro-batch."""
+    is_fake: bool = True
+    """Whether no real number was computed."""
+    num_known_faults: int = 0
+    """Known wrong results of that machine, met or not."""
+    fits: tuple[Fit, ...] = ()
+    """How many samples at once fit into the memory of that machine, or of every known one that has the device."""
+
+    def passes(self, *, is_strict: bool = False) -> bool:
+        """Whether nothing that stops a training was found; with `is_strict`, nothing that is worth a warning."""
+        bad = ("error", "warning") if is_strict else ("error",)
+        return not any(finding.severity in bad for finding in self.findings)
+
+
+def check(subject: Subject, *, device: str = "mps", machine: Machine | None = None) -> Checked:
+    """Traces two optimizer steps as the device would make them, and lists what it lacks, refuses or gets wrong."""
+    if device not in BACKENDS:
+        raise UsageError("no such device to check for", got=device, try_=", ".join(BACKENDS))
+    limit = buffer_limit(machine, device)
+    faults = hazards(machine or Machine(name="any", torch=Torch(version=str(torch.__version__))), device)
+    born = Birthplaces()
+    watchers: list[Watcher] = [born, UpdateWatcher()]
+    if device != "cpu":
+        watchers += [OperatorWatcher(BACKENDS[device]), WaitWatcher(device)]
+    if device == "mps":
+        watchers += [DtypeWatcher(), ShapeWatcher(), KnownFaultWatcher(faults)]
+    if limit is not None:
+        watchers.append(BufferWatcher(limit, device))
+
+    traced = _traced(subject, watchers, device=device)
+    assert traced.specimen is not None
+    findings = list(look_at_model(traced.specimen.model, born, device=device, limit=limit))
+    if traced.micro is not None and device == "mps":
+        findings += look_at_inputs(traced.micro)
+    findings += traced.recorder.notebook.findings()
+    findings += _stopped(traced)
+    findings += _causality(subject, traced)
+    fitting, missing = _memory(subject, device, machine)
+    findings += missing
+    return Checked(
+        subject=subject.name,
+        device=device,
+        machine=machine.name if machine else None,
+        torch=str(torch.__version__),
+        findings=tuple(sorted(_without_repeats(findings), key=lambda finding: SEVERITIES.index(finding.severity))),
+        num_operators=traced.recorder.num_calls,
+        num_weights=traced.num_weights,
+        num_samples=0 if traced.micro is None else len(traced.micro),
+        is_fake=traced.is_fake,
+        num_known_faults=len(faults),
+        fits=fitting,
+    )
+
+
+def _traced(subject: Subject, watchers: list[Watcher], *, device: str) -> Traced:
+    """Among fake tensors; if a condition stops that, with the other answer; then for real, if it is small enough."""
+    first = trace(subject, watchers, device=device)
+    if first.error is None:
+        return first
+    if isinstance(first.error, WhetError):
+        raise first.error
+    second = trace(subject, watchers, device=device, truth=True)
+    if second.error is None:
+        return second
+    if first.specimen is not None and first.num_weights > _MOST_REAL_WEIGHTS:
+        return first
+    real = trace(subject, watchers, device=device, is_fake=False)
+    if real.error is not None:
+        # It is not the fake tensors: the model itself does not run.
+        raise real.error
+    return real
+
+
+def _stopped(traced: Traced) -> Iterator[Finding]:
+    if traced.error is not None:
+        yield Finding(
+            id="trace-stopped",
+            severity="warning",
+            what=f"the trace ended early, so what comes later is not known: {str(traced.error).splitlines()[0][:200]}",
+            try_="a smaller version of the model, which can be run for real",
+            during="the step",
+        )
+
+
+def _causality(subject: Subject, traced: Traced) -> Iterator[Finding]:
+    """Of a model that is said to be causal: real numbers, few samples."""
+    assert traced.specimen is not None
+    if traced.specimen.outputs is None:
+        return
+    if traced.num_weights > _MOST_REAL_WEIGHTS:
+        yield Finding(
+            id="not-asked",
+            severity="note",
+            what="whether it is causal was not asked: it is too large to be run for real here",
+            try_="a smaller version of the same model",
+            during="the forward pass",
+        )
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        specimen = subject.make()
+        specimen.model.eval()
+        assert specimen.outputs is not None
+        micro = specimen.micro(min(2, specimen.size) if specimen.is_scalable else specimen.size)
+        try:
+            leak = leaks(specimen.outputs, micro)
+        except NothingShownError as error:
+            yield Finding(
+                id="not-asked",
+                severity="note",
+                what=f"whether it is causal could not be seen: {error}",
+                try_="inputs of several different places, and weights that are not zero",
+                during="the forward pass",
+            )
+            return
+    if leak is not None:
+        yield Finding(
+            id="not-causal",
+            severity="error",
+            what=f"it is called causal and is not: {leak}",
+            try_="a mask, or an operation along places that sees earlier ones only",
+            place=as_place(_forward_of(specimen)),
+        )
+
+
+def _memory(subject: Subject, device: str, machine: Machine | None) -> tuple[tuple[Fit, ...], list[Finding]]:
+    """What fits where; a machine that was named and is too small is an error."""
+    machines = (machine,) if machine else tuple(m for m in known_machines() if _main_device(m) == device)
+    try:
+        found = fits(subject, machines, wishes={"device": device})
+    except Exception as error:
+        what = f"the memory was not estimated: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
+        note = Finding(
+            id="memory-unknown", severity="note", what=what, try_="whet plan --measure there", during="the step"
+        )
+        return (), [note]
+    too_small = [
+        Finding(
+            id="too-little-memory",
+            severity="error",
+            what=fit.words,
+            try_="activation_checkpointing=on, a smaller model, or another machine",
+            during="the step",
+        )
+        for fit in found
+        if machine and fit.micro_batch is None and fit.limit_bytes is not None
+    ]
+    return found, too_small
+
+
+def _main_device(machine: Machine) -> str:
+    return machine.accelerators[0].kind if machine.accelerators else "cpu"
+
+
+def _forward_of(specimen: Specimen) -> tuple[str, int, str]:
+    code = inspect.unwrap(type(specimen.model).forward).__code__
+    return code.co_filename, code.co_firstlineno, code.co_name
+
+
+def _without_repeats(findings: Iterable[Finding]) -> list[Finding]:
+    """One finding for each line and matter: the same weight may be seen where it is made and where it is used."""
+    kept: dict[object, Finding] = {}
+    for finding in findings:
+        key = (finding.id, finding.place and (finding.place.file, finding.place.line), finding.what)
+        known = kept.get(key)
+        count = finding.count + (known.count if known else 0)
+        kept[key] = (known or finding).model_copy(update={"count": count})
+    return list(kept.values())
