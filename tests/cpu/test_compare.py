@@ -32,8 +32,8 @@ from whet.verify.parity.references import FORMULAS
 from whet.verify.parity.replay import Layout
 from whet.verify.parity.reproducer import MARK, _memory
 from whet.verify.parity.training import Compared, compare_training
-from whet.verify.parity.without_dropout import without_dropout
 from whet.verify.subject import Specimen, Subject
+from whet.verify.without_dropout import without_dropout
 
 WRONG_KERNELS = Path(__file__).parent / "wrong_kernels.py"
 
@@ -112,6 +112,25 @@ def test_dropout_is_off_in_all_its_disguises_and_back_afterwards() -> None:
     assert not torch.equal(drawn(1), drawn(2))
     assert all(module.training for module in model.modules())
     assert (model[0].attention.dropout, model[0].recurrent.dropout) == (0.5, 0.5)
+
+
+class StochasticDepth(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand(()).round() if self.training else x
+
+
+def test_quiet_modules_draw_nothing_and_batchnorm_trains() -> None:
+    model, x = nn.Sequential(Functional(), StochasticDepth(), nn.BatchNorm1d(5)), torch.randn(3, 5, 8)
+    before = torch.get_rng_state()
+    with without_dropout(model, is_quiet=True):
+        assert not model[1].training
+        assert model[2].training
+        model(x)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(module.training for module in model.modules())
+    with without_dropout(model):
+        model(x)
+    assert not torch.equal(torch.get_rng_state(), before), "only quiet modules draw nothing"
 
 
 def test_a_model_at_hand_stays_as_it_is() -> None:

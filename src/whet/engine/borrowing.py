@@ -8,31 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from whet.step.buffers import Buffers
 from whet.step.optimizer import OptimizerChoice
+from whet.verify.untouched import as_before
 
 
 @contextmanager
 def borrowed(model: nn.Module, optimizer: Optimizer | OptimizerChoice) -> Iterator[None]:
     """Whatever happens to them inside, model and optimizer are afterwards as they were."""
-    places = {name: parameter.device for name, parameter in model.named_parameters()}
-    weights = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = Buffers(model)
     kept = _optimizer_state(optimizer) if isinstance(optimizer, Optimizer) else None
-    try:
-        yield
-    finally:
-        model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.data = parameter.data.to(places[name])
-                parameter.data.copy_(weights[name])
-        buffers.put_back()
-        for module, mode in modes:
-            module.training = mode
-        if kept is not None and isinstance(optimizer, Optimizer):
-            _put_back_optimizer(optimizer, kept)
+    with as_before(model):
+        try:
+            yield
+        finally:
+            if kept is not None and isinstance(optimizer, Optimizer):
+                _put_back_optimizer(optimizer, kept)
 
 
 def _optimizer_state(optimizer: Optimizer) -> tuple[dict[Tensor, dict[str, Any]], list[dict[str, Any]]]:

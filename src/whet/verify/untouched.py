@@ -17,42 +17,38 @@ _NOISE = 0.02
 
 @contextmanager
 def untouched(model: nn.Module, device: AbstractDevice) -> Iterator[None]:
-    """Weights, gradients, buffers, modes and generators are as before afterwards, whatever happens inside.
+    """The model and every generator are as before afterwards; inside, what is compiled runs as it is written.
 
-    Inside no parameter has a gradient. What a loss keeps in Python objects of its own is not put back.
+    What a loss keeps in Python objects of its own is not put back.
     """
-    kept = [(p, p.data, p.detach().to("cpu", copy=True), p.grad) for p in model.parameters()]
+    with as_before(model), undisturbed(device), _uncompiled():
+        yield
+
+
+@contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Weights, gradients, buffers and modes are as before afterwards, whatever happens inside, and wherever.
+
+    Inside no parameter has a gradient.
+    """
+    kept = [(p, p.device, p.detach().to("cpu", copy=True), p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
-    dropouts = [(module, module.dropout) for module in model.modules() if isinstance(module, nn.RNNBase)]
     buffers = Buffers(model)
     try:
         for parameter, *_ in kept:
             parameter.grad = None
-        with undisturbed(device), _uncompiled():
-            yield
+        yield
     finally:
-        for parameter, memory, values, gradient in kept:
-            parameter.data = memory
+        for parameter, place, values, gradient in kept:
+            memory = parameter.data.to(place, values.dtype)
             if not torch.equal(memory.cpu(), values):
                 memory.copy_(values)
+            parameter.grad = None
+            parameter.data = memory
             parameter.grad = gradient
         buffers.put_back()
         for module, mode in modes:
             module.training = mode
-        for module, dropout in dropouts:
-            module.dropout = dropout
-
-
-def without_dropout(model: nn.Module) -> None:
-    """Eval mode, but for layers that compute otherwise in training and draw nothing: they train as they will."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    for module in training:
-        if isinstance(module, nn.RNNBase):
-            # cuDNN has no backward pass for one in eval mode.
-            module.dropout = 0.0
-        if isinstance(module, nn.RNNBase | nn.modules.batchnorm._BatchNorm):
-            module.training = True
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from whet.device.abstract import AbstractDevice
 from whet.device.cpu import Cpu
 from whet.step.optimizer import make_optimizer
 from whet.step.step import Outcome, Stepper
-from whet.verify.parity.without_dropout import without_dropout
 from whet.verify.subject import Specimen, Subject
+from whet.verify.without_dropout import without_dropout
 
 _SEED = 0
 _MANY = 32

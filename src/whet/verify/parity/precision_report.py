@@ -1,20 +1,17 @@
 """Is a lower precision good enough for a model? Its loss and gradients there, against float32 on the same device."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from whet.base.errors import UsageError
 from whet.base.record import Record
-from whet.checkpoint.randomness import undisturbed
 from whet.data.batch import Micro
 from whet.device.abstract import AbstractDevice
 from whet.step.loss import LossFunction, at_least_tiny, split_loss
 from whet.verify.agreement import Error, error_of, errors_by_name
-from whet.verify.parity.without_dropout import without_dropout
+from whet.verify.untouched import untouched
+from whet.verify.without_dropout import without_dropout
 
 LOSS_BOUNDS = {"bf16": 2e-2, "fp16": 5e-3, "tf32": 5e-3}
 GRADIENT_BOUNDS = {"bf16": 2e-1, "fp16": 1e-1, "tf32": 1e-1}
@@ -52,18 +49,10 @@ def precision_agreement(
     """
     if precision not in GRADIENT_BOUNDS:
         raise UsageError("no such precision to compare", got=precision, try_=" or ".join(GRADIENT_BOUNDS))
-    with ExitStack() as stack:
-        stack.enter_context(undisturbed(device))
-        stack.enter_context(device.keeping_precision())
-        stack.enter_context(_untouched(model))
-        stack.enter_context(without_dropout(model))
-        moved = micro.moved(device.put)
+    moved = micro.moved(device.put)
+    with untouched(model, device):
         expected_loss, expected = _pass(model, loss, moved, device, "fp32")
-    with ExitStack() as stack:
-        stack.enter_context(undisturbed(device))
-        stack.enter_context(device.keeping_precision())
-        stack.enter_context(_untouched(model))
-        stack.enter_context(without_dropout(model))
+    with untouched(model, device):
         found_loss, found = _pass(model, loss, moved, device, precision)
     errors = errors_by_name(found, expected)
     worst = max(errors, key=lambda name: errors[name], default=None)
@@ -85,36 +74,17 @@ def precision_agreement(
 def _pass(
     model: nn.Module, loss: LossFunction, micro: Micro, device: AbstractDevice, precision: str
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and every gradient, on the CPU."""
-    device.use_precision(precision)
-    with device.computing(), device.autocast(precision):
-        total, weight = split_loss(loss(micro))
-    total = total if weight is None else total / at_least_tiny(weight)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for scale in _SCALES if precision == "fp16" else (1.0,):
-        gradients = torch.autograd.grad(total * scale, list(named.values()), retain_graph=True, allow_unused=True)
-        found = {n: g.detach().cpu() / scale for n, g in zip(named, gradients, strict=True) if g is not None}
-        if all(bool(gradient.isfinite().all()) for gradient in found.values()):
-            break
-    return total.detach().cpu(), found
-
-
-@contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
-    """In training mode inside; afterwards modes, buffers and their values are as before."""
-    modes = [(module, module.training) for module in model.modules()]
-    kept = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    """The loss and every gradient, on the CPU, in training mode and without dropout. Only inside `untouched`."""
     model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-        for module, name, buffer, was in kept:
-            module._buffers[name] = buffer
-            buffer.copy_(was)
+    with device.keeping_precision(), without_dropout(model):
+        device.use_precision(precision)
+        with device.computing(), device.autocast(precision):
+            total, weight = split_loss(loss(micro))
+        total = total if weight is None else total / at_least_tiny(weight)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for scale in _SCALES if precision == "fp16" else (1.0,):
+            gradients = torch.autograd.grad(total * scale, list(named.values()), retain_graph=True, allow_unused=True)
+            found = {n: g.detach().cpu() / scale for n, g in zip(named, gradients, strict=True) if g is not None}
+            if all(bool(gradient.isfinite().all()) for gradient in found.values()):
+                break
+    return total.detach().cpu(), found

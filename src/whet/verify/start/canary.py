@@ -12,7 +12,8 @@ from whet.device.abstract import HALF_TYPES, AbstractDevice
 from whet.device.cpu import Cpu
 from whet.step.loss import LossFunction, at_least_tiny, split_loss
 from whet.verify.agreement import bound_of, error_of, errors_by_name
-from whet.verify.untouched import as_type, in_memory_of, without_dropout
+from whet.verify.untouched import as_type, in_memory_of
+from whet.verify.without_dropout import without_dropout
 
 MOST_SAMPLES = 8
 _MOST_OPERATIONS = 4e10
@@ -81,10 +82,9 @@ def number_format(model: nn.Module, precision: str) -> str:
 
 def compute(model: nn.Module, device: AbstractDevice, loss: LossFunction, micro: Micro, *, precision: str) -> Found:
     """The loss and every gradient of a micro-batch, without dropout. Only inside `untouched`."""
-    without_dropout(model)
     scale = _SCALE if precision == "fp16" else 1.0
     try:
-        with device.computing(), torch.enable_grad():
+        with without_dropout(model, is_quiet=True), device.computing(), torch.enable_grad():
             with device.autocast(precision):
                 total, weight = split_loss(loss(micro.moved(device.put)))
             mean = total if weight is None else total / at_least_tiny(weight)
