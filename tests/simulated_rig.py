@@ -46,6 +46,7 @@ class SimulatedPrepared:
 
     def step(self, index: int) -> float:
         assert not self.is_closed, "a step after the end"
+        self.rig._recover()
         return self.rig.make_step(self.settings, index)
 
     def peak_bytes(self) -> int | None:
@@ -70,6 +71,8 @@ class SimulatedRig:
     agreement_seconds: float = 0.1
     failure: Callable[[Plan], FailureKind | None] = lambda _plan: None
     """How preparing ends badly; a "timeout" takes all the seconds it was given."""
+    recovery_seconds: float = 0.0
+    """Added when something is prepared or stepped after a failure, as where a process must be started again."""
     batch_spread: float = 0.2
     seed: int = 0
     now: float = 0.0
@@ -80,6 +83,7 @@ class SimulatedRig:
 
     def __post_init__(self) -> None:
         self._draw = random.Random(self.seed)
+        self._is_down = False
         self._plans: dict[object, Plan] = {}
         self._batches = [math.exp(self._draw.gauss(0, self.batch_spread)) for _ in range(997)]
 
@@ -91,6 +95,11 @@ class SimulatedRig:
 
     def clock(self) -> float:
         return self.now
+
+    def _recover(self) -> None:
+        if self._is_down:
+            self._is_down = False
+            self.now += self.recovery_seconds
 
     def predicted_bytes(self, settings: Settings) -> int | None:
         return self.predicted(self.planned(settings))
@@ -104,6 +113,7 @@ class SimulatedRig:
         return Agreement(agrees=agrees, loss_error=0.001 if agrees else 0.4, gradient_error=0.002, bound=0.02)
 
     def prepare(self, settings: Settings, *, seconds: float) -> SimulatedPrepared:
+        self._recover()
         plan, began = self.planned(settings), self.now
         self.prepared.append(dict(settings))
         kind, now = self.failure(plan), self.now
@@ -111,9 +121,11 @@ class SimulatedRig:
         self.now = now
         if kind == "timeout" or self.preparation(plan) + step > seconds:
             self.now += seconds
+            self._is_down = True
             raise ProbeFailedError(f"no answer within {seconds:.1f} s", kind="timeout")
         if kind is not None:
             self.now += min(seconds, self.preparation(plan))
+            self._is_down = True
             raise ProbeFailedError("simulated", kind=kind)
         self.now += self.preparation(plan) + step
         self.alive += 1
@@ -133,7 +145,7 @@ GRID: dict[str, list] = {
     "precision": ["fp32", "bf16"],
     "micro_batch": [1, 2, 4, 8, 16, 32],
     "lengths": ["packed", "sorted", "few shapes", "fixed"],
-    "optimizer_kernels": ["fused", "loop"],
+    "optimizer_kernels": ["fused", "foreach", "loop"],
     "compile": ["off", "on"],
 }
 

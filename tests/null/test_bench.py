@@ -6,8 +6,8 @@ import random
 import xml.etree.ElementTree as ET
 
 import pytest
+from simulated_bench import GB, WORKLOAD, SimulatedRig
 
-from simulated_rig import GB, WORKLOAD, SimulatedRig
 from whet.base.errors import UsageError, WhetError
 from whet.machine.facts import Conditions
 from whet.machine.known import load_machine

@@ -73,7 +73,7 @@ def regret(seed: int, noise) -> float:
     return seconds(planned(PLAN, found.settings)) / best - 1
 
 
-def test_the_best_of_384_cells_is_found_within_5_percent_on_simulated_machines(tell: Tell) -> None:
+def test_the_best_of_576_cells_is_found_within_5_percent_on_simulated_machines(tell: Tell) -> None:
     regrets = [regret(seed, gaussian(0.01)) for seed in range(25)]
     tell(f"25 landscapes of 384 cells: regret {max(regrets):.1%} at most")
     assert max(regrets) <= 0.05
@@ -117,7 +117,7 @@ def test_a_simulated_gain_that_does_not_last_is_given_up_again() -> None:
 
     rig.make_step = fading
     found = search(PLAN, rig, budget_seconds=60)
-    assert of(found, "optimizer_kernels")[0] == "faster"
+    assert "faster" in of(found, "optimizer_kernels")
     assert (found.settings, found.gain) == ({}, None)
     assert found.trials[-1].setting == "plan"
     assert found.measured["optimizer_kernels"].value == "fused"
@@ -296,6 +296,22 @@ def test_simulated_bf16_on_a_cpu_without_it_is_cut_off_with_its_factor() -> None
     assert found.measured["precision"].value == "fp32"
     assert "60x slower in its first step, stopped" in found.measured["precision"].reason
     assert found.spent_seconds < 20
+
+
+def test_a_simulated_gain_is_kept_when_the_last_probe_has_to_be_stopped() -> None:
+    """Stopping one ends the process that all others were ready in; making the best ready again takes time too."""
+    rig = SimulatedRig(
+        PLAN,
+        lambda plan: 0.05 if plan.value("threads") == 1 else 0.4,
+        preparation=lambda plan: 1000.0 if plan.value("compile") == "on" else 0.5,
+        recovery_seconds=6.0,
+        noise=gaussian(0.02),
+    )
+    found = search(PLAN, rig, budget_seconds=40)
+    assert of(found, "compile") == ["cut off"]
+    assert found.settings["threads"] == 1
+    assert found.gain is not None
+    assert found.spent_seconds <= 1.1 * 40
 
 
 def test_a_simulated_compile_must_earn_its_time_back_in_this_run() -> None:

@@ -96,6 +96,9 @@ class StepRig:
 
     # --- what a search asks ------------------------------------------------------------------------------------------
 
+    recovery_seconds = 0.0
+    """Nothing is stopped in this process."""
+
     def clock(self) -> float:
         return time.perf_counter()
 

@@ -41,15 +41,23 @@ class RemoteRig:
         self.life = 0
         """How many processes have ended: what was prepared in one is gone with it."""
         self._numbers = 0
+        self._start_seconds = 0.0
         self.ends_at: float | None = None
         """On the clock: nothing is waited for any longer."""
 
     def __enter__(self) -> Self:
+        start = self.clock()
         self.plan: Plan = self._start(START_SECONDS)
+        self._start_seconds = self.clock() - start
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end()
+
+    @property
+    def recovery_seconds(self) -> float:
+        """A new process, which loads torch and the data again."""
+        return self._start_seconds
 
     def clock(self) -> float:
         return time.perf_counter()

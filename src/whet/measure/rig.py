@@ -60,6 +60,10 @@ class Prepared(Protocol):
 class Rig(Protocol):
     """One workload on one machine."""
 
+    @property
+    def recovery_seconds(self) -> float:
+        """What a probe that had to be stopped costs besides its own time, before anything can be prepared again."""
+
     def clock(self) -> float:
         """Seconds since some instant; everything a rig does takes time on this clock."""
 

@@ -119,7 +119,8 @@ def _take_on(state: _State, candidate: Candidate) -> None:
     if refused is not None:
         state.trials.append(refused)
         return
-    left = state.until - bench.rig.clock()
+    # Should it have to be stopped, what is best so far must be made ready again before the last duel.
+    left = state.until - bench.rig.clock() - _recovery(state)
     base = state.base.prepared
     if left < base.preparation_seconds + 6 * best.prepared.step_seconds:
         state.out_of_time.append(candidate)
@@ -138,6 +139,11 @@ def _take_on(state: _State, candidate: Candidate) -> None:
     state.beaten[frozenset((name, best.plan.value(name)) for name in candidate.changes)] = 1 / speedup
     best.prepared.close()
     state.best = winner
+
+
+def _recovery(state: _State) -> float:
+    seconds = state.bench.rig.recovery_seconds
+    return seconds + state.best.prepared.preparation_seconds if seconds else 0.0
 
 
 def _confirm(state: _State) -> Found:
