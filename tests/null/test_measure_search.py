@@ -75,7 +75,7 @@ def regret(seed: int, noise) -> float:
 
 def test_the_best_of_576_cells_is_found_within_5_percent_on_simulated_machines(tell: Tell) -> None:
     regrets = [regret(seed, gaussian(0.01)) for seed in range(25)]
-    tell(f"25 landscapes of 384 cells: regret {max(regrets):.1%} at most")
+    tell(f"25 landscapes of 576 cells: regret {max(regrets):.1%} at most")
     assert max(regrets) <= 0.05
 
 

@@ -18,8 +18,8 @@ from whet.plan.trial import Trial
 from whet.plan.words import show_value
 
 _PASSES = 3
-_NEAR = 0.85
-"""What was slower than this is not tried again when other settings have changed."""
+_NEAR, _FAR = 0.85, 0.6
+"""What was slower than this is not tried again when others have changed: at first, and once all else was tried."""
 _HOPEFUL = 0.5
 """What was slower than this is not tried together with another change."""
 _FLAT = 0.97
@@ -67,6 +67,7 @@ class _State:
     beaten: dict[frozenset[tuple[str, Scalar]], float] = field(default_factory=dict)
     """How the changes that lost compared with what won, at the last time."""
     out_of_time: list[Candidate] = field(default_factory=list)
+    near: float = _NEAR
 
     @property
     def reserve(self) -> float:
@@ -82,13 +83,14 @@ class _State:
 
 
 def _climb(state: _State) -> None:
-    for _ in range(_PASSES):
-        before = state.best
-        for about in ORDER:
-            while (candidate := next(_open(state, about), None)) is not None:
-                _take_on(state, candidate)
-        if state.best is before:
-            return
+    for state.near in (_NEAR, _FAR):
+        for _ in range(_PASSES):
+            before = state.best
+            for about in ORDER:
+                while (candidate := next(_open(state, about), None)) is not None:
+                    _take_on(state, candidate)
+            if state.best is before:
+                break
 
 
 def _open(state: _State, about: str) -> Iterator[Candidate]:
@@ -103,9 +105,9 @@ def _may_win(state: _State, candidate: Candidate) -> bool:
     """Not what lost by far, nor what lies beyond a micro-batch that lost."""
     alone = state.beaten.get(frozenset([(candidate.setting, candidate.value)]), 1.0)
     if len(candidate.changes) > 1:
-        return alone >= _HOPEFUL and state.beaten.get(frozenset(candidate.changes.items()), 1.0) >= _NEAR
+        return alone >= _HOPEFUL and state.beaten.get(frozenset(candidate.changes.items()), 1.0) >= state.near
     if candidate.setting != "micro_batch":
-        return alone >= _NEAR
+        return alone >= state.near
     wanted, best = candidate.value, micro_batch(state.best.plan)
     assert isinstance(wanted, int)
     between = range(min(wanted, best) + 1, max(wanted, best))
