@@ -11,6 +11,7 @@ import torch
 import flawed_models
 import sound_models
 from places import ROOT, Run
+from whet.base.errors import UsageError
 from whet.recipes.checking import check
 from whet.verify.preflight.check import Checked
 from whet.verify.preflight.finding import Finding
@@ -157,7 +158,12 @@ def test_a_large_model_is_traced_without_memory() -> None:
 
 
 def test_a_causal_model_is_causal() -> None:
-    assert not check(sound_models.causal_gpt, is_causal=True).findings
+    found = check(sound_models.causal_gpt, is_causal=True)
+    assert not found.findings
+    assert found.is_causal
+    assert any(line.startswith("causal    yes") for line in check_lines(found))
+    assert checked("mlp_mixer").is_causal is False
+    assert check(sound_models.causal_gpt).is_causal is None
 
 
 def test_torchs_generator_is_left_alone() -> None:
@@ -207,6 +213,24 @@ def test_forms_are_escaped() -> None:
     other = found.model_copy(update={"findings": (odd,)})
     assert "100 %25%0Aof it" in github_lines(other)[0]
     assert as_sarif(other)["runs"][0]["results"][0]["message"]["text"].startswith("100 %\nof it")
+
+
+def test_every_sarif_result_has_a_place() -> None:
+    found = checked("item_in_the_loop")
+    homeless = found.findings[0].model_copy(update={"place": None, "during": "the step"})
+    (result,) = as_sarif(found.model_copy(update={"findings": (homeless,)}))["runs"][0]["results"]
+    place = result["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"].endswith(".py")
+    assert place["region"]["startLine"] > 0
+
+
+def test_what_makes_no_sense_is_refused(whet: Run) -> None:
+    done = whet("check", "text", "--for", "mps", "--machine", "h200")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: that machine has no such device")
+    with pytest.raises(UsageError, match="what its model predicts"):
+        check("text", is_causal=True)
+    with pytest.raises(UsageError, match="makes the model itself"):
+        check(torch.nn.Linear(2, 2))
 
 
 def test_the_text_recipe_is_sound(whet: Run) -> None:

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from whet.base.errors import UsageError
 from whet.machine.facts import Machine
 from whet.machine.known import load_machine
 from whet.recipes.subject import load_subject
@@ -26,7 +27,21 @@ def check(
 
     `what` is a word as for `whet check`, or a function that returns (model, inputs) or (model, inputs, loss).
     """
+    from torch import nn
+
+    if isinstance(what, nn.Module):
+        raise UsageError(
+            "a check makes the model itself, among fake tensors",
+            got=f"a {type(what).__name__} that is made already",
+            try_="a function that returns (model, inputs) or (model, inputs, loss)",
+        )
     known = load_machine(machine) if isinstance(machine, str) else machine
+    if known and device not in (None, "cpu", *(chip.kind for chip in known.accelerators)):
+        raise UsageError(
+            "that machine has no such device",
+            got=f"--for {device} --machine {known.name}",
+            try_=f"--for {_device_of(known)}, or another machine",
+        )
     if isinstance(what, str):
         subject = load_subject(what, words, file=config, is_causal=is_causal)
     else:

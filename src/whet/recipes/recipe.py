@@ -76,9 +76,7 @@ def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callab
         module = _import_module(place)
     else:
         meant = nearest(word, BUILT_IN)
-        hint = (
-            f"did you mean {meant!r}?" if meant else "a recipe (" + ", ".join(BUILT_IN) + "), a file.py or a run folder"
-        )
+        hint = f"did you mean {meant!r}?" if meant else "a recipe (" + ", ".join(BUILT_IN) + ") or a file.py"
         raise UsageError("no such recipe", got=word, try_=hint)
     names = (factory,) if factory else default
     found = next((made for name in names if callable(made := getattr(module, name, None))), None)

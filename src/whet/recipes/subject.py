@@ -20,7 +20,14 @@ def load_subject(word: str, words: Sequence[str] = (), *, file: Path | None = No
     """The recipe, or the model, behind a word; `words` are a recipe's settings."""
     factory = load_factory(word, default=("recipe", "model"))
     if _gives_recipe(factory):
-        return _of_recipe(as_recipe(factory(), word), words, file=file)
+        recipe = as_recipe(factory(), word)
+        if is_causal and not hasattr(recipe, "outputs"):
+            raise UsageError(
+                "this recipe does not say what its model predicts",
+                got=f"{word} and --causal",
+                try_="a method outputs(self, model, micro) in the recipe; then it is asked without --causal",
+            )
+        return _of_recipe(recipe, words, file=file)
     if words or file:
         raise UsageError("only a recipe has settings", got=" ".join(words) or str(file), try_=f"{word} alone")
     return Subject(name=word, make=partial(_of_factory, factory, word, is_causal=is_causal))

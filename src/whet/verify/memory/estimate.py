@@ -124,7 +124,7 @@ def estimate(
             )
     except _NEEDS_VALUES as error:
         raise WhetError(
-            "this step's memory cannot be told without computing it: it looks at numbers",
+            "the step looks at numbers, so its memory cannot be told without computing it",
             got=f"{type(error).__name__}: {error}"[:200],
             try_="a run, which measures it; or a model without .item() and masks as indices",
         ) from None

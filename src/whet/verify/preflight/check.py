@@ -11,7 +11,7 @@ from whet.machine.facts import Machine, Torch
 from whet.plan.hazards import hazards
 from whet.verify.memory.fits import Fit, fits, known_machines
 from whet.verify.preflight.dtypes import DtypeWatcher
-from whet.verify.preflight.finding import SEVERITIES, Finding
+from whet.verify.preflight.finding import SEVERITIES, Finding, Place
 from whet.verify.preflight.known_faults import KnownFaultWatcher
 from whet.verify.preflight.limits import BufferWatcher, ShapeWatcher, buffer_limit
 from whet.verify.preflight.lines import as_place
@@ -40,6 +40,10 @@ class Checked(Record):
     num_weights: int = 0
     num_samples: int = 0
     """Of the micro-batch."""
+    is_causal: bool | None = None
+    """Of a model that is said to be: whether it is; None where that was not asked, or could not be seen."""
+    model_at: Place | None = None
+    """Where its forward pass is written."""
     is_fake: bool = True
     """Whether no real number was computed."""
     num_known_faults: int = 0
@@ -75,7 +79,8 @@ def check(subject: Subject, *, device: str = "mps", machine: Machine | None = No
         findings += look_at_inputs(traced.micro)
     findings += traced.recorder.notebook.findings()
     findings += _stopped(traced)
-    findings += _causality(subject, traced)
+    about_causality = list(_causality(subject, traced))
+    findings += about_causality
     fitting, missing = _memory(subject, device, machine)
     findings += missing
     return Checked(
@@ -87,6 +92,8 @@ def check(subject: Subject, *, device: str = "mps", machine: Machine | None = No
         num_operators=traced.recorder.num_calls,
         num_weights=traced.num_weights,
         num_samples=0 if traced.micro is None else len(traced.micro),
+        is_causal=_is_causal(traced.specimen, about_causality),
+        model_at=_model_at(traced.specimen),
         is_fake=traced.is_fake,
         num_known_faults=len(faults),
         fits=fitting,
@@ -160,8 +167,14 @@ def _causality(subject: Subject, traced: Traced) -> Iterator[Finding]:
             severity="error",
             what=f"it is called causal and is not: {leak}",
             try_="a mask, or an operation along places that sees earlier ones only",
-            place=as_place(_forward_of(specimen)),
+            place=_model_at(specimen),
         )
+
+
+def _is_causal(specimen: Specimen, findings: list[Finding]) -> bool | None:
+    if specimen.outputs is None or any(finding.id == "not-asked" for finding in findings):
+        return None
+    return not findings
 
 
 def _memory(subject: Subject, device: str, machine: Machine | None) -> tuple[tuple[Fit, ...], list[Finding]]:
@@ -172,7 +185,7 @@ def _memory(subject: Subject, device: str, machine: Machine | None) -> tuple[tup
     except Exception as error:
         what = f"the memory was not estimated: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
         note = Finding(
-            id="memory-unknown", severity="note", what=what, try_="whet plan --measure there", during="the step"
+            id="memory-unknown", severity="note", what=what, try_="a real step on that machine", during="the step"
         )
         return (), [note]
     too_small = [
@@ -193,9 +206,10 @@ def _main_device(machine: Machine) -> str:
     return machine.accelerators[0].kind if machine.accelerators else "cpu"
 
 
-def _forward_of(specimen: Specimen) -> tuple[str, int, str]:
-    code = inspect.unwrap(type(specimen.model).forward).__code__
-    return code.co_filename, code.co_firstlineno, code.co_name
+def _model_at(specimen: Specimen) -> Place | None:
+    """The line of its forward pass; None where that is not a function of Python."""
+    code = getattr(inspect.unwrap(type(specimen.model).forward), "__code__", None)
+    return as_place((code.co_filename, code.co_firstlineno, code.co_name)) if code else None
 
 
 def _without_repeats(findings: Iterable[Finding]) -> list[Finding]:

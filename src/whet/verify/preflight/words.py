@@ -24,6 +24,8 @@ def check_lines(checked: Checked) -> list[str]:
     ]
     for finding in checked.findings:
         lines += ["", f"{finding.severity:<9} {finding.what}", *_details(finding)]
+    if checked.is_causal:
+        lines += ["", "causal    yes: other tokens moved no output before them (real numbers, a few samples)"]
     if checked.fits:
         lines += ["", *(f"{'memory' if not number else '':<9} {fit.words}" for number, fit in enumerate(checked.fits))]
     lines += ["", f"found     {_counts(checked)}"]
@@ -89,20 +91,21 @@ def as_sarif(checked: Checked) -> dict[str, Any]:
                         "rules": [{"id": id_, "help": {"text": f"see {_PAGE}"}} for id_ in ids],
                     }
                 },
-                "results": [_as_result(finding, ids.index(finding.id)) for finding in checked.findings],
+                "results": [_as_result(finding, checked, ids.index(finding.id)) for finding in checked.findings],
             }
         ],
     }
 
 
-def _as_result(finding: Finding, index: int) -> dict[str, Any]:
+def _as_result(finding: Finding, checked: Checked, index: int) -> dict[str, Any]:
     result: dict[str, Any] = {
         "ruleId": finding.id,
         "ruleIndex": index,
         "level": finding.severity,
         "message": {"text": f"{finding.what}; try: {finding.try_}"},
     }
-    place = finding.place
+    # A code host refuses the whole file if one result has no place.
+    place = finding.place or checked.model_at
     if place is not None:
         path = Path(place.file)
         region: dict[str, Any] = {"startLine": place.line}
