@@ -18,6 +18,7 @@ import whet
 from places import Run
 from small_models import TokenModel, convnet, images, ragged_tokens
 from whet.base.errors import UsageError
+from whet.cli.compare import _lines as comparison_lines
 from whet.data.batch import Micro
 from whet.device.abstract import AbstractDevice
 from whet.device.cpu import Cpu
@@ -156,6 +157,7 @@ def test_a_model_that_does_not_run_in_float64_says_so() -> None:
     assert found.reference == "cpu float32"
     assert found.rows == ()
     assert "does not run in float64" in found.notes[0]
+    assert "compared with nothing" in comparison_lines(found)[-1]
 
 
 def test_complex_buffers_stay_complex_in_float64() -> None:

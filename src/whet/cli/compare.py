@@ -85,7 +85,7 @@ def _lines(found: "Comparison") -> list[str]:
     is_alone = found.device == "cpu"
     left = "float32 on the CPU" if is_alone else found.device + (" (SIMULATED)" if found.is_virtual else "")
     lines = [f"{found.name}: {left} against {reference}, {found.size} samples, dropout off"]
-    if is_alone:
+    if is_alone and found.rows:
         lines.append("no other device is compared: the CPU's rounding is; --devices cpu,mps or cpu,cuda compares one")
     lines += ["", screen.table(("what", "error", "bound", "verdict"), _rows(found)), ""]
     lines += [f"note: {note}" for note in found.notes]
@@ -99,7 +99,10 @@ def _lines(found: "Comparison") -> list[str]:
             lines.append(f"reproduce: python {located.reproducer}")
     elif located is not None:
         lines.append(f"no single operator is wrong: {located.num_judged} were replayed on the CPU")
-    lines.append("everything agrees" if found.agrees else "something differs")
+    if found.agrees and not found.rows:
+        lines.append("nothing disagrees, but float32 itself was compared with nothing: no other device, no float64")
+    else:
+        lines.append("everything agrees" if found.agrees else "something differs")
     return lines
 
 
