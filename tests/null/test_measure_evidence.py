@@ -210,6 +210,27 @@ def test_reasons_name_each_loser_in_a_few_words() -> None:
     assert measured_settings(plan, trials[:1])["micro_batch"].reason == trials[0].words
 
 
+def test_a_reason_and_its_evidence_tell_of_the_same_trial() -> None:
+    from whet.machine.known import load_machine
+    from whet.plan.plan import make_plan
+    from whet.recipes.text.config import TextConfig, describe
+
+    plan = make_plan(load_machine("linux-2core"), describe(TextConfig()))
+    trials = [
+        Trial(
+            setting="precision",
+            settings={"precision": "bf16", "micro_batch": size},
+            verdict="no gain",
+            words=f"slower at {size}",
+            repeats=3,
+            speedup=speedup,
+        )
+        for size, speedup in [(32, 0.6), (16, 0.7), (8, 0.5)]
+    ]
+    found = measured_settings(plan, trials)["precision"]
+    assert (found.reason, found.evidence["speedup"]) == ("slower at 16", 0.7)
+
+
 # --- the knee --------------------------------------------------------------------------------------------------------
 
 

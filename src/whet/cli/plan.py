@@ -51,7 +51,8 @@ def plan(
         raise UsageError("a run has its plan already", got=f"{what} and --measure", try_="--measure with a recipe")
     if measure and machine is not None:
         raise UsageError("only this machine can be measured", got=f"--machine {machine}", try_="--measure alone")
-    finish = "\nno estimate of the time: nothing has been measured; --measure does"
+    # A run that has its plan is told about by `whet report`.
+    finish = "" if made else "\nno estimate of the time: nothing has been measured; --measure does"
     if measure:
         made, finish = _measured_plan(what, words, config, device, budget=budget)
     made = made or _new_plan(what, words, config, machine, device)
@@ -61,7 +62,8 @@ def plan(
         screen.result(explain(made, why))
     else:
         screen.result("\n".join(plan_lines(made, width=screen.width())))
-        screen.note(finish)
+        if finish:
+            screen.note(finish)
 
 
 def _saved_plan(what: str, words: list[str] | None, config: Path | None, machine: str | None) -> "Plan | None":

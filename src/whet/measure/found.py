@@ -78,10 +78,9 @@ def _winner(name: str, value: Scalar, trials: Sequence[Trial]) -> Trial | None:
 
 
 def _why_kept(losers: Sequence[Trial]) -> str:
-    last = {trial.settings[trial.setting]: trial for trial in losers}
-    if len(last) == 1:
-        return next(iter(last.values())).words
-    return "; ".join(_parts(list(last.values())))
+    values = dict.fromkeys(trial.settings[trial.setting] for trial in losers)
+    told = [_nearest([trial for trial in losers if trial.settings[trial.setting] == value]) for value in values]
+    return told[0].words if len(told) == 1 else "; ".join(_parts(told))
 
 
 def _parts(losers: Sequence[Trial]) -> Iterator[str]:

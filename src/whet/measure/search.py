@@ -152,7 +152,7 @@ def _confirm(state: _State) -> Found:
     """The winner against the rule-based plan, in fresh pairs: what was picked as the best of many looks too good."""
     bench, base, best = state.bench, state.base, state.best
     if best is base:
-        return _found(state, base, reason="nothing was faster than the rules")
+        return _found(state, base, reason="nothing was shown to be faster than the rules")
     started = bench.rig.clock()
     try:
         base = bench.prepare({}, seconds=bench.budget.left)
@@ -209,7 +209,7 @@ def _found(
 
 def _summary(state: _State, reason: str) -> Iterator[str]:
     tried = sum(trial.verdict != "not tried" for trial in state.trials)
-    yield f"{tried} trials in {show_seconds(state.bench.budget.spent)}: {reason}"
+    yield f"{tried} trial{'' if tried == 1 else 's'} in {show_seconds(state.bench.budget.spent)}: {reason}"
     late = dict.fromkeys(f"{c.setting}={show_value(c.value)}" for c in state.out_of_time)
     if late:
         yield f"no time was left for {', '.join(late)}"

@@ -30,7 +30,7 @@ def duel_words(name: str, duel: Duel) -> str:
         return f"{name} was about {1 / found.speedup:.0f}x slower in its first step, stopped"
     quiet = "" if duel.is_quiet else "; the machine is not quiet"
     if duel.answer == "unclear":
-        return f"{name}: not clear ({interval_words(found)}){quiet}"
+        return f"{name}: repeats too few or too uneven to be sure ({interval_words(found)}){quiet}"
     if not is_slower(duel.log_ratios):
         return f"{name} brings nothing here ({interval_words(found)}){quiet}"
     return f"{name} was {_slower(found)} here ({_repeats(found)}){quiet}"
@@ -43,7 +43,7 @@ def gain_words(found: Estimate, before: str) -> str:
 
 def interval_words(found: Estimate) -> str:
     """A speed-up with its interval."""
-    return f"{found.speedup:.2f}x, {found.low:.2f}x to {found.high:.2f}x in {found.pairs} repeats"
+    return f"{found.speedup:.2f}x, {found.low:.2f}x to {found.high:.2f}x in {_count(found)}"
 
 
 def break_even_words(setting: str, cost: BreakEven) -> str:
@@ -72,5 +72,9 @@ def _slower(found: Estimate) -> str:
     return f"{times:.1f}x slower" if times >= 2 else f"{times - 1:.0%} slower".replace("%", " %")
 
 
+def _count(found: Estimate) -> str:
+    return f"{found.pairs} repeat{'' if found.pairs == 1 else 's'}"
+
+
 def _repeats(found: Estimate) -> str:
-    return f"{found.pairs} repeats, spread {found.spread:.0%}".replace("%", " %")
+    return f"{_count(found)}, spread {found.spread:.0%}".replace("%", " %")
