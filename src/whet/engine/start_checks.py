@@ -92,7 +92,7 @@ class StartChecks:
         self, findings: Findings, plan: Plan, *, opening: str, tried: list[str], moved_from: str | None
     ) -> WhetError:
         here, precision = self.parts.device.kind, str(plan.value("precision"))
-        in_vain = f"; in vain: {', '.join(tried)}" if tried else ""
+        in_vain = f"; tried without success: {', '.join(tried)}" if tried else ""
         ways = []
         if precision != "fp32" and "precision" in plan.wishes:
             ways.append(f"precision=fp32 instead of the precision={precision} that you asked for")
