@@ -71,6 +71,7 @@ class SimulatedRig:
     agreement_seconds: float = 0.1
     failure: Callable[[Plan], FailureKind | None] = lambda _plan: None
     """How preparing ends badly; a "timeout" takes all the seconds it was given."""
+    ends_at: float | None = None
     recovery_seconds: float = 0.0
     """Added when something is prepared or stepped after a failure, as where a process must be started again."""
     batch_spread: float = 0.2

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from whet.base.errors import UsageError
 from whet.machine.known import load_machine
@@ -14,6 +14,9 @@ from whet.plan.workload import Workload
 
 class Rig:
     plan = make_plan(load_machine("linux-2core"), Workload(recipe="planted", num_parameters=1000, global_batch_size=32))
+
+    about: ClassVar = {"planted": True}
+    ends_at = None
 
     def __enter__(self):
         return self

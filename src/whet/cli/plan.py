@@ -102,6 +102,7 @@ def _measured_plan(
     """The plan after a search, and what it means for the run in words."""
     from whet.cli import screen
     from whet.config.resolve import resolve
+    from whet.measure import cache
     from whet.measure.finish import finish_line
     from whet.measure.search import search
     from whet.recipes.measuring import rig_of
@@ -113,6 +114,8 @@ def _measured_plan(
     screen.note(f"measuring real steps in a process of their own, {budget:.0f} s at most ...")
     with rig_of(what, resolved, device=device) as rig:
         found = search(rig.plan, rig, budget_seconds=budget)
+    if found.trials:
+        cache.remember(rig.about, found)
     for line in found.words:
         screen.note(line)
     made = found.applied_to(rig.plan)

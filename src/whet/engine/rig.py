@@ -61,6 +61,9 @@ class StepRig:
     ) -> None:
         """`may_compile` is for a process of its own: compiling cannot be cut short in this one."""
         self.may_compile = may_compile
+        self.ends_at: float | None = None
+        self.about = evidence_key(plan, model)
+        """What is measured here, as evidence is kept by."""
         self.plan = plan
         """The plan by rules alone; what a sample needs is known in it once the rig is entered."""
         self.model = model
@@ -125,7 +128,7 @@ class StepRig:
         start = time.perf_counter()
         plan = self.plan_with(settings)
         if plan.value("compile") == "on" and not self.may_compile:
-            raise ProbeFailedError("compiling cannot be cut short in this process", kind="error")
+            raise ProbeFailedError("compiling cannot be cut short in this process", kind="refused")
         gc.collect()
         try:
             prepared = PreparedSteps(self, self._built(plan))
@@ -266,3 +269,14 @@ class PreparedSteps:
 def _again_and_again(source: AbstractSource) -> Iterator[GlobalBatch]:
     for _ in cycle((None,)):
         yield from source.batches(Position())
+
+
+def evidence_key(plan: Plan, model: nn.Module) -> dict[str, Any]:
+    """What evidence holds for: this machine and software, this model, data of these shapes, these wishes."""
+    return {
+        "machine": plan.machine.as_json(),
+        "workload": plan.workload.as_json(),
+        "wishes": dict(plan.wishes),
+        "model": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named_tensors(model)],
+        "modules": sorted({type(module).__name__ for module in model.modules()}),
+    }

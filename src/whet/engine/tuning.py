@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,10 +12,11 @@ from whet.base.errors import UsageError
 from whet.base.units import show_seconds
 from whet.data.columns import as_columns
 from whet.device.machine_here import machine_here
+from whet.engine.progress_line import ProgressLine
 from whet.engine.recorder import Show
 from whet.engine.refusals import refuse_wrong_kinds
 from whet.engine.request import Request, make_request
-from whet.engine.rig import StepRig
+from whet.engine.rig import StepRig, evidence_key
 from whet.engine.training import read_training
 from whet.measure import cache
 from whet.measure.found import Found
@@ -24,7 +25,6 @@ from whet.measure.rig import PlannedRig, ProbeFailedError
 from whet.measure.search import search
 from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
-from whet.step.ema import named_tensors
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice
 
@@ -47,7 +47,7 @@ def tune(
     device: str = "auto",
     wishes: Mapping[str, Scalar] | None = None,
     budget: float = 60.0,
-    show: Show | None = None,
+    show: Show | Literal["line"] | None = "line",
     **training: Any,
 ) -> Plan:
     """The fastest plan that could be found for a training within `budget` seconds, with its evidence.
@@ -58,14 +58,16 @@ def tune(
     `plan.settings["precision"].reason` why. It is silent unless `show` is a function that is told (kind, values).
     """
     refuse_wrong_kinds(model, optimizer, "max")
-    asked = make_request(model, optimizer, data, read_training(training), device=device, wishes=wishes, recipe="tune")
+    asked = make_request(model, optimizer, data, read_training(training), device=device, wishes=wishes)
     if not (isinstance(budget, int | float) and budget > 0):
         raise UsageError("budget must be above 0", got=repr(budget), try_="budget=60, in seconds")
     if not _can_be_read_again(data):
         raise UsageError("a stream cannot be measured", got=type(data).__name__, try_="tensors or a map-style dataset")
     with _rig(asked, loss, _plan_by_rules(asked)) as rig:
         found = search(rig.plan, rig, budget_seconds=budget)
-    _tell(show, *found.words)
+    if found.trials:
+        cache.remember(rig.about, found)
+    _tell(ProgressLine("tune") if show == "line" else show, *found.words)
     return found.applied_to(rig.plan)
 
 
@@ -77,7 +79,7 @@ def tuned_plan(
     num_steps = plan.workload.num_steps
     if num_steps is None or num_steps < _LEAST_STEPS or not _can_be_read_again(asked.data):
         return None
-    about = _about(plan, asked.model)
+    about = evidence_key(plan, asked.model)
     found = cache.recall(about)
     if found is not None:
         _tell(show, f"measured before on this machine: {found.words[0]}")
@@ -142,14 +144,3 @@ def _run_seconds(rig: StepRig, num_steps: int) -> float:
     seconds = median(prepared.step(index) for index in range(_FIRST_STEPS))
     prepared.close()
     return prepared.preparation_seconds + num_steps * seconds
-
-
-def _about(plan: Plan, model: nn.Module) -> dict[str, Any]:
-    """What evidence holds for: this machine and software, this model, data of these shapes, these wishes."""
-    return {
-        "machine": plan.machine.as_json(),
-        "workload": plan.workload.as_json(),
-        "wishes": dict(plan.wishes),
-        "model": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named_tensors(model)],
-        "modules": sorted({type(module).__name__ for module in model.modules()}),
-    }

@@ -30,7 +30,7 @@ def main() -> None:
         except WhetError as error:
             say({"refused": [error.what, error.got, error.try_], "is_usage": isinstance(error, UsageError)})
             return
-        say({"plan": rig.plan.as_json()})
+        say({"plan": rig.plan.as_json(), "about": dict(rig.about)})
         prepared: dict[int, Prepared] = {}
         for line in sys.stdin:
             say(_answer(rig, prepared, json.loads(line)))

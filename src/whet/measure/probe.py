@@ -114,6 +114,8 @@ def try_out(
         usual = best.prepared.preparation_seconds
         if error.kind == "timeout":
             return record("cut off", timeout_words(name, seconds=prepare_seconds, usual=usual)), None
+        if error.kind == "refused":
+            return record("not tried", f"{name}: not tried, {error.reason}"), None
         return record("failed", f"{name}: {error.kind}, {error.reason}"), None
 
     is_kept = False

@@ -101,6 +101,7 @@ class RemoteRig:
         seconds = self._within(seconds)
         answer = self._process.ask(seconds, target=self._target, arguments=self._arguments)
         if isinstance(answer, dict) and "plan" in answer:
+            self.about: dict[str, Any] = answer["about"]
             return read_plan(answer["plan"], where="the plan of a measuring process")
         words = self._process.last_words() if answer == "dead" else f"no answer after {seconds:.0f} s"
         self._end()

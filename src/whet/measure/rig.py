@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from whet.base.errors import WhetError
 from whet.plan.plan import Plan
@@ -11,7 +11,8 @@ from whet.plan.setting import Scalar
 Settings = Mapping[str, Scalar]
 """What differs from the rule-based plan, by setting name; the rules decide all else anew (`candidates.planned`)."""
 
-FailureKind = Literal["crash", "oom", "timeout", "error"]
+FailureKind = Literal["crash", "oom", "timeout", "error", "refused"]
+"""refused: it was not even begun, for a reason that lies in the rig."""
 
 
 class ProbeFailedError(WhetError):
@@ -60,6 +61,9 @@ class Prepared(Protocol):
 class Rig(Protocol):
     """One workload on one machine."""
 
+    ends_at: float | None
+    """On the clock: nothing is waited for any longer, where a rig can hold that."""
+
     @property
     def recovery_seconds(self) -> float:
         """What a probe that had to be stopped costs besides its own time, before anything can be prepared again."""
@@ -86,3 +90,7 @@ class PlannedRig(Rig, Protocol):
     @property
     def plan(self) -> Plan:
         """The plan by rules alone."""
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What is measured, as evidence is kept by."""

@@ -1,5 +1,6 @@
 """Which settings finish this run soonest? One after the other, under a budget, and the winner must prove itself."""
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -7,14 +8,14 @@ from dataclasses import dataclass, field
 from whet.base.units import show_seconds
 from whet.measure.budget import Budget
 from whet.measure.candidates import ORDER, Candidate, candidates, merged
-from whet.measure.duel import fight
+from whet.measure.duel import Duel, fight
 from whet.measure.found import Found, Gain, measured_settings
 from whet.measure.probe import Bench, Contender, break_even, micro_batch, record_duel, refuse, try_out
 from whet.measure.rig import ProbeFailedError, Rig
 from whet.measure.words import interval_words
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
-from whet.plan.trial import Trial
+from whet.plan.trial import Trial, Verdict
 from whet.plan.words import show_value
 
 _PASSES = 3
@@ -39,9 +40,17 @@ _CONFIRM_SHARE = 0.35
 def search(plan: Plan, rig: Rig, *, budget_seconds: float, seed: int = 0) -> Found:
     """The best settings that could be found and confirmed; the rules' own where no gain is real."""
     budget = Budget(clock=rig.clock, start=rig.clock(), seconds=budget_seconds)
+    outer, rig.ends_at = rig.ends_at, budget.end
+    try:
+        return _search(plan, rig, budget, seed)
+    finally:
+        rig.ends_at = outer
+
+
+def _search(plan: Plan, rig: Rig, budget: Budget, seed: int) -> Found:
     bench = Bench(rule_plan=plan, rig=rig, budget=budget, coin=random.Random(seed))
     try:
-        base = bench.prepare({}, seconds=_FIRST_SHARE * budget_seconds)
+        base = bench.prepare({}, seconds=_FIRST_SHARE * budget.seconds)
     except ProbeFailedError as error:
         words = f"nothing was measured: the rule-based plan itself could not be tried ({error.kind}: {error.reason})"
         return Found(spent_seconds=budget.spent, words=(words,))
@@ -161,34 +170,45 @@ def _confirm(state: _State) -> Found:
         finally:
             base.prepared.close()
     except ProbeFailedError as error:
-        return _found(state, base, reason=f"the gain could not be confirmed ({error.kind}: {error.reason})")
-    found, cost = duel.estimate, break_even(best, base, duel)
-    is_better = duel.answer == "faster" and cost.pays
-    shown = ", ".join(f"{name}={show_value(value)}" for name, value in best.settings.items())
+        return _by_its_trials(state, f"the last duel did not take place ({error.kind}: {error.reason})")
+    verdict, words = _last_verdict(state, base, duel)
+    spent = bench.rig.clock() - started
+    state.trials.append(record_duel("plan", best.settings, base, verdict, words, ours=best, duel=duel, spent=spent))
+    found = duel.estimate
+    if verdict == "faster" and found is not None:
+        gain = Gain(speedup=found.speedup, low=found.low, high=found.high, repeats=found.pairs)
+        return _found(state, best, reason=words, gain=gain, step_seconds=duel.our_seconds)
+    if verdict == "unclear" and all(log_ratio < 0 for log_ratio in duel.log_ratios):
+        return _by_its_trials(state, "there was no time for a whole last duel")
+    return _found(state, base, reason=words, step_seconds=duel.their_seconds)
+
+
+def _last_verdict(state: _State, base: Contender, duel: Duel) -> tuple[Verdict, str]:
+    found, shown = duel.estimate, _shown(state.best)
     if found is None:
-        words = "there was no time to confirm the gain"
-    elif is_better:
-        words = f"{interval_words(found)} against the rules: {shown}"
-    elif duel.answer == "faster":
-        words = f"steps are faster ({interval_words(found)}), but this run is too short for it: {shown}"
-    else:
-        words = f"the gain was not confirmed ({interval_words(found)}): {shown}"
-    state.trials.append(
-        record_duel(
-            "plan",
-            best.settings,
-            base,
-            duel.answer if is_better or duel.answer != "faster" else "not worth it",
-            words,
-            ours=best,
-            duel=duel,
-            spent=bench.rig.clock() - started,
-        )
+        return duel.answer, "there was no time for a last duel"
+    if duel.answer != "faster":
+        return duel.answer, f"the gain was not confirmed ({interval_words(found)}): {shown}"
+    if not break_even(state.best, base, duel).pays:
+        return "not worth it", f"steps are faster ({interval_words(found)}), but this run is too short for it: {shown}"
+    return "faster", f"{interval_words(found)} against the rules: {shown}"
+
+
+def _by_its_trials(state: _State, why: str) -> Found:
+    """The winner stands by the duels that it won one after the other, where nothing speaks against it."""
+    won = [trial for trial in state.trials if trial.verdict == "faster" and trial.interval is not None]
+    gain = Gain(
+        speedup=math.prod(trial.speedup or 1.0 for trial in won),
+        low=math.prod(trial.interval[0] for trial in won if trial.interval),
+        high=math.prod(trial.interval[1] for trial in won if trial.interval),
+        repeats=min((trial.repeats for trial in won), default=0),
     )
-    if not is_better or found is None:
-        return _found(state, base, reason=words, step_seconds=duel.their_seconds)
-    gain = Gain(speedup=found.speedup, low=found.low, high=found.high, repeats=found.pairs)
-    return _found(state, best, reason=words, gain=gain, step_seconds=duel.our_seconds)
+    words = f"about {gain.speedup:.3g}x the rules by its trials alone, {why}: {_shown(state.best)}"
+    return _found(state, state.best, reason=words, gain=gain)
+
+
+def _shown(contender: Contender) -> str:
+    return ", ".join(f"{name}={show_value(value)}" for name, value in contender.settings.items())
 
 
 def _found(
@@ -218,8 +238,9 @@ def _summary(state: _State, reason: str) -> Iterator[str]:
 
 
 def _last_known_step(state: _State, kept: Contender) -> float:
-    """The rival's median of the last duel against it."""
-    known = (t.rival_seconds for t in reversed(state.trials) if dict(t.against) == dict(kept.settings))
+    """Its median in the last duel that it fought."""
+    own = ((t.median_seconds if t.settings == kept.settings else t.rival_seconds, t) for t in reversed(state.trials))
+    known = (seconds for seconds, t in own if kept.settings in (t.settings, t.against))
     return next((seconds for seconds in known if seconds is not None), kept.prepared.step_seconds)
 
 

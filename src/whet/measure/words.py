@@ -38,7 +38,7 @@ def duel_words(name: str, duel: Duel) -> str:
 
 def gain_words(found: Estimate, before: str) -> str:
     """A candidate that won, against what was best before it."""
-    return f"{found.speedup:.2f}x {before} ({_repeats(found)})"
+    return f"{found.speedup:.2f}x as fast as {before} ({_repeats(found)})"
 
 
 def interval_words(found: Estimate) -> str:

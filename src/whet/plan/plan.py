@@ -37,6 +37,11 @@ class Plan(Record):
     trials: tuple[Trial, ...] = ()
     """What was measured for it, the losers too; none in plans of before."""
 
+    def __str__(self) -> str:
+        from whet.plan.words import plan_lines
+
+        return "\n".join(plan_lines(self, width=120))
+
     def value(self, name: str) -> Scalar:
         """The value of one setting."""
         if name not in self.settings:
