@@ -162,13 +162,40 @@ def test_an_unknown_device_is_refused() -> None:
         estimate(subject(perceptron), device="tpu")
 
 
-def test_a_step_that_looks_at_numbers_is_refused_in_three_lines() -> None:
-    def masked() -> Specimen:
-        model = nn.Linear(8, 8)
-        return specimen_of((model, (torch.randn(4, 8),), lambda m, x: m(x)[x > 0].mean()), word="masked")
+def looking(loss: Callable[[nn.Module, Tensor], Tensor], shape: tuple[int, ...] = (64, 256)) -> Callable[[], Specimen]:
+    return lambda: specimen_of((nn.Linear(256, 256), (torch.ones(shape),), loss), word="looking")
 
+
+def reads_its_loss(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    assert loss.item() > 0
+    assert len(loss.detach()[None].tolist()) == 1
+    return loss
+
+
+def refuses_bad_numbers(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x)
+    if not bool(y.isfinite().all()):
+        raise ValueError("a bad number")
+    return y.square().mean()
+
+
+def picks_by_a_mask(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)[x[:, 0] > 0].square().mean()
+
+
+@pytest.mark.parametrize("loss", [reads_its_loss, refuses_bad_numbers, picks_by_a_mask])
+def test_a_step_that_looks_at_numbers_is_answered_and_takes_what_it_really_takes(loss) -> None:
+    ways = {"device": "cpu", "sizes": (32, 64)}
+    real = estimate_specimen(looking(loss)(), name="real", **ways)
+    fake = estimate(subject(looking(loss)), **ways)
+    assert fake.bytes_at(64) == pytest.approx(real.bytes_at(64), rel=0.02)
+
+
+def test_a_step_that_looks_at_too_many_numbers_is_refused_in_three_lines() -> None:
+    large = looking(lambda model, x: model(x)[x > 0].mean(), (2**17, 256))
     with pytest.raises(WhetError, match="looks at numbers"):
-        estimate(subject(masked), device="cuda")
+        estimate(subject(large), device="cuda")
 
 
 def test_a_recurrent_layer_keeps_one_reserve_on_a_gpu() -> None:

@@ -12,11 +12,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 _MOST_ELEMENTS = 2**24
-_UNANSWERED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+UNANSWERED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""What fake tensors raise where only real ones could go on."""
+_READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, torch.equal, torch.allclose)
+"""Functions that read numbers past all operators, or compare them."""
 
 
 def fake_mode() -> FakeTensorMode:
@@ -43,7 +47,7 @@ class Answers:
             return None
         try:
             return func(*args, **kwargs)
-        except _UNANSWERED:
+        except UNANSWERED:
             if func is torch.ops.aten._local_scalar_dense.default:
                 return self._number(args[0])
             if sum(t.numel() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)) > _MOST_ELEMENTS:
@@ -78,12 +82,27 @@ class Answers:
             func, lambda same: same
         )(number)
 
+    def to_readers(self) -> TorchFunctionMode:
+        """While entered, whoever reads numbers past all operators gets an answer too."""
+        return _ToReaders(self)
+
     def _number(self, tensor: Tensor) -> Any:
         if tensor.dtype == torch.bool:
             return self._truth
         if tensor.dtype.is_complex:
             return 1 + 0j
         return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+class _ToReaders(TorchFunctionMode):
+    def __init__(self, answers: Answers) -> None:
+        super().__init__()
+        self._answers = answers
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READERS:
+            return self._answers.value(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _ones(value: Any) -> Any:

@@ -3,6 +3,8 @@
 The step is the real one: the same code, from zeroed gradients to the update, with tensors that have shapes but no
 memory. What is alive at each operator is a straight line in the number of samples, so two sizes tell all others.
 
+What depends on numbers gets a plausible answer, as large as it can be: an index by a mask takes every place.
+
 Not known, and not counted: what cuDNN takes as workspace for convolutions, the CUDA context, what fragmentation wastes.
 A recurrent layer's reserve is assumed (`fused.py`); on the CPU it is told as if it were written out step by step.
 """
@@ -15,13 +17,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError, WhetError
@@ -31,13 +27,13 @@ from whet.step.ema import named_tensors
 from whet.step.optimizer import make_optimizer
 from whet.step.recompute import recompute_blocks
 from whet.step.step import Outcome, Stepper
+from whet.verify.answering import UNANSWERED, Answers, fake_mode
 from whet.verify.memory.branches import Branches, autocast
 from whet.verify.memory.lifetimes import Lifetimes, Window
 from whet.verify.memory.scratch import FIXED_SCRATCH_BYTES, scratch_of
 from whet.verify.subject import Specimen, Subject
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _GRANULES = {"cuda": 512, "mps": 16_384, "cpu": 64}
 """What the allocators round up to: CUDACachingAllocator's blocks, Metal's pages, the CPU's alignment."""
 
@@ -110,8 +106,9 @@ def estimate(
     """
     if device not in _GRANULES:
         raise UsageError("memory is not estimated for this device", got=device, try_=" or ".join(_GRANULES))
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False):
+
+    def with_conditions(truth: bool) -> Estimate:
+        with fake_mode() as mode:
             return estimate_specimen(
                 subject.make(),
                 name=subject.name,
@@ -121,12 +118,19 @@ def estimate(
                 precision=precision,
                 kernels=kernels,
                 clip=clip,
+                answers=Answers(mode, truth=truth),
             )
-    except _NEEDS_VALUES as error:
+
+    # Where a condition on numbers leads to an error, the other way is the one that a training goes.
+    with suppress(Exception):
+        return with_conditions(False)
+    try:
+        return with_conditions(True)
+    except UNANSWERED as error:
         raise WhetError(
             "the step looks at numbers, so its memory cannot be told without computing it",
             got=f"{type(error).__name__}: {error}"[:200],
-            try_="a run, which measures it; or a model without .item() and masks as indices",
+            try_="a run, which measures it; or a model without masks as indices",
         ) from None
 
 
@@ -140,16 +144,19 @@ def estimate_specimen(
     precision: str = "fp32",
     kernels: str = "fused",
     clip: float | None = 1.0,
+    answers: Answers | None = None,
 ) -> Estimate:
-    """The same for a specimen that was made, fake or real; with real tensors its steps are really made, on the CPU."""
+    """The same for a specimen that was made: a fake one with `answers`, or a real one, whose steps are really made."""
+    answers = answers or Answers(None)
     small, large = sizes or (2, max(4, specimen.size))
     asked = (small, large) if specimen.is_scalable else (specimen.size, specimen.size)
-    lifetimes = Lifetimes(granule=_GRANULES[device], scratch=scratch_of(device))
+    lifetimes = Lifetimes(granule=_GRANULES[device], scratch=scratch_of(device), answers=answers)
     stand_in = _StandIn(device, lifetimes)
     micros = [_micro(specimen, size) for size in asked]
     with ExitStack() as stack:
         if activation_checkpointing:
             stack.enter_context(recompute_blocks(specimen.model))
+        stack.enter_context(answers.to_readers())
         stack.enter_context(Branches(device))
         stack.enter_context(lifetimes)
         lifetimes.follow((tensor for _, tensor in named_tensors(specimen.model)), label="weights")

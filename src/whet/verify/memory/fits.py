@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from whet.base.record import Record
 from whet.base.units import GB, show_bytes
@@ -16,6 +15,7 @@ from whet.plan.rules.memory import cuts
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.step.recompute import find_blocks
+from whet.verify.answering import fake_mode
 from whet.verify.memory.estimate import Estimate, estimate
 from whet.verify.subject import Subject
 
@@ -135,7 +135,7 @@ def _fit(plan: Plan, estimated: Callable[[str, str, str, bool], Estimate], *, ha
 
 def _describe(subject: Subject, global_batch_size: int | None) -> tuple[Workload, bool]:
     """What the plan must know of a model, and whether it has blocks that can be computed again."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_mode():
         specimen = subject.make()
     model = specimen.model
     workload = Workload(

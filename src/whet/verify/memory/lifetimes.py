@@ -8,16 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from whet.verify.answering import Answers
+
 Scratch = Callable[[Any, tuple[Any, ...], Any], int]
 """Bytes that a kernel takes beside its outputs and gives back when it is done, from the operator, inputs, outputs."""
-
-_UPDATES_IN_PLACE = tuple(
-    f"aten::_fused_{name}_{way}" for name in ("adamw", "adam", "sgd", "adagrad") for way in ("", ".tensor_lr")
-)
 
 
 @dataclass(slots=True)
@@ -54,10 +51,11 @@ class _Ledger:
 class Lifetimes(TorchDispatchMode):
     """While entered, each operator is one moment, and each new storage is followed until it is freed."""
 
-    def __init__(self, *, granule: int, scratch: Scratch) -> None:
+    def __init__(self, *, granule: int, scratch: Scratch, answers: Answers) -> None:
         super().__init__()
         self._granule = granule
         self._scratch = scratch
+        self._answers = answers
         self._ledger = _Ledger()
         self.label = "activations"
         """What a storage is called that is born now."""
@@ -80,10 +78,7 @@ class Lifetimes(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return getattr(args[0], "fake_device", None) or func(*args)
         self._ledger.now += 1
-        if func.name() in _UPDATES_IN_PLACE and isinstance(args[0][0], FakeTensor):
-            # They take nothing, and a fake tensor would call the real kernel with real memory.
-            return None
-        out = func(*args, **(kwargs or {}))
+        out = self._answers.call(func, args, kwargs or {})
         taken = self._scratch(func, args, out)
         if taken:
             self._ledger.scratch[self._ledger.now] = taken
