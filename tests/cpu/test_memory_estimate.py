@@ -192,6 +192,11 @@ def test_a_step_that_looks_at_numbers_is_answered_and_takes_what_it_really_takes
     assert fake.bytes_at(64) == pytest.approx(real.bytes_at(64), rel=0.02)
 
 
+def test_a_model_that_knows_the_size_of_its_inputs_is_estimated_at_that_size() -> None:
+    fixed = looking(lambda model, x: model(x.view(8, 8, 256)).square().mean())
+    assert estimate(subject(fixed), device="mps").bytes_at(64) > 64 * 256 * 4
+
+
 def test_a_step_that_looks_at_too_many_numbers_is_refused_in_three_lines() -> None:
     large = looking(lambda model, x: model(x)[x > 0].mean(), (2**17, 256))
     with pytest.raises(WhetError, match="looks at numbers"):

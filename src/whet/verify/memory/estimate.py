@@ -11,7 +11,8 @@ A recurrent layer's reserve is assumed (`fused.py`); on the CPU it is told as if
 
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, final
 
 import numpy as np
@@ -107,10 +108,11 @@ def estimate(
     if device not in _GRANULES:
         raise UsageError("memory is not estimated for this device", got=device, try_=" or ".join(_GRANULES))
 
-    def with_conditions(truth: bool) -> Estimate:
+    def attempt(*, is_one_size: bool, truth: bool) -> Estimate:
         with fake_mode() as mode:
+            specimen = subject.make()
             return estimate_specimen(
-                subject.make(),
+                replace(specimen, is_scalable=False) if is_one_size else specimen,
                 name=subject.name,
                 sizes=sizes,
                 device=device,
@@ -121,11 +123,13 @@ def estimate(
                 answers=Answers(mode, truth=truth),
             )
 
-    # Where a condition on numbers leads to an error, the other way is the one that a training goes.
-    with suppress(Exception):
-        return with_conditions(False)
+    # Some models know their inputs' size, and some conditions on numbers lead to an error one way and not the other.
+    *others, last = product((False, True) if sizes is None else (False,), (False, True))
+    for is_one_size, truth in others:
+        with suppress(Exception):
+            return attempt(is_one_size=is_one_size, truth=truth)
     try:
-        return with_conditions(True)
+        return attempt(is_one_size=last[0], truth=last[1])
     except UNANSWERED as error:
         raise WhetError(
             "the step looks at numbers, so its memory cannot be told without computing it",
