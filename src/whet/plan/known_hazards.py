@@ -41,7 +41,11 @@ KNOWN: tuple[Hazard, ...] = (
         id="linear-rows",
         what="gradients are wrong by 1e3 and more when a product sums over more than 32,768 rows",
         issue="#177116",
-        answer="the planned micro-batch stays below (rule M3); a larger one that you ask for is warned of",
+        answer=(
+            "the planned micro-batch stays below (rule M3); a larger one that you ask for is warned of. A head over "
+            "more than 32,768 words sums over them in its backward pass, with any micro-batch: whet check finds it; "
+            "its product in pieces, a newer torch or --device cpu avoids it"
+        ),
         is_avoided=True,
         fixed_in=_AFTER_2_13,
         families=("apple7", "apple8"),

@@ -73,7 +73,8 @@ def choose_micro_batch(facts: Facts) -> Decision:
     the gradient is the same sum. On M1 and M2 with torch up to 2.13 a product over more than 32,768 rows gives wrong
     gradients, so micro-batch times length stays below. A model with BatchNorm is not cut, because its statistics
     depend on the cut.
-    When wrong: speed often saturates earlier; a smaller micro-batch may be as fast and leave memory free.
+    When wrong: speed often saturates earlier; a smaller micro-batch may be as fast and leave memory free. A head over
+    more than 32,768 words sums over them in its backward pass, which no micro-batch avoids; `whet check` finds it.
     Override: micro_batch=N; the global batch stays as it is.
     Sources: pytorch/pytorch#177116, #183535.
     """

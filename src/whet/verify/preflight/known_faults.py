@@ -48,7 +48,10 @@ def as_sighting(hazard: Hazard) -> Sighting:
 def _with_rows(seen: Sighting, call: Call) -> Sighting:
     """With the number that it is; a plan keeps only those few that grow with the micro-batch."""
     summed = call.args[_PRODUCTS[call.base][0]].shape[-1]
-    cure = f"at most {ROW_LIMIT:,} there: a smaller micro-batch if it grows with that, else a product in pieces"
+    cure = (
+        f"at most {ROW_LIMIT:,} there: a smaller micro-batch if it grows with that; if these are the words of a head, "
+        "its product in pieces, torch after 2.13, or --device cpu"
+    )
     return replace(seen, what=f"{seen.what}; this one sums over {summed:,}", try_=cure)
 
 
