@@ -12,7 +12,10 @@ import flawed_models
 import sound_models
 from places import ROOT, Run
 from whet.base.errors import UsageError
+from whet.machine.known import load_machine
+from whet.plan.plan import make_plan
 from whet.recipes.checking import check
+from whet.recipes.subject import load_subject
 from whet.verify.preflight.check import Checked
 from whet.verify.preflight.finding import Finding
 from whet.verify.preflight.words import as_sarif, check_lines, github_lines
@@ -75,7 +78,7 @@ def test_nothing_else_is_told(name: str) -> None:
     also = {
         # It is there twice: as the weight is, and as the convolution meets it.
         "strided_conv_weight": {"known-fault/conv-weights"},
-        "decides_by_value": {"missing-operator"},
+        "decides_by_value": {"missing-operator", "memory-unknown"},
         "many_rows": set(),
     }
     kinds = {finding.id for finding in checked(name).findings}
@@ -119,6 +122,27 @@ def test_a_buffer_is_too_large_for_the_small_machine_only() -> None:
     assert "no Mac was asked" in finding.what
 
 
+def test_a_recipe_is_traced_with_the_micro_batch_that_is_planned_for_the_machine() -> None:
+    words = ["global_batch_size=4096"]
+    anywhere, there = (check("text", words, device="mps", machine=machine) for machine in (None, "m2-air-8gb"))
+    assert anywhere.num_samples == 4096
+    planned = make_plan(load_machine("m2-air-8gb"), load_subject("text", words).workload).value("micro_batch")
+    assert there.num_samples == planned < 4096
+    assert "known-fault/linear-rows" in {finding.id for finding in anywhere.findings}
+    assert "known-fault/linear-rows" not in {finding.id for finding in there.findings}
+    assert f"micro-batch {planned}" in "\n".join(check_lines(there))
+
+
+def test_a_large_head_is_told_with_a_way_out() -> None:
+    def large_head() -> tuple[object, ...]:
+        return torch.nn.Linear(8, 40_000), (torch.randn(4, 8, requires_grad=True),)
+
+    [finding] = check(large_head, machine="m2-air-8gb").findings
+    assert finding.id == "known-fault/linear-rows"
+    assert "sums over 40,000" in finding.what
+    assert all(way in finding.try_ for way in ("in pieces", "torch after 2.13", "--device cpu"))
+
+
 def test_attention_on_mps_is_traced_by_its_formula() -> None:
     def long_attention() -> tuple[object, ...]:
         class Attention(flawed_models.Net):
@@ -129,7 +153,7 @@ def test_attention_on_mps_is_traced_by_its_formula() -> None:
         return Attention(), (torch.randn(1, 5, 16_384, 8),)
 
     kinds = {finding.id for finding in check(long_attention, machine="m2-air-8gb").findings}
-    assert kinds == {"buffer-too-large", "known-fault/linear-rows"}
+    assert kinds == {"buffer-too-large", "known-fault/linear-rows", "too-little-memory"}
     assert not check(long_attention, machine="h200").findings
 
 

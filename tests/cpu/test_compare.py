@@ -259,11 +259,12 @@ def test_no_module_of_a_sound_model_is_blamed() -> None:
 
 def test_a_model_that_is_not_deterministic_is_found(whet: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "import os, torch\n"
+        "import itertools, torch\n"
         "from torch import nn\n"
+        "calls = itertools.count()\n"
         "class Net(nn.Linear):\n"
         "    def forward(self, x):\n"
-        "        return super().forward(x) * (1 + int.from_bytes(os.urandom(2), 'big') / 2**36)\n"
+        "        return super().forward(x) * (1 + next(calls) / 2**21)\n"
         "def model():\n"
         "    return Net(4, 2), (torch.ones(8, 4),)\n"
     )

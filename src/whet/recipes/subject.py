@@ -58,7 +58,7 @@ def _of_factory(factory: Callable[[], Any], word: str, *, is_causal: bool) -> Sp
 
 def _of_recipe(recipe: Recipe, words: Sequence[str], *, file: Path | None) -> Subject:
     config = resolve(recipe.Config, words, file=file).config
-    recipe.describe(config)
+    workload = recipe.describe(config)
     data = recipe.data(config)
 
     def micro(size: int) -> Micro:
@@ -78,4 +78,4 @@ def _of_recipe(recipe: Recipe, words: Sequence[str], *, file: Path | None) -> Su
             outputs=None if outputs is None else partial(outputs, model),
         )
 
-    return Subject(name=recipe.name, make=make)
+    return Subject(name=recipe.name, make=make, workload=workload)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from whet.base.errors import UsageError
 from whet.data.batch import Micro
+from whet.plan.workload import Workload
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice
 
@@ -41,6 +42,8 @@ class Subject:
 
     name: str
     make: Callable[[], Specimen]
+    workload: Workload | None = None
+    """What a plan must know of it, where a recipe tells."""
 
 
 def specimen_of(made: Sequence[Any], *, word: str, is_causal: bool = False) -> Specimen:

@@ -9,6 +9,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.base.record import Record
 from whet.machine.facts import Machine, Torch
 from whet.plan.hazards import hazards
+from whet.plan.plan import make_plan
 from whet.verify.memory.fits import Fit, fits, known_machines
 from whet.verify.preflight.dtypes import DtypeWatcher
 from whet.verify.preflight.finding import SEVERITIES, Finding, Place
@@ -72,7 +73,7 @@ def check(subject: Subject, *, device: str = "mps", machine: Machine | None = No
     if limit is not None:
         watchers.append(BufferWatcher(limit, device))
 
-    traced = _traced(subject, watchers, device=device)
+    traced = _traced(subject, watchers, device=device, size=_planned_size(subject, device, machine))
     assert traced.specimen is not None
     findings = list(look_at_model(traced.specimen.model, born, device=device, limit=limit))
     if traced.micro is not None and device == "mps":
@@ -100,14 +101,22 @@ def check(subject: Subject, *, device: str = "mps", machine: Machine | None = No
     )
 
 
-def _traced(subject: Subject, watchers: list[Watcher], *, device: str) -> Traced:
+def _planned_size(subject: Subject, device: str, machine: Machine | None) -> int | None:
+    """The micro-batch that a run of a recipe would have on the machine; None where there is nothing to plan."""
+    if subject.workload is None or machine is None:
+        return None
+    size = make_plan(machine, subject.workload, wishes={"device": device}).value("micro_batch")
+    return size if isinstance(size, int) else None
+
+
+def _traced(subject: Subject, watchers: list[Watcher], *, device: str, size: int | None) -> Traced:
     """Among fake tensors; if a condition stops that, with the other answer; then for real, if it is small enough."""
-    first = trace(subject, watchers, device=device)
+    first = trace(subject, watchers, device=device, size=size)
     if first.error is None:
         return first
     if isinstance(first.error, WhetError):
         raise first.error
-    second = trace(subject, watchers, device=device, truth=True)
+    second = trace(subject, watchers, device=device, size=size, truth=True)
     if second.error is None:
         return second
     if first.specimen is not None and first.num_weights > _MOST_REAL_WEIGHTS:

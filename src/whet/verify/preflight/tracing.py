@@ -40,9 +40,18 @@ class Traced:
 
 
 def trace(
-    subject: Subject, watchers: Sequence[Watcher], *, device: str, is_fake: bool = True, truth: bool = False
+    subject: Subject,
+    watchers: Sequence[Watcher],
+    *,
+    device: str,
+    size: int | None = None,
+    is_fake: bool = True,
+    truth: bool = False,
 ) -> Traced:
-    """Makes the model anew and two optimizer steps with it, as the device would; `truth` answers conditions."""
+    """Makes the model anew and two optimizer steps with it, as the device would; `truth` answers conditions.
+
+    `size` samples go through at once, or as many as a usual step has.
+    """
     mode = fake_mode() if is_fake else None
     recorder = Recorder(watchers, backend=BACKENDS[device], answers=Answers(mode, truth=truth))
     specimen, micro, error = None, None, None
@@ -51,7 +60,8 @@ def trace(
             with mode or contextlib.nullcontext(), recorder:
                 specimen = subject.make()
             # Data of a recipe is real: it is read among real tensors, and turned into fake ones then.
-            micro = specimen.micro(specimen.size if is_fake or not specimen.is_scalable else _FEW_SAMPLES)
+            usual = size if size is not None and specimen.is_scalable else specimen.size
+            micro = specimen.micro(usual if is_fake or not specimen.is_scalable else _FEW_SAMPLES)
             if mode is not None:
                 micro = micro.moved(mode.from_tensor)
             with mode or contextlib.nullcontext(), branches_of(device):
