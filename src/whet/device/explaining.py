@@ -1,7 +1,6 @@
 """MPS's errors in words that help: what is missing, on which line of yours, and what can be done."""
 
 import re
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from whet.base.authors import author_of
 from whet.base.errors import UsageError, WhetError
 
 _MISSING = re.compile(r"The operator '([\w:.]+)' is not currently implemented for the MPS device")
 _NO_DOUBLE = "MPS framework doesn't support float64"
 _DOUBLES = {torch.float64: "float32", torch.complex128: "complex64"}
-_OURS = str(Path(__file__).parent.parent)
-_INSTALLED = (str(Path(torch.__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
 
 
 class WideDtypeError(UsageError):
@@ -70,17 +68,12 @@ def _explain(error: Exception) -> WhetError | None:
 
 def _place(error: Exception) -> str:
     """The innermost line that is neither torch's nor whet's; or that none was at work."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [(frame, author_of(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
     # The error was caught in whet, so what stands behind its last own frame is the user's or a library's.
-    last_own = max((index for index, frame in enumerate(frames) if frame.filename.startswith(_OURS)), default=-1)
-    theirs = [frame for frame in frames[last_own + 1 :] if not frame.filename.startswith((*_INSTALLED, "<"))]
-    if not theirs:
-        theirs = [frame for frame in frames if _is_recipe(frame.filename)]
+    last_own = max((index for index, (_, author) in enumerate(frames) if author in ("whet", "recipe")), default=-1)
+    theirs = [frame for frame, author in frames[last_own + 1 :] if author == "you"]
+    theirs = theirs or [frame for frame, author in frames if author == "recipe"]
     if not theirs:
         return "in the backward pass or the optimizer, where no line of yours is at work"
     frame = theirs[-1]
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}(): {frame.line}"
-
-
-def _is_recipe(filename: str) -> bool:
-    return filename.startswith(str(Path(_OURS) / "recipes"))

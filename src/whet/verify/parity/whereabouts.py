@@ -1,7 +1,5 @@
 """Where in a model is an operator at work? Its module and the line of the user's code, in the backward pass too."""
 
-import sys
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-_WHET = str(Path(__file__).parents[2])
-_RECIPES = str(Path(_WHET) / "recipes")
-_INSTALLED = (str(Path(torch.__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+from whet.verify.lines import line_at_work
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +79,5 @@ class Whereabouts:
 
 
 def _line() -> str | None:
-    """The innermost line that is neither torch's, nor a library's, nor whet's own (recipes are models)."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        is_ours = file.startswith(_WHET) and not file.startswith(_RECIPES)
-        if not (is_ours or file.startswith((*_INSTALLED, "<"))):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
+    line = line_at_work()
+    return None if line is None else f"{Path(line[0]).name}:{line[1]}"

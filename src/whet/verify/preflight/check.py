@@ -12,10 +12,9 @@ from whet.plan.hazards import hazards
 from whet.plan.plan import make_plan
 from whet.verify.memory.fits import Fit, fits, known_machines
 from whet.verify.preflight.dtypes import DtypeWatcher
-from whet.verify.preflight.finding import SEVERITIES, Finding, Place
+from whet.verify.preflight.finding import SEVERITIES, Finding, Place, as_place
 from whet.verify.preflight.known_faults import KnownFaultWatcher
 from whet.verify.preflight.limits import BufferWatcher, ShapeWatcher, buffer_limit
-from whet.verify.preflight.lines import as_place
 from whet.verify.preflight.operators import OperatorWatcher
 from whet.verify.preflight.tracing import BACKENDS, Traced, trace
 from whet.verify.preflight.waits import WaitWatcher

@@ -1,9 +1,12 @@
 """What is a finding? What is wrong, how bad it is, on which line, how often, and what to try."""
 
+import linecache
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from whet.base.record import Record
+from whet.verify.lines import Line
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
@@ -21,6 +24,20 @@ class Place(Record):
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" + (", in its backward pass" if self.is_backward else "")
+
+
+def as_place(line: Line, *, is_backward: bool = False) -> Place:
+    """The line with its code, its file as short as it can be named from here."""
+    file, number, function = line
+    path, here = Path(file).absolute(), Path.cwd()
+    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    return Place(
+        file=str(shown),
+        line=number,
+        function=function,
+        code=linecache.getline(file, number).strip(),
+        is_backward=is_backward,
+    )
 
 
 class Finding(Record):

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from whet.verify.preflight.finding import Finding, Sighting
-from whet.verify.preflight.lines import Line, as_place
+from whet.verify.lines import Line
+from whet.verify.preflight.finding import Finding, Sighting, as_place
 from whet.verify.preflight.watcher import Phase
 
 _Key = tuple[Sighting, Line | None, bool, Phase]

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from whet.device.mps_operators import ALWAYS_ON_CPU, Status, operators_of_torch, status_of
 from whet.verify.answering import Answers
+from whet.verify.lines import Line, line_at_work
 from whet.verify.preflight.finding import Sighting
 from whet.verify.preflight.host import ASKS, HostTensors
-from whet.verify.preflight.lines import Line, line_at_work
 from whet.verify.preflight.notebook import Notebook
 from whet.verify.preflight.recurrent import in_short, is_long_recurrence
 from whet.verify.preflight.watcher import Call, Phase, Watcher

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from whet.data.batch import Micro
+from whet.verify.lines import Line, line_at_work
 from whet.verify.preflight.dtypes import WIDE, is_unsupported, wide
-from whet.verify.preflight.finding import Finding, Sighting
+from whet.verify.preflight.finding import Finding, Sighting, as_place
 from whet.verify.preflight.limits import too_deep, too_large, too_many
-from whet.verify.preflight.lines import Line, as_place, line_at_work
 from whet.verify.preflight.watcher import Call, Watcher
 
 Form = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]

@@ -1,0 +1,38 @@
+"""A source file's place tells whose it is."""
+
+import json
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import whet
+from whet.base.authors import author_of
+
+HERE = Path(whet.__file__).parent
+LIBRARIES = Path(sysconfig.get_path("purelib"))
+
+
+@pytest.mark.parametrize(
+    ("file", "author"),
+    [
+        (HERE / "step" / "step.py", "whet"),
+        (HERE / "recipes" / "text" / "model.py", "recipe"),
+        (HERE.with_name("whet_of_mine") / "model.py", "you"),
+        (LIBRARIES / "library" / "model.py", "library"),
+        (LIBRARIES / "torchlike" / "model.py", "library"),
+        (Path(json.__file__), "python"),
+        ("<string>", "python"),
+        (Path(__file__), "you"),
+    ],
+)
+def test_an_author_is_known_by_the_place(file: Path | str, author: str) -> None:
+    assert author_of(str(file)) == author
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="no torch here")
+def test_torch_is_not_a_library_among_others() -> None:
+    spec = find_spec("torch")
+    assert spec is not None
+    assert author_of(str(spec.origin)) == "torch"
