@@ -192,6 +192,20 @@ def test_a_step_that_looks_at_numbers_is_answered_and_takes_what_it_really_takes
     assert fake.bytes_at(64) == pytest.approx(real.bytes_at(64), rel=0.02)
 
 
+@pytest.mark.parametrize(("precision", "copies"), [("fp32", 3 * 4), ("bf16", 2 * 4 + 2)])
+def test_a_loss_over_many_words_peaks_with_these_bytes_a_logit_on_a_gpu(precision: str, copies: int) -> None:
+    # bf16: scores in bf16, the same in float32, and their gradient.
+    def words() -> Specimen:
+        def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return functional.cross_entropy(model(x), y)
+
+        return specimen_of((nn.Linear(8, 20_000), (torch.ones(64, 8), torch.zeros(64).long()), loss), word="words")
+
+    guess = estimate(subject(words), device="cuda", precision=precision, sizes=(512, 1024))
+    slope = (guess.bytes_at(20_000) - guess.bytes_at(10_000)) / 10_000
+    assert slope == pytest.approx(20_000 * copies, rel=0.01)
+
+
 def test_a_model_that_knows_the_size_of_its_inputs_is_estimated_at_that_size() -> None:
     fixed = looking(lambda model, x: model(x.view(8, 8, 256)).square().mean())
     assert estimate(subject(fixed), device="mps").bytes_at(64) > 64 * 256 * 4

@@ -23,10 +23,11 @@ _aten = torch.ops.aten
 _run_backward = torch.autograd.graph._engine_run_backward
 _attention = functional.scaled_dot_product_attention
 _dropout = functional.dropout
+_cross_entropy = functional.cross_entropy
 _FLOAT32_UNDER_AUTOCAST = (
     functional.layer_norm, torch.layer_norm, functional.group_norm, torch.group_norm,
     functional.softmax, torch.softmax, Tensor.softmax, functional.log_softmax, torch.log_softmax, Tensor.log_softmax,
-    functional.cross_entropy, functional.nll_loss, functional.mse_loss,
+    functional.nll_loss, functional.mse_loss,
     torch.sum, Tensor.sum, torch.pow, Tensor.pow, torch.exp, Tensor.exp, torch.log, Tensor.log,
     torch.cumsum, Tensor.cumsum, torch.norm, Tensor.norm,
 )  # fmt: skip
@@ -44,6 +45,7 @@ class Branches(TorchFunctionMode):
             handlers[torch.gru] = Recurrent.gru
             handlers[functional.rms_norm] = handlers[torch.rms_norm] = RmsNorm.call
             handlers |= dict.fromkeys(_FLOAT32_UNDER_AUTOCAST)
+            handlers[functional.cross_entropy] = _half_then_float_cross_entropy
         if device == "cuda":
             handlers[functional.dropout] = handlers[torch.dropout] = _one_kernel_dropout
             handlers[functional.scaled_dot_product_attention] = _fused_attention
@@ -108,6 +110,18 @@ def _replaced(module: ModuleType, names: Mapping[str, Any]) -> Iterator[None]:
 
 def _as_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _half_then_float_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+    """Under autocast a GPU's log_softmax keeps the logits' type here, and only nll_loss is float32 (LossNLL.cpp)."""
+    if not torch.is_autocast_enabled("cpu"):
+        return _cross_entropy(input, target, *args, **kwargs)
+    if target.is_floating_point() or len(args) > 5 or kwargs.get("label_smoothing"):
+        return _cross_entropy(input.float(), target, *args, **kwargs)
+    with torch.autocast("cpu", enabled=False):
+        scores = functional.log_softmax(input, dim=min(1, input.dim() - 1))
+        kwargs.pop("label_smoothing", None)
+        return functional.nll_loss(scores.float(), target, *args, **kwargs)
 
 
 def _one_kernel_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
