@@ -20,7 +20,9 @@ def branches_of(kind: str) -> Iterator[None]:
         if kind == "mps":
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if kind != "cpu":
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+            # Not `flags`, which also sets what an Intel GPU may do, and warns that there is none.
+            before, *_ = torch.backends.mkldnn.set_flags(False, _fp32_precision=None)
+            stack.callback(torch.backends.mkldnn.set_flags, before, _fp32_precision=None)
         yield
 
 

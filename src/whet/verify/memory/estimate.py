@@ -16,20 +16,19 @@ from itertools import product
 from typing import Any, final
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError, WhetError
 from whet.data.batch import Micro
-from whet.device.abstract import AbstractDevice
+from whet.device.branches import StandIn, branches_of
 from whet.step.ema import named_tensors
 from whet.step.optimizer import make_optimizer
 from whet.step.recompute import recompute_blocks
 from whet.step.step import Outcome, Stepper
 from whet.verify.answering import UNANSWERED, Answers, fake_mode
-from whet.verify.memory.branches import Branches, autocast
+from whet.verify.memory.kernels import DeviceKernels, autocast
 from whet.verify.memory.lifetimes import Lifetimes, Window
 from whet.verify.memory.scratch import FIXED_SCRATCH_BYTES, scratch_of
 from whet.verify.subject import Specimen, Subject
@@ -155,13 +154,14 @@ def estimate_specimen(
     small, large = sizes or (2, max(4, specimen.size))
     asked = (small, large) if specimen.is_scalable else (specimen.size, specimen.size)
     lifetimes = Lifetimes(granule=_GRANULES[device], scratch=scratch_of(device), answers=answers)
-    stand_in = _StandIn(device, lifetimes)
+    stand_in = _Counting(device, lifetimes)
     micros = [_micro(specimen, size) for size in asked]
     with ExitStack() as stack:
         if activation_checkpointing:
             stack.enter_context(recompute_blocks(specimen.model))
         stack.enter_context(answers.to_readers())
-        stack.enter_context(Branches(device))
+        stack.enter_context(branches_of(device))
+        stack.enter_context(DeviceKernels(device))
         stack.enter_context(lifetimes)
         lifetimes.follow((tensor for _, tensor in named_tensors(specimen.model)), label="weights")
         optimizer = make_optimizer(specimen.optimizer, specimen.model, stand_in, kernels=kernels)
@@ -182,20 +182,12 @@ def estimate_specimen(
 
 
 @final
-class _StandIn(AbstractDevice):
-    """The CPU in place of another device: its clock counts operators."""
+class _Counting(StandIn):
+    """One whose clock counts operators."""
 
     def __init__(self, kind: str, lifetimes: Lifetimes) -> None:
-        self.kind = kind
+        super().__init__(kind)
         self._lifetimes = lifetimes
-
-    @property
-    def place(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def lr_dtype(self) -> torch.dtype:
-        return torch.float32
 
     def put(self, tensor: Tensor) -> Tensor:
         return tensor.clone()

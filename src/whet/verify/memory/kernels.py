@@ -1,7 +1,8 @@
-"""What does another device's torch do where it goes another way than the CPU's? Its branches, taken among CPU tensors.
+"""Which kernels keep other memory on another device than on the CPU? They are stood in for, among CPU tensors.
 
 Fake tensors of a device that torch was not built for abort the process in the backward pass, so a step is followed
-with CPU tensors everywhere. Most operators are the same on every device; here are those that are not.
+with CPU tensors everywhere. Most operators are the same on every device; here are those that are not, beside the
+branches that torch itself can be told to take (`device/branches.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -34,7 +34,7 @@ _FLOAT32_UNDER_AUTOCAST = (
 """What autocast computes in float32 on CUDA and MPS, but not on the CPU; the ones that keep memory."""
 
 
-class Branches(TorchFunctionMode):
+class DeviceKernels(TorchFunctionMode):
     """While entered, functions of torch take the way they would take on the device."""
 
     def __init__(self, device: str) -> None:
@@ -49,8 +49,6 @@ class Branches(TorchFunctionMode):
         if device == "cuda":
             handlers[functional.dropout] = handlers[torch.dropout] = _one_kernel_dropout
             handlers[functional.scaled_dot_product_attention] = _fused_attention
-        elif device == "mps":
-            handlers[functional.scaled_dot_product_attention] = _written_out_attention
         self._handlers = handlers
         # It is written in Python: its own calls would pass by a mode that is busy with it.
         self._inside_attention = {
@@ -159,9 +157,3 @@ def _fused_attention(
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     efficient = _aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
-
-
-def _written_out_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """MPS has no fused backward pass: with gradients the matrix of weights is kept, and more of its size."""
-    with sdpa_kernel(SDPBackend.MATH):
-        return _attention(*args, **kwargs)
