@@ -29,7 +29,7 @@ from whet.measure.rig import ProbeFailedError
 from whet.measure.search import search
 from whet.plan.setting import Scalar
 
-STEPS = 5
+STEPS = 8
 BEST = 3
 BOUND = 0.05
 Settings = Mapping[str, Scalar]
@@ -51,6 +51,8 @@ def grid(rig: StepRig) -> list[Settings]:
         "micro_batch": [max(1, whole // parts) for parts in (1, 2, 4, 8, 16)],
         "optimizer_kernels": ["fused", "foreach", "loop"],
     }
+    if plan.workload.lengths_vary and kind == "cuda":
+        axes["optimizer_kernels"] = ["fused", "foreach"]
     if plan.workload.lengths_vary:
         axes["lengths"] = ["fixed", "sorted", "few shapes", *(["packed"] if plan.workload.can_pack else [])]
         axes["micro_batch"] = axes["micro_batch"][:3]
