@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from typing import Any, ClassVar
 
@@ -50,6 +51,12 @@ class Rig:
                 raise ValueError("nonsense")
             case "prints":
                 os.write(1, b"a driver that talks on stdout\n")
+            case "reads stdin":
+                assert sys.stdin.readline() == "", "a question"
+            case "forks":
+                if os.fork() == 0:
+                    time.sleep(60)
+                    os._exit(0)
         return Prepared(settings)
 
 
@@ -75,6 +82,8 @@ class Prepared:
 def open_rig(arguments: dict[str, Any]) -> Rig:
     if arguments.get("refused"):
         raise UsageError("no such data", got="nothing", try_="data=FILE")
+    if arguments.get("hangs"):
+        time.sleep(60)
     if arguments.get("dies"):
         os.abort()
     return Rig()

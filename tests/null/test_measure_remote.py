@@ -1,7 +1,14 @@
 """A probe in a process of its own that dies, hangs or takes too much is reported, and what comes after it works."""
 
+import math
+import os
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from whet.base import env
@@ -65,6 +72,72 @@ def test_a_process_that_dies_between_steps_is_reported_too(rig):
         prepared.step(3)
     assert prepared.peak_bytes() == 7, "what is known stays known"
     prepared.close()
+
+
+def test_what_a_probe_reads_from_stdin_is_not_our_questions(rig):
+    assert rig.prepare({"misdeed": "reads stdin"}, seconds=5).step(2) == 2.1
+
+
+def test_what_a_probe_has_started_ends_with_it():
+    before = {*psutil.Process().children(recursive=True)}
+    with a_rig() as rig:
+        rig.prepare({"misdeed": "forks"}, seconds=5)
+        _, grandchild = (p for p in psutil.Process().children(recursive=True) if p not in before)
+    grandchild.wait(timeout=10)
+
+
+@pytest.mark.parametrize(("when", "arguments"), [("opening", {"hangs": True}), ("preparing", {})])
+def test_a_probe_that_hangs_ends_with_its_parent_however_that_ends(when, arguments):
+    code = (
+        "from test_measure_remote import a_rig\n"
+        f"with a_rig(**{arguments}) as rig:\n"
+        "    rig.prepare({'misdeed': 'hangs'}, seconds=50)\n"
+    )
+    environment = env.for_child(PYTHONPATH=f"{Path(__file__).parent}:{env.read('PYTHONPATH') or ''}")
+    parent = psutil.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        child = the_child(parent)
+        # Long enough for it to be hanging; sooner would be the easier case.
+        time.sleep(0.5)
+    finally:
+        parent.kill()
+        parent.wait()
+    child.wait(timeout=10)
+
+
+def test_an_interrupt_is_not_kept_waiting_and_ends_the_probe():
+    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started, before = time.monotonic(), psutil.Process().children()
+    with pytest.raises(KeyboardInterrupt), a_rig() as rig:
+        ready = rig.prepare({}, seconds=5)
+        try:
+            rig.prepare({"misdeed": "hangs"}, seconds=30)
+        finally:
+            ready.close()
+    assert time.monotonic() - started < 20
+    assert psutil.Process().children() == before
+
+
+def test_nothing_is_waited_for_much_longer_than_the_budget():
+    with a_rig() as rig:
+        rig.ends_at = rig.clock() + 1
+        with pytest.raises(ProbeFailedError) as failed:
+            rig.prepare({"misdeed": "hangs"}, seconds=30)
+    assert failed.value.kind == "timeout"
+
+
+def test_a_budget_without_an_end_is_one():
+    with a_rig() as rig:
+        rig.ends_at = math.inf
+        assert rig.prepare({}, seconds=math.inf).step(2) == 2.1
+
+
+def the_child(parent: psutil.Process) -> psutil.Process:
+    ends_at = time.monotonic() + 20
+    while not (found := parent.children()):
+        assert time.monotonic() < ends_at, "it started none"
+        time.sleep(0.05)
+    return found[0]
 
 
 def test_what_cannot_be_opened_is_refused_in_its_own_words():

@@ -16,6 +16,8 @@ from typing import IO, Any
 import psutil
 
 _LOOK_EVERY_SECONDS = 0.02
+_LAST_LINES_SECONDS = 1.0
+"""What it started may hold its stdout open for ever."""
 
 
 class AnsweringProcess:
@@ -42,6 +44,8 @@ class AnsweringProcess:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env=dict(environment),
+            # A group of its own, to be ended with everything that it started.
+            process_group=0,
         )
         assert self._process.stdout is not None
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -57,9 +61,9 @@ class AnsweringProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
+        self._kill()
         self._process.wait()
-        self._reader.join()
+        self._reader.join(_LAST_LINES_SECONDS)
         if self._watching is not None:
             self._watching.join()
         assert self._process.stdin is not None
@@ -82,7 +86,8 @@ class AnsweringProcess:
         ends_at = time.monotonic() + seconds
         while True:
             try:
-                line = self._lines.get(timeout=max(0.0, ends_at - time.monotonic()))
+                left = max(0.0, ends_at - time.monotonic())
+                line = self._lines.get(timeout=min(left, threading.TIMEOUT_MAX))
             except queue.Empty:
                 return "late"
             if line is None:
@@ -109,6 +114,11 @@ class AnsweringProcess:
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"{how}: {lines[-1][:300]}" if lines else how
 
+    def _kill(self) -> None:
+        # Its group may outlive it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def _watch(self, most_bytes: int) -> None:
         try:
             child = psutil.Process(self._process.pid)
@@ -116,7 +126,7 @@ class AnsweringProcess:
                 taken = child.memory_info().rss
                 if taken > most_bytes:
                     self.took_too_much = taken
-                    self._process.kill()
+                    self._kill()
                     return
                 time.sleep(_LOOK_EVERY_SECONDS)
         except psutil.Error:

@@ -4,11 +4,11 @@ import contextlib
 import importlib
 import json
 import os
-import sys
 from dataclasses import asdict
 from typing import Any
 
 from whet.base.errors import UsageError, WhetError
+from whet.measure.lifeline import questions
 from whet.measure.rig import PlannedRig, Prepared, ProbeFailedError
 
 MARK = "whet-measure "
@@ -23,19 +23,19 @@ def main() -> None:
     def say(answer: dict[str, Any]) -> None:
         os.write(answers, (MARK + json.dumps(answer) + "\n").encode())
 
-    opening = json.loads(sys.stdin.readline())
+    asked = questions()
+    opening = json.loads(next(asked))
     with contextlib.ExitStack() as closing:
         try:
             rig: PlannedRig = closing.enter_context(_open(opening["target"], opening["arguments"]))
         except WhetError as error:
             say({"refused": [error.what, error.got, error.try_], "is_usage": isinstance(error, UsageError)})
-            return
+            # Without the usual way out: a thread waits for questions, and a driver that was upset may hang there.
+            os._exit(0)
         say({"plan": rig.plan.as_json(), "about": dict(rig.about)})
         prepared: dict[int, Prepared] = {}
-        for line in sys.stdin:
+        for line in asked:
             say(_answer(rig, prepared, json.loads(line)))
-    # Without the usual way out: a driver that was upset may hang there.
-    os._exit(0)
 
 
 def _open(target: str, arguments: dict[str, Any]) -> Any:

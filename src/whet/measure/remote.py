@@ -3,6 +3,7 @@
 Memory is the process's own (its resident set), looked at fifty times a second: what a GPU holds elsewhere is not seen.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -80,7 +81,7 @@ class RemoteRig:
             self._start(START_SECONDS)
         assert self._process is not None
         seconds = self._within(seconds)
-        answer = self._process.ask(seconds, **question)
+        answer = self._asked(seconds, **question)
         if isinstance(answer, dict):
             if "failed" in answer:
                 raise ProbeFailedError(answer["failed"], kind=answer["kind"])
@@ -99,7 +100,7 @@ class RemoteRig:
             "whet.measure.child", mark=MARK, environment=self._environment, most_bytes=self._most_bytes
         )
         seconds = self._within(seconds)
-        answer = self._process.ask(seconds, target=self._target, arguments=self._arguments)
+        answer = self._asked(seconds, target=self._target, arguments=self._arguments)
         if isinstance(answer, dict) and "plan" in answer:
             self.about: dict[str, Any] = answer["about"]
             return read_plan(answer["plan"], where="the plan of a measuring process")
@@ -109,6 +110,15 @@ class RemoteRig:
             what, got, try_ = answer["refused"]
             raise (UsageError if answer["is_usage"] else WhetError)(what, got=got, try_=try_)
         raise ProbeFailedError(f"the measuring process could not start: {words}", kind="crash")
+
+    def _asked(self, seconds: float, **question: Any) -> dict[str, Any] | str:
+        assert self._process is not None
+        try:
+            return self._process.ask(seconds, **question)
+        except BaseException:
+            # Ctrl-C: nobody waits for this answer any longer, and the next one would be taken for it.
+            self._end()
+            raise
 
     def _within(self, seconds: float) -> float:
         return seconds if self.ends_at is None else min(seconds, max(0.0, self.ends_at - self.clock()))
@@ -156,4 +166,6 @@ class RemotePrepared:
 
     def close(self) -> None:
         if self._life == self._rig.life:
-            self._rig.ask(_STEP_SECONDS, do="close", number=self._number)
+            # A process that ends over it has given everything back too.
+            with contextlib.suppress(ProbeFailedError):
+                self._rig.ask(_STEP_SECONDS, do="close", number=self._number)

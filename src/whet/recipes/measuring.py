@@ -5,13 +5,16 @@ from typing import Any
 
 from whet.base import env
 from whet.config.resolve import Resolved
+from whet.machine.vitals import read_vitals
 from whet.measure.remote import RemoteRig
 from whet.recipes.recipe import load_recipe
 
 TARGET = "whet.recipes.measuring:open_rig"
+_MOST_MEMORY = 0.9
+"""Of what is free at the start: a probe that takes more is ended before the system ends something else."""
 
 
-def rig_of(word: str, resolved: Resolved[Any], *, device: str, most_bytes: int | None = None) -> RemoteRig:
+def rig_of(word: str, resolved: Resolved[Any], *, device: str) -> RemoteRig:
     """A rig for a recipe with its settings; enter it to start the process."""
     arguments = {
         "recipe": word,
@@ -19,6 +22,8 @@ def rig_of(word: str, resolved: Resolved[Any], *, device: str, most_bytes: int |
         "given": list(resolved.given),
         "device": device,
     }
+    free = read_vitals().memory_available_bytes
+    most_bytes = int(_MOST_MEMORY * free) if free else None
     return RemoteRig(TARGET, arguments, environment=env.for_child(), most_bytes=most_bytes)
 
 
