@@ -120,6 +120,95 @@ def test_an_optimizer_of_yours_is_as_it_was():
     assert_equal(everything(model, optimizer), before)
 
 
+class Slowly(torch.optim.Optimizer):
+    """Keeps what it knows in dicts, lists and attributes of its own, and its rate in a tensor."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(list(parameters), {"lr": torch.tensor(1e-2)})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                known = self.state[parameter].setdefault("known", {"sum": torch.zeros_like(parameter), "norms": []})
+                if parameter.grad is not None:
+                    known["sum"] += parameter.grad
+                    known["norms"].append(float(parameter.grad.norm()))
+                    parameter -= group["lr"] * known["sum"]
+
+
+def test_an_optimizer_that_keeps_things_deep_inside_is_as_it_was_and_of_the_same_objects():
+    model, data, loss = a_training()
+    optimizer = Slowly(model.parameters())
+    rate, weight = optimizer.param_groups[0]["lr"], model.head.weight
+    torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    loss(Micro(fields={"x": data[0], "y": data[1]}, ids=np.arange(80))).backward()
+    optimizer.step()
+    model.zero_grad(set_to_none=True)
+    known = optimizer.state[weight]["known"]
+    before, norms, steps = known["sum"].clone(), list(known["norms"]), optimizer.steps
+    names = {*vars(optimizer)}
+    with a_rig(model, data, loss, optimizer) as rig:
+        make_steps(rig, [{}, {"threads": 1}])
+        assert optimizer.steps > steps
+    assert optimizer.state[weight]["known"] is known
+    assert torch.equal(known["sum"], before)
+    assert known["norms"] == norms
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(1e-2), "whoever holds the tensor would see a rate of zero"
+    assert optimizer.steps == steps
+    assert {*vars(optimizer)} == names
+
+
+def test_a_loss_that_wants_many_samples_is_measured_all_the_same():
+    model, data, loss = a_training()
+
+    def choosy(micro):
+        if len(micro) < 16:
+            raise ValueError("16 samples at least")
+        return loss(micro)
+
+    with a_rig(model, data, choosy) as rig:
+        make_steps(rig, [{}])
+        with pytest.raises(ProbeFailedError, match="ValueError: 16 samples at least"):
+            rig.prepare({"micro_batch": 4}, seconds=5)
+
+
+def test_a_step_that_fails_late_is_the_end_of_that_probe_alone():
+    model, data, loss = a_training()
+    calls = iter(range(1000))
+
+    def fails_once(micro):
+        if next(calls) == 12:
+            raise KeyError("the thirteenth")
+        return loss(micro)
+
+    with a_rig(model, data, fails_once) as rig:
+        prepared = rig.prepare({}, seconds=30)
+        with pytest.raises(ProbeFailedError, match="KeyError: 'the thirteenth'"):
+            for index in range(20):
+                prepared.step(index)
+        make_steps(rig, [{}])
+
+
+def test_data_that_must_be_read_is_not_read_ahead():
+    class Files:
+        reads = 0
+
+        def __len__(self):
+            return 6400
+
+        def __getitem__(self, index):
+            Files.reads += 1
+            return {"x": torch.randn(8), "y": torch.tensor(index % 3)}
+
+    model, _, loss = a_training()
+    with a_rig(model, Files(), loss):
+        assert Files.reads <= 2 * TRAINING["global_batch_size"]
+
+
 def test_a_probe_that_fails_leaves_no_trace_either():
     model, data, loss = a_training()
     before = everything(model)

@@ -185,6 +185,29 @@ def test_a_measuring_process_that_dies_is_told_of_and_the_run_starts(monkeypatch
     assert any(line.startswith("not measured: the measuring process could not start") for line in told)
 
 
+def test_whatever_goes_wrong_in_measuring_is_told_and_the_run_starts():
+    told: list[str] = []
+    model = a_model()
+    loss = Loss(model)
+
+    def fails_at_first(micro):
+        found = loss(micro)
+        if loss.calls == 4:
+            raise KeyError("only now")
+        return found
+
+    result = whet.train(
+        model,
+        some_data(),
+        loss=fails_at_first,
+        optimizer=OptimizerChoice(),
+        show=lambda kind, fields: told.append(str(fields.get("changed"))),
+        **{**TRAINING, "epochs": 30},
+    )
+    assert result.state == "done"
+    assert "not measured: KeyError: 'only now'" in told
+
+
 def test_a_plan_for_something_else_is_refused(tmp_path):
     model = a_model()
     plan = whet.tune(model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), budget=1, **TRAINING)

@@ -31,7 +31,7 @@ from whet.engine.training import Training
 from whet.engine.while_training import Compiled, no_garbage_collection
 from whet.engine.workload import measure_activation_bytes
 from whet.measure.candidates import planned, predicted_bytes
-from whet.measure.rig import Agreement, ProbeFailedError
+from whet.measure.rig import Agreement, FailureKind, ProbeFailedError
 from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
 from whet.step.ema import named_tensors
@@ -115,11 +115,12 @@ class StepRig:
 
     def agreement(self, settings: Mapping[str, Scalar], *, seconds: float) -> Agreement:  # noqa: ARG002
         """Whether a precision computes the same as fp32 on the same device, on a few samples of the data."""
-        parts = self._built(self.plan_with(settings))
-        plan, device = parts.plan, parts.device
-        self.move_to(device)
-        micro = self.few_samples(parts, at_most=8).moved(device.put)
-        found = precision_agreement(self.model, self.loss, micro, device, str(plan.value("precision")))
+        with _failing_alone():
+            parts = self._built(self.plan_with(settings))
+            plan, device = parts.plan, parts.device
+            self.move_to(device)
+            micro = self.few_samples(parts, at_most=8).moved(device.put)
+            found = precision_agreement(self.model, self.loss, micro, device, str(plan.value("precision")))
         return Agreement(
             loss_error=found.loss_error, gradient_error=found.gradient_error, bound=found.bound, agrees=found.agrees
         )
@@ -131,18 +132,13 @@ class StepRig:
         if plan.value("compile") == "on" and not self.may_compile:
             raise ProbeFailedError("compiling cannot be cut short in this process", kind="refused")
         gc.collect()
-        try:
+        with _failing_alone():
             prepared = PreparedSteps(self, self._built(plan))
             for index in range(NUM_BATCHES):
                 prepared.step_seconds = prepared.step(index)
                 limit = seconds if index + 1 < _WARMUP_STEPS else min(seconds, _WARMUP_SECONDS)
                 if time.perf_counter() - start > limit:
                     break
-        except WhetError as error:
-            raise ProbeFailedError(f"{error.what}: {error.got}", kind="error") from error
-        except (RuntimeError, NotImplementedError, TypeError, MemoryError) as error:
-            is_oom = is_out_of_memory(error)
-            raise ProbeFailedError(let_go(error), kind="oom" if is_oom else "error") from None
         prepared.preparation_seconds = time.perf_counter() - start
         return prepared
 
@@ -194,7 +190,9 @@ class StepRig:
             )
             self._sources[key] = source
             if not self._batches:
-                self._batches = list(islice(source.batches(Position()), NUM_BATCHES))
+                # What must be read is read in the steps: here it would take time that nobody has given.
+                ready = NUM_BATCHES if isinstance(source, Table) else 1
+                self._batches = list(islice(source.batches(Position()), ready))
         return self._sources[key]
 
     def _learn_what_a_sample_needs(self) -> None:
@@ -202,8 +200,12 @@ class StepRig:
         parts = self._built(plan)
         if plan.workload.activation_bytes is not None or len(self.batch(0)) < 4:
             return
-        small, large = (self.few_samples(parts, at_most=size).moved(parts.device.put) for size in (2, 4))
-        needed = measure_activation_bytes(self.model, self.loss, small, large, device=parts.device)
+        try:
+            small, large = (self.few_samples(parts, at_most=size).moved(parts.device.put) for size in (2, 4))
+            needed = measure_activation_bytes(self.model, self.loss, small, large, device=parts.device)
+        except Exception:
+            # A loss may insist on more samples: then nobody knows what one of them needs.
+            return
         workload = plan.workload.model_copy(update={"activation_bytes": needed})
         self.plan = make_plan(plan.machine, workload, wishes=plan.wishes, conditions=plan.conditions)
 
@@ -228,7 +230,7 @@ class PreparedSteps:
         """The seconds of one optimizer step until the device is done, reading its data included."""
         parts = self._parts
         self._number += 1
-        with self._in_force():
+        with _failing_alone(), self._in_force():
             if self._number == _WARMUP_STEPS:
                 parts.device.reset_peak()
             start = time.perf_counter()
@@ -266,6 +268,20 @@ class PreparedSteps:
             if self._compiled is not None:
                 stack.enter_context(self._compiled.in_use())
             yield
+
+
+@contextmanager
+def _failing_alone() -> Iterator[None]:
+    """Whatever your model, loss or data raise under some settings is the end of one probe, not of the training."""
+    try:
+        yield
+    except ProbeFailedError:
+        raise
+    except WhetError as error:
+        raise ProbeFailedError(f"{error.what}: {error.got}", kind="error") from error
+    except Exception as error:
+        kind: FailureKind = "oom" if is_out_of_memory(error) else "error"
+        raise ProbeFailedError(f"{type(error).__name__}: {let_go(error)}", kind=kind) from None
 
 
 def _again_and_again(source: AbstractSource) -> Iterator[GlobalBatch]:

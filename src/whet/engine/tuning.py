@@ -84,13 +84,30 @@ def tuned_plan(
     if found is not None:
         _tell(show, f"measured before on this machine: {found.words[0]}")
         return found.applied_to(plan)
+    try:
+        measured = _measured(asked, loss, plan, num_steps, open_rig=open_rig, show=show)
+    except Exception as error:
+        # Where the run itself fails too, it will say so in its own words.
+        reason = error.reason if isinstance(error, ProbeFailedError) else f"{type(error).__name__}: {error}"
+        _tell(show, f"not measured: {(reason.splitlines() or [reason])[0]}")
+        return None
+    if measured is None:
+        return None
+    plan, found = measured
+    _tell(show, *found.words)
+    if not found.trials:
+        return None
+    cache.remember(about, found)
+    return found.applied_to(plan)
+
+
+def _measured(
+    asked: Request, loss: LossFunction, plan: Plan, num_steps: int, *, open_rig: OpenRig | None, show: Show | None
+) -> tuple[Plan, Found] | None:
+    """What was found, and the plan it is about; None, and why, for a run that would not earn it back."""
     with _rig(asked, loss, plan) as rig:
         plan = rig.plan
-        try:
-            seconds = _run_seconds(rig, num_steps)
-        except ProbeFailedError:
-            # The run itself will say what is wrong, in its own words.
-            return None
+        seconds = _run_seconds(rig, num_steps)
         budget = budget_seconds(seconds)
         if budget < LEAST_SECONDS:
             _tell(show, f"not measured: a run of about {show_seconds(seconds)} would not earn it back")
@@ -98,15 +115,8 @@ def tuned_plan(
         expected = f"this run would take about {show_seconds(seconds)}"
         _tell(show, f"measuring what is fastest here, {show_seconds(budget)} at most; {expected}")
         if open_rig is None:
-            found = search(plan, rig, budget_seconds=budget)
-    if found is None and open_rig is not None:
-        found = _search_elsewhere(open_rig, plan, budget=budget)
-    assert found is not None
-    _tell(show, *found.words)
-    if not found.trials:
-        return None
-    cache.remember(about, found)
-    return found.applied_to(plan)
+            return plan, search(plan, rig, budget_seconds=budget)
+    return plan, _search_elsewhere(open_rig, plan, budget=budget)
 
 
 def _plan_by_rules(asked: Request) -> Plan:
