@@ -188,8 +188,7 @@ def test_a_step_that_fails_late_is_the_end_of_that_probe_alone():
     with a_rig(model, data, fails_once) as rig:
         prepared = rig.prepare({}, seconds=30)
         with pytest.raises(ProbeFailedError, match="KeyError: 'the thirteenth'"):
-            for index in range(20):
-                prepared.step(index)
+            [prepared.step(index) for index in range(20)]
         make_steps(rig, [{}])
 
 

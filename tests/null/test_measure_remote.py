@@ -108,7 +108,7 @@ def test_a_probe_that_hangs_ends_with_its_parent_however_that_ends(when, argumen
 def test_an_interrupt_is_not_kept_waiting_and_ends_the_probe():
     threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     started, before = time.monotonic(), psutil.Process().children()
-    with pytest.raises(KeyboardInterrupt), a_rig() as rig:
+    with pytest.raises(KeyboardInterrupt), a_rig() as rig:  # noqa: PT012 - whatever is raised first, all is closed
         ready = rig.prepare({}, seconds=5)
         try:
             rig.prepare({"misdeed": "hangs"}, seconds=30)

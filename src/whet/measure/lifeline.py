@@ -1,4 +1,4 @@
-"""How does a child notice that nobody waits for it any longer? Its questions end, and so does it, with all it started."""
+"""How does a child notice that nobody waits for it any longer? Its questions end, and so does it, with all it began."""
 
 import os
 import queue
