@@ -78,7 +78,7 @@ def test_nothing_else_is_told(name: str) -> None:
     also = {
         # It is there twice: as the weight is, and as the convolution meets it.
         "strided_conv_weight": {"known-fault/conv-weights"},
-        "decides_by_value": {"missing-operator", "memory-unknown"},
+        "decides_by_value": {"missing-operator"},
         "many_rows": set(),
     }
     kinds = {finding.id for finding in checked(name).findings}

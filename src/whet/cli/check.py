@@ -54,7 +54,8 @@ def check(
 
     if json + sarif + github > 1:
         raise UsageError("one form at a time", got="several of --json, --sarif and --github", try_="one of them")
-    found = find_out(what, words or (), device=device, machine=machine, config=config, is_causal=causal)
+    with screen.yours_aside():
+        found = find_out(what, words or (), device=device, machine=machine, config=config, is_causal=causal)
     if json:
         screen.result_json(found.as_json())
     elif sarif:

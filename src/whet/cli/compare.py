@@ -48,15 +48,16 @@ def compare(
     names = _split(devices) or []
     precisions = _split(precision)
     refuse_unusable(devices=names, steps=steps, size=size, precisions=precisions, out=out)
-    found = compare_subject(
-        load_subject(what, words or (), file=config),
-        devices=names,
-        steps=steps,
-        size=size,
-        precisions=precisions,
-        out=out,
-        say=screen.note,
-    )
+    with screen.yours_aside():
+        found = compare_subject(
+            load_subject(what, words or (), file=config),
+            devices=names,
+            steps=steps,
+            size=size,
+            precisions=precisions,
+            out=out,
+            say=screen.note,
+        )
     if json:
         screen.result_json(found.as_json())
     else:

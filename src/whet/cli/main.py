@@ -45,6 +45,7 @@ VERBS: dict[str, Callable[..., None]] = {
 
 _EPILOG = "Everywhere: --quiet prints results and errors only, --debug shows the traceback of a failure."
 _INTERRUPTED, _USAGE = 130, 2
+_OURS = str(Path(__file__).parent.parent)
 # typer keeps its usage errors private; the public BadParameter is one of them.
 _ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -95,6 +96,12 @@ def run(arguments: Sequence[str]) -> int:
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
+    except SystemExit as error:
+        # Of yours: an exit code of 0 would say that all went well.
+        if debug or not _your_frames(error):
+            raise
+        screen.error(_as_failure(error))
+        return 1
     except BrokenPipeError:
         # The reader went away (whet plan | head): a flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -106,21 +113,28 @@ def run(arguments: Sequence[str]) -> int:
         return 1
 
 
-def _as_failure(error: Exception) -> WhetError:
+def _as_failure(error: BaseException) -> WhetError:
     """What went wrong that nobody foresaw: in the user's own file if the traceback passes through one, else in ours."""
-    ours = str(Path(__file__).parent.parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [
-        frame for frame in frames if not frame.filename.startswith((ours, "<")) and not _is_library(frame.filename)
-    ]
+    frames, yours = traceback.extract_tb(error.__traceback__), _your_frames(error)
     got = f"{type(error).__name__}: {error}"
     if "does not have a deterministic implementation" in got:
         what = "an operator has no deterministic form"
         return WhetError(what, got=got.partition(",")[0], try_="deterministic=off, or another operator")
-    if theirs:
-        where = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno} in {theirs[-1].name}()"
+    if yours:
+        where = f"{Path(yours[-1].filename).name}:{yours[-1].lineno} in {yours[-1].name}()"
         return WhetError("your code failed", got=f"{got} ({where})", try_="--debug shows the whole way there")
+    if frames and not frames[-1].filename.startswith(_OURS):
+        return WhetError("a library refused what it was asked to do", got=got, try_="--debug shows the whole way there")
     return WhetError("this should not have happened", got=got, try_="--debug shows where")
+
+
+def _your_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The lines on the way to it that are neither ours nor a library's."""
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_OURS, "<")) and not _is_library(frame.filename)
+    ]
 
 
 def _is_library(filename: str) -> bool:

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, redirect_stdout
 from typing import Any
 
 from whet.base.errors import WhetError
@@ -29,6 +30,11 @@ def result(text: str) -> None:
 def result_json(value: Any) -> None:
     """What was asked for, for a program to read."""
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def yours_aside() -> AbstractContextManager[object]:
+    """While your code runs: what it prints is no part of the result, which a program may read."""
+    return redirect_stdout(sys.stderr)
 
 
 def note(text: str) -> None:

@@ -1,5 +1,6 @@
 """What is verified behind a word: a recipe with its data, or a model with example inputs that a factory gives."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,8 @@ def _gives_recipe(factory: Callable[[], Any]) -> bool:
     if getattr(factory, "__name__", "") == "recipe":
         return is_recipe(factory())
     try:
-        with fake_mode():
+        with fake_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             return is_recipe(factory())
     except Exception:
         # A model that needs real numbers to be made: whoever asks about it will see why.

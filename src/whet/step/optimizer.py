@@ -29,7 +29,9 @@ def make_optimizer(
     """An optimizer over the model's trainable parameters; biases and norms are not decayed."""
     name, lr = choice.name, choice.lr
     groups = decay_groups(model.parameters(), weight_decay=choice.weight_decay)
-    fused, foreach = kernels == "fused", kernels == "foreach"
+    # Fused kernels know no complex numbers.
+    is_real = not any(p.is_complex() for group in groups for p in group["params"])
+    fused, foreach = kernels == "fused" and is_real, kernels == "foreach"
     # A rate that lies in a tensor can change without a new kernel or a new graph; fused kernels take it so.
     rate: Any = torch.tensor(lr, dtype=device.lr_dtype, device=device.place) if fused else lr
     if name == "adamw":

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 _MOST_ELEMENTS = 2**24
+_MOST_ASKED = 2_000
+"""Numbers that Python may ask for in one trace: a loop that ends with a number would never end."""
 UNANSWERED = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What fake tensors raise where only real ones could go on."""
 _READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, torch.equal, torch.allclose)
@@ -35,6 +37,7 @@ class Answers:
         self._mode = mode
         self._truth = truth
         """What a condition is taken to be."""
+        self._num_asked = 0
 
     @property
     def are_fake(self) -> bool:
@@ -76,7 +79,7 @@ class Answers:
             with _disable_current_modes():
                 return _ones(tensor).numpy()
         if func in (torch.equal, torch.allclose):
-            return self._truth
+            return self._asked(self._truth)
         number = self._number(tensor)
         return {Tensor.__bool__: bool, Tensor.__int__: int, Tensor.__index__: int, Tensor.__float__: float}.get(
             func, lambda same: same
@@ -88,10 +91,16 @@ class Answers:
 
     def _number(self, tensor: Tensor) -> Any:
         if tensor.dtype == torch.bool:
-            return self._truth
+            return self._asked(self._truth)
         if tensor.dtype.is_complex:
-            return 1 + 0j
-        return 1.0 if tensor.dtype.is_floating_point else 1
+            return self._asked(1 + 0j)
+        return self._asked(1.0 if tensor.dtype.is_floating_point else 1)
+
+    def _asked(self, answer: Any) -> Any:
+        self._num_asked += 1
+        if self._num_asked > _MOST_ASKED:
+            raise RuntimeError(f"Python asked for more than {_MOST_ASKED:,} numbers: a loop may wait for one of them")
+        return answer
 
 
 class _ToReaders(TorchFunctionMode):

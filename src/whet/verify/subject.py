@@ -1,13 +1,19 @@
 """What is verified: a model, its loss and some of its data, made anew as often as a question needs it."""
 
+import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from whet.base.errors import UsageError
 from whet.data.batch import Micro
@@ -58,29 +64,41 @@ def specimen_of(made: Sequence[Any], *, word: str, is_causal: bool = False) -> S
             got=f"a {type(made).__name__} of {len(made)}",
             try_="return model, (x, y); or a third value, loss(model, x, y)",
         )
-    model, inputs = made[0], made[1]
+    model, inputs = _own(made[0]), made[1]
+    _refuse_untrainable(model)
     own_loss = made[2] if len(made) == 3 else None
-    named = _named(inputs)
-    tensors = [leaf for leaf in tree_leaves(named) if isinstance(leaf, Tensor)]
+    if own_loss is not None and not callable(own_loss):
+        raise UsageError("the loss cannot be called", got=type(own_loss).__name__, try_="loss(model, x, y)")
+    leaves, tree = tree_flatten_with_path(_named(inputs))
+    tensors = {_name(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
     if not tensors:
         raise UsageError("the example inputs hold no tensor", got=type(inputs).__name__, try_="return model, (x,)")
-    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors.values()}
     size = max(sizes)
+    if size == 0 and any(tensor.dim() for tensor in tensors.values()):
+        raise UsageError("the example inputs hold no sample", got="a batch of 0", try_="inputs of a usual batch")
     is_scalable = len(sizes) == 1 and size > 0
 
     def micro(wanted: int) -> Micro:
-        fields = named if wanted == size else tree_map(lambda value: _resized(value, wanted), named)
+        fields = {name: value if wanted == size else _resized(value, wanted) for name, value in tensors.items()}
         return Micro(fields=fields, ids=np.arange(wanted))
 
     def call(function: Callable[..., Any], first: tuple[Any, ...], given: Micro) -> Any:
-        if isinstance(inputs, Mapping):
-            return function(*first, **given.fields)
-        return function(*first, *given.fields.values())
+        # Only tensors are moved; words, numbers and what holds them are as they were.
+        values = [given.fields.get(_name(path), leaf) for path, leaf in leaves]
+        named: dict[str, Any] = tree_unflatten(values, tree)
+        return function(*first, **named) if isinstance(inputs, Mapping) else function(*first, *named.values())
 
     def loss(given: Micro) -> Any:
         if own_loss is not None:
             return call(own_loss, (model,), given)
         return _as_loss(call(model, (), given))
+
+    def outputs(given: Micro) -> Any:
+        if own_loss is None or _takes(model, inputs):
+            return call(model, (), given)
+        # What comes behind the first input is the loss's, as labels are.
+        return model(next(iter(given.fields.values())))
 
     return Specimen(
         model=model,
@@ -88,8 +106,58 @@ def specimen_of(made: Sequence[Any], *, word: str, is_causal: bool = False) -> S
         micro=micro,
         size=size,
         is_scalable=is_scalable,
-        outputs=(lambda given: call(model, (), given)) if is_causal else None,
+        outputs=outputs if is_causal else None,
     )
+
+
+_GIVEN: WeakSet[nn.Module] = WeakSet()
+"""Models that were given before: whoever gives one again keeps it."""
+_ANEW = "a function that makes the model anew in each call"
+
+
+def _own(model: nn.Module) -> nn.Module:
+    """The model, or a copy of one that lives elsewhere: it is trained, and its owner must not notice."""
+    mode = detect_fake_mode()
+    tensors = [*model.parameters(), *model.buffers()]
+    real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
+    if mode is None and len(real) < len(tensors):
+        raise UsageError("the model is one that was made before, without numbers", got="a kept model", try_=_ANEW)
+    is_kept = bool(real) and (mode is not None or model in _GIVEN)
+    _GIVEN.add(model)
+    if not is_kept:
+        return model
+    # Among fake tensors a copy has fake ones, which take no memory.
+    known = {} if mode is None else {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
+    with unset_fake_temporarily():
+        return copy.deepcopy(model, known)
+
+
+def _refuse_untrainable(model: nn.Module) -> None:
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise UsageError(
+            "the model has lazy layers whose shapes are not known yet",
+            got=type(model).__name__,
+            try_="call model(x) once before it is returned",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError("the model has nothing to train", got="no parameter", try_="a model with weights")
+
+
+def _takes(model: nn.Module, inputs: Any) -> bool:
+    """Whether the model itself can be called with all inputs."""
+    try:
+        if isinstance(inputs, Mapping):
+            inspect.signature(model.forward).bind(**inputs)
+        else:
+            inspect.signature(model.forward).bind(*_named(inputs).values())
+    except TypeError:
+        return False
+    return True
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """input0, or input0['mask'] for a tensor that lies deeper."""
+    return f"{path[0].key}{keystr(path[1:])}"
 
 
 def _named(inputs: Any) -> dict[str, Any]:
@@ -99,18 +167,16 @@ def _named(inputs: Any) -> dict[str, Any]:
     return {f"input{index}": value for index, value in enumerate(values)}
 
 
-def _resized(value: Any, wanted: int) -> Any:
+def _resized(value: Tensor, wanted: int) -> Tensor:
     """The first rows; repeated where there are too few."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    return value[torch.arange(wanted) % len(value)]
+    return value if value.dim() == 0 else value[torch.arange(wanted) % len(value)]
 
 
 def _as_loss(output: Any) -> Tensor:
     if isinstance(output, Tensor) and output.numel() == 1:
         return output
     # A library's output may carry its own loss.
-    own = output.get("loss") if isinstance(output, Mapping) else None
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
     numbers = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]

@@ -21,7 +21,7 @@ def untouched(model: nn.Module, device: AbstractDevice) -> Iterator[None]:
 
     What a loss keeps in Python objects of its own is not put back.
     """
-    with as_before(model), undisturbed(device), _uncompiled():
+    with as_before(model), undisturbed(device), uncompiled():
         yield
 
 
@@ -85,7 +85,7 @@ def wake_zeros(model: nn.Module) -> None:
             parameter.copy_(drawn.to(parameter))
 
 
-def _uncompiled() -> AbstractContextManager[object]:
+def uncompiled() -> AbstractContextManager[object]:
     """A model that is compiled runs as it is written: compiling it once more, for the CPU too, would take minutes."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()

@@ -112,7 +112,8 @@ def _fit(plan: Plan, estimated: Callable[[str, str, str, bool], Estimate], *, ha
     def most(is_checkpointed: bool) -> int | None:
         if limit is None:
             return None
-        sizes = (size for size in cuts(whole) if size >= least)
+        # Of a large batch most cuts are of the same size.
+        sizes = (size for size in dict.fromkeys(cuts(whole)) if size >= least)
         return next((size for size in sizes if needed(size, is_checkpointed) <= limit), None)
 
     micro_batch = most(is_checkpointed)

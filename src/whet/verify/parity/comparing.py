@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from whet.base.errors import UsageError, WhetError
 from whet.base.record import Record
 from whet.device import virtual_mac
@@ -99,6 +101,13 @@ def compare_subject(
     refuse_unusable(devices=devices, steps=steps, size=size, precisions=precisions, out=out)
     wanted, device = choose_precisions(precisions), choose_device(devices)
     bench = Bench(subject, size=size)
+    if device.kind == "cpu" and bench.number_formats - {torch.float32}:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in bench.number_formats))
+        raise UsageError(
+            "on the CPU alone a model in float32 is compared with float64",
+            got=f"weights in {names}",
+            try_="--devices cpu,mps or cpu,cuda; or the model in float32",
+        )
     parity = compare_training(bench, device, steps=steps, say=say)
     say(f"{device.kind}, the same steps twice ...")
     determinism = run_twice(bench, device)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from whet.device.cpu import Cpu
 from whet.step.optimizer import make_optimizer
 from whet.step.step import Outcome, Stepper
 from whet.verify.subject import Specimen, Subject
+from whet.verify.untouched import uncompiled
 from whet.verify.without_dropout import without_dropout
 
 _SEED = 0
@@ -66,6 +68,7 @@ class Bench:
         self.size = len(self.micro)
         if not any(parameter.requires_grad for parameter in first.model.parameters()):
             raise UsageError("the model has nothing to train", got="no parameter", try_="a model with weights")
+        self.number_formats = {p.dtype for p in first.model.parameters() if p.is_floating_point()}
         self._weights = {name: tensor.detach().clone() for name, tensor in named_tensors(first.model)}
 
     @contextmanager
@@ -73,6 +76,7 @@ class Bench:
         """A copy on a device, in its own number formats or in float64; float32 products are not rounded to tf32."""
         with ExitStack() as stack:
             stack.enter_context(undisturbed(device))
+            stack.enter_context(uncompiled())
             stack.enter_context(device.keeping_precision())
             device.use_precision("fp32")
             seed_randomness(_SEED)
@@ -91,6 +95,11 @@ class Bench:
             def put(tensor: Tensor) -> Tensor:
                 return device.put(tensor.double() if wide and tensor.is_floating_point() else tensor)
 
+            def loss(micro: Micro) -> Any:
+                # Copied: a model may write to its inputs, and in training every step has fresh ones.
+                return own_loss(micro.moved(torch.clone))
+
+            own_loss, specimen = specimen.loss, replace(specimen, loss=loss)
             yield Placed(specimen=specimen, micro=self.micro.moved(put), device=device)
 
 

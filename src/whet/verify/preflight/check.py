@@ -16,7 +16,7 @@ from whet.verify.preflight.finding import SEVERITIES, Finding, Place, as_place
 from whet.verify.preflight.known_faults import KnownFaultWatcher
 from whet.verify.preflight.limits import BufferWatcher, ShapeWatcher, buffer_limit
 from whet.verify.preflight.operators import OperatorWatcher
-from whet.verify.preflight.tracing import BACKENDS, Traced, trace
+from whet.verify.preflight.tracing import BACKENDS, Traced, trace, undisturbed_trace
 from whet.verify.preflight.waits import WaitWatcher
 from whet.verify.preflight.watcher import Watcher
 from whet.verify.preflight.weights import Birthplaces, UpdateWatcher, look_at_inputs, look_at_model
@@ -50,6 +50,8 @@ class Checked(Record):
     """Known wrong results of that machine, met or not."""
     fits: tuple[Fit, ...] = ()
     """How many samples at once fit into the memory of that machine, or of every known one that has the device."""
+    why_no_fits: str | None = None
+    """Why the memory was not estimated: nothing is wrong with the model then."""
 
     def passes(self, *, is_strict: bool = False) -> bool:
         """Whether nothing that stops a training was found; with `is_strict`, nothing that is worth a warning."""
@@ -81,8 +83,8 @@ def check(subject: Subject, *, device: str = "mps", machine: Machine | None = No
     findings += _stopped(traced)
     about_causality = list(_causality(subject, traced))
     findings += about_causality
-    fitting, missing = _memory(subject, device, machine)
-    findings += missing
+    fitting, why_not = _memory(subject, device, machine)
+    findings += _too_small(fitting) if machine else []
     return Checked(
         subject=subject.name,
         device=device,
@@ -97,6 +99,7 @@ def check(subject: Subject, *, device: str = "mps", machine: Machine | None = No
         is_fake=traced.is_fake,
         num_known_faults=len(faults),
         fits=fitting,
+        why_no_fits=why_not,
     )
 
 
@@ -185,18 +188,20 @@ def _is_causal(specimen: Specimen, findings: list[Finding]) -> bool | None:
     return not findings
 
 
-def _memory(subject: Subject, device: str, machine: Machine | None) -> tuple[tuple[Fit, ...], list[Finding]]:
-    """What fits where; a machine that was named and is too small is an error."""
+def _memory(subject: Subject, device: str, machine: Machine | None) -> tuple[tuple[Fit, ...], str | None]:
+    """What fits where, or why that is not known."""
     machines = (machine,) if machine else tuple(m for m in known_machines() if _main_device(m) == device)
     try:
-        found = fits(subject, machines, wishes={"device": device})
+        with undisturbed_trace():
+            found = fits(subject, machines, wishes={"device": device})
     except Exception as error:
-        what = f"the memory was not estimated: {(str(error).splitlines() or [type(error).__name__])[0][:200]}"
-        note = Finding(
-            id="memory-unknown", severity="note", what=what, try_="a real step on that machine", during="the step"
-        )
-        return (), [note]
-    too_small = [
+        return (), (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return found, None
+
+
+def _too_small(found: Iterable[Fit]) -> list[Finding]:
+    """A machine that was named and is too small is an error."""
+    return [
         Finding(
             id="too-little-memory",
             severity="error",
@@ -205,9 +210,8 @@ def _memory(subject: Subject, device: str, machine: Machine | None) -> tuple[tup
             during="the step",
         )
         for fit in found
-        if machine and fit.micro_batch is None and fit.limit_bytes is not None
+        if fit.micro_batch is None and fit.limit_bytes is not None
     ]
-    return found, too_small
 
 
 def _main_device(machine: Machine) -> str:

@@ -1,6 +1,7 @@
 """How is a step traced? The model is made, trained and updated among fake tensors, or for real with a few samples."""
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from whet.verify.answering import Answers, fake_mode
 from whet.verify.preflight.recorder import Recorder
 from whet.verify.preflight.watcher import Watcher
 from whet.verify.subject import Specimen, Subject
+from whet.verify.untouched import uncompiled
 
 BACKENDS = {"mps": "MPS", "cuda": "CUDA", "cpu": "CPU"}
 _FEW_SAMPLES = 2
 _LONG_STEP = 3_000
 """Operators; after a longer step only the update is made a second time."""
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +58,16 @@ def trace(
     mode = fake_mode() if is_fake else None
     recorder = Recorder(watchers, backend=BACKENDS[device], answers=Answers(mode, truth=truth))
     specimen, micro, error = None, None, None
-    with _undisturbed():
+    with undisturbed_trace():
         try:
             with mode or contextlib.nullcontext(), recorder:
                 specimen = subject.make()
             # Data of a recipe is real: it is read among real tensors, and turned into fake ones then.
             usual = size if size is not None and specimen.is_scalable else specimen.size
-            micro = specimen.micro(usual if is_fake or not specimen.is_scalable else _FEW_SAMPLES)
-            if mode is not None:
-                micro = micro.moved(mode.from_tensor)
+            few = usual if is_fake or not specimen.is_scalable else min(usual, _FEW_SAMPLES)
+            micro = specimen.micro(few)
+            # Real ones are copied: a model may write to its inputs.
+            micro = micro.moved(torch.clone if mode is None else mode.from_tensor)
             with mode or contextlib.nullcontext(), branches_of(device):
                 _train(specimen, micro, recorder, device=device)
         except Exception as raised:
@@ -98,9 +102,22 @@ def _train(specimen: Specimen, micro: Micro, recorder: Recorder, *, device: str)
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Torch's generator is left as it was, and warnings of the trace itself are not the user's."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+def undisturbed_trace() -> Iterator[None]:
+    """Torch's generator is left as it was, and warnings of the trace itself are not the user's.
+
+    What is compiled runs as it is written: the compiler would compile the trace.
+    """
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _silent(_FAKE_LOG), uncompiled():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         yield
+
+
+@contextlib.contextmanager
+def _silent(log: logging.Logger) -> Iterator[None]:
+    """Where fake tensors cannot go on torch prints a traceback; it is not the last word."""
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

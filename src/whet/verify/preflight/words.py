@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from whet.base.version import VERSION
 from whet.verify.preflight.check import Checked
@@ -28,6 +29,8 @@ def check_lines(checked: Checked) -> list[str]:
         lines += ["", "causal    yes: other tokens moved no output before them (real numbers, a few samples)"]
     if checked.fits:
         lines += ["", *(f"{'memory' if not number else '':<9} {fit.words}" for number, fit in enumerate(checked.fits))]
+    if checked.why_no_fits:
+        lines += ["", f"memory    not estimated: {checked.why_no_fits}"]
     lines += ["", f"found     {_counts(checked)}"]
     if checked.machine and checked.num_known_faults:
         lines.append(
@@ -112,7 +115,7 @@ def _as_result(finding: Finding, checked: Checked, index: int) -> dict[str, Any]
         if place.code:
             region["snippet"] = {"text": place.code}
         location = {
-            "artifactLocation": {"uri": path.as_uri() if path.is_absolute() else path.as_posix()},
+            "artifactLocation": {"uri": path.as_uri() if path.is_absolute() else quote(path.as_posix())},
             "region": region,
         }
         result["locations"] = [{"physicalLocation": location}]
