@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -296,9 +297,13 @@ def test_the_key_changes_with_code_options_and_numbers(tmp_path: Path, monkeypat
         key(model, precision="bf16"),
         key(model, (carrying(1),)),
         key(model, (carrying(2),)),
+        key(model, (lambda micro: micro.x, None)),
+        key(model, (lambda micro: micro.y, None)),
+        key(model, (lambda micro: micro.y + 1, None)),
     ]
-    model.window = 5
-    keys.append(key(model))
+    for window in (5, [5], [6], {"causal": True}, {"causal": False}, SimpleNamespace(n=1), key, carrying):
+        model.window = window
+        keys.append(key(model))
     del model.window
     assert key(model) == key(written.Net(2, 3)) == keys[0]
     source.write_text(source.read_text() + "# changed\n")

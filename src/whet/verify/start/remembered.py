@@ -9,8 +9,10 @@ import functools
 import hashlib
 import inspect
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -21,6 +23,8 @@ from whet.run import durable
 
 _FORMAT = 1
 _LONGEST = 10_000
+_DEEPEST = 4
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -30,7 +34,8 @@ def key_of(facts: Mapping[str, Any], model: nn.Module, functions: tuple[Callable
         digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted({*_sources(model, functions)})]
     except (OSError, TypeError):
         return None
-    parts = [_FORMAT, facts, _structure(model), digests, [_captured(function) for function in functions]]
+    carried = [(_which(function), _captured(function)) for function in functions]
+    parts = [_FORMAT, facts, _structure(model), digests, carried]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
 
 
@@ -71,12 +76,25 @@ def _class(module: nn.Module) -> str:
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps as plain values: heads, windows, flags."""
-    return {
-        name: value if isinstance(value, _SCALARS) else repr(value)
-        for name, value in vars(module).items()
-        if name != "training" and (isinstance(value, _SCALARS) or dataclasses.is_dataclass(value))
-    }
+    """What a module keeps as plain values: heads, windows, flags, and lists or tables of them."""
+    return {name: _plain(value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """A value as far as it can be written down; of anything else its kind."""
+    if isinstance(value, _SCALARS):
+        return value
+    if dataclasses.is_dataclass(value):
+        return repr(value)
+    if inspect.isroutine(value):
+        return _which(value)
+    if isinstance(value, SimpleNamespace | Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping) and depth < _DEEPEST:
+        return [(str(key), _plain(inner, depth + 1)) for key, inner in value.items()]
+    if isinstance(value, list | tuple) and depth < _DEEPEST:
+        return [_plain(inner, depth + 1) for inner in value]
+    return type(value).__qualname__
 
 
 def _sources(model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]) -> Iterator[Path]:
@@ -95,6 +113,14 @@ def _unwrapped(function: Any) -> Any:
     return type(function)
 
 
+def _which(function: Any) -> list[Any]:
+    """Which function of its file it is: two of them may stand in one line."""
+    function = _unwrapped(function)
+    code = getattr(function, "__code__", None)
+    where = [] if code is None else [code.co_firstlineno, code.co_code.hex(), code.co_names]
+    return [getattr(function, "__module__", ""), getattr(function, "__qualname__", ""), *where]
+
+
 def _captured(function: Any) -> list[Any]:
     """The plain values that a function carries along: arguments of a partial, variables around it."""
     carried: list[Any] = []
@@ -104,4 +130,6 @@ def _captured(function: Any) -> list[Any]:
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):
             carried.append(cell.cell_contents)
+    code = getattr(function, "__code__", None)
+    carried += code.co_consts if code is not None else ()
     return [value for value in carried if isinstance(value, _SCALARS)]
