@@ -122,8 +122,8 @@ MUTANTS = {
     "a gradient is left behind": ("parameter.grad = gradient", "pass", "gradients"),
     "buffers stay changed": ("buffers.put_back()", "pass", "values"),
     "generators have moved": (
-        "with as_before(model), undisturbed(device), _uncompiled():",
-        "with as_before(model), _uncompiled():",
+        "with as_before(model), undisturbed(device), uncompiled():",
+        "with as_before(model), uncompiled():",
         "draws",
     ),
     "modes stay changed": ("module.training = mode", "pass", "modes"),

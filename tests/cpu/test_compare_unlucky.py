@@ -40,3 +40,10 @@ def test_a_model_that_a_file_keeps_is_copied(tmp_path: Path) -> None:
         "    assert NET.weight.dtype == torch.float32 and NET.weight.grad is None\n    return NET, (X,)\n"
     )
     assert compare_subject(load_subject(str(file)), devices=["cpu"], steps=3).agrees
+
+
+def test_a_folder_is_no_program(tmp_path: Path) -> None:
+    folder = tmp_path / "folder.py"
+    folder.mkdir()
+    with pytest.raises(UsageError, match="cannot be written there"):
+        whet.compare(nn.Linear(2, 2), (torch.ones(2, 2),), devices=["cpu"], out=folder)

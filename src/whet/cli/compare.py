@@ -1,6 +1,7 @@
 """whet compare: is what a model computes on this device right?"""
 
 import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -97,7 +98,7 @@ def _lines(found: "Comparison") -> list[str]:
         if others:
             lines.append(f"also wrong, each from its own inputs: {', '.join(others)}")
         if located.reproducer is not None:
-            lines.append(f"reproduce: python {located.reproducer}")
+            lines.append(f"reproduce: python {shlex.quote(str(located.reproducer))}")
     elif located is not None:
         lines.append(f"no single operator is wrong: {located.num_judged} were replayed on the CPU")
     if found.agrees and not found.rows:

@@ -36,7 +36,7 @@ class _Tensors:
 
 def refuse_foreign(path: Path) -> None:
     """Only a program of ours is replaced."""
-    if path.suffix != ".py" or not path.parent.is_dir():
+    if path.suffix != ".py" or not path.parent.is_dir() or path.is_dir():
         raise UsageError("the program cannot be written there", got=str(path), try_="FILE.py in a folder that exists")
     if path.exists() and MARK not in path.read_text(errors="replace")[:500]:
         raise UsageError("this file is not one that whet compare wrote", got=str(path), try_="--out another.py")
