@@ -54,11 +54,13 @@ def a_training():
     return model, data, lambda micro: functional.cross_entropy(model(micro.x), micro.y)
 
 
-def a_rig(model, data, loss, optimizer=None, **changes):
+def a_rig(model, data, loss, optimizer=None, *, wishes=None, **changes):
     training = read_training({**TRAINING, **changes})
     optimizer = optimizer or OptimizerChoice(lr=1e-2)
     machine, conditions = machine_here()
-    wishes = {"optimizer_kernels": "your optimizer"} if isinstance(optimizer, torch.optim.Optimizer) else {}
+    wishes = wishes or {}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        wishes = {**wishes, "optimizer_kernels": "your optimizer"}
     plan = make_plan(machine, describe(model, data, training, recipe="net"), wishes=wishes, conditions=conditions)
     return StepRig(model, optimizer, data, training, loss=loss, plan=plan)
 
@@ -204,7 +206,7 @@ def test_data_that_must_be_read_is_not_read_ahead():
             return {"x": torch.randn(8), "y": torch.tensor(index % 3)}
 
     model, _, loss = a_training()
-    with a_rig(model, Files(), loss):
+    with a_rig(model, Files(), loss, wishes={"workers": 0}):
         assert Files.reads <= 2 * TRAINING["global_batch_size"]
 
 
