@@ -282,6 +282,8 @@ def test_a_page_escapes_what_it_is_given_and_names_the_picture():
     )
     page = bench_words.markdown(result(sweep), command="whet bench `x`", picture="p.svg")
     assert "a\\|b\\<script\\>" in page
+    other = result(sweep).model_copy(update={"workload": WORKLOAD.model_copy(update={"recipe": "<script>\n# x"})})
+    assert bench_words.markdown(other, command="whet bench x").startswith("# Benchmark of \\<script\\> \\# x")
     assert "\\*loud\\*" in page
     assert "\x1b" not in page
     assert "](p.svg)" in page
@@ -386,6 +388,9 @@ def test_other_workloads_are_refused_and_other_data_is_said():
     alike = one.model_copy(update={"workload": WORKLOAD.model_copy(update={"num_samples": 9})})
     assert len(merged_table([one, alike])) == 3
     assert any("num_samples" in note for note in merged_notes([one, alike]))
+    empty = result(Sweep(setting="plan"))
+    assert len(merged_table([one, empty])) == 2
+    assert any("without a line" in note for note in merged_notes([one, empty]))
     with pytest.raises(UsageError, match="nothing was measured"):
         merged_table([result(Sweep(setting="plan"))])
 

@@ -50,6 +50,14 @@ def test_a_simulated_hopeless_rival_is_not_even_stepped_where_time_is_short() ->
     assert (result.answer, rig.steps) == ("cut off", 2)
 
 
+def test_a_simulated_rival_that_is_far_faster_is_not_kept_from_its_pairs_by_the_slow_one() -> None:
+    """Busy cores: a step of 2 ms with one thread, of 200 ms with two. 16 steps of both would be 5 seconds a pair."""
+    rig = rig_of(0.002, 0.2)
+    result = duel(rig, until=5.0)
+    assert result.answer == "faster"
+    assert rig.clock() <= 5.0
+
+
 def test_a_simulated_clear_answer_is_quick_and_a_close_one_takes_longer() -> None:
     assert len(duel(rig_of(0.05)).log_ratios) == 3
     assert len(duel(rig_of(0.2)).log_ratios) == 3

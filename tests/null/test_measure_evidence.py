@@ -109,6 +109,15 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) ->
     assert not remember(ABOUT, FOUND, where=tmp_path / "file")
 
 
+def test_a_user_without_a_home_folder_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WHET_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    # What a container with a user that nobody knows comes to.
+    monkeypatch.setenv("HOME", "~nobody-knows-this-user")
+    assert cache.recall(ABOUT) is None
+    assert not cache.remember(ABOUT, FOUND)
+
+
 def test_old_evidence_goes_and_foreign_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_MOST_FILES", 3)
     (tmp_path / "notes.json").write_text("mine")

@@ -218,8 +218,11 @@ def _take_turn(table: Table, lane: _Lane, own: _Lane, base: Prepared, *, until: 
         if error.kind != "timeout":
             lane.fail(error)
         return
-    steps = steps_at_a_time(min(base.step_seconds, rival.step_seconds))
-    ready_seconds = steps * (base.step_seconds + rival.step_seconds)
+    a_pair = base.step_seconds + rival.step_seconds
+    # Where one is far slower than the other, many steps of both would leave no time for pairs.
+    affordable = max(1, int((until - clock()) / (_MARGIN * _LEAST_PAIRS * max(a_pair, 1e-9))))
+    steps = min(affordable, steps_at_a_time(min(base.step_seconds, rival.step_seconds)))
+    ready_seconds = steps * a_pair
     try:
         for pair in range(_PAIRS_PER_ROUND):
             if clock() + _MARGIN * max(own.series.longest + lane.series.longest, ready_seconds) > until:

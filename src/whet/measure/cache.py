@@ -42,10 +42,11 @@ def key(about: Mapping[str, Any]) -> str:
 
 def recall(about: Mapping[str, Any], *, where: Path | None = None, now: float | None = None) -> Found | None:
     """What was found for exactly this; None where it never was, is too old, or cannot be read."""
-    path = (where or folder()) / f"{key(about)}.json"
     try:
+        path = (where or folder()) / f"{key(about)}.json"
         entry = _Entry.from_json(json.loads(read_plain(path)), where=path)
-    except (OSError, ValueError, RecursionError, WhetError):
+    except (OSError, ValueError, RuntimeError, WhetError):
+        # A RuntimeError too: a user without a home folder, or JSON that is nested too deep.
         return None
     age = (time.time() if now is None else now) - entry.saved
     is_ours = entry.format_version == FORMAT_VERSION and _canonical(entry.about) == _canonical(about)
@@ -54,15 +55,15 @@ def recall(about: Mapping[str, Any], *, where: Path | None = None, now: float | 
 
 def remember(about: Mapping[str, Any], found: Found, *, where: Path | None = None, now: float | None = None) -> bool:
     """Keeps what was found; False where the folder cannot be written, since a run can do without."""
-    place = where or folder()
     saved = time.time() if now is None else now
     entry = _Entry(format_version=FORMAT_VERSION, about=about, saved=saved, found=found)
     try:
+        place = where or folder()
         durable.make_directory(place)
         path = place / f"{key(about)}.json"
         durable.write_file(path, data=json.dumps(entry.as_json(), allow_nan=False).encode())
         _tidy(place, now=saved, keep=path)
-    except (OSError, WhetError):
+    except (OSError, RuntimeError, ValueError, WhetError):
         return False
     return True
 

@@ -21,6 +21,7 @@ _WARM_BELOW = 0.25
 _MARGIN, _FIRST_MARGIN = 1.25, 1.6
 """A step may take so many times the longest before it, the first few more; what could end too late is not begun."""
 _FEW = 3
+_PAIRS_HOPED_FOR = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +57,10 @@ def fight(
     A-B-B-A would cancel a steady drift, but not a disturbance that returns every fourth step; an order that is tossed
     for each pair favours nobody under either.
     """
-    steps = _steps_at_a_time(min(ours.step_seconds, theirs.step_seconds))
+    quick, both = min(ours.step_seconds, theirs.step_seconds), ours.step_seconds + theirs.step_seconds
+    # Where one is far slower than the other, many steps of both would leave no time for pairs.
+    affordable = (until - clock()) / (_FIRST_MARGIN * _PAIRS_HOPED_FOR * max(both, 1e-9))
+    steps = max(1, min(_steps_at_a_time(quick), int(min(affordable, _MOST_STEPS))))
     us, them = _Side(ours, steps), _Side(theirs, steps)
     log_ratios: list[float] = []
     answer: Answer = "open"

@@ -61,6 +61,9 @@ def merged_notes(results: Sequence[BenchResult]) -> Iterator[str]:
     simulated = dict.fromkeys(result.machine.name for result in results if result.is_simulated)
     if simulated:
         yield f"simulated, so nothing is known about the real machine: {', '.join(simulated)}"
+    empty = [machine_name(result) for result in results if not any(result.best_by_device())]
+    if empty:
+        yield f"nothing was measured, so without a line: {', '.join(empty)}"
     differing = [name for name in _ALIKE if len({getattr(result.workload, name) for result in results}) > 1]
     if differing:
         yield f"the data is not the same on all machines: {', '.join(differing)} differ"

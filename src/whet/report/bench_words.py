@@ -27,7 +27,7 @@ def text(result: BenchResult) -> str:
 
 def markdown(result: BenchResult, *, command: str, picture: str | None = None) -> str:
     """The benchmark as a page; `picture` is the name of a file beside it."""
-    lines = [f"# {title(result)}, {machine_name(result)}, {result.created}", ""]
+    lines = [f"# {escaped(f'{title(result)}, {machine_name(result)}, {result.created}')}", ""]
     lines += [f"As printed by `{_code(command)}`.", ""]
     facts = [line.split(maxsplit=1) for line in _head(result)]
     lines += [f"- {name}: {escaped(line)}" for name, line in (*facts, ("plan", _plan_line(result)))]
