@@ -59,7 +59,7 @@ def test_a_simulated_rival_that_is_far_faster_is_not_kept_from_its_pairs_by_the_
 
 
 def test_a_simulated_clear_answer_is_quick_and_a_close_one_takes_longer() -> None:
-    assert len(duel(rig_of(0.05)).log_ratios) == 3
+    assert len(duel(rig_of(0.05)).log_ratios) == 5
     assert len(duel(rig_of(0.2)).log_ratios) == 3
     close = duel(rig_of(0.0935, noise=gaussian(0.03)))
     assert len(close.log_ratios) >= 8
@@ -68,13 +68,13 @@ def test_a_simulated_clear_answer_is_quick_and_a_close_one_takes_longer() -> Non
 def test_simulated_short_steps_are_timed_many_at_a_time_and_the_first_pair_does_not_count() -> None:
     rig = rig_of(0.0005, 0.001)
     result = duel(rig)
-    assert (result.answer, len(result.log_ratios)) == ("faster", 3)
-    assert rig.steps == 2 + 2 * 16 * (3 + 1)
+    assert (result.answer, len(result.log_ratios)) == ("faster", 5)
+    assert rig.steps == 2 + 2 * 16 * (5 + 1)
 
 
 def test_simulated_long_steps_all_count() -> None:
     rig = rig_of(1.0, 2.0)
-    assert (duel(rig).answer, rig.steps) == ("faster", 2 + 2 * 3)
+    assert (duel(rig).answer, rig.steps) == ("faster", 2 + 2 * 5)
 
 
 @pytest.mark.parametrize("seconds", [3.0, 5.0, 9.0, 20.0])

@@ -22,6 +22,8 @@ NOISES = {
     "gaussian 3 %": gaussian(0.03),
     "gaussian 15 %": gaussian(0.15),
     "heavy tails": heavy_tailed,
+    "busy cores": lambda _now, draw: math.exp(draw.gauss(0, 1)),
+    "one of two speeds": lambda _now, draw: draw.choice((1.0, 50.0)),
     "drift": drifting,
     "every 4th step": periodic(0.2),
     "every 7th step": periodic(0.35),

@@ -25,8 +25,8 @@ _LOOKS = {8: 1 / 256, 12: 0.00025, 16: 0.0003, 20: 0.00025, 24: 0.00015, 32: 0.0
 """After how many pairs a gain may be claimed, and the chance of a false claim there. Together: less than 1 in 200."""
 MOST_PAIRS = max(_LOOKS)
 
-_PLAIN = {3: 1.0, 5: 0.25}
-"""Where each of so many pairs shows a gain this large (twice as fast, a quarter faster), fewer rule out noise."""
+_PLAIN_PAIRS, _PLAIN_GAIN = 5, 0.25
+"""Where each of so many pairs shows a gain this large, and they differ by less than that, fewer rule out noise."""
 _GIVE_UP_LEVEL = 0.2
 """The chance of overlooking a gain that is just worth having; three pairs are enough for it."""
 _SHOWN_LEVEL = 1 / 32
@@ -66,11 +66,13 @@ def estimate(log_ratios: Sequence[float]) -> Estimate:
 def judge(log_ratios: Sequence[float]) -> Answer:
     """Whether a gain worth having is real, is ruled out, or needs more pairs; to be asked after each pair.
 
-    >>> judge([-0.3] * 5), judge([0.1, 0.2, 0.1]), judge([-0.05] * 7), judge([-0.05] * 8), judge([-0.8] * 3)
-    ('faster', 'no gain', 'open', 'faster', 'faster')
+    >>> judge([-0.3] * 5), judge([0.1, 0.2, 0.1]), judge([-0.05] * 7), judge([-0.05] * 8), judge([-0.3] * 4 + [-3])
+    ('faster', 'no gain', 'open', 'faster', 'open')
     """
     pairs = len(log_ratios)
-    if any(pairs >= least and max(log_ratios) <= -math.log1p(gain) for least, gain in _PLAIN.items()):
+    least, most = -max(log_ratios), -min(log_ratios)
+    # Noise that makes steps twice as long makes gains as large as any: five of them alone are 1 chance in 32.
+    if pairs >= _PLAIN_PAIRS and least >= math.log1p(_PLAIN_GAIN) and most - least <= least:
         return "faster"
     if (
         pairs in _LOOKS
