@@ -149,3 +149,12 @@ def test_torchs_own_logs_of_a_trace_are_not_shown(whet: Run, tmp_path: Path) -> 
     assert wrong.returncode == 1
     assert wrong.stderr.splitlines()[0] == "error: a library refused what it was asked to do"
     assert len(wrong.stderr.splitlines()) == 3
+
+
+def test_a_scripted_model_and_nested_tensors_are_no_error() -> None:
+    def nested() -> tuple[object, ...]:
+        ragged = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+        return torch.nn.Linear(4, 4), (ragged,), lambda net, x: net(x).values().sum()
+
+    assert not check(nested, device="cuda").findings
+    assert not check(lambda: (torch.jit.script(torch.nn.Linear(2, 2)), (torch.randn(2, 2),)), device="cuda").findings

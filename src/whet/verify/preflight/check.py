@@ -220,7 +220,8 @@ def _main_device(machine: Machine) -> str:
 
 def _model_at(specimen: Specimen) -> Place | None:
     """The line of its forward pass; None where that is not a function of Python."""
-    code = getattr(inspect.unwrap(type(specimen.model).forward), "__code__", None)
+    forward = getattr(type(specimen.model), "forward", None)
+    code = getattr(inspect.unwrap(forward), "__code__", None) if forward else None
     return as_place((code.co_filename, code.co_firstlineno, code.co_name)) if code else None
 
 

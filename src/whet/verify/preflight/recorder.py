@@ -101,6 +101,9 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             # Most calls are this one; torch would take ten times as long to say the same.
             return args[0].fake_device
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # Tensors made of tensors, as nested ones are: a device gets what they do with their parts.
+            return NotImplemented
         if func.namespace in ("prim", "profiler", "prims"):
             return func(*args, **kwargs)
         self._remember_line()
