@@ -61,6 +61,16 @@ def test_the_cpu_is_chosen_for_a_tiny_model_on_a_simulated_mac() -> None:
     assert found.measured["device"].evidence["repeats"] >= 3
 
 
+def test_the_cpu_is_not_even_tried_for_a_large_model_on_a_simulated_mac() -> None:
+    large = BATCH_64.model_copy(update={"mean_length": 100.0})
+    plan = make_plan(MAC.model_copy(update={"cpu": Cpu(fast_cores=4, slow_cores=4, logical_cores=8)}), large)
+    rig = SimulatedRig(plan, lambda p: 400.0 if p.value("device") == "cpu" else 0.5, noise=gaussian(0.01))
+    found = search(plan, rig, budget_seconds=60)
+    (trial,) = (t for t in found.trials if t.setting == "device")
+    assert trial.verdict == "not tried"
+    assert "its arithmetic alone would take" in trial.words
+
+
 def regret(seed: int, noise) -> float:
     seconds, cells = landscape(seed), GRID
     best = min(

@@ -3,9 +3,9 @@
 import random
 from dataclasses import dataclass, field
 
-from whet.base.units import show_bytes
+from whet.base.units import show_bytes, show_seconds
 from whet.measure.budget import Budget
-from whet.measure.candidates import Candidate, memory_limit, merged, planned
+from whet.measure.candidates import Candidate, device_kind, memory_limit, merged, planned
 from whet.measure.duel import Duel, fight
 from whet.measure.fitting import Fitting
 from whet.measure.objective import BreakEven
@@ -18,6 +18,8 @@ from whet.plan.trial import Trial, Verdict
 _MOST_PAIRS = 24
 """A candidate that needs more to be told apart is not worth the time; the last duel may take more."""
 _EXACT = ("fp32",)
+_MOST_FLOPS_OF_A_CORE = 2e11
+"""More than any core of today computes in float32: two 512-bit units at 3 GHz."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,10 +83,10 @@ def micro_batch(plan: Plan) -> int:
 
 
 def refuse(bench: Bench, best: Contender, candidate: Candidate) -> Trial | None:
-    """The record of a candidate that would not fit into memory; None where it may be tried."""
+    """The record of a candidate that would not fit into memory, or cannot win; None where it may be tried."""
     settings = merged(best.settings, candidate)
     plan = bench.planned(settings)
-    why = bench.fitting.refusal(
+    why = _hopeless(plan, best, candidate) or bench.fitting.refusal(
         settings,
         micro_batch=micro_batch(plan),
         predicted=bench.rig.predicted_bytes(settings),
@@ -94,6 +96,22 @@ def refuse(bench: Bench, best: Contender, candidate: Candidate) -> Trial | None:
         return None
     words = f"{shown(candidate.setting, candidate.value)}: not tried, {why}"
     return Trial(setting=candidate.setting, settings=settings, against=best.settings, verdict="not tried", words=words)
+
+
+def _hopeless(plan: Plan, best: Contender, candidate: Candidate) -> str | None:
+    """Why the CPU need not be tried: its arithmetic alone would take longer than a whole step does now.
+
+    A step on it that has to be stopped would cost more of the budget than all other trials.
+    """
+    cores = plan.machine.cpu.logical_cores
+    if candidate.setting != "device" or device_kind(plan) != "cpu" or cores is None:
+        return None
+    workload = plan.workload
+    rows = workload.global_batch_size * (workload.mean_length or 1.0)
+    seconds = 6 * workload.num_parameters * rows / (cores * _MOST_FLOPS_OF_A_CORE)
+    if seconds <= best.prepared.step_seconds:
+        return None
+    return f"its arithmetic alone would take {show_seconds(seconds)} a step"
 
 
 def try_out(
