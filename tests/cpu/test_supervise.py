@@ -206,6 +206,28 @@ def recipe():
 """
 
 
+def test_a_training_that_is_killed_while_it_is_measured_starts_without(tmp_path: Path) -> None:
+    recipe = tmp_path / "deadly.py"
+    counter = tmp_path / "lives"
+    recipe.write_text(
+        DEADLY.format(counter=str(counter)).replace(
+            "calls == 4", f"calls == 4 and not os.path.exists({str(counter)!r})"
+        )
+    )
+    process = start(
+        "train",
+        str(recipe),
+        "global_batch_size=8",
+        "--run",
+        str(tmp_path / "run"),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert counter.read_text() == "x"
+    assert "the training was killed by SIGKILL while it was measured; it starts without" in errors
+
+
 def test_a_training_that_dies_again_and_again_is_given_up(tmp_path: Path) -> None:
     """A recipe that kills itself: started three times in all, then the signal's exit code."""
     recipe = tmp_path / "deadly.py"
@@ -219,6 +241,7 @@ def test_a_training_that_dies_again_and_again_is_given_up(tmp_path: Path) -> Non
         str(tmp_path / "run"),
         "--max-restarts",
         "2",
+        "--no-measure",
     ]
     process = start(*command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     _, errors = process.communicate(timeout=300)

@@ -124,6 +124,8 @@ def _train_here(
                 line.say("\n".join((f"run       {path}", *plan_lines(plan, width=screen.width()), "")))
             line(kind, fields)
 
+        if measures and not path.exists():
+            tell_parent(None)
         with _set_aside(path) if fresh else contextlib.nullcontext():
             result = train_recipe(
                 recipe,

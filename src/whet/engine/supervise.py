@@ -59,6 +59,8 @@ class Life:
     step: int = 0
     """The last step it told of, half a second old at most."""
     was_asked_to_stop: bool
+    was_measured: bool
+    """Whether it was still finding out what is fastest when it ended."""
 
     @property
     def killer(self) -> str:
@@ -93,11 +95,11 @@ def _parent() -> int | None:
     return None if said is None else int(said.partition(":")[0])
 
 
-def tell_parent(run: Path, *, step: int) -> None:
-    """Names the run folder and the step to the parent, if there is one."""
+def tell_parent(run: Path | None, *, step: int = 0) -> None:
+    """Names the run folder and the step to the parent, if there is one; None while the training is only measured."""
     if is_supervised():
         descriptor = int((env.read(VARIABLE) or "").partition(":")[2])
-        note = json.dumps({"run": str(run), "step": step}).encode()
+        note = json.dumps({"run": None if run is None else str(run), "step": step}).encode()
         with contextlib.suppress(OSError):
             # Over the last one: a pipe would be full one day, and hold the training up.
             os.pwrite(descriptor, note.ljust(_NOTE_BYTES), 0)
@@ -115,6 +117,11 @@ def supervise(command: Callable[[Path | None], Sequence[str]], *, max_restarts: 
             return life.code
         if life.was_asked_to_stop:
             return 128 - life.code
+        if life.was_measured:
+            # The run has not begun, so nothing is lost; it can do without.
+            say(f"the training was killed by {life.killer} while it was measured; it starts without")
+            words = [*command(None), "--no-measure"]
+            continue
         if life.run is None:
             raise KilledError(
                 "the training was killed before it began",
@@ -192,7 +199,13 @@ def _live(words: Sequence[str]) -> Life:
         note = os.pread(notes.fileno(), _NOTE_BYTES, 0)
     told: dict[str, Any] = json.loads(note) if note else {"run": None, "step": 0}
     run = None if told["run"] is None else Path(told["run"])
-    return Life(code=code, run=run, step=told["step"], was_asked_to_stop=bool(asked))
+    return Life(
+        code=code,
+        run=run,
+        step=told["step"],
+        was_asked_to_stop=bool(asked),
+        was_measured=bool(note) and run is None,
+    )
 
 
 @contextlib.contextmanager
