@@ -53,7 +53,8 @@ def text(*, is_large: bool) -> Task:
     """whet's encoder: small on a CPU, of BERT-base shape on a GPU."""
     recipe = load_recipe("text")
     words = ["arch.layers=12", "arch.hidden_size=768", "arch.heads=12"] if is_large else []
-    made = ingredients(recipe, resolve(recipe.Config, [*words, "dropout=0"]).config)
+    # Long enough for anything to pay: what is compared is the time of a step.
+    made = ingredients(recipe, resolve(recipe.Config, [*words, "dropout=0", "epochs=1000"]).config)
     return Task(
         model=made.model,
         data=made.data.train,
