@@ -253,7 +253,6 @@ def test_what_a_sample_needs_is_measured_once_and_decides_the_plan():
     model, data, loss = a_training()
     with a_rig(model, data, loss) as rig:
         assert rig.plan.workload.activation_bytes
-        assert rig.plan.settings["micro_batch"].evidence["step_bytes"] if not rig.plan.workload.has_batchnorm else True
         assert rig.predicted_bytes({"micro_batch": 16}) > rig.predicted_bytes({"micro_batch": 4})
 
 
