@@ -95,6 +95,7 @@ def test_a_value_whose_process_is_killed_is_a_row_and_the_rest_is_measured(whet:
     assert not (tmp_path / "bench").exists()
 
 
+@pytest.mark.slow
 def test_models_of_other_sizes_are_measured_by_their_own_plans(whet: Run, tiny: Path) -> None:
     done = whet(*WORDS, "--sweep", "arch", "--budget", "60", "--json")
     assert done.returncode == 0, done.stderr
@@ -105,6 +106,7 @@ def test_models_of_other_sizes_are_measured_by_their_own_plans(whet: Run, tiny: 
     assert "46 parameters" in sizes["rows"][0]["words"]
 
 
+@pytest.mark.slow
 def test_results_of_two_machines_become_one_table(whet: Run, tiny: Path) -> None:
     from whet.machine.known import load_machine
 
@@ -165,6 +167,7 @@ def test_what_cannot_be_swept_here_is_told_before_anything_is_measured(whet: Run
     assert "you said threads=1" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_to_start_is_told(whet: Run, tiny: Path) -> None:
     text = (tiny / "tiny.py").read_text()
     (tiny / "tiny.py").write_text(

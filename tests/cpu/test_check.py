@@ -257,6 +257,7 @@ def test_what_makes_no_sense_is_refused(whet: Run) -> None:
         check(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 def test_the_text_recipe_is_sound(whet: Run) -> None:
     done = whet("check", "text", "arch.layers=1", "--machine", "m2-air-8gb", "--strict")
     assert done.returncode == 0, done.stdout
@@ -271,6 +272,7 @@ def test_a_factory_of_any_name_may_give_a_recipe(whet: Run, tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_run(whet: Run) -> None:
     page = (ROOT / "docs" / "check.md").read_text()
     commands = re.findall(r"^\$ whet (.*?)(?:\s+# exit code (\d))?$", page, re.MULTILINE)

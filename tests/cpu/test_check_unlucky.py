@@ -139,6 +139,7 @@ def wrong():
 """
 
 
+@pytest.mark.slow
 def test_torchs_own_logs_of_a_trace_are_not_shown(whet: Run, tmp_path: Path) -> None:
     file = tmp_path / "noisy.py"
     file.write_text(_NOISY)

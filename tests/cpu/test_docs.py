@@ -38,8 +38,8 @@ def test_commands_of_the_readme_run_in_their_order(whet: Run) -> None:
         words = shlex.split(command)[1:]
         # Shorter, so that the test is: the commands are the README's, the data is real.
         shorter = ["max_steps=6", "threads=1"] if words[:2] == ["train", "text"] else []
-        shorter = ["--quick", "--budget=12", "--device=cpu"] if words[0] == "doctor" else shorter
-        shorter = ["threads=1", "--kills=4", "--steps=12", "--budget=3"] if words[0] == "prove" else shorter
+        shorter = ["--quick", "--budget=8", "--device=cpu"] if words[0] == "doctor" else shorter
+        shorter = ["threads=1", "--kills=2", "--steps=12", "--budget=1"] if words[0] == "prove" else shorter
         shorter = ["--budget=4"] if "--measure" in words else shorter
         done = whet(*words, *shorter)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
