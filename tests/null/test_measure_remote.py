@@ -84,6 +84,7 @@ def test_what_a_probe_has_started_ends_with_it():
         rig.prepare({"misdeed": "forks"}, seconds=5)
         _, grandchild = (p for p in psutil.Process().children(recursive=True) if p not in before)
     grandchild.wait(timeout=10)
+    assert not grandchild.is_running()
 
 
 @pytest.mark.parametrize(("when", "arguments"), [("opening", {"hangs": True}), ("preparing", {})])
@@ -103,6 +104,7 @@ def test_a_probe_that_hangs_ends_with_its_parent_however_that_ends(when, argumen
         parent.kill()
         parent.wait()
     child.wait(timeout=10)
+    assert not child.is_running()
 
 
 def test_an_interrupt_is_not_kept_waiting_and_ends_the_probe():

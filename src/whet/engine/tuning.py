@@ -55,7 +55,8 @@ def tune(
     Times real optimizer steps of your model on your data; model, optimizer and generators are afterwards as they were.
     Give the plan to `train` or `Session` as `plan=`. All other keywords are those of `train` that decide what is
     trained (global_batch_size, epochs, max_steps, clip, ema, ...). `plan.value("precision")` is a setting,
-    `plan.settings["precision"].reason` why. It is silent unless `show` is a function that is told (kind, values).
+    `plan.settings["precision"].reason` why. What was found is said on standard error when it is done; `show` may be a
+    function that is told instead, or None for silence.
     """
     refuse_wrong_kinds(model, optimizer, "max")
     asked = make_request(model, optimizer, data, read_training(training), device=device, wishes=wishes)
