@@ -110,6 +110,7 @@ def report(name: str, *, device: str, budget: float, rounds: int, compiles: bool
     with remote_rig(name, device=device) as elsewhere:
         found = search(elsewhere.plan, elsewhere, budget_seconds=budget)
     yield from (f"- {line}" for line in found.words)
+    yield from (f"  - {trial.words} ({trial.spent_seconds:.1f} s)" for trial in found.trials)
     with task.rig(device=device, name=name) as rig:
         cells = [Cell(settings) for settings in grid(rig)]
         random.Random(1).shuffle(cells)

@@ -306,21 +306,22 @@ def test_a_compiled_model_is_asked_for_and_stays_the_same_object() -> None:
     x = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     y = (x[:, 0] > 0).long()
     finals = []
-    for switch in ("off", "on"):
+    for switch in ("off", "on", "blocks"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
-        seen: list[bool] = []
+        seen: list[list[str]] = []
 
         def loss(micro, model=model, seen=seen):
-            seen.append(model._compiled_call_impl is not None)
+            seen.append([name for name, part in model.named_modules() if part._compiled_call_impl is not None])
             return nn.functional.cross_entropy(model(micro.x), micro.y)
 
         train(model, (x, y), loss=loss, wishes={"compile": switch, "micro_batch": 8})
-        assert seen[-1] is (switch == "on")
-        assert model._compiled_call_impl is None
+        assert seen[-1] == {"off": [], "on": [""], "blocks": ["0", "1", "2"]}[switch]
+        assert all(part._compiled_call_impl is None for part in model.modules())
         finals.append(model.state_dict())
     for name in finals[0]:
         torch.testing.assert_close(finals[0][name], finals[1][name])
+        torch.testing.assert_close(finals[0][name], finals[2][name])
 
 
 def test_an_interrupted_cell_can_be_run_again(tmp_path: Path) -> None:

@@ -152,8 +152,8 @@ class Execution:
         model = self._parts.stepper.model
         if self.plan.value("activation_checkpointing") == "on":
             self._closing.enter_context(recompute_blocks(model))
-        if self.plan.value("compile") == "on":
-            self._closing.enter_context(Compiled(model).in_use())
+        if self.plan.value("compile") != "off":
+            self._closing.enter_context(Compiled(model, self.plan).in_use())
         self._is_ready = True
 
     def _try_to_plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:

@@ -9,7 +9,7 @@ from whet.base.errors import WhetError
 from whet.plan.lowering import with_smaller_micro_batch
 from whet.plan.plan import Plan, with_learnt
 from whet.plan.setting import Measured
-from whet.step.recompute import find_blocks
+from whet.step.blocks import find_blocks
 
 
 def let_go(error: BaseException) -> str:

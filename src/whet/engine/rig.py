@@ -129,7 +129,7 @@ class StepRig:
         """Builds and makes the first steps; a process of its own is needed to hold `seconds` at all costs."""
         start = time.perf_counter()
         plan = self.plan_with(settings)
-        if plan.value("compile") == "on" and not self.may_compile:
+        if plan.value("compile") != "off" and not self.may_compile:
             raise ProbeFailedError("compiling cannot be cut short in this process", kind="refused")
         gc.collect()
         with _failing_alone():
@@ -221,7 +221,7 @@ class PreparedSteps:
         self._rig = rig
         self._parts = parts
         self._reading = rig.batches_of(parts.source)
-        self._compiled = Compiled(rig.model) if parts.plan.value("compile") == "on" else None
+        self._compiled = Compiled(rig.model, parts.plan) if parts.plan.value("compile") != "off" else None
         self._number = 0
         # The arithmetic of an update without its effect: weights that wander off could become numbers that are slow.
         set_rate(parts.stepper.optimizer, 0.0, parts.base_rates)

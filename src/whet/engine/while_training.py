@@ -3,28 +3,50 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+from whet.base.errors import WhetError
+from whet.plan.plan import Plan
+from whet.step.blocks import find_blocks
+
+_MANY_SHAPES = ("sorted", "packed")
+"""How lengths are handled where nearly every step has shapes of its own."""
+
 
 class Compiled:
-    """A model's calls through torch.compile, to be used for a while; the object stays the same."""
+    """Calls through torch.compile, to be used for a while; model and blocks stay the same objects."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._before = model._compiled_call_impl
-        model.compile()
-        self._call = model._compiled_call_impl
-        model._compiled_call_impl = self._before
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        parts = find_blocks(model) if plan.value("compile") == "blocks" else [model]
+        if not parts:
+            raise WhetError(
+                "this model has no blocks to compile",
+                got=type(model).__name__,
+                try_="an nn.ModuleList or nn.Sequential of blocks, or compile=on for the whole model",
+            )
+        # Left to itself torch compiles for the first length, then again for any length.
+        is_dynamic = True if plan.workload.lengths_vary and plan.value("lengths") in _MANY_SHAPES else None
+        self._parts = [(part, part._compiled_call_impl, _compiled_call(part, is_dynamic)) for part in parts]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        self._model._compiled_call_impl = self._call
+        for part, _, call in self._parts:
+            part._compiled_call_impl = call
         try:
             yield
         finally:
-            self._model._compiled_call_impl = self._before
+            for part, before, _ in self._parts:
+                part._compiled_call_impl = before
+
+
+def _compiled_call(part: nn.Module, is_dynamic: bool | None) -> Any:
+    before = part._compiled_call_impl
+    part.compile(dynamic=is_dynamic)
+    call, part._compiled_call_impl = part._compiled_call_impl, before
+    return call
 
 
 @contextmanager

@@ -189,7 +189,7 @@ def _layouts(plan: Plan) -> Iterator[Candidate]:
 
 def _compiles(plan: Plan) -> Iterator[Candidate]:
     # Without a number of steps nobody knows whether it would pay.
-    return _only("compile", *(("on",) if plan.workload.num_steps else ()))
+    return _only("compile", *(("blocks", "on") if plan.workload.num_steps else ()))
 
 
 def memory_limit(plan: Plan) -> int | None:

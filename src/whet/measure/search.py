@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from whet.base.units import show_seconds
 from whet.measure.budget import Budget
-from whet.measure.candidates import ORDER, Candidate, candidates, merged
+from whet.measure.candidates import ORDER, Candidate, candidates, device_kind, merged
 from whet.measure.duel import Duel, fight
 from whet.measure.found import Found, Gain, measured_settings
 from whet.measure.probe import Bench, Contender, break_even, micro_batch, record_duel, refuse, try_out
@@ -31,6 +31,8 @@ _TRIAL_SHARE = 0.34
 """Of what is left, for preparing one candidate; what is known to take long to prepare may take all."""
 _SLOW_TO_PREPARE = ("compile", "graph", "workers")
 _LEAST_PATIENCE = 2.0
+_LEAST_PATIENCE_ELSEWHERE = 10.0
+"""On a GPU, where the first use of a kernel may load hundreds of megabytes of library from a cold disk."""
 _PATIENT_STEPS = 50
 """How many times slower a first step may be and still be seen to its end: a measured factor says more than a stop."""
 _WALL = 1.08
@@ -141,7 +143,8 @@ def _take_on(state: _State, candidate: Candidate) -> None:
     patience = left
     if candidate.setting not in _SLOW_TO_PREPARE:
         usual = 3 * base.preparation_seconds + _PATIENT_STEPS * best.prepared.step_seconds
-        patience = min(_TRIAL_SHARE * left, max(_LEAST_PATIENCE, usual))
+        least = _LEAST_PATIENCE if device_kind(best.plan) == "cpu" else _LEAST_PATIENCE_ELSEWHERE
+        patience = min(_TRIAL_SHARE * left, max(least, usual))
     trial, winner = try_out(bench, best, candidate, until=state.until, prepare_seconds=patience)
     state.trials.append(trial)
     speedup = trial.speedup or 0.0

@@ -31,14 +31,14 @@ def choose_optimizer_kernels(facts: Facts) -> Decision:
     )
 
 
-@rule("K2", "compile", one_of("off", "on"))
+@rule("K2", "compile", one_of("off", "blocks", "on"))
 def choose_compile(facts: Facts) -> Decision:
-    """Whether torch.compile rewrites the model.
+    """Whether torch.compile rewrites the model (on), or each of its repeated blocks (blocks), which takes less time.
 
     Why: compiling costs seconds to minutes, and must earn them back in this run. On MPS it made a small ResNet 4.5 to
     9 times slower unless a layout option was set.
     When wrong: long runs of models with many pointwise operators.
-    Override: compile=on.
+    Override: compile=on or compile=blocks.
     Sources: pytorch/pytorch#192551, #150121.
     """
     return Decision(

@@ -14,7 +14,7 @@ from whet.plan.prediction import FIXED_BYTES
 from whet.plan.rules.memory import cuts
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
-from whet.step.recompute import find_blocks
+from whet.step.blocks import find_blocks
 from whet.verify.answering import fake_mode
 from whet.verify.memory.estimate import Estimate, estimate
 from whet.verify.subject import Subject
