@@ -147,7 +147,7 @@ GRID: dict[str, list] = {
     "micro_batch": [1, 2, 4, 8, 16, 32],
     "lengths": ["packed", "sorted", "few shapes", "fixed"],
     "optimizer_kernels": ["fused", "foreach", "loop"],
-    "compile": ["off", "on"],
+    "compile": ["off", "blocks", "on"],
 }
 
 

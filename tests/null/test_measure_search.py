@@ -84,9 +84,9 @@ def regret(seed: int, noise) -> float:
     return seconds(planned(PLAN, found.settings)) / best - 1
 
 
-def test_the_best_of_576_cells_is_found_within_5_percent_on_simulated_machines(tell: Tell) -> None:
+def test_the_best_of_864_cells_is_found_within_5_percent_on_simulated_machines(tell: Tell) -> None:
     regrets = [regret(seed, gaussian(0.01)) for seed in range(25)]
-    tell(f"25 landscapes of 576 cells: regret {max(regrets):.1%} at most")
+    tell(f"25 landscapes of 864 cells: regret {max(regrets):.1%} at most")
     assert max(regrets) <= 0.05
 
 
@@ -168,11 +168,11 @@ def test_the_search_stops_before_a_simulated_swap_cliff() -> None:
 
 def test_a_simulated_probe_that_takes_more_than_planned_is_not_chosen() -> None:
     def true(plan: Plan) -> int:
-        return 40 * GB if plan.value("compile") == "on" else GB
+        return 40 * GB if plan.value("compile") != "off" else GB
 
     rig = SimulatedRig(PLAN, lambda p: 0.05 if p.value("compile") == "off" else 0.01, bytes=true)
     found = search(PLAN, rig, budget_seconds=60)
-    assert (found.settings, of(found, "compile")) == ({}, ["failed"])
+    assert (found.settings, of(found, "compile")) == ({}, ["failed", "not tried"])
     assert "40 GB" in found.measured["compile"].reason
 
 
@@ -319,7 +319,7 @@ def test_a_simulated_gain_is_kept_when_the_last_probe_has_to_be_stopped() -> Non
         noise=gaussian(0.02),
     )
     found = search(PLAN, rig, budget_seconds=40)
-    assert of(found, "compile") == ["cut off"]
+    assert of(found, "compile") == ["no gain", "cut off"]
     assert found.settings["threads"] == 1
     assert found.gain is not None
     assert found.spent_seconds <= 1.1 * 40
@@ -357,8 +357,8 @@ def test_a_simulated_compile_must_earn_its_time_back_in_this_run() -> None:
         return search(plan, rig, budget_seconds=60)
 
     short, long = found_with(300), found_with(5_000)
-    assert (short.settings, of(short, "compile")) == ({}, ["not worth it"])
-    assert short.measured["compile"].reason.startswith("20 s to compile, would save")
+    assert (short.settings, of(short, "compile")) == ({}, ["no gain", "not worth it"])
+    assert "on: 20 s to compile, would save" in short.measured["compile"].reason
     assert long.settings == {"compile": "on"}
     assert "pays after step" in long.measured["compile"].reason
     assert "of 5,000" in long.measured["compile"].reason
