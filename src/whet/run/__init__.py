@@ -7,7 +7,8 @@ lock         one process per run folder
 event        what one line of events.jsonl means
 events       writing and reading events.jsonl
 index        finding one's way in a long events.jsonl
-thin         a curve of a few hundred points from a million steps
+thin         curves of a few hundred points from a million steps
+live         the history of a run that may still grow, extended by what is new
 follow       the events of a live run as they come
 runs         all runs of a folder, and which of them hold nothing
 """

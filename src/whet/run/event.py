@@ -6,8 +6,18 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
     start       total_steps, goal (the name of the metric that counts), goal_is ("max" or "min")
     plan        changed: why the plan is another one, or what was verified before the first step; then also seconds,
                 difference (the largest relative error beside the CPU)
-    step        loss; epoch, samples (so far), lr, seconds: {"data": ..., "forward": ...}
-    eval        one field per metric
+    step        loss; epoch, samples (so far), lr, grad_norm (before clipping; null in steps where it was not taken),
+                seconds: {"data", "transfer", "forward", "backward", "optimizer"} on the device's own clock, and what
+                was spent since the step before: {"evaluate", "save", "rest"}
+    health      about every 5 s between steps, each part only where it can be read: samples (so far),
+                samples_per_second (since the last one; evaluations, saves and rests do not count),
+                memory: {"allocated", "reserved", "peak", "limit"} of the device, {"process", "used", "available",
+                "swap"} of the machine, in bytes; use: {"cpu", "process", "gpu"} in per cent (cpu: of all cores;
+                process: of one core; gpu: of the one NVIDIA card, or of Apple's); heat ("cool", "slow" or "hot", as
+                the governor judges), thermal (the sensor's level), pressure (of memory: "normal", "warn", "critical")
+    eval        one field per metric; confusion: {"labels": [...], "counts": [[...]]}, a row for each true class;
+                samples: [{"input": ..., "expected": ..., "predicted": ..., ...}]. Of the test part all names begin
+                with "test_"
     epoch       epoch (how many are done), epoch_seconds, memory: {"allocated": ..., "peak": ..., "limit": ...} in
                 bytes, shapes (how many different ones micro-batches have had in this sitting)
     checkpoint  it is safe now: name, bytes, seconds (in all), stall_seconds (the training stood still),
@@ -26,7 +36,7 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
     skip        reason, verdict ("reproducible": the step is left out; "transient": made again it was fine), samples
     spike       reason, samples: a loss far above the usual
 
-Any event but a step may carry `exact: false` and a `reason`: from that step on the run is not bit-exact.
+Any event but a step or health may carry `exact: false` and a `reason`: from that step on the run is not bit-exact.
 """
 
 import math
@@ -40,7 +50,7 @@ from whet.run import strict_json
 HAPPENINGS = ("oom", "resume", "restart", "throttle", "pressure", "skip", "spike", "fallback", "warning")
 """What is worth telling in a report."""
 
-KINDS = frozenset(("start", "plan", "step", "eval", "epoch", "checkpoint", *HAPPENINGS, "end"))
+KINDS = frozenset(("start", "plan", "step", "health", "eval", "epoch", "checkpoint", *HAPPENINGS, "end"))
 """What may be written. Readers pass on kinds they do not know: a newer whet may have written them."""
 
 REPLACED = frozenset(("step", "eval", "epoch"))
