@@ -13,7 +13,7 @@ from whet.report.summary import Report, resume_command, summarize
 from whet.run import lock
 from whet.run.events import EventLog
 from whet.run.folder import EVENTS_FILE, Run, create_run
-from whet.run.index import BLOCK_EVENTS
+from whet.run.tally import BLOCK_EVENTS
 
 PLAN = {
     "settings": {

@@ -20,7 +20,8 @@ from whet.base.errors import WhetError
 from whet.run.event import Event, read_line
 from whet.run.events import EventLog, History, read_events, tail
 from whet.run.folder import EVENTS_FILE, INDEX_FILE
-from whet.run.index import BLOCK_EVENTS, Tally, read_block, read_entry, read_layout, write_entry
+from whet.run.index import HEADER, read_block, read_entry, read_layout, write_entry
+from whet.run.tally import BLOCK_EVENTS, Stat, Tally
 from whet.run.thin import thin_curve
 
 
@@ -352,7 +353,8 @@ def test_no_damage_to_the_index_changes_what_is_read(data: st.DataObject) -> Non
 
 def test_every_bit_of_an_index_entry_is_guarded() -> None:
     tally = Tally(0)
-    tally.add("step", time=1.5, step=3, fields={"loss": 0.123, "seconds": {"data": 1.0}})
+    tally.add("step", time=1.5, step=3, fields={"loss": 0.123, "seconds": {"data": 1.0}}, start=0, length=70)
+    tally.add("health", time=1.5, step=3, fields={"memory": {"process": 7}}, start=70, length=7)
     entry = write_entry(tally.block(77))
     assert read_entry(entry) == tally.block(77)
     changed = [entry[:i] + bytes([entry[i] ^ 1 << bit]) + entry[i + 1 :] for i in range(len(entry)) for bit in range(8)]
@@ -394,8 +396,8 @@ def test_the_index_saves_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return read_block(file, block)
 
     monkeypatch.setattr("whet.run.events.read_block", counting)
-    assert len(list(read_events(tmp_path, kinds={"eval"}))) == 1
-    assert len(read) == 1
+    assert [e.step for e in read_events(tmp_path, kinds={"eval"})] == [1000]
+    assert len(read) == 0
     assert next(e.step for e in read_events(tmp_path, from_step=29 * BLOCK_EVENTS + 200)) == 29 * BLOCK_EVENTS + 200
     assert len(read) <= 3
     read.clear()
@@ -408,15 +410,17 @@ def test_a_million_steps_are_thinned_from_the_index_with_every_spike(tmp_path: P
     # The blocks of a million steps, made without writing 150 MB; only their places in the file are faked.
     total, spike = 1_000_000, 765_432
     with (tmp_path / INDEX_FILE).open("wb") as index, (tmp_path / EVENTS_FILE).open("wb") as events:
-        index.write(b"whet events index 1\n")
+        index.write(HEADER)
         for first in range(1, total + 1, BLOCK_EVENTS):
             tally = Tally(events.tell())
             last = min(total, first + BLOCK_EVENTS - 1)
             for step in (first, last, spike):
                 if first <= step <= last:
                     loss = 99.0 if step == spike else 1.0
-                    tally.add("step", time=1.0, step=step, fields={"loss": loss})
-                    events.write(b'{"kind":"step","time":1.0,"step":%d,"loss":%g}\n' % (step, loss))
+                    line = b'{"kind":"step","time":%g,"step":%d,"loss":%g}\n' % (step / 10, step, loss)
+                    fields = {"loss": loss, "samples": 32 * step}
+                    tally.add("step", time=step / 10, step=step, fields=fields, start=events.tell(), length=len(line))
+                    events.write(line)
             index.write(write_entry(tally.block(events.tell())))
     began = time.perf_counter()
     curve = thin_curve(tmp_path, field="loss", points=400)
@@ -446,17 +450,17 @@ def test_numbers_of_other_libraries_reach_the_index(tmp_path: Path) -> None:
 
     with EventLog(tmp_path) as log:
         log.append("step", step=1, loss=Float32())
-    assert layout(tmp_path).blocks[0].stats["loss"].least == 0.25
+    assert layout(tmp_path).blocks[0].stat("loss") == Stat(1, 0.25, 0.25, 0.25, 0)
     assert next(read_events(tmp_path)).number("loss") == 0.25
 
 
 def test_index_entries_survive_extreme_numbers() -> None:
     tally = Tally(0)
     for value in (1e308, 1e308, math.nan, -math.inf, 10**400):
-        tally.add("step", time=1.0, step=1, fields={"loss": value})
+        tally.add("step", time=1.0, step=1, fields={"loss": value}, start=0, length=50)
     block = tally.block(100)
     assert read_entry(write_entry(block)) == block
-    assert (block.stats["loss"].count, block.stats["loss"].nonfinite) == (2, 3)
+    assert block.stat("loss") == Stat(2, 1e308, 1e308, sys.float_info.max, 3)
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))

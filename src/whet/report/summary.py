@@ -16,10 +16,10 @@ from whet.report.saving import Saving, saving_cost
 from whet.run.event import HAPPENINGS, KINDS, SITTINGS, Event, as_number
 from whet.run.events import History
 from whet.run.folder import Run, open_run
-from whet.run.index import Counter
 from whet.run.proof import in_one_line, read_proof
 from whet.run.runs import State, goal_name, run_state, total_steps
 from whet.run.strict_json import StrictRecord
+from whet.run.tally import Counter
 from whet.run.thin import Curve, thin_curve
 
 CURVE_POINTS = 400
@@ -206,9 +206,9 @@ def _short(path: Path) -> str:
 
 def _loss(history: History, *, last_step: Event | None) -> Loss:
     first = next(history.events(kinds=("step",)), None)
-    blocks = [block for block in history.step_blocks() if "loss" in block.stats and block.stats["loss"].count]
-    best_block = min(blocks, key=lambda block: block.stats["loss"].least, default=None)
-    best = best_block.stats["loss"].least if best_block else None
+    found = ((block.stat("loss"), block) for block in history.step_blocks())
+    losses = ((stat.least, block) for stat, block in found if stat is not None and stat.count)
+    best, best_block = min(losses, key=lambda pair: pair[0], default=(None, None))
     at_best = (event.step for event in history.read(best_block) if _has(event, best)) if best_block else iter(())
     return Loss(
         first=first.number("loss") if first else None,
@@ -290,9 +290,9 @@ def _proof(folder: Path) -> str | None:
 def _seconds(history: History) -> dict[str, float]:
     sums: dict[str, Counter] = {}
     for block in history.step_blocks():
-        for field, stat in block.stats.items():
-            if field.startswith("seconds/"):
-                sums.setdefault(field.removeprefix("seconds/"), Counter()).merge(stat)
+        for field in block.fields:
+            if field.startswith("step/seconds/") and (stat := block.stat(field.removeprefix("step/"))) is not None:
+                sums.setdefault(field.removeprefix("step/seconds/"), Counter()).merge(stat)
     totals = {name: counter.stat().total for name, counter in sums.items()}
     for event in history.events(kinds=("end",)):
         spent = event.get("seconds")
@@ -303,7 +303,7 @@ def _seconds(history: History) -> dict[str, float]:
 
 def _first_inexact(history: History) -> Event | None:
     seen = {kind for block in history.layout.blocks for kind in block.kinds} | KINDS
-    inexact = (event for event in history.events(kinds=seen - {"step"}) if event.get("exact") is False)
+    inexact = (event for event in history.events(kinds=seen - {"step", "health"}) if event.get("exact") is False)
     return min(inexact, key=lambda event: event.step, default=None)
 
 

@@ -8,7 +8,9 @@ Reading shows the run as it counts: what a later `resume` made void is left out.
 import contextlib
 import itertools
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,8 +20,9 @@ from whet.run import strict_json
 from whet.run.appender import Appender
 from whet.run.event import KINDS, REPLACED, RESERVED, SITTINGS, Event
 from whet.run.folder import EVENTS_FILE, INDEX_FILE, Run, folder_of
-from whet.run.index import HEADER, Block, Layout, Tally, read_block, read_layout, write_entry
+from whet.run.index import HEADER, Layout, Progress, read_block, read_layout, read_places, write_entry
 from whet.run.plain_file import open_plain
+from whet.run.tally import Block, Tally
 
 
 class EventLog:
@@ -67,8 +70,10 @@ class EventLog:
             fields = {name: record[name] for name in fields}
         if kind in SITTINGS or self._tally.is_full:
             self._close_block()
-        self._tally.add(kind, time=record["time"], step=record["step"], fields=fields)
-        self._events.add(line.encode() + b"\n")
+        data = line.encode() + b"\n"
+        where = {"start": self._events.size, "length": len(data)}
+        self._tally.add(kind, time=record["time"], step=record["step"], fields=fields, **where)
+        self._events.add(data)
         if kind != "step" or self._stopwatch() - self._flushed_at >= self._flush_seconds:
             self.flush()
 
@@ -110,65 +115,95 @@ class EventLog:
 
 
 class History:
-    """The events of a run up to the moment it was opened, without those that a later `resume` made void."""
+    """The events of a run up to the moment it was opened, without those that a later `resume` made void.
 
-    def __init__(self, run: Run | Path) -> None:
+    Where the index is missing or old, the events are read: `progress` is told how many bytes of how many.
+    """
+
+    def __init__(self, run: Run | Path, *, progress: Progress | None = None) -> None:
         self._path = folder_of(run) / EVENTS_FILE
-        self.layout = _layout(folder_of(run))
-        self.damaged = sum(block.damaged for block in self.layout.blocks)
+        self._take(_layout(folder_of(run), progress=progress))
+
+    def _take(self, layout: Layout) -> None:
+        self.layout = layout
+        self.damaged = sum(block.damaged for block in layout.blocks)
         """Lines in the file that are no events; they are passed over."""
-        self._limits = _limits(self.layout.blocks)
-        self._positions = {block.start: position for position, block in enumerate(self.layout.blocks)}
+        self.tables: dict[tuple[str, str], Any] = {}
+        """What whet.run.thin keeps, so that it need not be read again."""
+        self._limits = _limits(layout.blocks)
+        self._rests: dict[int, Block] = {}
 
     def __iter__(self) -> Iterator[Event]:
         return self.events()
 
     def events(self, *, kinds: Collection[str] | None = None, from_step: int | None = None) -> Iterator[Event]:
         """The events in the order they were written, of these kinds, at this step or later."""
-        for position, block in enumerate(self.layout.blocks):
-            if from_step is not None and block.greatest_step < from_step:
-                continue
-            if kinds is None or not block.kinds.keys().isdisjoint(kinds):
-                for event in self._read(position):
-                    if (kinds is None or event.kind in kinds) and (from_step is None or event.step >= from_step):
-                        yield event
+        positions = [
+            position
+            for position in self._holding(kinds)
+            if from_step is None or self.layout.blocks[position].greatest_step >= from_step
+        ]
+        for event in self._read(positions, kinds=kinds):
+            if from_step is None or event.step >= from_step:
+                yield event
 
     def backwards(self, *, kinds: Collection[str] | None = None) -> Iterator[Event]:
         """The same, the newest first."""
-        for position in reversed(range(len(self.layout.blocks))):
-            if kinds is None or not self.layout.blocks[position].kinds.keys().isdisjoint(kinds):
-                for event in reversed(self._read(position)):
-                    if kinds is None or event.kind in kinds:
-                        yield event
+        for position in reversed(self._holding(kinds)):
+            yield from reversed([*self._read([position], kinds=kinds)])
 
     def last(self, *kinds: str) -> Event | None:
         """The newest event of these kinds, or None."""
         return next(self.backwards(kinds=kinds), None)
 
-    def step_blocks(self) -> Iterator[Block]:
-        """Blocks with the step events that count; one that is partly void comes as a block of what is left of it."""
+    def counted_blocks(self) -> Iterator[Block]:
+        """All blocks; one with void events comes as a block of what is left of it."""
         for position, block in enumerate(self.layout.blocks):
-            if "step" not in block.kinds:
-                continue
             if block.greatest_step <= self._limits[position]:
                 yield block
                 continue
-            tally = Tally(block.start)
-            for event in self._read(position):
-                tally.add(event.kind, time=event.time, step=event.step, fields=event.fields)
-            rest = tally.block(block.end)
-            if "step" in rest.kinds:
-                yield rest
+            if position not in self._rests:
+                self._rests[position] = self._rest(position)
+            if self._rests[position].kinds:
+                yield self._rests[position]
+
+    def step_blocks(self) -> Iterator[Block]:
+        """Blocks with the step events that count."""
+        return (block for block in self.counted_blocks() if "step" in block.kinds)
 
     def read(self, block: Block) -> Iterator[Event]:
         """The events that count of a block of this history."""
-        return iter(self._read(self._positions[block.start]))
+        starts = [each.start for each in self.layout.blocks]
+        return self._read([bisect_left(starts, block.start)], kinds=None)
 
-    def _read(self, position: int) -> list[Event]:
-        limit = self._limits[position]
+    def _holding(self, kinds: Collection[str] | None) -> list[int]:
+        """The positions of blocks with such events."""
+        blocks = enumerate(self.layout.blocks)
+        return [position for position, block in blocks if kinds is None or not block.kinds.keys().isdisjoint(kinds)]
+
+    def _read(self, positions: list[int], *, kinds: Collection[str] | None) -> Iterator[Event]:
+        if not positions:
+            return
         with open_plain(self._path) as file:
-            events = read_block(file, self.layout.blocks[position])
-            return [event for event in events if event.step <= limit or event.kind not in REPLACED]
+            for position in positions:
+                block, limit = self.layout.blocks[position], self._limits[position]
+                if kinds is None or "step" in kinds:
+                    events = read_block(file, block)
+                else:
+                    events = read_places(file, block, kinds=kinds)
+                for event in events:
+                    if (kinds is None or event.kind in kinds) and (event.step <= limit or event.kind not in REPLACED):
+                        yield event
+
+    def _rest(self, position: int) -> Block:
+        block = self.layout.blocks[position]
+        is_all_void = block.least_step > self._limits[position]
+        # Of thousands of blocks that are void, only what stays true is read.
+        kinds = block.kinds.keys() - REPLACED if is_all_void else None
+        tally = Tally(block.start)
+        for event in self._read([position], kinds=kinds) if kinds is None or kinds else ():
+            tally.add(event.kind, time=event.time, step=event.step, fields=event.fields, start=block.start, length=0)
+        return replace(tally.block(block.end), places=())
 
 
 def read_events(
@@ -193,8 +228,8 @@ def _odd_record(record: dict[str, Any]) -> tuple[dict[str, Any], str]:
     return record, strict_json.encode(record)
 
 
-def _layout(folder: Path) -> Layout:
-    return read_layout(folder / EVENTS_FILE, index=folder / INDEX_FILE)
+def _layout(folder: Path, *, progress: Progress | None = None) -> Layout:
+    return read_layout(folder / EVENTS_FILE, index=folder / INDEX_FILE, progress=progress)
 
 
 def _limits(blocks: tuple[Block, ...]) -> list[float]:

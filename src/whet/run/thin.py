@@ -10,19 +10,16 @@ the seconds in which a process was at work), so that runs can be laid over each 
     thin_curve(history, field="memory/process", kind="health", points=400)
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from whet.base.record import Record
-from whet.run.event import SITTINGS, Event, as_number
 from whet.run.events import History
 from whet.run.folder import Run
-from whet.run.index import BLOCK_EVENTS, Counter, Stat
+from whet.run.tally import COUNTED
 
-CURVE_KINDS = ("step", "health", "eval")
-"""The kinds of events whose numbers make curves."""
+CURVE_KINDS = COUNTED
+"""The kinds of events whose numbers make curves: steps, health, evaluations."""
 
 
 class CurvePoint(Record):
@@ -61,35 +58,16 @@ class Curve(Record):
 def thin_curves(
     run: Run | Path | History, *, points: int, kinds: Collection[str] = CURVE_KINDS, is_growing: bool = False
 ) -> dict[str, Curve]:
-    """All curves of a run by name ("step/loss"), each in at most `points` points.
+    """All curves of a run by name ("step/loss"), each in at most `points` points. Long runs: from the index alone.
 
     With `is_growing`, points stay where they are while the run grows, until their number would exceed `points`; then
     each two become one. There are between half of `points` and `points` then, once there are so many values.
     """
+    from whet.run.buckets import curves_of  # numpy, which takes a tenth of a second to import
+
     history = run if isinstance(run, History) else History(run)
-    elapsed = working_time(history)
-    rows: dict[tuple[str, str], list[tuple[Event, float, int | None]]] = {}
-    samples: int | None = None
-    for event in history.events(kinds={*kinds, "step"}):
-        told = event.get("samples")
-        samples = told if type(told) is int else samples
-        if event.kind in kinds:
-            for field, value in _numbers(event.fields):
-                rows.setdefault((event.kind, field), []).append((event, value, samples))
-    curves: dict[str, Curve] = {}
-    for (kind, field), values in rows.items():
-        first, last = min(row[0].step for row in values), max(row[0].step for row in values)
-        width = max(1, -(-(last - first + 1) // points))
-        if is_growing:
-            first, width = 0, 1
-            while last // width - values[0][0].step // width + 1 > points:
-                width *= 2
-        buckets: dict[int, tuple[Event, int | None, Counter]] = {}
-        for event, value, so_far in sorted(values, key=lambda row: row[0].step):
-            buckets.setdefault((event.step - first) // width, (event, so_far, Counter()))[2].add(value)
-        thinned = tuple(_point(event, c.stat(), elapsed(event.time), so_far) for event, so_far, c in buckets.values())
-        curves[f"{kind}/{field}"] = Curve(field=field, kind=kind, points=thinned, last_step=last)
-    return curves
+    curves = (curve for kind in kinds for curve in curves_of(history, kind=kind, points=points, is_growing=is_growing))
+    return {curve.name: curve for curve in curves}
 
 
 def thin_curve(run: Run | Path | History, *, field: str, points: int, kind: str = "step") -> Curve:
@@ -97,52 +75,8 @@ def thin_curve(run: Run | Path | History, *, field: str, points: int, kind: str 
 
     `field` is a name, or "seconds/data" for a name in a map. Long runs are drawn from the index alone.
     """
+    from whet.run.buckets import curves_of
+
     history = run if isinstance(run, History) else History(run)
-    blocks = [block for block in history.step_blocks() if field in block.stats] if kind == "step" else []
-    if sum(block.stats[field].count for block in blocks) <= points * BLOCK_EVENTS:
-        found = thin_curves(history, points=points, kinds=(kind,)).get(f"{kind}/{field}")
-        return found or Curve(field=field, kind=kind, points=(), last_step=0)
-    first, last = blocks[0].least_step, blocks[-1].greatest_step
-    width = max(1, -(-(last - first + 1) // points))
-    buckets: dict[int, Counter] = {}
-    for block in blocks:
-        middle = (block.least_step + block.greatest_step) // 2
-        buckets.setdefault((middle - first) // width, Counter()).merge(block.stats[field])
-    thinned = (_point(Event("step", 0.0, first + key * width), c.stat(), 0.0, None) for key, c in buckets.items())
-    return Curve(field=field, points=tuple(thinned), last_step=last)
-
-
-def working_time(history: History) -> Callable[[float], float]:
-    """From unix seconds to the seconds in which a process was at work until then."""
-    begins: list[float] = []
-    before: list[float] = []
-    done, last = 0.0, 0.0
-    for block in history.layout.blocks:
-        if not begins or not SITTINGS.isdisjoint(block.kinds):
-            done += max(0.0, last - begins[-1]) if begins else 0.0
-            begins.append(block.first_time)
-            before.append(done)
-        last = block.last_time
-
-    def elapsed(time: float) -> float:
-        sitting = max(0, bisect_right(begins, time) - 1)
-        return before[sitting] + max(0.0, time - begins[sitting])
-
-    return elapsed
-
-
-def _numbers(fields: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    for name, value in fields.items():
-        inner = {f"{name}/{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-        for field, item in inner.items():
-            number = as_number(item)
-            if number is not None:
-                yield field, number
-
-
-def _point(event: Event, stat: Stat, elapsed: float, samples: int | None) -> CurvePoint:
-    x: dict[str, Any] = {"step": event.step, "time": event.time, "elapsed": elapsed, "samples": samples}
-    if not stat.count:
-        return CurvePoint(**x, low=None, high=None, mean=None, nonfinite=stat.nonfinite)
-    mean = min(max(stat.total / stat.count, stat.least), stat.greatest)
-    return CurvePoint(**x, low=stat.least, high=stat.greatest, mean=mean, nonfinite=stat.nonfinite)
+    empty = Curve(field=field, kind=kind, points=(), last_step=0)
+    return next(curves_of(history, kind=kind, points=points, field=field), empty)

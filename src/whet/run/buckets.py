@@ -1,0 +1,141 @@
+"""Which events of a run become one point of a curve, and what does that point tell of them?"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whet.run.columns import BlockTable, EventTable, Floats, Integers, Table
+from whet.run.event import SITTINGS
+from whet.run.events import History
+from whet.run.tally import BLOCK_EVENTS
+from whet.run.thin import Curve, CurvePoint
+
+_MOST_READ = 16_384
+"""More events than this, of a kind that is no step, are not read one by one."""
+
+
+def curves_of(
+    history: History, *, kind: str, points: int, is_growing: bool = False, field: str | None = None
+) -> Iterator[Curve]:
+    """The curves of one kind of events, or only that of a field; see whet.run.thin."""
+    table = _table(history, kind=kind, points=points)
+    fields = [name for name in table.fields if field in (None, name)]
+    if fields:
+        rows = _Rows.of(table, history=history, points=points, is_growing=is_growing)
+        for name in fields:
+            yield rows.curve(table.numbers(name), field=name, kind=kind)
+
+
+def working_seconds(history: History, times: Floats) -> Floats:
+    """From unix seconds to the seconds in which a process was at work until then."""
+    begins: list[float] = []
+    before: list[float] = []
+    done, last = 0.0, 0.0
+    for block in history.layout.blocks:
+        if block.kinds and (not begins or not SITTINGS.isdisjoint(block.kinds)):
+            done += max(0.0, last - begins[-1]) if begins else 0.0
+            # The clock may have been set back in between.
+            begins.append(max(block.first_time, begins[-1] if begins else block.first_time))
+            before.append(done)
+        last = block.last_time if block.kinds else last
+    sitting: Integers = np.maximum(np.searchsorted(begins, times, side="right") - 1, 0)
+    elapsed: Floats = np.array(before)[sitting] + np.maximum(times - np.array(begins)[sitting], 0.0)
+    return elapsed
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a table by step, where each lies, and which belong to one point."""
+
+    order: Integers
+    steps: Integers
+    times: Floats
+    elapsed: Floats
+    samples: Floats
+    bucket: Integers
+    last_step: int
+
+    @classmethod
+    def of(cls, table: Table, *, history: History, points: int, is_growing: bool) -> Self:
+        order = np.argsort(table.steps, kind="stable")
+        steps, times, last = table.steps[order], table.times[order], table.last_step
+        first = int(steps[0])
+        width = max(1, -(-(last - first + 1) // points))
+        if is_growing:
+            # Powers of two, counted from step 0: as long as it is the same width, the same points.
+            width = 1 << (width - 1).bit_length()
+            while last // width - first // width >= points:
+                width *= 2
+            first = 0
+        samples = _filled(table.samples[order], steps, history=history, points=points)
+        elapsed = working_seconds(history, times)
+        return cls(order, steps, times, elapsed, samples, (steps - first) // width, last)
+
+    def curve(self, numbers: Floats, *, field: str, kind: str) -> Curve:
+        """The points of one field: rows that do not have it do not count."""
+        numbers = numbers[self.order]
+        there = np.flatnonzero((numbers[:, 0] > 0) | (numbers[:, 4] > 0))
+        numbers, bucket = numbers[there], self.bucket[there]
+        starts = np.concatenate(([0], np.flatnonzero(np.diff(bucket)) + 1))
+        count = np.add.reduceat(numbers[:, 0], starts)
+        nonfinite = np.add.reduceat(numbers[:, 4], starts)
+        has_values = numbers[:, 0] > 0
+        low = np.minimum.reduceat(np.where(has_values, numbers[:, 1], np.inf), starts)
+        high = np.maximum.reduceat(np.where(has_values, numbers[:, 2], -np.inf), starts)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            # Each row's mean first: sums of large numbers may be infinite.
+            shares = numbers[:, 0] / np.repeat(count, np.diff([*starts, len(numbers)]))
+            mean = np.add.reduceat(np.where(has_values, numbers[:, 3] / numbers[:, 0] * shares, 0.0), starts)
+        mean = np.clip(mean, low, high)
+        firsts = there[starts]
+        is_empty = count == 0
+        columns: dict[str, list[Any]] = {
+            "step": self.steps[firsts].tolist(),
+            "low": _known(low, is_empty),
+            "high": _known(high, is_empty),
+            "mean": _known(mean, is_empty),
+            "nonfinite": nonfinite.astype(np.int64).tolist(),
+            "time": self.times[firsts].tolist(),
+            "elapsed": self.elapsed[firsts].tolist(),
+            "samples": _known(np.rint(self.samples[firsts]), ~np.isfinite(self.samples[firsts])),
+        }
+        made = (CurvePoint(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
+        return Curve(field=field, kind=kind, points=tuple(made), last_step=self.last_step)
+
+
+def _table(history: History, *, kind: str, points: int) -> Table:
+    """Event by event, or block by block where those would be too many; made once for a history."""
+    blocks = [block for block in history.counted_blocks() if kind in block.kinds]
+    most = points * BLOCK_EVENTS if kind == "step" else _MOST_READ
+    is_long = sum(block.kinds[kind] for block in blocks) > most
+    key = kind, "blocks" if is_long else "events"
+    if key not in history.tables:
+        history.tables[key] = BlockTable(blocks, kind=kind) if is_long else _events(history, kind=kind)
+    table: Table = history.tables[key]
+    return table
+
+
+def _events(history: History, *, kind: str) -> EventTable:
+    table = EventTable()
+    for event in history.events(kinds=(kind,)):
+        table.add(event)
+    return table
+
+
+def _filled(samples: Floats, steps: Integers, *, history: History, points: int) -> Floats:
+    """Where rows do not tell how many samples there were, the steps around them do."""
+    is_open = np.isnan(samples)
+    if not is_open.any():
+        return samples
+    told = _table(history, kind="step", points=points)
+    known = np.isfinite(told.samples)
+    if not known.any():
+        return samples
+    return np.where(is_open, np.interp(steps, told.steps[known], told.samples[known]), samples)
+
+
+def _known(values: Floats, is_unknown: NDArray[np.bool_]) -> list[float | None]:
+    return [None if unknown else value for value, unknown in zip(values.tolist(), is_unknown.tolist(), strict=True)]
