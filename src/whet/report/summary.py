@@ -138,10 +138,10 @@ class Report(StrictRecord):
     """The command that goes on with the run; None when it is done or running."""
 
 
-def summarize(run: Run | Path | str) -> Report:
-    """The report of a run, from what is in its folder now."""
+def summarize(run: Run | Path | str, *, history: History | None = None) -> Report:
+    """The report of a run, from what is in its folder now; `history` where its log was read already."""
     run = run if isinstance(run, Run) else open_run(run)
-    history = History(run)
+    history = history if history is not None else History(run)
     last_step = history.last("step")
     evaluations = tuple(_evaluation(event) for event in history.events(kinds=("eval",)))
     state = run_state(run, history=history)

@@ -1,0 +1,98 @@
+"""What did the newest evaluation find: which classes are taken for which, and some samples?"""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from whet.base.record import Record
+from whet.run.event import Event, as_number
+from whet.run.events import History
+
+MOST_CLASSES = 60
+MOST_SAMPLES = 50
+MOST_COLUMNS = 8
+_LONGEST, _LONGEST_LABEL = 2000, 200
+_LOOK_BACK = 50
+"""Evaluations; older ones say little about the model as it is."""
+
+
+Part = Literal["dev", "test"]
+_PREFIXES: dict[Part, str] = {"dev": "", "test": "test_"}
+
+
+class Confusion(Record):
+    """How many samples of each class were taken for which; rows are the truth."""
+
+    part: Part
+    step: int
+    labels: tuple[str, ...]
+    counts: tuple[tuple[float, ...], ...]
+
+
+class SampleTable(Record):
+    """Some samples of an evaluation."""
+
+    part: Part
+    step: int
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Findings(Record):
+    """The newest of each part of the data."""
+
+    confusions: tuple[Confusion, ...] = ()
+    samples: tuple[SampleTable, ...] = ()
+
+
+def findings(history: History) -> Findings:
+    """What the newest evaluations that say more than numbers say."""
+    confusions: dict[Part, Confusion] = {}
+    samples: dict[Part, SampleTable] = {}
+    for event in itertools.islice(history.backwards(kinds=("eval",)), _LOOK_BACK):
+        for part in _PREFIXES:
+            if part not in confusions and (matrix := _confusion(event, part)) is not None:
+                confusions[part] = matrix
+            if part not in samples and (table := _samples(event, part)) is not None:
+                samples[part] = table
+        if len(confusions) == len(samples) == len(_PREFIXES):
+            break
+    return Findings(
+        confusions=tuple(confusions[part] for part in _PREFIXES if part in confusions),
+        samples=tuple(samples[part] for part in _PREFIXES if part in samples),
+    )
+
+
+def _confusion(event: Event, part: Part) -> Confusion | None:
+    said = event.get(_PREFIXES[part] + "confusion")
+    if not isinstance(said, Mapping):
+        return None
+    labels, rows = said.get("labels"), said.get("counts")
+    if not isinstance(labels, list) or not isinstance(rows, list) or not 0 < len(labels) == len(rows) <= MOST_CLASSES:
+        return None
+    counts: list[tuple[float, ...]] = []
+    for row in rows:
+        numbers = [as_number(value) for value in row] if isinstance(row, list) else []
+        whole = [number for number in numbers if number is not None and 0 <= number < float("inf")]
+        if len(whole) != len(labels):
+            return None
+        counts.append(tuple(whole))
+    names = tuple(str(label)[:_LONGEST_LABEL] for label in labels)
+    return Confusion(part=part, step=event.step, labels=names, counts=tuple(counts))
+
+
+def _samples(event: Event, part: Part) -> SampleTable | None:
+    said = event.get(_PREFIXES[part] + "samples")
+    listed = [item for item in said if isinstance(item, Mapping)] if isinstance(said, list) else []
+    if not listed:
+        return None
+    columns = tuple(dict.fromkeys(str(name) for item in listed for name in item))[:MOST_COLUMNS]
+    rows = tuple(tuple(_cell(item.get(name)) for name in columns) for item in listed[:MOST_SAMPLES])
+    return SampleTable(part=part, step=event.step, columns=columns, rows=rows)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
