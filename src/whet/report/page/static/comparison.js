@@ -1,0 +1,91 @@
+// Runs side by side: showComparison(element, comparison) draws them over the same axis, with what differs on top.
+import { disclosure, el, fill, section, table } from "./dom.js";
+import { Chart, dot, seriesColour } from "./chart.js";
+import { lineOf, seriesOf, trackOf } from "./curves.js";
+import { Settings, settingsBar } from "./settings.js";
+import { extentOf } from "./run_charts.js";
+import { statePill, tilesOf } from "./head.js";
+import { sayName } from "./words.js";
+
+/** Draws a comparison. Returns {settings, update(comparison), close()}. */
+export function showComparison(element, comparison) {
+  const settings = new Settings("whet-comparison");
+  const charts = new Map();
+  const grid = el("div", { class: "charts" });
+  const head = el("div", {}), differences = el("div", {});
+  const curves = section("curves", "Curves", "All runs over the same axis: by step, by samples seen, or by time at work.", settingsBar(settings), grid);
+  fill(element, head, differences, curves);
+  let current = comparison;
+  const draw = () => drawCharts(current, settings, charts, grid);
+  settings.onaxis = draw;
+  const update = (newer) => {
+    current = newer;
+    fill(head, headOf(newer));
+    fill(differences, differencesOf(newer));
+    draw();
+  };
+  update(comparison);
+  return { settings, update, close: () => charts.forEach((chart) => chart.close()) };
+}
+
+function headOf({ runs, labels }) {
+  const figures = runs.map((view) => new Map(tilesOf(view).map((tile) => [tile.name, tile.figure])));
+  const names = [...new Set(figures.flatMap((one) => [...one.keys()]))];
+  const header = ["", ...labels.map((label, place) => el("span", { class: "named" }, dot(seriesColour(place)), label))];
+  const rows = [["state", ...runs.map((view) => statePill(view.report.state))], ...names.map((name) => [name, ...figures.map((one) => one.get(name) ?? "–")])];
+  return el("header", { class: "hero" }, el("h1", {}, `${runs.length} runs side by side`), el("p", { class: "lead" }, "The figures of each, and below what is different between them."),
+    el("div", { class: "card scroll" }, table(header, rows, { class: "plain figures" })));
+}
+
+function differencesOf({ labels, settings, config, environment }) {
+  const parts = [["settings of the plan", settings], ["your configuration", config], ["environment", environment]];
+  const header = ["", ...labels];
+  const shown = parts.map(([title, rows]) => {
+    const different = rows.filter((row) => row.differs), same = rows.filter((row) => !row.differs);
+    return el("div", { class: "card" }, el("h3", {}, title),
+      different.length ? el("div", { class: "scroll" }, table(header, different.map(cells), { class: "plain differs" })) : el("p", { class: "says" }, "Nothing differs."),
+      same.length ? disclosure(`${same.length} the same`, () => el("div", { class: "scroll" }, table(header, same.map(cells), { class: "plain" }))) : null);
+  });
+  return section("differences", "What is different", "Only what differs can explain why the runs came out differently.", shown);
+}
+
+function cells(row) {
+  return [el("code", {}, row.name), ...row.values.map((value) => value ?? "–")];
+}
+
+function kindsOf(runs) {
+  const metrics = [...new Set(runs.flatMap((view) => (trackOf(view, "eval")?.lines ?? []).map((line) => line.name)))].filter((name) => !name.startsWith("test_"));
+  const goals = new Set(runs.map((view) => view.report.goal?.name));
+  metrics.sort((a, b) => Number(goals.has(b)) - Number(goals.has(a)));
+  return [
+    ["step", "loss", "training loss", "How wrong each model is on the samples it trains on.", { logs: true, wide: true }],
+    ...metrics.slice(0, 8).map((name) => ["eval", name, sayName(name), "On samples the models do not train on.", { wide: goals.has(name), logs: true }]),
+    ["step", "samples_per_second", "speed", "Samples trained in each second.", { floor: 0 }],
+    ["health", "memory/process", "memory of the process", "What each process held.", { floor: 0 }],
+    ["health", "memory/allocated", "memory of tensors", "What tensors took on the device.", { floor: 0 }],
+    ["health", "use/gpu", "use of the GPU", "How busy it was.", { floor: 0 }],
+    ["step", "lr", "learning rate", "The schedules.", { floor: 0, steady: true }],
+    ["step", "grad_norm", "gradient norm", "How hard the samples pull at the weights.", { floor: 0, logs: true }],
+  ];
+}
+
+function drawCharts({ runs, labels }, settings, charts, grid) {
+  const extents = runs.map((view) => extentOf(view, settings.axis));
+  for (const [source, name, title, says, more] of kindsOf(runs)) {
+    const series = runs.flatMap((view, place) => {
+      const track = trackOf(view, source), line = lineOf(track, name);
+      return line ? [{ ...seriesOf(track, line, settings.axis, { label: labels[place], colour: seriesColour(place), steady: more.steady }), low: null, high: null }] : [];
+    });
+    if (!series.length) continue;
+    const key = `${source}/${name}`;
+    if (!charts.has(key)) {
+      const chart = new Chart(settings, { ...more, title, says, height: more.wide ? 260 : 190 });
+      if (more.wide) chart.element.classList.add("wide");
+      charts.set(key, chart);
+      grid.append(chart.element);
+    }
+    const chart = charts.get(key);
+    chart.extent = [Math.min(...extents.map(([from]) => from)), Math.max(...extents.map(([, to]) => to))];
+    chart.show(series);
+  }
+}

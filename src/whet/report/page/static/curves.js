@@ -1,0 +1,89 @@
+// Which numbers lie on which axis? Tracks of a view become series that a chart can draw.
+
+export const AXES = { step: "step", samples: "samples", seconds: "time" };
+
+/** The places of a track on an axis; null where a run does not tell. */
+export function placesOf(track, axis) {
+  return track[axis];
+}
+
+/** The curve of a track by name, or null. */
+export function lineOf(track, name) {
+  return track?.lines.find((line) => line.name === name) ?? null;
+}
+
+export function trackOf(view, source) {
+  return view.tracks.find((track) => track.source === source) ?? null;
+}
+
+/** A series for a chart. Places that are unknown on this axis are left out, and x never runs backwards. */
+export function seriesOf(track, line, axis, more = {}) {
+  const places = placesOf(track, axis);
+  const xs = [], ys = [], low = [], high = [];
+  for (let i = 0; i < places.length; i++) {
+    const x = places[i];
+    if (x === null || (xs.length && x < xs[xs.length - 1])) continue;
+    if (xs.length && x === xs[xs.length - 1]) {
+      if (line.mean[i] !== null) [ys[ys.length - 1], low[low.length - 1], high[high.length - 1]] = at(line, i);
+      continue;
+    }
+    const [mean, least, most] = at(line, i);
+    xs.push(x), ys.push(mean), low.push(least), high.push(most);
+  }
+  const sparse = line.mean.filter((value) => value !== null).length <= 40;
+  return { xs, ys, low: line.low ? low : null, high: line.high ? high : null, unit: line.unit, sparse, ...more };
+}
+
+function at(line, place) {
+  const mean = line.mean[place];
+  return [mean, line.low ? line.low[place] : mean, line.high ? line.high[place] : mean];
+}
+
+/** The same values without their noise: a mean that forgets, corrected for its beginning. */
+export function smoothed(ys, weight) {
+  let mean = 0, norm = 0;
+  return ys.map((y) => {
+    if (y === null) return null;
+    mean = weight * mean + (1 - weight) * y;
+    norm = weight * norm + (1 - weight);
+    return mean / norm;
+  });
+}
+
+/** Where a step lies on an axis, by the optimizer steps of the run. */
+export function placeOfStep(view, step, axis) {
+  if (axis === "step") return step;
+  const track = trackOf(view, "step");
+  if (!track || !track.step.length) return null;
+  const places = placesOf(track, axis);
+  let left = 0, right = track.step.length - 1;
+  while (left < right) {
+    const middle = (left + right) >> 1;
+    if (track.step[middle] < step) left = middle + 1;
+    else right = middle;
+  }
+  if (left === 0 || track.step[left] <= step) return places[left];
+  const share = (step - track.step[left - 1]) / (track.step[left] - track.step[left - 1]);
+  return places[left - 1] === null ? null : places[left - 1] + share * (places[left] - places[left - 1]);
+}
+
+/** Stretches of heat, low power or memory pressure as bands of a chart. */
+export function bandsOf(view, axis) {
+  return view.spells.map((spell) => ({
+    about: spell.about,
+    level: spell.level,
+    from: axis === "seconds" ? spell.from_seconds : placeOfStep(view, spell.from_step, axis),
+    to: axis === "seconds" ? spell.to_seconds : placeOfStep(view, spell.to_step, axis),
+  })).filter((band) => band.from !== null && band.to !== null);
+}
+
+/** Moments worth a line across the charts. */
+export function marksOf(view, axis) {
+  return view.moments
+    .filter((moment) => moment.tone === "bad" || moment.tone === "warn" || moment.kind === "resume")
+    .map((moment) => ({
+      tone: moment.tone,
+      at: axis === "seconds" ? moment.seconds : placeOfStep(view, moment.step, axis),
+    }))
+    .filter((mark) => mark.at !== null);
+}

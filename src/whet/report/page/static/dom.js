@@ -1,0 +1,60 @@
+// How does anything get into the page? As text. Names, logs and samples of a run come from anywhere, so nothing of them
+// is ever read as markup.
+
+/** An element with attributes, handlers ("onclick"), CSS properties ("style") and children (text or elements). */
+export function el(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "style") for (const [key, css] of Object.entries(value)) made.style.setProperty(key, css);
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else made.setAttribute(name, value === true ? "" : String(value));
+  }
+  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return made;
+}
+
+/** Puts these children in the place of all others. */
+export function fill(element, ...children) {
+  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+/** A table; cells are text or elements, the first of each row is its header. */
+export function table(header, rows, attributes = {}) {
+  const head = el("thead", {}, el("tr", {}, header.map((cell) => el("th", { scope: "col" }, cell))));
+  const body = rows.map((row) =>
+    el("tr", {}, row.map((cell, place) =>
+      place === 0 ? el("th", { scope: "row" }, cell) : el("td", { "data-label": textOf(header[place]) }, cell)))
+  );
+  return el("table", attributes, head, el("tbody", {}, body));
+}
+
+function textOf(cell) {
+  return typeof cell === "string" ? cell : cell?.textContent ?? "";
+}
+
+/** Something to open for those who want more; what is inside is made when it is opened. */
+export function disclosure(summary, make, attributes = {}) {
+  const inside = el("div", { class: "inside" });
+  const details = el("details", attributes, el("summary", {}, summary), inside);
+  details.addEventListener("toggle", () => {
+    if (details.open) fill(inside, make());
+  });
+  return details;
+}
+
+/** A section of the page: a heading, one plain sentence of what it shows, and the thing itself. */
+export function section(id, title, sentence, ...children) {
+  return el(
+    "section",
+    { id, class: "part", "aria-labelledby": `${id}-title` },
+    el("header", { class: "part-head" }, el("h2", { id: `${id}-title` }, title), el("p", { class: "says" }, sentence)),
+    ...children
+  );
+}
+
+/** A small mark with a tone: good, plain, warn or bad. */
+export function pill(words, tone = "plain") {
+  return el("span", { class: `pill ${tone}` }, words);
+}

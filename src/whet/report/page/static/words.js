@@ -1,0 +1,83 @@
+// How are numbers told so that people can read them?
+
+const BYTES = [["TB", 2 ** 40], ["GB", 2 ** 30], ["MB", 2 ** 20], ["kB", 2 ** 10]];
+
+export function showBytes(bytes) {
+  for (const [unit, size] of BYTES) {
+    if (Math.abs(bytes) >= size) {
+      const value = bytes / size;
+      return `${value >= 100 || Number.isInteger(value) ? value.toFixed(0) : value.toFixed(1)} ${unit}`;
+    }
+  }
+  return `${bytes.toFixed(0)} B`;
+}
+
+export function showSeconds(seconds) {
+  if (seconds === 0) return "0 s";
+  if (seconds < 0.001) return `${(seconds * 1e6).toPrecision(2)} µs`;
+  if (seconds < 0.95) return `${Number((seconds * 1000).toPrecision(seconds < 0.01 ? 2 : 3))} ms`;
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  if (seconds < 120) return `${seconds.toFixed(0)} s`;
+  const minutes = Math.round(seconds / 60);
+  if (minutes < 120) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  if (hours >= 48) return `${(hours / 24).toFixed(1)} days`;
+  return minutes % 60 ? `${hours} h ${minutes % 60} min` : `${hours} h`;
+}
+
+export function showCount(count) {
+  if (Math.abs(count) >= 1e9) return `${(count / 1e9).toFixed(1)} B`;
+  if (Math.abs(count) >= 1e6) return `${(count / 1e6).toFixed(1)} M`;
+  return Math.round(count).toLocaleString("en-GB");
+}
+
+/** A figure with four digits that count; NaN and infinity as words. */
+export function showNumber(value) {
+  if (value === null || value === undefined) return "–";
+  if (!Number.isFinite(value)) return String(value);
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(2).replace("e+", "e");
+  if (size >= 1000) return Math.round(value).toLocaleString("en-GB");
+  return String(Number(value.toPrecision(4)));
+}
+
+export function showPercent(share) {
+  const percent = 100 * share;
+  if (percent > 0 && percent < 0.1) return "< 0.1 %";
+  return `${percent < 10 ? percent.toFixed(1) : percent.toFixed(0)} %`;
+}
+
+export function showValue(value) {
+  if (value === null || value === undefined) return "none";
+  if (typeof value === "boolean") return value ? "on" : "off";
+  if (typeof value === "number") return showNumber(value);
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
+
+/** A value of a curve in its unit. */
+export function inUnit(value, unit) {
+  if (value === null || value === undefined) return "–";
+  if (unit === "bytes") return showBytes(value);
+  if (unit === "seconds") return showSeconds(value);
+  if (unit === "percent") return `${value.toFixed(value < 10 ? 1 : 0)} %`;
+  if (unit === "samples/s") return `${showNumber(Number(value.toPrecision(4)))} samples/s`;
+  if (unit === "steps") return showCount(value);
+  return showNumber(value);
+}
+
+export function showDate(unixSeconds) {
+  return new Date(unixSeconds * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
+}
+
+/** "grad_norm" as "gradient norm": names of fields as people say them. */
+export function sayName(name) {
+  const known = {
+    lr: "learning rate", grad_norm: "gradient norm", samples_per_second: "speed", loss: "loss",
+    "memory/allocated": "tensors", "memory/reserved": "held by the driver", "memory/peak": "most so far",
+    "memory/limit": "limit", "memory/process": "this process", "memory/used": "whole machine",
+    "memory/available": "still free", "memory/swap": "swap", "use/cpu": "all cores", "use/process": "this process",
+    "use/gpu": "GPU",
+  };
+  return Object.hasOwn(known, name) ? known[name] : name.replaceAll("_", " ");
+}
