@@ -36,7 +36,7 @@ def report_page(view: RunView | CompareView) -> str:
             "</head>",
             "<body>",
             '<div id="bar" class="bar"></div>',
-            '<main id="page"><noscript>This report draws itself with JavaScript; it needs no network.</noscript></main>',
+            '<main id="page"><noscript>This report is drawn by JavaScript, without a network.</noscript></main>',
             f'<script type="application/json" id="data">{inert_json(view)}</script>',
             *(f"<script>{script}</script>" for script in scripts),
             "</body>",

@@ -143,9 +143,7 @@ def _overfitting(report: Report) -> Iterator[Advice]:
 
 def _against_overfitting(report: Report, best: Evaluation) -> str:
     if report.goal is not None and report.goal.best_step == report.step:
-        return (
-            f"more dropout, weight decay or data; {report.goal.name} still rose, so its end is the better place to stop"
-        )
+        return f"more dropout, weight decay or data; not fewer steps: {report.goal.name} still got better"
     return f"fewer steps (about {best.step:,}), patience=2, or more dropout, weight decay or data"
 
 
