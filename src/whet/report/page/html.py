@@ -1,4 +1,4 @@
-"""How does a view become a page? One file with everything in it, or the frame of the live page.
+"""How does a view become one file that holds everything? (The live page is `static/watch.html`.)
 
 What comes from a run is in the page as JSON alone, in a block that no browser runs; the scripts put it into the page as
 text. The policy of the page allows exactly these scripts and styles, by their hashes, and no connection at all.
@@ -39,31 +39,6 @@ def report_page(view: RunView | CompareView) -> str:
             '<main id="page"><noscript>This report is drawn by JavaScript, without a network.</noscript></main>',
             f'<script type="application/json" id="data">{inert_json(view)}</script>',
             *(f"<script>{script}</script>" for script in scripts),
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
-
-
-def watch_page() -> str:
-    """The frame of the live page: everything else is fetched from the same server, under /static/ and /api/."""
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            "<title>whet</title>",
-            f'<link rel="stylesheet" href="/static/{UPLOT_STYLE}">',
-            '<link rel="stylesheet" href="/static/page.css">',
-            f'<script src="/static/{UPLOT_SCRIPT}" defer></script>',
-            '<script src="/static/watch.js" type="module"></script>',
-            "</head>",
-            "<body>",
-            '<div id="bar" class="bar"></div>',
-            '<main id="page"><noscript>This page draws itself with JavaScript.</noscript></main>',
             "</body>",
             "</html>",
             "",

@@ -2,9 +2,10 @@
 import { el, fill } from "./dom.js";
 import { showComparison } from "./comparison.js";
 import { showRun } from "./run.js";
+import { restored } from "./strict.js";
 import { themeButton } from "./theme.js";
 
-const data = JSON.parse(document.getElementById("data").textContent);
+const data = restored(JSON.parse(document.getElementById("data").textContent));
 const place = document.getElementById("page");
 const shown = data.runs ? showComparison(place, data) : showRun(place, data);
 const redraw = (theme) => {
