@@ -1,0 +1,108 @@
+"""Which servers of this user run now? Each leaves a file, which only its owner can read, with what opens it."""
+
+import contextlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from whet.base import env
+from whet.base.errors import WhetError
+from whet.base.record import Record
+from whet.web.key import Key
+
+
+class Running(Record):
+    """A server that runs."""
+
+    name: str
+    """Which kind: "watch"."""
+    about: str
+    """What it serves, such as a folder."""
+    host: str
+    """Name and port."""
+    token: str
+    pid: int
+    started: float
+    """When the process began, as the system counts: a number is given to another process some day."""
+
+    @property
+    def url(self) -> str:
+        """Its address, without anything secret."""
+        return f"http://{self.host}/"
+
+    def link(self) -> str:
+        """A link that opens it once."""
+        return f"{self.url}?token={Key(self.token).ticket()}"
+
+    def __repr__(self) -> str:
+        """Without the token: this may be logged."""
+        return f"Running({self.name} on {self.host})"
+
+    __str__ = __repr__
+
+
+@contextlib.contextmanager
+def announced(*, name: str, about: str, host: str, key: Key) -> Iterator[Running]:
+    """Tells other commands of this user that a server runs, as long as it does."""
+    process = psutil.Process()
+    running = Running(
+        name=name, about=about, host=host, token=key.token, pid=process.pid, started=process.create_time()
+    )
+    path = private_folder() / f"{name}-{process.pid}-{secrets.token_hex(4)}.json"
+    write_private(path, json.dumps(running.as_json()))
+    try:
+        yield running
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def find_running(*, name: str, about: str) -> Running | None:
+    """The server of that kind that serves that; files of servers that were killed are removed."""
+    for path in sorted(private_folder().glob(f"{name}-*.json")):
+        running = _read(path)
+        if running is None or not _is_alive(running):
+            path.unlink(missing_ok=True)
+        elif running.about == about:
+            return running
+    return None
+
+
+def private_folder() -> Path:
+    """The folder for these files; nobody else may look into it."""
+    folder = env.home() / "servers"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise WhetError("this folder must be yours alone", got=str(folder), try_="remove it, or set WHET_HOME")
+        if stat.S_IMODE(found.st_mode) != 0o700:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise WhetError("no folder for running servers", got=str(error), try_="set WHET_HOME") from None
+    return folder
+
+
+def write_private(path: Path, text: str) -> None:
+    """A new file that only its owner can read, from its first moment."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+
+
+def _read(path: Path) -> Running | None:
+    try:
+        return Running.from_json(json.loads(path.read_text()), where=path)
+    except (OSError, ValueError, WhetError):
+        return None
+
+
+def _is_alive(running: Running) -> bool:
+    try:
+        return abs(psutil.Process(running.pid).create_time() - running.started) < 2.0
+    except psutil.Error:
+        return False
