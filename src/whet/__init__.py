@@ -8,6 +8,7 @@ the rooms above it in this list, never the later ones:
     plan      settings with value, reason, source and evidence; the rules that make them
     config    key=value words, config files, the keys every recipe has
     run       the run folder: durable writes, lock, events, following
+    web       the guard of every page and server
     report    reads run folders: text and JSON
     device    the only room that names a backend
     data      order, global batches, micro-batches, loading

@@ -114,7 +114,7 @@ def encode_result(result: BenchResult) -> bytes:
 def read_result(path: Path) -> BenchResult:
     """A result back from its file; anything else is refused."""
     try:
-        fields = json.loads(read_plain(path))
+        fields = json.loads(read_plain(path, follows_links=True))
     except FileNotFoundError:
         raise UsageError("no such benchmark", got=str(path), try_="check the path") from None
     except (OSError, ValueError, RecursionError) as error:
