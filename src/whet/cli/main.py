@@ -25,6 +25,7 @@ from whet.cli import (
     runs,
     screen,
     train,
+    watch,
 )
 
 VERBS: dict[str, Callable[..., None]] = {
@@ -35,6 +36,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "predict": predict.predict,
     "runs": runs.runs,
     "report": report.report,
+    "watch": watch.watch,
     "init": init.init,
     "import": importing.import_file,
     "check": check.check,

@@ -32,6 +32,11 @@ def result_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def line_json(value: Any) -> None:
+    """The same on one line, for a program that reads while we go on."""
+    print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
+
+
 def yours_aside() -> AbstractContextManager[object]:
     """While your code runs: what it prints is no part of the result, which a program may read."""
     return redirect_stdout(sys.stderr)

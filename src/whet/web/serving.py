@@ -42,7 +42,7 @@ def serve(
     for a free one; 0 takes any. `on_ready` is told address and link once it listens. Handlers raise `RefusedError`;
     what else they raise is told to `on_failure`, and to the client in three lines without details.
     """
-    _require_libraries()
+    require_libraries()
     limits = limits or Limits()
     place = listen(port, address=address)
     try:
@@ -76,7 +76,8 @@ def serve(
         place.close()
 
 
-def _require_libraries() -> None:
+def require_libraries() -> None:
+    """Refuses where the packages for pages are not installed."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401

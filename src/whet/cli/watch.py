@@ -1,0 +1,88 @@
+"""whet watch: look at runs while they train."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from whet.web.running import Running
+
+
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that holds the runs, or one run.")] = Path(
+        "runs"
+    ),
+    port: Annotated[int, typer.Option(metavar="N", help="The first port to try; 0 takes any.")] = 8321,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the link.")] = False,
+    address: Annotated[
+        str, typer.Option(metavar="IP", help="Listen on another address: others can then reach it.")
+    ] = "127.0.0.1",
+    json: Annotated[bool, typer.Option("--json", help="Print address and link as one line of JSON.")] = False,
+) -> None:
+    """Runs in your browser while they train: curves, plan, events, comparison.
+
+    Reads run folders only; it can neither slow nor stop a training. Ctrl-C ends it.
+
+    \b
+    whet watch
+    whet watch experiments --port 9000 --no-browser
+    """
+    from whet.cli import screen
+    from whet.report.watch.server import running_already, watch_runs, watched_folder
+
+    found = running_already(folder)
+    if found is not None:
+        _tell(found, as_json=json, is_new=False)
+        if not no_browser:
+            _open(found)
+        return
+    if not watched_folder(folder).exists():
+        screen.note(f"{folder} is not there yet: runs are shown as they come")
+    is_loopback = address in ("127.0.0.1", "::1", "localhost")
+    if not is_loopback:
+        screen.note(f"WARNING: everybody who can reach {address} can knock at this server, and read along on the way:")
+        screen.note("the link is the only lock, and nothing is encrypted. `ssh -L 8321:127.0.0.1:8321 HOST` is safer.")
+    code = watch_runs(
+        folder,
+        port=port,
+        address="127.0.0.1" if is_loopback else address,
+        may_be_reached_by_others=not is_loopback,
+        open_browser=not no_browser,
+        on_ready=lambda running: _tell(running, as_json=json, is_new=True),
+        on_failure=_failed,
+    )
+    raise typer.Exit(code)
+
+
+def _tell(running: "Running", *, as_json: bool, is_new: bool) -> None:
+    import sys
+
+    from whet.cli import screen
+
+    if as_json:
+        screen.line_json({"url": running.url, "link": running.link(), "pid": running.pid, "is_new": is_new})
+    else:
+        screen.result(f"{running.link()}")
+        screen.note("opens once; whet watch again gives another link" + (", Ctrl-C ends it" if is_new else ""))
+    sys.stdout.flush()
+
+
+def _open(running: "Running") -> None:
+    """Shows a server that runs already; the file may go once the browser has read it, which we cannot see."""
+    import time
+
+    from whet.web.browser import open_page, page_that_opens
+
+    with page_that_opens(running.link()) as page:
+        if open_page(page):
+            time.sleep(5)
+
+
+def _failed(error: BaseException) -> None:
+    import traceback
+
+    from whet.cli import screen
+
+    shown = "".join(traceback.format_exception(error)) if screen.debug else f"{type(error).__name__}: {error}"
+    screen.note(f"a request failed: {shown}")

@@ -1,0 +1,128 @@
+"""Who is listening, and what changed for each? Runs are looked at only while somebody is, and gently.
+
+What waits for a listener is not a queue but what changed since it was last told, so a slow one costs no more than a
+list of the runs; one that takes nothing at all is cut off by the guard.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import Any, TypeVar
+
+from whet.report.watch.line import RunLine
+from whet.report.watch.listing import Changes, Listing
+from whet.report.watch.looking import Looking
+from whet.run import strict_json
+from whet.web.refusal import RefusedError
+
+MOST_LISTENERS = 64
+_POLL_SECONDS = 1.0
+_SHARE = 0.05
+"""Of the time at most is spent on looking for changes."""
+_HEARTBEAT_SECONDS = 15.0
+
+T = TypeVar("T")
+InThread = Callable[[Callable[[], T]], Awaitable[T]]
+
+
+class _Listener:
+    """One open page, and what it does not know yet."""
+
+    def __init__(self, idents: Collection[str]) -> None:
+        self.versions: dict[str, str | None] = dict.fromkeys(idents)
+        self._lines: dict[str, RunLine] = {}
+        self._removed: set[str] = set()
+        self._runs: dict[str, str] = {}
+        self._wake = asyncio.Event()
+
+    def tell(self, changes: Changes) -> None:
+        for line in changes.changed:
+            self._lines[line.id] = line
+            self._removed.discard(line.id)
+        for ident in changes.removed:
+            self._lines.pop(ident, None)
+            self._removed.add(ident)
+        if changes:
+            self._wake.set()
+
+    def tell_run(self, ident: str, version: str) -> None:
+        if self.versions[ident] not in (None, version):
+            self._runs[ident] = version
+            self._wake.set()
+        self.versions[ident] = version
+
+    async def news(self) -> list[bytes]:
+        """Waits until there is something to say, for as long as a connection may be silent."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), _HEARTBEAT_SECONDS)
+        self._wake.clear()
+        lines, removed, runs = self._lines, self._removed, self._runs
+        self._lines, self._removed, self._runs = {}, set(), {}
+        said = []
+        if lines or removed:
+            changed = [line.as_json() for line in lines.values()]
+            said.append(_event("runs", {"changed": changed, "removed": sorted(removed)}))
+        said += [_event("run", {"id": ident, "version": version}) for ident, version in runs.items()]
+        return said or [b": still here\n\n"]
+
+
+class Feed:
+    """Looks at the runs while anybody listens, and tells each what is new for it."""
+
+    def __init__(self, listing: Listing, looking: Looking, in_thread: InThread[Any]) -> None:
+        self._listing = listing
+        self._looking = looking
+        self._in_thread = in_thread
+        self._listeners: set[_Listener] = set()
+        self._polling: asyncio.Task[None] | None = None
+
+    @property
+    def num_listeners(self) -> int:
+        """How many pages are open."""
+        return len(self._listeners)
+
+    async def listen(self, idents: Collection[str]) -> AsyncIterator[bytes]:
+        """Server-sent events: `hello` (fetch all that you show), `runs` (lines of the list), `run` (fetch it again)."""
+        listener = _Listener(idents)
+        self._listeners.add(listener)
+        try:
+            if self._polling is None or self._polling.done():
+                self._polling = asyncio.create_task(self._poll())
+            yield b"retry: 3000\n" + _event("hello", {"runs": sorted(idents)})
+            while True:
+                for said in await listener.news():
+                    yield said
+        finally:
+            self._listeners.discard(listener)
+
+    def refuse_too_many(self) -> None:
+        """Says no before an answer has begun."""
+        if self.num_listeners >= MOST_LISTENERS:
+            raise RefusedError(503, "too many pages are open", got=self.num_listeners, try_="close some of them")
+
+    async def _poll(self) -> None:
+        while self._listeners:
+            begun = time.monotonic()
+            changes, versions = await self._in_thread(self._look)
+            for listener in self._listeners:
+                listener.tell(changes)
+                for ident in listener.versions:
+                    if ident in versions:
+                        listener.tell_run(ident, versions[ident])
+            spent = time.monotonic() - begun
+            await asyncio.sleep(max(_POLL_SECONDS, spent / _SHARE) if self._listing.is_complete else spent)
+
+    def _look(self) -> tuple[Changes, dict[str, str]]:
+        changes = self._listing.look()
+        versions: dict[str, str] = {}
+        for ident in {ident for listener in tuple(self._listeners) for ident in listener.versions}:
+            if self._looking.rest_seconds(ident) <= 0:
+                with contextlib.suppress(RefusedError, OSError):
+                    versions[ident] = self._looking.version(ident)
+        return changes, versions
+
+
+def _event(name: str, data: dict[str, Any]) -> bytes:
+    # JSON on one line: nothing in it can begin another event.
+    return f"event: {name}\ndata: {strict_json.compact(data)}\n\n".encode()

@@ -1,0 +1,159 @@
+"""How far is a run? One line of a list, kept up to date by reading the bytes that are new, and no others."""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from whet.base.errors import WhetError
+from whet.report.watch.shorten import shorten
+from whet.run.event import SITTINGS, Event, read_line
+from whet.run.events import History
+from whet.run.folder import EVENTS_FILE, RUN_FILE, open_run
+from whet.run.lock import is_locked
+from whet.run.plain_file import open_plain
+from whet.run.runs import State, goal_name, run_state, total_steps
+from whet.run.strict_json import StrictRecord
+
+_MOST_NEWS = 1024**2
+"""Bytes that are read as news; behind more, the run is looked at anew, with its index."""
+_LONGEST_TEXT = 300
+
+
+class RunLine(StrictRecord):
+    """What a list shows of a run."""
+
+    id: str
+    """Stands for the run in addresses; says nothing about where it lies."""
+    name: str
+    state: State
+    recipe: str | None = None
+    step: int = 0
+    total_steps: int | None = None
+    loss: float | None = None
+    goal: str | None = None
+    goal_value: float | None = None
+    changed: float = 0.0
+    """Unix seconds of the newest event, or when the run was made."""
+    problem: str | None = None
+    """Why it is unreadable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What tells without reading whether a run has changed."""
+
+    events: tuple[int, int, int] | None
+    header: tuple[int, int, int] | None
+
+    @classmethod
+    def of(cls, folder: Path) -> "Mark":
+        """The mark of a run folder now."""
+        return cls(events=_stat(folder / EVENTS_FILE), header=_stat(folder / RUN_FILE))
+
+
+def run_id(name: str) -> str:
+    """What stands for a run in addresses."""
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:20]
+
+
+class LineReader:
+    """Reads one run, again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._mark: Mark | None = None
+        self._position = 0
+        self._last_turn: Event | None = None
+        self.line = RunLine(id=run_id(folder.name), name=_shown(folder.name), state="never started")
+
+    def refresh(self, mark: Mark) -> bool:
+        """Reads what is new, if anything; whether the line is another one now."""
+        before = self.line
+        if mark == self._mark:
+            if self.line.state == "running" and not is_locked(self._folder):
+                self._set_state(is_running=False)
+            return self.line != before
+        try:
+            if not self._read_news(mark):
+                self._look_anew()
+        except (WhetError, OSError) as error:
+            problem = f"{error.what}: {error.got}" if isinstance(error, WhetError) else str(error)
+            newest = max((one[0] for one in (mark.events, mark.header) if one), default=0) / 1e9
+            self.line = RunLine(
+                id=before.id, name=before.name, state="unreadable", changed=newest, problem=_shown(problem)
+            )
+        self._mark = mark
+        return self.line != before
+
+    def _look_anew(self) -> None:
+        run = open_run(self._folder)
+        history = History(run)
+        self._position = history.layout.end
+        self._last_turn = history.last(*SITTINGS, "end")
+        step, newest, goal = history.last("step"), next(history.backwards(), None), goal_name(history)
+        evaluated = (event.number(goal) for event in history.backwards(kinds=("eval",))) if goal else iter(())
+        self.line = RunLine(
+            id=self.line.id,
+            name=self.line.name,
+            state=run_state(run, history=history),
+            recipe=_shown(run.header.recipe),
+            step=step.step if step else 0,
+            total_steps=total_steps(run, history=history),
+            loss=step.number("loss") if step else None,
+            goal=_shown(goal) if goal else None,
+            goal_value=next((value for value in evaluated if value is not None), None),
+            changed=newest.time if newest else run.header.created,
+        )
+
+    def _read_news(self, mark: Mark) -> bool:
+        """Reads on from where we were; False where that is not enough to know the line."""
+        if self._mark is None or self._mark.events is None or mark.events is None:
+            return False
+        _, size, inode = mark.events
+        is_same = mark.header == self._mark.header and inode == self._mark.events[2] and size >= self._mark.events[1]
+        if not is_same or self.line.state == "unreadable" or size - self._position > _MOST_NEWS:
+            return False
+        with open_plain(self._folder / EVENTS_FILE) as file:
+            file.seek(self._position)
+            data = file.read(_MOST_NEWS)
+        data = data[: data.rfind(b"\n") + 1]
+        found = [event for line in data.split(b"\n") if line and (event := read_line(line)) is not None]
+        if any(event.kind in SITTINGS for event in found):
+            return False  # Steps may have become void.
+        self._position += len(data)
+        self._last_turn = next((event for event in reversed(found) if event.kind == "end"), self._last_turn)
+        values: dict[str, object] = {}
+        for event in found:
+            values["changed"] = event.time
+            if event.kind == "step":
+                values |= {"step": event.step, "loss": event.number("loss")}
+            elif event.kind == "eval" and self.line.goal and (value := event.number(self.line.goal)) is not None:
+                values["goal_value"] = value
+        self.line = self.line.model_copy(update=values)
+        self._set_state(is_running=is_locked(self._folder))
+        return True
+
+    def _set_state(self, *, is_running: bool) -> None:
+        state: State = "running" if is_running else self._state_at_rest()
+        self.line = self.line.model_copy(update={"state": state})
+
+    def _state_at_rest(self) -> State:
+        if self._last_turn is None:
+            return "stopped" if self.line.step else "never started"
+        if self._last_turn.kind != "end":
+            return "stopped"
+        told = self._last_turn.get("state")
+        return told if told in ("stopped", "failed") else "done"
+
+
+def _stat(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _shown(text: str) -> str:
+    return str(shorten(text, most=_LONGEST_TEXT))
