@@ -35,6 +35,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "bench": bench.bench,
     "predict": predict.predict,
     "runs": runs.runs,
+    "watch": watch.watch,
     "report": report.report,
     "watch": watch.watch,
     "init": init.init,

@@ -19,15 +19,23 @@ def watch(
         str, typer.Option(metavar="IP", help="Listen on another address: others can then reach it.")
     ] = "127.0.0.1",
     json: Annotated[bool, typer.Option("--json", help="Print address and link as one line of JSON.")] = False,
+    terminal: Annotated[bool, typer.Option("--terminal", help="Show them here, in the terminal.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="With --terminal: print them once, as plain lines.")] = False,
 ) -> None:
-    """Runs in your browser while they train: curves, plan, events, comparison.
+    """Runs in your browser or terminal while they train: curves, plan, events, memory, heat, comparison.
 
     Reads run folders only; it can neither slow nor stop a training. Ctrl-C ends it.
 
     \b
     whet watch
     whet watch experiments --port 9000 --no-browser
+    whet watch runs/text-001 --terminal
     """
+    if terminal or once:
+        from whet.cli.terminal import watch_in_terminal
+
+        watch_in_terminal(folder, once=once)
+        return
     from whet.cli import screen
     from whet.report.watch.server import running_already, watch_runs, watched_folder
 

@@ -9,6 +9,8 @@ _BRAILLE = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bit of the dot in column x, row y of a braille character (2 by 4 dots)."""
 _LEAST_PLOT_COLUMNS = 8
+_BARS = "".join(chr(0x2581 + height) for height in range(8))
+_ASCII_BARS = "_.-=+*#"
 
 
 def draw(curve: Curve, *, width: int, height: int, unicode: bool = True) -> tuple[str, ...]:
@@ -34,6 +36,28 @@ def draw(curve: Curve, *, width: int, height: int, unicode: bool = True) -> tupl
     if margin:
         rows = [f"{_row_label(i, height, labels):>{margin - 2}} {bar}{row}" for i, row in enumerate(rows)]
     return (*(row.rstrip() for row in rows), " " * margin + _steps(curve, columns=columns))
+
+
+def spark(curve: Curve, *, width: int, unicode: bool = True) -> str:
+    """The curve on one line of at most `width` characters; a gap where it was not a number."""
+    means = [point.mean for point in curve.points]
+    columns = min(width, len(means))
+    cells = [_mean(means[i * len(means) // columns : (i + 1) * len(means) // columns]) for i in range(columns)]
+    there = [value for value in cells if value is not None]
+    if not there:
+        return ""
+    marks = _BARS if unicode else _ASCII_BARS
+    low, span = min(there) / 2, max(there) / 2 - min(there) / 2
+
+    def mark(value: float | None) -> str:
+        return " " if value is None else marks[round((value / 2 - low) / span * (len(marks) - 1)) if span > 0 else 0]
+
+    return "".join(map(mark, cells))
+
+
+def _mean(values: list[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(value / len(there) for value in there) if there else None
 
 
 @dataclass(frozen=True, slots=True)

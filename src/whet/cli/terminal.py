@@ -1,0 +1,140 @@
+"""A live view of runs in a terminal: redrawn once a second in the alternate screen, until a key says enough."""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from whet.cli import screen
+from whet.report.board import Lookout
+from whet.report.terminal import LEAST_HEIGHT, LEAST_WIDTH, Paper, lines, num_rows
+
+_LOOK_SECONDS = 1.0
+_KEY_SECONDS = 0.2
+_LEAVE = (b"q", b"Q", b"\x03", b"\x04")
+_MOVES = {b"\x1b[A": -1, b"\x1bOA": -1, b"k": -1, b"\x1b[B": 1, b"\x1bOB": 1, b"j": 1, b"\x1b[5~": -10, b"\x1b[6~": 10}
+_ROWS_ON_PAPER = 20
+
+
+def watch_in_terminal(folder: Path, *, once: bool = False) -> None:
+    """Shows the runs of a folder until q or Ctrl-C; where there is no terminal, or `once`, as plain lines once."""
+    lookout = Lookout(folder)
+    console = Console()
+    if once or not console.is_terminal or console.is_dumb_terminal:
+        paper = Paper(width=screen.width(), height=None, unicode=screen.speaks_unicode())
+        board = lookout.look(rows=_ROWS_ON_PAPER)
+        screen.result("\n".join(line.plain.rstrip() for line in lines(board, paper)))
+        return
+    # The training beside it comes first.
+    with contextlib.suppress(OSError):
+        os.nice(10)
+    with contextlib.suppress(KeyboardInterrupt), _ends_on_a_signal():
+        _Screen(lookout, console).show()
+
+
+class _Screen:
+    """The alternate screen and the keys."""
+
+    def __init__(self, lookout: Lookout, console: Console) -> None:
+        self._lookout = lookout
+        self._console = console
+        self._is_asked_to_rest = False
+        self._live = Live(
+            console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        )
+
+    def show(self) -> None:
+        """Until a key says enough."""
+        before = signal.signal(signal.SIGTSTP, self._rest)
+        try:
+            while True:
+                with self._live, _single_keys():
+                    if self._watch():
+                        return
+                # Ctrl-Z: the shell gets its own screen back, and `fg` draws ours anew.
+                self._is_asked_to_rest = False
+                signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGTSTP)
+                signal.signal(signal.SIGTSTP, self._rest)
+        finally:
+            signal.signal(signal.SIGTSTP, before)
+
+    def _rest(self, _number: int, _frame: FrameType | None) -> None:
+        self._is_asked_to_rest = True
+
+    def _watch(self) -> bool:
+        """Whether it ended for good."""
+        looked, size, move = -_LOOK_SECONDS, self._console.size, 0
+        while not self._is_asked_to_rest:
+            if move or size != self._console.size or time.monotonic() - looked >= _LOOK_SECONDS:
+                size, looked = self._console.size, time.monotonic()
+                self._draw(size.width, size.height, move)
+            move = 0
+            for key in _keys():
+                if key in _LEAVE:
+                    return True
+                move += _MOVES.get(key, 0)
+        return False
+
+    def _draw(self, width: int, height: int, move: int) -> None:
+        paper = Paper(width=max(width, LEAST_WIDTH), height=max(height, LEAST_HEIGHT), unicode=screen.speaks_unicode())
+        board = self._lookout.look(rows=num_rows(height), move=move)
+        self._live.update(Group(*lines(board, paper, has_keys=sys.stdin.isatty())), refresh=True)
+
+
+def _keys() -> list[bytes]:
+    """What was typed in the next moment: single characters, and arrows as they are sent."""
+    if not sys.stdin.isatty():
+        time.sleep(_KEY_SECONDS)
+        return []
+    ready, _, _ = select.select([sys.stdin], [], [], _KEY_SECONDS)
+    if not ready:
+        return []
+    data = os.read(sys.stdin.fileno(), 1024)
+    if not data:
+        return [b"q"]  # The terminal has gone.
+    keys: list[bytes] = []
+    while data:
+        arrow = next((move for move in _MOVES if data.startswith(move)), data[:1])
+        keys.append(arrow)
+        data = data[len(arrow) :]
+    return keys
+
+
+@contextlib.contextmanager
+def _single_keys() -> Iterator[None]:
+    """Keys come one by one and are not shown; the terminal is as before afterwards."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
+def _ends_on_a_signal() -> Iterator[None]:
+    """SIGTERM and a closed window end it as Ctrl-C does, so that the terminal is put back."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
