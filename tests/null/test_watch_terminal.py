@@ -1,5 +1,6 @@
 """`whet watch --terminal`: a live view that fits, moves, leaves the terminal as it was, and cannot be steered."""
 
+import json
 import os
 import shlex
 import sys
@@ -166,26 +167,14 @@ def test_a_torn_line_is_not_counted_and_a_dead_process_is_told(tmp_path: Path) -
 
 def test_memory_load_and_heat_are_those_read_last(tmp_path: Path) -> None:
     run = make(tmp_path / "healthy", state=None)
-    memory = {
-        "allocated": 2**30,
-        "reserved": 3 * 2**30,
-        "limit": 4 * 2**30,
-        "used": 6e9,
-        "available": 2e9,
-        "swap": 2**20,
-    }
-    with acquire(run.path), EventLog(run) as log:
-        log.append("health", step=40, memory=memory, use={"cpu": 25, "gpu": 90}, heat="hot", thermal="serious")
+    memory = {"allocated": 2**30, "reserved": 3 * 2**30, "limit": 2**32, "used": 6e9, "available": 2e9, "swap": 2**20}
+    health = {"memory": memory, "use": {"cpu": 25, "gpu": 90}, "heat": "hot", "thermal": "serious"}
+    with (run.path / EVENTS_FILE).open("a") as file:
+        file.write(json.dumps({"kind": "health", "time": 1.0, "step": 40, **health}) + "\n")
+    with acquire(run.path):
         board = Lookout(tmp_path).look(rows=3)
         text = "\n".join(line.plain for line in lines(board, Paper(width=120, height=None)))
-    for words in (
-        "3 GB of 4 GB",
-        "machine 5.6 GB of 7.5 GB",
-        "swap 1 kB",
-        "90 % in use",
-        "25 % in use",
-        "hot, serious",
-    ):
+    for words in ("3 GB of 4 GB", "machine 5.6 GB of 7.5 GB", "swap 1 MB", "90 % in", "25 % in", "hot, serious"):
         assert words in text
 
 
