@@ -3,4 +3,5 @@
 summary   a run as one frozen value, also as JSON
 curve     a curve drawn with characters
 text      the report as plain text
+export    its numbers as CSV, Parquet or TensorBoard files, outside of the run
 """
