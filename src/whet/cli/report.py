@@ -1,26 +1,131 @@
-"""whet report: what a run did."""
+"""whet report: what a run did, or how several differ; as text, one HTML file, Markdown or JSON."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from whet.report.comparing import CompareView
+    from whet.report.view import RunView
+
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")],
+    html: Annotated[bool, typer.Option("--html", help="Write one HTML file, NAME.html or as --out says.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print as Markdown, for an issue or a README.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to this file instead.")] = None,
 ) -> None:
-    """What a run did, and how to go on.
+    """What a run did, and how to go on; several runs are compared.
 
     \b
     whet report runs/text-001
+    whet report runs/text-001 --html
+    whet report runs/text-001 runs/text-002 --markdown --out comparison.md
     """
+    from whet.base.errors import UsageError
     from whet.cli import screen
+    from whet.run import durable
+    from whet.run.folder import read_header
+
+    chosen = [word for word, is_on in (("--html", html), ("--markdown", markdown), ("--json", json)) if is_on]
+    if len(chosen) > 1:
+        raise UsageError("a report has one form at a time", got=" ".join(chosen), try_=f"whet report RUN {chosen[0]}")
+    runs, out = _file_among(runs, out=out) if html else (runs, out)
+    for run in runs:
+        read_header(run.expanduser().absolute())
+    if html and out is None:
+        out = _own_file(Path(f"{runs[0].absolute().name}.html" if len(runs) == 1 else "comparison.html"))
+    if out is not None:
+        out = _writable(out)
+    text = _html(runs) if html else _markdown(runs) if markdown else _json(runs) if json else _text(runs)
+    if out is None:
+        screen.result_json(text) if isinstance(text, dict) else screen.result(text.rstrip("\n"))
+        return
+    durable.write_file(out, data=_as_bytes(text))
+    screen.note(f"wrote {out}")
+
+
+def _file_among(runs: list[Path], *, out: Path | None) -> tuple[list[Path], Path | None]:
+    """`--html report.html`: a run is a folder, so a last word that ends in .html names the file."""
+    if out is None and len(runs) > 1 and runs[-1].suffix == ".html" and not runs[-1].is_dir():
+        return runs[:-1], runs[-1]
+    return runs, out
+
+
+def _own_file(path: Path) -> Path:
+    """The file that is written when none was named: it may replace a report, and nothing else."""
+    from whet.base.errors import UsageError
+    from whet.report.page.html import is_report
+
+    if path.exists() and not is_report(path):
+        raise UsageError("a file of that name is there, and no report", got=path, try_="--out FILE")
+    return path
+
+
+def _writable(out: Path) -> Path:
+    from whet.base.errors import UsageError
+    from whet.run import durable
+
+    out = out.expanduser()
+    if out.is_dir():
+        raise UsageError("the report is a file", got=f"{out} is a folder", try_=f"--out {out / 'report.html'}")
+    if not out.absolute().parent.is_dir():
+        raise UsageError("no such folder for the report", got=out.parent, try_=f"mkdir -p {out.parent}")
+    durable.check_writable(out.absolute())
+    return out
+
+
+def _views(runs: list[Path]) -> "RunView | CompareView":
+    from whet.report.comparing import compare_view
+    from whet.report.view import run_view
+
+    views = [run_view(run) for run in runs]
+    return views[0] if len(views) == 1 else compare_view(views)
+
+
+def _html(runs: list[Path]) -> str:
+    from whet.report.page.html import report_page
+
+    return report_page(_views(runs))
+
+
+def _markdown(runs: list[Path]) -> str:
+    from whet.report.markdown import comparison_markdown, run_markdown
+    from whet.report.view import RunView
+
+    found = _views(runs)
+    return run_markdown(found) if isinstance(found, RunView) else comparison_markdown(found)
+
+
+def _json(runs: list[Path]) -> "dict[str, object]":
+    from whet.report.summary import summarize
+    from whet.report.view import RunView
+
+    if len(runs) == 1:
+        return summarize(runs[0]).as_json()
+    found = _views(runs)
+    assert not isinstance(found, RunView)
+    return found.as_json()
+
+
+def _text(runs: list[Path]) -> str:
+    from whet.cli import screen
+    from whet.report.comparison_text import render_comparison
     from whet.report.summary import summarize
     from whet.report.text import render
+    from whet.report.view import RunView
 
-    found = summarize(run)
-    if json:
-        screen.result_json(found.as_json())
-    else:
-        screen.result(render(found, width=screen.width(), unicode=screen.speaks_unicode()))
+    if len(runs) == 1:
+        return render(summarize(runs[0]), width=screen.width(), unicode=screen.speaks_unicode())
+    found = _views(runs)
+    assert not isinstance(found, RunView)
+    return render_comparison(found)
+
+
+def _as_bytes(text: "str | dict[str, object]") -> bytes:
+    from whet.run import strict_json
+
+    whole = strict_json.encode(text, pretty=True) if isinstance(text, dict) else text
+    return (whole.rstrip("\n") + "\n").encode()

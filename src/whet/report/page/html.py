@@ -8,12 +8,16 @@ import base64
 import hashlib
 import html
 from collections.abc import Sequence
+from pathlib import Path
 
+from whet.base.errors import WhetError
 from whet.report.comparing import CompareView
 from whet.report.page.inline import one_script, static_text
 from whet.report.view import RunView
 from whet.run import strict_json
+from whet.run.plain_file import open_plain
 
+_BEGINNING = '<!doctype html>\n<html lang="en" data-made-by="whet report">'
 UPLOT_SCRIPT, UPLOT_STYLE = "uPlot.iife.min.js", "uPlot.min.css"
 
 
@@ -24,8 +28,7 @@ def report_page(view: RunView | CompareView) -> str:
     title = view.name if isinstance(view, RunView) else " / ".join(view.labels)
     return "\n".join(
         [
-            "<!doctype html>",
-            '<html lang="en">',
+            _BEGINNING,
             "<head>",
             '<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy(scripts=scripts, styles=styles)}">',
@@ -69,3 +72,13 @@ def inert_json(view: RunView | CompareView) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file begins as our reports do, so that a newer one may take its place."""
+    try:
+        with open_plain(path) as file:
+            start = file.read(len(_BEGINNING))
+    except (OSError, WhetError):
+        return False
+    return start == _BEGINNING.encode()
