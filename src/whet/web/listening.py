@@ -12,6 +12,7 @@ from whet.base.errors import UsageError, WhetError
 
 LOOPBACK = "127.0.0.1"
 _TRIES = 50
+_QUEUE = 128
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
 
 
@@ -44,6 +45,11 @@ class Place:
             names.add(socket.gethostname().lower())
         named = {f"{name}:{self.port}" for name in names}
         return frozenset(named | names if self.port == 80 else named)
+
+    def queue(self) -> None:
+        """Lets clients wait for us in the system, where they cost nothing; asyncio had set it to how many it takes."""
+        for one in self.sockets:
+            one.listen(_QUEUE)
 
     def close(self) -> None:
         """Lets go of the port."""
@@ -100,8 +106,8 @@ def _socket(address: str, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind((address, port))
-        # Not before uvicorn listens would another process see that the port is taken.
-        made.listen(128)
+        # Only now the port is taken for everybody: two of us may have bound it.
+        made.listen(_QUEUE)
         made.setblocking(False)
     except BaseException:
         made.close()

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
 STOPPED_BY_SIGTERM = 143
+_ACCEPTED_AT_ONCE = 8
+"""So many connections asyncio takes before it lets us count them; each is a file."""
 
 
 def serve(
@@ -127,6 +129,7 @@ def _run(guard: Guard, *, place: Place, limits: Limits, on_ready: Callable[[], N
         workers=1,
         limit_concurrency=limits.connections + 1,
         timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]  # It goes to call_later.
+        backlog=_ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=limits.header_bytes,
     )
@@ -147,6 +150,7 @@ def _until_signalled(server: Any, *, place: Place, on_ready: Callable[[], None])
 
         with _signals(loop, handle):
             await server.startup(sockets=list(place.sockets))
+            place.queue()
             on_ready()
             await stop.wait()
             await server.shutdown(sockets=list(place.sockets))

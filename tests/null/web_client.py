@@ -1,0 +1,136 @@
+"""A client that can say what no well-behaved one would, and a server in a process of its own."""
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Headers = Mapping[str, str] | list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+    def json(self) -> dict:
+        assert self.headers["content-type"] == "application/json", self
+        return json.loads(self.body)
+
+
+@dataclass
+class Served:
+    """A server under test."""
+
+    process: subprocess.Popen[str]
+    port: int
+    token: str
+    link: str
+    said: list[str] = field(default_factory=list)
+    """What it wrote, line by line, as it comes."""
+
+    @property
+    def bearer(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+    def ask(self, path: str = "/", method: str = "GET", headers: Headers = (), *, body: bytes = b"") -> Answer:
+        """A request by the owner of the token."""
+        return self.ask_bare(path, method, [*_pairs(headers), *self.bearer.items()], body=body)
+
+    def ask_bare(
+        self,
+        path: str = "/",
+        method: str = "GET",
+        headers: Headers = (),
+        *,
+        body: bytes = b"",
+        host: str | None = "",
+    ) -> Answer:
+        """A request with these headers and a Host (ours; None: without one)."""
+        own = [("Host", f"127.0.0.1:{self.port}" if host == "" else host)] if host is not None else []
+        if body:
+            own.append(("Content-Length", str(len(body))))
+        lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in [*own, *_pairs(headers)])]
+        head = "\r\n".join([*lines, "", ""]).encode("utf-8", "surrogateescape")
+        with self.connect() as connection:
+            return exchange(connection, head + body, method=method)
+
+    def cookie(self, link: str) -> str:
+        """What a browser gets for a link."""
+        answer = self.ask_bare(link.removeprefix(f"http://127.0.0.1:{self.port}"))
+        return answer.headers["set-cookie"].partition(";")[0]
+
+
+def exchange(connection: socket.socket, data: bytes, *, method: str = "GET") -> Answer:
+    """Sends bytes and reads one answer; an event stream up to its first pause."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.sendall(data)
+    response = http.client.HTTPResponse(connection, method=method)
+    response.begin()
+    headers = {name.lower(): value for name, value in response.getheaders()}
+    if headers.get("content-type", "").startswith("text/event-stream"):
+        return Answer(response.status, headers, response.read1())
+    return Answer(response.status, headers, response.read())
+
+
+@contextlib.contextmanager
+def serving(*words: str, home: Path, cwd: Path, **environment: str) -> Iterator[Served]:
+    """A server process that tells its link in one line of JSON and leaves its token in `home`."""
+    env = {**os.environ, **environment, "WHET_HOME": str(home), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    said: list[str] = []
+    listening = threading.Thread(target=lambda: said.extend(process.stdout or ()), daemon=True)
+    try:
+        told = _first_json(process, said)
+        listening.start()
+        files = [json.loads(path.read_text()) for path in (home / "servers").glob("*.json")]
+        token = next(file["token"] for file in files if file["pid"] == told["pid"])
+        port = int(told["url"].rpartition(":")[2].strip("/"))
+        yield Served(process=process, port=port, token=token, link=told["link"], said=said)
+    finally:
+        process.terminate()
+        process.wait(30)
+        if listening.ident is not None:
+            listening.join(10)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _first_json(process: subprocess.Popen[str], said: list[str]) -> dict:
+    for line in process.stdout or ():
+        said.append(line)
+        if line.startswith("{"):
+            return json.loads(line)
+    raise AssertionError("".join(said))
+
+
+def _pairs(headers: Headers) -> list[tuple[str, str]]:
+    return list(headers.items()) if isinstance(headers, Mapping) else list(headers)
+
+
+def until(is_so, *, seconds: float = 30.0) -> bool:
+    """Waits for something to become true."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if is_so():
+            return True
+        time.sleep(0.05)
+    return is_so()
