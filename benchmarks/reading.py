@@ -10,7 +10,6 @@ are while a run trains: the first reading after a restart takes as long as the d
 
 import argparse
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from whet.base.env import for_child
 from whet.run.events import EventLog
 from whet.run.folder import EVENTS_FILE, INDEX_FILE, create_run, versions
 
@@ -105,7 +105,7 @@ def main() -> None:
 
 def measure(code: str, folder: Path) -> dict[str, object]:
     """What a process of its own needed."""
-    home = {**os.environ, "WHET_HOME": str(folder / "home")}
+    home = for_child(WHET_HOME=str(folder / "home"))
     program = MEASURED.format(code=code)
     done = subprocess.run([sys.executable, "-c", program, folder], check=True, capture_output=True, env=home)
     return json.loads(done.stdout)

@@ -353,8 +353,8 @@ def test_no_damage_to_the_index_changes_what_is_read(data: st.DataObject) -> Non
 
 def test_every_bit_of_an_index_entry_is_guarded() -> None:
     tally = Tally(0)
-    tally.add("step", time=1.5, step=3, fields={"loss": 0.123, "seconds": {"data": 1.0}}, start=0, length=70)
-    tally.add("health", time=1.5, step=3, fields={"memory": {"process": 7}}, start=70, length=7)
+    tally.add("step", 1.5, 3, {"loss": 0.123, "seconds": {"data": 1.0}}, start=0, length=70)
+    tally.add("health", 1.5, 3, {"memory": {"process": 7}}, start=70, length=7)
     entry = write_entry(tally.block(77))
     assert read_entry(entry) == tally.block(77)
     changed = [entry[:i] + bytes([entry[i] ^ 1 << bit]) + entry[i + 1 :] for i in range(len(entry)) for bit in range(8)]
@@ -391,9 +391,9 @@ def test_the_index_saves_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 log.append("eval", step=step, accuracy=0.5)
     read: list[int] = []
 
-    def counting(file: Any, block: Any):
+    def counting(file: Any, block: Any, **options: Any):
         read.append(block.start)
-        return read_block(file, block)
+        return read_block(file, block, **options)
 
     monkeypatch.setattr("whet.run.events.read_block", counting)
     assert [e.step for e in read_events(tmp_path, kinds={"eval"})] == [1000]
@@ -419,7 +419,7 @@ def test_a_million_steps_are_thinned_from_the_index_with_every_spike(tmp_path: P
                     loss = 99.0 if step == spike else 1.0
                     line = b'{"kind":"step","time":%g,"step":%d,"loss":%g}\n' % (step / 10, step, loss)
                     fields = {"loss": loss, "samples": 32 * step}
-                    tally.add("step", time=step / 10, step=step, fields=fields, start=events.tell(), length=len(line))
+                    tally.add("step", step / 10, step, fields, start=events.tell(), length=len(line))
                     events.write(line)
             index.write(write_entry(tally.block(events.tell())))
     began = time.perf_counter()
@@ -457,7 +457,7 @@ def test_numbers_of_other_libraries_reach_the_index(tmp_path: Path) -> None:
 def test_index_entries_survive_extreme_numbers() -> None:
     tally = Tally(0)
     for value in (1e308, 1e308, math.nan, -math.inf, 10**400):
-        tally.add("step", time=1.0, step=1, fields={"loss": value}, start=0, length=50)
+        tally.add("step", 1.0, 1, {"loss": value}, start=0, length=50)
     block = tally.block(100)
     assert read_entry(write_entry(block)) == block
     assert block.stat("loss") == Stat(2, 1e308, 1e308, sys.float_info.max, 3)

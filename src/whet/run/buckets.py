@@ -86,9 +86,7 @@ class _Rows:
         low = np.minimum.reduceat(np.where(has_values, numbers[:, 1], np.inf), starts)
         high = np.maximum.reduceat(np.where(has_values, numbers[:, 2], -np.inf), starts)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            # Each row's mean first: sums of large numbers may be infinite.
-            shares = numbers[:, 0] / np.repeat(count, np.diff([*starts, len(numbers)]))
-            mean = np.add.reduceat(np.where(has_values, numbers[:, 3] / numbers[:, 0] * shares, 0.0), starts)
+            mean = np.add.reduceat(numbers[:, 3], starts) / count
         mean = np.clip(mean, low, high)
         firsts = there[starts]
         is_empty = count == 0
@@ -112,6 +110,8 @@ def _table(history: History, *, kind: str, points: int) -> Table:
     most = points * BLOCK_EVENTS if kind == "step" else _MOST_READ
     is_long = sum(block.kinds[kind] for block in blocks) > most
     key = kind, "blocks" if is_long else "events"
+    if is_long:
+        history.tables.pop((kind, "events"), None)
     if key not in history.tables:
         history.tables[key] = BlockTable(blocks, kind=kind) if is_long else _events(history, kind=kind)
     table: Table = history.tables[key]

@@ -96,11 +96,19 @@ def read_line(line: bytes) -> Event | None:
     >>> read_line(b'{"kind":"step","time":1.5,"step":3,"loss":0.25}').number("loss")
     0.25
     """
+    parts = read_parts(line)
+    return None if parts is None else Event(*parts)
+
+
+def read_parts(line: bytes) -> tuple[str, float, int, dict[str, Any]] | None:
+    """Kind, time, step and fields of the event on a line: for those who read millions."""
     try:
         record = strict_json.decode(line)
-        kind, time, step = record.pop("kind"), as_number(record.pop("time")), record.pop("step")
+        kind, time, step = record.pop("kind"), record.pop("time"), record.pop("step")
     except (ValueError, KeyError):
         return None
+    if type(time) is not float:
+        time = as_number(time)
     if type(kind) is not str or type(step) is not int or time is None or not math.isfinite(time):
         return None
-    return Event(kind=kind, time=time, step=step, fields=record)
+    return kind, time, step, record

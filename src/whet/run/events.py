@@ -38,7 +38,7 @@ class EventLog:
     ) -> None:
         """Opens the log for more events; `clock` dates them, `stopwatch` paces the flushes (it never jumps)."""
         folder = folder_of(run)
-        layout = _layout(folder)
+        layout = layout_of(folder)
         self.path = folder / EVENTS_FILE
         self._events = Appender(folder / EVENTS_FILE, keep_bytes=layout.end)
         try:
@@ -71,8 +71,7 @@ class EventLog:
         if kind in SITTINGS or self._tally.is_full:
             self._close_block()
         data = line.encode() + b"\n"
-        where = {"start": self._events.size, "length": len(data)}
-        self._tally.add(kind, time=record["time"], step=record["step"], fields=fields, **where)
+        self._tally.add(kind, record["time"], record["step"], fields, start=self._events.size, length=len(data))
         self._events.add(data)
         if kind != "step" or self._stopwatch() - self._flushed_at >= self._flush_seconds:
             self.flush()
@@ -122,7 +121,7 @@ class History:
 
     def __init__(self, run: Run | Path, *, progress: Progress | None = None) -> None:
         self._path = folder_of(run) / EVENTS_FILE
-        self._take(_layout(folder_of(run), progress=progress))
+        self._take(layout_of(folder_of(run), progress=progress))
 
     def _take(self, layout: Layout) -> None:
         self.layout = layout
@@ -150,7 +149,7 @@ class History:
     def backwards(self, *, kinds: Collection[str] | None = None) -> Iterator[Event]:
         """The same, the newest first."""
         for position in reversed(self._holding(kinds)):
-            yield from reversed([*self._read([position], kinds=kinds)])
+            yield from self._read([position], kinds=kinds, newest_first=True)
 
     def last(self, *kinds: str) -> Event | None:
         """The newest event of these kinds, or None."""
@@ -181,16 +180,18 @@ class History:
         blocks = enumerate(self.layout.blocks)
         return [position for position, block in blocks if kinds is None or not block.kinds.keys().isdisjoint(kinds)]
 
-    def _read(self, positions: list[int], *, kinds: Collection[str] | None) -> Iterator[Event]:
+    def _read(
+        self, positions: list[int], *, kinds: Collection[str] | None, newest_first: bool = False
+    ) -> Iterator[Event]:
         if not positions:
             return
         with open_plain(self._path) as file:
             for position in positions:
                 block, limit = self.layout.blocks[position], self._limits[position]
                 if kinds is None or "step" in kinds:
-                    events = read_block(file, block)
+                    events = read_block(file, block, newest_first=newest_first)
                 else:
-                    events = read_places(file, block, kinds=kinds)
+                    events = read_places(file, block, kinds=kinds, newest_first=newest_first)
                 for event in events:
                     if (kinds is None or event.kind in kinds) and (event.step <= limit or event.kind not in REPLACED):
                         yield event
@@ -202,7 +203,7 @@ class History:
         kinds = block.kinds.keys() - REPLACED if is_all_void else None
         tally = Tally(block.start)
         for event in self._read([position], kinds=kinds) if kinds is None or kinds else ():
-            tally.add(event.kind, time=event.time, step=event.step, fields=event.fields, start=block.start, length=0)
+            tally.add(event.kind, event.time, event.step, event.fields, start=block.start, length=0)
         return replace(tally.block(block.end), places=())
 
 
@@ -228,7 +229,8 @@ def _odd_record(record: dict[str, Any]) -> tuple[dict[str, Any], str]:
     return record, strict_json.encode(record)
 
 
-def _layout(folder: Path, *, progress: Progress | None = None) -> Layout:
+def layout_of(folder: Path, *, progress: Progress | None = None) -> Layout:
+    """The blocks of the events in a run folder."""
     return read_layout(folder / EVENTS_FILE, index=folder / INDEX_FILE, progress=progress)
 
 

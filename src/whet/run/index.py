@@ -22,7 +22,7 @@ from pydantic_core import from_json
 
 from whet.base.errors import WhetError
 from whet.run import strict_json
-from whet.run.event import SITTINGS, Event, read_line
+from whet.run.event import SITTINGS, Event, read_line, read_parts
 from whet.run.plain_file import open_plain
 from whet.run.tally import NUMBERS_PER_FIELD, Block, Tally, one_for_all
 
@@ -123,16 +123,17 @@ def read_layout(events: Path, *, index: Path, progress: Progress | None = None) 
     )
 
 
-def read_block(file: BinaryIO, block: Block) -> Iterator[Event]:
-    """The events of a block; damaged lines are passed over."""
+def read_block(file: BinaryIO, block: Block, *, newest_first: bool = False) -> Iterator[Event]:
+    """The events of a block, each parsed when it is asked for; damaged lines are passed over."""
     file.seek(block.start)
-    for line in file.read(block.end - block.start).split(b"\n"):
+    lines = file.read(block.end - block.start).split(b"\n")
+    for line in reversed(lines) if newest_first else lines:
         event = read_line(line) if line else None
         if event is not None:
             yield event
 
 
-def read_places(file: BinaryIO, block: Block, *, kinds: Collection[str]) -> Iterator[Event]:
+def read_places(file: BinaryIO, block: Block, *, kinds: Collection[str], newest_first: bool = False) -> Iterator[Event]:
     """The events of a block of these kinds, none of them steps, without reading the steps between them."""
     wanted = [place for place in block.places if place[0] in kinds]
     if not wanted:
@@ -144,7 +145,9 @@ def read_places(file: BinaryIO, block: Block, *, kinds: Collection[str]) -> Iter
     if any(event is None or event.kind != kind for event, (kind, _, _) in zip(events, wanted, strict=True)):
         # Something was changed in the file: whatever is still an event counts.
         events = [event for event in read_block(file, block) if event.kind in kinds]
-    yield from (event for event in events if event is not None)
+    for event in reversed(events) if newest_first else events:
+        if event is not None:
+            yield event
 
 
 def trusted(index: Path, *, file: BinaryIO, size: int) -> tuple[list[Block], int]:
@@ -184,17 +187,17 @@ def scan(file: BinaryIO, *, start: int, size: int, progress: Progress | None = N
             break
         if end + len(line) > size:
             break
-        event = read_line(line)
-        if tally.is_full or (event is not None and event.kind in SITTINGS and end > tally.start):
+        parts = read_parts(line)
+        if tally.is_full or (parts is not None and parts[0] in SITTINGS and end > tally.start):
             yield tally.block(end)
             tally = Tally(end)
             if progress is not None and end - told >= _TELL_EVERY:
                 told = end
                 progress(end, size)
-        if event is None:
+        if parts is None:
             tally.damaged += 1
         else:
-            tally.add(event.kind, time=event.time, step=event.step, fields=event.fields, start=end, length=len(line))
+            tally.add(*parts, start=end, length=len(line))
         end += len(line)
     if end > tally.start:
         yield tally.block(end)

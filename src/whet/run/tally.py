@@ -122,7 +122,7 @@ class Tally:
         self._first_time = self._last_time = 0.0
         self._first_step = self._least_step = self._greatest_step = 0
 
-    def add(self, kind: str, *, time: float, step: int, fields: Mapping[str, Any], start: int, length: int) -> None:
+    def add(self, kind: str, time: float, step: int, fields: Mapping[str, Any], *, start: int, length: int) -> None:
         """Counts one event, which lies at the bytes [start, start + length) of the file."""
         if self.count == 0:
             self._first_time = time
@@ -195,8 +195,11 @@ _Five = tuple[float, float, float, float, float]
 
 def _five(values: list[Any]) -> _Five | None:
     """Count, least, greatest, sum and how many are not finite, of all that are numbers; None when none is."""
-    if set(map(type, values)) != _FLOAT:
-        values = [number for value in values if (number := as_number(value)) is not None]
+    types = set(map(type, values))
+    if types != _FLOATS:
+        # Whole numbers up to here become floating ones without an overflow.
+        is_whole = types == _WHOLE and max(values) < _LARGE and min(values) > -_LARGE
+        values = [*map(float, values)] if is_whole else [*filter(_is_known, map(as_number, values))]
         if not values:
             return None
     try:
@@ -213,7 +216,12 @@ def _five(values: list[Any]) -> _Five | None:
     return len(finite), min(finite), max(finite), total, len(values) - len(finite)
 
 
-_FLOAT = {float}
+_FLOATS, _WHOLE = {float}, {int}
+_LARGE = 2**1000
+
+
+def _is_known(value: float | None) -> bool:
+    return value is not None
 
 
 def _bounded(total: float) -> float:

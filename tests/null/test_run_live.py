@@ -1,0 +1,199 @@
+"""A history that grows sees what a fresh reader sees, whatever happens to the file between two looks."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.run import live
+from whet.run.events import EventLog, History
+from whet.run.folder import EVENTS_FILE, INDEX_FILE
+from whet.run.live import LiveHistory, News
+from whet.run.thin import Curve, thin_curves
+
+acts = st.lists(
+    st.one_of(
+        st.tuples(st.just("step"), st.integers(1, 40)),
+        st.tuples(st.just("step"), st.integers(250, 600)),  # Many steps at once, so that blocks fill up.
+        st.tuples(st.just("resume"), st.integers(0, 900)),
+        st.tuples(st.sampled_from(["eval", "health"]), st.just(0)),
+        st.tuples(st.sampled_from(["look", "look", "reopen", "tear", "no index"]), st.just(0)),
+    ),
+    max_size=14,
+)
+
+
+class Writer:
+    """Plays a run into a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.step, self.now = folder, 0, 100.0
+        self.log = self._open()
+
+    def _open(self) -> EventLog:
+        return EventLog(self.folder, clock=lambda: self.now)
+
+    def act(self, what: str, number: int) -> None:
+        if what == "reopen":
+            self.log.close()
+            self.now += 1_000
+            self.log = self._open()
+        elif what == "tear":
+            # As a kill in the middle of a write leaves it; the next writer cuts it off.
+            self.log.close()
+            with (self.folder / EVENTS_FILE).open("ab") as file:
+                file.write(b'{"kind":"step","ti')
+            self.log = self._open()
+        elif what == "no index":
+            self.log.close()
+            (self.folder / INDEX_FILE).unlink()
+            self.log = self._open()
+        elif what == "resume":
+            self.step = min(self.step, number)
+            self.log.drop_after(self.step)
+        else:
+            for _ in range(max(1, number)):
+                self.now += 0.5
+                self.step += what == "step"
+                fields: dict[str, Any] = {"loss": 1 / (1 + self.step), "samples": 8 * self.step}
+                if what == "health":
+                    fields = {"memory": {"process": 1000 + self.step}, "samples": 8 * self.step}
+                elif what == "eval":
+                    fields = {"accuracy": self.step / 1000, "samples": [{"input": "x"}]}
+                self.log.append(what, step=self.step, **fields)
+        self.log.flush()
+
+
+def same(live_one: LiveHistory, fresh: History) -> None:
+    assert list(live_one) == list(fresh)
+    assert live_one.layout.end == fresh.layout.end
+    assert live_one.layout.torn_bytes == fresh.layout.torn_bytes
+    assert live_one.damaged == fresh.damaged
+    for options in ({"points": 1_000}, {"points": 64, "is_growing": True}):
+        assert thin_curves(live_one, **options) == thin_curves(fresh, **options)
+    # Block by block; those of a live history may lie otherwise.
+    assert extremes(thin_curves(live_one, points=1)) == extremes(thin_curves(fresh, points=1))
+
+
+def extremes(curves: dict[str, Curve]) -> dict[str, tuple[object, ...]]:
+    return {
+        name: (min(p.low for p in c.points), max(p.high for p in c.points), c.last_step) for name, c in curves.items()
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(acts, st.sampled_from([0, 10**9]))
+def test_a_live_history_sees_what_a_fresh_one_sees(script: list[tuple[str, int]], leap: int) -> None:
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "_LEAP_BYTES", leap)
+        writer = Writer(Path(name))
+        watched = LiveHistory(Path(name))
+        before = [*History(Path(name))]
+        for act, number in [*script, ("look", 0)]:
+            if act != "look":
+                writer.act(act, number)
+                continue
+            news = watched.refresh()
+            same(watched, History(Path(name)))
+            now = [*History(Path(name))]
+            if news.resumed_from is None:
+                assert now[: len(before)] == before
+                assert [*news.events] == [event for event in now[len(before) :] if event.kind != "step"]
+                assert news.num_steps == len(now) - len(before) - len(news.events)
+            assert bool(news) == (now != before or news.resumed_from is not None)
+            assert not watched.refresh()
+            before = now
+        writer.log.close()
+
+
+def test_a_torn_last_line_waits_until_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / EVENTS_FILE
+    path.write_bytes(b'{"kind":"step","time":1.0,"step":1,"loss":1.0}\n{"kind":"ev')
+    watched = LiveHistory(tmp_path)
+    assert [e.step for e in watched] == [1]
+    assert watched.layout.torn_bytes == 11
+    with path.open("ab") as file:
+        file.write(b'al","time":2.0,"step":1')
+    assert watched.refresh() == News()
+    with path.open("ab") as file:
+        file.write(b',"accuracy":0.5}\n{')
+    news = watched.refresh()
+    assert [(e.kind, e.number("accuracy")) for e in news.events] == [("eval", 0.5)]
+    assert watched.layout.torn_bytes == 1
+
+
+@pytest.mark.parametrize("how", ["another file", "rewritten", "shorter"])
+def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path, how: str) -> None:
+    writer = Writer(tmp_path)
+    writer.act("step", 300)
+    writer.log.close()
+    watched = LiveHistory(tmp_path)
+    thin_curves(watched, points=10)
+    path = tmp_path / EVENTS_FILE
+    data = path.read_bytes()
+    if how == "another file":
+        (tmp_path / "new").write_bytes(data)
+        (tmp_path / "new").replace(path)
+    elif how == "rewritten":
+        path.write_bytes(data.replace(b'"loss"', b'"cost"') + data.splitlines(keepends=True)[-1])
+    else:
+        os.truncate(path, len(data) // 2)
+    assert watched.refresh() == News(is_replaced=True)
+    same(watched, History(tmp_path))
+    assert not watched.refresh()
+
+
+def test_a_run_that_is_not_there_yet_and_one_that_went_away(tmp_path: Path) -> None:
+    watched = LiveHistory(tmp_path)
+    assert not watched.refresh()
+    writer = Writer(tmp_path)
+    writer.act("step", 3)
+    assert watched.refresh().num_steps == 3
+    drawn = thin_curves(watched, points=5)
+    assert drawn["step/loss"].last_step == 3
+    (tmp_path / EVENTS_FILE).rename(tmp_path / "elsewhere")
+    assert not watched.refresh()
+    assert thin_curves(watched, points=5) == drawn
+    writer.log.close()
+
+
+def test_new_bytes_alone_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(tmp_path)
+    writer.act("step", 5_000)
+    watched = LiveHistory(tmp_path)
+    thin_curves(watched, points=100)
+    starts: list[int] = []
+    scan = live.scan
+    monkeypatch.setattr(
+        live, "scan", lambda file, start, size: starts.append(start) or scan(file, start=start, size=size)
+    )
+    monkeypatch.setattr(live, "layout_of", lambda *a, **k: pytest.fail("the whole was read again"))
+    for _ in range(5):
+        writer.act("step", 100)
+        assert watched.refresh().num_steps == 100
+        assert (tmp_path / EVENTS_FILE).stat().st_size - starts[-1] < 60_000
+    assert thin_curves(watched, points=100)["step/loss"].last_step == 5_500
+    writer.log.close()
+
+
+def test_points_of_a_growing_run_stay_where_they_are(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    watched = LiveHistory(tmp_path)
+    shown: list[int] = []
+    changes = 0
+    for _ in range(40):
+        writer.act("step", 10)
+        watched.refresh()
+        steps = [point.step for point in thin_curves(watched, points=64, is_growing=True)["step/loss"].points]
+        assert len(steps) <= 64
+        assert len(steps) > 32 or writer.step <= 64
+        if steps[: len(shown)] != shown:
+            changes += 1
+            assert {step for step in steps if shown[0] <= step <= shown[-1]} <= {*shown}
+        shown = steps
+    assert changes == 3  # from 64 steps to 400: the width was doubled three times
+    writer.log.close()
