@@ -73,7 +73,7 @@ def run_view(run: Run | Path | str, *, history: History | None = None, points: i
     report = summarize(run, history=history)
     sat = sittings(history)
     clock = WorkClock(sat)
-    drawn = tracks(history, clock, points=points)
+    drawn = tracks(history, points=points, is_growing=report.state == "running")
     trials = trials_of(run.plan)
     spent, bad_spells = phases(report.seconds), spells(history, clock)
     told, left_out = moments(history, clock)

@@ -43,9 +43,10 @@ def advice(
 ) -> tuple[Advice, ...]:
     """What to try, what promises most first."""
     shares = {phase.name: phase for phase in phases}
+    unused = tuple(_unused_gains(plan, trials))
     return (
-        *_unused_gains(plan, trials),
-        *_data(shares.get("data"), trials),
+        *unused,
+        *(_data(shares.get("data"), trials) if not unused else ()),
         *_too_short(trials),
         *_unclear(trials),
         *_asides(report, shares),

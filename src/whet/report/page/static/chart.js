@@ -1,5 +1,5 @@
 // One chart: curves over steps, samples or time, with what lies behind them as a table. Drawn by uPlot on a canvas.
-import { disclosure, el, fill, table } from "./dom.js";
+import { disclosure, el, fill, pill, table } from "./dom.js";
 import { inUnit, showCount, showNumber, showSeconds } from "./words.js";
 import { AXES, smoothed } from "./curves.js";
 
@@ -243,11 +243,12 @@ export class Chart {
   /** Names, newest values and a description for those who cannot see the picture. */
   say() {
     const ends = this.series.map((one) => ({ ...one, last: lastOf(one.ys), first: one.ys.find((y) => y !== null) }));
-    fill(this.now, ends.length === 1 ? inUnit(ends[0].last, ends[0].unit) : "");
+    const broken = ends.reduce((sum, one) => sum + (one.nonfinite ?? 0), 0);
+    fill(this.now, broken ? pill(`${showCount(broken)} NaN or infinite`, "bad") : "", ends.length === 1 ? ` ${inUnit(ends[0].last, ends[0].unit)}` : "");
     const chips = ends.map((one) =>
       el("button", { type: "button", class: "chip", "aria-pressed": String(!this.hidden.has(one.label)), onclick: () => this.toggle(one.label) },
         dot(one.colour, one.dashed), el("span", {}, one.label), el("b", {}, inUnit(one.last, one.unit))));
-    fill(this.legend, ends.length > 1 ? chips : [], ends.length > 1 ? [] : []);
+    fill(this.legend, ends.length > 1 ? chips : []);
     const told = ends.slice(0, 6).map((one) => `${one.label} from ${inUnit(one.first ?? null, one.unit)} to ${inUnit(one.last, one.unit)}`);
     this.box.setAttribute("aria-label", `${this.title} by ${AXES[this.settings.axis]}: ${told.join("; ")}. The table below has the numbers.`);
   }

@@ -41,9 +41,12 @@ function differencesOf({ labels, settings, config, environment }) {
   const parts = [["settings of the plan", settings], ["your configuration", config], ["environment", environment]];
   const header = ["", ...labels];
   const shown = parts.map(([title, rows]) => {
-    const different = rows.filter((row) => row.differs), same = rows.filter((row) => !row.differs);
+    const isEverywhere = (row) => row.values.every((value) => value !== null);
+    const different = rows.filter((row) => row.differs && isEverywhere(row)), same = rows.filter((row) => !row.differs);
+    const partly = rows.filter((row) => row.differs && !isEverywhere(row));
     return el("div", { class: "card" }, el("h3", {}, title),
-      different.length ? el("div", { class: "scroll" }, table(header, different.map(cells), { class: "plain differs" })) : el("p", { class: "says" }, "Nothing differs."),
+      different.length ? el("div", { class: "scroll" }, table(header, different.map(cells), { class: "plain differs" })) : el("p", { class: "says" }, partly.length ? "Nothing that all of them have differs." : "Nothing differs."),
+      partly.length ? disclosure(`${partly.length} that only some of them have`, () => el("div", { class: "scroll" }, table(header, partly.map(cells), { class: "plain" }))) : null,
       same.length ? disclosure(`${same.length} the same`, () => el("div", { class: "scroll" }, table(header, same.map(cells), { class: "plain" }))) : null);
   });
   return section("differences", "What is different", "Only what differs can explain why the runs came out differently.", shown);

@@ -22,6 +22,8 @@ export function seriesOf(track, line, axis, more = {}) {
   const xs = [], ys = [], low = [], high = [];
   for (let i = 0; i < places.length; i++) {
     const x = places[i];
+    // A hole in the curve is where values were NaN; where nothing was written, the curve goes on.
+    if (line.mean[i] === null && !line.nonfinite) continue;
     if (x === null || (xs.length && x < xs[xs.length - 1])) continue;
     if (xs.length && x === xs[xs.length - 1]) {
       if (line.mean[i] !== null) [ys[ys.length - 1], low[low.length - 1], high[high.length - 1]] = at(line, i);
@@ -31,7 +33,7 @@ export function seriesOf(track, line, axis, more = {}) {
     xs.push(x), ys.push(mean), low.push(least), high.push(most);
   }
   const sparse = line.mean.filter((value) => value !== null).length <= 40;
-  return { xs, ys, low: line.low ? low : null, high: line.high ? high : null, unit: line.unit, sparse, ...more };
+  return { xs, ys, low: line.low ? low : null, high: line.high ? high : null, unit: line.unit, nonfinite: line.nonfinite, sparse, ...more };
 }
 
 function at(line, place) {

@@ -4,6 +4,7 @@ import { showBytes, showNumber, showSeconds, showValue } from "./words.js";
 import { foretoldRows } from "./head.js";
 
 const SOURCES = { measured: "good", you: "live", rule: "plain" };
+const TICKS = [1, 2, 0.5, 4, 0.25, 8, 0.125, 16, 32, 0.0625, 1.5, 0.75, 1.25, 0.8, 1.1, 0.9];
 const VERDICTS = { faster: "good", "no gain": "plain", "not worth it": "plain", unclear: "warn", "cut off": "bad", disagrees: "bad", failed: "bad", "not tried": "plain" };
 
 export function planPart(view) {
@@ -22,9 +23,9 @@ export function evidencePart(view) {
   if (!view.evidence.length) return null;
   const scale = scaleOf(view.evidence);
   return section("evidence", "What was measured", "Real steps of this model, timed in turns with the best so far. A dot to the right of 1x is faster; its bar is where the truth lies, noise included.",
-    el("div", { class: "evidence" }, view.evidence.map((group) => el("div", { class: "card" },
-      el("h3", {}, group.setting === "plan" ? "the whole plan against the rules" : group.setting, group.value ? el("span", { class: "used" }, "used: ", el("b", {}, group.value)) : null),
-      rulerOf(scale), group.candidates.map((one) => candidateOf(one, scale))))));
+    el("div", { class: "card evidence" }, rulerOf(scale), view.evidence.map((group) => [
+      el("h3", {}, group.setting === "plan" ? "the whole plan" : group.setting, group.value ? el("span", { class: "used" }, "used: ", el("b", {}, group.value)) : null),
+      group.candidates.map((one) => candidateOf(one, scale))])));
 }
 
 /** One scale for all candidates, so that they can be compared by eye: the same distance is the same ratio. */
@@ -36,7 +37,13 @@ function scaleOf(evidence) {
 }
 
 function rulerOf(scale) {
-  const ticks = [1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16, 32].filter((value) => value >= scale.least * 0.99 && value <= scale.most * 1.01);
+  const taken = [];
+  const ticks = TICKS.filter((value) => {
+    const at = scale.at(value);
+    const fits = value >= scale.least * 0.99 && value <= scale.most * 1.01 && taken.every((other) => Math.abs(other - at) > 11);
+    if (fits) taken.push(at);
+    return fits;
+  });
   return el("div", { class: "candidate ruler", "aria-hidden": "true" }, el("span", {}),
     el("div", { class: "track" }, ticks.map((value) => el("span", { class: "tick", style: { left: `${scale.at(value)}%` } }, `${showNumber(value)}x`))), el("span", {}));
 }
@@ -59,8 +66,8 @@ function candidateOf(one, scale) {
 }
 
 export function foretoldPart(view) {
-  const rows = foretoldRows(view);
-  if (!rows.some((row) => row.planned !== "–")) return null;
+  const rows = foretoldRows(view).filter((row) => row.planned !== "–");
+  if (!rows.length) return null;
   return section("foretold", "Planned against happened", "What was said before the first step, beside what came.",
     el("div", { class: "card" }, table(["figure", "planned", "happened", "happened / planned", "counted how"],
       rows.map((row) => [row.name, row.planned, row.happened, row.ratio === null ? "–" : `${row.ratio.toFixed(2)}x`, row.words]), { class: "plain stacked" })));
