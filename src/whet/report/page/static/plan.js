@@ -16,7 +16,7 @@ export function planPart(view) {
     .map(({ one }) => [el("code", {}, one.name), el("b", {}, showValue(one.value)), one.reason, pill(one.source === "rule" && one.evidence?.rule ? `rule ${one.evidence.rule}` : one.source, SOURCES[one.source])]);
   return section("plan", "The plan", "How this run was executed on this machine, and why. What is trained is yours; every line here can be overridden.",
     view.cautions.map((words) => el("p", { class: "notice warn" }, words)),
-    el("div", { class: "card" }, table(["setting", "value", "why", "from"], rows, { class: "plain stacked" })));
+    el("div", { class: "card" }, table(["setting", "value", "why", "from"], rows, { class: "plain stacked settled" })));
 }
 
 export function evidencePart(view) {
@@ -70,5 +70,5 @@ export function foretoldPart(view) {
   if (!rows.length) return null;
   return section("foretold", "Planned against happened", "What was said before the first step, beside what came.",
     el("div", { class: "card" }, table(["figure", "planned", "happened", "happened / planned", "counted how"],
-      rows.map((row) => [row.name, row.planned, row.happened, row.ratio === null ? "–" : `${row.ratio.toFixed(2)}x`, row.words]), { class: "plain stacked" })));
+      rows.map((row) => [row.name, row.planned, row.happened, row.ratio === null ? "–" : `${row.ratio.toFixed(2)}x`, row.words]), { class: "plain stacked foretold" })));
 }

@@ -23,7 +23,7 @@ export function storyPart(view) {
 }
 
 function momentTable(moments) {
-  return table(["when", "step", "what", "told"], moments.map((moment) => [showSeconds(moment.seconds), showCount(moment.step), pill(moment.kind, moment.tone), moment.words]), { class: "plain stacked" });
+  return table(["when", "step", "what", "told"], moments.map((moment) => [showSeconds(moment.seconds), showCount(moment.step), pill(moment.kind, moment.tone), moment.words]), { class: "plain stacked moments" });
 }
 
 export function advicePart(view) {

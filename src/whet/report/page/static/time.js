@@ -17,7 +17,7 @@ export function timePart(view) {
       el("div", { title: `${phase.name} ${showPercent(phase.share)}`, style: { "flex-grow": String(phase.share), background: `var(--${COLOURS[phase.name] ?? "series-8"})` } },
         phase.share > 0.09 ? el("span", {}, phase.name) : null)));
   return section("time", "Where the time went", "Forward, backward and optimizer are the training itself; all else is the price of it.",
-    el("div", { class: "card" }, bar, table(["part", "share", "time", "what it is"], rows, { class: "plain" })), epochsOf(view));
+    el("div", { class: "card" }, bar, table(["part", "share", "time", "what it is"], rows, { class: "plain stacked parted" })), epochsOf(view));
 }
 
 function epochsOf(view) {

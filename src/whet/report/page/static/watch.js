@@ -20,9 +20,6 @@ const redraw = (chosen) => {
   }
 };
 fill(document.getElementById("bar"), el("a", { class: "brand", href: "#/" }, "whet"), status, el("span", { class: "grow" }), themeButton(redraw));
-addEventListener("hashchange", go);
-go();
-
 /** Shows what the address says. */
 function go() {
   shown?.close();
@@ -135,3 +132,6 @@ class List {
     this.listening.close();
   }
 }
+
+addEventListener("hashchange", go);
+go();
