@@ -18,12 +18,13 @@ export function seriesColour(place) {
 
 export class Chart {
   /** `settings` is what all charts of a page share: axis, smoothing, log scale and zoom. */
-  constructor(settings, { id, title, says, height = 220, logs = false, floor = null }) {
+  constructor(settings, { id, title, says, height = 220, logs = false, floor = null, isNamed = false }) {
     this.settings = settings;
     this.title = title;
     this.height = height;
     this.canLog = logs;
     this.floor = floor;
+    this.isNamed = isNamed;
     this.hidden = new Set();
     this.series = [];
     this.bands = [];
@@ -244,11 +245,11 @@ export class Chart {
   say() {
     const ends = this.series.map((one) => ({ ...one, last: lastOf(one.ys), first: one.ys.find((y) => y !== null) }));
     const broken = ends.reduce((sum, one) => sum + (one.nonfinite ?? 0), 0);
-    fill(this.now, broken ? pill(`${showCount(broken)} NaN or infinite`, "bad") : "", ends.length === 1 ? ` ${inUnit(ends[0].last, ends[0].unit)}` : "");
+    fill(this.now, broken ? pill(`${showCount(broken)} NaN or infinite`, "bad") : "", ends.length === 1 && !this.isNamed ? ` ${inUnit(ends[0].last, ends[0].unit)}` : "");
     const chips = ends.map((one) =>
       el("button", { type: "button", class: "chip", "aria-pressed": String(!this.hidden.has(one.label)), onclick: () => this.toggle(one.label) },
         dot(one.colour, one.dashed), el("span", {}, one.label), el("b", {}, inUnit(one.last, one.unit))));
-    fill(this.legend, ends.length > 1 ? chips : []);
+    fill(this.legend, ends.length > 1 || this.isNamed ? chips : []);
     const told = ends.slice(0, 6).map((one) => `${one.label} from ${inUnit(one.first ?? null, one.unit)} to ${inUnit(one.last, one.unit)}`);
     this.box.setAttribute("aria-label", `${this.title} by ${AXES[this.settings.axis]}: ${told.join("; ")}. The table below has the numbers.`);
   }

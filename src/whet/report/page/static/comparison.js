@@ -82,7 +82,7 @@ function drawCharts({ runs, labels }, settings, charts, grid) {
     if (!series.length) continue;
     const key = `${source}/${name}`;
     if (!charts.has(key)) {
-      const chart = new Chart(settings, { ...more, title, says, height: more.wide ? 260 : 190 });
+      const chart = new Chart(settings, { ...more, isNamed: true, title, says, height: more.wide ? 260 : 190 });
       if (more.wide) chart.element.classList.add("wide");
       charts.set(key, chart);
       grid.append(chart.element);

@@ -32,7 +32,7 @@ export function seriesOf(track, line, axis, more = {}) {
     const [mean, least, most] = at(line, i);
     xs.push(x), ys.push(mean), low.push(least), high.push(most);
   }
-  const sparse = line.mean.filter((value) => value !== null).length <= 40;
+  const sparse = (track.source === "eval" || track.source === "epoch") && xs.length <= 40;
   return { xs, ys, low: line.low ? low : null, high: line.high ? high : null, unit: line.unit, nonfinite: line.nonfinite, sparse, ...more };
 }
 

@@ -16,7 +16,7 @@ export function originPart(view) {
     el("div", { class: "card" }, commandOf(origin.command ?? "It was started from Python; run the same code with the same settings.", Boolean(origin.command)),
       report.resume ? [el("p", { class: "says" }, "To go on with this run:"), commandOf(report.resume, true)] : null,
       el("dl", { class: "facts" }, facts.map(([name, ...words]) => [el("dt", {}, name), el("dd", {}, ...words)]))),
-    el("div", { class: "card" },
+    el("div", { class: "card more" },
       disclosure("configuration", () => pairs(flat(origin.config))),
       disclosure("versions", () => pairs(Object.entries(origin.versions))),
       disclosure("machine, as it was probed", () => pairs(flat(origin.machine)))));

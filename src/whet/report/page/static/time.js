@@ -30,7 +30,7 @@ function epochsOf(view) {
     el("div", { class: "epochs" }, shown.map((epoch) => {
       const words = `epoch ${epoch.epoch}: ${showSeconds(epoch.seconds)}${epoch.memory_bytes ? `, ${showBytes(epoch.memory_bytes)}` : ""}`;
       return el("div", { class: "epoch", title: words }, shown.length <= 16 ? el("b", {}, showSeconds(epoch.seconds)) : null,
-        el("div", { class: "bar", style: { height: `${most > 0 ? 4 + (64 * epoch.seconds) / most : 4}px` } }),
+        el("div", { class: "pole", style: { height: `${most > 0 ? 4 + (64 * epoch.seconds) / most : 4}px` } }),
         shown.length <= 30 ? el("span", {}, String(epoch.epoch)) : null, el("span", { class: "unseen" }, words));
     })));
 }
