@@ -7,7 +7,7 @@ list of the runs; one that takes nothing at all is cut off by the guard.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 from whet.report.watch.line import RunLine
@@ -30,7 +30,8 @@ class _Listener:
     """One open page, and what it does not know yet."""
 
     def __init__(self, idents: Collection[str]) -> None:
-        self.versions: dict[str, str | None] = dict.fromkeys(idents)
+        self.idents = frozenset(idents)
+        self.versions: dict[str, str] = {}
         self._lines: dict[str, RunLine] = {}
         self._removed: set[str] = set()
         self._runs: dict[str, str] = {}
@@ -47,10 +48,9 @@ class _Listener:
             self._wake.set()
 
     def tell_run(self, ident: str, version: str) -> None:
-        if self.versions[ident] not in (None, version):
-            self._runs[ident] = version
+        if ident in self.idents and self.versions.get(ident) != version:
+            self.versions[ident] = self._runs[ident] = version
             self._wake.set()
-        self.versions[ident] = version
 
     async def news(self) -> list[bytes]:
         """Waits until there is something to say, for as long as a connection may be silent."""
@@ -87,6 +87,8 @@ class Feed:
         listener = _Listener(idents)
         self._listeners.add(listener)
         try:
+            # Before the page fetches anything: what changes later is told, once too often rather than never.
+            listener.versions = await self._in_thread(lambda: self._versions(idents))
             if self._polling is None or self._polling.done():
                 self._polling = asyncio.create_task(self._poll())
             yield b"retry: 3000\n" + _event("hello", {"runs": sorted(idents)})
@@ -107,20 +109,22 @@ class Feed:
             changes, versions = await self._in_thread(self._look)
             for listener in self._listeners:
                 listener.tell(changes)
-                for ident in listener.versions:
-                    if ident in versions:
-                        listener.tell_run(ident, versions[ident])
+                for ident, version in versions.items():
+                    listener.tell_run(ident, version)
             spent = time.monotonic() - begun
             await asyncio.sleep(max(_POLL_SECONDS, spent / _SHARE) if self._listing.is_complete else spent)
 
     def _look(self) -> tuple[Changes, dict[str, str]]:
         changes = self._listing.look()
-        versions: dict[str, str] = {}
-        for ident in {ident for listener in tuple(self._listeners) for ident in listener.versions}:
-            if self._looking.rest_seconds(ident) <= 0:
-                with contextlib.suppress(RefusedError, OSError):
-                    versions[ident] = self._looking.version(ident)
-        return changes, versions
+        watched = {ident for listener in tuple(self._listeners) for ident in listener.idents}
+        return changes, self._versions(ident for ident in watched if self._looking.rest_seconds(ident) <= 0)
+
+    def _versions(self, idents: Iterable[str]) -> dict[str, str]:
+        found = {}
+        for ident in idents:
+            with contextlib.suppress(RefusedError, OSError):
+                found[ident] = self._looking.version(ident)
+        return found
 
 
 def _event(name: str, data: dict[str, Any]) -> bytes:

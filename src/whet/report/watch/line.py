@@ -57,6 +57,11 @@ def run_id(name: str) -> str:
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:20]
 
 
+def without_place(text: str, folder: Path) -> str:
+    """What is said about a run, without where on the disk it lies."""
+    return text.replace(f"{folder}", folder.name)
+
+
 class LineReader:
     """Reads one run, again and again."""
 
@@ -78,7 +83,8 @@ class LineReader:
             if not self._read_news(mark):
                 self._look_anew()
         except (WhetError, OSError) as error:
-            problem = f"{error.what}: {error.got}" if isinstance(error, WhetError) else str(error)
+            told = f"{error.what}: {error.got}" if isinstance(error, WhetError) else str(error)
+            problem = without_place(told, self._folder)
             newest = max((one[0] for one in (mark.events, mark.header) if one), default=0) / 1e9
             self.line = RunLine(
                 id=before.id, name=before.name, state="unreadable", changed=newest, problem=_shown(problem)

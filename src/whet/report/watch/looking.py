@@ -1,16 +1,19 @@
 """What does one run look like now? Its view as JSON, made again only when its folder has changed."""
 
+import contextlib
 import hashlib
 import secrets
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from whet.base.errors import WhetError
 from whet.report.comparing import MOST_RUNS, compare_view
 from whet.report.view import RunView, run_view
-from whet.report.watch.line import Mark
+from whet.report.watch.line import Mark, without_place
 from whet.report.watch.listing import Listing
 from whet.report.watch.shorten import shorten
 from whet.run import strict_json
@@ -22,7 +25,8 @@ from whet.web.refusal import RefusedError
 _KEPT_RUNS = 16
 _KEPT_BLOCKS = 40_000
 """Of 256 events each, over all runs that are kept open: a run of 5 million events has half of them."""
-_SHORTEST_SECONDS = 0.5
+_SHARE = 0.1
+"""Of the time at most is spent on one run."""
 
 
 @dataclass(slots=True)
@@ -68,17 +72,18 @@ class Looking:
         return hashlib.sha256(self._salt + known).hexdigest()[:20]
 
     def view(self, ident: str) -> Look:
-        """The run as it is now, or was half a second ago."""
+        """The run as it is now."""
         folder = self.folder(ident)
-        version = self.version(ident)
-        look = self._look(ident, folder)
-        with look.turn:
-            now = time.monotonic()
-            if look.view is None or (look.version != version and now - look.made_at > _SHORTEST_SECONDS):
-                look.history.refresh()
-                look.view = run_view(open_run(folder), history=look.history)
-                look.body = strict_json.compact(shorten(look.view.as_json())).encode()
-                look.version, look.made_at, look.cost_seconds = version, time.monotonic(), time.monotonic() - now
+        with _told_without_place(folder):
+            look = self._look(ident, folder)
+            with look.turn:
+                version = self.version(ident)
+                if look.version != version:
+                    begun = time.monotonic()
+                    look.history.refresh()
+                    look.view = run_view(open_run(folder), history=look.history)
+                    look.body = strict_json.compact(shorten(look.view.as_json())).encode()
+                    look.version, look.made_at, look.cost_seconds = version, begun, time.monotonic() - begun
         self._forget_some()
         return look
 
@@ -90,15 +95,17 @@ class Looking:
         return strict_json.compact(shorten(compare_view(views).as_json())).encode()
 
     def rest_seconds(self, ident: str) -> float:
-        """How long nobody should be told to look again: looking takes at most a tenth of the time."""
+        """How long nobody should be told to look again."""
         look = self._looks.get(ident)
-        return 0.0 if look is None else look.made_at + 10 * look.cost_seconds - time.monotonic()
+        return 0.0 if look is None else look.made_at + look.cost_seconds / _SHARE - time.monotonic()
 
     def history(self, ident: str) -> LiveHistory:
         """The events of a run, as of now."""
-        look = self._look(ident, self.folder(ident))
-        with look.turn:
-            look.history.refresh()
+        folder = self.folder(ident)
+        with _told_without_place(folder):
+            look = self._look(ident, folder)
+            with look.turn:
+                look.history.refresh()
         return look.history
 
     def _look(self, ident: str, folder: Path) -> Look:
@@ -119,3 +126,14 @@ class Looking:
                 or sum(len(look.history.layout.blocks) for look in self._looks.values()) > _KEPT_BLOCKS
             ):
                 self._looks.popitem(last=False)
+
+
+@contextlib.contextmanager
+def _told_without_place(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (WhetError, OSError) as error:
+        if isinstance(error, RefusedError):
+            raise
+        what, got = (error.what, error.got) if isinstance(error, WhetError) else ("the run cannot be read", str(error))
+        raise RefusedError(409, without_place(what, folder), got=without_place(got or "", folder)) from None
