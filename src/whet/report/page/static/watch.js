@@ -20,6 +20,7 @@ const redraw = (chosen) => {
   }
 };
 fill(document.getElementById("bar"), el("a", { class: "brand", href: "#/" }, "whet"), status, el("span", { class: "grow" }), themeButton(redraw));
+
 /** Shows what the address says. */
 function go() {
   shown?.close();
@@ -133,5 +134,6 @@ class List {
   }
 }
 
+// Last: classes are not there before their line.
 addEventListener("hashchange", go);
 go();
