@@ -17,7 +17,7 @@ from whet.report.export import tensorboard_files
 from whet.report.export.exporting import export
 from whet.run.events import EventLog
 from whet.run.folder import EVENTS_FILE, Run, create_run
-from whet.run.index import BLOCK_EVENTS
+from whet.run.tally import BLOCK_EVENTS
 
 HOSTILE = "=cmd|' /C calc'!A0,\"\n<script>"
 
@@ -45,12 +45,14 @@ def run(tmp_path: Path) -> Run:
         for number in range(1, BLOCK_EVENTS + 41):
             step(log, number, loss=100.0 + number)
         log.append("eval", step=BLOCK_EVENTS + 40, accuracy=0.1)
+        log.append("health", step=BLOCK_EVENTS + 40, memory={"process": 5}, heat="cool")
     with EventLog(run) as log:
         log.drop_after(BLOCK_EVENTS + 30)
         for number in range(BLOCK_EVENTS + 31, BLOCK_EVENTS + 51):
             step(log, number, loss=math.nan if number == BLOCK_EVENTS + 50 else 1 / number)
         log.append("eval", step=BLOCK_EVENTS + 50, accuracy=0.5, **{HOSTILE: 1.5}, samples=[{"text": "no number"}])
         log.append("eval", step=BLOCK_EVENTS + 50, test_accuracy=0.25)
+        log.append("health", step=BLOCK_EVENTS + 50, memory={"process": 7}, heat="hot")
     with (run.path / EVENTS_FILE).open("ab") as file:
         file.write(b'{"kind":"step","time":1.0,"step":999,"loss":')  # Torn.
     return run
@@ -67,7 +69,7 @@ def same(left: list[float], right: list[float]) -> bool:
 
 def test_csv_has_each_step_once_and_unrounded(run: Run, tmp_path: Path) -> None:
     written = export(run, to="csv", out=tmp_path / "out")
-    assert set(written.files) == {"steps.csv", "evaluations.csv"}
+    assert set(written.files) == {"steps.csv", "evaluations.csv", "health.csv"}
     with (tmp_path / "out" / "steps.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["step", "time", "loss", "lr", "samples", "seconds/data", "seconds/forward"]
@@ -81,6 +83,8 @@ def test_csv_has_each_step_once_and_unrounded(run: Run, tmp_path: Path) -> None:
     # A spreadsheet would work out a cell that begins with =.
     assert header == ["step", "time", "accuracy", f"'{HOSTILE}", "test_accuracy"]
     assert [row[2:] for row in evaluations] == [["0.5", "1.5", ""], ["", "", "0.25"]]
+    with (tmp_path / "out" / "health.csv").open(newline="") as file:
+        assert [row["memory/process"] for row in csv.DictReader(file)] == ["5", "7"]
 
 
 def test_parquet_holds_what_csv_holds(run: Run, tmp_path: Path) -> None:
@@ -114,6 +118,8 @@ def test_tensorboard_reads_it_with_its_own_reader(run: Run, tmp_path: Path) -> N
     assert len(read["seconds/data"]) == BLOCK_EVENTS + 50
     assert [(number, value) for number, _, value in read["eval/accuracy"]] == [(BLOCK_EVENTS + 50, 0.5)]
     assert f"eval/{HOSTILE}" in read
+    # The machine was read at a step that was made again: back and forth would be no curve.
+    assert [(number, value) for number, _, value in read["health/memory/process"]] == [(BLOCK_EVENTS + 50, 7.0)]
 
 
 def test_a_record_ends_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,8 +159,17 @@ def test_a_simulated_dashboard_that_never_answers(run: Run) -> None:
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
 def test_the_command_with_a_simulated_library(run: Run, tmp_path: Path, whet: Whet, name: str) -> None:
     with EventLog(run) as log:
-        steps(log, 1, 150)
-        log.append("eval", step=150, **{HOSTILE: 1.0})
+        steps(log, 1, 60)
+        log.append("health", step=60, memory={"process": 3})
+    with EventLog(run) as log:
+        log.drop_after(40)
+        steps(log, 41, 149)
+        log.append("step", step=150, loss=150.0, seconds={"data": 0.5})
+        log.append("health", step=150, memory={"process": 4})
+        log.append("end", step=150, state="stopped")
+    with EventLog(run) as log:
+        log.drop_after(150)  # What was due when it stopped comes now.
+        log.append("eval", step=150, **{"accuracy": 0.5, HOSTILE: 1.0})
         log.append("end", step=150, state="stopped")
     kept = tmp_path / "kept.json"
     environment = {
@@ -180,6 +189,7 @@ def test_the_command_with_a_simulated_library(run: Run, tmp_path: Path, whet: Wh
     points = Counter((step, key) for step, values in found["rows"] for key in values if key != "_timestamp")
     assert {step for step, key in points if key == "train/loss"} == set(range(1, 161))
     assert {step for step, key in points if key == "eval/accuracy"} == set(range(10, 161, 10))
+    assert {step for step, key in points if key == "health/memory/process"} == {150}
     assert set(points.values()) == {1}
     assert found["project"] == "p"
     assert str(found["config"]["arch.hidden_size"]) == "8"

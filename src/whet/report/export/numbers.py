@@ -1,5 +1,7 @@
 """Which numbers does an event carry, and what are they called elsewhere?"""
 
+from collections.abc import Iterable, Iterator
+
 from whet.base.errors import WhetError
 from whet.run.event import Event, as_number
 
@@ -29,12 +31,26 @@ def named_numbers(event: Event) -> dict[str, float]:
     >>> named_numbers(Event(kind="step", time=1.0, step=3, fields={"loss": 0.5, "seconds": {"data": 0.25}}))
     {'train/loss': 0.5, 'seconds/data': 0.25}
     """
-    prefix = _PREFIXES[event.kind]
-    is_grouped = event.kind == "step"
-    return {
-        name if is_grouped and "/" in name else f"{prefix}/{name}": float(value)
-        for name, value in numbers(event).items()
-    }
+    return {outside_name(event.kind, name): float(value) for name, value in numbers(event).items()}
+
+
+def outside_name(kind: str, field: str) -> str:
+    """What a field of a kind of events is called outside of the run folder.
+
+    >>> outside_name("step", "loss"), outside_name("step", "seconds/data"), outside_name("health", "memory/process")
+    ('train/loss', 'seconds/data', 'health/memory/process')
+    """
+    return field if kind == "step" and "/" in field else f"{_PREFIXES[kind]}/{field}"
+
+
+def without_remade(events: Iterable[Event]) -> Iterator[Event]:
+    """The events of a history, without readings of the machine at steps that were made again after a resume."""
+    step = None
+    for event in events:
+        if event.kind == "step":
+            step = event.step
+        if event.kind != "health" or event.step == step:
+            yield event
 
 
 def step_of(event: Event) -> int:

@@ -43,9 +43,10 @@ def read_rows(history: History, table: Table) -> Iterator[Row]:
 
 
 def _columns(history: History, kind: str) -> tuple[str, ...]:
+    # The index knows them: millions of steps need not be read twice.
     names: dict[str, None] = {}
-    for found in _names(history, kind):
-        names.update(found)
+    for block in history.counted_blocks():
+        names.update((field.removeprefix(f"{kind}/"), None) for field in block.fields if field.startswith(f"{kind}/"))
         if len(names) > _MOST_COLUMNS:
             raise WhetError(
                 "the run has too many different numbers for a table",
@@ -53,11 +54,3 @@ def _columns(history: History, kind: str) -> tuple[str, ...]:
                 try_="--to tensorboard",
             )
     return tuple(name for name in names if name not in ("step", "time"))
-
-
-def _names(history: History, kind: str) -> Iterator[dict[str, None]]:
-    if kind == "step":
-        # The index knows them: millions of steps need not be read twice.
-        yield from (dict.fromkeys(block.stats) for block in history.step_blocks())
-    else:
-        yield from (dict.fromkeys(numbers(event)) for event in history.events(kinds=(kind,)))

@@ -8,7 +8,7 @@ values have a tag and a number.
 import struct
 from collections.abc import Iterator, Mapping
 
-from whet.report.export.numbers import KINDS, named_numbers, step_of
+from whet.report.export.numbers import KINDS, named_numbers, step_of, without_remade
 from whet.run.events import History
 
 _POLYNOMIAL = 0x82F63B78
@@ -25,7 +25,7 @@ def tensorboard_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]
 def _pieces(history: History, *, started: float) -> Iterator[bytes]:
     held = bytearray(record(_double(1, started) + _bytes(3, b"brain.Event:2")))
     tags: dict[str, bytes] = {}
-    for event in history.events(kinds=KINDS):
+    for event in without_remade(history.events(kinds=KINDS)):
         values = named_numbers(event)
         if not values:
             continue

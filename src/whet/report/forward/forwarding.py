@@ -60,7 +60,9 @@ def forward(
         for events in _batches(run, once=once, stop=stop):
             if any(event.kind == GONE for event in events):
                 say("the training has died; its next events are waited for")
-            found = [row for event in events if event.kind != GONE for row in rows.take(event)]
+            found = [row for event in events for row in rows.take(event)]
+            # No events: it is over. A run that ended has nothing more for its last step.
+            found += [] if events or rows.state is None else rows.rest()
             fresh = [row for row in map(held.news, found) if row is not None]
             for start in range(0, len(fresh), target.most_rows):
                 part = fresh[start : start + target.most_rows]
@@ -117,7 +119,7 @@ def _nothing(text: str) -> None:
 
 
 def _batches(run: Run, *, once: bool, stop: threading.Event) -> Iterator[list[Event]]:
-    """The events of a run, a second's worth at a time, or as many as may wait."""
+    """The events of a run, a second's worth at a time, or as many as may wait; none at last."""
     if once:
         batch: list[Event] = []
         for event in History(run).events():
@@ -125,7 +127,7 @@ def _batches(run: Run, *, once: bool, stop: threading.Event) -> Iterator[list[Ev
             if len(batch) == _WAITING_EVENTS:
                 yield batch
                 batch = []
-        yield batch
+        yield from (batch, [])
         return
     waiting: queue.Queue[Event | BaseException | None] = queue.Queue(_WAITING_EVENTS)
     # A thread: following waits for the file, and what was read must not wait with it.
@@ -146,6 +148,7 @@ def _batches(run: Run, *, once: bool, stop: threading.Event) -> Iterator[list[Ev
             batch.append(item)
         if batch:
             yield batch
+    yield []
 
 
 def _read(run: Run, waiting: "queue.Queue[Event | BaseException | None]", stop: threading.Event) -> None:

@@ -21,8 +21,6 @@ class Rows:
         if event.kind == "end":
             told = event.get("state")
             self.state = told if isinstance(told, str) else "done"
-            yield from self.rest()
-            return
         if event.kind in SITTINGS:
             self.state = None
         if event.kind == "resume" and self._open is not None and self._open.step > event.step:
@@ -31,6 +29,8 @@ class Rows:
         if event.kind not in KINDS:
             return
         step = step_of(event)
+        if event.kind == "health" and (self._open is None or self._open.step != step):
+            return  # Of a step that was made again: the reading came with the first time.
         if self._open is not None and step > self._open.step:
             yield from self.rest()
         if step > self._sent:
