@@ -36,7 +36,7 @@ _PUBLIC = {
     "check": "whet.recipes.checking",
     "compare": "whet.recipes.comparing",
     "make_plan": "whet.plan.plan",
-    "open_run": "whet.run.folder",
+    "open_run": "whet.report.opened",
     "probe": "whet.machine.probe",
     "summarize": "whet.report.summary",
     "train": "whet.engine.loop",
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from whet.plan.plan import make_plan as make_plan
     from whet.recipes.checking import check as check
     from whet.recipes.comparing import compare as compare
+    from whet.report.opened import open_run as open_run
     from whet.report.summary import summarize as summarize
-    from whet.run.folder import open_run as open_run
     from whet.step.optimizer import OptimizerChoice as OptimizerChoice
 
 __all__ = [

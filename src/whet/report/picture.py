@@ -76,18 +76,18 @@ def draw_picture(title: str, panels: Sequence[Panel], *, subtitle: str = "", foo
     height = _HEAD + len(panels) * _PANEL_HEIGHT + _LINE * len(footer) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-picture" viewBox="0 0 {_WIDTH} {height}"'
-        f' width="{_WIDTH}" height="{height}" role="img" aria-label="{_safe(title)}">',
-        f"<title>{_safe(title)}</title>",
+        f' width="{_WIDTH}" height="{height}" role="img" aria-label="{safe(title)}">',
+        f"<title>{safe(title)}</title>",
         f"<style>{_STYLE}</style>",
-        _text(_LEFT - 62, 20, title, extra='font-weight="600" font-size="15"'),
-        _text(_LEFT - 62, 38, subtitle, css="quiet"),
+        text_at(_LEFT - 62, 20, title, extra='font-weight="600" font-size="15"'),
+        text_at(_LEFT - 62, 38, subtitle, css="quiet"),
     ]
     for number, panel in enumerate(panels):
         parts.append(f'<g transform="translate(0 {_HEAD + number * _PANEL_HEIGHT})">')
         parts += _draw_panel(panel)
         parts.append("</g>")
     for number, line in enumerate(footer):
-        parts.append(_text(_LEFT - 62, height - 10 - _LINE * (len(footer) - 1 - number), line, css="quiet"))
+        parts.append(text_at(_LEFT - 62, height - 10 - _LINE * (len(footer) - 1 - number), line, css="quiet"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -112,13 +112,13 @@ class _Scale:
 def _draw_panel(panel: Panel) -> Iterator[str]:
     floor, right = _PANEL_HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     scale, ticks = _scale(panel)
-    yield _text(_LEFT, 22, panel.title + (", logarithmic" if scale.is_log else ""), extra='font-weight="600"')
+    yield text_at(_LEFT, 22, panel.title + (", logarithmic" if scale.is_log else ""), extra='font-weight="600"')
     for tick in ticks:
         y = scale.place(tick)
         yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
-        yield _text(_LEFT - 8, y + 4, panel.show(tick), css="quiet", extra='text-anchor="end"')
+        yield text_at(_LEFT - 8, y + 4, panel.show(tick), css="quiet", extra='text-anchor="end"')
     yield f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>'
-    yield _text((_LEFT + right) / 2, floor + 40, panel.x_title, css="quiet", extra='text-anchor="middle"')
+    yield text_at((_LEFT + right) / 2, floor + 40, panel.x_title, css="quiet", extra='text-anchor="middle"')
     places = [(point, _across(number, len(panel.points))) for number, point in enumerate(panel.points)]
     if panel.is_joined:
         joined = " ".join(f"{x},{scale.place(point.value or 0)}" for point, x in places if _is_solid(point))
@@ -127,15 +127,15 @@ def _draw_panel(panel: Panel) -> Iterator[str]:
         y = scale.place(panel.limit)
         yield f'<line class="limit" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
         # On the left, since what grows towards a limit comes near it on the right.
-        yield _text(_LEFT + 6, y - 6, panel.limit_words, css="limit-text")
+        yield text_at(_LEFT + 6, y - 6, panel.limit_words, css="limit-text")
     for point, x in places:
-        yield _text(x, floor + 20, point.label, extra='text-anchor="middle"' + _bold(point))
+        yield text_at(x, floor + 20, point.label, extra='text-anchor="middle"' + _bold(point))
         yield from _draw_point(point, x, scale)
 
 
 def _draw_point(point: Point, x: float, scale: _Scale) -> Iterator[str]:
     floor = _PANEL_HEIGHT - _BOTTOM
-    words = f"<title>{_safe(point.words)}</title>" if point.words else ""
+    words = f"<title>{safe(point.words)}</title>" if point.words else ""
     if point.value is None:
         yield f'<path class="cross" d="M{x - 5} {floor - 15}l10 10m0 -10l-10 10">{words}</path>'
         return
@@ -192,11 +192,12 @@ def _bold(point: Point) -> str:
     return ' font-weight="700"' if point.is_chosen else ""
 
 
-def _text(x: float, y: float, text: str, *, css: str = "", extra: str = "") -> str:
+def text_at(x: float, y: float, text: str, *, css: str = "", extra: str = "") -> str:
+    """A text at a place of the picture."""
     named = f' class="{css}"' if css else ""
-    return f'<text x="{round(x, 1)}" y="{round(y, 1)}"{named} {extra}>{_safe(text)}</text>'
+    return f'<text x="{round(x, 1)}" y="{round(y, 1)}"{named} {extra}>{safe(text)}</text>'
 
 
-def _safe(text: str) -> str:
+def safe(text: str) -> str:
     """Without anything that XML forbids or that would be markup."""
     return escape("".join(char if char.isprintable() else " " for char in text))
