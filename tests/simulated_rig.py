@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from whet.measure.candidates import planned
 from whet.measure.rig import Agreement, FailureKind, ProbeFailedError, Settings
-from whet.plan.plan import Plan
+from whet.plan.plan import Plan, make_plan
 
 Noise = Callable[[float, random.Random], float]
 """By how much a step is longer than it should be, at a moment on the clock."""
@@ -72,6 +72,7 @@ class SimulatedRig:
     failure: Callable[[Plan], FailureKind | None] = lambda _plan: None
     """How preparing ends badly; a "timeout" takes all the seconds it was given."""
     ends_at: float | None = None
+    tick: Callable[[], None] | None = None
     recovery_seconds: float = 0.0
     """Added when something is prepared or stepped after a failure, as where a process must be started again."""
     batch_spread: float = 0.2
@@ -96,6 +97,13 @@ class SimulatedRig:
 
     def clock(self) -> float:
         return self.now
+
+    def use_batch(self, size: int) -> None:
+        assert self.alive == 0, "another batch while something is ready"
+        workload = self.plan.workload
+        changed = {"global_batch_size": size, "num_steps": 3 * -(-(workload.num_samples or 1) // size)}
+        self.plan = make_plan(self.plan.machine, workload.model_copy(update=changed), wishes=self.plan.wishes)
+        self._plans.clear()
 
     def _recover(self) -> None:
         if self._is_down:

@@ -47,7 +47,7 @@ def recipe():
 
 def test_a_measured_plan_as_json_holds_its_trials(whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
-    done = whet("plan", "tiny.py", "--measure", "--budget", "6", "--json")
+    done = whet("plan", "tiny.py", "threads=1", "--measure", "--budget", "6", "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["trials"]
@@ -74,6 +74,9 @@ def test_what_cannot_be_measured_is_refused(whet: Run, tmp_path: Path) -> None:
         ("plan", "text", "--measure", "--machine", "m2-air-8gb"): "only this machine can be measured",
         ("plan", "text", "--measure", "--budget", "0"): "",
         ("plan", "text", "--measure", "data=missing.csv"): "missing.csv",
+        ("plan", "text", "global_batch_size=auto"): "has to be measured",
+        ("plan", "text", "global_batch_size=auto", "--machine", "h200"): "has to be measured",
+        ("prove", "text", "global_batch_size=auto"): "has to be measured",
     }
     for words, said in refusals.items():
         done = whet(*words)
@@ -90,3 +93,37 @@ def test_a_short_training_says_that_it_is_not_measured(whet: Run, tmp_path: Path
     quiet = whet("train", "tiny.py", "epochs=11", "--run", "other", "--no-measure")
     assert quiet.returncode == 0, quiet.stderr
     assert "not measured" not in quiet.stderr
+
+
+def test_a_global_batch_that_is_left_open_is_measured_kept_and_not_measured_again(whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    words = ("train", "tiny.py", "global_batch_size=auto", "epochs=2", "epochs_per_sitting=1", "--run", "run")
+    refused = whet(*words, "--no-measure")
+    assert refused.returncode == 2
+    assert "global_batch_size=auto has to be measured\n  got: --no-measure" in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+    first = whet(*words)
+    assert first.returncode == 0, first.stderr
+    assert "measuring which global batch uses this machine well" in first.stderr
+    assert "tiny.py  measuring: global batch " in first.stderr
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    chosen = json.loads((tmp_path / "run/plan.json").read_text())["workload"]["batch"]
+    assert (config["global_batch_size"], config["lr"]) == (chosen["batch"], chosen["rates"][0])
+    assert chosen["batch"] in (8, 16)
+    assert len(chosen["points"]) == 2
+
+    again = whet("--quiet", *words, "--no-measure")
+    assert again.returncode == 0, again.stderr
+    assert "measuring" not in again.stderr
+    assert "done at step" in again.stdout
+    assert json.loads((tmp_path / "run/config.json").read_text())["lr"] == config["lr"]
+    assert "was made with another lr" in whet(*words, "lr=1").stderr
+
+
+def test_a_quiet_measurement_says_nothing(whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    done = whet("--quiet", "plan", "tiny.py", "global_batch_size=auto", "--measure", "--budget", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["workload"]["batch"]["points"]

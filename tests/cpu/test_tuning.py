@@ -59,7 +59,7 @@ def a_session(model, *, told=None, **changes):
         model,
         OptimizerChoice(lr=1e-3),
         some_data(),
-        show=None if told is None else lambda kind, fields: told.append(fields.get("changed")),
+        show=None if told is None else lambda kind, fields: told.append(fields["changed"]) if kind == "plan" else None,
         **{"wishes": ONE_THREAD} if "plan" not in changes and "wishes" not in changes else {},
         **{**TRAINING, "epochs": 100_000, **changes},
     )

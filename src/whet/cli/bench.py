@@ -115,7 +115,7 @@ def _measured(
     from whet.recipes.recipe import load_recipe
 
     recipe = load_recipe(what)
-    resolved = resolve(recipe.Config, words, file=config)
+    resolved = resolve(recipe.Config, words, file=config, can_measure=True)
     recipe.describe(resolved.config)
     screen.note(f"measuring real steps in a process of their own, {budget:.0f} s at most ...")
     request = Request(
@@ -130,7 +130,8 @@ def _measured(
         is_searched=is_searched,
         budget_seconds=budget,
     )
-    return bench(request, say=screen.note)
+    with screen.measuring("bench") as watch:
+        return bench(request, say=screen.note, watch=watch)
 
 
 def _write(result: "BenchResult", *, out: Path | None, is_page: bool, is_silent: bool) -> list[Path]:

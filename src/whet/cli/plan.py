@@ -8,6 +8,9 @@ import typer
 if TYPE_CHECKING:
     from whet.plan.plan import Plan
 
+_BATCH_SHARE = 1 / 3
+"""Of the budget, for finding a global batch that is left open."""
+
 
 def plan(
     what: Annotated[
@@ -39,6 +42,7 @@ def plan(
     whet plan text global_batch_size=256 --machine m2-air-8gb
     whet plan text --why micro_batch
     whet plan text --measure
+    whet plan text global_batch_size=auto --measure
     whet plan runs/text-001
     """
     from whet.base.errors import UsageError
@@ -105,18 +109,24 @@ def _measured_plan(
     from whet.measure import cache
     from whet.measure.finish import finish_line
     from whet.measure.search import search
+    from whet.plan.plan import with_batch
+    from whet.recipes.batch import measured_batch
     from whet.recipes.measuring import rig_of
     from whet.recipes.recipe import load_recipe
 
     recipe = load_recipe(what)
-    resolved = resolve(recipe.Config, words or (), file=config)
+    resolved = resolve(recipe.Config, words or (), file=config, can_measure=True)
     recipe.describe(resolved.config)
     screen.note(f"measuring real steps in a process of their own, {budget:.0f} s at most ...")
-    with rig_of(what, resolved, device=device) as rig:
-        found = search(rig.plan, rig, budget_seconds=budget)
+    chosen, left = None, budget
+    with rig_of(what, resolved, device=device) as rig, screen.measuring("plan") as watch:
+        if resolved.is_batch_open:
+            chosen = measured_batch(rig, resolved, budget_seconds=_BATCH_SHARE * budget, watch=watch)
+            left -= chosen.spent_seconds
+        found = search(rig.plan, rig, budget_seconds=left, watch=watch)
     if found.trials:
         cache.remember(rig.about, found)
-    for line in found.words:
+    for line in (*(chosen.lines if chosen else ()), *found.words):
         screen.note(line)
-    made = found.applied_to(rig.plan)
+    made = with_batch(found.applied_to(rig.plan), chosen)
     return made, "\n" + finish_line(made, found)

@@ -3,12 +3,15 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, redirect_stdout
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import WhetError
 from whet.base.units import printable
+
+if TYPE_CHECKING:
+    from whet.measure.progress import Watch
 
 quiet = False
 """Set once by the entry point: notes are left out."""
@@ -46,6 +49,21 @@ def note(text: str) -> None:
     """What is good to know beside the result."""
     if not quiet:
         print(printable(text), file=sys.stderr)
+
+
+@contextmanager
+def measuring(name: str) -> "Iterator[Watch | None]":
+    """Who is told how far a measurement is: a line that is redrawn on a terminal, plain lines elsewhere, or nobody."""
+    if quiet:
+        yield None
+        return
+    from whet.engine.progress_line import ProgressLine
+
+    line = ProgressLine(name)
+    try:
+        yield lambda progress: line("measuring", dict(progress.as_event()))
+    finally:
+        line.close()
 
 
 def error(problem: WhetError) -> None:

@@ -6,9 +6,12 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from whet.config.resolve import Resolved
 
 
 def train(
@@ -92,12 +95,14 @@ def _train_here(
     from whet.run.folder import next_run_path, open_run
 
     recipe = load_recipe(what)
-    resolved = resolve(recipe.Config, words or (), file=config)
+    resolved = resolve(recipe.Config, words or (), file=config, can_measure=True)
     recipe.describe(resolved.config)
     allowed = tuple(word.strip() for word in allow.split(",") if word.strip())
     path = run or next_run_path(Path("runs"), recipe=recipe.name)
     if not path.exists():
         check_writable(path)
+    if resolved.is_batch_open:
+        resolved = _with_a_batch(what, resolved, path, device=device, fresh=fresh, measures=measures)
     command = ["whet", "train", what, *(words or ()), *_options(config, device), "--run", str(path)]
     if not fresh and _is_done(path, resolved.config.model_dump(mode="json")):
         screen.note(f"{path} is done; epochs or max_steps may grow, --fresh starts anew")
@@ -143,6 +148,29 @@ def _train_here(
             raise typer.Exit(result.exit_code)
     report = summarize(path)
     screen.result(render(report, width=screen.width(), unicode=screen.speaks_unicode(), has_settings=False))
+
+
+def _with_a_batch(
+    what: str, resolved: "Resolved[Any]", path: Path, *, device: str, fresh: bool, measures: bool
+) -> "Resolved[Any]":
+    """With the global batch of the run that is there, or with one that is measured now."""
+    from whet.cli import screen
+    from whet.config.resolve import refuse_open_batch
+    from whet.engine.supervise import tell_parent
+    from whet.recipes.batch import MOST_SECONDS, batch_of_run, find_batch
+
+    kept = None if fresh else batch_of_run(path, resolved)
+    if kept is not None:
+        return kept
+    if not measures:
+        raise refuse_open_batch("--no-measure")
+    tell_parent(None)
+    screen.note(f"measuring which global batch uses this machine well, {MOST_SECONDS:.0f} s at most ...")
+    with screen.measuring(what) as watch:
+        found = find_batch(what, resolved, device=device, watch=watch)
+    for line in found.batch.lines if found.batch else ():
+        screen.note(line)
+    return found
 
 
 def _has_virtual_mac() -> bool:

@@ -55,7 +55,9 @@ class CommonConfig(BaseModel):
     data_paths: tuple[str, ...] = Field((), description="several files or folders, read one after the other")
     init_from: str | None = Field(None, description="run folder whose weights a new run starts from")
 
-    global_batch_size: Annotated[int, Field(gt=0, le=10**6)] = Field(32, description="samples of one optimizer step")
+    global_batch_size: Annotated[int, Field(gt=0, le=10**6)] = Field(
+        32, description="samples of one optimizer step; auto measures which, and scales lr"
+    )
     epochs: PositiveInt = Field(3, description="passes over the training data")
     max_steps: PositiveInt | None = Field(None, description="stop after this many optimizer steps, if earlier")
     optimizer: Literal["adamw", "adafactor", "sgd"] = Field("adamw", description="how weights are updated")

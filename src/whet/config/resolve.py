@@ -1,7 +1,7 @@
 """How the pieces come together: default < config file < command line, unknown keys refused with a suggestion."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args
 
@@ -13,6 +13,7 @@ from whet.base.errors import UsageError, nearest
 from whet.config.files import read_config_file
 from whet.config.keys import DTYPE_NAMES, SYNONYMS, CommonConfig
 from whet.config.words import flatten, nest, read_words
+from whet.plan.chosen_batch import ChosenBatch
 from whet.plan.setting import Scalar
 
 _LAWS = {
@@ -36,6 +37,10 @@ class Resolved(Generic[C]):
 
     config: C
     given: tuple[str, ...]
+    is_batch_open: bool = False
+    """global_batch_size=auto: the config has the recipe's own number, which lr is meant for, until it is measured."""
+    batch: ChosenBatch | None = None
+    """What was measured."""
 
     @property
     def wishes(self) -> dict[str, Scalar]:
@@ -43,9 +48,20 @@ class Resolved(Generic[C]):
         top = {key: getattr(self.config, key) for key in self.config.plan_keys if key in self.given}
         return {key: value for key, value in top.items() if value != "auto"}
 
+    def with_batch(self, chosen: ChosenBatch) -> "Resolved[C]":
+        """With the global batch that was measured, and the learning rate that goes with it."""
+        numbers = {"global_batch_size": chosen.batch, "lr": chosen.rates[0]}
+        config = self.config.model_copy(update=numbers)
+        return replace(self, config=config, is_batch_open=False, batch=chosen)
 
-def resolve(model: type[C], words: Iterable[str] = (), *, file: Path | None = None) -> Resolved[C]:
-    """The config of a recipe from a file and words; every key is checked before anything runs."""
+
+def resolve(
+    model: type[C], words: Iterable[str] = (), *, file: Path | None = None, can_measure: bool = False
+) -> Resolved[C]:
+    """The config of a recipe from a file and words; every key is checked before anything runs.
+
+    `can_measure` is for those who will find a global batch that is left open.
+    """
     said = read_words(words)
     from_file = _rename(flatten(read_config_file(file))) if file else {}
     from_words = _rename(said.values)
@@ -53,11 +69,25 @@ def resolve(model: type[C], words: Iterable[str] = (), *, file: Path | None = No
     for values, where in ((from_file, str(file)), (from_words, "the command line"), (said.dropped, "the command line")):
         _refuse_unknown(values, known, where)
     flat = {**{key: value for key, value in from_file.items() if key not in said.dropped}, **from_words}
+    is_batch_open = flat.get("global_batch_size") == "auto"
+    if is_batch_open:
+        if not can_measure:
+            raise refuse_open_batch("nothing is measured here")
+        del flat["global_batch_size"]
     try:
         config = model.model_validate(nest(flat))
     except ValidationError as error:
         raise _explain(error, known) from None
-    return Resolved(config=config, given=tuple(sorted(flat)))
+    return Resolved(config=config, given=tuple(sorted(flat)), is_batch_open=is_batch_open)
+
+
+def refuse_open_batch(why: str) -> UsageError:
+    """The error where a global batch that is left open cannot be found."""
+    return UsageError(
+        "global_batch_size=auto has to be measured",
+        got=why,
+        try_="global_batch_size=N; or auto with whet train, whet plan --measure or whet bench, on the machine itself",
+    )
 
 
 def known_keys(model: type[BaseModel], *, prefix: str = "") -> dict[str, FieldInfo]:

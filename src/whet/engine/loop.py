@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
 from whet.engine.evaluating import Evaluate
+from whet.engine.open_batch import settled
 from whet.engine.progress_line import ProgressLine
 from whet.engine.recorder import Show
 from whet.engine.session import Session
@@ -54,14 +55,31 @@ def train(
     False; `open_rig` opens the same training in a process of its own for that. All other options are Session's: run,
     device, wishes, plan, goal, init_from, outputs (of a causal model), and what `engine/training.py` lists
     (global_batch_size, epochs, max_steps, seed, schedule, warmup_steps, clip, ema, eval_every, patience, ...).
+
+    global_batch_size="auto" measures which batch uses this machine well, and scales your learning rate, which is taken
+    to be meant for `lr_batch` samples (32); the run keeps both numbers.
     """
     if (evaluate is None) != (dev is None):
         raise UsageError("evaluate and dev belong together", got="one of them", try_="evaluate=..., dev=...")
-    metrics: dict[str, float] = {}
     told = ProgressLine(epochs=options.get("epochs", 1)) if show == "line" else show
-    session = Session(model, optimizer, data, show=told, **options)
-    if measure:
-        session.tune(loss, open_rig=open_rig)
+    given = settled(model, data, loss=loss, optimizer=optimizer, options=options, may_measure=measure, show=told)
+    with given as (optimizer, options):
+        session = Session(model, optimizer, data, show=told, **options)
+        if measure:
+            session.tune(loss, open_rig=open_rig)
+        metrics = _train(session, loss, evaluate, dev=dev, test=test)
+    return Result(
+        path=None if session.run is None else session.run.path,
+        state="done" if session.is_finished else "stopped",
+        step=session.progress.step,
+        metrics=metrics,
+        exit_code=session.exit_code,
+    )
+
+
+def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, dev: Any, test: Any) -> dict[str, float]:
+    """The loop itself; what the last evaluation gave."""
+    metrics: dict[str, float] = {}
     with session:
         if evaluate is not None and session.due("evaluate"):
             metrics |= session.evaluate(evaluate, dev)
@@ -71,10 +89,4 @@ def train(
                 metrics |= session.evaluate(evaluate, dev)
         if evaluate is not None and test is not None and session.is_finished and not session.has_logged("test_"):
             metrics |= session.evaluate(evaluate, test, prefix="test_")
-    return Result(
-        path=None if session.run is None else session.run.path,
-        state="done" if session.is_finished else "stopped",
-        step=session.progress.step,
-        metrics=metrics,
-        exit_code=session.exit_code,
-    )
+    return metrics

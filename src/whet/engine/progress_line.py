@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from whet.base.units import printable, show_bytes, show_seconds
@@ -68,24 +69,31 @@ class ProgressLine:
             self._end_epoch(fields)
         elif kind == "step":
             self._step(fields)
+        elif kind == "measuring":
+            self._draw(lambda: f"{self._name}  {fields['words']}")
         elif kind == "end":
-            self._close()
+            self.close()
             if fields["state"] == "stopped":
                 self.say(f"{self._name}: stopped after step {fields['step']:,}; the same call goes on")
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        self._close()
+        self.close()
         self._stream.write(printable(line) + "\n")
         self._stream.flush()
 
     def _step(self, fields: dict[str, Any]) -> None:
         now = time.monotonic()
         self._seen.append((now, fields["step"], fields["samples"]))
+        self._draw(lambda: self._line(fields))
+
+    def _draw(self, make: Callable[[], str]) -> None:
+        """A line that the next one takes the place of, on a terminal; elsewhere one that stays, now and then."""
+        now = time.monotonic()
         if now - self._shown_at < (_REDRAW_SECONDS if self._has_terminal else _LINE_SECONDS):
             return
         self._shown_at = now
-        line = self._line(fields)
+        line = make()
         if self._has_terminal:
             columns = shutil.get_terminal_size((120, 40)).columns
             self._stream.write(f"\r\x1b[2K{printable(line)[: columns - 1]}")
@@ -125,7 +133,8 @@ class ProgressLine:
         took = show_seconds(fields["epoch_seconds"])
         self.say(f"{self._name}  epoch {fields['epoch']}{of_all} took {took}  {self._memory}".rstrip())
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Clears a line that was to be redrawn, so that others can write."""
         if self._is_open:
             self._stream.write("\r\x1b[2K")
             self._stream.flush()

@@ -8,10 +8,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from whet.data.columns import as_columns
+from whet.device.machine_here import machine_here
 from whet.engine.refusals import refuse_disallowed, refuse_wishes_beside_plan
 from whet.engine.training import Training
 from whet.engine.workload import describe
-from whet.plan.plan import Plan
+from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.step.optimizer import OptimizerChoice
@@ -78,3 +80,14 @@ def make_request(
         allow=refuse_disallowed(allow),
         **rest,
     )
+
+
+def plan_by_rules(asked: Request) -> Plan:
+    """The plan for it on this machine, before anything is measured."""
+    machine, conditions = machine_here()
+    return make_plan(machine, asked.workload, wishes=asked.wishes, conditions=conditions)
+
+
+def can_be_read_again(data: Any) -> bool:
+    """A stream is used up by whoever reads it first."""
+    return as_columns(data) is not None or callable(getattr(data, "__getitem__", None))

@@ -5,8 +5,9 @@ It borrows the model and leaves no trace: weights, buffers, modes, the optimizer
 
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import cycle, islice
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +35,7 @@ from whet.measure.candidates import planned, predicted_bytes
 from whet.measure.rig import Agreement, FailureKind, ProbeFailedError
 from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
+from whet.plan.workload import Workload
 from whet.step.ema import named_tensors
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
@@ -63,6 +65,7 @@ class StepRig:
         """`may_compile` is for a process of its own: compiling cannot be cut short in this one."""
         self.may_compile = may_compile
         self.ends_at: float | None = None
+        self.tick: Callable[[], None] | None = None
         self.about = evidence_key(plan, model)
         """What is measured here, as evidence is kept by."""
         self.plan = plan
@@ -91,9 +94,7 @@ class StepRig:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for source in self._sources.values():
-            source.close()
-        self._sources.clear()
+        self._close_sources()
         self._closing.close()
         for place in self._floors:
             open_device(str(place)).device.empty_cache()
@@ -109,6 +110,15 @@ class StepRig:
     def plan_with(self, settings: Mapping[str, Scalar]) -> Plan:
         """The plan as it would be with these settings; what depends on them is decided again."""
         return planned(self.plan, settings)
+
+    def use_batch(self, size: int) -> None:
+        """From here on a step has so many samples, and the rules plan for it anew."""
+        self._close_sources()
+        self._training = replace(self._training, global_batch_size=size)
+        num_steps = self._training.total_steps(self.plan.workload.num_samples)
+        changed = {"global_batch_size": size, "num_steps": num_steps or None}
+        self._use_workload(self.plan.workload.model_copy(update=changed))
+        self.about = evidence_key(self.plan, self.model)
 
     def predicted_bytes(self, settings: Mapping[str, Scalar]) -> int | None:
         return predicted_bytes(self.plan, settings)
@@ -206,8 +216,17 @@ class StepRig:
         except Exception:
             # A loss may insist on more samples: then nobody knows what one of them needs.
             return
-        workload = plan.workload.model_copy(update={"activation_bytes": needed})
+        self._use_workload(plan.workload.model_copy(update={"activation_bytes": needed}))
+
+    def _use_workload(self, workload: Workload) -> None:
+        plan = self.plan
         self.plan = make_plan(plan.machine, workload, wishes=plan.wishes, conditions=plan.conditions)
+
+    def _close_sources(self) -> None:
+        for source in self._sources.values():
+            source.close()
+        self._sources.clear()
+        self._batches.clear()
 
 
 class PreparedSteps:
@@ -293,7 +312,7 @@ def evidence_key(plan: Plan, model: nn.Module) -> dict[str, Any]:
     """What evidence holds for: this machine and software, this model, data of these shapes, these wishes."""
     return {
         "machine": plan.machine.as_json(),
-        "workload": plan.workload.as_json(),
+        "workload": plan.workload.model_copy(update={"batch": None}).as_json(),
         "wishes": dict(plan.wishes),
         "model": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in named_tensors(model)],
         "modules": sorted({type(module).__name__ for module in model.modules()}),

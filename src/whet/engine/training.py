@@ -32,6 +32,9 @@ class Training:
     """Stop after this many epochs, to go on later with the same command."""
 
     def __post_init__(self) -> None:
+        if str(self.global_batch_size) == "auto":
+            hint = 'whet.train or whet.tune with "auto"; plan.workload.global_batch_size is what tune found'
+            raise UsageError("a session needs a number", got='global_batch_size="auto"', try_=hint)
         for name in ("global_batch_size", "epochs", "max_steps", "eval_every", "patience", "epochs_per_sitting"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):

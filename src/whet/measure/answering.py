@@ -10,12 +10,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 import psutil
 
 _LOOK_EVERY_SECONDS = 0.02
+_TICK_SECONDS = 0.5
 _LAST_LINES_SECONDS = 1.0
 """What it started may hold its stdout open for ever."""
 
@@ -51,6 +52,8 @@ class AnsweringProcess:
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=_pump, args=(self._process.stdout, self._lines), daemon=True)
         self._reader.start()
+        self.tick: Callable[[], None] | None = None
+        """Called about twice a second while an answer is waited for."""
         self.took_too_much: int | None = None
         """The bytes it had when it was ended for them."""
         self._watching = threading.Thread(target=self._watch, args=(most_bytes,), daemon=True) if most_bytes else None
@@ -87,9 +90,13 @@ class AnsweringProcess:
         while True:
             try:
                 left = max(0.0, ends_at - time.monotonic())
-                line = self._lines.get(timeout=min(left, threading.TIMEOUT_MAX))
+                line = self._lines.get(timeout=min(left, _TICK_SECONDS if self.tick else threading.TIMEOUT_MAX))
             except queue.Empty:
-                return "late"
+                if time.monotonic() >= ends_at:
+                    return "late"
+                if self.tick is not None:
+                    self.tick()
+                continue
             if line is None:
                 return "dead"
             if line.startswith(self._mark):

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from whet.base.errors import UsageError, WhetError
+from whet.measure.batches import BatchRig
 from whet.measure.lifeline import questions
-from whet.measure.rig import PlannedRig, Prepared, ProbeFailedError
+from whet.measure.rig import Prepared, ProbeFailedError
 
 MARK = "whet-measure "
 
@@ -27,7 +28,7 @@ def main() -> None:
     opening = json.loads(next(asked))
     with contextlib.ExitStack() as closing:
         try:
-            rig: PlannedRig = closing.enter_context(_open(opening["target"], opening["arguments"]))
+            rig: BatchRig = closing.enter_context(_open(opening["target"], opening["arguments"]))
         except WhetError as error:
             say({"refused": [error.what, error.got, error.try_], "is_usage": isinstance(error, UsageError)})
             # Without the usual way out: a thread waits for questions, and a driver that was upset may hang there.
@@ -43,10 +44,13 @@ def _open(target: str, arguments: dict[str, Any]) -> Any:
     return getattr(importlib.import_module(module), name)(arguments)
 
 
-def _answer(rig: PlannedRig, prepared: dict[int, Prepared], question: dict[str, Any]) -> dict[str, Any]:
+def _answer(rig: BatchRig, prepared: dict[int, Prepared], question: dict[str, Any]) -> dict[str, Any]:
     settings, number = question.get("settings", {}), question.get("number", -1)
     try:
         match question["do"]:
+            case "batch":
+                rig.use_batch(question["size"])
+                return {"plan": rig.plan.as_json(), "about": dict(rig.about)}
             case "agree":
                 return {"agreement": asdict(rig.agreement(settings, seconds=question["limit"]))}
             case "prepare":

@@ -51,6 +51,7 @@ def fight(
     until: float,
     coin: random.Random,
     most_pairs: int = MOST_PAIRS,
+    tick: Callable[[], None] | None = None,
 ) -> Duel:
     """A duel that ends when the answer is clear, after `most_pairs`, or before `until` on the clock.
 
@@ -72,6 +73,8 @@ def fight(
         order = (us, them) if coin.random() < 0.5 else (them, us)
         for side in order:
             side.visit(batch)
+        if tick is not None:
+            tick()
         batch += steps
         log_ratio = math.log(us.seconds[-1] / them.seconds[-1])
         if batch == steps and log_ratio >= math.log(HOPELESS):

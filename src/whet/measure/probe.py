@@ -9,11 +9,13 @@ from whet.measure.candidates import Candidate, device_kind, memory_limit, merged
 from whet.measure.duel import Duel, fight
 from whet.measure.fitting import Fitting
 from whet.measure.objective import BreakEven
+from whet.measure.progress import Watched
 from whet.measure.rig import Agreement, Prepared, ProbeFailedError, Rig, Settings
 from whet.measure.words import break_even_words, duel_words, gain_words, shown, timeout_words
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.trial import Trial, Verdict
+from whet.plan.words import show_value
 
 _MOST_PAIRS = 24
 """A candidate that needs more to be told apart is not worth the time; the last duel may take more."""
@@ -39,6 +41,7 @@ class Bench:
     rig: Rig
     budget: Budget
     coin: random.Random
+    watched: Watched
     fitting: Fitting = field(default_factory=Fitting)
     agreements: dict[tuple[object, ...], Agreement] = field(default_factory=dict)
     plans: dict[frozenset[tuple[str, Scalar]], Plan] = field(default_factory=dict)
@@ -119,6 +122,7 @@ def try_out(
 ) -> tuple[Trial, Contender | None]:
     """The record of a trial, and the contender where it is the better one; else it is closed again."""
     started = bench.rig.clock()
+    bench.watched.begin(" and ".join(f"{name} {show_value(value)}" for name, value in candidate.changes.items()))
     settings, name = merged(best.settings, candidate), shown(candidate.setting, candidate.value)
 
     def record(verdict: Verdict, words: str, rival: Contender | None = None, duel: Duel | None = None) -> Trial:
@@ -156,7 +160,15 @@ def _weigh(
         return "failed", f"{name}: {excess}", None
     clock = bench.rig.clock
     try:
-        duel = fight(rival.prepared, best.prepared, clock=clock, until=until, coin=bench.coin, most_pairs=_MOST_PAIRS)
+        duel = fight(
+            rival.prepared,
+            best.prepared,
+            clock=clock,
+            until=until,
+            coin=bench.coin,
+            most_pairs=_MOST_PAIRS,
+            tick=bench.watched.again,
+        )
     except ProbeFailedError as error:
         return "failed", f"{name}: {error.kind}, {error.reason}", None
     bench.learn_memory(rival)

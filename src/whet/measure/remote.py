@@ -5,7 +5,7 @@ Memory is the process's own (its resident set), looked at fifty times a second: 
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -41,10 +41,12 @@ class RemoteRig:
         self._process: AnsweringProcess | None = None
         self.life = 0
         """How many processes have ended: what was prepared in one is gone with it."""
+        self.about: dict[str, Any] = {}
         self._numbers = 0
         self._start_seconds = 0.0
         self.ends_at: float | None = None
         """On the clock: nothing is waited for any longer."""
+        self.tick: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
         start = self.clock()
@@ -75,6 +77,16 @@ class RemoteRig:
         prepared.begin(seconds)
         return prepared
 
+    def use_batch(self, size: int) -> None:
+        """From here on a step has so many samples, also in a process that is started again."""
+        self._arguments["global_batch_size"] = size
+        if self._process is None:
+            self.plan = self._start(START_SECONDS)
+            return
+        answer = self.ask(START_SECONDS, do="batch", size=size)
+        self.plan = read_plan(answer["plan"], where="the plan of a measuring process")
+        self.about = answer["about"]
+
     def ask(self, seconds: float, **question: Any) -> dict[str, Any]:
         """An answer; a process that gives none is ended, and its end told as the failure of this probe."""
         if self._process is None:
@@ -102,7 +114,7 @@ class RemoteRig:
         seconds = self._within(seconds)
         answer = self._asked(seconds, target=self._target, arguments=self._arguments)
         if isinstance(answer, dict) and "plan" in answer:
-            self.about: dict[str, Any] = answer["about"]
+            self.about = answer["about"]
             return read_plan(answer["plan"], where="the plan of a measuring process")
         words = self._process.last_words() if answer == "dead" else f"no answer after {seconds:.0f} s"
         self._end()
@@ -114,6 +126,7 @@ class RemoteRig:
     def _asked(self, seconds: float, **question: Any) -> dict[str, Any] | str:
         assert self._process is not None
         try:
+            self._process.tick = self.tick
             return self._process.ask(seconds, **question)
         except BaseException:
             # Ctrl-C: nobody waits for this answer any longer, and the next one would be taken for it.

@@ -1,6 +1,6 @@
 """What can be asked of one workload on one machine? A rig makes real steps, or simulated ones on a clock of its own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -63,6 +63,9 @@ class Rig(Protocol):
 
     ends_at: float | None
     """On the clock: nothing is waited for any longer, where a rig can hold that."""
+
+    tick: Callable[[], None] | None
+    """Called now and then while something is waited for, where a rig can do that."""
 
     @property
     def recovery_seconds(self) -> float:

@@ -11,6 +11,7 @@ from whet.measure.candidates import ORDER, Candidate, candidates, device_kind, m
 from whet.measure.duel import Duel, fight
 from whet.measure.found import Found, Gain, measured_settings
 from whet.measure.probe import Bench, Contender, break_even, micro_batch, record_duel, refuse, try_out
+from whet.measure.progress import Watch, Watched
 from whet.measure.rig import ProbeFailedError, Rig
 from whet.measure.words import interval_words
 from whet.plan.plan import Plan
@@ -41,18 +42,22 @@ _CONFIRM_PAIRS = 8
 _CONFIRM_SHARE = 0.35
 
 
-def search(plan: Plan, rig: Rig, *, budget_seconds: float, seed: int = 0) -> Found:
+def search(plan: Plan, rig: Rig, *, budget_seconds: float, seed: int = 0, watch: Watch | None = None) -> Found:
     """The best settings that could be found and confirmed; the rules' own where no gain is real."""
     budget = Budget(clock=rig.clock, start=rig.clock(), seconds=budget_seconds)
+    watched = Watched(watch, budget)
     outer, rig.ends_at = rig.ends_at, budget.start + _WALL * budget_seconds
+    rig.tick = None if watch is None else watched.again
     try:
-        return _search(plan, rig, budget, seed)
+        bench = Bench(rule_plan=plan, rig=rig, budget=budget, coin=random.Random(seed), watched=watched)
+        return _search(bench)
     finally:
-        rig.ends_at = outer
+        rig.ends_at, rig.tick = outer, None
 
 
-def _search(plan: Plan, rig: Rig, budget: Budget, seed: int) -> Found:
-    bench = Bench(rule_plan=plan, rig=rig, budget=budget, coin=random.Random(seed))
+def _search(bench: Bench) -> Found:
+    plan, budget = bench.rule_plan, bench.budget
+    bench.watched.begin("the rules' plan")
     try:
         base = bench.prepare({}, seconds=_FIRST_SHARE * budget.seconds)
     except ProbeFailedError as error:
@@ -168,10 +173,18 @@ def _confirm(state: _State) -> Found:
     if best is base:
         return _found(state, base, reason="nothing was shown to be faster than the rules")
     started = bench.rig.clock()
+    bench.watched.begin("the best against the rules")
     try:
         base = bench.prepare({}, seconds=bench.budget.left)
         try:
-            duel = fight(best.prepared, base.prepared, clock=bench.rig.clock, until=bench.budget.end, coin=bench.coin)
+            duel = fight(
+                best.prepared,
+                base.prepared,
+                clock=bench.rig.clock,
+                until=bench.budget.end,
+                coin=bench.coin,
+                tick=bench.watched.again,
+            )
         finally:
             base.prepared.close()
     except ProbeFailedError as error:

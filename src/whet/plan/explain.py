@@ -26,6 +26,8 @@ def diff(ours: Plan, theirs: Plan) -> tuple[Difference, ...]:
 
 def explain(plan: Plan, name: str) -> str:
     """Why a plan sets `name` as it does: the value, the evidence, and the rule's own page."""
+    if name == "global_batch_size":
+        return _explain_batch(plan)
     rule = next((rule for rule in ALL if rule.setting == name), None)
     if rule is None:
         meant = nearest(name, plan.settings)
@@ -43,6 +45,27 @@ def explain(plan: Plan, name: str) -> str:
             "",
             f"rule {rule.id}: {rule.what}",
             *(f"{section}: {text}" for section, text in rule.sections.items()),
+        ]
+    )
+
+
+def _explain_batch(plan: Plan) -> str:
+    chosen = plan.workload.batch
+    if chosen is None:
+        return f"global_batch_size = {plan.workload.global_batch_size}   (from: you)\n  a plan never changes it"
+    rows = [
+        f"  {point.batch:>7,}: {point.samples_per_second:,.4g} samples/s in {point.steps} steps"
+        if point.samples_per_second
+        else f"  {point.batch:>7,}: {point.words}"
+        for point in chosen.points
+    ]
+    return "\n".join(
+        [
+            f"global_batch_size = {chosen.batch}   (from: measured, since you said auto)",
+            *(f"  {line}" for line in chosen.lines),
+            "",
+            "evidence",
+            *rows,
         ]
     )
 

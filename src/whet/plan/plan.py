@@ -9,6 +9,7 @@ from whet.base.errors import UsageError, WhetError, nearest
 from whet.base.record import Record
 from whet.machine.facts import Conditions, Machine
 from whet.plan.cautions import cautions
+from whet.plan.chosen_batch import ChosenBatch
 from whet.plan.hazards import hazards
 from whet.plan.rule import Facts, Rule
 from whet.plan.rules import ALL
@@ -94,6 +95,11 @@ def override(plan: Plan, wishes: Mapping[str, Scalar]) -> Plan:
         conditions=plan.conditions,
         trials=plan.trials,
     )
+
+
+def with_batch(plan: Plan, chosen: ChosenBatch | None) -> Plan:
+    """The plan with how its global batch came about."""
+    return plan.model_copy(update={"workload": plan.workload.model_copy(update={"batch": chosen})})
 
 
 def with_learnt(plan: Plan, learnt: Mapping[str, Measured]) -> Plan:

@@ -17,7 +17,8 @@ _LEAST_WHY = 24
 
 def workload_line(workload: Workload) -> str:
     """What is trained, in one line."""
-    parts = [f"{show_count(workload.num_parameters)} parameters", f"global batch {workload.global_batch_size}"]
+    batch = f"global batch {workload.global_batch_size}" + (" (measured)" if workload.batch else "")
+    parts = [f"{show_count(workload.num_parameters)} parameters", batch]
     if workload.lengths_vary:
         mean = f"mean length {workload.mean_length:.0f} of" if workload.mean_length else "lengths up to"
         parts.append(f"{mean} {workload.max_length}")
@@ -75,6 +76,7 @@ def plan_lines(plan: Plan, *, width: int) -> Iterator[str]:
     """The whole plan: for which machine, for what, the settings, and what to beware of."""
     yield f"machine   {one_line(plan.machine)}"
     yield f"workload  {workload_line(plan.workload)}"
+    yield from (f"          {line}" for line in (plan.workload.batch.lines if plan.workload.batch else ()))
     yield ""
     yield from settings_table(settings_rows(plan), width=width)
     if plan.cautions:

@@ -3,6 +3,7 @@
 from pydantic import PositiveInt
 
 from whet.base.record import Record
+from whet.plan.chosen_batch import ChosenBatch
 
 WEIGHT_BYTES = 4
 GRADIENT_BYTES = 4
@@ -36,6 +37,8 @@ class Workload(Record):
     is_causal: bool = False
     layers: tuple[str, ...] = ()
     """Kinds of layers that known wrong results speak of (`plan/known_hazards.py`), as far as they were seen."""
+    batch: ChosenBatch | None = None
+    """How the global batch came about where the user left it open (global_batch_size=auto)."""
 
     @property
     def static_bytes(self) -> int:

@@ -15,18 +15,23 @@ from whet.machine.vitals import Vitals
 from whet.measure.benching import Table, measure_sweep
 from whet.measure.candidates import memory_limit, planned
 from whet.measure.disturbance import strain
+from whet.measure.progress import Watch
 from whet.measure.remote import RemoteRig
 from whet.measure.rig import ProbeFailedError, Settings
 from whet.measure.search import search
 from whet.measure.sweeps import Arm, arms, chosen_sweeps, plain_loop
+from whet.plan.chosen_batch import ChosenBatch
+from whet.plan.plan import Plan
+from whet.recipes.batch import measured_batch
 from whet.recipes.measuring import rig_of
 from whet.recipes.recipe import Recipe
-from whet.run.bench_result import BenchResult, Row, Sweep
+from whet.run.bench_result import BenchResult, Interval, Row, Sweep
 from whet.run.folder import versions
 
 _WALL = 1.05
 """Of the budget: then whatever still runs is ended."""
 _SEARCH_SHARE = 0.4
+_BATCH_SHARE = 0.25
 _PRESET_SHARE = 0.5
 """Of the budget, for models of other sizes: each starts a process of its own."""
 _WEIGHTS = {"micro_batch": 2.0, "against": 2.0}
@@ -60,7 +65,7 @@ def presets(recipe: Recipe) -> Mapping[str, Mapping[str, object]]:
     return found
 
 
-def bench(request: Request, *, say: Say) -> BenchResult:
+def bench(request: Request, *, say: Say, watch: Watch | None = None) -> BenchResult:
     """Starts a process for the recipe, and measures; the clock runs from here."""
     started = time.perf_counter()
     ends_at = started + request.budget_seconds
@@ -68,11 +73,19 @@ def bench(request: Request, *, say: Say) -> BenchResult:
     if "arch" in request.sweeps and not sizes:
         raise UsageError("this recipe has no sizes to sweep", got=f"{request.word} declares no presets", try_=_PRESETS)
     found: list[Sweep] = []
+    chosen: ChosenBatch | None = None
     with _opened(request, started) as rig:
         own: Settings = {}
+        if request.resolved.is_batch_open:
+            say("finding the global batch first ...")
+            share = _BATCH_SHARE * (ends_at - rig.clock())
+            chosen = measured_batch(rig, request.resolved, budget_seconds=share, watch=watch)
+            for line in chosen.lines:
+                say(line)
+            found.append(batch_sweep(chosen, rig.plan))
         if request.is_searched:
             say("searching for the fastest plan first ...")
-            result = search(rig.plan, rig, budget_seconds=_SEARCH_SHARE * (ends_at - rig.clock()))
+            result = search(rig.plan, rig, budget_seconds=_SEARCH_SHARE * (ends_at - rig.clock()), watch=watch)
             own = result.settings
             for line in result.words:
                 say(line)
@@ -89,11 +102,11 @@ def bench(request: Request, *, say: Say) -> BenchResult:
         plan = planned(rig.plan, own)
         disturbances = tuple(strain(table))
     if sizes:
-        found.append(_sizes(request, sizes, started=started, say=say))
+        found.append(_sizes(request, sizes, chosen, started=started, say=say))
     return BenchResult(
         created=dt.datetime.now(tz=dt.UTC).date().isoformat(),
         machine=plan.machine,
-        workload=plan.workload,
+        workload=plan.workload.model_copy(update={"batch": chosen}),
         plan={name: setting.value for name, setting in plan.settings.items()},
         plan_source="measured" if own else "rules",
         limit_bytes=memory_limit(plan),
@@ -134,14 +147,49 @@ def _jobs(request: Request, table: Table) -> Iterator[tuple[str, list[Arm]]]:
         yield "plan", [itself]
 
 
-def _sizes(request: Request, sizes: Mapping[str, Mapping[str, object]], *, started: float, say: Say) -> Sweep:
+def batch_sweep(chosen: ChosenBatch, plan: Plan) -> Sweep:
+    """The curve whose knee was taken."""
+    rows = []
+    for point in chosen.points:
+        rate = None
+        if point.samples_per_second and point.low and point.high:
+            rate = Interval(
+                middle=point.samples_per_second,
+                low=point.low,
+                high=point.high,
+                confidence=point.confidence,
+                repeats=point.steps,
+            )
+        rows.append(
+            Row(
+                value=point.batch,
+                is_plan=point.batch == chosen.batch,
+                execution={"device": plan.value("device"), "micro_batch": point.micro_batch},
+                outcome="measured" if rate else "failed",
+                words=point.words,
+                samples_per_second=rate,
+                peak_bytes=point.peak_bytes,
+            )
+        )
+    return Sweep(setting="global_batch_size", rows=tuple(rows), note="by the rules' plan, one batch after another")
+
+
+def _sizes(
+    request: Request,
+    sizes: Mapping[str, Mapping[str, object]],
+    chosen: ChosenBatch | None,
+    *,
+    started: float,
+    say: Say,
+) -> Sweep:
     """Models of other sizes, each by its own plan, one after another."""
     rows: list[Row] = []
     ends_at = started + request.budget_seconds
     for number, (name, changes) in enumerate(sizes.items()):
         say(f"measuring arch: {name} ...")
         words = [*request.words, *(f"{key}={value}" for key, value in changes.items())]
-        resolved = resolve(request.recipe.Config, words, file=request.config_file)
+        resolved = resolve(request.recipe.Config, words, file=request.config_file, can_measure=True)
+        resolved = resolved.with_batch(chosen) if chosen else resolved
         until = time.perf_counter() + max(0.0, ends_at - time.perf_counter()) / (len(sizes) - number)
         rig = rig_of(request.word, resolved, device=request.device)
         rig.ends_at = until

@@ -21,6 +21,7 @@ def rig_of(word: str, resolved: Resolved[Any], *, device: str) -> RemoteRig:
         "config": resolved.config.model_dump(mode="json"),
         "given": list(resolved.given),
         "device": device,
+        "global_batch_size": resolved.config.global_batch_size,
     }
     free = read_vitals().memory_available_bytes
     most_bytes = int(_MOST_MEMORY * free) if free else None
@@ -33,6 +34,7 @@ def open_rig(arguments: Mapping[str, Any]) -> Any:
 
     recipe = load_recipe(arguments["recipe"])
     config = recipe.Config.model_validate(arguments["config"])
+    config = config.model_copy(update={"global_batch_size": arguments["global_batch_size"]})
     before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
     # torch is loaded from here on, unless a recipe of yours has done so.
     from whet.device.machine_here import machine_here

@@ -92,7 +92,7 @@ def train_recipe(
         run=run,
         device=device,
         wishes=resolved.wishes,
-        workload=made.workload,
+        workload=made.workload.model_copy(update={"batch": resolved.batch}),
         goal=recipe.goal,
         recipe=recipe.name,
         config=config.model_dump(mode="json"),

@@ -99,7 +99,9 @@ class BenchResult(Record):
 
     def best_by_device(self) -> Iterator[Row]:
         """For each device the plan's own row, or the one of the device sweep."""
-        rows = [row for sweep in self.sweeps for row in sweep.rows if row.is_plan or sweep.setting == "device"]
+        # A curve over global batches is not measured in turns.
+        sweeps = [sweep for sweep in self.sweeps if sweep.setting != "global_batch_size"]
+        rows = [row for sweep in sweeps for row in sweep.rows if row.is_plan or sweep.setting == "device"]
         measured = [row for row in rows if row.samples_per_second is not None]
         for device in dict.fromkeys(row.execution.get("device") for row in measured):
             own = [row for row in measured if row.execution.get("device") == device]
