@@ -24,7 +24,25 @@ from whet.base.errors import WhetError
 from whet.run import strict_json
 from whet.run.event import SITTINGS, Event, read_line, read_parts
 from whet.run.plain_file import open_plain
-from whet.run.tally import NUMBERS_PER_FIELD, Block, Tally, one_for_all
+from whet.run.tally import BLOCK_EVENTS, NUMBERS_PER_FIELD, Block, Counter, Stat, Tally, one_for_all
+
+__all__ = [
+    "BLOCK_EVENTS",
+    "HEADER",
+    "Block",
+    "Counter",
+    "Layout",
+    "Progress",
+    "Stat",
+    "Tally",
+    "read_block",
+    "read_entry",
+    "read_layout",
+    "read_places",
+    "scan",
+    "trusted",
+    "write_entry",
+]
 
 HEADER = b"whet events index 2\n"
 """An index of another version is as good as none."""
