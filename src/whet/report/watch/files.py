@@ -6,6 +6,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / "page" / "static"
 PAGE = "watch.html"
+ICON = "icon.svg"
 _KINDS = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",

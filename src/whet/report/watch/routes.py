@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from whet.report.comparing import MOST_RUNS
 from whet.report.watch.feed import Feed
-from whet.report.watch.files import PAGE, page_files
+from whet.report.watch.files import ICON, PAGE, page_files
 from whet.report.watch.line import run_id
 from whet.report.watch.listing import Listing
 from whet.report.watch.looking import Looking
@@ -63,6 +63,7 @@ class Routes:
 
         return [
             Route("/", self._page),
+            Route("/favicon.ico", self._icon),
             Route("/static/{name}", self._static),
             Route("/api/runs", self._runs),
             Route("/api/runs/{id}", self._run),
@@ -76,6 +77,10 @@ class Routes:
 
     async def _page(self, request: "Request") -> "Response":
         return self._file(request, PAGE)
+
+    async def _icon(self, request: "Request") -> "Response":
+        """Browsers ask for it before they have read a page that names another."""
+        return self._file(request, ICON)
 
     async def _static(self, request: "Request") -> "Response":
         return self._file(request, request.path_params["name"])
