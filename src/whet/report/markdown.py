@@ -153,7 +153,7 @@ def _foretold(figures: Sequence[Foretold]) -> str:
     rows = [
         (one.name, _in_unit(one.planned, one.unit), _in_unit(one.happened, one.unit))
         for one in figures
-        if one.planned is not None and one.alike
+        if one.planned is not None and one.alike and one.unit != "steps"
     ]
     return "## Planned against happened\n\n" + table(("figure", "planned", "happened"), rows) if rows else ""
 
@@ -170,7 +170,7 @@ def _in_unit(value: float | None, unit: str) -> str:
 
 def _plan(view: RunView) -> str:
     rows = [
-        (code(s.name), escaped(show_value(s.value)), escaped(s.reason), s.source)
+        (code(s.name), escaped(show_value(s.value)), escaped(s.reason), escaped(s.source))
         for s in view.report.settings
         if s.value not in (None, "unused") or s.source == "you"
     ]

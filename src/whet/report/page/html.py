@@ -14,10 +14,12 @@ from whet.base.errors import WhetError
 from whet.report.comparing import CompareView
 from whet.report.page.inline import one_script, static_text
 from whet.report.view import RunView
+from whet.report.watch.shorten import shorten
 from whet.run import strict_json
 from whet.run.plain_file import open_plain
 
 _BEGINNING = '<!doctype html>\n<html lang="en" data-made-by="whet report">'
+_LONGEST_TITLE = 200
 UPLOT_SCRIPT, UPLOT_STYLE = "uPlot.iife.min.js", "uPlot.min.css"
 
 
@@ -25,7 +27,7 @@ def report_page(view: RunView | CompareView) -> str:
     """The whole report as one HTML file."""
     styles = [static_text(UPLOT_STYLE), static_text("page.css")]
     scripts = [static_text(UPLOT_SCRIPT), one_script("report.js")]
-    title = view.name if isinstance(view, RunView) else " / ".join(view.labels)
+    title = shorten(view.name if isinstance(view, RunView) else " / ".join(view.labels), most=_LONGEST_TITLE)
     return "\n".join(
         [
             _BEGINNING,
@@ -64,7 +66,7 @@ def policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
 
 def inert_json(view: RunView | CompareView) -> str:
     """The view as JSON that cannot end the block it stands in, whatever a run is called or logs."""
-    text = strict_json.compact(view.as_json())
+    text = strict_json.compact(shorten(view.as_json()))
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text

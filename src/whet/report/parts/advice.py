@@ -80,7 +80,7 @@ def _data(phase: Phase | None, trials: Sequence[Trial]) -> Iterator[Advice]:
     better = [t for t in trials if t.setting in ("workers", "data_home") and (t.speedup or 0) > 1 and t.interval]
     best = max(better, key=lambda trial: trial.speedup or 0.0, default=None)
     if best is None:
-        yield Advice(try_="more data workers, or samples that need less work: nothing else is as slow", measured=took)
+        yield Advice(try_="more data workers, or samples that need less work", measured=took)
         return
     value = show_value(best.settings.get(best.setting))
     yield Advice(try_=f"{best.setting}={value}", measured=f"{took}; {best.setting}={value} was {best.speedup:.2f}x")

@@ -67,7 +67,7 @@ function candidateOf(one, scale) {
 
 export function foretoldPart(view) {
   const rows = foretoldRows(view).filter((row) => row.planned !== "–");
-  if (!rows.length) return null;
+  if (!rows.some((row) => row.alike && row.unit !== "steps")) return null;
   return section("foretold", "Planned against happened", "What was said before the first step, beside what came.",
     el("div", { class: "card" }, table(["figure", "planned", "happened", "happened / planned", "counted how"],
       rows.map((row) => [row.name, row.planned, row.happened, row.ratio === null ? "–" : `${row.ratio.toFixed(2)}x`, row.words]), { class: "plain stacked foretold" })));
