@@ -61,20 +61,24 @@ def train(
     """
     if (evaluate is None) != (dev is None):
         raise UsageError("evaluate and dev belong together", got="one of them", try_="evaluate=..., dev=...")
-    told = ProgressLine(epochs=options.get("epochs", 1)) if show == "line" else show
+    line = ProgressLine(epochs=options.get("epochs", 1))
+    told = line if show == "line" else show
     given = settled(model, data, loss=loss, optimizer=optimizer, options=options, may_measure=measure, show=told)
     with given as (optimizer, options):
         session = Session(model, optimizer, data, show=told, **options)
         if measure:
             session.tune(loss, open_rig=open_rig)
         metrics = _train(session, loss, evaluate, dev=dev, test=test)
-    return Result(
+    result = Result(
         path=None if session.run is None else session.run.path,
         state="done" if session.is_finished else "stopped",
         step=session.progress.step,
         metrics=metrics,
         exit_code=session.exit_code,
     )
+    if show == "line" and result.state == "done":
+        line.say(_summary(result))
+    return result
 
 
 def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, dev: Any, test: Any) -> dict[str, float]:
@@ -90,3 +94,9 @@ def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, d
         if evaluate is not None and test is not None and session.is_finished and not session.has_logged("test_"):
             metrics |= session.evaluate(evaluate, test, prefix="test_")
     return metrics
+
+
+def _summary(result: Result) -> str:
+    shown = "".join(f", {name} {value:.4g}" for name, value in result.metrics.items())
+    kept = f"; kept in {result.path}: whet report, or whet.open_run(...).plot()" if result.path else ""
+    return f"train: done at step {result.step:,}{shown}{kept}"

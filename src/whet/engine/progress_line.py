@@ -1,19 +1,20 @@
-"""A run on one line while it trains: redrawn on a terminal, a plain line now and then elsewhere."""
+"""A run on one line while it trains: what a person wants to know of each event, in words."""
 
 import io
-import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from whet.base.units import printable, show_bytes, show_seconds
+from whet.base.units import show_bytes, show_seconds
+from whet.engine.progress_screen import open_screen
 
-_REDRAW_SECONDS = 0.1
-_LINE_SECONDS = 10.0
 _WINDOW = 20
 """Speed is taken over the last this many readings."""
+_MOST_ROUTINE = 40
+_ROUTINE_SECONDS = 10.0
+"""After so many lines about epochs and evaluations there is one in so many seconds: short epochs may be thousands."""
 
 
 class ProgressLine:
@@ -23,14 +24,15 @@ class ProgressLine:
         self._name = name
         self._epochs = epochs
         # A process may have been started without standard error.
-        self._stream = stream or sys.stderr or io.StringIO()
-        self._has_terminal = self._stream.isatty()
+        self._screen = open_screen(stream, sys.stderr or io.StringIO())
         self._total: int | None = None
         self._memory = ""
         self._heat = ""
         self._seen: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
         self._shown_at = 0.0
-        self._is_open = False
+        self._num_routine = 0
+        self._routine_at = 0.0
+        self._withheld: dict[str, str] = {}
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         if kind in ("start", "resume"):
@@ -58,8 +60,9 @@ class ProgressLine:
         elif kind in ("plan", "fallback"):
             self.say(f"{self._name}: {fields.get('changed') or fields['reason']}")
         elif kind == "eval":
-            shown = "  ".join(f"{name} {value:.4f}" for name, value in fields.items() if name != "step")
-            self.say(f"{self._name}  step {fields['step']:,}  {shown}")
+            metrics = {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            self._routine(kind, f"{self._name}  step {fields['step']:,}  {shown}")
         elif kind in ("throttle", "pressure"):
             self.say(f"{self._name}: {fields['reason']}")
             self._heat = _heat_words(fields) if fields.get("about") == "heat" else self._heat
@@ -72,35 +75,40 @@ class ProgressLine:
         elif kind == "measuring":
             self._draw(lambda: f"{self._name}  {fields['words']}")
         elif kind == "end":
-            self.close()
+            self._say_withheld()
             if fields["state"] == "stopped":
                 self.say(f"{self._name}: stopped after step {fields['step']:,}; the same call goes on")
+            self.close()
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        self.close()
-        self._stream.write(printable(line) + "\n")
-        self._stream.flush()
+        self._screen.say(line)
+
+    def _routine(self, kind: str, line: str) -> None:
+        """A line that stays, unless there were many like it: then only the newest, now and then."""
+        now = time.monotonic()
+        self._withheld[kind] = line
+        self._num_routine += 1
+        if self._num_routine <= _MOST_ROUTINE or now - self._routine_at > _ROUTINE_SECONDS:
+            self._routine_at = now
+            self._say_withheld()
+
+    def _say_withheld(self) -> None:
+        for line in self._withheld.values():
+            self.say(line)
+        self._withheld.clear()
 
     def _step(self, fields: dict[str, Any]) -> None:
-        now = time.monotonic()
-        self._seen.append((now, fields["step"], fields["samples"]))
-        self._draw(lambda: self._line(fields))
+        self._seen.append((time.monotonic(), fields["step"], fields["samples"]))
+        share = min(1.0, fields["step"] / self._total) if self._total else None
+        self._draw(lambda: self._line(fields), share=share)
 
-    def _draw(self, make: Callable[[], str]) -> None:
-        """A line that the next one takes the place of, on a terminal; elsewhere one that stays, now and then."""
+    def _draw(self, make: Callable[[], str], *, share: float | None = None) -> None:
+        """A line that the next one takes the place of; where that cannot be, one that stays, now and then."""
         now = time.monotonic()
-        if now - self._shown_at < (_REDRAW_SECONDS if self._has_terminal else _LINE_SECONDS):
-            return
-        self._shown_at = now
-        line = make()
-        if self._has_terminal:
-            columns = shutil.get_terminal_size((120, 40)).columns
-            self._stream.write(f"\r\x1b[2K{printable(line)[: columns - 1]}")
-            self._stream.flush()
-            self._is_open = True
-        else:
-            self.say(line)
+        if now - self._shown_at >= self._screen.redraw_seconds:
+            self._shown_at = now
+            self._screen.draw(make(), share=share)
 
     def _line(self, fields: dict[str, Any]) -> str:
         step = fields["step"]
@@ -120,8 +128,8 @@ class ProgressLine:
             parts.append(self._memory)
         if self._heat:
             parts.append(self._heat)
-        if self._has_terminal:
-            parts.append("^C saves and stops")
+        if self._screen.hint:
+            parts.append(self._screen.hint)
         return "  ".join(parts)
 
     def _end_epoch(self, fields: dict[str, Any]) -> None:
@@ -131,14 +139,11 @@ class ProgressLine:
             self._memory = show_bytes(used) + (f" of {show_bytes(limit)}" if limit else "")
         of_all = f"/{self._epochs}" if self._epochs else ""
         took = show_seconds(fields["epoch_seconds"])
-        self.say(f"{self._name}  epoch {fields['epoch']}{of_all} took {took}  {self._memory}".rstrip())
+        self._routine("epoch", f"{self._name}  epoch {fields['epoch']}{of_all} took {took}  {self._memory}".rstrip())
 
     def close(self) -> None:
         """Clears a line that was to be redrawn, so that others can write."""
-        if self._is_open:
-            self._stream.write("\r\x1b[2K")
-            self._stream.flush()
-            self._is_open = False
+        self._screen.close()
 
 
 def _heat_words(fields: dict[str, Any]) -> str:
