@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from whet.device.graphs import AbstractGraphs
 from whet.device.oom import is_out_of_memory
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -128,6 +129,10 @@ class AbstractDevice(ABC):
     def news(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """What a run should write down about its device since it was last asked: kinds of events, with their fields."""
         return iter(())
+
+    def graphs(self) -> AbstractGraphs | None:
+        """What captures steps here, with a pool of memory of its own; None where nothing can."""
+        return None
 
     def rng_state(self) -> Tensor | None:
         """The state of the device's own generator; None where the CPU's is the only one."""

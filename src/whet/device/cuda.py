@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from whet.device.abstract import AbstractDevice, Memory
+from whet.device.cuda_graphs import CudaGraphs
 
 
 @final
@@ -77,6 +78,9 @@ class Cuda(AbstractDevice):
             yield
         finally:
             products.allow_tf32, convolutions.allow_tf32 = before
+
+    def graphs(self) -> CudaGraphs:
+        return CudaGraphs(self._place)
 
     def rng_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self._place)

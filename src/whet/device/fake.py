@@ -7,6 +7,7 @@ from torch import Tensor
 
 from whet.base.units import GB
 from whet.device.abstract import AbstractDevice, Memory
+from whet.device.simulated_graphs import SimulatedGraphs
 
 
 @final
@@ -54,6 +55,9 @@ class Fake(AbstractDevice):
         return Memory(
             allocated=self.held_bytes, reserved=self.held_bytes, peak=self.peak_bytes, limit=self._limit_bytes
         )
+
+    def graphs(self) -> SimulatedGraphs:
+        return SimulatedGraphs()
 
     def rng_state(self) -> Tensor:
         return self._generator.get_state()

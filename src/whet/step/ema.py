@@ -23,16 +23,33 @@ class Ema:
         """Looked up each time: a forward pass may put another tensor in a buffer's place."""
         return {name: tensor for name, tensor in named_tensors(self._model) if tensor.is_floating_point()}
 
-    @torch.no_grad()
+    def share(self, step: int) -> float:
+        """How much of the average the weights after `step` steps make up."""
+        return 1 - min(self.decay, (1 + step) / (10 + step))
+
     def update(self, step: int) -> None:
         """Takes the weights after `step` steps into the average."""
-        decay = min(self.decay, (1 + step) / (10 + step))
+        self.take_in(self.share(step))
+
+    @torch.no_grad()
+    def take_in(self, share: float | Tensor) -> None:
+        """Takes the weights in. A share in a tensor can change in a captured step; the bits are the same."""
         live = self._live()
         for name, buffer in self._model.named_buffers():
             if name in live and (name not in self.average or self.average[name].shape != buffer.shape):
                 # A buffer that was made or grew in a forward pass: its average begins anew.
                 self.average[name] = buffer.detach().clone()
-        torch._foreach_lerp_(list(self.average.values()), [live[name].detach() for name in self.average], 1 - decay)
+        now = [live[name].detach() for name in self.average]
+        if not isinstance(share, Tensor):
+            torch._foreach_lerp_(list(self.average.values()), now, share)
+            return
+        for average, weights in zip(self.average.values(), now, strict=True):
+            # Half formats are averaged in float32, as the kernel for a plain number does.
+            wide = torch.promote_types(average.dtype, torch.float32)
+            if average.dtype == wide:
+                average.lerp_(weights, share.to(wide))
+            else:
+                average.copy_(average.to(wide).lerp(weights.to(wide), share.to(wide)))
 
     @contextmanager
     @torch.no_grad()

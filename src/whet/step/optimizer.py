@@ -24,18 +24,29 @@ class OptimizerChoice:
 
 
 def make_optimizer(
-    choice: OptimizerChoice, model: nn.Module, device: AbstractDevice, *, kernels: str = "fused"
+    choice: OptimizerChoice,
+    model: nn.Module,
+    device: AbstractDevice,
+    *,
+    kernels: str = "fused",
+    is_captured: bool = False,
 ) -> Optimizer:
-    """An optimizer over the model's trainable parameters; biases and norms are not decayed."""
+    """An optimizer over the model's trainable parameters; biases and norms are not decayed.
+
+    One that is captured keeps all its numbers on the device.
+    """
     name, lr = choice.name, choice.lr
     groups = decay_groups(model.parameters(), weight_decay=choice.weight_decay)
     # Fused kernels know no complex numbers.
     is_real = not any(p.is_complex() for group in groups for p in group["params"])
     fused, foreach = kernels == "fused" and is_real, kernels == "foreach"
     # A rate that lies in a tensor can change without a new kernel or a new graph; fused kernels take it so.
-    rate: Any = torch.tensor(lr, dtype=device.lr_dtype, device=device.place) if fused else lr
+    rate: Any = torch.tensor(lr, dtype=device.lr_dtype, device=device.place) if fused or is_captured else lr
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=rate, fused=fused, foreach=foreach)
+        adamw = torch.optim.AdamW(groups, lr=rate, fused=fused, foreach=foreach, capturable=is_captured)
+        # Steps before a capture are no mistake.
+        adamw._warned_capturable_if_run_uncaptured = True
+        return adamw
     if name == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=0.9, fused=fused, foreach=foreach)
     if name == "adafactor":

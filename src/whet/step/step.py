@@ -3,7 +3,7 @@
 Nothing here waits for the device or looks at a tensor's value, so that a step can be captured and run again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,10 @@ class NonFiniteError(Exception):
     """A step whose loss or gradient is not finite, noticed before its update."""
 
 
+class WrongReplayError(Exception):
+    """A step that was replayed has computed something else than its code says; the weights have changed."""
+
+
 class Stepper:
     """Makes optimizer steps with one model, one optimizer and one device."""
 
@@ -52,6 +56,8 @@ class Stepper:
         self.ema = ema
         self.is_updating = False
         """Whether weights may have changed although the step is not done."""
+        self.refusal: str | None = None
+        """Why steps are not captured although that was planned, in words."""
         self._has_gradients = False
         self._precision = precision
         self._clip = clip
@@ -68,9 +74,16 @@ class Stepper:
             return self._step(loss, micros, num_samples=num_samples, step=step, is_careful=is_careful)
 
     def _step(
-        self, loss: LossFunction, micros: Iterable[Micro], *, num_samples: int, step: int, is_careful: bool
+        self,
+        loss: LossFunction,
+        micros: Iterable[Micro],
+        *,
+        num_samples: int,
+        step: int,
+        is_careful: bool = False,
+        mark: Callable[[], Mark] | None = None,
     ) -> Outcome:
-        mark, marks = self.device.mark, []
+        mark, marks = mark or self.device.mark, []
         self.optimizer.zero_grad(set_to_none=True)
 
         loss_sum: Tensor | None = None
@@ -122,10 +135,13 @@ class Stepper:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema is not None:
-            self.ema.update(step)
+            self._average(self.ema, step)
         self.is_updating = False
         marks.append(("optimizer", start, mark()))
         return Outcome(loss=loss_sum, grad_norm=grad_norm, marks=tuple(marks))
+
+    def _average(self, ema: Ema, step: int) -> None:
+        ema.update(step)
 
     def use_precision(self, precision: str, *, loss_scaling: str) -> None:
         """Another number format for the steps to come; only before the first one."""
@@ -145,6 +161,9 @@ class Stepper:
         if self.scaler.is_enabled():
             # It would say that this step's gradients are unscaled already; only update() empties it otherwise.
             self.scaler._per_optimizer_states.clear()
+
+    def release(self, why: str) -> None:
+        """Gives back what is kept between steps besides weights and the optimizer's state."""
 
     def _refuse_no_gradients(self) -> None:
         """At the first step: a loss that reaches no parameter would train nothing, without a word."""
