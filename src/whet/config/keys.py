@@ -31,6 +31,7 @@ class CommonConfig(BaseModel):
         "eval_batch",
         "precision",
         "compile",
+        "graph",
         "activation_checkpointing",
         "deterministic",
         "checkpoint_steps",
@@ -83,6 +84,7 @@ class CommonConfig(BaseModel):
     eval_batch: PositiveInt | Auto = Field("auto", description="samples evaluated at once")
     precision: Precision | Auto = Field("auto", description="number format of matrix products")
     compile: Switch | Auto = Field("auto", description="torch.compile the model")
+    graph: Switch | Auto = Field("auto", description="capture whole steps and replay them (CUDA)")
     activation_checkpointing: Switch | Auto = Field("auto", description="compute activations again in backward")
     deterministic: Switch | Auto = Field("auto", description="only kernels that give the same bits each time")
     checkpoint_steps: PositiveInt | Auto = Field("auto", description="steps between checkpoints")

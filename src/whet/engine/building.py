@@ -14,12 +14,14 @@ from whet.data.open import open_source
 from whet.data.source import AbstractSource, refuse_too_short
 from whet.device.abstract import AbstractDevice
 from whet.device.environment import FALLBACK, has_fallback
+from whet.device.graphs import AbstractGraphs
 from whet.device.open import open_device
 from whet.engine.refusals import refuse_foreign_parameters
 from whet.engine.schedule import Schedule
 from whet.engine.training import Training
 from whet.plan.plan import Plan, override
 from whet.step.ema import Ema
+from whet.step.graphed import GraphedStepper
 from whet.step.optimizer import OptimizerChoice, make_optimizer
 from whet.step.step import Stepper
 
@@ -67,24 +69,23 @@ def build(
     total_steps = training.total_steps(source.num_samples)
     schedule = training.make_schedule(total_steps)
     device.put_model(model, optimizer if isinstance(optimizer, Optimizer) else None)
+    graphs = device.graphs() if plan.value("graph") == "on" else None
     if isinstance(optimizer, OptimizerChoice):
         choice = optimizer
-        optimizer = make_optimizer(choice, model, device, kernels=str(plan.value("optimizer_kernels")))
+        optimizer = make_optimizer(
+            choice,
+            model,
+            device,
+            kernels=str(plan.value("optimizer_kernels")),
+            is_captured=graphs is not None,
+        )
         base_rates = [choice.lr] * len(optimizer.param_groups)
     else:
         refuse_foreign_parameters(model, optimizer)
         base_rates = [float(group["lr"]) for group in optimizer.param_groups]
     if plan.value("loss_scaling") == "dynamic":
         device.refuse_scaling(optimizer)
-    stepper = Stepper(
-        model,
-        optimizer,
-        device,
-        precision=str(plan.value("precision")),
-        loss_scaling=str(plan.value("loss_scaling")),
-        clip=training.clip,
-        ema=Ema(model) if training.ema else None,
-    )
+    stepper = _make_stepper(model, optimizer, device, graphs, plan, training)
     return Parts(
         plan=plan,
         device=device,
@@ -95,6 +96,28 @@ def build(
         stepper=stepper,
         base_rates=base_rates,
     )
+
+
+def _make_stepper(
+    model: nn.Module,
+    optimizer: Optimizer,
+    device: AbstractDevice,
+    graphs: AbstractGraphs | None,
+    plan: Plan,
+    training: Training,
+) -> Stepper:
+    how: dict[str, Any] = {
+        "precision": str(plan.value("precision")),
+        "loss_scaling": str(plan.value("loss_scaling")),
+        "clip": training.clip,
+        "ema": Ema(model) if training.ema else None,
+    }
+    if graphs is not None:
+        return GraphedStepper(model, optimizer, device, graphs=graphs, **how)
+    stepper = Stepper(model, optimizer, device, **how)
+    if plan.value("graph") == "on":
+        stepper.refusal = f"{device.kind} cannot capture a step"
+    return stepper
 
 
 def open_planned_source(

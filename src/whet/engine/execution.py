@@ -19,10 +19,11 @@ from whet.engine.start_checks import StartChecks
 from whet.engine.while_training import Compiled
 from whet.engine.workload import measure_activation_bytes
 from whet.plan.lowering import with_smaller_eval_batch
-from whet.plan.plan import Plan, make_plan
+from whet.plan.plan import Plan, make_plan, with_learnt
+from whet.plan.setting import Measured
 from whet.step.loss import LossFunction
 from whet.step.recompute import recompute_blocks
-from whet.step.step import NonFiniteError, Outcome
+from whet.step.step import NonFiniteError, Outcome, WrongReplayError
 from whet.verify.start.masks import explicit_masks
 from whet.verify.subject import Outputs
 
@@ -63,6 +64,7 @@ class Execution:
         self._checks = StartChecks(
             parts=parts, recorder=recorder, outputs=outputs, closing=self._closing, note_inexact=note_inexact
         )
+        self._closing.callback(lambda: parts.stepper.release("the session is over"))
         self._guard = Guard(parts.stepper.model, parts.device)
         self.shapes: set[Shapes] = set()
         """Those that micro-batches have had so far."""
@@ -90,17 +92,32 @@ class Execution:
                 if not is_undone:
                     raise CannotUndoError(f"step {number:,}: {error}") from None
                 raise
+            except WrongReplayError as error:
+                self._tell_refusal(number)
+                raise CannotUndoError(f"step {number:,}: {error}") from None
             except Exception as error:
                 if not self._parts.device.is_oom(error):
                     raise
                 problem = let_go(error)
             is_undone = not stepper.is_updating and self._guard.put_back()
             stepper.forget()
+            if self.plan.value("graph") == "on" and stepper.refusal is None:
+                stepper.release("memory ran out, and graphs hold some")
+            self._tell_refusal(number)
             self._free_memory(problem, number=number, num_samples=len(batch))
             if not is_undone:
                 raise CannotUndoError(f"step {number:,} ran out of memory while it changed the weights")
+        self._tell_refusal(number)
         self._learn()
         return outcome
+
+    def _tell_refusal(self, number: int) -> None:
+        """Steps that were to be captured and are not: one line, and the plan says why."""
+        reason = self._parts.stepper.refusal
+        if reason is None or self.plan.value("graph") == "off":
+            return
+        self._use(with_learnt(self.plan, {"graph": Measured(value="off", reason=reason, evidence={"step": number})}))
+        self._recorder.event("plan", step=number, changed=f"steps are not captured as graphs: {reason}")
 
     def _learn(self) -> None:
         """The step is done, whatever happens here: without memory to compare with, all is kept next time too."""

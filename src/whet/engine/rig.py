@@ -37,6 +37,7 @@ from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.step.ema import named_tensors
+from whet.step.graphed import GraphedStepper
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
 from whet.step.recompute import recompute_blocks
@@ -150,6 +151,8 @@ class StepRig:
                 if time.perf_counter() - start > limit:
                     break
         prepared.preparation_seconds = time.perf_counter() - start
+        if plan.value("graph") == "on":
+            prepared.capture(seconds=seconds - prepared.preparation_seconds)
         return prepared
 
     # --- for prepared steps ------------------------------------------------------------------------------------------
@@ -256,7 +259,24 @@ class PreparedSteps:
             batch = next(self._reading) if self._reading is not None else self._rig.batch(index)
             parts.stepper(self._rig.loss, self._cut(batch), num_samples=len(batch), step=self._number)
             parts.device.sync()
-            return time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            if parts.stepper.refusal is not None:
+                raise ProbeFailedError(parts.stepper.refusal, kind="error")
+            return seconds
+
+    def capture(self, *, seconds: float) -> None:
+        """The batches once more, for what comes twice to be captured, and again, for replays to be warm."""
+        start = time.perf_counter()
+        for index in range(2 * NUM_BATCHES):
+            self.step_seconds = self.step(index)
+            if time.perf_counter() - start > seconds:
+                break
+        stepper = self._parts.stepper
+        if isinstance(stepper, GraphedStepper):
+            # The steps themselves are no cost: a run makes them anyway.
+            self.preparation_seconds += stepper.capture_seconds
+            if stepper.refusal is None and not stepper.num_captured:
+                raise ProbeFailedError("no two batches had the same shapes", kind="error")
 
     def peak_bytes(self) -> int | None:
         peak = self._parts.device.memory().peak
@@ -264,6 +284,7 @@ class PreparedSteps:
 
     def close(self) -> None:
         self._parts.stepper.forget()
+        self._parts.stepper.release("the measurement is over")
         self._parts.stepper.optimizer.state.clear()
 
     def _cut(self, batch: GlobalBatch) -> Iterator[Micro]:

@@ -66,7 +66,7 @@ def merged(settings: Settings, candidate: Candidate) -> Settings:
     if candidate.setting in ("device", "activation_checkpointing"):
         kept.pop("micro_batch", None)
     if candidate.setting == "device":
-        for name in ("threads", "lengths", "precision", "compile"):
+        for name in ("threads", "lengths", "precision", "graph", "compile"):
             kept.pop(name, None)
     return MappingProxyType({**kept, **candidate.changes})
 
@@ -180,7 +180,12 @@ def _prefetches(plan: Plan) -> Iterator[Candidate]:
 
 
 def _graphs(plan: Plan) -> Iterator[Candidate]:
-    return _only("graph", *(("on",) if device_kind(plan) == "cuda" else ()))
+    """A captured step holds for one shape: where lengths vary, they are rounded up to few along with it."""
+    if device_kind(plan) != "cuda":
+        return
+    if plan.workload.lengths_vary and plan.value("lengths") != "few shapes":
+        yield Candidate(setting="graph", changes={"graph": "on", "lengths": "few shapes"})
+    yield from _only("graph", "on")
 
 
 def _layouts(plan: Plan) -> Iterator[Candidate]:

@@ -1,5 +1,6 @@
 """Is one candidate better than the best so far? It must fit, come up in time, be faster, pay, and compute the same."""
 
+import math
 import random
 from dataclasses import dataclass, field
 
@@ -20,6 +21,8 @@ from whet.plan.words import show_value
 _MOST_PAIRS = 24
 """A candidate that needs more to be told apart is not worth the time; the last duel may take more."""
 _EXACT = ("fp32",)
+_WORTH_TELLING = {"compile": 1.0, "graph": 0.05, "workers": 1.0}
+"""Seconds of preparing from which on it is said when they are earned back."""
 _MOST_FLOPS_OF_A_CORE = 2e11
 """More than any core of today computes in float32: two 512-bit units at 3 GHz."""
 
@@ -196,7 +199,7 @@ def _weigh(
     found = duel.estimate
     assert found is not None
     before = shown(candidate.setting, best.plan.value(candidate.setting))
-    if cost.cost_seconds > 1 and candidate.setting in ("compile", "graph", "workers"):
+    if cost.cost_seconds > _WORTH_TELLING.get(candidate.setting, math.inf):
         return "faster", f"{gain_words(found, before)}; {break_even_words(candidate.setting, cost)}", duel
     return "faster", gain_words(found, before), duel
 

@@ -46,15 +46,22 @@ def choose_compile(facts: Facts) -> Decision:
     )
 
 
-@rule("K3", "graph", one_of("off"))
+@rule("K3", "graph", one_of("off", "on"))
 def choose_graph(facts: Facts) -> Decision:
-    """Whether a whole step is captured once and replayed as one graph.
+    """Whether a whole optimizer step is captured once for each shape and replayed as one launch.
 
-    Why: it removes the cost of launching kernels, which dominates small models on fast GPUs, but only CUDA has it, and
-    it needs fixed shapes and static buffers.
-    When wrong: small models on a fast CUDA GPU, where it can give several times the speed.
-    Override: none yet; the measured plan tries it.
-    Sources: PyTorch documentation, CUDA semantics, "CUDA graphs".
+    Why: it removes the cost of launching kernels one by one, which dominates small models on fast GPUs. Only CUDA has
+    it. Forward, backward, clipping, update and average are captured for up to 16 shapes of the step's micro-batches;
+    other shapes run as they are. The samples and their weights are the same, the results to rounding, and draws of
+    dropout come from the same generator. The inputs stay in place, and captured steps share memory that steps which run
+    as they are cannot use. Set-up takes a step or two for each shape, so it is measured whether it pays.
+    When wrong: a loss that looks at numbers on the host, draws on the host, or has shapes that depend on values cannot
+    be captured: it is seen, said, and the step runs as it is. A loss that depends on something in Python which changes
+    while training is found out only by comparing replayed losses with its own, at replays 1, 2, 4, ... and every
+    1,024th; then the run goes back to its last checkpoint. Gradients are gone after a step, and hooks would not be
+    called, so a model with hooks is not captured.
+    Override: graph=on, graph=off. An optimizer of yours needs capturable=True and its learning rate in a tensor.
+    Sources: PyTorch documentation, CUDA semantics, "CUDA graphs"; pytorch/pytorch#180395; docs/choices.
     """
     reason = "not measured yet" if facts.device == "cuda" else f"{facts.device} cannot capture a step"
     return Decision(value="off", reason=reason, evidence={"device": facts.device})
