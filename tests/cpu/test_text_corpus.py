@@ -13,9 +13,10 @@ import pytest
 from whet.base.errors import WhetError
 from whet.recipes.text import docstrings
 from whet.recipes.text.config import EMBEDDED_CLASSES, TextConfig, describe
-from whet.recipes.text.corpus import Corpus, Examples, split
+from whet.recipes.text.corpus import Corpus, Examples
 from whet.recipes.text.docstrings import LIBRARIES, hide_names, read_docstrings
 from whet.recipes.text.naive_bayes import baseline_accuracy
+from whet.recipes.text.splitting import split
 
 ROWS = 200
 

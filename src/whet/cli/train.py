@@ -124,6 +124,8 @@ def _train_here(
                 tell_parent(path, step=fields["step"])
             if screen.quiet:
                 return
+            if kind == "data":
+                line.say("\n".join(f"data      {note}" for note in fields["notes"]))
             if kind in ("start", "resume") and "went_back" not in fields:
                 plan = read_plan(open_run(path).plan, where=f"{path}/plan.json")
                 line.say("\n".join((f"run       {path}", *plan_lines(plan, width=screen.width()), "")))

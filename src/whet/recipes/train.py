@@ -79,6 +79,8 @@ def train_recipe(
     """Trains a recipe in a run folder, or goes on with it; measured before if `open_rig` says how."""
     config = resolved.config
     made = ingredients(recipe, config)
+    if show is not None and (notes := getattr(made.data, "notes", ())):
+        show("data", {"notes": notes})
     outputs = getattr(recipe, "outputs", None)
     return train(
         made.model,

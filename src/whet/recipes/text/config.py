@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from whet.base.errors import UsageError
 from whet.config.keys import CommonConfig
 from whet.plan.workload import Workload
+from whet.recipes.text.rows.columns import Wishes
+from whet.recipes.text.weights import ClassWeights, read_class_weights
 
 EMBEDDED_CLASSES = 6
 EMBEDDED_ROWS_PER_CLASS = 1_100
@@ -48,9 +50,27 @@ class TextConfig(CommonConfig):
     lengths: Literal["fixed", "sorted", "few shapes", "packed", "auto"] = Field(
         "auto", description="how texts of different lengths are put together"
     )
+    text_column: str | None = Field(None, description="column with the text; guessed by its name if not given")
+    label_column: str | None = Field(None, description="column with the label; guessed by its name if not given")
+    pair_column: str | None = Field(None, description="column with the second text of sentence pairs")
+    group_column: str | None = Field(None, description="rows with the same value here stay in one part")
+    label_separator: str | None = Field(
+        "auto", description="sign between several labels of a text; auto: where it is clear; null: never"
+    )
+    class_weights: Annotated[ClassWeights, BeforeValidator(read_class_weights)] = Field(
+        "none", description="none, balanced (each class the same share of the loss), or '{name: weight, ...}'"
+    )
+    split_seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="decides which rows are held back when the data brings no dev or test part"
+    )
     arch: Arch = Arch()
 
     plan_keys: ClassVar[tuple[str, ...]] = (*CommonConfig.plan_keys, "lengths")
+
+    @property
+    def column_wishes(self) -> Wishes:
+        """The columns that you name."""
+        return Wishes(text=self.text_column, label=self.label_column, pair=self.pair_column, group=self.group_column)
 
 
 def describe(config: TextConfig) -> Workload:

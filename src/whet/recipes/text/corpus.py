@@ -1,14 +1,9 @@
-"""What is a labelled collection of texts, and how is it cut into train, dev and test? No torch."""
+"""What is a labelled collection of texts? No torch."""
 
 import hashlib
 import json
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-# Of ten texts of a class, in hashed order, the fifth goes to dev and the tenth to test: 80/10/10 in every class, and
-# a class of fewer than five texts is trained on whole.
-_CUT = ("train", "train", "train", "train", "dev", "train", "train", "train", "train", "test")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,9 +12,32 @@ class Examples:
 
     texts: tuple[str, ...]
     labels: tuple[int, ...]
+    """Where a text may have several classes: the first of them, -1 for none."""
+    pairs: tuple[str, ...] = ()
+    """The second halves of sentence pairs; empty where texts stand alone."""
+    label_sets: tuple[tuple[int, ...], ...] = ()
+    """All classes of each text, in order; empty where each has exactly one."""
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def at(self, rows: Sequence[int]) -> "Examples":
+        """Some of the rows, in the order given."""
+        return Examples(
+            texts=tuple(self.texts[row] for row in rows),
+            labels=tuple(self.labels[row] for row in rows),
+            pairs=tuple(self.pairs[row] for row in rows) if self.pairs else (),
+            label_sets=tuple(self.label_sets[row] for row in rows) if self.label_sets else (),
+        )
+
+    def joined(self, other: "Examples") -> "Examples":
+        """These rows, then the other's."""
+        return Examples(
+            texts=self.texts + other.texts,
+            labels=self.labels + other.labels,
+            pairs=self.pairs + other.pairs,
+            label_sets=self.label_sets + other.label_sets,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,39 +50,26 @@ class Corpus:
     test: Examples
 
     @property
+    def is_multi_label(self) -> bool:
+        """Whether a text may have several classes, or none."""
+        return bool(self.train.label_sets)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a sample is two texts."""
+        return bool(self.train.pairs)
+
+    @property
     def fingerprint(self) -> str:
         """The SHA-256 of classes, texts, labels and split: two corpora are the same when these are."""
-        splits = [[part.texts, part.labels] for part in (self.train, self.dev, self.test)]
+        splits = []
+        for part in (self.train, self.dev, self.test):
+            # Texts alone with one class each keep the form they always had.
+            more = [part.pairs, part.label_sets] if part.pairs or part.label_sets else []
+            splits.append([part.texts, part.labels, *more])
         return hashlib.sha256(json.dumps([self.classes, splits]).encode()).hexdigest()
-
-
-def split(examples: Examples, *, classes: Sequence[str]) -> Corpus:
-    """The same 80/10/10 in every class, decided by the texts alone: rows that share a text stay together.
-
-    >>> rows = Examples(texts=tuple(f"text {n}" for n in range(40)), labels=(0, 1) * 20)
-    >>> corpus = split(rows, classes=["even", "odd"])
-    >>> len(corpus.train), len(corpus.dev), len(corpus.test), sorted(corpus.test.labels)
-    (32, 4, 4, [0, 0, 1, 1])
-    """
-    first_label: dict[str, int] = {}
-    for text, label in zip(examples.texts, examples.labels, strict=True):
-        first_label.setdefault(text, label)
-    taken: Counter[int] = Counter()
-    place: dict[str, str] = {}
-    for text in sorted(first_label, key=_hashed):
-        place[text] = _CUT[taken[first_label[text]] % len(_CUT)]
-        taken[first_label[text]] += 1
-    parts: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
-    for text, label in zip(examples.texts, examples.labels, strict=True):
-        parts[place[text]].append((text, label))
-    train, dev, test = (gather(parts[name]) for name in ("train", "dev", "test"))
-    return Corpus(classes=tuple(classes), train=train, dev=dev, test=test)
 
 
 def gather(rows: Sequence[tuple[str, int]]) -> Examples:
     """Rows of (text, label) as columns."""
     return Examples(texts=tuple(text for text, _ in rows), labels=tuple(label for _, label in rows))
-
-
-def _hashed(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()

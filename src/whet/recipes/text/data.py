@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 
 from whet.data.ragged import Ragged
 from whet.recipes.text.config import Arch
-from whet.recipes.text.corpus import Corpus
+from whet.recipes.text.corpus import Corpus, Examples
 from whet.recipes.text.naive_bayes import baseline_accuracy
 from whet.recipes.text.tokenizer import PAD_ID, Tokenizer
 
@@ -19,6 +19,9 @@ class Columns(TypedDict):
 
     tokens: Ragged
     label: Tensor
+    """int64 (rows); where a text may have several classes float32 (rows, classes), 1 for each that it has."""
+    weight: NotRequired[Tensor]
+    """float32 of the label's shape: how much it counts in the loss. Only where classes do not all count alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,22 +37,42 @@ class TextData:
     """Of the corpus: the same texts, labels and split have the same one."""
     mean_length: float
     """Tokens of a training text, on average."""
-    baseline: float
-    """The share of the test texts that word counts alone get right."""
+    baseline: float | None
+    """The share of the test texts that word counts alone get right; unknown where a text may have several classes."""
+    notes: tuple[str, ...] = ()
+    """What was understood, and what is wrong with it: told before the training starts."""
+
+    @property
+    def is_multi_label(self) -> bool:
+        """Whether a text may have several classes, or none."""
+        return self.train["label"].dim() == 2
 
 
 def learn_tokenizer(corpus: Corpus, *, arch: Arch) -> Tokenizer:
     """The tokenizer of a run, learned from the training texts alone."""
-    return Tokenizer.train(corpus.train.texts, vocab_size=arch.vocab_size)
+    return Tokenizer.train((*corpus.train.texts, *corpus.train.pairs), vocab_size=arch.vocab_size)
 
 
-def tokenize(corpus: Corpus, *, tokenizer: Tokenizer, max_length: int) -> TextData:
+def tokenize(
+    corpus: Corpus,
+    *,
+    tokenizer: Tokenizer,
+    max_length: int,
+    class_weights: Sequence[float] | None = None,
+    notes: Sequence[str] = (),
+) -> TextData:
     """The corpus as columns."""
     splits = (corpus.train, corpus.dev, corpus.test)
-    tokens = [token_column(part.texts, tokenizer=tokenizer, max_length=max_length) for part in splits]
     train, dev, test = (
-        Columns(tokens=column, label=torch.tensor(part.labels)) for column, part in zip(tokens, splits, strict=True)
+        Columns(
+            tokens=token_column(part.texts, tokenizer=tokenizer, max_length=max_length, pairs=part.pairs),
+            label=label_column(part, num_classes=len(corpus.classes)),
+        )
+        for part in splits
     )
+    if class_weights is not None:
+        # Only the training is weighed: metrics mean the same with and without.
+        train["weight"] = weight_column(train["label"], class_weights)
     return TextData(
         train=train,
         dev=dev,
@@ -57,12 +80,44 @@ def tokenize(corpus: Corpus, *, tokenizer: Tokenizer, max_length: int) -> TextDa
         classes=corpus.classes,
         tokenizer=tokenizer,
         fingerprint=corpus.fingerprint,
-        baseline=baseline_accuracy(corpus),
-        mean_length=float(tokens[0].lengths.double().mean()),
+        baseline=None if corpus.is_multi_label else baseline_accuracy(corpus),
+        mean_length=float(train["tokens"].lengths.double().mean()),
+        notes=tuple(notes),
     )
 
 
-def token_column(texts: Sequence[str], *, tokenizer: Tokenizer, max_length: int) -> Ragged:
-    """Texts alone, for a prediction."""
-    ids = tokenizer.encode(texts, max_length=max_length)
+def label_column(part: Examples, *, num_classes: int) -> Tensor:
+    """Class numbers, or a row of zeros and ones for each text."""
+    if not part.label_sets:
+        return torch.tensor(part.labels)
+    table = torch.zeros(len(part), num_classes)
+    for row, labels in enumerate(part.label_sets):
+        table[row, list(labels)] = 1.0
+    return table
+
+
+def weight_column(label: Tensor, class_weights: Sequence[float]) -> Tensor:
+    """What each label counts: the weight of its class; of several the classes that a text lacks count 1."""
+    weights = torch.tensor(class_weights, dtype=torch.float32)
+    return weights[label] if label.dim() == 1 else 1 + label * (weights - 1)
+
+
+def token_column(texts: Sequence[str], *, tokenizer: Tokenizer, max_length: int, pairs: Sequence[str] = ()) -> Ragged:
+    """Texts alone, or with their second halves: both are read as far as there is room for them."""
+    if not pairs:
+        ids = tokenizer.encode(texts, max_length=max_length)
+    else:
+        between = tokenizer.encode(["\n"], max_length=8)[0]
+        both = zip(
+            tokenizer.encode(texts, max_length=max_length), tokenizer.encode(pairs, max_length=max_length), strict=True
+        )
+        ids = [_joined(first, second, between=between, max_length=max_length) for first, second in both]
     return Ragged.of([torch.tensor(row) for row in ids], pad_value=PAD_ID)
+
+
+def _joined(first: list[int], second: list[int], *, between: list[int], max_length: int) -> list[int]:
+    """Two texts in one row; where they do not fit, the longer one gives way first."""
+    room = max(2, max_length - len(between))
+    kept_first = max(room - len(second), room // 2)
+    kept_second = room - min(len(first), kept_first)
+    return [*first[:kept_first], *between, *second[:kept_second]][:max_length]

@@ -23,7 +23,8 @@ from pathlib import Path
 from whet.base import env
 from whet.base.errors import WhetError
 from whet.recipes.text.config import EMBEDDED_ROWS_PER_CLASS
-from whet.recipes.text.corpus import Corpus, Examples, split
+from whet.recipes.text.corpus import Corpus, Examples
+from whet.recipes.text.splitting import split
 from whet.run import durable
 
 LIBRARIES = ("stdlib", "torch", "transformers", "numpy", "sympy", "networkx")

@@ -5,10 +5,19 @@ from pathlib import Path
 from whet.recipes.text.config import TextConfig
 from whet.recipes.text.corpus import Corpus
 from whet.recipes.text.docstrings import read_docstrings
-from whet.recipes.text.table import read_table
+from whet.recipes.text.table import Texts, read_texts
 
 
 def read_corpus(config: TextConfig) -> Corpus:
     """The corpus behind `data` and `data_paths`."""
+    return read_told_corpus(config).corpus
+
+
+def read_told_corpus(config: TextConfig) -> Texts:
+    """The same, with what was understood and what is wrong with it, in a few lines."""
     paths = [Path(path) for path in (config.data, *config.data_paths) if path is not None]
-    return read_table(*paths) if paths else read_docstrings()
+    if not paths:
+        return Texts(corpus=read_docstrings())
+    return read_texts(
+        *paths, wishes=config.column_wishes, separator=config.label_separator, split_seed=config.split_seed
+    )

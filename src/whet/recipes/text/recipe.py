@@ -38,10 +38,12 @@ class TextRecipe:
 
     def data(self, config: TextConfig) -> "TextData":
         from whet.recipes.text.data import learn_tokenizer, tokenize
-        from whet.recipes.text.reading import read_corpus
+        from whet.recipes.text.reading import read_told_corpus
         from whet.recipes.text.tokenizer import Tokenizer
+        from whet.recipes.text.weights import class_weights
 
-        corpus = read_corpus(config)
+        texts = read_told_corpus(config)
+        corpus = texts.corpus
         if config.init_from is None:
             tokenizer = learn_tokenizer(corpus, arch=config.arch)
         else:
@@ -50,27 +52,33 @@ class TextRecipe:
             kept = open_run(config.init_from).kept
             tokenizer = Tokenizer.from_json(str(kept.get("tokenizer")))
             refuse_other_classes(corpus.classes, kept.get("classes"), where=config.init_from)
-        return tokenize(corpus, tokenizer=tokenizer, max_length=config.arch.max_length)
+        return tokenize(
+            corpus,
+            tokenizer=tokenizer,
+            max_length=config.arch.max_length,
+            class_weights=class_weights(config.class_weights, corpus),
+            notes=texts.told,
+        )
 
     def model(self, config: TextConfig, data: "TextData") -> "Encoder":
         from whet.recipes.text.model import Encoder
 
         return Encoder(config.arch, num_classes=len(data.classes), dropout=config.dropout)
 
-    def loss(self, model: "Encoder", micro: "Micro") -> "Tensor":
-        from torch.nn import functional
+    def loss(self, model: "Encoder", micro: "Micro") -> "Tensor | tuple[Tensor, Tensor]":
+        from whet.recipes.text.loss import classification_loss
 
-        return functional.cross_entropy(model(micro.tokens), micro.label)
+        return classification_loss(model(micro.tokens), micro)
 
     def evaluate(self, model: "Encoder", micros: Iterator["Micro"]) -> dict[str, float]:
-        from torch.nn import functional
+        from whet.recipes.text.loss import are_right, text_losses
 
         right = total = 0
         loss = 0.0
         for micro in micros:
             logits = model(micro.tokens)
-            loss += float(functional.cross_entropy(logits, micro.label, reduction="sum"))
-            right += int((logits.argmax(1) == micro.label).sum())
+            loss += float(text_losses(logits, micro.label).sum())
+            right += int(are_right(logits, micro.label).sum())
             total += len(micro)
         return {"accuracy": right / total, "cross_entropy": loss / total}
 
@@ -80,7 +88,8 @@ class TextRecipe:
             "classes": list(data.classes),
             "tokenizer": data.tokenizer.to_json(),
             "data": data.fingerprint,
-            "baseline": {"naive Bayes": data.baseline},
+            "baseline": {} if data.baseline is None else {"naive Bayes": data.baseline},
+            "is_multi_label": data.is_multi_label,
         }
 
     def predict(self, config: TextConfig, kept: dict[str, Any]) -> "tuple[Encoder, Answer]":
@@ -96,11 +105,15 @@ class TextRecipe:
         def answer(texts: Sequence[str]) -> list[dict[str, Any]]:
             import torch
 
+            from whet.recipes.text.loss import shares
+
             column: Ragged = token_column(tuple(texts), tokenizer=tokenizer, max_length=kept["max_length"])
             longest = int(column.lengths.max())
             with torch.no_grad():
-                shares = model(column.padded(torch.arange(len(texts)), length=longest)).softmax(1).tolist()
-            return [_verdict(dict(zip(classes, row, strict=True))) for row in shares]
+                logits = model(column.padded(torch.arange(len(texts)), length=longest))
+            is_multi_label = bool(kept.get("is_multi_label"))
+            rows = shares(logits, is_multi_label=is_multi_label).tolist()
+            return [_verdict(dict(zip(classes, row, strict=True)), is_multi_label=is_multi_label) for row in rows]
 
         return model, answer
 
@@ -121,9 +134,12 @@ def refuse_other_classes(ours: Sequence[str], theirs: object, *, where: str) -> 
         raise UsageError(f"{where} has other classes", got=", ".join(ours)[:200], try_=f"data with {theirs}")
 
 
-def _verdict(probabilities: dict[str, float]) -> dict[str, Any]:
+def _verdict(probabilities: dict[str, float], *, is_multi_label: bool) -> dict[str, Any]:
     label = max(probabilities, key=lambda name: probabilities[name])
-    return {"label": label, "probability": probabilities[label], "probabilities": probabilities}
+    verdict = {"label": label, "probability": probabilities[label], "probabilities": probabilities}
+    if is_multi_label:
+        verdict["labels"] = [name for name, share in probabilities.items() if share > 0.5]
+    return verdict
 
 
 def recipe() -> TextRecipe:

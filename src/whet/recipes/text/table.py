@@ -1,82 +1,154 @@
-"""How are your texts read? JSON lines, CSV or TSV, recognised by their content; or a folder of train, dev and test."""
+"""How do your texts become a corpus? Every row whole, columns and labels understood, missing parts cut from train."""
 
-import csv
-import io
-import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from whet.base.errors import UsageError
-from whet.recipes.text.corpus import Corpus, Examples, gather, split
-
-TEXT_NAMES = ("text", "sentence", "content", "review", "comment", "message", "body", "document", "abstract", "string")
-LABEL_NAMES = ("label", "category", "class", "target", "intent", "sentiment", "topic", "tag")
-SPLITS = {"train": ("train", "training"), "dev": ("dev", "valid", "validation", "val"), "test": ("test",)}
-"""The file names, without ending, that make a folder a ready split."""
-
-_Row = tuple[str, str]
-"""A text and the name of its class."""
+from whet.recipes.text.corpus import Corpus, Examples
+from whet.recipes.text.rows.columns import Wishes
+from whet.recipes.text.rows.labels import AUTO, checked_separator, clear_separator, split_label
+from whet.recipes.text.rows.row import Source
+from whet.recipes.text.rows.samples import Sample, SampleReader
+from whet.recipes.text.rows.sources import find_sources
+from whet.recipes.text.splitting import split
 
 
-def read_table(*paths: Path) -> Corpus:
+class _Row(NamedTuple):
+    """A text with the names of its classes."""
+
+    text: str
+    pair: str | None
+    labels: tuple[str, ...]
+    group: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """What was found on disk, by part."""
+
+    where: str
+    parts: dict[str, list[_Row]] = field(default_factory=lambda: {"train": [], "dev": [], "test": []})
+    told: list[str] = field(default_factory=list)
+    """Forms and columns, in words."""
+    left_out: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Texts:
+    """A corpus, and what was understood on the way to it, in a few lines."""
+
+    corpus: Corpus
+    told: tuple[str, ...] = ()
+
+
+def read_table(*paths: Path, wishes: Wishes | None = None, separator: str | None = AUTO, split_seed: int = 0) -> Corpus:
     """The rows of all files and folders as one corpus; what a folder does not bring is cut from its training rows."""
-    parts: dict[str, list[_Row]] = {name: [] for name in SPLITS}
-    whole: list[_Row] = []
-    for path in paths:
-        if path.is_dir():
-            for name, file in _split_files(path).items():
-                parts[name] += _read_file(file)
-        else:
-            whole += _read_file(path)
-    whole += parts["train"]
-    where = ", ".join(map(str, paths))
-    classes = _class_names(whole, held_out=[*parts["dev"], *parts["test"]], where=where)
-    train, dev, test = (_numbered(rows, classes=classes) for rows in (whole, parts["dev"], parts["test"]))
-    return _with_missing_parts(train, dev=dev, test=test, classes=classes, where=where)
+    return read_texts(*paths, wishes=wishes, separator=separator, split_seed=split_seed).corpus
 
 
-def _with_missing_parts(
-    train: Examples, *, dev: Examples, test: Examples, classes: Sequence[str], where: str
-) -> Corpus:
-    cut = split(train, classes=classes)
-    if dev and test:
-        cut = Corpus(classes=tuple(classes), train=train, dev=dev, test=test)
-    elif dev:
-        cut = Corpus(classes=cut.classes, train=_joined(cut.train, cut.dev), dev=dev, test=cut.test)
-    elif test:
-        cut = Corpus(classes=cut.classes, train=_joined(cut.train, cut.test), dev=cut.dev, test=test)
-    for name, part in (("dev", cut.dev), ("test", cut.test)):
-        if not part:
-            raise UsageError(
-                f"too few rows to hold a {name} part back",
-                got=f"{len(train)} rows of {len(classes)} classes in {where}",
-                try_="at least ten different texts of a class, or a folder with train, dev and test files",
-            )
-    return cut
+def read_texts(*paths: Path, wishes: Wishes | None = None, separator: str | None = AUTO, split_seed: int = 0) -> Texts:
+    """The same, with what was understood."""
+    read = _Read(where=", ".join(map(str, paths)))
+    is_list = [_read_source(source, wishes or Wishes(), read) for path in paths for source in find_sources(path)]
+    is_multi = _names_each(read, separator=separator, has_lists=any(is_list))
+    parts = read.parts
+    classes = _class_names(parts["train"], held_out=[*parts["dev"], *parts["test"]], where=read.where)
+    train, dev, test = (_numbered(parts[name], classes=classes, is_multi=is_multi) for name in parts)
+    groups = [row.group for row in parts["train"]]
+    corpus = _with_missing_parts(
+        train, dev=dev, test=test, classes=classes, where=read.where, seed=split_seed, groups=groups
+    )
+    return Texts(corpus=corpus, told=(*_told(read, corpus, is_multi=is_multi), *read.left_out))
 
 
-def _joined(one: Examples, other: Examples) -> Examples:
-    return Examples(texts=one.texts + other.texts, labels=one.labels + other.labels)
+# --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _numbered(rows: list[_Row], *, classes: Sequence[str]) -> Examples:
-    number = {name: index for index, name in enumerate(classes)}
-    return gather([(text, number[label]) for text, label in rows])
+def _read_source(source: Source, wishes: Wishes, read: _Read) -> bool:
+    """Adds the rows of a source to its part; whether its labels are lists."""
+    reader = SampleReader(source, wishes)
+    rows: list[_Row] = []
+    first_bare: UsageError | None = None
+    has_lists = False
+    for sample in reader:
+        _refuse_faulty(sample, source)
+        columns = reader.columns
+        assert columns is not None
+        where = f"{source.path}, row {sample.row.line}"
+        text, pair = sample.text.strip(), None if sample.pair is None else sample.pair.strip()
+        if not text:
+            raise _empty(columns.text, sample, where=where)
+        if pair == "":
+            raise _empty(columns.pair or "", sample, where=where)
+        if not sample.labels and not sample.is_list:
+            bare = _empty(columns.label or "label", sample, where=where)
+            if source.part != "test":
+                raise bare
+            first_bare = first_bare or bare
+        has_lists = has_lists or sample.is_list
+        rows.append(_Row(text, pair, sample.labels, sample.group))
+    if not rows:
+        raise UsageError(f"{source.path} is empty", got="a header without rows", try_="rows with a text and a label")
+    if first_bare is not None:
+        if any(row.labels for row in rows):
+            raise first_bare
+        read.left_out.append(f"{source.path.name} has no labels, and is left out")
+        return False
+    assert reader.columns is not None
+    read.parts[source.part or "train"] += rows
+    read.told.append(f"{source.form}; {reader.columns.told()}")
+    return has_lists
+
+
+def _refuse_faulty(sample: Sample, source: Source) -> None:
+    fault = sample.fault
+    if fault is None:
+        return
+    at = f"{source.path}" if fault.kind == "not-utf8" else f"row {sample.row.line} of {source.path}"
+    raise UsageError(f"{at} {fault.what}", got=fault.got, try_=fault.try_)
+
+
+def _empty(column: str, sample: Sample, *, where: str) -> UsageError:
+    return UsageError(
+        f"an empty {column} in {where}",
+        got=repr(sample.row.cells.get(column)),
+        try_="fill it in, or remove the row; whet data text FILE --fix OUT removes such rows",
+    )
+
+
+# --- labels ----------------------------------------------------------------------------------------------------------
+
+
+def _names_each(read: _Read, *, separator: str | None, has_lists: bool) -> bool:
+    """Cuts labels that name several classes, in place; whether a row may have several."""
+    rows = [row for part in read.parts.values() for row in part]
+    separator = checked_separator(separator)
+    if has_lists:
+        return any(len(row.labels) != 1 for row in rows)
+    if separator == AUTO:
+        separator = clear_separator(row.labels[0] for row in rows)
+    if separator is None:
+        return False
+    for part in read.parts.values():
+        part[:] = [row._replace(labels=tuple(split_label(row.labels[0], separator))) for row in part]
+    read.left_out.append(f"labels are separated by {separator!r} (label_separator=null takes them whole)")
+    return True
 
 
 def _class_names(train: list[_Row], *, held_out: list[_Row], where: str) -> list[str]:
     """The classes in alphabetical order, each seen often enough to be learned."""
-    seen = Counter(label for _, label in train)
+    seen = Counter(label for row in train for label in row.labels)
     known = ", ".join(f"{label} ({count})" for label, count in seen.most_common(8))
-    for label in sorted({*seen, *(label for _, label in held_out)}):
+    for label in sorted({*seen, *(label for row in held_out for label in row.labels)}):
         if seen[label] < 2:
             times = "once" if seen[label] else "never"
             raise UsageError(
                 f"the label {label!r} is seen {times} in the training rows of {where}",
                 got=known,
-                try_="more rows of it, or leave it out; perhaps it is a header or a typing error",
+                try_="more rows of it, or leave it out; perhaps it is a header or a typing error (whet data text FILE)",
             )
     if len(seen) < 2:
         raise UsageError(
@@ -87,118 +159,55 @@ def _class_names(train: list[_Row], *, held_out: list[_Row], where: str) -> list
     return sorted(seen)
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
+def _numbered(rows: list[_Row], *, classes: Sequence[str], is_multi: bool) -> Examples:
+    number = {name: index for index, name in enumerate(classes)}
+    sets = tuple(tuple(sorted({number[label] for label in row.labels})) for row in rows)
+    has_pairs = any(row.pair is not None for row in rows)
+    return Examples(
+        texts=tuple(row.text for row in rows),
+        labels=tuple(labels[0] if labels else -1 for labels in sets),
+        pairs=tuple(row.pair or "" for row in rows) if has_pairs else (),
+        label_sets=sets if is_multi else (),
+    )
 
 
-def _split_files(folder: Path) -> dict[str, Path]:
-    found = {
-        split_name: file
-        for split_name, stems in SPLITS.items()
-        for file in sorted(folder.iterdir())
-        if file.is_file() and file.stem.lower() in stems
-    }
-    if "train" not in found:
-        names = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
-        raise UsageError(
-            f"no training file in {folder}", got=names, try_="a file train.jsonl, train.csv or train.tsv there"
-        )
-    return found
+# --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def _read_file(path: Path) -> list[_Row]:
-    text = _decoded(path)
-    if not text.strip():
-        raise UsageError(f"{path} is empty", got="no rows", try_="rows with a text and a label")
-    records = _json_lines(text, path=path) if text.lstrip()[0] in "{[" else _delimited(text, path=path)
-    columns: tuple[str, str] | None = None
-    rows: list[_Row] = []
-    for number, record in records:
-        columns = columns or _columns(record, path=path)
-        rows.append(
-            (
-                _filled(record, columns[0], where=f"{path}, row {number}"),
-                _filled(record, columns[1], where=f"{path}, row {number}"),
-            )
-        )
-    if not rows:
-        raise UsageError(f"{path} is empty", got="a header without rows", try_="rows with a text and a label")
-    return rows
-
-
-def _decoded(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(
-            f"cannot read {path}", got=error.strerror, try_="a file that exists and may be read"
-        ) from error
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        row = data.count(b"\n", 0, error.start) + 1
-        raise UsageError(
-            f"{path} is not UTF-8",
-            got=f"byte 0x{data[error.start]:02x} at offset {error.start}, row {row}",
-            try_=f"iconv -f latin1 -t utf-8 {path.name} > utf8-{path.name}, or whatever it was written in",
-        ) from error
-
-
-def _json_lines(text: str, *, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
+def _with_missing_parts(
+    train: Examples,
+    *,
+    dev: Examples,
+    test: Examples,
+    classes: Sequence[str],
+    where: str,
+    seed: int,
+    groups: Sequence[str | None],
+) -> Corpus:
+    if dev and test:
+        return Corpus(classes=tuple(classes), train=train, dev=dev, test=test)
+    cut = split(train, classes=classes, seed=seed, groups=groups)
+    if dev:
+        cut = Corpus(classes=cut.classes, train=cut.train.joined(cut.dev), dev=dev, test=cut.test)
+    elif test:
+        cut = Corpus(classes=cut.classes, train=cut.train.joined(cut.test), dev=cut.dev, test=test)
+    for name, part in (("dev", cut.dev), ("test", cut.test)):
+        if not part:
             raise UsageError(
-                f"row {number} of {path} is not JSON", got=str(error), try_="one object per line"
-            ) from None
-        if not isinstance(record, dict):
-            raise UsageError(
-                f"row {number} of {path} is not an object", got=line[:60], try_='{"text": "...", "label": "..."}'
+                f"too few rows to hold a {name} part back",
+                got=f"{len(train)} rows of {len(classes)} classes in {where}",
+                try_="at least ten different texts (or groups) of a class, or a folder with train, dev and test files",
             )
-        yield number, record
+    return cut
 
 
-def _delimited(text: str, *, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    header = text.split("\n", 1)[0]
-    # Strict: a quote that is never closed would swallow the rows behind it.
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if "\t" in header else ",", strict=True)
-    try:
-        names = [str(name).strip().lower() for name in reader.fieldnames or ()]
-        if len(set(names)) < len(names):
-            raise UsageError(f"{path} has a column twice", got=", ".join(names)[:200], try_="one column of each name")
-        for record in reader:
-            if None in record:
-                raise UsageError(
-                    f"row {reader.line_num} of {path} has more fields than the header",
-                    got=str(record[None])[:200],
-                    try_='quotes around texts with commas: "a text, with a comma",label',
-                )
-            yield reader.line_num, record
-    except csv.Error as error:
-        raise UsageError(f"row {reader.line_num} of {path} cannot be read", got=str(error), try_="JSON lines") from None
-
-
-def _columns(record: dict[str, Any], *, path: Path) -> tuple[str, str]:
-    """The names of the text and label columns, as the file spells them."""
-    spelled = {str(name).strip().lower(): str(name) for name in record}
-    found: list[str] = []
-    for what, names in (("text", TEXT_NAMES), ("label", LABEL_NAMES)):
-        fitting = [spelled[name] for name in names if name in spelled]
-        if not fitting:
-            raise UsageError(
-                f"{path} has no {what} column",
-                got="columns " + ", ".join(map(str, record))[:200],
-                try_=f"name it {what!r} (also understood: {', '.join(names[1:])})",
-            )
-        found.append(fitting[0])
-    return found[0], found[1]
-
-
-def _filled(record: dict[str, Any], column: str, *, where: str) -> str:
-    value = record.get(column)
-    text = "" if value is None else str(value).strip()
-    if not text:
-        raise UsageError(f"an empty {column} in {where}", got=repr(value), try_="fill it in, or remove the row")
-    return text
+def _told(read: _Read, corpus: Corpus, *, is_multi: bool) -> list[str]:
+    sizes = [len(rows) for rows in read.parts.values() if rows]
+    forms = " and ".join(dict.fromkeys(read.told))
+    each = "a text may have several" if is_multi else ""
+    line = f"read {' + '.join(f'{size:,}' for size in sizes)} rows of {forms}, {len(corpus.classes)} classes"
+    told = [f"{line} ({each})" if each else line]
+    if len(sizes) < 3:
+        parts = f"{len(corpus.train):,} + {len(corpus.dev):,} + {len(corpus.test):,}"
+        told.append(f"split into {parts} (train, dev, test); equal texts and groups stay on one side")
+    return told
