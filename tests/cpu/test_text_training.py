@@ -16,6 +16,7 @@ from torch.nn import functional
 import whet
 from whet.checkpoint import store
 from whet.config.resolve import resolve
+from whet.data.batch import Micro
 from whet.data.order import epoch_order
 from whet.data.ragged import Padded
 from whet.recipes.text.config import count_parameters
@@ -85,6 +86,36 @@ def test_train_report_and_predict(cli: Cli, table: Path) -> None:
     code, out, errors = cli.run("predict", run, "some fern1", "--checkpoint", "best")
     assert code == 0, errors
     assert "plant" in out
+
+
+@pytest.mark.parametrize("shape", ["padded", "packed"])
+def test_an_evaluation_shows_what_was_taken_for_what(table: Path, shape: str) -> None:
+    recipe = text_recipe()
+    config = resolve(recipe.Config, words=[f"data={table}", *SMALL]).config
+    data = recipe.data(config)
+    torch.manual_seed(0)
+    model = recipe.model(config, data).eval()
+    micros = []
+    for rows in torch.arange(len(data.dev["label"])).split(16):
+        tokens, lengths = data.dev["tokens"], data.dev["tokens"].lengths[rows]
+        longest, total = int(lengths.max()), int(lengths.sum())
+        cut = tokens.padded(rows, length=longest) if shape == "padded" else None
+        field = cut or tokens.packed(rows, max_length=longest, total=total)
+        micros.append(Micro(fields={"tokens": field, "label": data.dev["label"][rows]}, ids=rows.numpy()))
+    with torch.no_grad():
+        found = recipe.evaluate(model, iter(micros))
+        answers = torch.cat([model(micro.tokens).argmax(1) for micro in micros])
+    truth, counts = data.dev["label"], found["confusion"]["counts"]
+    assert found["accuracy"] == float((answers == truth).double().mean()) < 1
+    assert found["confusion"]["labels"] == ["animal", "plant", "stone"]
+    for one in range(3):
+        for other in range(3):
+            assert counts[one][other] == int(((truth == one) & (answers == other)).sum())
+    words = {"animal": "fox", "plant": "fern", "stone": "flint"}
+    mistakes = found["samples"]
+    assert len(mistakes) == 8
+    assert all(words[m["expected"]] in m["input"] and m["expected"] != m["predicted"] for m in mistakes)
+    assert [m["conviction"] for m in mistakes] == sorted((m["conviction"] for m in mistakes), reverse=True)
 
 
 def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(cli: Cli, table: Path) -> None:

@@ -13,9 +13,11 @@ from whet.data.batch import Micro, Position
 from whet.data.cut import Lengths
 from whet.data.source import AbstractSource
 from whet.engine.building import Parts, open_planned_source
+from whet.engine.findings import read_findings
 from whet.plan.plan import Plan
 
-Evaluate = Callable[[nn.Module, Iterator[Micro]], Mapping[str, float]]
+Evaluate = Callable[[nn.Module, Iterator[Micro]], Mapping[str, Any]]
+"""Gives metrics, and perhaps what `whet.engine.findings` tells of."""
 
 
 _MOST_SOURCES = 4
@@ -29,8 +31,8 @@ class Evaluator:
         self._parts = parts
         self._sources: dict[tuple[int, int], tuple[AbstractSource, Any]] = {}
 
-    def run(self, evaluate: Evaluate, data: Any, *, plan: Plan) -> dict[str, float]:
-        """The metrics; generators, modes and weights are as before when this returns."""
+    def run(self, evaluate: Evaluate, data: Any, *, plan: Plan) -> dict[str, Any]:
+        """What was found; generators, modes and weights are as before when this returns."""
         model, ema = self._parts.stepper.model, self._parts.stepper.ema
         modes = [(module, module.training) for module in model.modules()]
         averaged = ema.in_place() if ema else contextlib.nullcontext()
@@ -41,7 +43,7 @@ class Evaluator:
                 found = evaluate(model, self.batches(data, plan=plan))
                 if not isinstance(found, Mapping):
                     raise UsageError("evaluate must return metrics", got=type(found).__name__, try_='{"accuracy": 0.9}')
-                return {name: float(value) for name, value in found.items()}
+                return read_findings(found)
             finally:
                 for module, mode in modes:
                     module.training = mode

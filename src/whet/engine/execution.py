@@ -127,8 +127,8 @@ class Execution:
             if not self._parts.device.is_oom(error):
                 raise
 
-    def evaluate(self, evaluate: Evaluate, data: Any, *, step: int) -> dict[str, float]:
-        """The metrics of the model as it is after `step`."""
+    def evaluate(self, evaluate: Evaluate, data: Any, *, step: int) -> dict[str, Any]:
+        """The metrics, and what else was found, of the model as it is after `step`."""
         while True:
             try:
                 return self._evaluator.run(evaluate, data, plan=self.plan)

@@ -92,7 +92,8 @@ class Governor:
         self._recorder, self._device = recorder, device
         self._reader, self._clock, self._sleep = reader or _sensors(), clock, sleep
         self._drift = Drift()
-        self._conditions = Conditions()
+        self.conditions = Conditions()
+        """What the sensors said last."""
         self._has_news = False
         self._heat = _Steady[Heat]("cool")
         self._pressure = _Steady[PressureLevel]("normal")
@@ -113,11 +114,16 @@ class Governor:
         self._recorder.watch = None
         self._closing.close()
 
+    @property
+    def heat(self) -> Heat:
+        """What is said of the machine at present."""
+        return self._heat.value
+
     # --- what comes in -----------------------------------------------------------------------------------------------
 
     def take(self, conditions: Conditions) -> None:
         """Takes a reading; from any thread."""
-        self._conditions = conditions
+        self.conditions = conditions
         self._has_news = True
 
     def saw_steps(self, steps: list[tuple[int, float]]) -> None:
@@ -139,7 +145,7 @@ class Governor:
             self._rest_a_share()
 
     def _act(self, step: int) -> None:
-        now, conditions, slow_down = self._clock(), self._conditions, self._drift.verdict
+        now, conditions, slow_down = self._clock(), self.conditions, self._drift.verdict
         power = judge_power(conditions, self._power.value)
         if self._power.change(power, now=now):
             self._recorder.event("throttle", step=step, about="power", reason=power_words(power))
@@ -175,13 +181,13 @@ class Governor:
     def _tell_heat(self, step: int, reason: str, **fields: Any) -> None:
         slow_down = self._drift.verdict
         seen = {} if slow_down is None else {"factor": slow_down.factor, "since_step": slow_down.since_step}
-        thermal = {} if self._conditions.thermal is None else {"thermal": self._conditions.thermal}
+        thermal = {} if self.conditions.thermal is None else {"thermal": self.conditions.thermal}
         heat = {"about": "heat", "state": self._heat.value}
         self._recorder.event("throttle", step=step, reason=reason, **heat, **seen, **thermal, **fields)
 
     def _adapt_share(self, now: float) -> None:
         """More rest while it is hot, less while it is not; without a sensor to confirm the heat, never much."""
-        share, largest = self._share.value, LARGEST_SHARE if self._conditions.thermal is not None else FIRST_SHARE
+        share, largest = self._share.value, LARGEST_SHARE if self.conditions.thermal is not None else FIRST_SHARE
         if self._heat.value == "hot":
             wanted = min(largest, max(FIRST_SHARE, share + SHARE_STEP)) if share else FIRST_SHARE
         else:
@@ -209,15 +215,15 @@ class Governor:
         self._may_pause_at = now + LEAST_WORK_SECONDS
         # The steps before the pause say nothing about the machine after it.
         self._drift.forget_recent()
-        heat = judge_heat(self._conditions, None)
+        heat = judge_heat(self.conditions, None)
         self._heat.change(heat, now=now)
         self._heat.hold(now=now)
-        known = "goes on" if self._conditions.thermal is None else "cool again"
+        known = "goes on" if self.conditions.thermal is None else "cool again"
         state = known if heat == "cool" else "still hot"
         self._tell_heat(step, f"{state} after a rest of {show_seconds(rested)}", rested_seconds=rested)
 
     def _is_rested(self, rested: float) -> bool:
-        thermal = self._conditions.thermal
+        thermal = self.conditions.thermal
         if thermal is None:
             return rested >= UNSEEN_REST_SECONDS
         return rested >= LONGEST_REST_SECONDS or (thermal == "nominal" and rested >= HOLD_SECONDS)

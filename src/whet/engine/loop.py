@@ -49,7 +49,8 @@ def train(
     """Trains a model: probes, plans, trains, checkpoints; call it again with the same `run` and it resumes.
 
     `loss` receives a micro-batch and returns a mean over its samples, or a pair (sum, weight). `evaluate` receives the
-    model and micro-batches of `dev` and returns metrics; of `test` too, once, when all steps are done. `show` is told
+    model and micro-batches of `dev` and returns metrics, perhaps a confusion matrix and samples too
+    (engine/findings.py); of `test` too, once, when all steps are done. `show` is told
     of every event: a line on standard error unless you give a function, or None for silence. A new run that is long
     enough to earn it back is measured first, in steps that leave no trace (docs/measure.md), unless `measure` is
     False; `open_rig` opens the same training in a process of its own for that. All other options are Session's: run,

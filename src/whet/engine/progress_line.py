@@ -68,6 +68,8 @@ class ProgressLine:
             self._heat = _heat_words(fields) if fields.get("about") == "heat" else self._heat
         elif kind == "vitals":
             self._heat = fields["heat"]
+        elif kind == "health":
+            self._note_memory(fields)
         elif kind == "epoch":
             self._end_epoch(fields)
         elif kind == "step":
@@ -132,11 +134,14 @@ class ProgressLine:
             parts.append(self._screen.hint)
         return "  ".join(parts)
 
-    def _end_epoch(self, fields: dict[str, Any]) -> None:
+    def _note_memory(self, fields: dict[str, Any]) -> None:
         memory = fields.get("memory") or {}
         used, limit = memory.get("peak") or memory.get("allocated"), memory.get("limit")
         if used:
             self._memory = show_bytes(used) + (f" of {show_bytes(limit)}" if limit else "")
+
+    def _end_epoch(self, fields: dict[str, Any]) -> None:
+        self._note_memory(fields)
         of_all = f"/{self._epochs}" if self._epochs else ""
         took = show_seconds(fields["epoch_seconds"])
         self._routine("epoch", f"{self._name}  epoch {fields['epoch']}{of_all} took {took}  {self._memory}".rstrip())

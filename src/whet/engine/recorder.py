@@ -48,6 +48,7 @@ class Recorder:
         self._show = show
         self._pending: list[tuple[dict[str, Any], np.ndarray, Outcome]] = []
         self._read_at = time.monotonic()
+        self._waiting: list[tuple[str, dict[str, Any]]] = []
         self._extra_seconds: dict[str, float] = {}
         self._is_log_refused = False
         self.aside_seconds = 0.0
@@ -74,6 +75,10 @@ class Recorder:
             if batch is None:
                 return
             yield batch
+
+    def later(self, kind: str, **fields: Any) -> None:
+        """Takes what is written behind the steps so far, once they are read: nobody waits for the device for it."""
+        self._waiting.append((kind, fields))
 
     def event(self, kind: str, *, step: int, **fields: Any) -> None:
         """Writes a happening, behind all steps before it."""
@@ -134,8 +139,13 @@ class Recorder:
         """Reads what is pending, in one go, and writes it down."""
         self._read_at = time.monotonic()
         pending, self._pending = self._pending, []
-        if not pending:
-            return
+        if pending:
+            self._read_steps(pending)
+        waiting, self._waiting = self._waiting, []
+        for kind, fields in waiting:
+            self._write(kind, **fields)
+
+    def _read_steps(self, pending: list[tuple[dict[str, Any], np.ndarray, Outcome]]) -> None:
         losses = _as_numbers([outcome.loss for _, _, outcome in pending])
         norms = _as_numbers([outcome.grad_norm for _, _, outcome in pending])
         computing: list[tuple[int, float]] = []

@@ -26,7 +26,9 @@ from whet.data.batch import GlobalBatch, Micro
 from whet.engine.careful import CarefulSteps, MustGoBackError
 from whet.engine.circumstances import with_earlier_changes
 from whet.engine.evaluating import Evaluate
+from whet.engine.findings import metrics_of, read_findings
 from whet.engine.governor import Governor
+from whet.engine.health import Health
 from whet.engine.keeper import Urgency
 from whet.engine.opening import open_session
 from whet.engine.progress import Progress
@@ -187,6 +189,8 @@ class Session:
         self._governor.save = self._save_if_sound
         self._governor.should_stop = lambda: self._stop.signal is not None or self.is_finished
         self._closing.enter_context(self._governor)
+        machine = self.plan.machine
+        self._health = Health(self._recorder, self.device, self._governor, memory_bytes=machine.memory_bytes)
         if not self.model.training:
             # Otherwise it is left as it is: a part may be in eval mode on purpose.
             self.model.train()
@@ -253,6 +257,7 @@ class Session:
                 if epochs_done is not None:
                     self._end_epoch(epochs_done)
                 self._governor.between_steps(before)
+                self._health.between_steps(self.progress)
                 if is_last or self._stop.signal is not None:
                     return
             else:
@@ -306,24 +311,29 @@ class Session:
     def evaluate(self, evaluate: Evaluate, data: Any, *, prefix: str = "") -> dict[str, float]:
         """Evaluates on `data` with the averaged weights if there are any, logs the metrics, and disturbs nothing."""
         start = time.perf_counter()
-        found = self._execution.evaluate(evaluate, data, step=self.progress.step)
-        metrics = {f"{prefix}{name}": value for name, value in found.items()}
+        given = self._execution.evaluate(evaluate, data, step=self.progress.step)
+        found = {f"{prefix}{name}": value for name, value in given.items()}
+        metrics = metrics_of(found)
         self._recorder.spent("evaluate", time.perf_counter() - start)
         if self._goal is not None and not prefix and self._goal not in metrics:
             raise UsageError("the goal is not among the metrics", got=self._goal, try_=" or ".join(metrics))
-        self.log(**metrics)
+        self.log(**found)
         return metrics
 
     def batches(self, data: Any) -> Iterator[Micro]:
         """Data in its own order, on the device, as much at once as the plan evaluates."""
         return self._execution.batches(data)
 
-    def log(self, **metrics: float) -> None:
-        """Writes metrics down; the goal among them decides the best checkpoint, plateau and early stop."""
-        refuse_reserved({*metrics})
-        metrics = {name: float(value) for name, value in metrics.items()}
+    def log(self, **found: Any) -> None:
+        """Writes metrics down; the goal among them decides the best checkpoint, plateau and early stop.
+
+        A `confusion` ({"labels": [...], "counts": [[...]]}) and `samples` (a list of maps) are kept for the report.
+        """
+        refuse_reserved({*found})
+        found = read_findings(found)
+        metrics = metrics_of(found)
         self.progress.evaluated_step = self.progress.step
-        self._recorder.event("eval", step=self.progress.step, **metrics)
+        self._recorder.event("eval", step=self.progress.step, **found)
         if self._goal is None or self._goal not in metrics:
             return
         score = metrics[self._goal] if self._goal_is == "max" else -metrics[self._goal]

@@ -50,8 +50,8 @@ class Recipe(Protocol):
     def loss(self, model: Any, micro: Any) -> Any:
         """The mean over the samples of a micro-batch, or a pair (sum, weight)."""
 
-    def evaluate(self, model: Any, micros: Any) -> dict[str, float]:
-        """Metrics over micro-batches of a split."""
+    def evaluate(self, model: Any, micros: Any) -> dict[str, Any]:
+        """Metrics over micro-batches of a split, and perhaps a confusion matrix and samples (engine/findings.py)."""
 
     def keep(self, config: Any, data: Any) -> dict[str, Any]:
         """What using the model later needs besides its weights, as plain JSON; kept in the run folder."""

@@ -6,9 +6,10 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
     start       total_steps, goal (the name of the metric that counts), goal_is ("max" or "min")
     plan        changed: why the plan is another one, or what was verified before the first step; then also seconds,
                 difference (the largest relative error beside the CPU)
-    step        loss; epoch, samples (so far), lr, grad_norm (before clipping; null in steps where it was not taken),
-                seconds: {"data", "transfer", "forward", "backward", "optimizer"} on the device's own clock, and what
-                was spent since the step before: {"evaluate", "save", "rest"}
+    step        loss; epoch, samples (so far), lr, grad_norm (before clipping; without clipping only in every
+                16th step, and in no replayed one), seconds: {"data", "transfer", "forward", "backward", "optimizer"}
+                on the device's own clock ("graph" for a step that is replayed as a whole), and what was spent since
+                the step before: {"evaluate", "save", "rest"}
     health      about every 5 s between steps, each part only where it can be read: samples (so far),
                 samples_per_second (since the last one; evaluations, saves and rests do not count),
                 memory: {"allocated", "reserved", "peak", "limit"} of the device, {"process", "used", "available",

@@ -16,6 +16,10 @@ from whet.device.abstract import AbstractDevice, Mark
 from whet.step.ema import Ema
 from whet.step.loss import LossFunction, at_least_tiny, split_loss
 
+NORM_EVERY = 16
+"""Without clipping the norm of the gradient is taken in one step of so many: in every step it cost 3 to 5 % of small
+steps on a CPU. Not in a captured one (step 0), which would take it in every replay."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
@@ -129,6 +133,8 @@ class Stepper:
         grad_norm = None
         if self._clip is not None:
             grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        elif step and step % NORM_EVERY == 0:
+            grad_norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if is_careful:
             self._refuse_nonfinite(loss_sum)
         self.is_updating = True

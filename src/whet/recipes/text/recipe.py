@@ -27,6 +27,8 @@ class TextRecipe:
     name = "text"
     Config = TextConfig
     goal = "accuracy"
+    _data: "TextData | None" = None
+    """What was read last: an evaluation shows classes and texts by their names."""
 
     def describe(self, config: TextConfig, data: "TextData | None" = None) -> Workload:
         workload = text_config.describe(config)
@@ -52,13 +54,14 @@ class TextRecipe:
             kept = open_run(config.init_from).kept
             tokenizer = Tokenizer.from_json(str(kept.get("tokenizer")))
             refuse_other_classes(corpus.classes, kept.get("classes"), where=config.init_from)
-        return tokenize(
+        self._data = tokenize(
             corpus,
             tokenizer=tokenizer,
             max_length=config.arch.max_length,
             class_weights=class_weights(config.class_weights, corpus),
             notes=texts.told,
         )
+        return self._data
 
     def model(self, config: TextConfig, data: "TextData") -> "Encoder":
         from whet.recipes.text.model import Encoder
@@ -70,17 +73,10 @@ class TextRecipe:
 
         return classification_loss(model(micro.tokens), micro)
 
-    def evaluate(self, model: "Encoder", micros: Iterator["Micro"]) -> dict[str, float]:
-        from whet.recipes.text.loss import are_right, text_losses
+    def evaluate(self, model: "Encoder", micros: Iterator["Micro"]) -> dict[str, Any]:
+        from whet.recipes.text.judging import judge
 
-        right = total = 0
-        loss = 0.0
-        for micro in micros:
-            logits = model(micro.tokens)
-            loss += float(text_losses(logits, micro.label).sum())
-            right += int(are_right(logits, micro.label).sum())
-            total += len(micro)
-        return {"accuracy": right / total, "cross_entropy": loss / total}
+        return judge(model, micros, self._data)
 
     def keep(self, config: TextConfig, data: "TextData") -> dict[str, Any]:
         return {

@@ -1,0 +1,87 @@
+"""How good is the classifier, which classes does it confuse, and where was it wrong with the most conviction?"""
+
+from collections.abc import Iterator
+from heapq import nlargest
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from whet.data.ragged import Packed, Padded
+from whet.recipes.text.loss import are_right, shares, text_losses
+
+if TYPE_CHECKING:
+    from whet.data.batch import Field, Micro
+    from whet.recipes.text.data import TextData
+    from whet.recipes.text.model import Encoder
+
+NUM_SAMPLES = 8
+
+
+class Mistake(NamedTuple):
+    """A text that was judged wrong."""
+
+    conviction: float
+    """How far the worst of its classes was from the truth, in probability."""
+    micro: "Micro"
+    row: int
+    expected: tuple[int, ...]
+    predicted: tuple[int, ...]
+
+
+def judge(model: "Encoder", micros: Iterator["Micro"], data: "TextData | None") -> dict[str, Any]:
+    """Metrics, the confusion matrix and the clearest mistakes; `data` knows the names of the classes and the words.
+
+    Where a text may have several classes there is no matrix: none was taken for another.
+    """
+    right = total = 0
+    loss = 0.0
+    counts: Any = None
+    mistakes: list[Mistake] = []
+    for micro in micros:
+        logits, label = model(micro.tokens), micro.label
+        loss += float(text_losses(logits, label).sum())
+        is_right = are_right(logits, label).cpu().numpy()
+        right += int(is_right.sum())
+        total += len(micro)
+        is_single, num_classes = label.dim() == 1, logits.shape[1]
+        found = shares(logits, is_multi_label=not is_single).cpu().numpy()
+        truth = label.cpu().numpy()
+        answers = logits.argmax(1).cpu().numpy() if is_single else found > 0.5
+        if is_single:
+            pairs = np.bincount(truth * num_classes + answers, minlength=num_classes**2).reshape(num_classes, -1)
+            counts = pairs if counts is None else counts + pairs
+            truth, answers = np.eye(num_classes)[truth], np.eye(num_classes)[answers]
+        for row in np.flatnonzero(~is_right):
+            worst = float(np.abs(found[row] - truth[row]).max())
+            classes = (tuple(np.flatnonzero(chosen[row] > 0.5).tolist()) for chosen in (truth, answers))
+            mistakes.append(Mistake(worst, micro, int(row), *classes))
+        mistakes = nlargest(NUM_SAMPLES, mistakes, key=_rank)
+    told: dict[str, Any] = {"accuracy": right / total, "cross_entropy": loss / total}
+    if data is not None and counts is not None:
+        told["confusion"] = {"labels": list(data.classes), "counts": counts.tolist()}
+    if data is not None:
+        told["samples"] = [_shown(mistake, data) for mistake in mistakes]
+    return told
+
+
+def _rank(mistake: Mistake) -> tuple[float, int]:
+    return mistake.conviction, -int(mistake.micro.ids[mistake.row])
+
+
+def _shown(mistake: Mistake, data: "TextData") -> dict[str, Any]:
+    return {
+        "input": data.tokenizer.decode(_tokens(mistake.micro.tokens, mistake.row)).strip(),
+        "expected": ", ".join(data.classes[place] for place in mistake.expected),
+        "predicted": ", ".join(data.classes[place] for place in mistake.predicted),
+        "conviction": mistake.conviction,
+    }
+
+
+def _tokens(field: "Field", row: int) -> list[int]:
+    if isinstance(field, Packed):
+        ids: list[int] = field.values[field.starts[row] : field.starts[row + 1]].tolist()
+    elif isinstance(field, Padded):
+        ids = field.values[row, : field.lengths[row]].tolist()
+    else:
+        ids = field[row].tolist()
+    return ids
