@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -478,3 +479,37 @@ def test_unknown_kinds_of_a_newer_whet_are_passed_on(tmp_path: Path) -> None:
 def test_no_file_is_no_events(tmp_path: Path) -> None:
     assert list(read_events(tmp_path)) == []
     assert thin_curve(tmp_path, field="loss", points=5).points == ()
+
+
+def test_a_reader_keeps_the_index_of_a_long_run_that_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("whet.run.events.LONG_BYTES", 100_000)
+    monkeypatch.setattr("whet.run.index.LONG_BYTES", 100_000)
+    run = tmp_path / "run"
+    run.mkdir()
+    write_steps(run, first=1, last=20 * BLOCK_EVENTS)
+    expected = History(run).layout.blocks
+    assert not (tmp_path / "home").exists(), "a run with an index needs no other"
+    (run / INDEX_FILE).write_bytes(b"whet events index 1\n")
+    told: list[tuple[int, int]] = []
+    assert History(run, progress=lambda done, total: told.append((done, total))).layout.blocks == expected
+    size = (run / EVENTS_FILE).stat().st_size
+    assert told[-1] == (size, size)
+    (kept,) = (tmp_path / "home" / "indexes").iterdir()
+
+    again = History(run)
+    assert again.layout.blocks == expected
+    assert again.layout.read_bytes < 20_000, "only what the kept index does not know"
+    assert again.layout.index_bytes == again.layout.num_indexed == 0, "the run's own index stays what it is"
+    write_steps(run, first=20 * BLOCK_EVENTS + 1, last=20 * BLOCK_EVENTS + 2)
+    assert layout(run).num_indexed == len(layout(run).blocks), "the writer has made it whole"
+
+    (run / INDEX_FILE).unlink()
+    lines = (run / EVENTS_FILE).read_bytes().splitlines(keepends=True)
+    (run / EVENTS_FILE).write_bytes(b"".join(lines[1000:]))
+    assert [e.step for e in History(run)] == list(range(1001, 20 * BLOCK_EVENTS + 3)), "of another file: not believed"
+    kept.write_bytes(kept.read_bytes()[:-50] + b"x" * 50)
+    assert len(list(History(run))) == 20 * BLOCK_EVENTS + 2 - 1000
+    shutil.rmtree(tmp_path / "home")
+    (tmp_path / "home").write_text("in the way: nothing can be kept")
+    assert len(list(History(run))) == 20 * BLOCK_EVENTS + 2 - 1000

@@ -20,8 +20,9 @@ from whet.run import strict_json
 from whet.run.appender import Appender
 from whet.run.event import KINDS, REPLACED, RESERVED, SITTINGS, Event
 from whet.run.folder import EVENTS_FILE, INDEX_FILE, Run, folder_of
-from whet.run.index import HEADER, Layout, Progress, read_block, read_layout, read_places, write_entry
+from whet.run.index import HEADER, LONG_BYTES, Layout, Progress, read_block, read_layout, read_places, write_entry
 from whet.run.plain_file import open_plain
+from whet.run.spare_index import keep_spare, spare_path
 from whet.run.tally import Block, Tally
 
 
@@ -230,8 +231,12 @@ def _odd_record(record: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def layout_of(folder: Path, *, progress: Progress | None = None) -> Layout:
-    """The blocks of the events in a run folder."""
-    return read_layout(folder / EVENTS_FILE, index=folder / INDEX_FILE, progress=progress)
+    """The blocks of the events in a run folder; if finding out took long, it is kept for the next time."""
+    events, index = folder / EVENTS_FILE, folder / INDEX_FILE
+    layout = read_layout(events, index=index, spare=lambda: spare_path(events), progress=progress)
+    if layout.read_bytes >= LONG_BYTES:
+        keep_spare(events, layout.blocks[:-1])  # The last one may still grow.
+    return layout
 
 
 def _limits(blocks: tuple[Block, ...]) -> list[float]:

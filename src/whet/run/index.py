@@ -29,6 +29,7 @@ from whet.run.tally import BLOCK_EVENTS, NUMBERS_PER_FIELD, Block, Counter, Stat
 __all__ = [
     "BLOCK_EVENTS",
     "HEADER",
+    "LONG_BYTES",
     "Block",
     "Counter",
     "Layout",
@@ -46,6 +47,8 @@ __all__ = [
 
 HEADER = b"whet events index 2\n"
 """An index of another version is as good as none."""
+LONG_BYTES = 32 * 1024**2
+"""Fewer bytes of events than this are read in less than a second."""
 Progress = Callable[[int, int], None]
 """Is told how many bytes of how many were read."""
 
@@ -122,10 +125,17 @@ class Layout:
     """How much of the index file is right (the rest should be cut off)."""
     num_indexed: int
     """How many of the blocks came from the index."""
+    read_bytes: int = 0
+    """How many bytes of events had to be read, for want of an index."""
 
 
-def read_layout(events: Path, *, index: Path, progress: Progress | None = None) -> Layout:
-    """The blocks of an events file: from the index as far as it is right, by reading the events from there on."""
+def read_layout(
+    events: Path, *, index: Path, spare: Callable[[], Path | None] | None = None, progress: Progress | None = None
+) -> Layout:
+    """The blocks of an events file: from the index as far as it is right, by reading the events from there on.
+
+    Where the index knows little of a long file, `spare` tells where another one may be.
+    """
     try:
         file = open_plain(events)
     except FileNotFoundError:
@@ -133,11 +143,20 @@ def read_layout(events: Path, *, index: Path, progress: Progress | None = None) 
     with file:
         size = file.seek(0, 2)
         blocks, index_bytes = trusted(index, file=file, size=size)
-        num_indexed = len(blocks)
-        blocks += scan(file, start=blocks[-1].end if blocks else 0, size=size, progress=progress)
+        num_indexed, known = len(blocks), blocks[-1].end if blocks else 0
+        if spare is not None and size - known >= LONG_BYTES and (path := spare()) is not None:
+            others, _ = trusted(path, file=file, size=size)
+            if others and others[-1].end > known:
+                blocks, index_bytes, num_indexed, known = others, 0, 0, others[-1].end
+        blocks += scan(file, start=known, size=size, progress=progress)
     end = blocks[-1].end if blocks else 0
     return Layout(
-        blocks=tuple(blocks), end=end, torn_bytes=size - end, index_bytes=index_bytes, num_indexed=num_indexed
+        blocks=tuple(blocks),
+        end=end,
+        torn_bytes=size - end,
+        index_bytes=index_bytes,
+        num_indexed=num_indexed,
+        read_bytes=end - known,
     )
 
 
