@@ -208,7 +208,9 @@ export class Chart {
       if (value === null || value === undefined) return [];
       return [el("div", { class: "tip-row" }, dot(line.colour), el("span", {}, line.label), el("b", {}, inUnit(value, line.unit)))];
     });
-    fill(this.tip, el("div", { class: "tip-place" }, `${AXES[this.settings.axis]} ${this.sayPlace(plot.data[0][idx], true)}`), rows);
+    const x = plot.data[0][idx];
+    const around = this.bands.filter((band) => band.from <= x && x <= band.to).map((band) => el("div", { class: "tip-row" }, dot(band.about === "pressure" ? "pressure" : "heat"), el("span", {}, band.about), el("b", {}, band.level)));
+    fill(this.tip, el("div", { class: "tip-place" }, `${AXES[this.settings.axis]} ${this.sayPlace(x, true)}`), rows, around);
     const isRight = left > plot.over.clientWidth / 2;
     this.tip.style.setProperty("left", isRight ? "auto" : `${left + 14}px`);
     this.tip.style.setProperty("right", isRight ? `${plot.over.clientWidth - left + 14}px` : "auto");

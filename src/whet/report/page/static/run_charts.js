@@ -38,9 +38,10 @@ export class RunCharts {
   show(view) {
     const { axis } = this.settings;
     const marks = marksOf(view, axis), bands = bandsOf(view, axis);
+    const names = namesOn(view);
     for (const kind of kinds(view)) {
       const track = trackOf(view, kind.from);
-      const lines = kind.names.map(([name, dashed], place) => ({ line: lineOf(track, name), dashed, place })).filter(({ line }) => line);
+      const lines = kind.names.map(([name, dashed], place) => ({ line: lineOf(track, name), dashed, place })).filter(({ line }) => line && !isSaidTwice(line, track, names));
       if (!lines.length) continue;
       let chart = this.charts.get(kind.id);
       if (!chart) {
@@ -50,7 +51,7 @@ export class RunCharts {
         this.element.append(chart.element);
       }
       const series = lines.map(({ line, dashed, place }) =>
-        seriesOf(track, line, axis, { label: sayName(line.name), colour: dashed ? "bad" : seriesColour(place), dashed, steady: kind.steady }));
+        seriesOf(track, line, axis, { label: names[line.name] ?? sayName(line.name), colour: dashed ? "bad" : seriesColour(place), dashed, steady: kind.steady }));
       chart.extent = extentOf(view, axis);
       chart.show(series, { bands, marks: kind.wide ? marks : [] });
     }
@@ -59,6 +60,16 @@ export class RunCharts {
   close() {
     for (const chart of this.charts.values()) chart.close();
   }
+}
+
+/** On the CPU there is no counter for tensors: what is counted is the process. */
+function namesOn(view) {
+  const device = view.report.settings.find((setting) => setting.name === "device")?.value;
+  return device === "cpu" ? { "memory/allocated": "this process" } : {};
+}
+
+function isSaidTwice(line, track, names) {
+  return line.name === "memory/allocated" && line.name in names && lineOf(track, "memory/process") !== null;
 }
 
 /** From the first to the last step, so that all charts have the same axis. */
