@@ -1,5 +1,14 @@
 // How does anything get into the page? As text. Names, logs and samples of a run come from anywhere, so nothing of them
-// is ever read as markup.
+// is ever read as markup, and what would turn or hide other text is shown as a mark.
+
+// Control characters but tab and line end, and those that turn the direction of writing.
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+
+/** The children that are there, texts without what cannot be seen. */
+function visible(children) {
+  return children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false)
+    .map((child) => (child instanceof Node ? child : String(child).replace(UNSEEN, "\ufffd")));
+}
 
 /** An element with attributes, handlers ("onclick"), CSS properties ("style") and children (text or elements). */
 export function el(tag, attributes = {}, ...children) {
@@ -10,13 +19,13 @@ export function el(tag, attributes = {}, ...children) {
     else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else made.setAttribute(name, value === true ? "" : String(value));
   }
-  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  made.append(...visible(children));
   return made;
 }
 
 /** Puts these children in the place of all others. */
 export function fill(element, ...children) {
-  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  element.replaceChildren(...visible(children));
   return element;
 }
 

@@ -76,7 +76,7 @@ export class RunList {
       el("td", {}, statePill(line.state)),
       el("td", { "data-label": "steps" }, steps, line.state === "running" && share ? el("div", { class: "progress slim" }, el("div", { class: "done", style: { width: `${100 * share}%` } })) : null),
       el("td", { "data-label": "loss" }, showNumber(line.loss)),
-      el("td", { "data-label": "" }, line.goal_value === null ? "–" : `${line.goal} ${showNumber(line.goal_value)}`),
+      el("td", { "data-label": "" }, line.goal_value === null ? el("span", { class: "none" }, "–") : `${line.goal} ${showNumber(line.goal_value)}`),
       el("td", { "data-label": "changed" }, `${showSeconds(Math.max(0, Math.round(Date.now() / 1000 - line.changed)))} ago`));
   }
 }

@@ -14,7 +14,7 @@ export function showBytes(bytes) {
 
 export function showSeconds(seconds) {
   if (seconds === 0) return "0 s";
-  if (seconds < 0.001) return `${(seconds * 1e6).toPrecision(2)} µs`;
+  if (seconds < 0.001) return `${Number((seconds * 1e6).toPrecision(2))} µs`;
   if (seconds < 0.95) return `${Number((seconds * 1000).toPrecision(seconds < 0.01 ? 2 : 3))} ms`;
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
   if (seconds < 120) return `${seconds.toFixed(0)} s`;
