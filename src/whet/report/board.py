@@ -11,8 +11,8 @@ from pathlib import Path
 from whet.base.errors import WhetError
 from whet.base.record import Record
 from whet.report.glance import Glance, glance, unreadable
-from whet.run.events import History
 from whet.run.folder import EVENTS_FILE, RUN_FILE, open_run, run_folders
+from whet.run.live import LiveHistory
 from whet.run.lock import is_locked
 
 LIVELY_SECONDS = 120.0
@@ -40,6 +40,8 @@ class Board(Record):
 class _Seen:
     stamp: Stamp
     glance: Glance
+    history: LiveHistory | None
+    """Kept, so that only new bytes are read; None for what cannot be read."""
 
 
 class Lookout:
@@ -97,10 +99,14 @@ class Lookout:
         if before is not None and before.stamp == stamp and not _is_other_state(before.glance):
             return before
         try:
-            run = open_run(path)
-            return _Seen(stamp, glance(run, History(run), points=_CURVE_POINTS))
+            run, history = open_run(path), before.history if before else None
+            if history is None:
+                history = LiveHistory(run)
+            else:
+                history.refresh()
+            return _Seen(stamp, glance(run, history, points=_CURVE_POINTS), history)
         except (WhetError, OSError) as error:
-            return _Seen(stamp, unreadable(path, error))
+            return _Seen(stamp, unreadable(path, error), None)
 
 
 def stamp_of(path: Path) -> Stamp:

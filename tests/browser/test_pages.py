@@ -1,0 +1,249 @@
+"""The live page and the HTML report in a real browser: a real server, a real training, looked at as people do."""
+
+import io
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, StorageState, expect
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+
+from stage import EVIL, EVIL_NAME, Training, make_evil, make_sibling, make_torn, start, start_server
+from visiting import DESK, PHONE, Visit
+from whet.report.board import Lookout
+from whet.report.terminal import Paper, lines, num_rows
+from whet.run.folder import EVENTS_FILE
+
+IS_FOR_SHOW = "WHET_FOR_SHOW" in os.environ
+"""Pictures for the docs: whole trainings after a real measurement. Else a short one, and a plan that was recorded."""
+WORDS = ("epochs=4",) if IS_FOR_SHOW else ("epochs=2", "max_steps=180", "threads=1", "eval_every=60")
+OTHER_RATE = "lr=0.0005"
+
+
+@dataclass
+class Stage:
+    """A folder of runs, its server, and visits to its page."""
+
+    folder: Path
+    browser: Browser
+    pictures: Path
+    server: subprocess.Popen[str]
+    told: dict[str, str]
+    training: Training | None = None
+    state: StorageState | None = None
+    visits: list[Visit] = field(default_factory=list)
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    def visit(self, place: str = "", *, size: tuple[int, int] = DESK, scheme: str = "light") -> Visit:
+        """Opens the page; the first time by the link that opens once, then with its cookie."""
+        home = self.told["url"]
+        visit = Visit(self.browser, self.pictures, home=home, size=size, scheme=scheme, state=self.state)
+        self.visits.append(visit)
+        visit.page.goto(self.told["link"] if self.state is None else home)
+        if self.state is None:
+            visit.page.wait_for_url(lambda url: "token" not in url)
+            self.state = visit.state
+        if place:
+            visit.page.get_by_role("link", name=place, exact=True).click()
+        return visit
+
+    def train(self) -> Training:
+        """The one training of these tests."""
+        self.training = self.training or Training(self.folder, *WORDS, run="text-001")
+        return self.training
+
+
+@pytest.fixture(scope="module")
+def stage(browser: Browser, pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    folder = tmp_path_factory.mktemp("stage")
+    (folder / "runs").mkdir()
+    server, told = start_server(folder)
+    made = Stage(folder=folder, browser=browser, pictures=pictures, server=server, told=told)
+    if IS_FOR_SHOW:
+        start("plan", "text", *WORDS, "--measure", "--budget", "45", folder=folder).wait()
+    yield made
+    if made.training is not None:
+        made.training.end()
+    server.terminate()
+    server.wait(timeout=30)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_goes_wrong(stage: Stage) -> Iterator[None]:
+    """No visit leaves an error on the console, asks another server, or runs what a run says."""
+    stage.visits.clear()
+    yield
+    for visit in stage.visits:
+        faults = visit.faults
+        is_owned = visit.page.evaluate("() => 'owned' in window")
+        visit.close()
+        assert faults == []
+        assert not is_owned
+
+
+@pytest.fixture(scope="module")
+def sibling(stage: Stage) -> Path:
+    run = stage.train().wait()
+    return Training(stage.folder, *WORDS, OTHER_RATE, run="text-002").wait() if IS_FOR_SHOW else make_sibling(run)
+
+
+def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
+    visit = stage.visit()
+    page = visit.page
+    expect(page.get_by_text("No runs yet")).to_be_visible()
+    training = stage.train()
+    link = page.get_by_role("link", name="text-001")
+    expect(link).to_be_visible()
+    link.click()
+    plot = page.locator("#chart-loss canvas")
+    expect(plot).to_be_visible()
+    training.hold()
+    progress = page.get_by_role("progressbar")
+    steps, curve = progress.get_attribute("aria-label"), plot.evaluate("(canvas) => canvas.toDataURL()")
+    expect(page.locator(".hero .pill")).to_have_text("running")
+    training.go_on()
+    expect(progress).not_to_have_attribute("aria-label", str(steps))
+    page.wait_for_function("(was) => document.querySelector('#chart-loss canvas').toDataURL() !== was", arg=curve)
+    visit.picture("live")
+    draw_terminal(stage)
+    # It ends, and the page says so without being asked.
+    expect(page.locator(".hero .pill")).to_have_text("done")
+    expect(page.locator(".tile", has_text="steps").locator("strong")).to_have_text("660" if IS_FOR_SHOW else "180")
+    expect(page.locator(".tile", has_text="test accuracy")).to_be_visible()
+
+
+def draw_terminal(stage: Stage) -> None:
+    """A picture of what `whet watch --terminal` shows of the same runs."""
+    console = Console(record=True, file=io.StringIO(), width=110, color_system="truecolor", force_terminal=True)
+    board = Lookout(stage.runs).look(rows=num_rows(34)).model_copy(update={"folder": Path("runs")})
+    console.print(*lines(board, Paper(width=110, height=34), has_keys=True), sep="\n")
+    visit = Visit(stage.browser, stage.pictures, home="data:", size=(1120, 700), scheme="dark")
+    visit.page.set_content(console.export_html(inline_styles=True, theme=MONOKAI))
+    visit.picture("terminal", of="pre")
+    visit.close()
+
+
+def test_the_evidence_of_a_plan_is_drawn(stage: Stage, sibling: Path) -> None:
+    visit = stage.visit(sibling.name)
+    page = visit.page
+    page.get_by_role("link", name="What was measured").click()
+    evidence = page.locator("#evidence")
+    page.wait_for_function("() => document.querySelector('#evidence').getBoundingClientRect().top < 20")
+    candidates = evidence.locator(".candidate:not(.ruler)")
+    assert candidates.count() >= 2
+    for place in range(candidates.count()):
+        words = candidates.nth(place).inner_text()
+        assert "against" in words
+    assert evidence.locator(".interval").first.bounding_box()["width"] > 1  # type: ignore[index]
+    visit.picture("evidence")
+    expect(page.locator("#plan .pill", has_text="measured").first).to_be_visible()
+
+
+def test_two_runs_are_compared(stage: Stage, sibling: Path) -> None:
+    visit = stage.visit()
+    page = visit.page
+    for name in ("text-001", sibling.name):
+        page.get_by_label(f"compare {name}").check()
+    page.get_by_role("searchbox").fill("text-00")
+    visit.picture("runs")
+    page.get_by_role("link", name="compare 2 runs").click()
+    expect(page.get_by_role("heading", name="2 runs side by side")).to_be_visible()
+    rate = page.locator("#differences tr", has=page.locator("code", has_text="lr"))
+    expect(rate).to_contain_text("0.0005")
+    for axis in ("samples", "time", "step"):
+        page.get_by_role("button", name=axis).first.click()
+        expect(page.locator(".chart canvas").first).to_be_visible()
+    visit.picture("compare")
+    page.reload()
+    expect(page.get_by_role("heading", name="2 runs side by side")).to_be_visible()
+
+
+def test_a_torn_last_line_waits_for_its_rest(stage: Stage) -> None:
+    torn = make_torn(stage.runs)
+    visit = stage.visit("torn")
+    page = visit.page
+    steps = page.locator(".tile", has_text="steps").locator("strong")
+    expect(steps).to_have_text("30")
+    expect(page.locator(".pill", has_text="stopped")).to_be_visible()
+    expect(page.get_by_text("damaged")).to_have_count(0)
+    with (torn / EVENTS_FILE).open("ab") as file:
+        file.write(b'ss":0.5}\n')
+    expect(steps).to_have_text("31")
+
+
+def test_what_a_run_says_stays_text(stage: Stage) -> None:
+    make_evil(stage.runs)
+    visit = stage.visit()
+    page = visit.page
+    link = page.get_by_role("link", name="evil")
+    assert link.inner_text() == f"evil {EVIL} \ufffd\ufffd[2J"
+    link.click()
+    page.locator(".chart canvas").first.wait_for()
+    visit.open_all()
+    assert page.locator("#page img").count() == 0
+    assert page.get_by_text(EVIL).count() > 5
+    visit.picture("evil", whole=True)
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("light", PHONE), ("dark", DESK)], ids=["phone light", "desk dark"])
+def test_it_is_readable_on_a_phone_and_at_night(
+    stage: Stage, sibling: Path, scheme: str, size: tuple[int, int]
+) -> None:
+    kind = "phone" if size == PHONE else "night"
+    visit = stage.visit(size=size, scheme=scheme)
+    page = visit.page
+    page.get_by_label(f"compare {sibling.name}").check()
+    page.get_by_label("compare text-001").check()
+    seen = {"runs": (visit.too_wide, visit.unreadable)}
+    visit.picture(f"{kind}-runs")
+    page.get_by_role("link", name="compare 2 runs").click()
+    page.locator(".chart canvas").first.wait_for()
+    visit.open_all()
+    seen["compare"] = (visit.too_wide, visit.unreadable)
+    page.get_by_role("link", name="whet").click()
+    page.get_by_role("link", name=sibling.name, exact=True).click()
+    page.locator(".chart canvas").first.wait_for()
+    visit.picture(f"{kind}-run")
+    visit.picture(f"{kind}-run-whole", whole=True)
+    visit.open_all()
+    seen["run"] = (visit.too_wide, visit.unreadable)
+    assert seen == {"runs": ([], {}), "compare": ([], {}), "run": ([], {})}
+
+
+@pytest.mark.parametrize("name", ["text-002", EVIL_NAME], ids=["real", "evil"])
+def test_a_report_opens_from_a_file_without_a_network(stage: Stage, sibling: Path, name: str) -> None:
+    if not (stage.runs / name).exists():
+        make_evil(stage.runs)
+    file = stage.folder / "report.html"
+    told = start("report", f"runs/{name}", "--html", str(file), folder=stage.folder)
+    assert told.wait(timeout=60) == 0
+    assert file.stat().st_size < 400_000
+    visit = Visit(stage.browser, stage.pictures, home=file.as_uri(), is_offline=True)
+    stage.visits.append(visit)
+    visit.page.goto(file.as_uri())
+    visit.page.locator("#chart-loss canvas").wait_for()
+    assert visit.requests == [file.as_uri()]
+    assert visit.page.locator("#page img").count() == 0
+    visit.picture(f"report-{'evil' if name == EVIL_NAME else 'real'}")
+    visit.page.emulate_media(media="print")
+    visit.picture(f"report-print-{'evil' if name == EVIL_NAME else 'real'}", whole=True)
+
+
+def test_a_page_whose_server_has_gone_says_so(stage: Stage) -> None:
+    visit = stage.visit()
+    page = visit.page
+    expect(page.get_by_role("status").first).to_contain_text("live")
+    stage.server.terminate()
+    stage.server.wait(timeout=30)
+    expect(page.get_by_text("not connected")).to_be_visible()
+    # The browser itself tells on the console that nobody answers.
+    visit.faults = [fault for fault in visit.faults if "ERR_" not in fault]
+    shutil.rmtree(stage.runs)
