@@ -68,9 +68,13 @@ def losses(run: Path) -> dict[int, float]:
     return {event.step: event.number("loss") for event in read_events(open_run(run), kinds=("step",))}
 
 
-def test_train_report_and_predict(cli: Cli, table: Path) -> None:
-    code, out, errors = cli.run("train", "text", f"data={table}", "epochs=3", "lr=3e-3", *SMALL)
+def test_train_report_and_predict(cli: Cli, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    code, out, errors = cli.run("train", "text", f"data={table}", "epochs=3", "lr=3e-3", "--notify", *SMALL)
     assert code == 0, errors
+    assert sys.platform == "darwin" or errors.count("text: no notification: no desktop here") == 1
+    assert "\nkept      runs/text-001\nnext      whet report runs/text-001 --html " in errors
     run = cli.folder / "runs" / "text-001"
     assert "test      accuracy" in out
     assert "naive Bayes" in out
@@ -130,6 +134,7 @@ def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(cli: Cli, tabl
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
+    assert f"saved at step {max(losses(cut))} in cut (" in errors
     assert "to go on:" in errors
     assert "--run cut" in errors
     stopped_at = max(losses(cut))

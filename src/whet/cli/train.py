@@ -1,7 +1,6 @@
 """whet train: trains a recipe; the same command goes on where it stopped."""
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -34,6 +33,9 @@ def train(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often a training that was killed is started again; 0 runs it right here.")
     ] = 3,
+    notify: Annotated[
+        bool, typer.Option("--notify", help="Tell the desktop when it ends or needs attention, else the terminal.")
+    ] = False,
 ) -> None:
     """Train a recipe; the same command resumes it.
 
@@ -49,7 +51,7 @@ def train(
     runs in a process of its own: when that is killed, for lack of memory above all, it is started again and goes on.
     """
     from whet.base.errors import UsageError
-    from whet.cli import screen
+    from whet.cli import ending, screen
     from whet.engine import supervise
 
     if fresh and run is None:
@@ -60,16 +62,29 @@ def train(
 
         def again(path: Path | None) -> list[str]:
             options = [*_options(config, device), *(["--allow", allow] if allow else [])]
-            options += ["--no-measure"] if no_measure else []
+            options += [*(["--no-measure"] if no_measure else []), *(["--notify"] if notify else [])]
             folder = path or run
             named = ["--run", str(folder)] if folder else []
             return ["train", what, *(words or ()), *options, *named, *screen.switches()]
 
-        with _set_aside(run) if fresh and run else contextlib.nullcontext():
-            code = supervise.supervise(again, max_restarts=max_restarts, say=screen.note)
+        with (
+            _set_aside(run) if fresh and run else contextlib.nullcontext(),
+            ending.notified_of_kills(what, is_wanted=notify) as say,
+        ):
+            code = supervise.supervise(again, max_restarts=max_restarts, say=say)
         raise typer.Exit(code)
     supervise.die_with_parent()
-    _train_here(what, words, config=config, run=run, device=device, allow=allow, fresh=fresh, measures=not no_measure)
+    _train_here(
+        what,
+        words,
+        config=config,
+        run=run,
+        device=device,
+        allow=allow,
+        fresh=fresh,
+        measures=not no_measure,
+        notifies=notify,
+    )
 
 
 def _train_here(
@@ -82,15 +97,14 @@ def _train_here(
     allow: str,
     fresh: bool,
     measures: bool,
+    notifies: bool,
 ) -> None:
-    from whet.cli import screen
+    from whet.cli import ending, screen
     from whet.config.resolve import resolve
     from whet.engine.supervise import tell_parent
     from whet.plan.plan import read_plan
     from whet.plan.words import plan_lines
-    from whet.recipes.recipe import load_recipe
-    from whet.report.summary import summarize
-    from whet.report.text import render
+    from whet.recipes.recipe import BUILT_IN, load_recipe
     from whet.run.durable import check_writable
     from whet.run.folder import next_run_path, open_run
 
@@ -113,6 +127,7 @@ def _train_here(
             mps_fallback=resolved.config.mps_fallback == "on", deterministic=resolved.config.deterministic == "on"
         )
         # torch is loaded from here on, unless a recipe of yours has done so.
+        from whet.engine.notifying import Notifying
         from whet.engine.progress_line import ProgressLine
         from whet.recipes.measuring import rig_of
         from whet.recipes.train import train_recipe
@@ -140,16 +155,15 @@ def _train_here(
                 run=path,
                 device=device,
                 command=command,
-                show=show,
+                show=Notifying(recipe.name, show=show, say=line.say) if notifies else show,
                 allow=allowed,
                 open_rig=partial(rig_of, what, resolved, device=device) if measures else None,
             )
         if result.state == "stopped":
             why = "" if result.exit_code else " (epochs_per_sitting)"
-            screen.note(f"saved at step {result.step:,}{why}; to go on:\n  {shlex.join(command)}")
+            ending.say_stopped(path, step=result.step, why=why, command=command)
             raise typer.Exit(result.exit_code)
-    report = summarize(path)
-    screen.result(render(report, width=screen.width(), unicode=screen.speaks_unicode(), has_settings=False))
+    ending.say_done(path, can_predict=recipe.name in BUILT_IN and hasattr(recipe, "predict"))
 
 
 def _with_a_batch(

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
 from whet.engine.evaluating import Evaluate
+from whet.engine.notifying import Notifying
 from whet.engine.open_batch import settled
 from whet.engine.progress_line import ProgressLine
 from whet.engine.recorder import Show
@@ -42,6 +43,7 @@ def train(
     dev: Any = None,
     test: Any = None,
     show: Show | Literal["line"] | None = "line",
+    notify: bool = False,
     measure: bool = True,
     open_rig: OpenRig | None = None,
     **options: Any,
@@ -50,8 +52,9 @@ def train(
 
     `loss` receives a micro-batch and returns a mean over its samples, or a pair (sum, weight). `evaluate` receives the
     model and micro-batches of `dev` and returns metrics, perhaps a confusion matrix and samples too
-    (engine/findings.py); of `test` too, once, when all steps are done. `show` is told
-    of every event: a line on standard error unless you give a function, or None for silence. A new run that is long
+    (engine/findings.py); of `test` too, once, when all steps are done. `show` is told of every event: a line on
+    standard error unless you give a function, or None for silence. `notify` tells the desktop, or the terminal, when
+    the run ends or needs attention. A new run that is long
     enough to earn it back is measured first, in steps that leave no trace (docs/measure.md), unless `measure` is
     False; `open_rig` opens the same training in a process of its own for that. All other options are Session's: run,
     device, wishes, plan, goal, init_from, outputs (of a causal model), and what `engine/training.py` lists
@@ -64,6 +67,8 @@ def train(
         raise UsageError("evaluate and dev belong together", got="one of them", try_="evaluate=..., dev=...")
     line = ProgressLine(epochs=options.get("epochs", 1))
     told = line if show == "line" else show
+    if notify:
+        told = Notifying("train", show=told, say=line.say)
     given = settled(model, data, loss=loss, optimizer=optimizer, options=options, may_measure=measure, show=told)
     with given as (optimizer, options):
         session = Session(model, optimizer, data, show=told, **options)

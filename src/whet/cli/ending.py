@@ -1,0 +1,84 @@
+"""What does `whet train` say when it is over? What came of it, where it is kept, and what can be done with it."""
+
+import contextlib
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from whet.report.summary import Report
+
+
+def say_done(path: Path, *, can_predict: bool) -> None:
+    """The report of a run, then what is next."""
+    from whet.cli import screen
+    from whet.report.summary import summarize
+    from whet.report.text import render
+
+    report = summarize(path)
+    screen.result(render(report, width=screen.width(), unicode=screen.speaks_unicode(), has_settings=False))
+    screen.note("\n".join(("", f"kept      {path}", *_next(path, can_predict=can_predict))))
+
+
+def say_stopped(path: Path, *, step: int, why: str, command: list[str]) -> None:
+    """How far it came, and the command that goes on."""
+    from whet.cli import screen
+    from whet.report.summary import summarize
+
+    screen.note(f"saved at step {step:,}{why} in {path}{_so_far(summarize(path))}; to go on:\n  {shlex.join(command)}")
+
+
+@contextlib.contextmanager
+def notified_of_kills(name: str, *, is_wanted: bool) -> Iterator[Callable[[str], None]]:
+    """While entered: says what is told to it, and also notifies, where that is wanted; of a last kill too."""
+    from whet.cli import screen
+    from whet.engine.supervise import KilledError
+
+    if not is_wanted:
+        yield screen.note
+        return
+
+    def say(text: str) -> None:
+        screen.note(text)
+        _notify(f"whet: {name} needs attention", text)
+
+    try:
+        yield say
+    except KilledError as error:
+        _notify(f"whet: {name} failed", f"{error.what}: {error.got}")
+        raise
+
+
+def _notify(title: str, text: str) -> None:
+    import sys
+
+    from whet.cli import screen
+    from whet.machine.notify import notify
+
+    problem = notify(title, text, terminal=sys.stderr)
+    if problem is not None:
+        screen.note(f"no notification: {problem}")
+
+
+def _so_far(report: "Report") -> str:
+    from whet.base.units import show_seconds
+
+    parts = [f"{show_seconds(report.training_seconds)} of training"]
+    if report.loss.last is not None:
+        parts.append(f"loss {report.loss.last:.4g}")
+    if report.goal is not None and report.goal.best is not None:
+        parts.append(f"best {report.goal.name} {report.goal.best:.4g} at step {report.goal.best_step:,}")
+    return f" ({', '.join(parts)})"
+
+
+def _next(path: Path, *, can_predict: bool) -> list[str]:
+    run = shlex.quote(str(path))
+    commands = [
+        (f"whet report {run} --html", "one page with its curves and decisions, to keep or to share"),
+        *([(f'whet predict {run} "some text"', "uses it")] if can_predict else []),
+        (f"whet watch {shlex.quote(str(path.parent))}", "this run and its neighbours in the browser"),
+    ]
+    width = max(len(command) for command, _ in commands)
+    labels = ("next", *[""] * (len(commands) - 1))
+    return [f"{label:<10}{command:<{width}}  {words}" for label, (command, words) in zip(labels, commands, strict=True)]
