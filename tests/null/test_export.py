@@ -4,6 +4,8 @@ import csv
 import json
 import math
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from places import ROOT
 from places import Run as Whet
 from whet.base.errors import UsageError, WhetError
 from whet.report.export import tensorboard_files
@@ -184,3 +187,22 @@ def test_the_command(run: Run, tmp_path: Path, whet: Whet) -> None:
     assert (tmp_path / "r-csv" / "evaluations.csv").exists()
     wrong = whet("export", "runs/r", "--to", "cvs")
     assert (wrong.returncode, wrong.stderr) == (2, "error: no such format\n  got: cvs\n  try: --to csv\n")
+
+
+def test_what_the_page_says_runs(run: Run, tmp_path: Path, whet: Whet) -> None:
+    """With simulated dashboards; the rest is real."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    page = (ROOT / "docs" / "exports.md").read_text()
+    commands = re.findall(r"^\$ whet (.*)$", page, re.MULTILINE)
+    assert len(commands) == 6
+    run.path.rename(run.path.parent / "text-001")
+    for number, command in enumerate(commands):
+        path = os.pathsep.join([str(ROOT / "tests/null/simulated_dashboards"), os.environ.get("PYTHONPATH", "")])
+        environment = {"PYTHONPATH": path, "SIMULATED_DASHBOARD": str(tmp_path / f"kept-{number}")}
+        once = ["--once"] if command.startswith("forward") and "--once" not in command else []
+        done = whet(*shlex.split(command), *once, **environment)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    read = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True)
+    assert read.stdout.startswith(f"{BLOCK_EVENTS + 50} "), read.stderr
+    assert (tmp_path / "loss.svg").exists()
