@@ -35,7 +35,8 @@ def open_plain(path: Path, *, follows_links: bool = False) -> BinaryIO:
 def read_plain(path: Path, *, follows_links: bool = False) -> bytes:
     """All bytes of a small file; ValueError for one that is too large to be what it should be."""
     with open_plain(path, follows_links=follows_links) as file:
-        data = file.read(MOST_BYTES + 1)
+        # As much as there is: a buffer for the most that may be would cost more than the reading.
+        data = file.read(min(os.fstat(file.fileno()).st_size, MOST_BYTES) + 1)
     if len(data) > MOST_BYTES:
         raise ValueError(f"over {MOST_BYTES:,} bytes")
     return data

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -197,22 +198,26 @@ def _is_old(path: Path) -> bool:
 def _size_and_change(path: Path) -> tuple[int, float]:
     """The bytes under a path on the disk, and when the newest of it changed."""
     size, newest = 0, 0.0
-    for place in _walk(path):
-        with contextlib.suppress(OSError):
-            stat = os.lstat(place)
-            newest = max(newest, stat.st_mtime)
-            size += stat.st_blocks * 512
+    for found in _stats(path):
+        newest = max(newest, found.st_mtime)
+        size += found.st_blocks * 512
     return size, newest
 
 
-def _walk(path: Path) -> Iterator[str]:
-    yield str(path)
-    if path.is_symlink():
-        return
-    for folder, _, files in os.walk(path):
-        yield folder
-        for name in files:
-            yield f"{folder}/{name}"
+def _stats(path: Path) -> Iterator[os.stat_result]:
+    """Of a path and all that lies under it; links are not followed."""
+    folders: list[str] = []
+    with contextlib.suppress(OSError):
+        found = os.lstat(path)
+        folders = [str(path)] if stat.S_ISDIR(found.st_mode) else []
+        yield found
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    yield entry.stat(follow_symlinks=False)
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
 
 
 def _summary(path: Path, *, now: float) -> RunSummary:
