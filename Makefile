@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 LINTED := src tests tools examples benchmarks docs README.md
 
-.PHONY: help setup demo docs lint test test-all clean
+.PHONY: help setup demo docs pictures lint test test-all clean
 
 help:
 	@sed -n '1,3s/^# \{0,1\}//p' Makefile
@@ -31,6 +31,9 @@ demo: $(READY)
 
 docs: $(READY)
 	@$(BIN)/python tools/docs.py
+
+pictures: $(READY)
+	@$(BIN)/python tools/pictures.py
 
 lint: $(READY)
 	@$(BIN)/ruff check $(LINTED)

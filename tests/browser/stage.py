@@ -55,7 +55,7 @@ class Training:
 
     def wait(self) -> Path:
         """The run, once it is done."""
-        assert self._process.wait(timeout=240) == 0, self._log.read_text()
+        assert self._process.wait(timeout=600) == 0, self._log.read_text()
         return self.run
 
     def end(self) -> None:

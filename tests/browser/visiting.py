@@ -7,7 +7,7 @@ from typing import Any
 from playwright.sync_api import Browser, ConsoleMessage, Page, StorageState
 
 PHONE, DESK = (390, 844), (1280, 900)
-PATIENCE_MS = 60_000
+PATIENCE_MS = 120_000
 
 _TOO_WIDE = """() => {
   const most = document.documentElement.clientWidth;
