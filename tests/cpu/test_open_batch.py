@@ -1,6 +1,7 @@
 """global_batch_size="auto": measured once with real steps, kept with the run, and learning rates that go with it."""
 
 import io
+from collections import Counter
 
 import pytest
 import torch
@@ -42,16 +43,24 @@ def plan_of(run):
 
 
 def test_the_batch_is_measured_once_and_a_run_goes_on_with_it(tmp_path):
-    model, data, loss, _ = a_training()
-    told = []
+    model, data, loss, calls = a_training()
+    told, made = [], {}
+
+    def show(kind, fields):
+        told.append((kind, fields))
+        if kind == "plan" and not made:
+            made.update(Counter(calls))
+
     result = whet.train(
         model, data, loss=loss, optimizer=OptimizerChoice(lr=1e-2), run=tmp_path / "run", epochs_per_sitting=1,
-        **{**AUTO, "show": lambda kind, fields: told.append((kind, fields))},
+        **{**AUTO, "show": show},
     )  # fmt: skip
     assert result.state == "stopped"
     chosen = plan_of(tmp_path / "run").workload.batch
     assert whet.open_run(tmp_path / "run").config["global_batch_size"] == chosen.batch
     assert len(chosen.points) >= 2
+    # Steps of so many samples were made: eight for a first look, and eight that were timed.
+    assert all(made.get(point.batch, 0) >= 16 for point in chosen.points if point.samples_per_second)
     assert ("plan", {"changed": chosen.lines[0]}) in told
     assert any(kind == "measuring" and fields["doing"].startswith("global batch ") for kind, fields in told)
     rates = {e.get("lr") for e in History(whet.open_run(tmp_path / "run")).events(kinds=("step",))}

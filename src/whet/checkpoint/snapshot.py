@@ -12,6 +12,7 @@ from whet.checkpoint.about import About
 from whet.checkpoint.randomness import read_randomness, restore_randomness
 from whet.device.abstract import AbstractDevice
 from whet.step.ema import Ema, named_tensors
+from whet.step.layout import align
 
 _SHAPED_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta")
 """State that kernels read and write element by element: another shape would reach beyond its end."""
@@ -205,6 +206,9 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
             # A step count lies on the CPU unless the optimizer is fused or capturable; its kind follows the parameter.
             place = parameter.device if key != "step" or _steps_on_device(optimizer) else torch.device("cpu")
             optimizer.state[parameter][key] = tensor.to(place, copy=True)
+    for owner, state in optimizer.state.items():
+        # On disk everything is contiguous; fused kernels want state that lies as its parameter does.
+        align(owner, state)
 
 
 def _steps_on_device(optimizer: Optimizer) -> bool:

@@ -33,6 +33,7 @@ class CommonConfig(BaseModel):
         "compile",
         "graph",
         "activation_checkpointing",
+        "layout",
         "deterministic",
         "checkpoint_steps",
         "checkpoint_minutes",
@@ -86,6 +87,9 @@ class CommonConfig(BaseModel):
     compile: Switch | Auto = Field("auto", description="torch.compile the model")
     graph: Switch | Auto = Field("auto", description="capture whole steps and replay them (CUDA)")
     activation_checkpointing: Switch | Auto = Field("auto", description="compute activations again in backward")
+    layout: Literal["contiguous", "channels_last"] | Auto = Field(
+        "auto", description="how the weights of convolutions lie in memory"
+    )
     deterministic: Switch | Auto = Field("auto", description="only kernels that give the same bits each time")
     checkpoint_steps: PositiveInt | Auto = Field("auto", description="steps between checkpoints")
     checkpoint_minutes: PositiveFloat | Auto = Field("auto", description="minutes between checkpoints")

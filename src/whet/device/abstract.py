@@ -115,6 +115,9 @@ class AbstractDevice(ABC):
     def refuse_scaling(self, optimizer: Optimizer) -> None:
         """Refuses an optimizer that loss scaling would go wrong with."""
 
+    def refuse_layout(self, layout: str) -> None:
+        """Refuses a layout of weights that this device computes wrongly with."""
+
     def guard(self, *, has_fallback: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
         """What holds while a run trains here, e.g. a look-out for failures that raise nothing."""
         return contextlib.nullcontext()

@@ -114,6 +114,14 @@ class Mps(AbstractDevice):
                 try_=f"model.float(), whose products are still fp16; {cure}",
             )
 
+    def refuse_layout(self, layout: str) -> None:
+        if layout != "contiguous":
+            raise UsageError(
+                "channels_last gives crashes and wrong results on MPS (pytorch#188371, #180992)",
+                got=f"layout={layout}",
+                try_="layout=contiguous, or --device cpu",
+            )
+
     @contextmanager
     def guard(self, *, has_fallback: bool = False) -> Iterator[None]:
         with ExitStack() as stack:

@@ -22,6 +22,7 @@ from whet.engine.training import Training
 from whet.plan.plan import Plan, override
 from whet.step.ema import Ema
 from whet.step.graphed import GraphedStepper
+from whet.step.layout import Layout
 from whet.step.optimizer import OptimizerChoice, make_optimizer
 from whet.step.step import Stepper
 
@@ -40,6 +41,8 @@ class Parts:
     total_steps: int | None
     stepper: Stepper
     base_rates: list[float]
+    layout: Layout
+    """As the weights were found, to be put back."""
 
 
 def build(
@@ -50,10 +53,12 @@ def build(
     plan: Plan,
     *,
     source: AbstractSource | None = None,
+    layout: Layout | None = None,
 ) -> Parts:
     """Opens the device, moves the model, reads the data; everything that can be wrong is refused here.
 
-    `source` is the data as the plan says, if it is open already.
+    `source` is the data as the plan says, if it is open already; `layout` is the model's own, where it may be another
+    one now.
     """
     plan, device, fell_back = use_device(plan)
     seed_randomness(training.seed)
@@ -68,7 +73,11 @@ def build(
     refuse_too_short(source.num_samples, training.global_batch_size)
     total_steps = training.total_steps(source.num_samples)
     schedule = training.make_schedule(total_steps)
-    device.put_model(model, optimizer if isinstance(optimizer, Optimizer) else None)
+    own = optimizer if isinstance(optimizer, Optimizer) else None
+    device.put_model(model, own)
+    layout = layout or Layout(model)
+    device.refuse_layout(str(plan.value("layout")))
+    layout.use(str(plan.value("layout")), own)
     graphs = device.graphs() if plan.value("graph") == "on" else None
     if isinstance(optimizer, OptimizerChoice):
         choice = optimizer
@@ -95,6 +104,7 @@ def build(
         total_steps=total_steps,
         stepper=stepper,
         base_rates=base_rates,
+        layout=layout,
     )
 
 

@@ -32,8 +32,16 @@ def cures(findings: Findings, stepper: Stepper, plan: Plan) -> Iterator[Cure]:
     def learnt(value: str, reason: str) -> Measured:
         return Measured(value=value, reason=reason, evidence=evidence)
 
-    if any(not parameter.is_contiguous() for parameter in stepper.model.parameters()):
-        yield Cure(words="weights are contiguous now", applied=lambda: _contiguous(stepper), precision=precision)
+    is_contiguous = all(parameter.is_contiguous() for parameter in stepper.model.parameters())
+    if not is_contiguous and plan.wishes.get("layout") != "channels_last":
+        yield Cure(
+            words="weights are contiguous now",
+            applied=lambda: _contiguous(stepper),
+            precision=precision,
+            learnt={}
+            if plan.value("layout") == "contiguous"
+            else {"layout": learnt("contiguous", "with channels_last the device computed wrongly")},
+        )
     if findings.leak is not None and plan.wishes.get("causal_mask") is None:
         yield Cure(
             words="causal attention has an explicit mask now",

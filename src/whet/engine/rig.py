@@ -38,6 +38,7 @@ from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.step.ema import named_tensors
 from whet.step.graphed import GraphedStepper
+from whet.step.layout import Layout
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
 from whet.step.recompute import recompute_blocks
@@ -86,6 +87,9 @@ class StepRig:
         with ExitStack() as undo:
             undo.callback(self._closing.close)
             self._closing.enter_context(borrowed(self.model, self._optimizer))
+            self.layout = Layout(self.model, keeps_places=True)
+            own = self._optimizer if isinstance(self._optimizer, Optimizer) else None
+            self._closing.callback(self.layout.use, "contiguous", own)
             self._closing.enter_context(threads_kept())
             # As in a training: a pass of the collector would be counted as some step's time.
             self._closing.enter_context(no_garbage_collection())
@@ -186,7 +190,8 @@ class StepRig:
     def _built(self, plan: Plan) -> Parts:
         self._is_on = None
         self.floor(open_device(str(plan.value("device"))).device)
-        return build(self.model, self._optimizer, self._data, self._training, plan, source=self._source(plan))
+        source = self._source(plan)
+        return build(self.model, self._optimizer, self._data, self._training, plan, source=source, layout=self.layout)
 
     def _source(self, plan: Plan) -> AbstractSource:
         names = ("device", "data_home", "workers", "prefetch", "worker_start", "copies")
@@ -298,6 +303,7 @@ class PreparedSteps:
         """What holds for the whole process or the whole model, only while this plan steps."""
         plan, device = self._parts.plan, self._parts.device
         self._rig.move_to(device)
+        self._rig.layout.use(str(plan.value("layout")), self._parts.stepper.optimizer)
         threads = plan.value("threads")
         if isinstance(threads, int) and threads != torch.get_num_threads():
             torch.set_num_threads(threads)

@@ -92,7 +92,8 @@ def refuse_changes(
     """A run goes on with what it was started with; a changed key is refused by name."""
     for key in sorted({*saved, *asked}):
         before, now = saved.get(key), asked.get(key)
-        if before == now or key in (*FREE_KEYS, *free) or (key in GROWING_KEYS and _has_grown(before, now)):
+        is_newer = key not in saved and now in (None, "auto")
+        if before == now or is_newer or key in (*FREE_KEYS, *free) or (key in GROWING_KEYS and _has_grown(before, now)):
             continue
         if key in GROWING_KEYS:
             raise UsageError(

@@ -22,6 +22,7 @@ _LAYERS: dict[str, tuple[type[nn.Module], ...]] = {
     "adaptive max pool": (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
     "attention": (nn.MultiheadAttention,),
     "conv": (nn.modules.conv._ConvNd,),
+    "conv2d": (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d),
     "gelu": (nn.GELU,),
     "layer norm": (nn.LayerNorm,),
     "linear": (nn.Linear,),
@@ -56,8 +57,13 @@ def describe(model: nn.Module, data: Any, training: Training, *, recipe: str) ->
         needs_decoding=columns is None,
         has_dropout=any(_drops(module) for module in model.modules()),
         has_batchnorm=any(isinstance(module, _BATCHNORMS) for module in model.modules()),
-        layers=tuple(name for name, kinds in _LAYERS.items() if any(isinstance(m, kinds) for m in model.modules())),
+        layers=seen_layers(model),
     )
+
+
+def seen_layers(model: nn.Module) -> tuple[str, ...]:
+    """The kinds of layers that a model shows."""
+    return tuple(name for name, kinds in _LAYERS.items() if any(isinstance(m, kinds) for m in model.modules()))
 
 
 def _drops(module: nn.Module) -> bool:

@@ -66,7 +66,7 @@ def merged(settings: Settings, candidate: Candidate) -> Settings:
     if candidate.setting in ("device", "activation_checkpointing"):
         kept.pop("micro_batch", None)
     if candidate.setting == "device":
-        for name in ("threads", "lengths", "precision", "graph", "compile"):
+        for name in ("threads", "lengths", "precision", "graph", "compile", "layout"):
             kept.pop(name, None)
     return MappingProxyType({**kept, **candidate.changes})
 
@@ -189,7 +189,8 @@ def _graphs(plan: Plan) -> Iterator[Candidate]:
 
 
 def _layouts(plan: Plan) -> Iterator[Candidate]:
-    return _only("layout", *(() if device_kind(plan) == "mps" else ("channels_last",)))
+    is_tried = device_kind(plan) != "mps" and "conv2d" in plan.workload.layers
+    return _only("layout", *(("channels_last", "contiguous") if is_tried else ()))
 
 
 def _compiles(plan: Plan) -> Iterator[Candidate]:

@@ -43,6 +43,8 @@ def cautions(facts: Facts) -> Iterator[str]:
             f"MPS has no attention for training that avoids the whole matrix: its memory grows with the square of "
             f"max_length={workload.max_length}; activation_checkpointing=on keeps one block's at a time"
         )
+    if facts.device == "mps" and facts.value("layout") != "contiguous":
+        yield "a training refuses channels_last on MPS: it gives crashes and wrong results up to torch 2.13"
     yield from hazard_lines(facts)
     if facts.machine.origin == "composed":
         yield f"{facts.machine.name} is composed from public sources; nothing was run on it"

@@ -12,6 +12,7 @@ from whet.config.resolve import Resolved
 from whet.engine.loop import Result, train
 from whet.engine.recorder import Show
 from whet.engine.tuning import OpenRig
+from whet.engine.workload import seen_layers
 from whet.plan.workload import Workload
 from whet.recipes.recipe import Recipe, Splits
 from whet.run.folder import KEPT_FILE
@@ -41,7 +42,9 @@ def ingredients(recipe: Recipe, config: Any) -> Ingredients:
     model = recipe.model(config, data)
     # Counted, whatever the description says.
     counted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    workload = recipe.describe(config, data).model_copy(update={"num_parameters": max(1, counted)})
+    workload = recipe.describe(config, data)
+    layers = tuple(sorted({*workload.layers, *seen_layers(model)}))
+    workload = workload.model_copy(update={"num_parameters": max(1, counted), "layers": layers})
     warmup = int(WARMUP_SHARE * (workload.num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
     return Ingredients(
         data=data,

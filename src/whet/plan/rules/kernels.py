@@ -67,15 +67,17 @@ def choose_graph(facts: Facts) -> Decision:
     return Decision(value="off", reason=reason, evidence={"device": facts.device})
 
 
-@rule("K4", "layout", one_of("contiguous"))
+@rule("K4", "layout", one_of("contiguous", "channels_last"))
 def choose_layout(facts: Facts) -> Decision:
-    """The memory layout of images and weights.
+    """The memory layout of the weights of convolutions; what they compute follows it through the model.
 
     Why: channels_last helps convolutions on CUDA and on some CPUs, and has a long list of crashes and wrong results on
-    MPS up to torch 2.13. Contiguous weights also avoid a wrong conv2d on macOS 15 and later, so on MPS parameters are
-    made contiguous before the first step; the objects stay yours.
-    When wrong: convolutional nets in half precision on CUDA.
-    Override: set the layout of your model yourself; whet leaves it, but for parameters on MPS.
+    MPS up to torch 2.13. So it is off unless a measurement says that it is faster here, and on MPS it is refused.
+    Contiguous weights also avoid a wrong conv2d on macOS 15 and later, so on MPS parameters are made contiguous before
+    the first step. The objects stay yours, checkpoints are the same, and afterwards weights lie as they did.
+    When wrong: convolutional nets in half precision on CUDA that are not measured.
+    Override: layout=channels_last; or set the layout of your model yourself: with contiguous whet leaves it as it is,
+    but for parameters on MPS.
     Sources: pytorch/pytorch#188371, #192212, #180992.
     """
     if facts.device == "mps":
