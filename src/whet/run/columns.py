@@ -131,10 +131,9 @@ class BlockTable:
 
     @property
     def samples(self) -> Floats:
-        told = self.numbers("samples")
-        if self._kind != "step":
-            ours, of_steps = told, self._gather("step/samples")
-            told = np.where(ours[:, :1] > 0, ours, of_steps)
+        # Those of the steps first: they lie where the block begins, as its step and its time do.
+        of_steps = self._gather("step/samples")
+        told = np.where(of_steps[:, :1] > 0, of_steps, self.numbers("samples"))
         return np.where(told[:, 0] > 0, told[:, 1], np.nan)
 
     @property
