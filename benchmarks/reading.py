@@ -5,7 +5,7 @@
 The long run is written by whet's own log (a step event each, health every 500 steps, an evaluation every 5,000, a
 resume after two thirds that goes back 1,000 steps), in 1.7 GB; DIR keeps it for the next time. Each figure is from a
 process of its own, the peak memory too: it includes Python and numpy. Files are read from the system's cache, as they
-are while a run trains: the first reading after a restart takes as long as the disk does. "CPU" includes starting Python.
+are while a run trains: the first reading after a restart takes as long as the disk does. "CPU" includes Python's start.
 """
 
 import argparse

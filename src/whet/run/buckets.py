@@ -1,8 +1,8 @@
 """Which events of a run become one point of a curve, and what does that point tell of them?"""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,9 @@ from whet.run.events import History
 from whet.run.tally import BLOCK_EVENTS
 from whet.run.thin import Curve, CurvePoint
 
-_MOST_READ = 16_384
-"""More events than this, of a kind that is no step, are not read one by one."""
+T = TypeVar("T")
+_MOST_READ = 4_096
+"""More events than this, of a kind that is no step, are not read one by one if their blocks are points enough."""
 
 
 def curves_of(
@@ -31,6 +32,14 @@ def curves_of(
 
 def working_seconds(history: History, times: Floats) -> Floats:
     """From unix seconds to the seconds in which a process was at work until then."""
+    begins, before = _kept(history, "sittings", lambda: _sittings(history))
+    sitting: Integers = np.maximum(np.searchsorted(begins, times, side="right") - 1, 0)
+    elapsed: Floats = before[sitting] + np.maximum(times - begins[sitting], 0.0)
+    return elapsed
+
+
+def _sittings(history: History) -> tuple[Floats, Floats]:
+    """When each sitting began, and how long others had worked before."""
     begins: list[float] = []
     before: list[float] = []
     done, last = 0.0, 0.0
@@ -41,9 +50,16 @@ def working_seconds(history: History, times: Floats) -> Floats:
             begins.append(max(block.first_time, begins[-1] if begins else block.first_time))
             before.append(done)
         last = block.last_time if block.kinds else last
-    sitting: Integers = np.maximum(np.searchsorted(begins, times, side="right") - 1, 0)
-    elapsed: Floats = np.array(before)[sitting] + np.maximum(times - np.array(begins)[sitting], 0.0)
-    return elapsed
+    return np.array(begins), np.array(before)
+
+
+def _kept(history: History, name: str, make: Callable[[], T]) -> T:
+    """Made once for a history, until it grows."""
+    key = name, "blocks"
+    if key not in history.tables:
+        history.tables[key] = make()
+    kept: T = history.tables[key]
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +106,30 @@ class _Rows:
         mean = np.clip(mean, low, high)
         firsts = there[starts]
         is_empty = count == 0
-        columns: dict[str, list[Any]] = {
-            "step": self.steps[firsts].tolist(),
-            "low": _known(low, is_empty),
-            "high": _known(high, is_empty),
-            "mean": _known(mean, is_empty),
-            "nonfinite": nonfinite.astype(np.int64).tolist(),
-            "time": self.times[firsts].tolist(),
-            "elapsed": self.elapsed[firsts].tolist(),
-            "samples": _known(np.rint(self.samples[firsts]), ~np.isfinite(self.samples[firsts])),
-        }
-        made = (CurvePoint(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True))
+        points = zip(
+            self.steps[firsts].tolist(),
+            _known(low, is_empty),
+            _known(high, is_empty),
+            _known(mean, is_empty),
+            nonfinite.astype(np.int64).tolist(),
+            self.times[firsts].tolist(),
+            self.elapsed[firsts].tolist(),
+            _known(np.rint(self.samples[firsts]), ~np.isfinite(self.samples[firsts])),
+            strict=True,
+        )
+        made = [
+            CurvePoint(step=s, low=lo, high=hi, mean=m, nonfinite=n, time=t, elapsed=e, samples=so_far)
+            for s, lo, hi, m, n, t, e, so_far in points
+        ]
         return Curve(field=field, kind=kind, points=tuple(made), last_step=self.last_step)
 
 
 def _table(history: History, *, kind: str, points: int) -> Table:
     """Event by event, or block by block where those would be too many; made once for a history."""
-    blocks = [block for block in history.counted_blocks() if kind in block.kinds]
+    counted = _kept(history, "counted", lambda: [*history.counted_blocks()])
+    blocks = [block for block in counted if kind in block.kinds]
     most = points * BLOCK_EVENTS if kind == "step" else _MOST_READ
-    is_long = sum(block.kinds[kind] for block in blocks) > most
+    is_long = len(blocks) > points and sum(block.kinds[kind] for block in blocks) > most
     key = kind, "blocks" if is_long else "events"
     if is_long:
         history.tables.pop((kind, "events"), None)
