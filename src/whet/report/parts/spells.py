@@ -1,7 +1,5 @@
 """When was a run slowed by heat, by low power, or short of memory?"""
 
-from collections.abc import Iterator
-
 from whet.base.record import Record
 from whet.report.parts.work_clock import WorkClock
 from whet.run.event import SITTINGS, Event
@@ -69,11 +67,3 @@ def _spell(begun: Event, ended: Event, clock: WorkClock) -> Spell:
         from_seconds=clock.at(begun.time),
         to_seconds=max(clock.at(begun.time), clock.at(ended.time)),
     )
-
-
-def thermal_levels(history: History) -> Iterator[str]:
-    """What the machine's own thermal state was said to be, in order."""
-    for event in history.events(kinds=("health",)):
-        level = event.get("thermal")
-        if isinstance(level, str):
-            yield level

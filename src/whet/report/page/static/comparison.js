@@ -1,6 +1,7 @@
 // Runs side by side: showComparison(element, comparison) draws them over the same axis, with what differs on top.
 import { disclosure, el, fill, section, table } from "./dom.js";
-import { Chart, dot, seriesColour } from "./chart.js";
+import { Chart } from "./chart.js";
+import { dot, seriesColour } from "./paint.js";
 import { lineOf, seriesOf, trackOf } from "./curves.js";
 import { Settings, settingsBar } from "./settings.js";
 import { extentOf } from "./run_charts.js";
@@ -12,8 +13,15 @@ export function showComparison(element, comparison) {
   const settings = new Settings("whet-comparison");
   const charts = new Map();
   const grid = el("div", { class: "charts" });
-  const head = el("div", {}), differences = el("div", {});
-  const curves = section("curves", "Curves", "All runs over the same axis: by step, by samples seen, or by time at work.", settingsBar(settings), grid);
+  const head = el("div", {}),
+    differences = el("div", {});
+  const curves = section(
+    "curves",
+    "Curves",
+    "All runs over the same axis: by step, by samples seen, or by time at work.",
+    settingsBar(settings),
+    grid,
+  );
   fill(element, head, differences, curves);
   let current = comparison;
   const draw = () => drawCharts(current, settings, charts, grid);
@@ -32,24 +40,56 @@ function headOf({ runs, labels }) {
   const figures = runs.map((view) => new Map(tilesOf(view).map((tile) => [tile.name, tile.figure])));
   const names = [...new Set(figures.flatMap((one) => [...one.keys()]))];
   const header = ["", ...labels.map((label, place) => el("span", { class: "named" }, dot(seriesColour(place)), label))];
-  const rows = [["state", ...runs.map((view) => statePill(view.report.state))], ...names.map((name) => [name, ...figures.map((one) => one.get(name) ?? "–")])];
-  return el("header", { class: "hero" }, el("h1", {}, `${runs.length} runs side by side`), el("p", { class: "lead" }, "The figures of each, and below what is different between them."),
-    el("div", { class: "card scroll" }, table(header, rows, { class: "plain figures" })));
+  const rows = [
+    ["state", ...runs.map((view) => statePill(view.report.state))],
+    ...names.map((name) => [name, ...figures.map((one) => one.get(name) ?? "–")]),
+  ];
+  return el(
+    "header",
+    { class: "hero" },
+    el("h1", {}, `${runs.length} runs side by side`),
+    el("p", { class: "lead" }, "The figures of each, and below what is different between them."),
+    el("div", { class: "card scroll" }, table(header, rows, { class: "plain figures" })),
+  );
 }
 
 function differencesOf({ labels, settings, config, environment }) {
-  const parts = [["settings of the plan", settings], ["your configuration", config], ["environment", environment]];
+  const parts = [
+    ["settings of the plan", settings],
+    ["your configuration", config],
+    ["environment", environment],
+  ];
   const header = ["", ...labels];
   const shown = parts.map(([title, rows]) => {
     const isEverywhere = (row) => row.values.every((value) => value !== null);
-    const different = rows.filter((row) => row.differs && isEverywhere(row)), same = rows.filter((row) => !row.differs);
+    const different = rows.filter((row) => row.differs && isEverywhere(row)),
+      same = rows.filter((row) => !row.differs);
     const partly = rows.filter((row) => row.differs && !isEverywhere(row));
-    return el("div", { class: "card" }, el("h3", {}, title),
-      different.length ? el("div", { class: "scroll" }, table(header, different.map(cells), { class: "plain differs" })) : el("p", { class: "says" }, partly.length ? "Nothing that all of them have differs." : "Nothing differs."),
-      partly.length ? disclosure(`${partly.length} that only some of them have`, () => el("div", { class: "scroll" }, table(header, partly.map(cells), { class: "plain" }))) : null,
-      same.length ? disclosure(`${same.length} the same`, () => el("div", { class: "scroll" }, table(header, same.map(cells), { class: "plain" }))) : null);
+    return el(
+      "div",
+      { class: "card" },
+      el("h3", {}, title),
+      different.length
+        ? el("div", { class: "scroll" }, table(header, different.map(cells), { class: "plain differs" }))
+        : el("p", { class: "says" }, partly.length ? "Nothing that all of them have differs." : "Nothing differs."),
+      partly.length
+        ? disclosure(`${partly.length} that only some of them have`, () =>
+            el("div", { class: "scroll" }, table(header, partly.map(cells), { class: "plain" })),
+          )
+        : null,
+      same.length
+        ? disclosure(`${same.length} the same`, () =>
+            el("div", { class: "scroll" }, table(header, same.map(cells), { class: "plain" })),
+          )
+        : null,
+    );
   });
-  return section("differences", "What is different", "Only what differs can explain why the runs came out differently.", shown);
+  return section(
+    "differences",
+    "What is different",
+    "Only what differs can explain why the runs came out differently.",
+    shown,
+  );
 }
 
 function cells(row) {
@@ -57,12 +97,28 @@ function cells(row) {
 }
 
 function kindsOf(runs) {
-  const metrics = [...new Set(runs.flatMap((view) => (trackOf(view, "eval")?.lines ?? []).map((line) => line.name)))].filter((name) => !name.startsWith("test_"));
+  const metrics = [
+    ...new Set(runs.flatMap((view) => (trackOf(view, "eval")?.lines ?? []).map((line) => line.name))),
+  ].filter((name) => !name.startsWith("test_"));
   const goals = new Set(runs.map((view) => view.report.goal?.name));
   metrics.sort((a, b) => Number(goals.has(b)) - Number(goals.has(a)));
   return [
-    ["step", "loss", "training loss", "How wrong each model is on the samples it trains on.", { logs: true, wide: true }],
-    ...metrics.slice(0, 8).map((name) => ["eval", name, sayName(name), "On samples the models do not train on.", { wide: goals.has(name), logs: true }]),
+    [
+      "step",
+      "loss",
+      "training loss",
+      "How wrong each model is on the samples it trains on.",
+      { logs: true, wide: true },
+    ],
+    ...metrics
+      .slice(0, 8)
+      .map((name) => [
+        "eval",
+        name,
+        sayName(name),
+        "On samples the models do not train on.",
+        { wide: goals.has(name), logs: true },
+      ]),
     ["step", "samples_per_second", "speed", "Samples trained in each second.", { floor: 0 }],
     ["health", "memory/process", "memory of the process", "What each process held.", { floor: 0 }],
     ["health", "memory/allocated", "memory of tensors", "What tensors took on the device.", { floor: 0 }],
@@ -76,8 +132,21 @@ function drawCharts({ runs, labels }, settings, charts, grid) {
   const extents = runs.map((view) => extentOf(view, settings.axis));
   for (const [source, name, title, says, more] of kindsOf(runs)) {
     const series = runs.flatMap((view, place) => {
-      const track = trackOf(view, source), line = lineOf(track, name);
-      return line ? [{ ...seriesOf(track, line, settings.axis, { label: labels[place], colour: seriesColour(place), steady: more.steady }), low: null, high: null }] : [];
+      const track = trackOf(view, source),
+        line = lineOf(track, name);
+      return line
+        ? [
+            {
+              ...seriesOf(track, line, settings.axis, {
+                label: labels[place],
+                colour: seriesColour(place),
+                steady: more.steady,
+              }),
+              low: null,
+              high: null,
+            },
+          ]
+        : [];
     });
     if (!series.length) continue;
     const key = `${source}/${name}`;

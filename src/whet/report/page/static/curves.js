@@ -19,7 +19,10 @@ export function trackOf(view, source) {
 /** A series for a chart. Places that are unknown on this axis are left out, and x never runs backwards. */
 export function seriesOf(track, line, axis, more = {}) {
   const places = placesOf(track, axis);
-  const xs = [], ys = [], low = [], high = [];
+  const xs = [],
+    ys = [],
+    low = [],
+    high = [];
   for (let i = 0; i < places.length; i++) {
     const x = places[i];
     // A hole in the curve is where values were NaN; where nothing was written, the curve goes on.
@@ -30,10 +33,19 @@ export function seriesOf(track, line, axis, more = {}) {
       continue;
     }
     const [mean, least, most] = at(line, i);
-    xs.push(x), ys.push(mean), low.push(least), high.push(most);
+    (xs.push(x), ys.push(mean), low.push(least), high.push(most));
   }
   const sparse = (track.source === "eval" || track.source === "epoch") && xs.length <= 40;
-  return { xs, ys, low: line.low ? low : null, high: line.high ? high : null, unit: line.unit, nonfinite: line.nonfinite, sparse, ...more };
+  return {
+    xs,
+    ys,
+    low: line.low ? low : null,
+    high: line.high ? high : null,
+    unit: line.unit,
+    nonfinite: line.nonfinite,
+    sparse,
+    ...more,
+  };
 }
 
 function at(line, place) {
@@ -43,7 +55,8 @@ function at(line, place) {
 
 /** The same values without their noise: a mean that forgets, corrected for its beginning. */
 export function smoothed(ys, weight) {
-  let mean = 0, norm = 0;
+  let mean = 0,
+    norm = 0;
   return ys.map((y) => {
     if (y === null) return null;
     mean = weight * mean + (1 - weight) * y;
@@ -58,7 +71,8 @@ export function placeOfStep(view, step, axis) {
   const track = trackOf(view, "step");
   if (!track || !track.step.length) return null;
   const places = placesOf(track, axis);
-  let left = 0, right = track.step.length - 1;
+  let left = 0,
+    right = track.step.length - 1;
   while (left < right) {
     const middle = (left + right) >> 1;
     if (track.step[middle] < step) left = middle + 1;
@@ -71,12 +85,14 @@ export function placeOfStep(view, step, axis) {
 
 /** Stretches of heat, low power or memory pressure as bands of a chart. */
 export function bandsOf(view, axis) {
-  return view.spells.map((spell) => ({
-    about: spell.about,
-    level: spell.level,
-    from: axis === "seconds" ? spell.from_seconds : placeOfStep(view, spell.from_step, axis),
-    to: axis === "seconds" ? spell.to_seconds : placeOfStep(view, spell.to_step, axis),
-  })).filter((band) => band.from !== null && band.to !== null);
+  return view.spells
+    .map((spell) => ({
+      about: spell.about,
+      level: spell.level,
+      from: axis === "seconds" ? spell.from_seconds : placeOfStep(view, spell.from_step, axis),
+      to: axis === "seconds" ? spell.to_seconds : placeOfStep(view, spell.to_step, axis),
+    }))
+    .filter((band) => band.from !== null && band.to !== null);
 }
 
 /** Moments worth a line across the charts. */

@@ -6,7 +6,9 @@ const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a
 
 /** The children that are there, texts without what cannot be seen. */
 function visible(children) {
-  return children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false)
+  return children
+    .flat(Infinity)
+    .filter((child) => child !== null && child !== undefined && child !== false)
     .map((child) => (child instanceof Node ? child : String(child).replace(UNSEEN, "\ufffd")));
 }
 
@@ -31,16 +33,29 @@ export function fill(element, ...children) {
 
 /** A table; cells are text or elements, the first of each row is its header. */
 export function table(header, rows, attributes = {}) {
-  const head = el("thead", {}, el("tr", {}, header.map((cell) => el("th", { scope: "col" }, cell))));
+  const head = el(
+    "thead",
+    {},
+    el(
+      "tr",
+      {},
+      header.map((cell) => el("th", { scope: "col" }, cell)),
+    ),
+  );
   const body = rows.map((row) =>
-    el("tr", {}, row.map((cell, place) =>
-      place === 0 ? el("th", { scope: "row" }, cell) : el("td", { "data-label": textOf(header[place]) }, cell)))
+    el(
+      "tr",
+      {},
+      row.map((cell, place) =>
+        place === 0 ? el("th", { scope: "row" }, cell) : el("td", { "data-label": textOf(header[place]) }, cell),
+      ),
+    ),
   );
   return el("table", attributes, head, el("tbody", {}, body));
 }
 
 function textOf(cell) {
-  return typeof cell === "string" ? cell : cell?.textContent ?? "";
+  return typeof cell === "string" ? cell : (cell?.textContent ?? "");
 }
 
 /** Something to open for those who want more; what is inside is made when it is opened. */
@@ -59,7 +74,7 @@ export function section(id, title, sentence, ...children) {
     "section",
     { id, class: "part", "aria-labelledby": `${id}-title` },
     el("header", { class: "part-head" }, el("h2", { id: `${id}-title` }, title), el("p", { class: "says" }, sentence)),
-    ...children
+    ...children,
   );
 }
 

@@ -7,23 +7,39 @@ import { showCount, showDate, showValue } from "./words.js";
 export function eventsPart(id) {
   const place = el("div", {});
   let before = null;
-  const more = el("button", { type: "button", class: "quiet", onclick: async () => {
-    more.disabled = true;
-    try {
-      const page = await ask(`/api/runs/${id}/events${before ? `?before=${encodeURIComponent(before)}` : ""}`);
-      before = page.before;
-      place.append(table(["when", "step", "kind", "fields"], page.events.map(rowOf), { class: "plain stacked" }));
-      more.hidden = !before;
-      fill(more, "older ones");
-    } catch (failure) {
-      place.append(el("p", { class: "notice bad" }, failure.message));
-    }
-    more.disabled = false;
-  } }, "show them");
-  return section("events", "The log", "Every event but the steps, as it was written, from the newest back.", el("div", { class: "card" }, place, more));
+  const more = el(
+    "button",
+    {
+      type: "button",
+      class: "quiet",
+      onclick: async () => {
+        more.disabled = true;
+        try {
+          const page = await ask(`/api/runs/${id}/events${before ? `?before=${encodeURIComponent(before)}` : ""}`);
+          before = page.before;
+          place.append(table(["when", "step", "kind", "fields"], page.events.map(rowOf), { class: "plain stacked" }));
+          more.hidden = !before;
+          fill(more, "older ones");
+        } catch (failure) {
+          place.append(el("p", { class: "notice bad" }, failure.message));
+        }
+        more.disabled = false;
+      },
+    },
+    "show them",
+  );
+  return section(
+    "events",
+    "The log",
+    "Every event but the steps, as it was written, from the newest back.",
+    el("div", { class: "card" }, place, more),
+  );
 }
 
 function rowOf(event) {
-  const fields = Object.entries(event.fields ?? {}).map(([name, value]) => `${name}=${showValue(value)}`).join("  ").slice(0, 1000);
+  const fields = Object.entries(event.fields ?? {})
+    .map(([name, value]) => `${name}=${showValue(value)}`)
+    .join("  ")
+    .slice(0, 1000);
   return [showDate(event.time), showCount(event.step), event.kind, fields];
 }

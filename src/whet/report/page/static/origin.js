@@ -8,39 +8,81 @@ export function originPart(view) {
     ["machine", report.machine || "unknown"],
     ["made", `${showDate(report.created)} by whet ${report.whet}`],
     ["seed", origin.seed === null ? "none written down" : String(origin.seed)],
-    ["data", origin.data ? el("code", {}, origin.data.slice(0, 16)) : "no fingerprint", origin.num_samples ? ` ${showCount(origin.num_samples)} samples` : ""],
-    ["exact", report.inexact_since === null ? "bit for bit on the same machine, as far as the run knows" : `until step ${showCount(report.inexact_since)}`],
+    [
+      "data",
+      origin.data ? el("code", {}, origin.data.slice(0, 16)) : "no fingerprint",
+      origin.num_samples ? ` ${showCount(origin.num_samples)} samples` : "",
+    ],
+    [
+      "exact",
+      report.inexact_since === null
+        ? "bit for bit on the same machine, as far as the run knows"
+        : `until step ${showCount(report.inexact_since)}`,
+    ],
     ...(report.proof ? [["proof", report.proof]] : []),
   ];
-  return section("origin", "How to do it again", "The same command, configuration, data and versions give the same training.",
-    el("div", { class: "card" }, commandOf(origin.command ?? "It was started from Python; run the same code with the same settings.", Boolean(origin.command)),
+  return section(
+    "origin",
+    "How to do it again",
+    "The same command, configuration, data and versions give the same training.",
+    el(
+      "div",
+      { class: "card" },
+      commandOf(
+        origin.command ?? "It was started from Python; run the same code with the same settings.",
+        Boolean(origin.command),
+      ),
       report.resume ? [el("p", { class: "says" }, "To go on with this run:"), commandOf(report.resume, true)] : null,
-      el("dl", { class: "facts" }, facts.map(([name, ...words]) => [el("dt", {}, name), el("dd", {}, ...words)]))),
-    el("div", { class: "card more" },
+      el(
+        "dl",
+        { class: "facts" },
+        facts.map(([name, ...words]) => [el("dt", {}, name), el("dd", {}, ...words)]),
+      ),
+    ),
+    el(
+      "div",
+      { class: "card more" },
       disclosure("configuration", () => pairs(flat(origin.config))),
       disclosure("versions", () => pairs(Object.entries(origin.versions))),
-      disclosure("machine, as it was probed", () => pairs(flat(origin.machine)))));
+      disclosure("machine, as it was probed", () => pairs(flat(origin.machine))),
+    ),
+  );
 }
 
 function commandOf(words, canCopy) {
   const code = el("code", {}, words);
   if (!canCopy || !navigator.clipboard) return el("pre", { class: "command" }, code);
-  const copy = el("button", { type: "button", class: "quiet", onclick: async () => {
-    try {
-      await navigator.clipboard.writeText(words);
-      copy.textContent = "copied";
-    } catch {
-      getSelection().selectAllChildren(code);
-    }
-  } }, "copy");
+  const copy = el(
+    "button",
+    {
+      type: "button",
+      class: "quiet",
+      onclick: async () => {
+        try {
+          await navigator.clipboard.writeText(words);
+          copy.textContent = "copied";
+        } catch {
+          getSelection().selectAllChildren(code);
+        }
+      },
+    },
+    "copy",
+  );
   return el("pre", { class: "command" }, code, copy);
 }
 
 function pairs(entries) {
-  return table(["name", "value"], entries.map(([name, value]) => [el("code", {}, name), showValue(value)]), { class: "plain" });
+  return table(
+    ["name", "value"],
+    entries.map(([name, value]) => [el("code", {}, name), showValue(value)]),
+    { class: "plain" },
+  );
 }
 
 function flat(object, above = "") {
   return Object.entries(object).flatMap(([name, value]) =>
-    value !== null && typeof value === "object" && !Array.isArray(value) ? flat(value, `${above}${name}.`) : [[above + name, value]]);
+    value !== null && typeof value === "object" && !Array.isArray(value)
+      ? flat(value, `${above}${name}.`)
+      : [[above + name, value]],
+  );
 }

@@ -5,33 +5,71 @@ import { foretoldRows } from "./head.js";
 
 const SOURCES = { measured: "good", you: "live", rule: "plain" };
 const TICKS = [1, 2, 0.5, 4, 0.25, 8, 0.125, 16, 32, 0.0625, 1.5, 0.75, 1.25, 0.8, 1.1, 0.9];
-const VERDICTS = { faster: "good", "no gain": "plain", "not worth it": "plain", unclear: "warn", "cut off": "bad", disagrees: "bad", failed: "bad", "not tried": "plain" };
+const VERDICTS = {
+  faster: "good",
+  "no gain": "plain",
+  "not worth it": "plain",
+  unclear: "warn",
+  "cut off": "bad",
+  disagrees: "bad",
+  failed: "bad",
+  "not tried": "plain",
+};
 
 export function planPart(view) {
   const { settings } = view.report;
   const shown = settings.filter((one) => (one.value !== null && one.value !== "unused") || one.source === "you");
   if (!shown.length) return null;
   const order = { you: 0, measured: 1, rule: 2 };
-  const rows = shown.map((one, place) => ({ one, place })).sort((a, b) => (order[a.one.source] ?? 3) - (order[b.one.source] ?? 3) || a.place - b.place)
-    .map(({ one }) => [el("code", {}, one.name), el("b", {}, showValue(one.value)), one.reason, pill(one.source === "rule" && one.evidence?.rule ? `rule ${one.evidence.rule}` : one.source, SOURCES[one.source])]);
-  return section("plan", "The plan", "How this run was executed on this machine, and why. What is trained is yours; every line here can be overridden.",
+  const rows = shown
+    .map((one, place) => ({ one, place }))
+    .sort((a, b) => (order[a.one.source] ?? 3) - (order[b.one.source] ?? 3) || a.place - b.place)
+    .map(({ one }) => [
+      el("code", {}, one.name),
+      el("b", {}, showValue(one.value)),
+      one.reason,
+      pill(one.source === "rule" && one.evidence?.rule ? `rule ${one.evidence.rule}` : one.source, SOURCES[one.source]),
+    ]);
+  return section(
+    "plan",
+    "The plan",
+    "How this run was executed on this machine, and why. What is trained is yours; every line here can be overridden.",
     view.cautions.map((words) => el("p", { class: "notice warn" }, words)),
-    el("div", { class: "card" }, table(["setting", "value", "why", "from"], rows, { class: "plain stacked settled" })));
+    el("div", { class: "card" }, table(["setting", "value", "why", "from"], rows, { class: "plain stacked settled" })),
+  );
 }
 
 export function evidencePart(view) {
   if (!view.evidence.length) return null;
   const scale = scaleOf(view.evidence);
-  return section("evidence", "What was measured", "Real steps of this model, timed in turns with the best so far. A dot to the right of 1x is faster; its bar is where the truth lies, noise included.",
-    el("div", { class: "card evidence" }, rulerOf(scale), view.evidence.map((group) => [
-      el("h3", {}, group.setting === "plan" ? "the whole plan" : group.setting, group.value ? el("span", { class: "used" }, "used: ", el("b", {}, group.value)) : null),
-      group.candidates.map((one) => candidateOf(one, scale))])));
+  return section(
+    "evidence",
+    "What was measured",
+    "Real steps of this model, timed in turns with the best so far. A dot to the right of 1x is faster; its bar is where the truth lies, noise included.",
+    el(
+      "div",
+      { class: "card evidence" },
+      rulerOf(scale),
+      view.evidence.map((group) => [
+        el(
+          "h3",
+          {},
+          group.setting === "plan" ? "the whole plan" : group.setting,
+          group.value ? el("span", { class: "used" }, "used: ", el("b", {}, group.value)) : null,
+        ),
+        group.candidates.map((one) => candidateOf(one, scale)),
+      ]),
+    ),
+  );
 }
 
 /** One scale for all candidates, so that they can be compared by eye: the same distance is the same ratio. */
 function scaleOf(evidence) {
-  const values = evidence.flatMap((group) => group.candidates.flatMap((one) => [one.speedup, one.low, one.high])).filter((value) => value > 0);
-  const least = Math.max(1 / 64, Math.min(0.8, ...values)), most = Math.min(64, Math.max(1.25, ...values));
+  const values = evidence
+    .flatMap((group) => group.candidates.flatMap((one) => [one.speedup, one.low, one.high]))
+    .filter((value) => value > 0);
+  const least = Math.max(1 / 64, Math.min(0.8, ...values)),
+    most = Math.min(64, Math.max(1.25, ...values));
   const [from, to] = [Math.log(least) - 0.06, Math.log(most) + 0.06];
   return { at: (value) => 100 * Math.min(1, Math.max(0, (Math.log(value) - from) / (to - from))), least, most };
 }
@@ -40,35 +78,83 @@ function rulerOf(scale) {
   const taken = [];
   const ticks = TICKS.filter((value) => {
     const at = scale.at(value);
-    const fits = value >= scale.least * 0.99 && value <= scale.most * 1.01 && taken.every((other) => Math.abs(other - at) > 11);
+    const fits =
+      value >= scale.least * 0.99 && value <= scale.most * 1.01 && taken.every((other) => Math.abs(other - at) > 11);
     if (fits) taken.push(at);
     return fits;
   });
-  return el("div", { class: "candidate ruler", "aria-hidden": "true" }, el("span", {}),
-    el("div", { class: "track" }, ticks.map((value) => el("span", { class: "tick", style: { left: `${scale.at(value)}%` } }, `${showNumber(value)}x`))), el("span", {}));
+  return el(
+    "div",
+    { class: "candidate ruler", "aria-hidden": "true" },
+    el("span", {}),
+    el(
+      "div",
+      { class: "track" },
+      ticks.map((value) =>
+        el("span", { class: "tick", style: { left: `${scale.at(value)}%` } }, `${showNumber(value)}x`),
+      ),
+    ),
+    el("span", {}),
+  );
 }
 
 function candidateOf(one, scale) {
   const tone = VERDICTS[one.verdict] ?? "plain";
   const track = el("div", { class: "track" }, el("i", { class: "one", style: { left: `${scale.at(1)}%` } }));
-  if (one.low && one.high) track.append(el("i", { class: `interval ${tone}`, style: { left: `${scale.at(one.low)}%`, width: `${Math.max(0.5, scale.at(one.high) - scale.at(one.low))}%` } }));
+  if (one.low && one.high)
+    track.append(
+      el("i", {
+        class: `interval ${tone}`,
+        style: { left: `${scale.at(one.low)}%`, width: `${Math.max(0.5, scale.at(one.high) - scale.at(one.low))}%` },
+      }),
+    );
   if (one.speedup) track.append(el("i", { class: `centre ${tone}`, style: { left: `${scale.at(one.speedup)}%` } }));
   const figures = [
-    one.speedup ? `${one.speedup.toFixed(2)}x${one.low ? ` (${one.low.toFixed(2)} to ${one.high.toFixed(2)})` : ""}` : null,
+    one.speedup
+      ? `${one.speedup.toFixed(2)}x${one.low ? ` (${one.low.toFixed(2)} to ${one.high.toFixed(2)})` : ""}`
+      : null,
     one.median_seconds ? `${showSeconds(one.median_seconds)} a step` : null,
     one.peak_bytes ? showBytes(one.peak_bytes) : null,
     one.repeats ? `${one.repeats} repeats` : null,
-  ].filter(Boolean).join(" · ");
-  return el("div", { class: one.chosen ? "candidate chosen" : "candidate" },
+  ]
+    .filter(Boolean)
+    .join(" · ");
+  return el(
+    "div",
+    { class: one.chosen ? "candidate chosen" : "candidate" },
     el("div", { class: "who" }, el("code", {}, one.label), el("span", { class: "rival" }, `against ${one.against}`)),
     track,
-    el("div", { class: "outcome" }, pill(one.verdict, tone), el("span", { class: "figures" }, figures), el("span", { class: "words" }, one.words)));
+    el(
+      "div",
+      { class: "outcome" },
+      pill(one.verdict, tone),
+      el("span", { class: "figures" }, figures),
+      el("span", { class: "words" }, one.words),
+    ),
+  );
 }
 
 export function foretoldPart(view) {
   const rows = foretoldRows(view).filter((row) => row.planned !== "–");
   if (!rows.some((row) => row.alike && row.unit !== "steps")) return null;
-  return section("foretold", "Planned against happened", "What was said before the first step, beside what came.",
-    el("div", { class: "card" }, table(["figure", "planned", "happened", "happened / planned", "counted how"],
-      rows.map((row) => [row.name, row.planned, row.happened, row.ratio === null ? "–" : `${row.ratio.toFixed(2)}x`, row.words]), { class: "plain stacked foretold" })));
+  return section(
+    "foretold",
+    "Planned against happened",
+    "What was said before the first step, beside what came.",
+    el(
+      "div",
+      { class: "card" },
+      table(
+        ["figure", "planned", "happened", "happened / planned", "counted how"],
+        rows.map((row) => [
+          row.name,
+          row.planned,
+          row.happened,
+          row.ratio === null ? "–" : `${row.ratio.toFixed(2)}x`,
+          row.words,
+        ]),
+        { class: "plain stacked foretold" },
+      ),
+    ),
+  );
 }

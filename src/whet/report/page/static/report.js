@@ -12,4 +12,9 @@ const redraw = (theme) => {
   shown.settings.theme = theme;
   shown.settings.redraw();
 };
-fill(document.getElementById("bar"), el("span", { class: "brand" }, "whet"), el("span", { class: "grow" }), themeButton(redraw));
+fill(
+  document.getElementById("bar"),
+  el("span", { class: "brand" }, "whet"),
+  el("span", { class: "grow" }),
+  themeButton(redraw),
+);

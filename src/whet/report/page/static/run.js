@@ -11,7 +11,6 @@ import { originPart } from "./origin.js";
 
 const PARTS = [storyPart, timePart, advicePart, findingsPart, evidencePart, planPart, foretoldPart, originPart];
 
-
 function linkTo(part) {
   const go = (event) => (event.preventDefault(), part.scrollIntoView({ behavior: "smooth" }));
   return el("a", { href: `#${part.id}`, onclick: go }, part.querySelector("h2").textContent);
@@ -23,11 +22,26 @@ export function showRun(element, view) {
   const charts = new RunCharts(settings);
   const head = el("div", {});
   const places = PARTS.map((make) => ({ make, place: el("div", { class: "place" }), seen: "" }));
-  const curves = el("section", { id: "curves", class: "part", "aria-labelledby": "curves-title" },
-    el("header", { class: "part-head" }, el("h2", { id: "curves-title" }, "Curves"), el("p", { class: "says" }, "How the run went. Shaded stretches: the machine was hot, or short of memory.")),
-    settingsBar(settings), charts.element);
+  const curves = el(
+    "section",
+    { id: "curves", class: "part", "aria-labelledby": "curves-title" },
+    el(
+      "header",
+      { class: "part-head" },
+      el("h2", { id: "curves-title" }, "Curves"),
+      el("p", { class: "says" }, "How the run went. Shaded stretches: the machine was hot, or short of memory."),
+    ),
+    settingsBar(settings),
+    charts.element,
+  );
   const nav = el("nav", { class: "parts", "aria-label": "parts of this page" });
-  fill(element, head, nav, curves, places.map(({ place }) => place));
+  fill(
+    element,
+    head,
+    nav,
+    curves,
+    places.map(({ place }) => place),
+  );
   let current = view;
   settings.onaxis = () => charts.show(current);
   const update = (newer) => {

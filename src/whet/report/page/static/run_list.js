@@ -20,22 +20,52 @@ export class RunList {
     this.chosen = new Set();
     this.sorted = ["changed", -1];
     this.shown = AT_ONCE;
-    this.filter = el("input", { type: "search", placeholder: "filter by name, recipe or state", "aria-label": "filter", oninput: () => ((this.shown = AT_ONCE), this.draw()) });
+    this.filter = el("input", {
+      type: "search",
+      placeholder: "filter by name, recipe or state",
+      "aria-label": "filter",
+      oninput: () => ((this.shown = AT_ONCE), this.draw()),
+    });
     this.count = el("span", { class: "says", role: "status" });
     this.compare = el("a", { class: "quiet go", hidden: true }, "compare");
     this.body = el("tbody", {});
-    this.heads = COLUMNS.map(([name]) => el("th", { scope: "col" }, el("button", { type: "button", class: "sort", onclick: () => this.sortBy(name) }, name)));
-    this.more = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => ((this.shown += AT_ONCE), this.draw()) }, "show more");
-    this.element = el("div", { class: "hero" }, el("h1", {}, "Runs"), el("p", { class: "lead" }, folder ? `In ${folder}. Choose one to see it, or mark some to compare them.` : ""),
+    this.heads = COLUMNS.map(([name]) =>
+      el(
+        "th",
+        { scope: "col" },
+        el("button", { type: "button", class: "sort", onclick: () => this.sortBy(name) }, name),
+      ),
+    );
+    this.more = el(
+      "button",
+      { type: "button", class: "quiet", hidden: true, onclick: () => ((this.shown += AT_ONCE), this.draw()) },
+      "show more",
+    );
+    this.element = el(
+      "div",
+      { class: "hero" },
+      el("h1", {}, "Runs"),
+      el("p", { class: "lead" }, folder ? `In ${folder}. Choose one to see it, or mark some to compare them.` : ""),
       el("div", { class: "tools" }, this.filter, this.count, this.compare),
-      el("div", { class: "card" }, el("table", { class: "plain stacked runs" }, el("thead", {}, el("tr", {}, el("th", {}, el("span", { class: "unseen" }, "compare")), this.heads)), this.body)), this.more);
+      el(
+        "div",
+        { class: "card" },
+        el(
+          "table",
+          { class: "plain stacked runs" },
+          el("thead", {}, el("tr", {}, el("th", {}, el("span", { class: "unseen" }, "compare")), this.heads)),
+          this.body,
+        ),
+      ),
+      this.more,
+    );
   }
 
   /** All lines anew, or only those that changed. */
   set(lines, removed = [], isAll = false) {
     if (isAll) this.lines.clear();
     for (const line of lines) this.lines.set(line.id, line);
-    for (const id of removed) this.lines.delete(id), this.chosen.delete(id);
+    for (const id of removed) (this.lines.delete(id), this.chosen.delete(id));
     this.draw();
   }
 
@@ -55,11 +85,26 @@ export class RunList {
     const words = this.filter.value.toLowerCase().split(/\s+/).filter(Boolean);
     const [name, direction] = this.sorted;
     const key = COLUMNS.find(([column]) => column === name)[1];
-    const found = [...this.lines.values()].filter((line) => words.every((word) => `${line.name} ${line.recipe ?? ""} ${line.state}`.toLowerCase().includes(word)));
+    const found = [...this.lines.values()].filter((line) =>
+      words.every((word) => `${line.name} ${line.recipe ?? ""} ${line.state}`.toLowerCase().includes(word)),
+    );
     found.sort((a, b) => direction * compareKeys(key(a), key(b)) || compareKeys(a.name, b.name));
-    COLUMNS.forEach(([column], place) => this.heads[place].setAttribute("aria-sort", column === name ? (direction > 0 ? "ascending" : "descending") : "none"));
-    fill(this.body, found.slice(0, this.shown).map((line) => this.row(line)));
-    fill(this.count, this.lines.size ? `${showCount(found.length)} of ${showCount(this.lines.size)}` : "No runs yet. They appear here when a training begins.");
+    COLUMNS.forEach(([column], place) =>
+      this.heads[place].setAttribute(
+        "aria-sort",
+        column === name ? (direction > 0 ? "ascending" : "descending") : "none",
+      ),
+    );
+    fill(
+      this.body,
+      found.slice(0, this.shown).map((line) => this.row(line)),
+    );
+    fill(
+      this.count,
+      this.lines.size
+        ? `${showCount(found.length)} of ${showCount(this.lines.size)}`
+        : "No runs yet. They appear here when a training begins.",
+    );
     this.more.hidden = found.length <= this.shown;
     this.compare.hidden = this.chosen.size < 2;
     this.compare.textContent = `compare ${this.chosen.size} runs`;
@@ -67,17 +112,47 @@ export class RunList {
   }
 
   row(line) {
-    const mark = el("input", { type: "checkbox", "aria-label": `compare ${line.name}`, onchange: () => this.choose(line.id, mark.checked) });
+    const mark = el("input", {
+      type: "checkbox",
+      "aria-label": `compare ${line.name}`,
+      onchange: () => this.choose(line.id, mark.checked),
+    });
     mark.checked = this.chosen.has(line.id);
     const share = line.total_steps ? Math.min(1, line.step / line.total_steps) : 0;
     const steps = line.total_steps ? `${showCount(line.step)} of ${showCount(line.total_steps)}` : showCount(line.step);
-    return el("tr", {}, el("td", { class: "mark" }, mark),
-      el("th", { scope: "row" }, el("a", { href: `#/run/${line.id}` }, line.name), line.problem ? el("span", { class: "says block" }, line.problem) : el("span", { class: "says block" }, line.recipe ?? "")),
+    return el(
+      "tr",
+      {},
+      el("td", { class: "mark" }, mark),
+      el(
+        "th",
+        { scope: "row" },
+        el("a", { href: `#/run/${line.id}` }, line.name),
+        line.problem
+          ? el("span", { class: "says block" }, line.problem)
+          : el("span", { class: "says block" }, line.recipe ?? ""),
+      ),
       el("td", {}, statePill(line.state)),
-      el("td", { "data-label": "steps" }, steps, line.state === "running" && share ? el("div", { class: "progress slim" }, el("div", { class: "done", style: { width: `${100 * share}%` } })) : null),
+      el(
+        "td",
+        { "data-label": "steps" },
+        steps,
+        line.state === "running" && share
+          ? el("div", { class: "progress slim" }, el("div", { class: "done", style: { width: `${100 * share}%` } }))
+          : null,
+      ),
       el("td", { "data-label": "loss" }, showNumber(line.loss)),
-      el("td", { "data-label": "" }, line.goal_value === null ? el("span", { class: "none" }, "–") : `${line.goal} ${showNumber(line.goal_value)}`),
-      el("td", { "data-label": "changed" }, `${showSeconds(Math.max(0, Math.round(Date.now() / 1000 - line.changed)))} ago`));
+      el(
+        "td",
+        { "data-label": "" },
+        line.goal_value === null ? el("span", { class: "none" }, "–") : `${line.goal} ${showNumber(line.goal_value)}`,
+      ),
+      el(
+        "td",
+        { "data-label": "changed" },
+        `${showSeconds(Math.max(0, Math.round(Date.now() / 1000 - line.changed)))} ago`,
+      ),
+    );
   }
 }
 

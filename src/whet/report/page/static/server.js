@@ -22,7 +22,8 @@ export class Listening {
 
   open() {
     this.source = new EventSource(this.address);
-    for (const kind of ["hello", "runs", "run"]) this.source.addEventListener(kind, (event) => this.on[kind](JSON.parse(event.data)));
+    for (const kind of ["hello", "runs", "run"])
+      this.source.addEventListener(kind, (event) => this.on[kind](JSON.parse(event.data)));
     this.source.onerror = () => {
       this.on.lost();
       // A browser tries again by itself unless the server said no.

@@ -43,14 +43,28 @@ export class Settings {
 /** The bar above the charts. */
 export function settingsBar(settings) {
   const axes = Object.entries(AXES).map(([axis, words]) =>
-    el("button", { type: "button", "data-axis": axis, "aria-pressed": String(axis === settings.axis), onclick: () => choose(axis) }, words));
+    el(
+      "button",
+      {
+        type: "button",
+        "data-axis": axis,
+        "aria-pressed": String(axis === settings.axis),
+        onclick: () => choose(axis),
+      },
+      words,
+    ),
+  );
   const choose = (axis) => {
     for (const button of axes) button.setAttribute("aria-pressed", String(button.dataset.axis === axis));
     settings.setAxis(axis);
   };
   const told = el("output", {}, "off");
   const slider = el("input", {
-    type: "range", min: 0, max: 99, value: 0, "aria-label": "smoothing",
+    type: "range",
+    min: 0,
+    max: 99,
+    value: 0,
+    "aria-label": "smoothing",
     oninput: () => {
       settings.smoothing = Number(slider.value) ? 0.5 + Number(slider.value) / 200 : 0;
       fill(told, settings.smoothing ? settings.smoothing.toFixed(2) : "off");
@@ -58,9 +72,20 @@ export function settingsBar(settings) {
     },
   });
   const log = el("input", { type: "checkbox", onchange: () => ((settings.log = log.checked), settings.redraw()) });
-  const span = el("select", { "aria-label": "part of the run", onchange: () => ((settings.last = Number(span.value)), settings.setZoom(null)) },
-    [["1", "whole run"], ["0.5", "last half"], ["0.1", "last tenth"]].map(([value, words]) => el("option", { value }, words)));
-  const reset = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => settings.setZoom(null) }, "reset zoom");
+  const span = el(
+    "select",
+    { "aria-label": "part of the run", onchange: () => ((settings.last = Number(span.value)), settings.setZoom(null)) },
+    [
+      ["1", "whole run"],
+      ["0.5", "last half"],
+      ["0.1", "last tenth"],
+    ].map(([value, words]) => el("option", { value }, words)),
+  );
+  const reset = el(
+    "button",
+    { type: "button", class: "quiet", hidden: true, onclick: () => settings.setZoom(null) },
+    "reset zoom",
+  );
   settings.onzoom = () => (reset.hidden = settings.zoomed === null);
   return el(
     "div",
@@ -70,6 +95,6 @@ export function settingsBar(settings) {
     el("label", {}, log, "log scale"),
     span,
     reset,
-    el("span", { class: "hint" }, "drag across a chart to zoom")
+    el("span", { class: "hint" }, "drag across a chart to zoom"),
   );
 }

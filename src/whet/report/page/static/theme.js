@@ -7,7 +7,11 @@ const CHOICES = ["auto", "light", "dark"];
 /** A button that goes through auto, light and dark; `redraw` draws what is painted on canvases. */
 export function themeButton(redraw) {
   let choice = remembered();
-  const button = el("button", { type: "button", class: "quiet theme", onclick: () => choose(CHOICES[(CHOICES.indexOf(choice) + 1) % 3]) });
+  const button = el("button", {
+    type: "button",
+    class: "quiet theme",
+    onclick: () => choose(CHOICES[(CHOICES.indexOf(choice) + 1) % 3]),
+  });
   const apply = (theme) => {
     if (theme === "auto") document.documentElement.removeAttribute("data-theme");
     else document.documentElement.setAttribute("data-theme", theme);

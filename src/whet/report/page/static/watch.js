@@ -19,7 +19,13 @@ const redraw = (chosen) => {
     shown.settings.redraw();
   }
 };
-fill(document.getElementById("bar"), el("a", { class: "brand", href: "#/" }, "whet"), status, el("span", { class: "grow" }), themeButton(redraw));
+fill(
+  document.getElementById("bar"),
+  el("a", { class: "brand", href: "#/" }, "whet"),
+  status,
+  el("span", { class: "grow" }),
+  themeButton(redraw),
+);
 
 /** Shows what the address says. */
 function go() {
@@ -62,7 +68,12 @@ class Shown {
     this.isClosed = this.isFetching = this.isStale = false;
     fill(page, el("p", { class: "lead wait" }, "reading the run ..."));
     const fetchIt = () => this.fetch();
-    this.listening = new Listening(ids, { hello: fetchIt, run: fetchIt, runs: () => {}, lost: () => say("not connected; trying again") });
+    this.listening = new Listening(ids, {
+      hello: fetchIt,
+      run: fetchIt,
+      runs: () => {},
+      lost: () => say("not connected; trying again"),
+    });
   }
 
   get settings() {
@@ -79,7 +90,12 @@ class Shown {
       try {
         this.show(await this.fetchNewest());
       } catch (failure) {
-        if (!this.isClosed && !this.drawn) fill(page, el("p", { class: "notice bad" }, failure.message), el("p", {}, el("a", { href: "#/" }, "all runs")));
+        if (!this.isClosed && !this.drawn)
+          fill(
+            page,
+            el("p", { class: "notice bad" }, failure.message),
+            el("p", {}, el("a", { href: "#/" }, "all runs")),
+          );
         say("the run could not be read");
       }
     }
@@ -110,7 +126,12 @@ class List {
     this.isClosed = false;
     document.title = "runs - whet";
     fill(page, el("p", { class: "lead wait" }, "looking for runs ..."));
-    this.listening = new Listening([], { hello: () => this.fetch(), runs: ({ changed, removed }) => this.list?.set(changed, removed), run: () => {}, lost: () => say("not connected; trying again") });
+    this.listening = new Listening([], {
+      hello: () => this.fetch(),
+      runs: ({ changed, removed }) => this.list?.set(changed, removed),
+      run: () => {},
+      lost: () => say("not connected; trying again"),
+    });
   }
 
   async fetch() {

@@ -1,6 +1,11 @@
 // How are numbers told so that people can read them?
 
-const BYTES = [["TB", 2 ** 40], ["GB", 2 ** 30], ["MB", 2 ** 20], ["kB", 2 ** 10]];
+const BYTES = [
+  ["TB", 2 ** 40],
+  ["GB", 2 ** 30],
+  ["MB", 2 ** 20],
+  ["kB", 2 ** 10],
+];
 
 export function showBytes(bytes) {
   for (const [unit, size] of BYTES) {
@@ -73,11 +78,36 @@ export function showDate(unixSeconds) {
 /** "grad_norm" as "gradient norm": names of fields as people say them. */
 export function sayName(name) {
   const known = {
-    lr: "learning rate", grad_norm: "gradient norm", samples_per_second: "speed", loss: "loss",
-    "memory/allocated": "tensors", "memory/reserved": "held by the driver", "memory/peak": "most so far",
-    "memory/limit": "limit", "memory/process": "this process", "memory/used": "whole machine",
-    "memory/available": "still free", "memory/swap": "swap", "use/cpu": "all cores", "use/process": "this process",
+    lr: "learning rate",
+    grad_norm: "gradient norm",
+    samples_per_second: "speed",
+    loss: "loss",
+    "memory/allocated": "tensors",
+    "memory/reserved": "held by the driver",
+    "memory/peak": "most so far",
+    "memory/limit": "limit",
+    "memory/process": "this process",
+    "memory/used": "whole machine",
+    "memory/available": "still free",
+    "memory/swap": "swap",
+    "use/cpu": "all cores",
+    "use/process": "this process",
     "use/gpu": "GPU",
   };
   return Object.hasOwn(known, name) ? known[name] : name.replaceAll("_", " ");
+}
+
+/** A number at an axis: as short as it can be. */
+export function shortly(tick, unit) {
+  if (tick === null || tick === undefined) return "";
+  if (unit === "bytes") {
+    for (const [name, size] of BYTES) {
+      if (Math.abs(tick) >= size) return `${Number((tick / size).toPrecision(3))} ${name}`;
+    }
+    return showNumber(tick);
+  }
+  if (unit === "percent") return `${showNumber(tick)} %`;
+  if (unit === "seconds") return showSeconds(tick);
+  if (Math.abs(tick) >= 1e6) return showCount(tick).replace(".0 ", " ");
+  return showNumber(tick);
 }

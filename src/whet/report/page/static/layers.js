@@ -1,0 +1,56 @@
+// In which layers is a curve drawn? Its values, their range, and the values without noise.
+import { smoothed } from "./curves.js";
+import { faint } from "./paint.js";
+
+/** All series on one axis, and how each is drawn: the values, their range, and the values without noise. */
+export function layersOf(series, { smoothing, isLog }) {
+  const positive = (ys) => (isLog ? ys.map((y) => (y !== null && y > 0 ? y : null)) : ys);
+  const tables = [];
+  const lines = [];
+  const pairs = [];
+
+  series.forEach((one) => {
+    const isSmooth = smoothing > 0 && one.ys.length > 8 && !one.steady;
+    const common = { label: one.label, colour: one.colour, unit: one.unit, dashed: one.dashed };
+    const columns = [one.xs];
+    if (one.low && one.high && !isSmooth) {
+      columns.push(positive(one.high), positive(one.low));
+      pairs.push([lines.length + 1, lines.length + 2, one.colour]);
+      lines.push({ ...common, role: "high" }, { ...common, role: "low" });
+    }
+    if (isSmooth) {
+      columns.push(positive(one.ys));
+      lines.push({ ...common, role: "raw" });
+    }
+
+    columns.push(positive(isSmooth ? smoothed(one.ys, smoothing) : one.ys));
+    lines.push({ ...common, role: "main", points: one.sparse });
+    tables.push(columns);
+  });
+  return { data: tables.length === 1 ? tables[0] : uPlot.join(tables), lines, pairs };
+}
+
+/** A layer as uPlot wants it. */
+export function drawnLayer(line, colour, hidden) {
+  const stroke = colour(line.colour);
+  if (line.role === "high" || line.role === "low")
+    return { show: !hidden, stroke: "transparent", width: 0, points: { show: false } };
+  if (line.role === "raw") return { show: !hidden, stroke: faint(stroke, 0.28), width: 1, points: { show: false } };
+  return {
+    show: !hidden,
+    stroke,
+    width: 2,
+    dash: line.dashed ? [5, 5] : undefined,
+    points: { show: Boolean(line.points), size: 5, fill: stroke, stroke },
+  };
+}
+
+/** The place of a value next to where the pointer is: curves that were joined have holes. */
+export function nearest(column, found) {
+  for (let off = 0; off < 60; off++) {
+    for (const place of [found - off, found + off]) {
+      if (column[place] !== null && column[place] !== undefined) return place;
+    }
+  }
+  return null;
+}
