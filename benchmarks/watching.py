@@ -1,0 +1,245 @@
+"""What does looking cost? Steps of one training with five open pages against none, in turns, while it trains.
+
+    python benchmarks/watching.py [--pairs 20] [--seconds 5] [--milliseconds 5] [--cores 0,1]
+
+The training is pinned to the first core, `whet watch` and its clients to the second (Linux). Four clients look at the
+run as the page does: they listen, and fetch the run whenever they are told that it changed; the fifth has the list
+open. Time is cut into windows, with the pages and without, in pairs whose order is tossed. A step lasts from one call
+of the loss to the next; half a second after each change is left out, and the slowest tenth of a window's steps, or on a
+busy machine the slower half. A ratio is taken inside a pair; shown are the median over pairs and the interval that
+holds it in 95 % of resamplings. In the end the server is killed, and the training must go on to its own end.
+"""
+
+import argparse
+import contextlib
+import http.client
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from whet.base.env import for_child
+
+CLIENTS = 5
+BATCH = 32
+
+
+def train(run: Path, told: Path, *, milliseconds: float, core: int) -> None:
+    """Trains until a file `stop` appears beside the run; then says when each step began."""
+    import torch
+    from torch import nn
+
+    import whet
+
+    pin(core)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x, y = torch.randn(BATCH * 64, 64), torch.randint(0, 10, (BATCH * 64,))
+
+    def make(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10))
+
+    width = 128
+    while width < 4096 and step_seconds(make(width), x[:BATCH], y[:BATCH]) * 1e3 < milliseconds:
+        width = int(width * 1.2)
+    model, begun = make(width), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def loss(micro):
+        begun.append(time.monotonic())
+        return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+    wishes = {"threads": 1, "micro_batch": BATCH, "device": "cpu"}
+    with whet.Session(
+        model, optimizer, (x, y), global_batch_size=BATCH, epochs=10**6, run=run, wishes=wishes
+    ) as session:
+        for batch in session:
+            session.step(loss, batch)
+            if len(begun) % 50 == 0 and (told.parent / "stop").exists():
+                break
+    told.write_text(json.dumps(begun))
+
+
+def step_seconds(model, x, y) -> float:
+    from torch import nn
+
+    spent = []
+    for _ in range(12):
+        start = time.perf_counter()
+        nn.functional.cross_entropy(model(x), y).backward()
+        spent.append(time.perf_counter() - start)
+    return statistics.median(spent)
+
+
+def pin(core: int) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {core})
+
+
+class Page(threading.Thread):
+    """What a browser does with the page open."""
+
+    def __init__(self, port: int, token: str, ident: str | None) -> None:
+        super().__init__(daemon=True)
+        self._port, self._headers, self._shown = port, {"Authorization": f"Bearer {token}"}, ident
+        self._stream = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self._is_closed = False
+        self.fetched = 0
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):  # The server is killed in the end.
+            query = f"?run={self._shown}" if self._shown else ""
+            self._stream.request("GET", f"/api/stream{query}", headers=self._headers)
+            lines = self._stream.getresponse()
+            while not self._is_closed and (line := lines.readline()):
+                if line.startswith((b"event: run\n", b"event: hello")):
+                    self._fetch()
+
+    def _fetch(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        connection.request("GET", f"/api/runs/{self._shown}" if self._shown else "/api/runs", headers=self._headers)
+        connection.getresponse().read()
+        connection.close()
+        self.fetched += 1
+
+    def close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._stream.sock.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def watching(folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen, int, str]]:
+    words = [sys.executable, "-m", "whet", "watch", str(folder), "--port", "0", "--json", "--no-browser"]
+    server = subprocess.Popen(words, env=for_child(WHET_HOME=str(home)), stdout=subprocess.PIPE, text=True)
+    try:
+        told = json.loads(server.stdout.readline())
+        file = next((home / "servers").glob("watch-*.json"))
+        yield server, int(told["url"].rstrip("/").rpartition(":")[2]), json.loads(file.read_text())["token"]
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
+@contextlib.contextmanager
+def ended(training: subprocess.Popen) -> Iterator[None]:
+    """Leaves no training behind when something else fails."""
+    try:
+        yield
+    except BaseException:
+        training.kill()
+        raise
+
+
+def window_mean(begun: list[float], start: float, end: float, *, kept: float) -> float:
+    """The mean step of a window, of its quickest steps up to this share."""
+    inside = [moment for moment in begun if start + 0.5 <= moment <= end]
+    steps = sorted(later - earlier for earlier, later in itertools.pairwise(inside))
+    quick = steps[: math.ceil(kept * len(steps))]
+    return sum(quick) / len(quick)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2_000))
+    return medians[50], medians[-51]
+
+
+def shown(ratios: list[float]) -> str:
+    low, high = interval(ratios)
+    return f"{statistics.median(ratios):.4f}, 95 % interval {low:.4f} to {high:.4f}"
+
+
+def measure(folder: Path, *, pairs: int, seconds: float, milliseconds: float, cores: tuple[int, int]) -> None:
+    run, told = folder / "runs" / "trained", folder / "told.json"
+    pin(cores[1])
+    from whet.report.watch.line import run_id
+
+    words = [sys.executable, __file__, "--train", str(run), str(told), str(milliseconds), str(cores[0])]
+    training = subprocess.Popen(words, env=for_child(WHET_HOME=str(folder / "home")))
+    windows: list[list[tuple[str, float, float]]] = []
+    fetched = 0
+    toss = random.Random(0)
+    with ended(training), watching(folder / "runs", folder / "home") as (server, port, token):
+        while not (run / "events.jsonl").exists() or (run / "events.jsonl").stat().st_size < 100_000:
+            time.sleep(0.2)
+            if training.poll() is not None:
+                sys.exit("the training ended before it was looked at")
+        cpu = server_cpu(server.pid)
+        for _ in range(pairs):
+            pair = []
+            for kind in toss.sample(("with", "without"), 2):
+                pages = []
+                if kind == "with":
+                    idents = [run_id("trained")] * (CLIENTS - 1) + [None]
+                    pages = [Page(port, token, ident) for ident in idents]
+                start = time.monotonic()
+                time.sleep(seconds)
+                pair.append((kind, start, time.monotonic()))
+                fetched += sum(page.fetched for page in pages)
+                for page in pages:
+                    page.close()
+            windows.append(pair)
+        cpu = server_cpu(server.pid) - cpu
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+    time.sleep(1.0)
+    is_alive = training.poll() is None
+    (folder / "stop").touch()
+    code = training.wait(120)
+    begun = json.loads(told.read_text())
+    share = cpu / (pairs * seconds)
+    print(
+        f"{len(begun):,} steps, {pairs} pairs of windows of {seconds:g} s; load of the machine {os.getloadavg()[0]:.1f}"
+    )
+    print(f"{CLIENTS} pages fetched {fetched} times; while they were open, the server took {share:.1%} of its core")
+    for kept in (0.9, 0.5):
+        means = [{kind: window_mean(begun, start, end, kept=kept) for kind, start, end in pair} for pair in windows]
+        step = 1e3 * statistics.median(pair["without"] for pair in means)
+        pages = [pair["with"] / pair["without"] for pair in means]
+        noise = [one["without"] / other["without"] for one, other in itertools.pairwise(means)]
+        print(f"of the quickest {kept:.0%} of steps ({step:.2f} ms): {CLIENTS} pages to none {shown(pages)}")
+        print(f"    the noise, none to none from pair to pair: {shown(noise)}")
+    print(f"server killed: the training went on ({is_alive}) and ended with code {code}")
+
+
+def server_cpu(pid: int) -> float:
+    import psutil
+
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--train"]:
+        run, told, milliseconds, core = sys.argv[2:]
+        train(Path(run), Path(told), milliseconds=float(milliseconds), core=int(core))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--milliseconds", type=float, default=5.0)
+    parser.add_argument("--cores", default="0,1")
+    given = parser.parse_args()
+    cores = tuple(int(core) for core in given.cores.split(","))
+    with tempfile.TemporaryDirectory() as folder:
+        measure(
+            Path(folder), pairs=given.pairs, seconds=given.seconds, milliseconds=given.milliseconds, cores=cores[:2]
+        )
+
+
+if __name__ == "__main__":
+    main()
