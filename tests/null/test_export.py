@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Run:
         for number in range(BLOCK_EVENTS + 31, BLOCK_EVENTS + 51):
             step(log, number, loss=math.nan if number == BLOCK_EVENTS + 50 else 1 / number)
         log.append("eval", step=BLOCK_EVENTS + 50, accuracy=0.5, **{HOSTILE: 1.5}, samples=[{"text": "no number"}])
-        log.append("eval", step=BLOCK_EVENTS + 50, test_accuracy=0.25)
+        log.append("eval", step=BLOCK_EVENTS + 50, test_accuracy=0.25, large=-1e300)
         log.append("health", step=BLOCK_EVENTS + 50, memory={"process": 7}, heat="hot")
     with (run.path / EVENTS_FILE).open("ab") as file:
         file.write(b'{"kind":"step","time":1.0,"step":999,"loss":')  # Torn.
@@ -84,8 +84,8 @@ def test_csv_has_each_step_once_and_unrounded(run: Run, tmp_path: Path) -> None:
     with (tmp_path / "out" / "evaluations.csv").open(newline="") as file:
         header, *evaluations = csv.reader(file)
     # A spreadsheet would work out a cell that begins with =.
-    assert header == ["step", "time", "accuracy", f"'{HOSTILE}", "test_accuracy"]
-    assert [row[2:] for row in evaluations] == [["0.5", "1.5", ""], ["", "", "0.25"]]
+    assert header == ["step", "time", "accuracy", f"'{HOSTILE}", "test_accuracy", "large"]
+    assert [row[2:] for row in evaluations] == [["0.5", "1.5", "", ""], ["", "", "0.25", "-1e+300"]]
     with (tmp_path / "out" / "health.csv").open(newline="") as file:
         assert [row["memory/process"] for row in csv.DictReader(file)] == ["5", "7"]
 
@@ -121,6 +121,7 @@ def test_tensorboard_reads_it_with_its_own_reader(run: Run, tmp_path: Path) -> N
     assert len(read["seconds/data"]) == BLOCK_EVENTS + 50
     assert [(number, value) for number, _, value in read["eval/accuracy"]] == [(BLOCK_EVENTS + 50, 0.5)]
     assert f"eval/{HOSTILE}" in read
+    assert read["eval/large"][0][2] == pytest.approx(-3.4028235e38)
     # The machine was read at a step that was made again: back and forth would be no curve.
     assert [(number, value) for number, _, value in read["health/memory/process"]] == [(BLOCK_EVENTS + 50, 7.0)]
 

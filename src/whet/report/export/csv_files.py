@@ -2,9 +2,10 @@
 
 import csv
 import io
+import itertools
 from collections.abc import Iterator
 
-from whet.report.export.tables import Table, find_tables, read_rows
+from whet.report.export.tables import Row, Table, find_tables, read_rows
 from whet.run.events import History
 
 _ROWS_AT_ONCE = 2_000
@@ -18,17 +19,17 @@ def csv_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]:
 
 
 def _pieces(history: History, table: Table) -> Iterator[bytes]:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_inert(name) for name in table.header)
-    for number, row in enumerate(read_rows(history, table)):
-        # repr: the shortest text that gives the same number back. What an event lacks is an empty cell.
-        writer.writerow("" if value is None else repr(value) for value in row)
-        if number % _ROWS_AT_ONCE == 0:
-            yield text.getvalue().encode()
-            text.seek(0)
-            text.truncate()
-    yield text.getvalue().encode()
+    head = io.StringIO()
+    csv.writer(head, lineterminator="\n").writerow(_inert(name) for name in table.header)
+    yield head.getvalue().encode()
+    rows = read_rows(history, table)
+    while lines := [_line(row) for row in itertools.islice(rows, _ROWS_AT_ONCE)]:
+        yield "".join(lines).encode()
+
+
+def _line(row: Row) -> str:
+    # repr: the shortest text that gives the same number back. What an event lacks is an empty cell.
+    return ",".join(["" if value is None else repr(value) for value in row]) + "\n"
 
 
 def _inert(name: str) -> str:

@@ -5,6 +5,7 @@ tensorboard's event.proto, of which a dozen bytes are needed: wall_time, step, f
 values have a tag and a number.
 """
 
+import math
 import struct
 from collections.abc import Iterator, Mapping
 
@@ -24,34 +25,36 @@ def tensorboard_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]
 
 def _pieces(history: History, *, started: float) -> Iterator[bytes]:
     held = bytearray(record(_double(1, started) + _bytes(3, b"brain.Event:2")))
-    tags: dict[str, bytes] = {}
+    heads: dict[str, bytes] = {}
     for event in without_remade(history.events(kinds=KINDS)):
         values = named_numbers(event)
         if not values:
             continue
         head = _double(1, event.time) + _whole(2, step_of(event))
-        held += record(head + _bytes(5, _summary(values, tags=tags)))
+        held += record(head + _bytes(5, _summary(values, heads=heads)))
         if len(held) >= _PIECE_BYTES:
             yield bytes(held)
             held.clear()
     yield bytes(held)
 
 
-def _summary(values: Mapping[str, float], *, tags: dict[str, bytes]) -> bytes:
+def _summary(values: Mapping[str, float], *, heads: dict[str, bytes]) -> bytes:
     parts = []
     for name, value in values.items():
-        tag = tags.get(name)
-        if tag is None:
-            tag = tags[name] = _bytes(1, name.encode("utf-8", "replace"))
-        parts.append(_bytes(1, tag + b"\x15" + struct.pack("<f", _as_float(value))))
+        head = heads.get(name)
+        if head is None:
+            tag = _bytes(1, name.encode("utf-8", "replace"))
+            head = heads[name] = b"\x0a" + _varint(len(tag) + 5) + tag + b"\x15"
+        parts.append(head + _four_bytes(value))
     return b"".join(parts)
 
 
-def _as_float(value: float) -> float:
-    """A number that 32 bits hold: what is too large becomes the largest, NaN and infinity stay."""
-    if value - value != 0.0:
-        return value
-    return max(-_MOST_FLOAT, min(_MOST_FLOAT, value))
+def _four_bytes(value: float) -> bytes:
+    """A number in 32 bits; one that is too large becomes the largest."""
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:
+        return struct.pack("<f", math.copysign(_MOST_FLOAT, value))
 
 
 def record(data: bytes) -> bytes:
