@@ -435,6 +435,11 @@ def test_a_device_without_graphs_says_so_and_trains(tmp_path):
     assert changes_of(tmp_path / "run") == ["steps are not captured as graphs: cpu cannot capture a step"]
 
 
+def test_activations_that_are_computed_again_are_not_captured(graphs, tmp_path):
+    run(tmp_path / "run", max_steps=3, wishes={"activation_checkpointing": "on"})
+    assert "computing activations again puts generators back" in changes_of(tmp_path / "run")[0]
+
+
 def test_a_simulated_run_goes_back_from_bad_numbers_with_graphs(graphs, tmp_path):
     for graph in ("on", "off"):
         calls = []

@@ -78,7 +78,7 @@ def build(
     layout = layout or Layout(model)
     device.refuse_layout(str(plan.value("layout")))
     layout.use(str(plan.value("layout")), own)
-    graphs = device.graphs() if plan.value("graph") == "on" else None
+    graphs, why_no_graphs = _open_graphs(plan, device)
     if isinstance(optimizer, OptimizerChoice):
         choice = optimizer
         optimizer = make_optimizer(
@@ -95,6 +95,7 @@ def build(
     if plan.value("loss_scaling") == "dynamic":
         device.refuse_scaling(optimizer)
     stepper = _make_stepper(model, optimizer, device, graphs, plan, training)
+    stepper.refusal = why_no_graphs
     return Parts(
         plan=plan,
         device=device,
@@ -106,6 +107,16 @@ def build(
         base_rates=base_rates,
         layout=layout,
     )
+
+
+def _open_graphs(plan: Plan, device: AbstractDevice) -> tuple[AbstractGraphs | None, str | None]:
+    """What captures steps, if that is planned; or why nothing does."""
+    if plan.value("graph") == "off":
+        return None, None
+    if plan.value("activation_checkpointing") == "on":
+        return None, "computing activations again puts generators back, which no graph can do"
+    graphs = device.graphs()
+    return graphs, None if graphs is not None else f"{device.kind} cannot capture a step"
 
 
 def _make_stepper(
@@ -124,10 +135,7 @@ def _make_stepper(
     }
     if graphs is not None:
         return GraphedStepper(model, optimizer, device, graphs=graphs, **how)
-    stepper = Stepper(model, optimizer, device, **how)
-    if plan.value("graph") == "on":
-        stepper.refusal = f"{device.kind} cannot capture a step"
-    return stepper
+    return Stepper(model, optimizer, device, **how)
 
 
 def open_planned_source(

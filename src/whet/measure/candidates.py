@@ -181,7 +181,7 @@ def _prefetches(plan: Plan) -> Iterator[Candidate]:
 
 def _graphs(plan: Plan) -> Iterator[Candidate]:
     """A captured step holds for one shape: where lengths vary, they are rounded up to few along with it."""
-    if device_kind(plan) != "cuda":
+    if device_kind(plan) != "cuda" or plan.value("activation_checkpointing") == "on":
         return
     if plan.workload.lengths_vary and plan.value("lengths") != "few shapes":
         yield Candidate(setting="graph", changes={"graph": "on", "lengths": "few shapes"})

@@ -1,0 +1,232 @@
+"""Whole steps as CUDA graphs: what they save, what they cost, and whether they train the same.
+
+    python benchmarks/graphs.py [--seconds 8] [--tasks text chat conv] [--precision bf16]
+
+Three models of usual shape on made-up data: a BERT-like classifier at a global batch of 32 with four lengths, a causal
+language model, a residual net. Steps that run one kernel after the other and steps that are replayed take turns on the
+same batches, in tossed order; the ratio is taken inside a pair. "in a row" is the time of a step when nobody waits for
+the device in between, as in a training. Then 50 losses of both are compared in fp32 without dropout, and a run that is
+cut and resumed with one that is not, with dropout. `--simulated` tries this file itself on the CPU; its times mean
+nothing.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from workloads import Task, chat, conv
+
+import whet
+from whet.base.units import show_bytes
+from whet.data.batch import Micro
+from whet.data.ragged import Ragged
+from whet.device.cpu import Cpu
+from whet.device.simulated_graphs import SimulatedGraphs
+from whet.engine.rig import NUM_BATCHES, PreparedSteps
+from whet.measure.rig import ProbeFailedError
+from whet.measure.series import median_interval, ratio_interval
+from whet.run.events import History
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.norm1, self.norm2, self.drop = nn.LayerNorm(width), nn.LayerNorm(width), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(x).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = self.norm1(x + self.drop(self.out(seen.transpose(1, 2).reshape(rows, length, width))))
+        return self.norm2(x + self.drop(self.mlp(x)))
+
+
+class Classifier(nn.Module):
+    """An encoder of BERT's shape with a pooler and six classes."""
+
+    def __init__(self, *, vocabulary: int, width: int, layers: int, heads: int, longest: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(longest, width)
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.layers = nn.ModuleList(Layer(width, heads, dropout) for _ in range(layers))
+        self.pool, self.head = nn.Linear(width, width), nn.Linear(width, 6)
+
+    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+        places = torch.arange(values.shape[1], device=values.device)
+        mask = (places < lengths[:, None])[:, None, None, :]
+        x = self.drop(self.norm(self.tokens(values) + self.places(places)))
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(torch.tanh(self.pool(x[:, 0])))
+
+
+def text(*, is_large: bool, dropout: float = 0.1) -> Task:
+    """Lengths of scientific sentences: 46 of 128 tokens on average."""
+    torch.manual_seed(0)
+    longest, vocabulary = (128, 30_522) if is_large else (32, 300)
+    shape = {"width": 768, "layers": 12, "heads": 12} if is_large else {"width": 64, "layers": 2, "heads": 4}
+    model = Classifier(vocabulary=vocabulary, longest=longest, dropout=dropout, **shape)
+    lengths = (longest * (0.08 + 0.92 * torch.distributions.Beta(2.0, 4.6).sample((1600,)))).long().clamp(2, longest)
+    samples = Ragged.of([torch.randint(0, vocabulary, (int(length),)) for length in lengths])
+
+    def loss(micro: Micro) -> Tensor:
+        return functional.cross_entropy(model(micro.tokens.values, micro.tokens.lengths), micro.label)
+
+    data = {"tokens": samples, "label": torch.randint(0, 6, (1600,))}
+    training = {"global_batch_size": 32, "epochs": 100, "clip": 1.0}
+    return Task(model=model, data=data, loss=loss, training=training)
+
+
+TASKS = {"text": text, "chat": chat, "conv": conv}
+
+
+def lengths_of(name: str) -> dict[str, Any]:
+    return {} if name == "conv" else {"lengths": "few shapes"}
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def in_a_row(prepared: PreparedSteps, rig: Any, steps: int) -> float:
+    """Seconds of one step when nobody waits in between."""
+    parts = prepared._parts
+    parts.device.sync()
+    start = time.perf_counter()
+    for index in range(steps):
+        batch = rig.batch(index)
+        parts.stepper(rig.loss, prepared._cut(batch), num_samples=len(batch), step=index + 1)
+    parts.device.sync()
+    return (time.perf_counter() - start) / steps
+
+
+def compare(name: str, *, device: str, is_large: bool, precision: str, seconds: float) -> None:
+    task, coin = TASKS[name](is_large=is_large), random.Random(0)
+    with task.rig(device=device, name=name, precision=precision, **lengths_of(name)) as rig:
+        ways = {"eager": rig.prepare({}, seconds=60)}
+        try:
+            ways["graph"] = rig.prepare({"graph": "on"}, seconds=60)
+        except ProbeFailedError as error:
+            print(f"{name:5} not captured: {error.reason}")
+            return
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        rows: dict[str, list[float]] = {way: [] for way in ways}
+        ratios: list[float] = []
+        end = time.perf_counter() + seconds
+        index = 0
+        while time.perf_counter() < end or index < NUM_BATCHES:
+            order = list(ways) if coin.random() < 0.5 else list(ways)[::-1]
+            for way in order:
+                times[way].append(ways[way].step(index))
+            ratios.append(torch.tensor(times["graph"][-1] / times["eager"][-1]).log().item())
+            index += 1
+        for _ in range(3):
+            for way, prepared in ways.items():
+                rows[way].append(in_a_row(prepared, rig, 2 * NUM_BATCHES))
+        stepper = ways["graph"]._parts.stepper
+        gain = ratio_interval(ratios)
+        print(
+            f"{name:5} {stepper.num_captured} shapes captured in {stepper.capture_seconds:.2f} s; "
+            f"ready after {ways['graph'].preparation_seconds:.1f} s (eager {ways['eager'].preparation_seconds:.1f} s)"
+        )
+        for way, prepared in ways.items():
+            found = median_interval(times[way])
+            batch = task.training["global_batch_size"]
+            pace = statistics.median(rows[way])
+            print(
+                f"      {way}: {1e3 * found.middle:8.3f} ms a step ({1e3 * found.low:.3f} to {1e3 * found.high:.3f}), "
+                f"in a row {1e3 * pace:8.3f} ms, {batch / pace:8.0f} samples/s, "
+                f"peak {show_bytes(prepared.peak_bytes() or 0)}"
+            )
+        print(f"      {gain.middle:.2f}x ({gain.low:.2f} to {gain.high:.2f}) in {gain.repeats} pairs")
+
+
+# --- the same training ------------------------------------------------------------------------------------------------
+
+
+def run(name: str, folder: Path, *, device: str, graph: str, is_large: bool, max_steps: int, **how: Any) -> nn.Module:
+    wishes = {"graph": graph, "precision": "fp32", "verify": "off", "micro_batch": 64, **lengths_of(name)}
+    wishes |= how.pop("wishes", {})
+    task = TASKS[name](is_large=is_large, **how)
+    whet.train(
+        task.model,
+        task.data,
+        loss=task.loss,
+        optimizer=task.optimizer,
+        run=folder,
+        device=device,
+        measure=False,
+        show=None,
+        wishes=wishes,
+        max_steps=max_steps,
+        seed=1,
+        ema=True,
+        **task.training,
+    )
+    return task.model
+
+
+def losses(folder: Path) -> list[float]:
+    return [event.fields["loss"] for event in History(whet.open_run(folder)).events(kinds=("step",))]
+
+
+def replayed(folder: Path) -> int:
+    return sum("graph" in e.fields["seconds"] for e in History(whet.open_run(folder)).events(kinds=("step",)))
+
+
+def equality(name: str, folder: Path, *, device: str, is_large: bool) -> None:
+    how: dict[str, Any] = {"device": device, "is_large": is_large, "max_steps": 50}
+    how |= {"dropout": 0.0} if name == "text" else {}
+    for graph in ("off", "on"):
+        run(name, folder / graph, graph=graph, **how)
+    pairs = zip(losses(folder / "off"), losses(folder / "on"), strict=True)
+    worst = max(abs(ours - theirs) / abs(theirs) for theirs, ours in pairs)
+    print(f"{name:5} 50 losses, {replayed(folder / 'on')} replayed: largest relative difference {worst:.2e}")
+
+
+def resumption(name: str, folder: Path, *, device: str) -> None:
+    how: dict[str, Any] = {"device": device, "graph": "on", "is_large": False, "wishes": {"deterministic": "on"}}
+    whole = run(name, folder / "whole", max_steps=40, **how)
+    run(name, folder / "cut", max_steps=17, **how)
+    cut = run(name, folder / "cut", max_steps=40, **how)
+    is_same = losses(folder / "whole") == losses(folder / "cut")
+    others = [n for n, t in whole.state_dict().items() if not torch.equal(t, cut.state_dict()[n])]
+    print(
+        f"{name:5} resumed after 17 of 40 steps, {replayed(folder / 'cut')} replayed: losses "
+        f"{'the same bits' if is_same else 'differ'}, {len(others)} of {len(whole.state_dict())} tensors differ"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--seconds", type=float, default=8.0, help="for the pairs of each task")
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--simulated", action="store_true")
+    given = parser.parse_args()
+    device = "cpu" if given.simulated else "cuda"
+    if given.simulated:
+        Cpu.graphs = lambda _: SimulatedGraphs()  # type: ignore[method-assign]
+        print("simulated on the CPU: times mean nothing")
+    precision = "fp32" if given.simulated else given.precision
+    is_large = not given.simulated
+    print(f"torch {torch.__version__}, {device}, {precision}")
+    for name in given.tasks:
+        compare(name, device=device, is_large=is_large, precision=precision, seconds=given.seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in given.tasks:
+            equality(name, Path(folder) / f"{name}-50", device=device, is_large=is_large)
+            resumption(name, Path(folder) / f"{name}-resumed", device=device)
+
+
+if __name__ == "__main__":
+    main()
