@@ -113,9 +113,9 @@ def test_a_changed_line_does_not_hide_its_neighbours(tmp_path: Path) -> None:
     events = tmp_path / EVENTS_FILE
     block = History(tmp_path).layout.blocks[1]
     lines = events.read_bytes()[block.start : block.end].splitlines(keepends=True)
-    # The file stays as long as it was, but between these two lines everything lies a byte further on.
-    lines[10] = lines[10].replace(b"{", b"{ ", 1)
-    lines[-5] = lines[-5].replace(b"0.25", b"0.2")
+    # The file stays as long as it was, but between these two lines everything lies three bytes further on.
+    lines[10] = lines[10].replace(b"{", b"{   ", 1)
+    lines[-5] = lines[-5].replace(b"0.25", b"1")
     events.write_bytes(events.read_bytes()[: block.start] + b"".join(lines))
     history = History(tmp_path)
     assert history.layout.num_indexed == len(history.layout.blocks), "the index could not know"
