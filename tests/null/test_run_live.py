@@ -181,6 +181,34 @@ def test_new_bytes_alone_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     writer.log.close()
 
 
+def test_a_long_run_is_drawn_again_from_what_is_kept_and_what_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whet.run.buckets._MOST_FRESH", 3)
+    monkeypatch.setattr("whet.run.buckets._MOST_READ", 5)
+    writer = Writer(tmp_path)
+    for _ in range(12):
+        writer.act("step", 250)
+        writer.act("health", 0)
+    watched = LiveHistory(tmp_path)
+    kept: list[object] = []
+    for number in range(12):
+        fresh = History(tmp_path)
+        fresh._take(watched.layout)  # The same blocks, and nothing kept.
+        for options in ({"points": 5}, {"points": 8, "is_growing": True}):
+            assert thin_curves(watched, **options) == thin_curves(fresh, **options)
+        base = watched.tables["step", "base"][1]
+        kept += [] if any(base is one for one in kept) else [base]
+        writer.act("step", 200)
+        writer.act("health", 0)
+        if number == 8:
+            writer.act("resume", writer.step - 700)
+            writer.act("step", 10)
+        watched.refresh()
+    assert 2 <= len(kept) <= 6, "made anew now and then"
+    writer.log.close()
+
+
 def test_points_of_a_growing_run_stay_where_they_are(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     watched = LiveHistory(tmp_path)

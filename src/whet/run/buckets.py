@@ -7,13 +7,14 @@ from typing import Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from whet.run.columns import BlockTable, EventTable, Floats, Integers, Table
+from whet.run.columns import BlockTable, EventTable, Floats, Integers, JoinedTable, Table
 from whet.run.event import SITTINGS
 from whet.run.events import History
-from whet.run.tally import BLOCK_EVENTS
+from whet.run.tally import BLOCK_EVENTS, Block
 from whet.run.thin import Curve, CurvePoint
 
 T = TypeVar("T")
+_MOST_FRESH = 256
 _MOST_READ = 4_096
 """More events than this, of a kind that is no step, are not read one by one if their blocks are points enough."""
 
@@ -134,9 +135,20 @@ def _table(history: History, *, kind: str, points: int) -> Table:
     if is_long:
         history.tables.pop((kind, "events"), None)
     if key not in history.tables:
-        history.tables[key] = BlockTable(blocks, kind=kind) if is_long else _events(history, kind=kind)
+        history.tables[key] = _long_table(history, blocks, kind=kind) if is_long else _events(history, kind=kind)
     table: Table = history.tables[key]
     return table
+
+
+def _long_table(history: History, blocks: list[Block], *, kind: str) -> Table:
+    """All but the last blocks are the same when a run has grown, and are kept."""
+    size, base = history.tables.get((kind, "base"), (0, None))
+    if base is None or len(blocks) - size > _MOST_FRESH:
+        # The last one may still grow.
+        size = len(blocks) - 1
+        base = BlockTable(blocks[:size], kind=kind)
+        history.tables[kind, "base"] = size, base
+    return JoinedTable(base, BlockTable(blocks[size:], kind=kind))
 
 
 def _events(history: History, *, kind: str) -> EventTable:

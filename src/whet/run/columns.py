@@ -151,3 +151,24 @@ class BlockTable:
             if name in fields:
                 found[rows] = numbers[:, fields.index(name)]
         return found
+
+
+class JoinedTable:
+    """The rows of two tables, one behind the other: of a run that grows the first stays, and only the second is new."""
+
+    def __init__(self, first: Table, second: Table) -> None:
+        self._parts = first, second
+        self.steps = np.concatenate([part.steps for part in self._parts])
+        self.times = np.concatenate([part.times for part in self._parts])
+        self.last_step = max((part.last_step for part in self._parts if len(part.steps)), default=0)
+
+    @property
+    def samples(self) -> Floats:
+        return np.concatenate([part.samples for part in self._parts])
+
+    @property
+    def fields(self) -> Collection[str]:
+        return dict.fromkeys(name for part in self._parts for name in part.fields)
+
+    def numbers(self, field: str) -> Floats:
+        return np.concatenate([part.numbers(field) for part in self._parts])

@@ -131,8 +131,9 @@ class LiveHistory(History):
 
     def _fill_tables(self, file: BinaryIO, news: News, *, since: int) -> None:
         for (kind, rows), table in [*self.tables.items()]:
-            if rows != "events":
+            if rows == "blocks":
                 del self.tables[kind, rows]
+            if rows != "events":
                 continue
             for event in _lines(file, since, self.layout.end) if kind == "step" else news.events:
                 if event.kind == kind:
