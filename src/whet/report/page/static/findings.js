@@ -36,7 +36,7 @@ function confusionOf({ part, step, labels, counts }) {
           "td",
           {
             class: guess === truth ? "hit" : "miss",
-            style: { "--share": `${(guess === truth ? 70 : 90) * Math.sqrt(share)}%` },
+            style: { "--share": `${100 * Math.sqrt(share)}%` },
             title: `${label} taken for ${labels[guess]}: ${count} of ${all}`,
           },
           count ? showCount(count) : "",
