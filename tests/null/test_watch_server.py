@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -22,12 +23,16 @@ from hypothesis import strategies as st
 from web_client import Served, serving, until
 
 from places import Tell
+from whet.report.watch import opening
 from whet.report.watch.files import FOLDER
 from whet.report.watch.line import run_id
 from whet.report.watch.listing import Listing
+from whet.report.watch.looking import Looking
 from whet.run import lock
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run, versions
+from whet.run.live import LiveHistory
+from whet.web.refusal import RefusedError
 
 CANARY = "canary-9f2c61"
 PAYLOADS = (
@@ -595,6 +600,30 @@ def test_a_list_reads_only_what_changed(tmp_path: Path, monkeypatch: pytest.Monk
     (line,) = listing.look().changed
     assert (line.name, line.step, line.loss, line.changed) == ("run-7", 3, 0.5, 2e9)
     assert {Path(path).parent.name for path in opened if str(tmp_path) in path} == {"run-7"}
+
+
+def test_a_run_that_takes_long_to_open_tells_how_far_it_is_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(make(tmp_path, "large"), steps=2)
+    may_go_on = threading.Event()
+
+    class Slow(LiveHistory):
+        def __init__(self, run: Path, *, progress: Callable[[int, int], None]) -> None:
+            progress(37, 100)
+            assert may_go_on.wait(30)
+            super().__init__(run)
+
+    monkeypatch.setattr(opening, "LiveHistory", Slow)
+    monkeypatch.setattr(opening, "PATIENCE_SECONDS", 0.2)
+    looking, ident = Looking(Listing(tmp_path)), run_id("large")
+    with pytest.raises(RefusedError, match="37 %") as refused:
+        looking.view(ident)
+    assert refused.value.status == 503
+    version = looking.version(ident)
+    may_go_on.set()
+    assert until(lambda: looking.version(ident) != version)
+    assert looking.view(ident).view.report.step == 2
 
 
 def test_one_run_can_be_watched_alone(tmp_path: Path) -> None:

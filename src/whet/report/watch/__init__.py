@@ -2,6 +2,7 @@
 
 line       one run in a list, kept up to date by the bytes that are new
 listing    all runs of a folder; only those that changed are read again
+opening    a run whose log takes long to read
 looking    one run as a page shows it, made again only when it changed
 paging     the events of a run, page by page from the newest
 feed       who is listening, and what changed for each

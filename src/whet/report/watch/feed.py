@@ -117,7 +117,7 @@ class Feed:
     def _look(self) -> tuple[Changes, dict[str, str]]:
         changes = self._listing.look()
         watched = {ident for listener in tuple(self._listeners) for ident in listener.idents}
-        return changes, self._versions(ident for ident in watched if self._looking.rest_seconds(ident) <= 0)
+        return changes, self._versions(ident for ident in watched if not self._looking.is_at_rest(ident))
 
     def _versions(self, idents: Iterable[str]) -> dict[str, str]:
         found = {}

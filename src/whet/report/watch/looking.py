@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from whet.base.errors import WhetError
@@ -15,6 +15,7 @@ from whet.report.comparing import MOST_RUNS, compare_view
 from whet.report.view import RunView, run_view
 from whet.report.watch.line import Mark, without_place
 from whet.report.watch.listing import Listing
+from whet.report.watch.opening import Opening
 from whet.report.watch.shorten import shorten
 from whet.run import strict_json
 from whet.run.folder import open_run
@@ -29,17 +30,29 @@ _SHARE = 0.1
 """Of the time at most is spent on one run."""
 
 
-@dataclass(slots=True)
-class Look:
-    """A run that is kept open, as it was when it was last looked at."""
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A run as it was at a moment."""
 
-    history: LiveHistory
-    version: str = ""
-    view: RunView | None = None
-    body: bytes = b""
-    made_at: float = 0.0
-    cost_seconds: float = 0.0
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    version: str
+    view: RunView
+    body: bytes
+
+
+class Look:
+    """A run that is kept open."""
+
+    def __init__(self, folder: Path) -> None:
+        self.opening = Opening(folder)
+        self.turn = threading.Lock()
+        self.seen: Seen | None = None
+        self.rests_until = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        """How much memory it takes."""
+        history = self.opening.history
+        return 0 if history is None else len(history.layout.blocks)
 
 
 class Looking:
@@ -68,72 +81,71 @@ class Looking:
             entries, is_running = folder.stat().st_mtime_ns, is_locked(folder)
         except OSError:
             entries, is_running = 0, False
-        known = repr((ident, Mark.of(folder), entries, is_running)).encode()
+        look = self._looks.get(ident)
+        percent = look.opening.percent if look else None
+        known = repr((ident, Mark.of(folder), entries, is_running, percent)).encode()
         return hashlib.sha256(self._salt + known).hexdigest()[:20]
 
-    def view(self, ident: str) -> Look:
+    def view(self, ident: str) -> Seen:
         """The run as it is now."""
         folder = self.folder(ident)
-        with _told_without_place(folder):
-            look = self._look(ident, folder)
-            with look.turn:
-                version = self.version(ident)
-                if look.version != version:
-                    begun = time.monotonic()
-                    look.history.refresh()
-                    look.view = run_view(open_run(folder), history=look.history)
-                    look.body = strict_json.compact(shorten(look.view.as_json())).encode()
-                    look.version, look.made_at, look.cost_seconds = version, begun, time.monotonic() - begun
-        self._forget_some()
-        return look
+        with self._opened(ident) as (look, history):
+            version, begun = self.version(ident), time.monotonic()
+            if look.seen is None or look.seen.version != version:
+                history.refresh()
+                view = run_view(open_run(folder), history=history)
+                look.seen = Seen(version, view, strict_json.compact(shorten(view.as_json())).encode())
+                look.rests_until = begun + (time.monotonic() - begun) / _SHARE
+            return look.seen
 
     def comparison(self, idents: list[str]) -> bytes:
         """Several runs side by side."""
         if not 2 <= len(idents) <= MOST_RUNS:
             raise RefusedError(400, f"two to {MOST_RUNS} runs are compared", got=len(idents), try_="ids=A,B")
-        views = [view for ident in idents if (view := self.view(ident).view) is not None]
-        return strict_json.compact(shorten(compare_view(views).as_json())).encode()
+        compared = compare_view([self.view(ident).view for ident in idents])
+        return strict_json.compact(shorten(compared.as_json())).encode()
 
-    def rest_seconds(self, ident: str) -> float:
-        """How long nobody should be told to look again."""
+    def is_at_rest(self, ident: str) -> bool:
+        """Whether nobody should be told yet to look again."""
         look = self._looks.get(ident)
-        return 0.0 if look is None else look.made_at + look.cost_seconds / _SHARE - time.monotonic()
+        return look is not None and look.rests_until > time.monotonic()
 
-    def history(self, ident: str) -> LiveHistory:
-        """The events of a run, as of now."""
+    @contextlib.contextmanager
+    def history(self, ident: str) -> Iterator[LiveHistory]:
+        """The events of a run as of now; for this thread alone as long as it reads."""
+        with self._opened(ident) as (_, history):
+            history.refresh()
+            yield history
+
+    def close(self) -> None:
+        """Ends what is still being opened."""
+        for look in list(self._looks.values()):
+            look.opening.cancel()
+
+    @contextlib.contextmanager
+    def _opened(self, ident: str) -> Iterator[tuple[Look, LiveHistory]]:
         folder = self.folder(ident)
-        with _told_without_place(folder):
-            look = self._look(ident, folder)
+        with self._guard:
+            look = self._looks.get(ident) or Look(folder)
+            self._looks[ident] = look
+            self._looks.move_to_end(ident)
+        try:
             with look.turn:
-                look.history.refresh()
-        return look.history
-
-    def _look(self, ident: str, folder: Path) -> Look:
-        with self._guard:
-            look = self._looks.get(ident)
-            if look is not None:
-                self._looks.move_to_end(ident)
-                return look
-        opened = Look(LiveHistory(folder))
-        with self._guard:
-            return self._looks.setdefault(ident, opened)
+                yield look, look.opening.wait()
+        except RefusedError:
+            raise
+        except (WhetError, OSError) as error:
+            self._looks.pop(ident, None)
+            what, got = (error.what, error.got) if isinstance(error, WhetError) else ("cannot read the run", str(error))
+            told = RefusedError(409, without_place(what, folder), got=without_place(got or "", folder))
+            raise told from None
+        self._forget_some()
 
     def _forget_some(self) -> None:
         """Keeps the runs that were looked at last, as far as they fit into memory."""
         with self._guard:
             while len(self._looks) > 1 and (
-                len(self._looks) > _KEPT_RUNS
-                or sum(len(look.history.layout.blocks) for look in self._looks.values()) > _KEPT_BLOCKS
+                len(self._looks) > _KEPT_RUNS or sum(look.num_blocks for look in self._looks.values()) > _KEPT_BLOCKS
             ):
-                self._looks.popitem(last=False)
-
-
-@contextlib.contextmanager
-def _told_without_place(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (WhetError, OSError) as error:
-        if isinstance(error, RefusedError):
-            raise
-        what, got = (error.what, error.got) if isinstance(error, WhetError) else ("the run cannot be read", str(error))
-        raise RefusedError(409, without_place(what, folder), got=without_place(got or "", folder)) from None
+                _, look = self._looks.popitem(last=False)
+                look.opening.cancel()

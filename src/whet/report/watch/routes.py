@@ -12,7 +12,8 @@
         runs   {"changed": [RunLine...], "removed": [ids]}
         run    {"id", "version"}               this run has something new: fetch it again
 
-Answers of runs and files carry an ETag.
+Answers of runs and files carry an ETag. A run whose log is read for the first time, which can take a minute, answers
+503 with how far that is, and `run` tells when to ask again.
 """
 
 import asyncio
@@ -72,6 +73,11 @@ class Routes:
             Route("/api/stream", self._stream),
         ]
 
+    def close(self) -> None:
+        """Leaves whatever is being read."""
+        self._looking.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
@@ -104,8 +110,8 @@ class Routes:
 
     async def _run(self, request: "Request") -> "Response":
         ident = _ident(request.path_params["id"])
-        look = await self._in_thread(lambda: self._looking.view(ident))
-        return _tagged(request, look.body, tag=look.version, kind="application/json")
+        seen = await self._in_thread(lambda: self._looking.view(ident))
+        return _tagged(request, seen.body, tag=seen.version, kind="application/json")
 
     async def _events(self, request: "Request") -> "Response":
         ident = _ident(request.path_params["id"])
@@ -116,8 +122,8 @@ class Routes:
             raise RefusedError(400, "not a number of events", got=limit, try_=f"1 to {MOST_EVENTS}")
 
         def read() -> bytes:
-            history = self._looking.history(ident)
-            found, before = page_of_events(history, before=asked.get("before"), kinds=kinds, most=int(limit))
+            with self._looking.history(ident) as history:
+                found, before = page_of_events(history, before=asked.get("before"), kinds=kinds, most=int(limit))
             return strict_json.compact({"events": found, "before": before}).encode()
 
         return _json(await self._in_thread(read))

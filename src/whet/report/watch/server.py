@@ -29,18 +29,22 @@ def watch_runs(
     require_libraries()
     folder = watched_folder(folder)
     lower_priority()
-    return serve(
-        Routes(folder).routes(),
-        name=NAME,
-        about=str(folder),
-        port=port,
-        address=address,
-        may_be_reached_by_others=may_be_reached_by_others,
-        open_browser=open_browser,
-        limits=limits,
-        on_ready=on_ready,
-        on_failure=on_failure,
-    )
+    routes = Routes(folder)
+    try:
+        return serve(
+            routes.routes(),
+            name=NAME,
+            about=str(folder),
+            port=port,
+            address=address,
+            may_be_reached_by_others=may_be_reached_by_others,
+            open_browser=open_browser,
+            limits=limits,
+            on_ready=on_ready,
+            on_failure=on_failure,
+        )
+    finally:
+        routes.close()
 
 
 def running_already(folder: Path) -> Running | None:
