@@ -21,7 +21,7 @@ from whet.run.folder import EVENTS_FILE
 
 IS_FOR_SHOW = "WHET_FOR_SHOW" in os.environ
 """Pictures for the docs: whole trainings after a real measurement. Else a short one, and a plan that was recorded."""
-WORDS = ("epochs=4",) if IS_FOR_SHOW else ("epochs=2", "max_steps=180", "threads=1", "eval_every=60")
+WORDS = ("epochs=4", "threads=1") if IS_FOR_SHOW else ("epochs=2", "max_steps=180", "threads=1", "eval_every=60")
 OTHER_RATE = "lr=0.0005"
 
 

@@ -113,11 +113,11 @@ def unreadable(path: Path, problem: WhetError | OSError) -> Glance:
 
 
 def vitals_of(history: History, *, is_running: bool) -> Vitals:
-    """Memory, load and heat as they were read last; an older run knows memory at the end of epochs only."""
+    """Memory as it was read last, load and heat of a run at work; an older run knows memory at the end of epochs only."""
     event = history.last("health") or history.last("epoch")
     if event is None:
         return Vitals()
-    memory, use = _numbers(event.get("memory")), _numbers(event.get("use"))
+    memory, use = _numbers(event.get("memory")), _numbers(event.get("use")) if is_running else {}
     taken, available = memory.get("used"), memory.get("available")
     used = (memory.get(name) for name in ("reserved", "allocated", "process"))
     pressure = event.get("pressure")
