@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -193,6 +193,30 @@ def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
                 _remove_tree(draft)
             raise
         _sync_folder(path.parent, sync=disk.full_sync)
+
+
+def publish_files(files: Sequence[tuple[Path, Iterable[bytes]]]) -> None:
+    """Writes several new files; all are complete before the first gets its name, and none replaces another."""
+    drafts: list[tuple[Path, Path]] = []
+    for path, _ in files:
+        with told("write", path):
+            if path.exists() or path.is_symlink():
+                raise FileExistsError(errno.EEXIST, "is there already")
+    try:
+        for path, pieces in files:
+            drafts.append((leftover_name(path), path))
+            write_draft(drafts[-1][0], data=pieces, is_last=len(drafts) == len(files))
+        while drafts:
+            draft, path = drafts[-1]
+            with told("write", path):
+                disk.rename(draft, path)
+                _sync_folder(path.parent, sync=disk.full_sync)
+            drafts.pop()
+    except BaseException:
+        for draft, _ in drafts:
+            with contextlib.suppress(OSError):
+                disk.unlink(draft)
+        raise
 
 
 def make_directory(path: Path) -> tuple[Path, ...]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from whet.data.batch import Micro
+    from whet.recipes.looking import DataLook
     from whet.recipes.text.data import TextData
     from whet.recipes.text.model import Encoder
 
@@ -87,6 +88,11 @@ class TextRecipe:
             "baseline": {} if data.baseline is None else {"naive Bayes": data.baseline},
             "is_multi_label": data.is_multi_label,
         }
+
+    def look_at_data(self, config: TextConfig, path: Path, *, fix: Path | None, leave: tuple[str, ...]) -> "DataLook":
+        from whet.recipes.text.inspection.look import look_at_data
+
+        return look_at_data(config, path, fix=fix, leave=leave)
 
     def predict(self, config: TextConfig, kept: dict[str, Any]) -> "tuple[Encoder, Answer]":
         """A model without its weights, and what to call with texts once it has them."""

@@ -25,6 +25,11 @@ def read_class_folders(source: Source) -> Iterator[Row]:
             yield _read_file(file, number=number)
 
 
+def file_names(folder: Path) -> list[str]:
+    """The names of the rows of a folder, in their order."""
+    return [f"{below.name}/{file.name}" for below in class_folders(folder) for file in sorted(_text_files(below))]
+
+
 def _text_files(folder: Path) -> Iterator[Path]:
     for file in folder.iterdir():
         if file.suffix.lower() in _TEXT_ENDINGS and not file.name.startswith(".") and file.is_file():

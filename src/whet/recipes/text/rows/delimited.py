@@ -1,8 +1,9 @@
 """How are CSV and TSV read? Record by record, and a quote that is never closed swallows no row behind it."""
 
 import csv
+import io
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from whet.base.errors import UsageError
@@ -40,7 +41,7 @@ def read_delimited(source: Source) -> Iterator[Row]:
         is_usable = fault is None or fault.is_whole
         yield Row(
             line=first.number,
-            cells={n: v for n, v in zip(header, record.fields, strict=False) if n} if is_usable else {},
+            cells=dict(zip(header, record.fields, strict=False)) if is_usable else {},
             raw="".join(line.text + line.ending for line in record.lines).removesuffix(last.ending),
             ending=last.ending,
             num_bytes=sum(line.num_bytes for line in record.lines),
@@ -48,6 +49,22 @@ def read_delimited(source: Source) -> Iterator[Row]:
             has_bom=has_bom,
         )
         has_bom = False
+
+
+def read_header(source: Source) -> tuple[list[str], list[str]]:
+    """The fields of the header as they stand, and the names of the cells below them."""
+    lines = _Lines(read_lines(source))
+    while (record := _read_record(lines, delimiter=source.delimiter, width=0)) is not None:
+        if record.fields or record.fault is not None:
+            return record.fields, _checked_header(record, source=source)
+    return [], []
+
+
+def write_record(fields: Sequence[str], *, delimiter: str) -> str:
+    """A record as a line, quoted where it must be."""
+    out = io.StringIO()
+    csv.writer(out, delimiter=delimiter, lineterminator="").writerow(fields)
+    return out.getvalue()
 
 
 class _Lines:
@@ -115,7 +132,7 @@ def _checked_header(record: _Record, *, source: Source) -> list[str]:
         raise UsageError(
             f"{source.path} has a column twice", got=", ".join(known)[:200], try_="one column of each name"
         )
-    return names
+    return [name or f"column {number}" for number, name in enumerate(names, start=1)]
 
 
 def _miscounted(fields: list[str], header: list[str]) -> Fault | None:
