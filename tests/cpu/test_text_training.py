@@ -78,6 +78,9 @@ def test_train_report_and_predict(cli: Cli, table: Path, monkeypatch: pytest.Mon
     run = cli.folder / "runs" / "text-001"
     assert "test      accuracy" in out
     assert "naive Bayes" in out
+    assert (
+        "data      read 600 rows of JSON lines; text = text, label = label, 3 classes\ndata      split into" in errors
+    )
     assert "epoch 3/3" in errors
     report = whet.summarize(run)
     assert report.state == "done"
@@ -120,6 +123,45 @@ def test_an_evaluation_shows_what_was_taken_for_what(table: Path, shape: str) ->
     assert len(mistakes) == 8
     assert all(words[m["expected"]] in m["input"] and m["expected"] != m["predicted"] for m in mistakes)
     assert [m["conviction"] for m in mistakes] == sorted((m["conviction"] for m in mistakes), reverse=True)
+
+
+@pytest.mark.parametrize("form", ["one label", "several labels", "pairs"])
+def test_class_weights_weigh_the_loss_as_torch_does_however_it_is_cut(tmp_path: Path, form: str) -> None:
+    rows = [{"sentence1": f"the fox {n}", "label": ["a", "b", "b"][n % 3]} for n in range(120)]
+    if form == "several labels":
+        rows = [{"text": row["sentence1"], "labels": [["a"], ["a", "b"], []][n % 3]} for n, row in enumerate(rows)]
+    elif form == "pairs":
+        rows = [{**row, "sentence2": "of a far longer second half, which is read too " * 9} for row in rows]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    names = {"one label": ["text_column=sentence1"]}.get(form, [])
+    recipe = text_recipe()
+    config = resolve(recipe.Config, [f"data={file}", "class_weights={b: 3}", "dropout=0", *names, *SMALL]).config
+    data = recipe.data(config)
+    torch.manual_seed(0)
+    model = recipe.model(config, data)
+
+    def micro(rows: torch.Tensor) -> Micro:
+        longest = int(data.train["tokens"].lengths[rows].max())
+        fields = {"tokens": data.train["tokens"].padded(rows, length=longest)}
+        return Micro(fields={**fields, **{n: data.train[n][rows] for n in ("label", "weight")}}, ids=rows.numpy())
+
+    whole = torch.arange(32)
+    total, weight = recipe.loss(model, micro(whole))
+    logits, label = model(micro(whole).tokens), data.train["label"][whole]
+    weights = torch.tensor([1.0, 3.0])
+    if form == "several labels":
+        each = functional.binary_cross_entropy_with_logits(logits, label, pos_weight=None, reduction="none")
+        expected = (each * torch.where(label > 0, weights, 1.0)).sum() / torch.where(label > 0, weights, 1.0).sum()
+    else:
+        expected = functional.cross_entropy(logits, label, weight=weights)
+    assert torch.allclose(total / weight, expected)
+    halves = [recipe.loss(model, micro(half)) for half in whole.split(12)]
+    assert torch.allclose(sum(t for t, _ in halves) / sum(w for _, w in halves), expected)
+    if form == "pairs":
+        first = data.tokenizer.decode(data.train["tokens"].padded(whole[:1], length=24).values[0].tolist())
+        assert "fox" in first
+        assert "second half" in first
 
 
 def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(cli: Cli, table: Path) -> None:
