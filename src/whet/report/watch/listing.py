@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.report.watch.line import LineReader, Mark, RunLine, run_id
-from whet.run.folder import EVENTS_FILE, RUN_FILE
+from whet.run.folder import RUN_FILE
 
 _LOOK_SECONDS = 0.3
 """So long one look reads at most; what is left is read at the next one."""
@@ -33,6 +33,7 @@ class Listing:
         self._root = folder.parent if self._only else folder
         self._readers: dict[str, LineReader] = {}
         self._folders: dict[str, Path] = {}
+        self._idents: dict[str, str] = {}
         self._looking = threading.Lock()
         self.is_complete = False
         """Whether every run was read as it is now; reading thousands for the first time takes a few looks."""
@@ -48,43 +49,43 @@ class Listing:
         return tuple(sorted(lines, key=lambda line: -line.changed))
 
     def look(self, *, seconds: float = _LOOK_SECONDS) -> Changes:
-        """Finds what changed: a few stats for each run, reading only for those that did, new ones first."""
+        """Finds what changed: two stats for each run, reading only for those that did, new ones first."""
         with self._looking:
-            found = {run_id(path.name): path for path in self._runs()}
-            removed = tuple(ident for ident in self._readers if ident not in found)
+            marks = self._marks()
+            removed = tuple(ident for ident in self._readers if ident not in marks)
             for ident in removed:
                 del self._readers[ident]
-            self._folders = found
-            marks = {ident: Mark.of(path) for ident, path in found.items()}
             changed: list[RunLine] = []
             until, self.is_complete = time.monotonic() + seconds, True
-            for ident in sorted(found, key=lambda one: -_newest(marks[one])):
+            for ident, mark in sorted(marks.items(), key=lambda one: -one[1].newest):
                 if time.monotonic() > until:
                     self.is_complete = False
                     break
-                reader = self._readers.get(ident) or LineReader(found[ident])
-                if reader.refresh(marks[ident]) or ident not in self._readers:
+                reader = self._readers.get(ident)
+                if reader is None:
+                    reader = self._readers[ident] = LineReader(self._folders[ident])
+                    reader.refresh(mark)
                     changed.append(reader.line)
-                self._readers[ident] = reader
+                elif reader.refresh(mark):
+                    changed.append(reader.line)
             self.looked_at = time.monotonic()
             return Changes(changed=tuple(changed), removed=removed)
 
-    def _runs(self) -> list[Path]:
-        """The folders that are runs; like `run_folders`, but for thousands of them every second."""
+    def _marks(self) -> dict[str, Mark]:
+        """Of every folder that is a run, or was before something damaged it; links and hidden ones are none."""
+        found: dict[str, Mark] = {}
+        folders: dict[str, Path] = {}
         try:
             with os.scandir(self._root) as entries:
-                folders = [
-                    self._root / entry.name
-                    for entry in entries
-                    if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
-                ]
+                for entry in entries:
+                    if entry.name.startswith(".") or (self._only and entry.name != self._only):
+                        continue
+                    if entry.is_dir(follow_symlinks=False) and (mark := Mark.of(entry.path)).newest:
+                        ident = self._idents.get(entry.name) or run_id(entry.name)
+                        self._idents[entry.name] = ident
+                        found[ident] = mark
+                        folders[ident] = self._folders.get(ident) or self._root / entry.name
         except OSError:
-            return []
-        return [path for path in folders if (not self._only or path.name == self._only) and self._is_run(path)]
-
-    def _is_run(self, path: Path) -> bool:
-        return run_id(path.name) in self._readers or any((path / name).exists() for name in (RUN_FILE, EVENTS_FILE))
-
-
-def _newest(mark: Mark) -> int:
-    return max((one[0] for one in (mark.events, mark.header) if one), default=0)
+            return {}
+        self._folders = folders
+        return found
