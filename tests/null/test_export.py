@@ -19,7 +19,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.report.export import tensorboard_files
 from whet.report.export.exporting import export
 from whet.run.events import EventLog
-from whet.run.folder import EVENTS_FILE, Run, create_run
+from whet.run.folder import EVENTS_FILE, INDEX_FILE, Run, create_run
 from whet.run.tally import BLOCK_EVENTS
 
 HOSTILE = "=cmd|' /C calc'!A0,\"\n<script>"
@@ -144,6 +144,18 @@ def test_nothing_heavy_is_loaded(run: Run, tmp_path: Path, to: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("to", ["csv", "parquet", "tensorboard"])
+def test_half_a_character_and_a_run_without_steps_are_no_trouble(run: Run, tmp_path: Path, to: str) -> None:
+    if to == "parquet":
+        pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    with (run.path / EVENTS_FILE).open("wb") as file:
+        file.write(b'{"kind":"eval","time":1.0,"step":1,"\\ud800":2.0}\n')
+    (run.path / INDEX_FILE).unlink()
+    assert all(export(run, to=to, out=tmp_path / "one").files.values())
+    (run.path / EVENTS_FILE).write_bytes(b"")
+    assert all(export(run, to=to, out=tmp_path / "none").files.values())
 
 
 def test_what_fails_half_way_leaves_nothing_and_the_old_one_stays(run: Run, tmp_path: Path) -> None:

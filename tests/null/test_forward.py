@@ -93,8 +93,9 @@ def test_a_simulated_dashboard_gets_every_step_once_while_the_run_lives(run: Run
     with acquire(run.path), EventLog(run) as log:
         log.append("start", step=0, total_steps=60)
         steps(log, 1, 30)
+        log.append("eval", step=30, void=1.0)
         log.flush()
-        follower = threading.Thread(target=lambda: forward(run, dashboard, say=said.append))
+        follower = threading.Thread(target=lambda: forward(run, dashboard, say=said.append), daemon=True)
         follower.start()
         deadline = time.monotonic() + 20
         while len(dashboard.rows) < 29 and time.monotonic() < deadline:
@@ -112,6 +113,7 @@ def test_a_simulated_dashboard_gets_every_step_once_while_the_run_lives(run: Run
     assert by_step[20] == {"train/loss": 20.0, "seconds/data": 0.5, "eval/accuracy": 1 / 20}
     # What was sent before it became void stays; what was held back is as it was made again.
     assert (by_step[29]["train/loss"], by_step[30]["train/loss"]) == (29.0, 30.5)
+    assert by_step[30].keys() == {"train/loss", "seconds/data", "eval/accuracy"}
     assert dashboard.ended == ["stopped"]
     assert len([line for line in said if line.startswith("no answer (no route to host)")]) == 2
     assert dashboard.about is not None
@@ -143,6 +145,24 @@ def test_the_next_command_sends_what_is_missing_on_a_simulated_dashboard(run: Ru
 
 
 @pytest.mark.usefixtures("_no_pauses")
+def test_it_can_be_stopped_while_nothing_happens_on_a_simulated_dashboard(run: Run) -> None:
+    dashboard, stop = SimulatedDashboard(), threading.Event()
+    with acquire(run.path), EventLog(run) as log:
+        steps(log, 1, 15)
+        log.flush()
+        follower = threading.Thread(target=lambda: forward(run, dashboard, stop=stop), daemon=True)
+        follower.start()
+        deadline = time.monotonic() + 20
+        while len(dashboard.rows) < 14 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        stop.set()
+        follower.join(10)
+    assert not follower.is_alive()
+    assert dashboard.ended == [None]
+
+
+@pytest.mark.usefixtures("_no_pauses")
 def test_a_simulated_dashboard_that_never_answers(run: Run) -> None:
     with EventLog(run) as log:
         steps(log, 1, 15)
@@ -160,7 +180,8 @@ def test_a_simulated_dashboard_that_never_answers(run: Run) -> None:
 def test_the_command_with_a_simulated_library(run: Run, tmp_path: Path, whet: Whet, name: str) -> None:
     with EventLog(run) as log:
         steps(log, 1, 60)
-        log.append("health", step=60, memory={"process": 3})
+        for step in (50, 60):
+            log.append("health", step=step, memory={"process": 3})
     with EventLog(run) as log:
         log.drop_after(40)
         steps(log, 41, 149)

@@ -40,7 +40,13 @@ def outside_name(kind: str, field: str) -> str:
     >>> outside_name("step", "loss"), outside_name("step", "seconds/data"), outside_name("health", "memory/process")
     ('train/loss', 'seconds/data', 'health/memory/process')
     """
+    field = readable(field)
     return field if kind == "step" and "/" in field else f"{_PREFIXES[kind]}/{field}"
+
+
+def readable(name: str) -> str:
+    """A name that can be written as UTF-8: JSON may hold halves of characters, which cannot."""
+    return name if name.isascii() else name.encode("utf-8", "replace").decode()
 
 
 def without_remade(events: Iterable[Event]) -> Iterator[Event]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from whet.base.errors import WhetError
-from whet.report.export.numbers import numbers, step_of
+from whet.report.export.numbers import numbers, readable, step_of
 from whet.run.events import History
 
 _ALWAYS = ("steps", "evaluations")
@@ -26,7 +26,7 @@ class Table:
     @property
     def header(self) -> tuple[str, ...]:
         """The name of every column."""
-        return ("step", "time", *self.columns)
+        return ("step", "time", *map(readable, self.columns))
 
 
 def find_tables(history: History) -> tuple[Table, ...]:

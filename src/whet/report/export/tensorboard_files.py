@@ -43,7 +43,7 @@ def _summary(values: Mapping[str, float], *, heads: dict[str, bytes]) -> bytes:
     for name, value in values.items():
         head = heads.get(name)
         if head is None:
-            tag = _bytes(1, name.encode("utf-8", "replace"))
+            tag = _bytes(1, name.encode())
             head = heads[name] = b"\x0a" + _varint(len(tag) + 5) + tag + b"\x15"
         parts.append(head + _four_bytes(value))
     return b"".join(parts)
