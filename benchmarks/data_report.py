@@ -1,4 +1,4 @@
-"""How fast is `whet data text`, and how much memory does it take? A million rows, each figure from a process of its own.
+"""How fast is `whet data text`, and how much memory does it take? A million rows, each figure from an own process.
 
     python benchmarks/data_report.py [--rows 1000000] [--folder DIR]
 

@@ -113,7 +113,7 @@ def unreadable(path: Path, problem: WhetError | OSError) -> Glance:
 
 
 def vitals_of(history: History, *, is_running: bool) -> Vitals:
-    """Memory as it was read last, load and heat of a run at work; an older run knows memory at the end of epochs only."""
+    """Memory as read last, load and heat of a run at work; an older run knows memory at the end of epochs only."""
     event = history.last("health") or history.last("epoch")
     if event is None:
         return Vitals()
