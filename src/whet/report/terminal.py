@@ -174,7 +174,7 @@ def _figures(row: Glance, paper: Paper, *, now: float) -> list[Text]:
         figures.append(_gauge("step", row.step / row.total_steps, words, paper, style="green"))
     speed = f"{row.samples_per_second:,.0f} samples/s" if row.samples_per_second else ""
     facts = [_number(row.loss) or "none yet", _goal(row), speed]
-    figures.append(_line("loss", ", ".join(fact for fact in facts if fact), paper))
+    figures.append(_line("loss", "   ".join(fact for fact in facts if fact), paper))
     figures += _vitals(row.vitals, paper)
     silent = now - row.changed
     if row.state == "running" and silent > _SILENT_SECONDS:
