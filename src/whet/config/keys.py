@@ -34,6 +34,7 @@ class CommonConfig(BaseModel):
         "graph",
         "activation_checkpointing",
         "layout",
+        "attention",
         "deterministic",
         "checkpoint_steps",
         "checkpoint_minutes",
@@ -89,6 +90,9 @@ class CommonConfig(BaseModel):
     activation_checkpointing: Switch | Auto = Field("auto", description="compute activations again in backward")
     layout: Literal["contiguous", "channels_last"] | Auto = Field(
         "auto", description="how the weights of convolutions lie in memory"
+    )
+    attention: Literal["torch", "cudnn", "flash", "efficient", "math"] | Auto = Field(
+        "auto", description="which kernel torch's attention takes first"
     )
     deterministic: Switch | Auto = Field("auto", description="only kernels that give the same bits each time")
     checkpoint_steps: PositiveInt | Auto = Field("auto", description="steps between checkpoints")

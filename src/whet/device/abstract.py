@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from whet.base.errors import UsageError
+from whet.device.attention import preferring
 from whet.device.graphs import AbstractGraphs
 from whet.device.oom import is_out_of_memory
 
@@ -117,6 +119,24 @@ class AbstractDevice(ABC):
 
     def refuse_layout(self, layout: str) -> None:
         """Refuses a layout of weights that this device computes wrongly with."""
+
+    attention_kernels: tuple[str, ...] = ()
+    """What torch's attention can be told to take here."""
+
+    def attention(self, kernel: str) -> AbstractContextManager[object]:
+        """While entered, torch's attention takes this kernel first; "torch" leaves the choice to it."""
+        if kernel == "torch":
+            return contextlib.nullcontext()
+        if kernel not in self.attention_kernels:
+            has = ", ".join(self.attention_kernels)
+            raise UsageError(
+                f"{self.kind} has no such attention kernel"
+                if has
+                else f"{self.kind} has no choice of attention kernels",
+                got=f"attention={kernel}",
+                try_="attention=" + " or ".join(("torch", *self.attention_kernels)),
+            )
+        return preferring(kernel)
 
     def guard(self, *, has_fallback: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
         """What holds while a run trains here, e.g. a look-out for failures that raise nothing."""

@@ -15,6 +15,7 @@ from whet.device.abstract import AbstractDevice, Memory
 @final
 class Cpu(AbstractDevice):
     kind = "cpu"
+    attention_kernels = ("flash", "math")
 
     @property
     def place(self) -> torch.device:

@@ -24,6 +24,7 @@ _SETTINGS = (
     "compile",
     "graph",
     "layout",
+    "attention",
     "causal_mask",
 )
 """Settings of the plan that change how sums are rounded, or what a sum is taken over."""

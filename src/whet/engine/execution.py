@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+from whet.base.errors import UsageError
 from whet.data.batch import GlobalBatch, Micro, Shapes, shapes_of
 from whet.data.cut import Lengths
 from whet.engine.building import Parts
@@ -17,7 +18,7 @@ from whet.engine.recorder import Recorder
 from whet.engine.recovery import let_go, need_less
 from whet.engine.start_checks import StartChecks
 from whet.engine.while_training import Compiled
-from whet.engine.workload import measure_activation_bytes
+from whet.engine.workload import calls_attention, measure_activation_bytes
 from whet.plan.lowering import with_smaller_eval_batch
 from whet.plan.plan import Plan, make_plan, with_learnt
 from whet.plan.setting import Measured
@@ -63,6 +64,8 @@ class Execution:
         if "causal_mask" in self.plan.settings and self.plan.value("causal_mask") == "explicit":
             # From now on: an evaluation may come before the first step.
             self._closing.enter_context(explicit_masks())
+        if "attention" in self.plan.settings:
+            self._closing.enter_context(parts.device.attention(str(self.plan.value("attention"))))
         self._checks = StartChecks(
             parts=parts, recorder=recorder, outputs=outputs, closing=self._closing, note_inexact=note_inexact
         )
@@ -165,6 +168,8 @@ class Execution:
         is_open = "micro_batch" not in self.plan.wishes and self.plan.workload.activation_bytes is None
         if number == 1 and is_open and len(batch) >= 4:
             self._try_to_plan_micro_batch(loss, batch)
+        if self.plan.wishes.get("attention", "torch") != "torch":
+            self._refuse_no_attention(loss, batch)
         plan = self._checks.run(loss, batch, self.plan, how=self._how, step=number - 1, moved_from=self.moved_from)
         if plan is not self.plan:
             self._use(plan)
@@ -174,6 +179,16 @@ class Execution:
         if self.plan.value("compile") != "off":
             self._closing.enter_context(Compiled(model, self.plan).in_use())
         self._is_ready = True
+
+    def _refuse_no_attention(self, loss: LossFunction, batch: GlobalBatch) -> None:
+        parts = self._parts
+        few = next(iter(parts.source.micros(batch, micro_batch=min(4, len(batch)), how=self._how)))
+        if not calls_attention(parts.stepper.model, loss, few.moved(parts.device.put), device=parts.device):
+            raise UsageError(
+                "the model does not call torch's scaled_dot_product_attention",
+                got=f"attention={self.plan.value('attention')}",
+                try_="attention=torch",
+            )
 
     def _try_to_plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
         """Where not even a few samples fit, the careful start of the plan stays."""

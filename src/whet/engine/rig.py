@@ -30,8 +30,8 @@ from whet.engine.building import Parts, build, open_planned_source
 from whet.engine.recovery import let_go
 from whet.engine.training import Training
 from whet.engine.while_training import Compiled, no_garbage_collection
-from whet.engine.workload import measure_activation_bytes
-from whet.measure.candidates import planned, predicted_bytes
+from whet.engine.workload import calls_attention, measure_activation_bytes
+from whet.measure.candidates import has_attention_choice, planned, predicted_bytes
 from whet.measure.rig import Agreement, FailureKind, ProbeFailedError
 from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
@@ -69,7 +69,8 @@ class StepRig:
         self.ends_at: float | None = None
         self.tick: Callable[[], None] | None = None
         self.about = evidence_key(plan, model)
-        """What is measured here, as evidence is kept by."""
+        """What is measured here, as evidence is kept by: as it was asked for, without what is learnt on the way."""
+        self._asked = plan
         self.plan = plan
         """The plan by rules alone; what a sample needs is known in it once the rig is entered."""
         self.model = model
@@ -123,7 +124,8 @@ class StepRig:
         num_steps = self._training.total_steps(self.plan.workload.num_samples)
         changed = {"global_batch_size": size, "num_steps": num_steps or None}
         self._use_workload(self.plan.workload.model_copy(update=changed))
-        self.about = evidence_key(self.plan, self.model)
+        asked = self._asked.workload.model_copy(update=changed)
+        self.about = evidence_key(self._asked.model_copy(update={"workload": asked}), self.model)
 
     def predicted_bytes(self, settings: Mapping[str, Scalar]) -> int | None:
         return predicted_bytes(self.plan, settings)
@@ -135,7 +137,8 @@ class StepRig:
             plan, device = parts.plan, parts.device
             self.move_to(device)
             micro = self.few_samples(parts, at_most=8).moved(device.put)
-            found = precision_agreement(self.model, self.loss, micro, device, str(plan.value("precision")))
+            with device.attention(str(plan.value("attention"))):
+                found = precision_agreement(self.model, self.loss, micro, device, str(plan.value("precision")))
         return Agreement(
             loss_error=found.loss_error, gradient_error=found.gradient_error, bound=found.bound, agrees=found.agrees
         )
@@ -216,6 +219,9 @@ class StepRig:
     def _learn_what_a_sample_needs(self) -> None:
         plan = self.plan
         parts = self._built(plan)
+        if has_attention_choice(plan):
+            self._learn_about_attention(parts)
+            plan = self.plan
         if plan.workload.activation_bytes is not None or len(self.batch(0)) < 4:
             return
         try:
@@ -225,6 +231,17 @@ class StepRig:
             # A loss may insist on more samples: then nobody knows what one of them needs.
             return
         self._use_workload(plan.workload.model_copy(update={"activation_bytes": needed}))
+
+    def _learn_about_attention(self, parts: Parts) -> None:
+        micro = self.few_samples(parts, at_most=2).moved(parts.device.put)
+        try:
+            is_called = calls_attention(self.model, self.loss, micro, device=parts.device)
+        except Exception:
+            # Where two samples are too few nobody knows, and no kernel is tried.
+            return
+        if is_called:
+            workload = self.plan.workload
+            self._use_workload(workload.model_copy(update={"layers": (*workload.layers, "sdpa")}))
 
     def _use_workload(self, workload: Workload) -> None:
         plan = self.plan
@@ -309,6 +326,7 @@ class PreparedSteps:
             torch.set_num_threads(threads)
         device.use_precision(str(plan.value("precision")))
         with ExitStack() as stack:
+            stack.enter_context(device.attention(str(plan.value("attention"))))
             if plan.value("activation_checkpointing") == "on":
                 stack.enter_context(recompute_blocks(self._rig.model))
             if self._compiled is not None:

@@ -15,6 +15,7 @@ from whet.plan.workload import Workload
 from whet.step.buffers import Buffers
 from whet.step.ema import named_tensors
 from whet.step.loss import LossFunction
+from whet.verify.start.masks import attention_calls
 
 _BATCHNORMS = nn.modules.batchnorm._BatchNorm
 _DROPOUTS = nn.modules.dropout._DropoutNd
@@ -86,6 +87,17 @@ def measure_activation_bytes(
     finally:
         buffers.put_back()
     return max(1, (at_large - at_small) // max(1, len(large) - len(small)))
+
+
+def calls_attention(model: nn.Module, loss: LossFunction, micro: Micro, *, device: AbstractDevice) -> bool:
+    """Whether the loss calls torch's scaled_dot_product_attention, by one pass over a few samples. Leaves no trace."""
+    buffers = Buffers(model)
+    try:
+        with undisturbed(device), device.computing(), attention_calls() as calls:
+            loss(micro)
+    finally:
+        buffers.put_back()
+    return bool(calls)
 
 
 def _saved_bytes(model: nn.Module, loss: LossFunction, micro: Micro) -> int:

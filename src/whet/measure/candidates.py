@@ -15,6 +15,8 @@ _MOST_RESIDENT = 0.4
 """Of the memory limit: what the data may take where a measurement decides."""
 _FIRST_WITH_TF32 = 8
 """CUDA's compute capability whose tensor cores take bf16 and tf32."""
+ATTENTION = {"cuda": ("torch", "flash", "efficient")}
+"""In half precision. In float32 there are two, and math was 5 to 20 times slower; on a CPU it was 1.2 to 4.7 times."""
 _LAWS = {rule.setting: rule.law for rule in ALL}
 
 
@@ -65,8 +67,10 @@ def merged(settings: Settings, candidate: Candidate) -> Settings:
     kept = dict(settings)
     if candidate.setting in ("device", "activation_checkpointing"):
         kept.pop("micro_batch", None)
+    if candidate.setting == "lengths":
+        kept.pop("attention", None)
     if candidate.setting == "device":
-        for name in ("threads", "lengths", "precision", "graph", "compile", "layout"):
+        for name in ("threads", "lengths", "precision", "graph", "compile", "layout", "attention"):
             kept.pop(name, None)
     return MappingProxyType({**kept, **candidate.changes})
 
@@ -193,6 +197,20 @@ def _layouts(plan: Plan) -> Iterator[Candidate]:
     return _only("layout", *(("channels_last", "contiguous") if is_tried else ()))
 
 
+def has_attention_choice(plan: Plan) -> bool:
+    """Whether some device here has attention kernels worth comparing."""
+    return any(kind in ATTENTION for kind in ("cpu", *(a.kind for a in plan.machine.accelerators)))
+
+
+def _attention_kernels(plan: Plan) -> Iterator[Candidate]:
+    if "sdpa" not in plan.workload.layers or plan.value("precision") not in ("bf16", "fp16"):
+        return _only("attention")
+    # What cuDNN pays for each new length does not show in steps on a few batches (rule K7).
+    has_many_shapes = plan.workload.lengths_vary and plan.value("lengths") in ("sorted", "packed")
+    kernels = ATTENTION.get(device_kind(plan), ())
+    return _only("attention", *(kernel for kernel in kernels if kernel != "torch" or not has_many_shapes))
+
+
 def _compiles(plan: Plan) -> Iterator[Candidate]:
     # Without a number of steps nobody knows whether it would pay.
     return _only("compile", *(("blocks", "on") if plan.workload.num_steps else ()))
@@ -217,6 +235,7 @@ _ABOUT: Mapping[str, Callable[[Plan], Iterator[Candidate]]] = {
     "prefetch": _prefetches,
     "precision with micro_batch": _precisions_with_micro_batches,
     "layout": _layouts,
+    "attention": _attention_kernels,
     "graph": _graphs,
     "compile": _compiles,
 }

@@ -1,13 +1,14 @@
 """Every rule, in the order of decision: a rule may look at what the rules before it decided."""
 
 from whet.plan.rule import Rule
-from whet.plan.rules import care, checkpoints, checks, device, kernels, loading, memory, precision
+from whet.plan.rules import attention, care, checkpoints, checks, device, kernels, loading, memory, precision
 
 ALL: tuple[Rule, ...] = (
     *device.RULES,
     *precision.RULES,
     *kernels.RULES,
     *memory.RULES,
+    *attention.RULES,
     *loading.RULES,
     *checkpoints.RULES,
     *care.RULES,

@@ -22,7 +22,7 @@ def explicit_masks() -> Iterator[None]:
 
     The function is replaced wherever it goes by its own name, also in modules that imported it.
     """
-    original = getattr(torch.nn.functional, _NAME)
+    original = _attention_now()
 
     def attention(
         query: Tensor,
@@ -37,6 +37,25 @@ def explicit_masks() -> Iterator[None]:
             attn_mask, is_causal = causal_mask(query, key), False
         return original(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **more)
 
+    with _replaced(original, attention):
+        yield
+
+
+@contextmanager
+def attention_calls() -> Iterator[list[None]]:
+    """While entered, every call of torch's attention adds to the list."""
+    original, calls = _attention_now(), list[None]()
+
+    def attention(*given: Any, **named: Any) -> Any:
+        calls.append(None)
+        return original(*given, **named)
+
+    with _replaced(original, attention):
+        yield calls
+
+
+@contextmanager
+def _replaced(original: Any, attention: Any) -> Iterator[None]:
     holders = [module for module in list(sys.modules.values()) if _holds(module, original)]
     for module in holders:
         setattr(module, _NAME, attention)
@@ -45,6 +64,10 @@ def explicit_masks() -> Iterator[None]:
     finally:
         for module in holders:
             setattr(module, _NAME, original)
+
+
+def _attention_now() -> Any:
+    return getattr(torch.nn.functional, _NAME)
 
 
 def causal_mask(query: Tensor, key: Tensor) -> Tensor:
