@@ -1,8 +1,8 @@
-"""How fast is `whet data text`, and how much memory does it take? A million rows, each figure from an own process.
+"""How fast is `whet data text`, and how much memory does it take? Each figure is from a process of its own.
 
     python benchmarks/data_report.py [--rows 1000000] [--folder DIR]
 
-The texts are sentences of 8 to 60 words drawn from 20,000 made-up words (mean 210 characters), with the defects that
+The texts are sentences of 8 to 60 words drawn from 20,000 made-up words (mean 220 characters), with the defects that
 real files have: 1 % exact and 1 % folded repeats, 0.1 % with HTML, mojibake and so on. DIR keeps the files for the next
 time. Peak memory includes Python and numpy; the processor's seconds tell more than the clock's on a busy machine.
 """
@@ -57,11 +57,9 @@ def measure(*words: Path) -> dict[str, object]:
 
 def tell(what: str, got: dict[str, object]) -> None:
     rows, seconds, cpu, peak = (float(str(got[name])) for name in ("rows", "seconds", "cpu", "peak"))
-    print(
-        f"{what}: {rows:,.0f} rows in {seconds:.0f} s ({rows / seconds:,.0f} rows/s; {cpu:.0f} s of the processor, ",
-        end="",
-    )
-    print(f"{rows / cpu:,.0f} rows/s), {peak / 1e6:.0f} MB at its peak; found {got['found']}")
+    speeds = f"{rows / seconds:,.0f} rows/s; {cpu:.0f} s of the processor, {rows / cpu:,.0f} rows/s"
+    print(f"{what}: {rows:,.0f} rows in {seconds:.0f} s ({speeds}), {peak / 1e6:.0f} MB at its peak")
+    print(f"  found {got['found']}")
 
 
 def write(file: Path, count: int) -> None:

@@ -131,7 +131,8 @@ def test_class_weights_weigh_the_loss_as_torch_does_however_it_is_cut(tmp_path: 
     if form == "several labels":
         rows = [{"text": row["sentence1"], "labels": [["a"], ["a", "b"], []][n % 3]} for n, row in enumerate(rows)]
     elif form == "pairs":
-        rows = [{**row, "sentence2": "of a far longer second half, which is read too " * 9} for row in rows]
+        long = " which is read too, as far as there is room" * 9
+        rows = [{**row, "sentence1": row["sentence1"] + long, "sentence2": "second half" + long} for row in rows]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     names = {"one label": ["text_column=sentence1"]}.get(form, [])

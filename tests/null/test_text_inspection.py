@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +17,8 @@ from whet.base.errors import UsageError
 from whet.recipes.text.inspection import ledger
 from whet.recipes.text.inspection.inspect import Inspection, inspect
 from whet.recipes.text.inspection.kinds import KINDS
+from whet.recipes.text.inspection.label_checks import misspelt
+from whet.recipes.text.inspection.repeats import DEV, TEST, TRAIN, Texts
 from whet.recipes.text.inspection.report import DataReport
 from whet.recipes.text.inspection.words import serious_lines
 from whet.recipes.text.rows.columns import Wishes
@@ -74,6 +78,20 @@ def test_json_lines_have_these_too(tmp_path: Path, kind: str) -> None:
     report = inspect(tmp_path)
     assert kinds_of(report) == {kind: 1}
     assert report.findings[0].examples[0].where == f"{tmp_path}/test.txt:{len(lines) - 300 + 1}"
+
+
+def test_a_text_in_all_three_parts_is_compared_with_each() -> None:
+    texts = Texts()
+    for part, text in ((TRAIN, "A text"), (DEV, "a TEXT"), (TEST, "A text")):
+        texts.add(text, "a text", label=0, part=part)
+    assert sorted(texts.repeats()) == [("folded-leak", 1, 0), ("leak", 2, 0)]
+    assert sorted(texts.removable()) == [("folded-leak", 1, 2), ("leak", 0, 2)]
+
+
+def test_names_that_differ_on_purpose_are_not_misspelt() -> None:
+    often = {"relevant": 1_000, "irrelevant": 3, "grade 1": 900, "grade 2": 2, "yes": 900, "yet": 1, "result": 800}
+    assert misspelt(often) == {}
+    assert misspelt({**often, "reslut": 3, "Relevant ": 50}) == {"reslut": "result", "Relevant ": "relevant"}
 
 
 def test_groups_in_two_parts_are_named(tmp_path: Path) -> None:
@@ -138,11 +156,12 @@ def test_a_fixed_copy_is_clean_and_lists_every_change(planted: Path, tmp_path: P
 
 def test_a_file_gives_a_file_and_kinds_can_be_left(tmp_path: Path, whet: Run) -> None:
     rows = clean_rows(50)
-    text = b"\n".join([b"text,label", *(row(*one) for one in rows), row(*rows[0]), row("A <br/> new text", "sport")])
+    more = [b'"Needlessly quoted","sport"', row("A <br/> new text", "sport")]
+    text = b"\n".join([b"text,label", *(row(*one) for one in rows), row(*rows[0]), *more])
     (tmp_path / "rows.csv").write_bytes(text)
     done = whet("data", "text", "rows.csv", "--fix", "out/clean.csv", "--leave", "html", "--strict")
     assert done.returncode == 1, "strict: something was found"
-    expected = [b"text,label", *(row(*one) for one in rows), row("A <br/> new text", "sport")]
+    expected = [b"text,label", *(row(*one) for one in rows), *more]
     assert (tmp_path / "out" / "clean.csv").read_bytes() == b"\n".join(expected) + b"\n"
     (entry,) = (tmp_path / "out" / "clean.removed.jsonl").read_text().splitlines()
     assert json.loads(entry)["other"] == "rows.csv:2"
@@ -177,6 +196,20 @@ def test_the_command_needs_no_torch_and_tells_a_few_rows(planted: Path, whet: Ru
     assert "! leak                    2  held-out texts" in done.stdout
     assert "\x1b" not in done.stdout
     assert len(done.stdout.splitlines()) < 5 + 4 * len(KINDS)
+
+
+def test_what_the_page_says_runs(tmp_path: Path, whet: Run) -> None:
+    page = (ROOT / "docs" / "data.md").read_text()
+    commands = [shlex.split(words, comments=True) for words in re.findall(r"^\$ whet (.*)$", page, re.MULTILINE)]
+    assert len(commands) == 6
+    lines = [b"review,sentiment", *(row(*one) for one in clean_rows(60)), row(*clean_rows(1)[0])]
+    (tmp_path / "reviews.csv").write_bytes(b"\n".join(lines))
+    for words in commands:
+        if words[0] == "data":
+            done = whet(*words)
+            assert done.returncode == 0, done.stderr
+    listed = dict(re.findall(r"^\| `([a-z0-9-]+)`(?: !)? \| (.*?) \| ", page, re.MULTILINE))
+    assert listed == {kind: what.says for kind, what in KINDS.items()}
 
 
 def test_words_name_columns_and_wrong_ones_are_refused(tmp_path: Path, whet: Run) -> None:

@@ -159,7 +159,8 @@ def test_two_files_for_a_part_and_hostile_names_are_refused(tmp_path: Path) -> N
         find_sources(tmp_path)
     saved = tmp_path / "saved"
     save_split(saved, ROWS, names=sorted({label for _, label in ROWS}))
-    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../train.csv"}]}))
+    (saved / "data-00000-of-00002.arrow").rename(tmp_path / "elsewhere.arrow")
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../elsewhere.arrow"}]}))
     with pytest.raises(UsageError, match="cannot read"):
         read_table(saved)
 
@@ -193,6 +194,12 @@ def test_columns_are_guessed_and_yours_hold(tmp_path: Path) -> None:
     assert caught.value.try_ == "text_column=premise"
 
 
+def test_a_column_is_not_taken_twice(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps({"text": label, "review": text}) for text, label in ROWS))
+    assert "text = review, label = text" in read_texts(file, wishes=Wishes(label="text")).told[0]
+
+
 @pytest.mark.parametrize(
     ("cells", "separator", "classes"),
     [
@@ -214,7 +221,10 @@ def test_several_labels_are_understood(
     assert {len(labels) for labels in corpus.train.label_sets} >= {1, 2}
 
 
-@pytest.mark.parametrize("labels", [["Smith, Ann", "Smith, Bob", "Doe, Ann"], ["a;b", "c;d"], ["x", "y"]])
+AUTHORS = [f"{last}, {first}" for last in ("Smith", "Doe", "Lee") for first in ("Ann", "Bob", "Cleo")]
+
+
+@pytest.mark.parametrize("labels", [["Smith, Ann", "Smith, Bob"], AUTHORS, ["a;b", "c;d"], ["x", "y"]])
 def test_signs_in_names_are_no_separators(labels: list[str]) -> None:
     assert clear_separator(labels) is None
 
