@@ -565,7 +565,7 @@ def test_a_run_goes_on_whatever_happens_to_the_server(tmp_path: Path) -> None:
 
 
 def test_the_server_has_the_lowest_claim_to_the_machine(server: Served) -> None:
-    assert psutil.Process(server.process.pid).nice() >= psutil.Process().nice() + 10 or psutil.Process().nice() > 9
+    assert psutil.Process(server.process.pid).nice() >= psutil.Process().nice() + 5 or psutil.Process().nice() > 14
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -143,7 +143,7 @@ class Routes:
 def lower_priority() -> None:
     """Lets everything else on this machine go first: a page may be late, a training should not."""
     with contextlib.suppress(OSError):
-        os.nice(10)
+        os.nice(5)
 
 
 def _ident(given: str) -> str:
