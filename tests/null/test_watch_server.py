@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from web_client import Served, serving, until
 
 from places import Tell
+from whet.report.watch import line as line_module
 from whet.report.watch import opening
 from whet.report.watch.files import FOLDER
 from whet.report.watch.line import run_id
@@ -600,6 +601,31 @@ def test_a_list_reads_only_what_changed(tmp_path: Path, monkeypatch: pytest.Monk
     (line,) = listing.look().changed
     assert (line.name, line.step, line.loss, line.changed) == ("run-7", 3, 0.5, 2e9)
     assert {Path(path).parent.name for path in opened if str(tmp_path) in path} == {"run-7"}
+
+
+def test_a_long_log_without_an_index_is_listed_by_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(tmp_path, "long")
+    with EventLog(run) as log:
+        log.append("start", step=0, total_steps=200_000, goal="accuracy")
+    with (run.path / "events.jsonl").open("ab") as file:
+        for step in range(1, 200_001):
+            file.write(b'{"kind":"step","time":%d,"step":%d,"loss":0.25,"note":"%060d"}\n' % (10**9 + step, step, step))
+        file.write(b'{"kind":"eval","time":2e9,"step":200000,"accuracy":0.75}\n')
+    (run.path / "events.index").unlink()
+    read: list[int] = []
+    real = line_module.History
+    monkeypatch.setattr(line_module, "History", lambda run, progress: (read.append(1), real(run, progress=progress))[1])
+    listing = Listing(tmp_path)
+    (found,) = listing.look(seconds=60).changed
+    assert (found.step, found.total_steps, found.loss, found.goal_value) == (200_000, 200_000, 0.25, 0.75)
+    assert (found.state, found.changed) == ("stopped", 2e9)
+    monkeypatch.setattr(line_module, "_MOST_READ", 10**9)
+    (again,) = Listing(tmp_path).look(seconds=60).changed
+    assert again == found
+    with (run.path / "events.jsonl").open("ab") as file:
+        file.write(b'{"kind":"end","time":2e9,"step":200000,"state":"done"}\n')
+    assert listing.look(seconds=60).changed[0].state == "done"
+    assert len(read) == 2
 
 
 def test_a_run_that_takes_long_to_open_tells_how_far_it_is_simulated(

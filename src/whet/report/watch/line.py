@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.base.errors import WhetError
+from whet.report.watch.ends import read_ends
 from whet.report.watch.shorten import shorten
 from whet.run.event import SITTINGS, Event, read_line
 from whet.run.events import History
-from whet.run.folder import EVENTS_FILE, RUN_FILE, open_run
+from whet.run.folder import EVENTS_FILE, RUN_FILE, Run, open_run
 from whet.run.lock import is_locked
 from whet.run.plain_file import open_plain
 from whet.run.runs import State, goal_name, run_state, total_steps
@@ -17,6 +18,8 @@ from whet.run.strict_json import StrictRecord
 
 _MOST_NEWS = 1024**2
 """Bytes that are read as news; behind more, the run is looked at anew, with its index."""
+_MOST_READ = 8 * 1024**2
+"""Bytes of a log that are read for its line in a list; of more without an index, only the ends."""
 _LONGEST_TEXT = 300
 
 
@@ -67,6 +70,15 @@ def without_place(text: str, folder: Path) -> str:
     return text.replace(f"{folder}", folder.name)
 
 
+class _TakesLongError(Exception):
+    """The log would have to be read as a whole."""
+
+
+def _not_for_long(done: int, total: int) -> None:
+    if total - done > _MOST_READ:
+        raise _TakesLongError
+
+
 class LineReader:
     """Reads one run, again and again."""
 
@@ -98,7 +110,11 @@ class LineReader:
 
     def _look_anew(self) -> None:
         run = open_run(self._folder)
-        history = History(run)
+        try:
+            history = History(run, progress=_not_for_long)
+        except _TakesLongError:
+            self._look_at_ends(run)
+            return
         self._position = history.layout.end
         self._last_turn = history.last(*SITTINGS, "end")
         step, newest, goal = history.last("step"), next(history.backwards(), None), goal_name(history)
@@ -115,6 +131,26 @@ class LineReader:
             goal_value=next((value for value in evaluated if value is not None), None),
             changed=newest.time if newest else run.header.created,
         )
+
+    def _look_at_ends(self, run: Run) -> None:
+        ends = read_ends(self._folder)
+        self._position = ends.position
+        self._last_turn = ends.last(*SITTINGS, "end")
+        step, total, goal = ends.last("step"), ends.told("total_steps"), ends.told("goal")
+        evaluated = ends.last("eval")
+        self.line = RunLine(
+            id=self.line.id,
+            name=self.line.name,
+            state="stopped",
+            recipe=_shown(run.header.recipe),
+            step=step.step if step else 0,
+            total_steps=total if type(total) is int else None,
+            loss=step.number("loss") if step else None,
+            goal=_shown(goal) if isinstance(goal, str) else None,
+            goal_value=evaluated.number(goal) if evaluated and isinstance(goal, str) else None,
+            changed=ends.events[-1].time if ends.events else run.header.created,
+        )
+        self._set_state(is_running=is_locked(self._folder))
 
     def _read_news(self, mark: Mark) -> bool:
         """Reads on from where we were; False where that is not enough to know the line."""
