@@ -183,6 +183,14 @@ def replayed(folder: Path) -> int:
     return sum("graph" in e.fields["seconds"] for e in History(whet.open_run(folder)).events(kinds=("step",)))
 
 
+def tell_changes(folder: Path) -> None:
+    """Whatever was not as planned."""
+    for event in History(whet.open_run(folder)).events(kinds=("plan", "oom", "skip", "resume")):
+        told = {key: event.fields[key] for key in ("changed", "reason", "went_back") if event.fields.get(key)}
+        if told:
+            print(f"      {folder.name}, step {event.step}: {told}")
+
+
 def equality(name: str, folder: Path, *, device: str, is_large: bool) -> None:
     how: dict[str, Any] = {"device": device, "is_large": is_large, "max_steps": 50}
     how |= {"dropout": 0.0} if name == "text" else {}
@@ -191,6 +199,7 @@ def equality(name: str, folder: Path, *, device: str, is_large: bool) -> None:
     pairs = zip(losses(folder / "off"), losses(folder / "on"), strict=True)
     worst = max(abs(ours - theirs) / abs(theirs) for theirs, ours in pairs)
     print(f"{name:5} 50 losses, {replayed(folder / 'on')} replayed: largest relative difference {worst:.2e}")
+    tell_changes(folder / "on")
 
 
 def resumption(name: str, folder: Path, *, device: str) -> None:
@@ -204,6 +213,12 @@ def resumption(name: str, folder: Path, *, device: str) -> None:
         f"{name:5} resumed after 17 of 40 steps, {replayed(folder / 'cut')} replayed: losses "
         f"{'the same bits' if is_same else 'differ'}, {len(others)} of {len(whole.state_dict())} tensors differ"
     )
+    if not is_same:
+        pairs = zip(losses(folder / "whole"), losses(folder / "cut"), strict=False)
+        first = next((step for step, (one, other) in enumerate(pairs, start=1) if one != other), None)
+        print(f"      the first loss that differs is that of step {first}")
+    tell_changes(folder / "whole")
+    tell_changes(folder / "cut")
 
 
 def main() -> None:

@@ -82,6 +82,7 @@ class GraphedStepper(Stepper):
     ) -> Outcome:
         if self._num_steps == 0 and self.refusal is None:
             self._examine()
+        self._set_share(step)
         if is_careful or self.refusal is not None:
             return super().__call__(loss, micros, num_samples=num_samples, step=step, is_careful=is_careful)
         with self.device.computing(is_step=True):
@@ -90,6 +91,7 @@ class GraphedStepper(Stepper):
     def release(self, why: str) -> None:
         """Gives back all that was captured; from now on steps run as they are."""
         self.refusal = why
+        self._share = None
         self._captured.clear()
         self._noted.clear()
 
@@ -101,7 +103,6 @@ class GraphedStepper(Stepper):
         made = [micro.moved(self.device.put) for micro in read]
         moved = mark()
         fetching = ("data", start, loaded), ("transfer", loaded, moved)
-        self._set_share(step)
         key = (num_samples, *map(signature, made), loss_key(loss), self._owners.modes())
         ready = self._captured_for(key) or self._capture(key, loss, made, num_samples=num_samples)
         if ready is None:
@@ -156,7 +157,7 @@ class GraphedStepper(Stepper):
 
     def _set_share(self, step: int) -> None:
         """In place, as the learning rate is: a captured step reads what it finds there."""
-        if self.ema is None:
+        if self.ema is None or self.refusal is not None:
             return
         if self._share is None:
             self._share = torch.zeros((), dtype=torch.float64, device=self.device.place)
