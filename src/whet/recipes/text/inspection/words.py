@@ -34,7 +34,8 @@ def _found(findings: Sequence[Finding]) -> Iterator[str]:
         yield "found     nothing"
         return
     serious = sum(finding.is_serious for finding in findings)
-    yield f"found     {len(findings)} kinds of defects" + (f", {serious} of them serious (!)" if serious else "")
+    kinds = "1 kind of defect" if len(findings) == 1 else f"{len(findings)} kinds of defects"
+    yield f"found     {kinds}" + (f", {serious} serious (!)" if serious else "")
     wide = max(len(finding.kind) for finding in findings)
     for finding in findings:
         mark = "!" if finding.is_serious else " "
