@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from whet.run.events import EventLog
@@ -47,7 +48,11 @@ class Training:
             self._process = start("train", "text", *words, "--run", f"runs/{run}", folder=folder, **options)
 
     def hold(self) -> None:
-        """Lets it make no further step, so that it cannot end while it is looked at."""
+        """Lets it make no further step after its first ones, so that it cannot end while it is looked at."""
+        events = self.run / EVENTS_FILE
+        while not (events.exists() and b'"kind":"step"' in events.read_bytes()):
+            assert self._process.poll() is None, self._log.read_text()
+            time.sleep(0.05)
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:

@@ -119,12 +119,12 @@ def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
     page = visit.page
     expect(page.get_by_text("No runs yet")).to_be_visible()
     training = stage.train()
+    training.hold()
     link = page.get_by_role("link", name="text-001")
     expect(link).to_be_visible()
     link.click()
     plot = page.locator("#chart-loss canvas")
     expect(plot).to_be_visible()
-    training.hold()
     expect(page.locator(".hero .pill")).to_have_text("running")
     steps = page.locator(".tile", has_text="steps").locator("strong")
     held_at = int(steps.inner_text())
@@ -138,6 +138,8 @@ def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
     expect(page.locator(".hero .pill")).to_have_text("done")
     expect(page.locator(".tile", has_text="steps").locator("strong")).to_have_text("660" if IS_FOR_SHOW else "180")
     expect(page.locator(".tile", has_text="test accuracy")).to_be_visible()
+    # What counts stands beside the loss, though it was evaluated after other curves had begun.
+    expect(page.locator(".chart h3").nth(1)).to_have_text("accuracy")
 
 
 def draw_terminal(stage: Stage) -> None:

@@ -130,6 +130,7 @@ function kindsOf(runs) {
 
 function drawCharts({ runs, labels }, settings, charts, grid) {
   const extents = runs.map((view) => extentOf(view, settings.axis));
+  let before = null;
   for (const [source, name, title, says, more] of kindsOf(runs)) {
     const series = runs.flatMap((view, place) => {
       const track = trackOf(view, source),
@@ -154,10 +155,12 @@ function drawCharts({ runs, labels }, settings, charts, grid) {
       const chart = new Chart(settings, { ...more, isNamed: true, title, says, height: more.wide ? 260 : 190 });
       if (more.wide) chart.element.classList.add("wide");
       charts.set(key, chart);
-      grid.append(chart.element);
+      if (before) before.after(chart.element);
+      else grid.prepend(chart.element);
     }
     const chart = charts.get(key);
     chart.extent = [Math.min(...extents.map(([from]) => from)), Math.max(...extents.map(([, to]) => to))];
     chart.show(series);
+    before = chart.element;
   }
 }

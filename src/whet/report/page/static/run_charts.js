@@ -117,6 +117,7 @@ export class RunCharts {
     const marks = marksOf(view, axis),
       bands = bandsOf(view, axis);
     const names = namesOn(view);
+    let before = null;
     for (const kind of kinds(view)) {
       const track = trackOf(view, kind.from);
       const lines = kind.names
@@ -132,7 +133,9 @@ export class RunCharts {
         });
         if (kind.wide) chart.element.classList.add("wide");
         this.charts.set(kind.id, chart);
-        this.element.append(chart.element);
+        // In its place: what counts is often evaluated later than other curves begin.
+        if (before) before.after(chart.element);
+        else this.element.prepend(chart.element);
       }
       const series = lines.map(({ line, dashed, place }) =>
         seriesOf(track, line, axis, {
@@ -144,6 +147,7 @@ export class RunCharts {
       );
       chart.extent = extentOf(view, axis);
       chart.show(series, { bands, marks: kind.wide ? marks : [] });
+      before = chart.element;
     }
   }
 
