@@ -45,7 +45,8 @@ def ingredients(recipe: Recipe, config: Any) -> Ingredients:
     workload = recipe.describe(config, data)
     layers = tuple(sorted({*workload.layers, *seen_layers(model)}))
     workload = workload.model_copy(update={"num_parameters": max(1, counted), "layers": layers})
-    warmup = int(WARMUP_SHARE * (workload.num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
+    share = getattr(config, "warmup_share", WARMUP_SHARE)
+    warmup = int(share * (workload.num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
     return Ingredients(
         data=data,
         model=model,

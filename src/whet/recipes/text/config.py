@@ -3,19 +3,37 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from whet.base.errors import UsageError
 from whet.config.keys import CommonConfig
 from whet.plan.workload import Workload
+from whet.recipes.text.backbone import SMALL, read_backbone
 from whet.recipes.text.rows.columns import Wishes
 from whet.recipes.text.weights import ClassWeights, read_class_weights
 
 EMBEDDED_CLASSES = 6
 EMBEDDED_ROWS_PER_CLASS = 1_100
 TRAIN_SHARE = 0.8
+
+FINE_TUNING = {"epochs": 4, "lr": 2e-5, "warmup_share": 0.1}
+"""What a pretrained model starts from: "2 or 4 epochs, 2e-5" was best overall (Beltagy et al. 2019, SciBERT, 3.4)."""
+FROZEN_LR = 1e-3
+"""Where only a head learns (the same paper's frozen variant)."""
+LORA_LR = 2e-4
+"""Few weights that start at zero take ten times the rate of full fine-tuning."""
+FINE_TUNING_LENGTH = 256
 
 
 class Arch(BaseModel):
@@ -26,7 +44,9 @@ class Arch(BaseModel):
     hidden_size: Annotated[int, Field(gt=0, le=65_536)] = Field(128, description="width of the encoder")
     layers: Annotated[int, Field(gt=0, le=1_000)] = Field(1, description="blocks of attention and feed-forward")
     heads: Annotated[int, Field(gt=0, le=65_536)] = Field(4, description="attention heads; must divide hidden_size")
-    max_length: Annotated[int, Field(gt=0, le=10**6)] = Field(64, description="tokens of a text that are read")
+    max_length: Annotated[int, Field(gt=0, le=10**6)] = Field(
+        64, description="tokens of a text that are read; 256 if pretrained"
+    )
     vocab_size: Annotated[int, Field(ge=300, le=10**7)] = Field(4096, description="entries of the byte-pair vocabulary")
 
     @model_validator(mode="after")
@@ -41,12 +61,32 @@ class Arch(BaseModel):
         return self
 
 
+_DEFAULT_ARCH = Arch()
+
+
 class TextConfig(CommonConfig):
     """Text classification: the common keys and the encoder's."""
 
+    model: str = Field(
+        SMALL, description="small: an encoder from scratch; or a folder or hub name (NAME@REVISION) of transformers"
+    )
+    freeze: Literal["none", "embeddings", "encoder"] | NonNegativeInt = Field(
+        "none", description="what of a pretrained model stays as it is; a number: embeddings and so many first layers"
+    )
+    lora: Annotated[int, Field(gt=0, le=1024)] | None = Field(
+        None, description="rank of low-rank updates, the model itself stays as it is (extra lora); null: train it whole"
+    )
     # Chosen on the embedded texts by dev accuracy over three seeds; many neighbours are as good within the noise.
-    epochs: PositiveInt = Field(5, description="passes over the training data")
-    lr: PositiveFloat = Field(1e-3, description="learning rate after the warm-up")
+    epochs: PositiveInt = Field(
+        5, description="passes over the training data; 4 for a pretrained model, SciBERT's best were 2 or 4"
+    )
+    lr: PositiveFloat = Field(
+        1e-3,
+        description="learning rate after the warm-up; pretrained 2e-5, SciBERT's best; lora 2e-4; freeze=encoder 1e-3",
+    )
+    warmup_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.06, description="share of the steps until the full learning rate; 0.1 for a pretrained model, as in BERT's"
+    )
     lengths: Literal["fixed", "sorted", "few shapes", "packed", "auto"] = Field(
         "auto", description="how texts of different lengths are put together"
     )
@@ -68,6 +108,48 @@ class TextConfig(CommonConfig):
     plan_keys: ClassVar[tuple[str, ...]] = (*CommonConfig.plan_keys, "lengths")
 
     @property
+    def is_pretrained(self) -> bool:
+        """Whether a model of transformers is fine-tuned."""
+        return self.model != SMALL
+
+    @model_validator(mode="before")
+    @classmethod
+    def start_from_fine_tuning(cls, given: Any) -> Any:
+        """Other defaults for a pretrained model; what you say stays."""
+        if not isinstance(given, dict) or given.get("model", SMALL) == SMALL:
+            return given
+        rate = FROZEN_LR if given.get("freeze") == "encoder" else LORA_LR if given.get("lora") else FINE_TUNING["lr"]
+        filled = {**FINE_TUNING, "lr": rate, **given}
+        arch = filled.get("arch", {})
+        return {**filled, "arch": {"max_length": FINE_TUNING_LENGTH, **arch}} if isinstance(arch, dict) else filled
+
+    @model_validator(mode="after")
+    def each_model_has_its_keys(self) -> "TextConfig":
+        if not self.is_pretrained:
+            for key, is_given in (("freeze", self.freeze != "none"), ("lora", self.lora is not None)):
+                if is_given:
+                    raise UsageError(
+                        f"{key} is for a pretrained model", got=f"{key} and model=small", try_="model=FOLDER"
+                    )
+            return self
+        for key in ("hidden_size", "layers", "heads", "vocab_size"):
+            if getattr(self.arch, key) != getattr(_DEFAULT_ARCH, key):
+                raise UsageError(
+                    f"arch.{key} is for model=small", got=f"model={self.model}", try_="the model's own sizes, unsaid"
+                )
+        if self.lengths == "packed":
+            raise UsageError(
+                "only model=small reads packed batches", got=f"model={self.model}", try_="lengths=sorted, or auto"
+            )
+        if self.lora is not None and self.freeze != "none":
+            raise UsageError(
+                "LoRA leaves the model as it is already",
+                got=f"lora={self.lora} freeze={self.freeze}",
+                try_="one of them",
+            )
+        return self
+
+    @property
     def column_wishes(self) -> Wishes:
         """The columns that you name."""
         return Wishes(text=self.text_column, label=self.label_column, pair=self.pair_column, group=self.group_column)
@@ -78,17 +160,20 @@ def describe(config: TextConfig) -> Workload:
     _refuse_missing_data(config)
     is_embedded = config.data is None and not config.data_paths
     num_samples = int(EMBEDDED_CLASSES * EMBEDDED_ROWS_PER_CLASS * TRAIN_SHARE) if is_embedded else None
+    backbone = read_backbone(config.model) if config.is_pretrained else None
+    max_length = config.arch.max_length if backbone is None else min(config.arch.max_length, backbone.most_tokens)
     return Workload(
         recipe="text",
-        num_parameters=count_parameters(config.arch, num_classes=EMBEDDED_CLASSES),
+        num_parameters=_num_parameters(config, num_classes=EMBEDDED_CLASSES),
         global_batch_size=config.global_batch_size,
         num_samples=num_samples,
         num_steps=_num_steps(config, num_samples),
-        max_length=config.arch.max_length,
+        max_length=max_length,
         lengths_vary=True,
-        can_pack=True,
-        sample_bytes=8 * (config.arch.max_length + 1),
-        activation_bytes=activation_bytes(config.arch),
+        # transformers has attention without padding for decoders, and for flash-attn; classifiers pool row by row.
+        can_pack=backbone is None,
+        sample_bytes=8 * (max_length + 1),
+        activation_bytes=activation_bytes(config.arch) if backbone is None else backbone.activation_bytes(max_length),
         has_dropout=config.dropout > 0,
         layers=("attention", "gelu", "layer norm", "linear"),
     )
@@ -99,7 +184,7 @@ def describe_data(
 ) -> Workload:
     """The workload with what is known once the data has been read."""
     known = {
-        "num_parameters": count_parameters(config.arch, num_classes=len(classes)),
+        "num_parameters": _num_parameters(config, num_classes=len(classes)),
         "num_samples": num_samples,
         "num_steps": _num_steps(config, num_samples),
         "mean_length": mean_length,
@@ -113,6 +198,13 @@ def count_parameters(arch: Arch, *, num_classes: int) -> int:
     block = 12 * width**2 + 13 * width
     embeddings = (arch.vocab_size + arch.max_length) * width
     return embeddings + arch.layers * block + 2 * width + (width + 1) * num_classes
+
+
+def _num_parameters(config: TextConfig, *, num_classes: int) -> int:
+    """All of them; what is frozen is left out once the model is made."""
+    if config.is_pretrained:
+        return read_backbone(config.model).num_parameters(num_classes=num_classes)
+    return count_parameters(config.arch, num_classes=num_classes)
 
 
 def activation_bytes(arch: Arch) -> int:

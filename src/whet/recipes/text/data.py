@@ -11,7 +11,10 @@ from whet.data.ragged import Ragged
 from whet.recipes.text.config import Arch
 from whet.recipes.text.corpus import Corpus, Examples
 from whet.recipes.text.naive_bayes import baseline_accuracy
+from whet.recipes.text.pretrained_tokenizer import PretrainedTokenizer
 from whet.recipes.text.tokenizer import PAD_ID, Tokenizer
+
+AnyTokenizer = Tokenizer | PretrainedTokenizer
 
 
 class Columns(TypedDict):
@@ -32,7 +35,9 @@ class TextData:
     dev: Columns
     test: Columns
     classes: tuple[str, ...]
-    tokenizer: Tokenizer
+    tokenizer: AnyTokenizer
+    max_length: int
+    """Tokens of a text that are read: no more than the model has positions for."""
     fingerprint: str
     """Of the corpus: the same texts, labels and split have the same one."""
     mean_length: float
@@ -56,7 +61,7 @@ def learn_tokenizer(corpus: Corpus, *, arch: Arch) -> Tokenizer:
 def tokenize(
     corpus: Corpus,
     *,
-    tokenizer: Tokenizer,
+    tokenizer: AnyTokenizer,
     max_length: int,
     class_weights: Sequence[float] | None = None,
     notes: Sequence[str] = (),
@@ -79,6 +84,7 @@ def tokenize(
         test=test,
         classes=corpus.classes,
         tokenizer=tokenizer,
+        max_length=max_length,
         fingerprint=corpus.fingerprint,
         baseline=None if corpus.is_multi_label else baseline_accuracy(corpus),
         mean_length=float(train["tokens"].lengths.double().mean()),
@@ -102,22 +108,13 @@ def weight_column(label: Tensor, class_weights: Sequence[float]) -> Tensor:
     return weights[label] if label.dim() == 1 else 1 + label * (weights - 1)
 
 
-def token_column(texts: Sequence[str], *, tokenizer: Tokenizer, max_length: int, pairs: Sequence[str] = ()) -> Ragged:
+def token_column(
+    texts: Sequence[str], *, tokenizer: AnyTokenizer, max_length: int, pairs: Sequence[str] = ()
+) -> Ragged:
     """Texts alone, or with their second halves: both are read as far as there is room for them."""
-    if not pairs:
-        ids = tokenizer.encode(texts, max_length=max_length)
-    else:
-        between = tokenizer.encode(["\n"], max_length=8)[0]
-        both = zip(
-            tokenizer.encode(texts, max_length=max_length), tokenizer.encode(pairs, max_length=max_length), strict=True
-        )
-        ids = [_joined(first, second, between=between, max_length=max_length) for first, second in both]
+    ids = (
+        tokenizer.encode_pairs(texts, pairs, max_length=max_length)
+        if pairs
+        else tokenizer.encode(texts, max_length=max_length)
+    )
     return Ragged.of([torch.tensor(row) for row in ids], pad_value=PAD_ID)
-
-
-def _joined(first: list[int], second: list[int], *, between: list[int], max_length: int) -> list[int]:
-    """Two texts in one row; where they do not fit, the longer one gives way first."""
-    room = max(2, max_length - len(between))
-    kept_first = max(room - len(second), room // 2)
-    kept_second = room - min(len(first), kept_first)
-    return [*first[:kept_first], *between, *second[:kept_second]][:max_length]

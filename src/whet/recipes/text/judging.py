@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from whet.data.batch import Field, Micro
     from whet.recipes.text.data import TextData
     from whet.recipes.text.model import Encoder
+    from whet.recipes.text.pretrained import Pretrained
 
 NUM_SAMPLES = 8
 
@@ -28,7 +29,7 @@ class Mistake(NamedTuple):
     predicted: tuple[int, ...]
 
 
-def judge(model: "Encoder", micros: Iterator["Micro"], data: "TextData | None") -> dict[str, Any]:
+def judge(model: "Encoder | Pretrained", micros: Iterator["Micro"], data: "TextData | None") -> dict[str, Any]:
     """Metrics, the confusion matrix and the clearest mistakes; `data` knows the names of the classes and the words.
 
     Where a text may have several classes there is no matrix: none was taken for another.

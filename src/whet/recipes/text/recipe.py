@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from whet.recipes.looking import DataLook
     from whet.recipes.text.data import TextData
     from whet.recipes.text.model import Encoder
+    from whet.recipes.text.pretrained import Pretrained
 
 Answer = Callable[[Sequence[str]], list[dict[str, Any]]]
 """Texts to verdicts: label, probability, and the probability of every class."""
@@ -40,53 +41,54 @@ class TextRecipe:
         )
 
     def data(self, config: TextConfig) -> "TextData":
-        from whet.recipes.text.data import learn_tokenizer, tokenize
+        from whet.recipes.text.choosing import max_length_of, tokenizer_of
+        from whet.recipes.text.data import tokenize
         from whet.recipes.text.reading import read_told_corpus
-        from whet.recipes.text.tokenizer import Tokenizer
         from whet.recipes.text.weights import class_weights
 
         texts = read_told_corpus(config)
-        corpus = texts.corpus
-        if config.init_from is None:
-            tokenizer = learn_tokenizer(corpus, arch=config.arch)
-        else:
+        corpus, kept = texts.corpus, None
+        if config.init_from is not None:
             # The old weights know the old tokens; the classes must be the same too.
             refuse_imported(config.init_from)
             kept = open_run(config.init_from).kept
-            tokenizer = Tokenizer.from_json(str(kept.get("tokenizer")))
             refuse_other_classes(corpus.classes, kept.get("classes"), where=config.init_from)
+        tokenizer = tokenizer_of(config, corpus, kept=kept)
         self._data = tokenize(
             corpus,
             tokenizer=tokenizer,
-            max_length=config.arch.max_length,
+            max_length=max_length_of(config, tokenizer),
             class_weights=class_weights(config.class_weights, corpus),
             notes=texts.told,
         )
         return self._data
 
-    def model(self, config: TextConfig, data: "TextData") -> "Encoder":
-        from whet.recipes.text.model import Encoder
+    def model(self, config: TextConfig, data: "TextData") -> "Encoder | Pretrained":
+        from whet.recipes.text.choosing import model_of
 
-        return Encoder(config.arch, num_classes=len(data.classes), dropout=config.dropout)
+        return model_of(config, data)
 
-    def loss(self, model: "Encoder", micro: "Micro") -> "Tensor | tuple[Tensor, Tensor]":
+    def loss(self, model: "Encoder | Pretrained", micro: "Micro") -> "Tensor | tuple[Tensor, Tensor]":
         from whet.recipes.text.loss import classification_loss
 
         return classification_loss(model(micro.tokens), micro)
 
-    def evaluate(self, model: "Encoder", micros: Iterator["Micro"]) -> dict[str, Any]:
+    def evaluate(self, model: "Encoder | Pretrained", micros: Iterator["Micro"]) -> dict[str, Any]:
         from whet.recipes.text.judging import judge
 
         return judge(model, micros, self._data)
 
     def keep(self, config: TextConfig, data: "TextData") -> dict[str, Any]:
+        from whet.recipes.text.choosing import kept_of
+
         return {
-            "max_length": config.arch.max_length,
+            "max_length": data.max_length,
             "classes": list(data.classes),
             "tokenizer": data.tokenizer.to_json(),
             "data": data.fingerprint,
             "baseline": {} if data.baseline is None else {"naive Bayes": data.baseline},
             "is_multi_label": data.is_multi_label,
+            **kept_of(config, data),
         }
 
     def look_at_data(self, config: TextConfig, path: Path, *, fix: Path | None, leave: tuple[str, ...]) -> "DataLook":
@@ -94,15 +96,14 @@ class TextRecipe:
 
         return look_at_data(config, path, fix=fix, leave=leave)
 
-    def predict(self, config: TextConfig, kept: dict[str, Any]) -> "tuple[Encoder, Answer]":
+    def predict(self, config: TextConfig, kept: dict[str, Any]) -> "tuple[Encoder | Pretrained, Answer]":
         """A model without its weights, and what to call with texts once it has them."""
         from whet.data.ragged import Ragged
+        from whet.recipes.text.choosing import kept_model, kept_tokenizer
         from whet.recipes.text.data import token_column
-        from whet.recipes.text.model import Encoder
-        from whet.recipes.text.tokenizer import Tokenizer
 
-        classes, tokenizer = kept["classes"], Tokenizer.from_json(kept["tokenizer"])
-        model = Encoder(config.arch, num_classes=len(classes), dropout=config.dropout)
+        classes, tokenizer = kept["classes"], kept_tokenizer(kept)
+        model = kept_model(config, kept)
 
         def answer(texts: Sequence[str]) -> list[dict[str, Any]]:
             import torch

@@ -61,6 +61,20 @@ class Tokenizer:
         # One by one: batches use threads, and a process with threads must not be forked.
         return [self._engine.encode(text, add_special_tokens=False).ids[:max_length] or [PAD_ID] for text in texts]
 
+    def encode_pairs(self, texts: Sequence[str], pairs: Sequence[str], *, max_length: int) -> list[list[int]]:
+        """The ids of two texts in one row, a line break between them."""
+        between = self.encode(["\n"], max_length=8)[0]
+        both = zip(self.encode(texts, max_length=max_length), self.encode(pairs, max_length=max_length), strict=True)
+        return [_joined(first, second, between=between, max_length=max_length) for first, second in both]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text behind ids."""
         return self._engine.decode(list(ids))
+
+
+def _joined(first: list[int], second: list[int], *, between: list[int], max_length: int) -> list[int]:
+    """Two texts in one row; where they do not fit, the longer one gives way first."""
+    room = max(2, max_length - len(between))
+    kept_first = max(room - len(second), room // 2)
+    kept_second = room - min(len(first), kept_first)
+    return [*first[:kept_first], *between, *second[:kept_second]][:max_length]

@@ -1,0 +1,133 @@
+"""Which model does `model=` name, and how large is it? Read from its config.json; no torch, no transformers."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whet.base.errors import UsageError
+
+SMALL = "small"
+"""The word for the encoder that is trained from scratch."""
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
+_COUNT_FROM_TWO = ("camembert", "longformer", "mpnet")
+_HEADER_BYTES = 100 * 1024**2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Backbone:
+    """The sizes of a pretrained encoder."""
+
+    kind: str
+    width: int
+    layers: int
+    heads: int
+    inner: int
+    vocab_size: int
+    num_positions: int
+    num_segments: int
+    num_stored: int | None = None
+    """Numbers in its safetensors files, where they lie here."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that have a position; RoBERTa's relatives begin to count behind their padding."""
+        return self.num_positions - 2 if "roberta" in self.kind or self.kind in _COUNT_FROM_TWO else self.num_positions
+
+    def num_parameters(self, *, num_classes: int) -> int:
+        """With the head of a classifier: BERT's own layers counted, others as many as their files hold."""
+        width = self.width
+        head = (width + 1) * num_classes
+        if self.kind != "bert" and self.num_stored is not None:
+            return self.num_stored + head
+        block = 4 * (width + 1) * width + (width + 1) * self.inner + (self.inner + 1) * width + 4 * width
+        embeddings = (self.vocab_size + self.num_positions + self.num_segments + 2) * width
+        return embeddings + self.layers * block + (width + 1) * width + head
+
+    def activation_bytes(self, max_length: int) -> int:
+        """What one text of full length keeps for the backward pass in float32; counted as for the small encoder."""
+        block = (34 + 8 * self.inner // self.width) * max_length * self.width + 9 * self.heads * max_length**2
+        return self.layers * block + 8 * max_length * self.width
+
+
+BERT_BASE = Backbone(
+    kind="bert", width=768, layers=12, heads=12, inner=3072, vocab_size=30_522, num_positions=512, num_segments=2
+)
+"""What most encoders on the hub are like: taken where a model's config.json does not lie on this machine yet."""
+
+
+def folder_of(word: str) -> Path | None:
+    """The folder that `model=` names; None for a name on the hub. Something else is refused.
+
+    >>> folder_of("allenai/scibert_scivocab_uncased") is None
+    True
+    """
+    path = Path(word).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(
+                "the model's folder has no config.json", got=f"model={word}", try_="a folder that save_pretrained wrote"
+            )
+        return path
+    if word.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(word):
+        raise UsageError(
+            "no such model", got=f"model={word}", try_="a folder with config.json and model.safetensors, or model=small"
+        )
+    return None
+
+
+def read_backbone(word: str) -> Backbone:
+    """The sizes behind `model=`; BERT base where they are not on this machine."""
+    folder = folder_of(word)
+    if folder is None:
+        return BERT_BASE
+    try:
+        written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            "the model's config.json cannot be read", got=f"{folder}: {error}", try_="a whole copy of the folder"
+        ) from None
+    if not isinstance(written, dict) or not isinstance(written.get("model_type"), str):
+        raise UsageError(
+            "the model's config.json does not say what it is", got=str(folder), try_="one with a model_type"
+        )
+    return _backbone(written, num_stored=_num_stored(folder))
+
+
+def _backbone(written: Mapping[str, Any], *, num_stored: int | None) -> Backbone:
+    """Sizes by the names that encoders have for them."""
+
+    def size(*names: str, otherwise: int) -> int:
+        return next((int(written[name]) for name in names if isinstance(written.get(name), int)), otherwise)
+
+    width = max(1, size("hidden_size", "dim", "d_model", "n_embd", otherwise=BERT_BASE.width))
+    return Backbone(
+        kind=written["model_type"],
+        width=width,
+        layers=size("num_hidden_layers", "n_layers", "num_layers", "n_layer", otherwise=BERT_BASE.layers),
+        heads=size("num_attention_heads", "n_heads", "num_heads", "n_head", otherwise=BERT_BASE.heads),
+        inner=size("intermediate_size", "hidden_dim", "d_ff", otherwise=4 * width),
+        vocab_size=size("vocab_size", otherwise=BERT_BASE.vocab_size),
+        num_positions=size("max_position_embeddings", "n_positions", otherwise=BERT_BASE.num_positions),
+        num_segments=size("type_vocab_size", otherwise=1),
+        num_stored=num_stored,
+    )
+
+
+def _num_stored(folder: Path) -> int | None:
+    """What the headers of safetensors files say: eight bytes of length, then JSON."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        try:
+            with file.open("rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(size, _HEADER_BYTES)))
+            shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+            total += sum(math.prod(shape) for shape in shapes)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+    return total or None

@@ -1,0 +1,86 @@
+"""Which tokenizer and which model does a config stand for: the small encoder, or a pretrained one?"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.base.errors import UsageError
+from whet.recipes.text.backbone import read_backbone
+from whet.recipes.text.config import TextConfig
+from whet.recipes.text.corpus import Corpus
+from whet.recipes.text.data import AnyTokenizer, TextData, learn_tokenizer
+from whet.recipes.text.hub import model_folder
+from whet.recipes.text.model import Encoder
+from whet.recipes.text.pretrained_tokenizer import PretrainedTokenizer
+from whet.recipes.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from whet.recipes.text.pretrained import Pretrained
+
+MODEL_CONFIG = "model_config"
+"""Where a run keeps the config of a pretrained model."""
+
+
+def tokenizer_of(config: TextConfig, corpus: Corpus, *, kept: dict[str, Any] | None) -> AnyTokenizer:
+    """A pretrained model's own, a run's own where weights are taken over from it, or one learned from the texts."""
+    if kept is not None:
+        if (MODEL_CONFIG in kept) != config.is_pretrained:
+            raise UsageError(
+                "init_from is a run of another model",
+                got=f"init_from={config.init_from} model={config.model}",
+                try_="the model of that run",
+            )
+        return kept_tokenizer(kept)
+    if config.is_pretrained:
+        return PretrainedTokenizer.load(model_folder(config.model))
+    return learn_tokenizer(corpus, arch=config.arch)
+
+
+def kept_tokenizer(kept: dict[str, Any]) -> AnyTokenizer:
+    """The tokenizer of a run."""
+    kind = PretrainedTokenizer if MODEL_CONFIG in kept else Tokenizer
+    return kind.from_json(str(kept.get("tokenizer")))
+
+
+def max_length_of(config: TextConfig, tokenizer: AnyTokenizer) -> int:
+    """Tokens of a text that are read: as many as you ask for and the model has positions for."""
+    if not isinstance(tokenizer, PretrainedTokenizer):
+        return config.arch.max_length
+    most = read_backbone(str(model_folder(config.model))).most_tokens
+    return min(config.arch.max_length, most, tokenizer.max_length)
+
+
+def model_of(config: TextConfig, data: TextData) -> "Encoder | Pretrained":
+    """The model with its first weights, drawn from torch's generator where they are new."""
+    if not config.is_pretrained:
+        return Encoder(config.arch, num_classes=len(data.classes), dropout=config.dropout)
+    from whet.recipes.text.pretrained import load_pretrained
+
+    return load_pretrained(
+        Path(model_folder(config.model)),
+        classes=data.classes,
+        is_multi_label=data.is_multi_label,
+        dropout=config.dropout,
+        frozen=config.freeze,
+        lora=config.lora,
+    )
+
+
+def kept_of(config: TextConfig, data: TextData) -> dict[str, Any]:
+    """What a run keeps of its model besides the weights: nothing of the small encoder, whose sizes are keys."""
+    if not config.is_pretrained:
+        return {}
+    from whet.recipes.text.pretrained import pretrained_config
+
+    written = pretrained_config(
+        model_folder(config.model), classes=data.classes, is_multi_label=data.is_multi_label, dropout=config.dropout
+    )
+    return {MODEL_CONFIG: written}
+
+
+def kept_model(config: TextConfig, kept: dict[str, Any]) -> "Encoder | Pretrained":
+    """The model of a run without its weights; neither the hub nor the folder it came from is asked."""
+    if MODEL_CONFIG not in kept:
+        return Encoder(config.arch, num_classes=len(kept["classes"]), dropout=config.dropout)
+    from whet.recipes.text.pretrained import empty_pretrained
+
+    return empty_pretrained(kept[MODEL_CONFIG], dropout=config.dropout, frozen=config.freeze, lora=config.lora)
