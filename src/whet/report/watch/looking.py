@@ -26,7 +26,7 @@ from whet.web.refusal import RefusedError
 _KEPT_RUNS = 16
 _KEPT_BLOCKS = 40_000
 """Of 256 events each, over all runs that are kept open: a run of 5 million events has half of them."""
-_SHARE = 0.1
+_SHARE = 0.03
 """Of the time at most is spent on one run."""
 
 
