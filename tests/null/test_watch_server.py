@@ -33,6 +33,7 @@ from whet.run import lock
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run, versions
 from whet.run.live import LiveHistory
+from whet.web.limits import Limits
 from whet.web.refusal import RefusedError
 
 CANARY = "canary-9f2c61"
@@ -448,6 +449,24 @@ def test_names_and_logs_are_inert_in_every_answer(server: Served, tell: Tell) ->
     assert tags.handlers == []
     assert "default-src 'self'" in page.headers["content-security-policy"]
     tell(f"G11: {len(PAYLOADS)} payloads in names, settings and logs: {len(checked)} answers, all plain text or JSON")
+
+
+@pytest.mark.slow
+def test_slow_clients_are_cut_off_at_the_deadlines_that_users_have(server: Served, tell: Tell) -> None:
+    process, limits, begun = psutil.Process(server.process.pid), Limits(), time.monotonic()
+    assert until(lambda: not process.net_connections("tcp")[2:])
+    before = process.num_fds()
+    slow = [server.connect() for _ in range(500)]
+    for connection in slow:
+        with contextlib.suppress(OSError):
+            connection.sendall(b"GET / HTTP/1.1\r\n")
+    assert process.num_fds() < limits.connections + 60
+    assert until(lambda: process.num_fds() <= before, seconds=limits.receive_seconds + 10)
+    tell(
+        f"G5: 500 slow connections gone after {time.monotonic() - begun:.1f} s (deadline {limits.receive_seconds:g} s)"
+    )
+    for connection in slow:
+        connection.close()
 
 
 # A run that is being trained.
