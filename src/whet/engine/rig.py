@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whet.base.errors import WhetError
+from whet.base.garbage import no_garbage_collection
 from whet.checkpoint.randomness import undisturbed
 from whet.data.batch import GlobalBatch, Micro, Position
 from whet.data.cut import Lengths
@@ -29,7 +30,7 @@ from whet.engine.borrowing import borrowed, threads_kept
 from whet.engine.building import Parts, build, open_planned_source
 from whet.engine.recovery import let_go
 from whet.engine.training import Training
-from whet.engine.while_training import Compiled, no_garbage_collection
+from whet.engine.while_training import Compiled
 from whet.engine.workload import calls_attention, measure_activation_bytes
 from whet.measure.candidates import has_attention_choice, planned, predicted_bytes
 from whet.measure.rig import Agreement, FailureKind, ProbeFailedError

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError, WhetError
+from whet.base.garbage import no_garbage_collection
 from whet.checkpoint import store
 from whet.data.batch import GlobalBatch, Micro
 from whet.engine.careful import CarefulSteps, MustGoBackError
@@ -47,7 +48,6 @@ from whet.engine.signals import StopRequests
 from whet.engine.starting import exists
 from whet.engine.training import read_training
 from whet.engine.tuning import OpenRig, tuned_plan
-from whet.engine.while_training import no_garbage_collection
 from whet.machine.awake import NO_CAFFEINATE, kept_awake
 from whet.machine.vitals import Reader
 from whet.plan.plan import Plan

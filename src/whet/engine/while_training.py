@@ -1,6 +1,5 @@
 """What holds while a run trains, and is put back afterwards."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,23 +46,6 @@ def _compiled_call(part: nn.Module, is_dynamic: bool | None) -> Any:
     part.compile(dynamic=is_dynamic)
     call, part._compiled_call_impl = part._compiled_call_impl, before
     return call
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Keeps the collector out of the steps: a full pass over a large process takes longer than a step.
-
-    What is there already is set aside, so that the passes between epochs look at what is new only.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

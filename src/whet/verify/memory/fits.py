@@ -17,7 +17,7 @@ from whet.plan.workload import Workload
 from whet.step.blocks import find_blocks
 from whet.verify.answering import fake_mode
 from whet.verify.memory.estimate import Estimate, estimate
-from whet.verify.subject import Subject
+from whet.verify.subject import Specimen, Subject
 
 
 class Fit(Record):
@@ -71,13 +71,14 @@ def fits(
     global_batch_size: int | None = None,
     wishes: Mapping[str, Scalar] | None = None,
     conditions: Conditions | None = None,
+    specimen: Specimen | None = None,
 ) -> tuple[Fit, ...]:
     """For each machine, the known ones unless told otherwise: the most samples at once that its plan's limit allows.
 
     Device, precision and limit are those that the machine's plan would have with these wishes. `conditions` are what is
-    free now, for the machine that this is.
+    free now, for the machine that this is; `specimen` is one of the subject, where it was made already.
     """
-    workload, has_blocks = _describe(subject, global_batch_size)
+    workload, has_blocks = _describe(subject, specimen, global_batch_size)
 
     @cache
     def estimated(device: str, precision: str, kernels: str, is_checkpointed: bool) -> Estimate:
@@ -134,10 +135,11 @@ def _fit(plan: Plan, estimated: Callable[[str, str, str, bool], Estimate], *, ha
     )
 
 
-def _describe(subject: Subject, global_batch_size: int | None) -> tuple[Workload, bool]:
+def _describe(subject: Subject, specimen: Specimen | None, global_batch_size: int | None) -> tuple[Workload, bool]:
     """What the plan must know of a model, and whether it has blocks that can be computed again."""
-    with fake_mode():
-        specimen = subject.make()
+    if specimen is None:
+        with fake_mode():
+            specimen = subject.make()
     model = specimen.model
     workload = Workload(
         recipe=subject.name,

@@ -107,7 +107,9 @@ class Lifetimes(TorchDispatchMode):
         return Window(live=live, num_moments=end - start)
 
     def _follow(self, tensor: Tensor, label: str) -> Life:
-        storage = tensor.untyped_storage()
+        # Past the modes that watch functions: each would be asked about every tensor.
+        with torch._C.DisableTorchFunction():
+            storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._ledger.alive.get(key)
         if known is not None:

@@ -83,7 +83,7 @@ def check(subject: Subject, *, device: str = "mps", machine: Machine | None = No
     findings += _stopped(traced)
     about_causality = list(_causality(subject, traced))
     findings += about_causality
-    fitting, why_not = _memory(subject, device, machine)
+    fitting, why_not = _memory(subject, traced.specimen, device, machine)
     findings += _too_small(fitting) if machine else []
     return Checked(
         subject=subject.name,
@@ -188,12 +188,14 @@ def _is_causal(specimen: Specimen, findings: list[Finding]) -> bool | None:
     return not findings
 
 
-def _memory(subject: Subject, device: str, machine: Machine | None) -> tuple[tuple[Fit, ...], str | None]:
+def _memory(
+    subject: Subject, specimen: Specimen, device: str, machine: Machine | None
+) -> tuple[tuple[Fit, ...], str | None]:
     """What fits where, or why that is not known."""
     machines = (machine,) if machine else tuple(m for m in known_machines() if _main_device(m) == device)
     try:
         with undisturbed_trace():
-            found = fits(subject, machines, wishes={"device": device})
+            found = fits(subject, machines, wishes={"device": device}, specimen=specimen)
     except Exception as error:
         return (), (str(error).splitlines() or [type(error).__name__])[0][:200]
     return found, None
