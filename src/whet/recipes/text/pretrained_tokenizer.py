@@ -87,7 +87,7 @@ class PretrainedTokenizer:
 def write_files(files: dict[str, str], folder: Path) -> None:
     """Writes a tokenizer's files; names come from a run folder, so none may lead out of `folder`."""
     for name, written in files.items():
-        if not set(name) <= _PLAIN_NAME or name.startswith("."):
+        if not name or not set(name) <= _PLAIN_NAME or name.startswith("."):
             raise WhetError("a saved tokenizer has a file of a strange name", got=name[:100], try_="another run")
         (folder / name).write_text(written, encoding="utf-8")
 
