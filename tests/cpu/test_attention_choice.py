@@ -96,9 +96,10 @@ def test_what_a_kernel_cannot_do_goes_to_the_next_one():
     assert q.grad is not None
 
 
-def test_a_kernel_is_refused_where_the_device_or_the_model_has_none():
+def test_a_kernel_is_refused_where_the_device_or_the_model_has_none(tmp_path):
     with pytest.raises(UsageError, match="cpu has no such attention kernel"):
-        train("efficient")
+        train("efficient", run=tmp_path / "never")
+    assert not (tmp_path / "never").exists()
     with pytest.raises(UsageError, match="no choice of attention kernels"):
         Fake().attention("flash")
     with pytest.raises(UsageError, match="does not call torch's scaled_dot_product_attention"):

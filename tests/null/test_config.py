@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from whet.base.errors import UsageError
 from whet.config.resolve import resolve
 from whet.config.words import flatten, nest, read_value, read_words
+from whet.plan.rules import ALL
 from whet.recipes.text.config import TextConfig
 
 
@@ -100,6 +101,20 @@ def test_yaml_pitfalls(tmp_path: Path) -> None:
     config = resolve(TextConfig, file=file).config
     assert config.lr == 1e-4
     assert (config.compile, config.mps_fallback, config.data) == ("on", "off", None)
+
+
+def test_what_a_rule_can_be_overridden_with_can_be_said() -> None:
+    # "unused" is what a rule says where a setting means nothing.
+    words = [
+        f"{rule.setting}={value}"
+        for rule in ALL
+        if rule.setting in TextConfig.plan_keys and "number" not in rule.law.text
+        for value in rule.law.text.split(" or ")
+        if value != "unused"
+    ]
+    assert "compile=blocks" in words
+    for word in words:
+        resolve(TextConfig, [word])
 
 
 def test_the_guides_names_are_understood() -> None:

@@ -87,7 +87,11 @@ def test_what_it_has_not_is_told(path: Path, tmp_path: Path) -> None:
     with pytest.raises(whet.WhetError, match="no such axis"):
         whet.open_run(path).plot(by="epoch")  # type: ignore[arg-type]
     empty = create_run(tmp_path / "e", recipe="text", config={}, plan={}, machine={}, versions={}, command=[])
+    with pytest.raises(whet.WhetError, match="needs points"):
+        whet.open_run(path).curves(points=0)
     picture = whet.open_run(empty.path).plot()
+    with pytest.raises(whet.WhetError, match="is SVG"):
+        picture.save(tmp_path / "e.png")
     assert "no steps yet" in texts(picture.svg)
     saved = picture.save(tmp_path / "e.svg")
     assert saved.read_text() == picture.svg

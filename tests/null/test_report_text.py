@@ -145,6 +145,14 @@ def test_escape_sequences_of_a_foreign_folder_do_not_reach_the_terminal() -> Non
     assert "\x07" not in page
 
 
+def test_numbers_and_texts_of_a_damaged_folder_do_not_flood_the_page() -> None:
+    endless = SETTINGS[0].model_copy(update={"reason": "x" * 20_000})
+    page = render(report(seconds={"forward": math.inf, "data": math.nan}, settings=(endless,)))
+    assert len(page) < 10_000
+    assert "20,000 characters" in page.replace("\n", " ")
+    assert "unknown  forward" in page
+
+
 def test_a_run_that_never_started_is_short() -> None:
     empty = Loss(first=None, last=None, best=None, best_step=None, curve=points_of({}, field="loss"))
     page = render(

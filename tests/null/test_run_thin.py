@@ -107,6 +107,15 @@ def test_of_void_blocks_only_what_stays_true_is_read(tmp_path: Path, monkeypatch
     assert sum(block.kinds.get("health", 0) for block in blocks) > 60 * BLOCK_EVENTS // 100
 
 
+def test_more_samples_than_can_be_counted_are_unknown(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    for step, samples in ((1, 8), (2, 10**300), (3, -(10**300))):
+        log.append("step", step=step, loss=1.0, samples=samples)
+    log.close()
+    points = thin_curves(tmp_path, points=10)["step/loss"].points
+    assert [point.samples for point in points] == [8, None, None]
+
+
 def test_a_changed_line_does_not_hide_its_neighbours(tmp_path: Path) -> None:
     """Events are found where the index says; if something else lies there, the block is read as a whole."""
     write(tmp_path, steps=400)

@@ -1,5 +1,7 @@
 """Numbers and names as people read them: bytes, seconds, counts; nothing that steers a terminal."""
 
+import math
+
 GB = 1024**3
 """One GB as Apple and memory makers count it: 2**30 bytes, so an "8 GB" Mac holds 8 * GB."""
 
@@ -27,6 +29,8 @@ def show_seconds(seconds: float) -> str:
     >>> show_seconds(0.0042), show_seconds(38), show_seconds(14 * 60), show_seconds(2 * 3600 + 5 * 60)
     ('4 ms', '38 s', '14 min', '2 h 5 min')
     """
+    if not math.isfinite(seconds):
+        return "unknown"
     if seconds < 0.95:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 10:

@@ -85,7 +85,9 @@ class CommonConfig(BaseModel):
     )
     eval_batch: PositiveInt | Auto = Field("auto", description="samples evaluated at once")
     precision: Precision | Auto = Field("auto", description="number format of matrix products")
-    compile: Switch | Auto = Field("auto", description="torch.compile the model")
+    compile: Annotated[Literal["off", "blocks", "on"], BeforeValidator(_as_switch)] | Auto = Field(
+        "auto", description="torch.compile the model, or its repeated blocks"
+    )
     graph: Switch | Auto = Field("auto", description="capture whole steps and replay them (CUDA)")
     activation_checkpointing: Switch | Auto = Field("auto", description="compute activations again in backward")
     layout: Literal["contiguous", "channels_last"] | Auto = Field(

@@ -125,9 +125,12 @@ class AbstractDevice(ABC):
 
     def attention(self, kernel: str) -> AbstractContextManager[object]:
         """While entered, torch's attention takes this kernel first; "torch" leaves the choice to it."""
-        if kernel == "torch":
-            return contextlib.nullcontext()
-        if kernel not in self.attention_kernels:
+        self.refuse_attention(kernel)
+        return contextlib.nullcontext() if kernel == "torch" else preferring(kernel)
+
+    def refuse_attention(self, kernel: str) -> None:
+        """Refuses an attention kernel that this device does not have."""
+        if kernel not in ("torch", *self.attention_kernels):
             has = ", ".join(self.attention_kernels)
             raise UsageError(
                 f"{self.kind} has no such attention kernel"
@@ -136,7 +139,6 @@ class AbstractDevice(ABC):
                 got=f"attention={kernel}",
                 try_="attention=" + " or ".join(("torch", *self.attention_kernels)),
             )
-        return preferring(kernel)
 
     def guard(self, *, has_fallback: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
         """What holds while a run trains here, e.g. a look-out for failures that raise nothing."""

@@ -77,6 +77,8 @@ def build(
     device.put_model(model, own)
     layout = layout or Layout(model)
     device.refuse_layout(str(plan.value("layout")))
+    if "attention" in plan.settings:
+        device.refuse_attention(str(plan.value("attention")))
     layout.use(str(plan.value("layout")), own)
     graphs, why_no_graphs = _open_graphs(plan, device)
     if isinstance(optimizer, OptimizerChoice):

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from whet.base.errors import UsageError
 from whet.report.picture import round_ticks, safe, text_at
 from whet.run import durable
 
@@ -47,6 +48,8 @@ class Picture:
     def save(self, path: Path | str) -> Path:
         """Writes the picture; a file of that name is replaced."""
         path = Path(path).expanduser().absolute()
+        if path.suffix.lower() not in ("", ".svg"):
+            raise UsageError("the picture is SVG", got=path.name, try_=f"{path.stem}.svg")
         durable.write_file(path, data=self.svg.encode())
         return path
 

@@ -31,6 +31,8 @@ class OpenedRun(folder.Run):
         steps from there to the next point `mean`, `low` and `high`; NaN where there is none. Each has at most `points`
         points, and a spike stays in `high`. `pandas.DataFrame(run.curves()["train/loss"])` makes a table of one.
         """
+        if points < 1:
+            raise UsageError("a curve needs points", got=f"points={points}", try_=f"points={POINTS}")
         found = thin_curves(History(self), points=points)
         return {outside_name(curve.kind, curve.field): _lists(curve.points) for curve in found.values()}
 

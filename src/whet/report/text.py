@@ -15,6 +15,8 @@ _LABEL = 10
 _CURVE_HEIGHT = 8
 _CURVE_WIDTH = 100
 _MOST_HAPPENINGS = 12
+_LONGEST = 4_000
+"""Characters of one text; a damaged plan may give a reason of megabytes, which would take a minute to wrap."""
 
 
 def render(report: Report, *, width: int = 100, unicode: bool = True, has_settings: bool = True) -> str:
@@ -190,5 +192,7 @@ def _wrapped(text: str, *, width: int, indent: str = "", hanging: str | None = N
 
 
 def _clean(text: str) -> str:
-    """The text without anything that could steer a terminal: a run folder may come from anywhere."""
+    """The text without anything that could steer a terminal or fill it: a run folder may come from anywhere."""
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]} ... ({len(text):,} characters)"
     return "".join(char if char.isprintable() else " " for char in text)

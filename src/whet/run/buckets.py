@@ -15,6 +15,8 @@ from whet.run.thin import Curve, CurvePoint
 
 T = TypeVar("T")
 _MOST_FRESH = 256
+_MOST_SAMPLES = 2**53
+"""A damaged log may tell of more; a number of samples that is not exact is none."""
 _MOST_READ = 4_096
 """More events than this, of a kind that is no step, are not read one by one if their blocks are points enough."""
 
@@ -115,7 +117,7 @@ class _Rows:
             nonfinite.astype(np.int64).tolist(),
             self.times[firsts].tolist(),
             self.elapsed[firsts].tolist(),
-            _known(np.rint(self.samples[firsts]), ~np.isfinite(self.samples[firsts])),
+            _known(np.rint(self.samples[firsts]), ~(np.abs(self.samples[firsts]) < _MOST_SAMPLES)),
             strict=True,
         )
         made = [
