@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_bert import NUM_POSITIONS, write_rows, write_tiny_bert
 
+from tiny_bert import NUM_POSITIONS, write_rows, write_tiny_bert
 from whet.base.errors import UsageError, WhetError
 from whet.config.resolve import resolve
 from whet.data.ragged import Ragged

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_bert import write_rows, write_tiny_bert
 
+from tiny_bert import write_rows, write_tiny_bert
 from whet.checkpoint.randomness import seed_randomness
 from whet.config.resolve import resolve
 from whet.data.order import epoch_order

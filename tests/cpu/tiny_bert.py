@@ -6,7 +6,31 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-WORDS = "the a some of in for with and or but fox fern flint red green blue one two three four five six seven".split()
+WORDS = [
+    "the",
+    "a",
+    "some",
+    "of",
+    "in",
+    "for",
+    "with",
+    "and",
+    "or",
+    "but",
+    "fox",
+    "fern",
+    "flint",
+    "red",
+    "green",
+    "blue",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 NUM_POSITIONS = 24
 
