@@ -199,6 +199,8 @@ def test_a_torn_last_line_waits_for_its_rest(stage: Stage) -> None:
     with (torn / EVENTS_FILE).open("ab") as file:
         file.write(b'ss":0.5}\n')
     expect(steps).to_have_text("31")
+    shutil.rmtree(torn)
+    expect(page.get_by_role("status").first).to_contain_text("the run is gone")
 
 
 def test_what_a_run_says_stays_text(stage: Stage) -> None:

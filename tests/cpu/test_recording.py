@@ -162,6 +162,8 @@ def test_of_many_classes_the_rarest_become_one() -> None:
         ({"accuracy": None}, "'accuracy' is not a number"),
         ({"table": {"labels": ["a"], "counts": [[1]]}}, "'table' is not a number"),
         ({"confusion": {"labels": ["a", "b"], "counts": [[1, 2]]}}, "a row and a column for each label"),
+        ({"confusion": {"labels": ["a"], "counts": [[-1]]}}, "counts samples"),
+        ({"confusion": [[1]]}, 'try: {"labels"'),
         ({"confusion": {"labels": [], "counts": []}}, "a row and a column for each label"),
         ({"confusion": {"labels": ["a"], "counts": [["x"]]}}, "a row and a column for each label"),
         ({"samples": ["text"]}, "samples are maps"),

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,29 @@ def test_a_file_that_is_no_report_stays(runs: Path) -> None:
     Path("a.html").write_text("<!doctype html>mine")
     assert whet(["report", str(runs / "a"), "--html"]) == 2
     assert Path("a.html").read_text() == "<!doctype html>mine"
+
+
+def test_a_file_of_a_run_is_never_replaced(runs: Path) -> None:
+    for file in (runs / "b" / "events.jsonl", runs / "b" / "plan.json"):
+        before = file.read_bytes()
+        assert whet(["report", str(runs / "a"), "--json", "--out", str(file)]) == 2
+        assert file.read_bytes() == before
+
+
+def test_standard_output_can_be_meant_closed_or_full(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert whet(["report", str(runs / "a"), "--html", "--out", "-"]) == 0
+    assert capsys.readouterr().out.startswith("<!doctype html>")
+    assert not Path("-").exists()
+    command = [sys.executable, "-m", "whet", "report", str(runs / "a")]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (1, "error: the disk is full")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert whet(["report", str(runs / "a")]) == 0
+        sys.stdout.close()
 
 
 def test_runs_side_by_side_as_text_markdown_and_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The entry point: finds the verb, and turns every failure into three lines and an exit code."""
 
+import errno
 import os
 import sys
 import sysconfig
@@ -85,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command; its exit code."""
+    if sys.stdout is None:  # Closed by the caller (whet train ... >&-): there is work to do all the same.
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     switches = {"--quiet", "--debug"}
     screen.quiet = "--quiet" in arguments
     debug = screen.debug = "--debug" in arguments
@@ -128,6 +131,8 @@ def _as_failure(error: BaseException) -> WhetError:
     if "does not have a deterministic implementation" in got:
         what = "an operator has no deterministic form"
         return WhetError(what, got=got.partition(",")[0], try_="deterministic=off, or another operator")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return WhetError("the disk is full", got=str(error), try_="make room, or write elsewhere")
     if yours:
         where = f"{Path(yours[-1].filename).name}:{yours[-1].lineno} in {yours[-1].name}()"
         return WhetError("your code failed", got=f"{got} ({where})", try_="--debug shows the whole way there")

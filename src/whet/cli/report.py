@@ -15,7 +15,9 @@ def report(
     html: Annotated[bool, typer.Option("--html", help="Write one HTML file, NAME.html or as --out says.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print as Markdown, for an issue or a README.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to this file instead.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write to this file; - is standard output.")
+    ] = None,
 ) -> None:
     """What a run did, and how to go on; several runs are compared.
 
@@ -37,6 +39,8 @@ def report(
         read_header(run.expanduser().absolute())
     if html and out is None:
         out = _own_file(Path(f"{runs[0].absolute().name}.html" if len(runs) == 1 else "comparison.html"))
+    if out == Path("-"):
+        out = None
     if out is not None:
         out = _writable(out)
     text = _html(runs) if html else _markdown(runs) if markdown else _json(runs) if json else _text(runs)
@@ -66,13 +70,17 @@ def _own_file(path: Path) -> Path:
 
 def _writable(out: Path) -> Path:
     from whet.base.errors import UsageError
+    from whet.report.page.html import is_report
     from whet.run import durable
+    from whet.run.folder import RUN_FILE
 
     out = out.expanduser()
     if out.is_dir():
         raise UsageError("the report is a file", got=f"{out} is a folder", try_=f"--out {out / 'report.html'}")
     if not out.absolute().parent.is_dir():
         raise UsageError("no such folder for the report", got=out.parent, try_=f"mkdir -p {out.parent}")
+    if out.exists() and any((folder / RUN_FILE).is_file() for folder in out.resolve().parents) and not is_report(out):
+        raise UsageError("that file belongs to a run", got=out, try_=f"--out {out.name}")
     durable.check_writable(out.absolute())
     return out
 

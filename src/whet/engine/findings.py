@@ -17,6 +17,7 @@ MOST_SAMPLES = 16
 MOST_NAMES = 8
 MOST_CHARACTERS = 300
 REST = "(other)"
+_MATRIX = '{"labels": ["a", "b"], "counts": [[8, 2], [2, 8]]}'
 
 
 def read_findings(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def _read(name: str, value: Any) -> Any:
         raise UsageError(
             f"the metric {name!r} is not a number",
             got=f"{type(value).__name__}: {error}",
-            try_='a number; other things are named "confusion" and "samples"',
+            try_=_MATRIX if _ends(name, "confusion") else 'a number; other things are named "confusion" and "samples"',
         ) from None
 
 
@@ -62,8 +63,10 @@ def _confusion(value: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(
             "a confusion matrix needs a row and a column for each label",
             got=f"labels {_short(repr(labels))}, counts {_short(repr(counts))}",
-            try_='{"labels": ["a", "b"], "counts": [[8, 2], [2, 8]]}',
+            try_=_MATRIX,
         )
+    if min(map(min, rows)) < 0:
+        raise UsageError("a confusion matrix counts samples", got=f"counts {_short(repr(counts))}", try_=_MATRIX)
     return _merged(names, rows) if len(names) > MOST_CLASSES else {"labels": names, "counts": rows}
 
 

@@ -71,7 +71,9 @@ class Shown {
     this.listening = new Listening(ids, {
       hello: fetchIt,
       run: fetchIt,
-      runs: () => {},
+      runs: ({ removed }) => {
+        if (ids.some((id) => removed.includes(id))) say("the run is gone; this was read before");
+      },
       lost: () => say("not connected; trying again"),
     });
   }
