@@ -247,6 +247,13 @@ def test_a_simulated_search_without_time_says_what_it_left_out() -> None:
     assert any("no time was left for" in line for line in found.words)
 
 
+def test_a_simulated_machine_that_takes_long_to_start_is_told_why_nothing_was_tried() -> None:
+    rig = SimulatedRig(PLAN, lambda _plan: 0.05, recovery_seconds=18.0)
+    found = search(PLAN, rig, budget_seconds=20)
+    assert found.trials == ()
+    assert "starting took 18 s here" in found.words[-1]
+
+
 def test_a_simulated_rule_plan_that_cannot_be_tried_ends_the_search() -> None:
     rig = SimulatedRig(PLAN, lambda _plan: 0.05, failure=lambda _plan: "crash")
     found = search(PLAN, rig, budget_seconds=8)

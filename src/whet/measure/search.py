@@ -251,6 +251,12 @@ def _summary(state: _State, reason: str) -> Iterator[str]:
     late = dict.fromkeys(f"{c.setting}={show_value(c.value)}" for c in state.out_of_time)
     if late:
         yield f"no time was left for {', '.join(late)}"
+    recovery = _recovery(state)
+    if late and not tried and recovery > state.bench.budget.spent:
+        yield (
+            f"starting took {show_seconds(recovery)} here, and as much is kept for a trial that has to be stopped: "
+            "a larger --budget, or a quieter machine, leaves time for trials"
+        )
     if any("not quiet" in trial.words for trial in state.trials):
         yield "the machine is not quiet: times changed while they were measured"
 

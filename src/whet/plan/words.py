@@ -13,6 +13,8 @@ Row = tuple[str, str, str, str]
 """A setting for a screen: name, value, why, from."""
 
 _LEAST_WHY = 24
+_LONGEST_WHY = 4_100
+"""A damaged plan may give a reason of megabytes, which would take a minute to wrap."""
 
 
 def workload_line(workload: Workload) -> str:
@@ -47,7 +49,7 @@ def settings_table(rows: Sequence[Row], *, width: int) -> list[str]:
     why = min(why, max(len(row[2]) for row in table))
     lines: list[str] = []
     for row in table:
-        parts = textwrap.wrap(row[2], why) or [""]
+        parts = textwrap.wrap(row[2][:_LONGEST_WHY], why) or [""]
         lines.append(f"{row[0]:<{name}}  {row[1]:<{value}}  {parts[0]:<{why}}  {row[3]}".rstrip())
         lines += [" " * (name + value + 4) + part for part in parts[1:]]
     return lines
@@ -65,7 +67,7 @@ def show_value(value: object) -> str:
 def _stacked(row: Row, *, width: int) -> Iterator[str]:
     name, value, why, source = row
     yield from textwrap.wrap(f"{name}: {value} ({source})", width, subsequent_indent="  ")
-    yield from textwrap.wrap(why, width, initial_indent="  ", subsequent_indent="  ")
+    yield from textwrap.wrap(why[:_LONGEST_WHY], width, initial_indent="  ", subsequent_indent="  ")
 
 
 def _source(setting: Setting) -> str:

@@ -102,6 +102,7 @@ class Report(StrictRecord):
     step: int
     total_steps: int | None
     epoch: float | None
+    """Of the newest step, from 0 on."""
     samples: int | None
     wall_seconds: float
     """From the first event to the last."""
