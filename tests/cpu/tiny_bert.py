@@ -6,31 +6,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-WORDS = [
-    "the",
-    "a",
-    "some",
-    "of",
-    "in",
-    "for",
-    "with",
-    "and",
-    "or",
-    "but",
-    "fox",
-    "fern",
-    "flint",
-    "red",
-    "green",
-    "blue",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-]
+FILLERS = ["the", "a", "some", "of", "in", "for", "with", "and", "or", "but"]
+NUMBERS = ["one", "two", "three", "four", "five", "six", "seven"]
+WORDS = [*FILLERS, "fox", "fern", "flint", "red", "green", "blue", *NUMBERS]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 NUM_POSITIONS = 24
 

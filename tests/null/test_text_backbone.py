@@ -1,6 +1,8 @@
 """What `model=` means before torch is there: defaults, sizes, refusals."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,16 @@ def test_a_kept_tokenizer_writes_nowhere_else(tmp_path: Path, name: str) -> None
     with pytest.raises(WhetError, match="strange name"):
         write_files({name: "x"}, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_commands_of_the_page_mean_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "text.md").read_text()
+    commands = re.findall(r"^\$ whet (?:train|plan) text (.*?)(?:\s+#.*)?$", page, re.MULTILINE)
+    assert len(commands) == 8
+    (tmp_path / "models").mkdir()
+    model(tmp_path / "models" / "scibert")
+    (tmp_path / "reviews.csv").write_text("text,label\n")
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        words = [word for word in shlex.split(command) if re.match(r"[a-z_.]+=", word)]
+        assert describe(config(*words)).num_parameters
