@@ -98,7 +98,9 @@ def trained(words: list[str], *, seed: int, device: str) -> dict[str, Any]:
     resolved = resolve(recipe.Config, [*words, f"seed={seed}"])
     with tempfile.TemporaryDirectory() as scratch:
         began = time.perf_counter()
-        train_recipe(recipe, resolved, run=Path(scratch) / "run", device=device)
+        result = train_recipe(recipe, resolved, run=Path(scratch) / "run", device=device)
+        if result.state != "done":
+            sys.exit(result.exit_code)
         seconds = time.perf_counter() - began
         opened = open_run(Path(scratch) / "run")
         told = {name: event for event in read_events(opened, kinds=("eval",)) for name in event.fields}
