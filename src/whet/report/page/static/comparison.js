@@ -4,7 +4,7 @@ import { Chart } from "./chart.js";
 import { dot, seriesColour } from "./paint.js";
 import { lineOf, seriesOf, trackOf } from "./curves.js";
 import { Settings, settingsBar } from "./settings.js";
-import { extentOf } from "./run_charts.js";
+import { extentOf, isOnCpu } from "./run_charts.js";
 import { statePill, tilesOf } from "./head.js";
 import { sayName } from "./words.js";
 
@@ -121,7 +121,9 @@ function kindsOf(runs) {
       ]),
     ["step", "samples_per_second", "speed", "Samples trained in each second.", { floor: 0 }],
     ["health", "memory/process", "memory of the process", "What each process held.", { floor: 0 }],
-    ["health", "memory/allocated", "memory of tensors", "What tensors took on the device.", { floor: 0 }],
+    ...(runs.every(isOnCpu)
+      ? [] // There it is what the process holds, once more.
+      : [["health", "memory/allocated", "memory of tensors", "What tensors took on the device.", { floor: 0 }]]),
     ["health", "use/gpu", "use of the GPU", "How busy it was.", { floor: 0 }],
     ["step", "lr", "learning rate", "The schedules.", { floor: 0, steady: true }],
     ["step", "grad_norm", "gradient norm", "How hard the samples pull at the weights.", { floor: 0, logs: true }],

@@ -156,10 +156,13 @@ export class RunCharts {
   }
 }
 
-/** On the CPU there is no counter for tensors: what is counted is the process. */
+/** Where there is no counter for tensors: what is counted is the process. */
+export function isOnCpu(view) {
+  return view.report.settings.find((setting) => setting.name === "device")?.value === "cpu";
+}
+
 function namesOn(view) {
-  const device = view.report.settings.find((setting) => setting.name === "device")?.value;
-  return device === "cpu" ? { "memory/allocated": "this process" } : {};
+  return isOnCpu(view) ? { "memory/allocated": "this process" } : {};
 }
 
 function isSaidTwice(line, track, names) {
