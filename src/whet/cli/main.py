@@ -81,7 +81,15 @@ def whet(version: bool = typer.Option(False, "--version", help="Print the versio
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits with its code."""
+    _hold_standard_streams()
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def _hold_standard_streams() -> None:
+    """A closed one would be given to the next file that is opened, and messages would be written into that."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import WhetError
@@ -48,7 +48,7 @@ def yours_aside() -> AbstractContextManager[object]:
 def note(text: str) -> None:
     """What is good to know beside the result."""
     if not quiet:
-        print(printable(text), file=sys.stderr)
+        _aside(text)
 
 
 @contextmanager
@@ -68,7 +68,14 @@ def measuring(name: str) -> "Iterator[Watch | None]":
 
 def error(problem: WhetError) -> None:
     """A failure in three lines."""
-    print(printable(f"error: {problem}"), file=sys.stderr)
+    _aside(f"error: {problem}")
+
+
+def _aside(text: str) -> None:
+    """On standard error, as far as it is there: a full disk behind it must end no training."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(printable(text), file=sys.stderr)
 
 
 def width() -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 
 from whet.cli import screen
@@ -74,11 +74,12 @@ class _Screen:
 
     def _watch(self) -> bool:
         """Whether it ended for good."""
-        looked, size, move = -_LOOK_SECONDS, self._console.size, 0
+        looked, size, move = -_LOOK_SECONDS, _size(), 0
         while not self._is_asked_to_rest:
-            if move or size != self._console.size or time.monotonic() - looked >= _LOOK_SECONDS:
-                size, looked = self._console.size, time.monotonic()
-                self._draw(size.width, size.height, move)
+            if move or size != _size() or time.monotonic() - looked >= _LOOK_SECONDS:
+                size, looked = _size(), time.monotonic()
+                self._console.size = ConsoleDimensions(*size)
+                self._draw(*size, move)
             move = 0
             for key in _keys():
                 if key in _LEAVE:
@@ -90,6 +91,12 @@ class _Screen:
         paper = Paper(width=max(width, LEAST_WIDTH), height=max(height, LEAST_HEIGHT), unicode=screen.speaks_unicode())
         board = self._lookout.look(rows=num_rows(height), move=move)
         self._live.update(Group(*lines(board, paper, has_keys=sys.stdin.isatty())), refresh=True)
+
+
+def _size() -> tuple[int, int]:
+    """Columns and rows of the terminal as it is now, whatever COLUMNS and LINES said when we began."""
+    found = os.get_terminal_size(sys.stdout.fileno())
+    return found.columns, found.lines
 
 
 def _keys() -> list[bytes]:

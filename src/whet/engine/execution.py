@@ -57,8 +57,9 @@ class Execution:
         self._write_plan = write_plan
         self._note_inexact = note_inexact
         self._closing = ExitStack()
-        # What the optimizer keeps for the weights goes along.
-        self._closing.callback(parts.layout.use, "contiguous", parts.stepper.optimizer)
+        if self.plan.value("layout") != "contiguous":
+            # As the weights were found; what the optimizer keeps for them goes along.
+            self._closing.callback(parts.layout.use, "contiguous", parts.stepper.optimizer)
         self._evaluator = Evaluator(parts)
         self._closing.callback(self._evaluator.close)
         if "causal_mask" in self.plan.settings and self.plan.value("causal_mask") == "explicit":

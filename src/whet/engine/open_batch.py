@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
-from whet.engine.recorder import Show
+from whet.engine.recorder import Show, show_if_it_can
 from whet.engine.request import can_be_read_again, make_request, plan_by_rules
 from whet.engine.rig import StepRig
 from whet.engine.training import Training, read_training
@@ -90,14 +90,13 @@ def settled(
 
 def tell(show: Show | None, *lines: str) -> None:
     """Says what was measured, as events of a run are told."""
-    if show is not None:
-        for line in lines:
-            show("plan", {"changed": line})
+    for line in lines:
+        show_if_it_can(show, "plan", {"changed": line})
 
 
 def watch_of(show: Show | None) -> Watch | None:
     """How far a measurement is, told as an event."""
-    return None if show is None else lambda progress: show("measuring", progress.as_event())
+    return None if show is None else lambda progress: show_if_it_can(show, "measuring", progress.as_event())
 
 
 def refuse_stream(data: Any) -> None:

@@ -27,6 +27,14 @@ _MOST_NAMED = 64
 Show = Callable[[str, dict[str, Any]], None]
 """Is told of every kind of event with its fields; it may draw, and cannot change the run."""
 
+
+def show_if_it_can(show: Show | None, kind: str, fields: dict[str, Any]) -> None:
+    """Before there is a run to write a refusal into: a screen that refuses (a full disk, a closed pipe) ends nothing."""
+    if show is not None:
+        with contextlib.suppress(OSError):
+            show(kind, fields)
+
+
 Watch = Callable[[list[tuple[int, float]]], None]
 """Is given steps and the seconds their computing took on the device's clock, many at once."""
 

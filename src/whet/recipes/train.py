@@ -10,7 +10,7 @@ from typing import Any
 from whet.checkpoint.randomness import seed_randomness
 from whet.config.resolve import Resolved
 from whet.engine.loop import Result, train
-from whet.engine.recorder import Show
+from whet.engine.recorder import Show, show_if_it_can
 from whet.engine.tuning import OpenRig
 from whet.engine.workload import seen_layers
 from whet.plan.workload import Workload
@@ -83,8 +83,8 @@ def train_recipe(
     """Trains a recipe in a run folder, or goes on with it; measured before if `open_rig` says how."""
     config = resolved.config
     made = ingredients(recipe, config)
-    if show is not None and (notes := getattr(made.data, "notes", ())):
-        show("data", {"notes": notes})
+    if notes := getattr(made.data, "notes", ()):
+        show_if_it_can(show, "data", {"notes": notes})
     outputs = getattr(recipe, "outputs", None)
     return train(
         made.model,
