@@ -84,6 +84,7 @@ def test_a_real_short_run_writes_a_result_a_page_and_a_picture(whet: Run, tiny: 
     assert "plain loop" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_value_whose_process_is_killed_is_a_row_and_the_rest_is_measured(whet: Run, tmp_path: Path) -> None:
     plant(tmp_path, "import os; len(micro) == 4 and os.kill(os.getpid(), 9)")
     done = whet(*WORDS, "--sweep", "micro_batch", "--budget", "90", "--json")

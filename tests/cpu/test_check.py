@@ -224,6 +224,7 @@ def test_the_command_says_it_in_every_form(whet: Run, tmp_path: Path) -> None:
     assert github[0].startswith(f"::error file={FLAWED},line={marked('ctc')[1]},title=missing-operator::MPS has no")
 
 
+@pytest.mark.slow
 def test_warnings_fail_only_when_asked(whet: Run) -> None:
     word = f"{FLAWED}:item_in_the_loop"
     assert whet("check", word).returncode == 0

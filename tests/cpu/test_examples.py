@@ -34,6 +34,7 @@ def test_the_example_runs(file: Path, tmp_path: Path) -> None:
     assert SAYS[file.name] in run(file, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_same_command_again_finds_the_run_done(tmp_path: Path) -> None:
     first = run(EXAMPLES / "three_lines.py", tmp_path)
     assert run(EXAMPLES / "three_lines.py", tmp_path) == first

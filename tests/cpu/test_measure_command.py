@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from places import Run
 
 RECIPE = """
@@ -85,6 +87,7 @@ def test_what_cannot_be_measured_is_refused(whet: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_short_training_says_that_it_is_not_measured(whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
     done = whet("train", "tiny.py", "epochs=11", "--run", "run")

@@ -107,6 +107,7 @@ def test_a_training_that_differs_by_itself_cannot_be_proved(prove_it: Prove, mut
     assert proof.total.kills == 0
 
 
+@pytest.mark.slow
 def test_a_metric_that_differs_by_itself_is_left_out_and_named(prove_it: Prove) -> None:
     proof = prove_it("mutant=unsteady metric", num_kills=3, disk_seconds=1.0)
     assert proof.verdict == "proved", proof
@@ -125,6 +126,7 @@ def test_a_training_that_fails_by_itself_is_an_error(prove_it: Prove) -> None:
 # --- faults in the proof itself -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_kills_that_never_happen_prove_nothing(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Life, "kill", lambda self: None)
     monkeypatch.setattr(kills, "MOST_EXTRA", 1)

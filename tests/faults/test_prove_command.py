@@ -20,6 +20,7 @@ RECIPE = str(Path(__file__).with_name("provable.py"))
 QUICK = ("--seed", "3", "--kills", "3", "--steps", "12", "--budget", "3")
 
 
+@pytest.mark.slow
 def test_a_starter_recipe_is_proved_and_its_run_too(whet: Run, tmp_path: Path) -> None:
     assert whet("init", "mine.py").returncode == 0
     done = whet("prove", "mine.py", "threads=1", *QUICK, "--json")
@@ -52,6 +53,7 @@ def test_a_run_is_proved_without_touching_it(whet: Run, tmp_path: Path) -> None:
     assert "proof     proved: " in render(summarize(tmp_path / "runs" / "mine"))
 
 
+@pytest.mark.slow
 def test_the_order_of_a_set_is_found_out(whet: Run) -> None:
     """Python orders sets of text anew in each process: forks of one process alone would not show it."""
     done = whet("prove", RECIPE, "threads=1", "mutant=order of a set", *QUICK)
@@ -94,6 +96,7 @@ def test_a_run_does_not_say_which_code_is_run(whet: Run, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_a_proof_that_is_stopped_leaves_nothing_behind(tmp_path: Path, number: int, code: int) -> None:
     words = [sys.executable, "-m", "whet", "prove", RECIPE, "threads=1", "--kills", "500", "--budget", "1"]
     with (tmp_path / "errors").open("w+") as errors:

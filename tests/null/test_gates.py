@@ -151,6 +151,7 @@ def test_calls_that_run_files_fail(copy: Path, file: str, line: str, said: str) 
     assert said in result.stdout
 
 
+@pytest.mark.slow
 def test_a_wrong_type_fails(copy: Path) -> None:
     plant(copy, "base/units.py", "\nBYTES: int = 'many'")
     result = check(copy, sys.executable, "-m", "mypy", "--cache-dir", str(copy / "cache"), "-p", "whet.base")

@@ -1,5 +1,6 @@
 """Memory estimates for MPS, against the peak that the virtual Mac's allocator counts while the same steps are made."""
 
+import pytest
 from virtual_process import INSTALL
 
 from conftest import Start
@@ -70,6 +71,7 @@ for family in (transformer, convolutions, perceptron):
 )
 
 
+@pytest.mark.slow
 def test_estimates_are_within_a_tenth_of_the_simulated_allocators_peak(python: Start) -> None:
     done = python(COMPARE)
     assert done.returncode == 0, done.stderr

@@ -120,6 +120,7 @@ def test_after_a_move_the_first_batch_is_compared_with_the_cpu(cli: Cli, table: 
     )
 
 
+@pytest.mark.slow
 def test_a_device_that_computes_something_else_simulated_is_refused_after_a_move(cli: Cli, table: Path) -> None:
     words = ("train", "text", f"data={table}", "epochs=6", "lr=3e-3", *SMALL, "--run", "wrong")
     cli.run(*words, "max_steps=20", "--device", "cpu", is_mac=False)

@@ -29,7 +29,7 @@ Show = Callable[[str, dict[str, Any]], None]
 
 
 def show_if_it_can(show: Show | None, kind: str, fields: dict[str, Any]) -> None:
-    """Before there is a run to write a refusal into: a screen that refuses (a full disk, a closed pipe) ends nothing."""
+    """Before there is a run to write a refusal into: a screen that refuses (full disk, closed pipe) ends nothing."""
     if show is not None:
         with contextlib.suppress(OSError):
             show(kind, fields)
