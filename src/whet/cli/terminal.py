@@ -8,7 +8,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -38,8 +38,7 @@ def watch_in_terminal(folder: Path, *, once: bool = False) -> None:
     # The training beside it comes first.
     with contextlib.suppress(OSError):
         os.nice(10)
-    with contextlib.suppress(KeyboardInterrupt), _ends_on_a_signal():
-        _Screen(lookout, console).show()
+    _Screen(lookout, console).show()
 
 
 class _Screen:
@@ -48,44 +47,41 @@ class _Screen:
     def __init__(self, lookout: Lookout, console: Console) -> None:
         self._lookout = lookout
         self._console = console
-        self._is_asked_to_rest = False
+        self._is_asked_to_rest = self._is_asked_to_leave = False
         self._live = Live(
             console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
         )
 
     def show(self) -> None:
-        """Until a key says enough."""
-        before = signal.signal(signal.SIGTSTP, self._rest)
-        try:
+        """Until a key or a signal says enough."""
+        with _asked_by(self._leave, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             while True:
-                with self._live, _single_keys():
-                    if self._watch():
-                        return
+                with _asked_by(self._rest, signal.SIGTSTP), self._live, _single_keys():
+                    self._watch()
+                if self._is_asked_to_leave:
+                    return
                 # Ctrl-Z: the shell gets its own screen back, and `fg` draws ours anew.
                 self._is_asked_to_rest = False
-                signal.signal(signal.SIGTSTP, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGTSTP)
-                signal.signal(signal.SIGTSTP, self._rest)
-        finally:
-            signal.signal(signal.SIGTSTP, before)
 
+    # Signals only ask: one that raised while the screen is being entered would leave it entered.
     def _rest(self, _number: int, _frame: FrameType | None) -> None:
         self._is_asked_to_rest = True
 
-    def _watch(self) -> bool:
-        """Whether it ended for good."""
+    def _leave(self, _number: int, _frame: FrameType | None) -> None:
+        self._is_asked_to_leave = True
+
+    def _watch(self) -> None:
         looked, size, move = -_LOOK_SECONDS, _size(), 0
-        while not self._is_asked_to_rest:
+        while not (self._is_asked_to_rest or self._is_asked_to_leave):
             if move or size != _size() or time.monotonic() - looked >= _LOOK_SECONDS:
                 size, looked = _size(), time.monotonic()
                 self._console.size = ConsoleDimensions(*size)
                 self._draw(*size, move)
             move = 0
             for key in _keys():
-                if key in _LEAVE:
-                    return True
+                self._is_asked_to_leave |= key in _LEAVE
                 move += _MOVES.get(key, 0)
-        return False
 
     def _draw(self, width: int, height: int, move: int) -> None:
         paper = Paper(width=max(width, LEAST_WIDTH), height=max(height, LEAST_HEIGHT), unicode=screen.speaks_unicode())
@@ -133,15 +129,11 @@ def _single_keys() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ends_on_a_signal() -> Iterator[None]:
-    """SIGTERM and a closed window end it as Ctrl-C does, so that the terminal is put back."""
-
-    def end(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+def _asked_by(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Meanwhile these signals are handled so; a closed window and SIGTERM put the terminal back as a key does."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, own in before.items():
+            signal.signal(number, own)
