@@ -114,6 +114,25 @@ def test_at_most_one_false_claim_in_200_simulated_null_searches(noise: str, tell
     assert claims <= 1
 
 
+def test_a_simulated_gain_that_is_only_likely_is_kept_beside_one_that_is_sure() -> None:
+    """Dropping it would lose it; the last duel is fought by both together."""
+    likely = 0
+    for seed in range(20):
+        rig = SimulatedRig(PLAN, _one_large_gain_and_one_small, noise=gaussian(0.07), seed=seed)
+        found = search(PLAN, rig, budget_seconds=60, seed=seed)
+        kept = [t for t in found.trials if t.verdict == "likely" and t.settings.items() <= found.settings.items()]
+        likely += bool(kept)
+        for trial in kept:
+            assert (trial.repeats, trial.interval[0] > 1.02) == (24, True)
+        assert found.gain is not None
+    assert likely >= 5
+
+
+def _one_large_gain_and_one_small(plan: Plan) -> float:
+    large = 0.5 if plan.value("optimizer_kernels") == "loop" else 1.0
+    return 0.05 * large * (0.93 if plan.value("threads") == 1 else 1.0)
+
+
 def test_a_simulated_gain_that_does_not_last_is_given_up_again() -> None:
     """Faster while it is tried, and no longer when it meets the rules once more."""
     rig = SimulatedRig(PLAN, lambda _plan: 0.05, noise=gaussian(0.01))

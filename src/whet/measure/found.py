@@ -65,7 +65,7 @@ def measured_settings(plan: Plan, trials: Sequence[Trial], *, reverted: str | No
             along = "" if winner.setting == name else f"together with {winner.setting}: "
             measured[name] = Measured(value=value, reason=along + winner.words, evidence=_evidence(winner, name))
         elif losers:
-            has_won = any(trial.verdict == "faster" for trial in losers)
+            has_won = any(trial.verdict in ("faster", "likely") for trial in losers)
             reason = reverted if reverted is not None and has_won else _why_kept(losers)
             measured[name] = Measured(value=value, reason=reason, evidence=_evidence(_nearest(losers), name))
     return measured
@@ -73,7 +73,7 @@ def measured_settings(plan: Plan, trials: Sequence[Trial], *, reverted: str | No
 
 def _winner(name: str, value: Scalar, trials: Sequence[Trial]) -> Trial | None:
     """The trial that brought this value in, by itself or along with another setting."""
-    won = (t for t in trials if t.verdict == "faster" and name in t.settings and t.setting in t.settings)
+    won = (t for t in trials if t.verdict in ("faster", "likely") and name in t.settings and t.setting in t.settings)
     return next((t for t in won if t.settings[name] == value and t.against.get(name) != value), None)
 
 

@@ -12,6 +12,7 @@ from whet.measure.fitting import Fitting
 from whet.measure.objective import BreakEven
 from whet.measure.progress import Watched
 from whet.measure.rig import Agreement, Prepared, ProbeFailedError, Rig, Settings
+from whet.measure.statistics import WORTH_HAVING, is_steady
 from whet.measure.words import break_even_words, duel_words, gain_words, shown, timeout_words
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
@@ -147,7 +148,7 @@ def try_out(
     try:
         verdict, words, duel = _weigh(bench, best, rival, candidate, until=until)
         trial = record(verdict, words, rival, duel)
-        is_kept = verdict == "faster"
+        is_kept = verdict in ("faster", "likely")
         return trial, rival if is_kept else None
     finally:
         if not is_kept:
@@ -178,7 +179,10 @@ def _weigh(
     excess = _excess(rival)
     if excess is not None:
         return "failed", f"{name}: {excess}", duel
-    if duel.answer != "faster":
+    won: Verdict = "faster"
+    if _is_likely(duel):
+        won = "likely"
+    elif duel.answer != "faster":
         return duel.answer, duel_words(name, duel), duel
 
     cost = break_even(rival, best, duel)
@@ -200,8 +204,19 @@ def _weigh(
     assert found is not None
     before = shown(candidate.setting, best.plan.value(candidate.setting))
     if cost.cost_seconds > _WORTH_TELLING.get(candidate.setting, math.inf):
-        return "faster", f"{gain_words(found, before)}; {break_even_words(candidate.setting, cost)}", duel
-    return "faster", gain_words(found, before), duel
+        return won, f"{gain_words(found, before)}; {break_even_words(candidate.setting, cost)}", duel
+    return won, gain_words(found, before), duel
+
+
+def _is_likely(duel: Duel) -> bool:
+    """Whether all its pairs leave a gain inside the interval, though not beyond all doubt.
+
+    To drop it would cost more often than to keep it: nothing is claimed before the last duel, in fresh pairs.
+    """
+    found = duel.estimate
+    if duel.answer != "unclear" or found is None or found.pairs < _MOST_PAIRS:
+        return False
+    return found.low >= 1 + WORTH_HAVING and is_steady(duel.log_ratios)
 
 
 def break_even(ours: Contender, theirs: Contender, duel: Duel) -> BreakEven:

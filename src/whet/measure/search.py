@@ -215,6 +215,8 @@ def _last_verdict(state: _State, base: Contender, duel: Duel) -> tuple[Verdict, 
 def _by_its_trials(state: _State, why: str) -> Found:
     """The winner stands by the duels that it won one after the other, where nothing speaks against it."""
     won = [trial for trial in state.trials if trial.verdict == "faster" and trial.interval is not None]
+    if not won:
+        return _found(state, state.base, reason=f"what was likely was not confirmed, {why}: {_shown(state.best)}")
     gain = Gain(
         speedup=math.prod(trial.speedup or 1.0 for trial in won),
         low=math.prod(trial.interval[0] for trial in won if trial.interval),

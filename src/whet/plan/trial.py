@@ -8,10 +8,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt
 from whet.base.record import Record
 from whet.plan.setting import Scalar
 
-Verdict = Literal["faster", "no gain", "not worth it", "unclear", "cut off", "disagrees", "failed", "not tried"]
-"""faster: real and worth having. no gain: less than is worth having, or slower. not worth it: this run is too short to
-earn back what it costs. unclear: the time was out. cut off: so slow that it was stopped. disagrees: it computes
-something else.
+Verdict = Literal[
+    "faster", "likely", "no gain", "not worth it", "unclear", "cut off", "disagrees", "failed", "not tried"
+]
+"""faster: real and worth having. likely: a gain by its interval, not yet with the certainty of a claim; what is best in
+the end has to prove itself as a whole. no gain: less than is worth having, or slower. not worth it: this run is too
+short to earn back what it costs. unclear: the time was out. cut off: so slow that it was stopped. disagrees: it
+computes something else.
 """
 
 

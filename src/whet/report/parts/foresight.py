@@ -31,7 +31,7 @@ def step_seconds(trials: Sequence[Trial]) -> float | None:
     if whole:
         last = whole[-1]
         return last.median_seconds if last.verdict == "faster" else last.rival_seconds
-    won = [trial for trial in trials if trial.verdict == "faster" and trial.median_seconds]
+    won = [trial for trial in trials if trial.verdict in ("faster", "likely") and trial.median_seconds]
     if won:
         return won[-1].median_seconds
     by_rules = [trial.rival_seconds for trial in trials if not trial.against and trial.rival_seconds]
