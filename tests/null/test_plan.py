@@ -161,6 +161,12 @@ def test_free_memory_bounds_the_plan_on_shared_memory_only() -> None:
     assert make_plan(load_machine("h200"), TEXT, conditions=busy).value("memory_gb") > 100
 
 
+def test_a_graph_where_none_can_be_captured_is_warned_of() -> None:
+    for machine, is_warned in ((mac(), True), (load_machine("h200"), False)):
+        plan = make_plan(machine, TEXT, wishes={"graph": "on"})
+        assert any("cannot capture a step" in line for line in plan.cautions) is is_warned
+
+
 def test_bf16_on_a_cpu_without_it_is_warned_of() -> None:
     for has_bf16, is_warned in ((False, True), (None, True), (True, False)):
         plan = make_plan(Machine(name="a PC", cpu=Cpu(has_bf16=has_bf16)), TEXT, wishes={"precision": "bf16"})

@@ -45,6 +45,8 @@ def cautions(facts: Facts) -> Iterator[str]:
         )
     if facts.device == "mps" and facts.value("layout") != "contiguous":
         yield "a training refuses channels_last on MPS: it gives crashes and wrong results up to torch 2.13"
+    if facts.value("graph") == "on" and facts.device != "cuda":
+        yield f"{facts.device} cannot capture a step: every step runs as it is"
     yield from hazard_lines(facts)
     if facts.machine.origin == "composed":
         yield f"{facts.machine.name} is composed from public sources; nothing was run on it"
