@@ -153,6 +153,10 @@ def test_of_many_classes_the_rarest_become_one() -> None:
     assert confusion["labels"][-2] == f"c{size - 1}"
     assert sum(map(sum, confusion["counts"])) == sum(map(sum, counts))
     assert confusion["counts"][-1][-1] == sum(range(11)) + 11
+    scores = {"labels": [f"c{n}" for n in range(size)], "f1": [n / size for n in range(size)], "support": range(size)}
+    classes = findings.read_findings({"classes": scores})["classes"]
+    assert classes["labels"] == [f"c{n}" for n in range(10, size)], "the most frequent, in their order"
+    assert classes["f1"] == [n / size for n in range(10, size)]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +170,9 @@ def test_of_many_classes_the_rarest_become_one() -> None:
         ({"confusion": [[1]]}, 'try: {"labels"'),
         ({"confusion": {"labels": [], "counts": []}}, "a row and a column for each label"),
         ({"confusion": {"labels": ["a"], "counts": [["x"]]}}, "a row and a column for each label"),
+        ({"classes": {"labels": ["a", "b"], "f1": [1.0]}}, "a number for each label"),
+        ({"test_classes": {"labels": ["a"], "f1": ["x"]}}, "a number for each label"),
+        ({"classes": {"labels": ["a"]}}, "a number for each label"),
         ({"samples": ["text"]}, "samples are maps"),
     ],
 )

@@ -143,9 +143,11 @@ def _step(log: EventLog, step: int, *, steps: int, chance: random.Random) -> Non
             {"input": "Return the <b>eigenvalues</b> of a matrix.", "expected": "numpy", "predicted": "sympy"},
             {"input": "Open a file and return a stream.", "expected": "stdlib", "predicted": "torch"},
         ]
+        scores = {"f1": [0.6 + 0.05 * n for n in range(6)], "support": [150 - n for n in range(6)]}
         log.append(
             "eval", step=step, accuracy=0.6 + 0.25 * share, cross_entropy=0.9 - 0.5 * share + 0.7 * share**3,
             confusion={"labels": LABELS, "counts": counts}, samples=samples,
+            classes={"labels": LABELS, **scores},
         )  # fmt: skip
     if step % (steps // 3) == 0:
         log.append("epoch", step=step, epoch=int(3 * share), epoch_seconds=9 * slow, memory={"allocated": 3 * GB})

@@ -76,7 +76,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, ob
         log.append("start", step=0, goal=nasty)
         log.append("step", step=1, loss=1.0, **{nasty: 2.0})
         matrix = {"labels": [nasty], "counts": [[1]]}
-        log.append("eval", step=1, **{nasty: 1.0}, confusion=matrix, samples=[{nasty: nasty}])
+        scores = {"labels": [nasty], nasty: [0.5]}
+        log.append("eval", step=1, **{nasty: 1.0}, confusion=matrix, classes=scores, samples=[{nasty: nasty}])
         log.append("oom", step=1, reason=nasty * 20_000, cure=nasty)
     view = run_view(run)
     return report_page(view), shorten(view.as_json())
@@ -93,7 +94,7 @@ def test_hostile_names_and_logs_are_inert(hostile: tuple[str, dict[str, object]]
     assert json.loads(data) == told, "what a run says is there as it was said, and only as data"
     assert "<" not in data
     assert len(page) < 600_000, "a log line of megabytes is cut"
-    tell(f"{len(PAYLOADS)} payloads in 14 places of a run, 0 elements made of them")
+    tell(f"{len(PAYLOADS)} payloads in 16 places of a run, 0 elements made of them")
 
 
 def test_nothing_is_fetched_and_only_our_scripts_may_run(hostile: tuple[str, dict[str, object]]) -> None:

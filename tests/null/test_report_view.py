@@ -181,6 +181,9 @@ def test_data_that_took_long_speaks_for_what_was_measured_about_it(tmp_path: Pat
 def test_confusion_and_samples_are_the_newest(view: RunView) -> None:
     (matrix,) = view.findings.confusions
     assert (matrix.part, matrix.step, len(matrix.labels), len(matrix.counts)) == ("dev", STEPS, 6, 6)
+    (scores,) = view.findings.classes
+    assert (scores.part, scores.step, scores.columns) == ("dev", STEPS, ("f1", "support"))
+    assert (scores.labels, scores.rows[1]) == (matrix.labels, (0.65, 149.0))
     (table,) = view.findings.samples
     assert table.columns == ("input", "expected", "predicted")
     assert table.rows[0][0] == "Return the <b>eigenvalues</b> of a matrix."
@@ -201,9 +204,9 @@ def test_confusion_and_samples_are_the_newest(view: RunView) -> None:
 def test_a_matrix_that_is_none_is_left_out(tmp_path: Path, damaged: object) -> None:
     run = bare(tmp_path / "r")
     with EventLog(run) as log:
-        log.append("eval", step=1, confusion=damaged, samples=[1, "x", None])
+        log.append("eval", step=1, confusion=damaged, classes=damaged, samples=[1, "x", None])
     found = run_view(run).findings
-    assert (found.confusions, found.samples) == ((), ())
+    assert (found.confusions, found.classes, found.samples) == ((), (), ())
 
 
 def test_a_run_of_long_ago_says_less_and_is_shown_all_the_same(tmp_path: Path) -> None:

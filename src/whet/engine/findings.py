@@ -1,6 +1,7 @@
-"""What may an evaluation tell besides its metrics? A confusion matrix and some samples, as much as a report can show.
+"""What may an evaluation tell besides its metrics? A confusion matrix, scores of classes, samples: all of bounded size.
 
     {"accuracy": 0.8, "confusion": {"labels": ["cat", "dog"], "counts": [[8, 2], [2, 8]]},
+     "classes": {"labels": ["cat", "dog"], "f1": [0.8, 0.8], "support": [10, 10]},
      "samples": [{"input": "...", "expected": "cat", "predicted": "dog"}]}
 
 A row of `counts` is a true class, a column what it was taken for.
@@ -17,6 +18,7 @@ MOST_SAMPLES = 16
 MOST_NAMES = 8
 MOST_CHARACTERS = 300
 REST = "(other)"
+_SCORES = '{"labels": ["a", "b"], "f1": [0.8, 0.9], "support": [10, 12]}'
 _MATRIX = '{"labels": ["a", "b"], "counts": [[8, 2], [2, 8]]}'
 
 
@@ -33,6 +35,8 @@ def metrics_of(found: Mapping[str, Any]) -> dict[str, float]:
 def _read(name: str, value: Any) -> Any:
     if isinstance(value, Mapping) and _ends(name, "confusion"):
         return _confusion(value)
+    if isinstance(value, Mapping) and _ends(name, "classes"):
+        return _classes(value)
     if isinstance(value, Sequence) and not isinstance(value, str) and _ends(name, "samples"):
         return [_sample(item) for item in value[:MOST_SAMPLES]]
     try:
@@ -41,7 +45,9 @@ def _read(name: str, value: Any) -> Any:
         raise UsageError(
             f"the metric {name!r} is not a number",
             got=f"{type(value).__name__}: {error}",
-            try_=_MATRIX if _ends(name, "confusion") else 'a number; other things are named "confusion" and "samples"',
+            try_=_MATRIX
+            if _ends(name, "confusion")
+            else 'a number; other things are named "confusion", "classes" and "samples"',
         ) from None
 
 
@@ -68,6 +74,25 @@ def _confusion(value: Mapping[str, Any]) -> dict[str, Any]:
     if min(map(min, rows)) < 0:
         raise UsageError("a confusion matrix counts samples", got=f"counts {_short(repr(counts))}", try_=_MATRIX)
     return _merged(names, rows) if len(names) > MOST_CLASSES else {"labels": names, "counts": rows}
+
+
+def _classes(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Scores of the most frequent classes, by their support where that is told."""
+    try:
+        labels = [_short(str(label)) for label in value.get("labels") or ()]
+        scores = {
+            _short(str(name)): [float(number) for number in numbers]
+            for name, numbers in [*value.items()][: MOST_NAMES + 1]
+            if name != "labels"
+        }
+    except (TypeError, ValueError):
+        labels, scores = [], {}
+    if not labels or {len(numbers) for numbers in scores.values()} != {len(labels)}:
+        raise UsageError("scores of classes need a number for each label", got=_short(repr({**value})), try_=_SCORES)
+    support = scores.get("support", [0.0] * len(labels))
+    places = sorted(sorted(range(len(labels)), key=lambda place: -support[place])[:MOST_CLASSES])
+    kept = {"labels": [labels[place] for place in places]}
+    return {**kept, **{name: [numbers[place] for place in places] for name, numbers in scores.items()}}
 
 
 def _merged(names: list[str], rows: list[list[int]]) -> dict[str, Any]:

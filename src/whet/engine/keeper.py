@@ -208,6 +208,21 @@ class Keeper:
 
     # --- going on ----------------------------------------------------------------------------------------------------
 
+    def best(self, progress: Progress) -> Snapshot | None:
+        """The checkpoint of the best step; None where that is the newest step, or where it cannot be read."""
+        step = progress.best_step
+        if step is None or step == progress.step:
+            return None
+        self._collect(wait=True)
+        path = self._folder / store.name_of(step)
+        try:
+            return store.load(path)
+        except WhetError as error:
+            again = f"the newest weights, after step {progress.step:,}, are evaluated"
+            what = f"the best weights, after step {step:,}, cannot be read"
+            self._recorder.warn(progress.step, what, error, path=path, again=again)
+            return None
+
     def restore(self, found: store.Found, *, plan: Plan) -> tuple[Progress, list[float], dict[str, Any]]:
         """Puts everything back as it was; how far the run was, its learning rates, and what the log should say."""
         parts, (step, snapshot, refused) = self._parts, found

@@ -52,7 +52,8 @@ def train(
 
     `loss` receives a micro-batch and returns a mean over its samples, or a pair (sum, weight). `evaluate` receives the
     model and micro-batches of `dev` and returns metrics, perhaps a confusion matrix and samples too
-    (engine/findings.py); of `test` too, once, when all steps are done. `show` is told of every event: a line on
+    (engine/findings.py); of `test` too, once, when all steps are done, with the weights that were best on `dev` by
+    `goal`. `show` is told of every event: a line on
     standard error unless you give a function, or None for silence. `notify` tells the desktop, or the terminal, when
     the run ends or needs attention. A new run that is long
     enough to earn it back is measured first, in steps that leave no trace (docs/measure.md), unless `measure` is
@@ -98,7 +99,7 @@ def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, d
             if evaluate is not None and session.due("evaluate"):
                 metrics |= session.evaluate(evaluate, dev)
         if evaluate is not None and test is not None and session.is_finished and not session.has_logged("test_"):
-            metrics |= session.evaluate(evaluate, test, prefix="test_")
+            metrics |= session.evaluate(evaluate, test, prefix="test_", use_best=True)
     return metrics
 
 

@@ -98,7 +98,7 @@ def refuse_outside(state: str) -> None:
 
 def refuse_reserved(names: set[str]) -> None:
     """Names that every event has."""
-    taken = names & {"kind", "time", "step"}
+    taken = names & {"kind", "time", "step", "weights"}
     if taken:
         raise UsageError("a metric needs a name of its own", got=", ".join(taken), try_="another name")
 

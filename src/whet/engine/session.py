@@ -24,6 +24,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.base.garbage import no_garbage_collection
 from whet.checkpoint import store
 from whet.data.batch import GlobalBatch, Micro
+from whet.engine.best_weights import best_weights
 from whet.engine.careful import CarefulSteps, MustGoBackError
 from whet.engine.circumstances import with_earlier_changes
 from whet.engine.evaluating import Evaluate
@@ -308,16 +309,26 @@ class Session:
         is_time = progress.position.samples == 0 if every is None else progress.step % every == 0
         return is_time or self.is_finished
 
-    def evaluate(self, evaluate: Evaluate, data: Any, *, prefix: str = "") -> dict[str, float]:
-        """Evaluates on `data` with the averaged weights if there are any, logs the metrics, and disturbs nothing."""
+    def evaluate(self, evaluate: Evaluate, data: Any, *, prefix: str = "", use_best: bool = False) -> dict[str, float]:
+        """Evaluates on `data` with the averaged weights if there are any, logs the metrics, and disturbs nothing.
+
+        With `use_best` the weights are those of the best step by the goal, from its checkpoint.
+        """
         start = time.perf_counter()
-        given = self._execution.evaluate(evaluate, data, step=self.progress.step)
+        told: dict[str, Any] = {}
+        if use_best:
+            with best_weights(self._stepper, self._keeper, self.progress) as best_step:
+                given = self._execution.evaluate(evaluate, data, step=self.progress.step)
+            self._execution.expect_changes()
+            told["weights"] = {"step": best_step}
+        else:
+            given = self._execution.evaluate(evaluate, data, step=self.progress.step)
         found = {f"{prefix}{name}": value for name, value in given.items()}
         metrics = metrics_of(found)
         self._recorder.spent("evaluate", time.perf_counter() - start)
         if self._goal is not None and not prefix and self._goal not in metrics:
             raise UsageError("the goal is not among the metrics", got=self._goal, try_=" or ".join(metrics))
-        self.log(**found)
+        self._log(found, **told)
         return metrics
 
     def batches(self, data: Any) -> Iterator[Micro]:
@@ -329,11 +340,14 @@ class Session:
 
         A `confusion` ({"labels": [...], "counts": [[...]]}) and `samples` (a list of maps) are kept for the report.
         """
+        self._log(found)
+
+    def _log(self, found: Mapping[str, Any], **told: Any) -> None:
         refuse_reserved({*found})
         found = read_findings(found)
         metrics = metrics_of(found)
         self.progress.evaluated_step = self.progress.step
-        self._recorder.event("eval", step=self.progress.step, **found)
+        self._recorder.event("eval", step=self.progress.step, **told, **found)
         if self._goal is None or self._goal not in metrics:
             return
         score = metrics[self._goal] if self._goal_is == "max" else -metrics[self._goal]

@@ -36,7 +36,10 @@ class Recipe(Protocol):
     Config: type[Any]
     """A model that extends `whet.config.keys.CommonConfig`."""
     goal: str
-    """The metric that counts; higher is better."""
+    """The metric that counts; higher is better, unless an attribute `lower_is_better` lists its name.
+
+    A key `goal` in the Config lets the user choose another one.
+    """
 
     def describe(self, config: Any, data: Any = None) -> Workload:
         """What is to be trained; more is known once the data was read."""

@@ -86,6 +86,7 @@ def train_recipe(
     if notes := getattr(made.data, "notes", ()):
         show_if_it_can(show, "data", {"notes": notes})
     outputs = getattr(recipe, "outputs", None)
+    goal = getattr(config, "goal", recipe.goal)
     return train(
         made.model,
         made.data.train,
@@ -99,7 +100,8 @@ def train_recipe(
         device=device,
         wishes=resolved.wishes,
         workload=made.workload.model_copy(update={"batch": resolved.batch}),
-        goal=recipe.goal,
+        goal=goal,
+        goal_is="min" if goal in getattr(recipe, "lower_is_better", ()) else "max",
         recipe=recipe.name,
         config=config.model_dump(mode="json"),
         command=list(command),

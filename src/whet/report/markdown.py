@@ -39,6 +39,7 @@ def run_markdown(view: RunView) -> str:
         _evidence(view),
         _foretold(view.foretold),
         _plan(view),
+        _classes(view),
         _confusions(view),
         _origin(view),
     ]
@@ -178,6 +179,22 @@ def _plan(view: RunView) -> str:
         return ""
     plan = table(("setting", "value", "why", "from"), rows)
     return f"<details><summary>The plan: {len(rows)} settings</summary>\n\n{plan}\n\n</details>"
+
+
+def _classes(view: RunView) -> str:
+    made = []
+    for scores in view.findings.classes:
+        shown = [
+            tuple(
+                show_count(value) if name == "support" else f"{value:.3f}"
+                for name, value in zip(scores.columns, row, strict=True)
+            )
+            for row in scores.rows
+        ]
+        rows = [(escaped(label), *cells) for label, cells in zip(scores.labels, shown, strict=True)]
+        header = ("class", *(escaped(name) for name in scores.columns))
+        made.append(f"## Each class ({scores.part}, step {scores.step:,})\n\n{table(header, rows)}")
+    return "\n\n".join(made)
 
 
 def _confusions(view: RunView) -> str:

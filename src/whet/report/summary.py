@@ -12,6 +12,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.base.record import Record
 from whet.machine.facts import Machine
 from whet.machine.words import one_line
+from whet.report.parts.findings import ClassTable, findings
 from whet.report.saving import Saving, saving_cost
 from whet.run.event import HAPPENINGS, KINDS, SITTINGS, Event, as_number
 from whet.run.events import History
@@ -118,6 +119,10 @@ class Report(StrictRecord):
     """The newest value of every metric."""
     baseline: dict[str, float] = Field(default_factory=dict)
     """What the recipe compares the goal on the test part with, by name."""
+    tested_step: int | None = None
+    """Whose weights the test part judged, where a run says so."""
+    classes: tuple[ClassTable, ...] = ()
+    """Scores of each class in the newest evaluation of a part that tells them."""
     epochs: tuple[Epoch, ...] = ()
     settings: tuple[SettingLine, ...]
     machine: str
@@ -167,6 +172,8 @@ def summarize(run: Run | Path | str, *, history: History | None = None) -> Repor
         goal=_goal(history, evaluations=evaluations),
         metrics={name: value for evaluation in evaluations for name, value in evaluation.metrics.items()},
         baseline=_baseline(run),
+        tested_step=_tested_step(history),
+        classes=findings(history).classes,
         epochs=tuple(_epoch(event) for event in history.events(kinds=("epoch",))),
         settings=_settings(run.plan),
         machine=_machine_line(run.machine),
@@ -252,6 +259,12 @@ def _baseline(run: Run) -> dict[str, float]:
     said = run.kept.get("baseline")
     numbers = {name: as_number(value) for name, value in said.items()} if isinstance(said, dict) else {}
     return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _tested_step(history: History) -> int | None:
+    said = (event.get("weights") for event in history.backwards(kinds=("eval",)))
+    newest = next((weights for weights in said if isinstance(weights, Mapping)), {})
+    return _whole(newest.get("step"))
 
 
 def _epoch(event: Event) -> Epoch:

@@ -24,6 +24,7 @@ def render(report: Report, *, width: int = 100, unicode: bool = True, has_settin
     width = max(width, LEAST_WIDTH)
     sections = [
         _facts(report, width=width),
+        _classes(report, width=width),
         _curves(report, width=width, unicode=unicode),
         _settings(report.settings if has_settings else (), width=width),
         _happenings(report, width=width),
@@ -49,7 +50,8 @@ def _facts(report: Report, *, width: int) -> list[str]:
     if tested:
         shown = ", ".join(f"{name.removeprefix('test_')} {value:.4g}" for name, value in tested.items())
         beside = "".join(f"; {name} {value:.4g} on the same data" for name, value in report.baseline.items())
-        facts.append(("test", shown + beside))
+        whose = f"; weights of step {report.tested_step:,}" if report.tested_step not in (None, report.step) else ""
+        facts.append(("test", shown + whose + beside))
     if report.epochs:
         facts.append(("epochs", _epochs(report.epochs)))
     facts.append(("saved", _saved(report)))
@@ -60,6 +62,29 @@ def _facts(report: Report, *, width: int) -> list[str]:
     if report.damaged_lines:
         facts.append(("damage", f"{report.damaged_lines:,} lines of events.jsonl could not be read and are left out"))
     return [line for label, fact in facts for line in _labelled(label, fact, width=width)]
+
+
+def _classes(report: Report, *, width: int) -> list[str]:
+    """The test part's, else the dev part's; the classes with the lowest scores are the ones to look at."""
+    if not report.classes:
+        return []
+    table = report.classes[-1]
+    longest = max(10, min(40, width - 11 * len(table.columns)))
+    lines = _wrapped(f"each class on the {table.part} part", width=width)
+    cells = [("class", *table.columns)]
+    cells += [
+        (_clean(label)[:longest], *(_score(name, value) for name, value in zip(table.columns, row, strict=True)))
+        for label, row in zip(table.labels, table.rows, strict=True)
+    ]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    for label, *numbers in cells:
+        shown = "  ".join(cell.rjust(w) for cell, w in zip(numbers, widths[1:], strict=True))
+        lines.append(f"  {label:<{widths[0]}}  {shown}"[:width].rstrip())
+    return lines
+
+
+def _score(name: str, value: float) -> str:
+    return f"{value:,.0f}" if name == "support" else f"{value:.3f}"
 
 
 def _epochs(epochs: tuple[Epoch, ...]) -> str:

@@ -42,7 +42,7 @@ class RunView(StrictRecord):
     name: str
     """Of the run folder."""
     report: Report
-    """The summary: its path is the name alone, its curve is empty (see `tracks`), its lists have limits."""
+    """The summary: its path is the name alone, what `tracks` and `findings` hold is left out, its lists have limits."""
     tracks: tuple[Track, ...]
     sittings: tuple[Sitting, ...]
     spells: tuple[Spell, ...]
@@ -100,6 +100,7 @@ def _without_what_is_elsewhere(report: Report) -> Report:
     return report.model_copy(
         update={
             "path": Path(report.path.name),
+            "classes": (),
             "loss": report.loss.model_copy(update={"curve": curve}),
             "evaluations": report.evaluations[-_MOST_EVALUATIONS:],
             "happenings": report.happenings[-_MOST_HAPPENINGS:],

@@ -17,8 +17,9 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
                 process: of one core; gpu: of the one NVIDIA card, or of Apple's); heat ("cool", "slow" or "hot", as
                 the governor judges), thermal (the sensor's level), pressure (of memory: "normal", "warn", "critical")
     eval        one field per metric; confusion: {"labels": [...], "counts": [[...]]}, a row for each true class;
+                classes: {"labels": [...], NAME: [...]}, a number for each class, such as "f1" and "support";
                 samples: [{"input": ..., "expected": ..., "predicted": ..., ...}]. Of the test part all names begin
-                with "test_"
+                with "test_". weights: {"step": ...} whose weights were evaluated, where that is not the newest step's
     epoch       epoch (how many are done), epoch_seconds, memory: {"allocated": ..., "peak": ..., "limit": ...} in
                 bytes, shapes (how many different ones micro-batches have had in this sitting)
     checkpoint  it is safe now: name, bytes, seconds (in all), stall_seconds (the training stood still),

@@ -87,6 +87,9 @@ class TextConfig(CommonConfig):
     warmup_share: Annotated[float, Field(ge=0, le=1)] = Field(
         0.06, description="share of the steps until the full learning rate; 0.1 for a pretrained model, as in BERT's"
     )
+    goal: Literal["accuracy", "macro_f1", "micro_f1", "cross_entropy"] = Field(
+        "accuracy", description="the metric on the dev part that decides the best weights; cross_entropy: the lower"
+    )
     lengths: Literal["fixed", "sorted", "few shapes", "packed", "auto"] = Field(
         "auto", description="how texts of different lengths are put together"
     )

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from whet.data.ragged import Packed, Padded
-from whet.recipes.text.loss import are_right, shares, text_losses
+from whet.recipes.text.loss import shares, text_losses
+from whet.recipes.text.scoring import Scores
 
 if TYPE_CHECKING:
     from whet.data.batch import Field, Micro
@@ -30,38 +31,40 @@ class Mistake(NamedTuple):
 
 
 def judge(model: "Encoder | Pretrained", micros: Iterator["Micro"], data: "TextData | None") -> dict[str, Any]:
-    """Metrics, the confusion matrix and the clearest mistakes; `data` knows the names of the classes and the words.
+    """Metrics, the scores of each class, the confusion matrix and the clearest mistakes.
 
-    Where a text may have several classes there is no matrix: none was taken for another.
+    `data` knows the names of the classes and the words. Where a text may have several classes there is no matrix: none
+    was taken for another.
     """
-    right = total = 0
     loss = 0.0
-    counts: Any = None
+    scores: Scores | None = None
     mistakes: list[Mistake] = []
     for micro in micros:
         logits, label = model(micro.tokens), micro.label
         loss += float(text_losses(logits, label).sum())
-        is_right = are_right(logits, label).cpu().numpy()
-        right += int(is_right.sum())
-        total += len(micro)
         is_single, num_classes = label.dim() == 1, logits.shape[1]
-        found = shares(logits, is_multi_label=not is_single).cpu().numpy()
+        if scores is None:
+            scores = Scores(num_classes, is_multi_label=not is_single)
+        # On the CPU: not every device has float64, and a tie that rounding makes is no answer.
+        found = shares(logits.float().cpu().double(), is_multi_label=not is_single).numpy()
         truth = label.cpu().numpy()
-        answers = logits.argmax(1).cpu().numpy() if is_single else found > 0.5
+        is_right = scores.add(found, truth)
+        answers = found > 0.5
         if is_single:
-            pairs = np.bincount(truth * num_classes + answers, minlength=num_classes**2).reshape(num_classes, -1)
-            counts = pairs if counts is None else counts + pairs
-            truth, answers = np.eye(num_classes)[truth], np.eye(num_classes)[answers]
+            truth, answers = np.eye(num_classes)[truth], np.eye(num_classes)[found.argmax(1)]
         for row in np.flatnonzero(~is_right):
             worst = float(np.abs(found[row] - truth[row]).max())
             classes = (tuple(np.flatnonzero(chosen[row] > 0.5).tolist()) for chosen in (truth, answers))
             mistakes.append(Mistake(worst, micro, int(row), *classes))
         mistakes = nlargest(NUM_SAMPLES, mistakes, key=_rank)
-    told: dict[str, Any] = {"accuracy": right / total, "cross_entropy": loss / total}
-    if data is not None and counts is not None:
-        told["confusion"] = {"labels": list(data.classes), "counts": counts.tolist()}
-    if data is not None:
-        told["samples"] = [_shown(mistake, data) for mistake in mistakes]
+    assert scores is not None, "an evaluation has texts"
+    told: dict[str, Any] = {**scores.metrics(), "cross_entropy": loss / scores.num_texts}
+    if data is None:
+        return told
+    told["classes"] = {"labels": list(data.classes), **scores.classes()}
+    if scores.confusion is not None:
+        told["confusion"] = {"labels": list(data.classes), "counts": scores.confusion.tolist()}
+    told["samples"] = [_shown(mistake, data) for mistake in mistakes]
     return told
 
 

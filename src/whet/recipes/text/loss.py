@@ -23,13 +23,6 @@ def text_losses(logits: Tensor, label: Tensor, *, reduced: bool = True) -> Tenso
     return losses.mean(1) if reduced else losses
 
 
-def are_right(logits: Tensor, label: Tensor) -> Tensor:
-    """Whether each text is judged right: its class is the likeliest, or exactly its classes are likely."""
-    if label.dim() == 1:
-        return logits.argmax(1) == label
-    return ((logits > 0) == (label > 0.5)).all(1)
-
-
 def shares(logits: Tensor, *, is_multi_label: bool) -> Tensor:
     """The probability of each class."""
     return torch.sigmoid(logits) if is_multi_label else logits.softmax(1)

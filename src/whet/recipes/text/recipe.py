@@ -29,6 +29,7 @@ class TextRecipe:
     name = "text"
     Config = TextConfig
     goal = "accuracy"
+    lower_is_better = frozenset(("cross_entropy",))
     _data: "TextData | None" = None
     """What was read last: an evaluation shows classes and texts by their names."""
 

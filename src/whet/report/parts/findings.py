@@ -1,4 +1,4 @@
-"""What did the newest evaluation find: which classes are taken for which, and some samples?"""
+"""What did the newest evaluation find: how good is each class, which are taken for which, and some samples?"""
 
 import itertools
 from collections.abc import Mapping
@@ -29,6 +29,16 @@ class Confusion(Record):
     counts: tuple[tuple[float, ...], ...]
 
 
+class ClassTable(Record):
+    """Scores of each class, such as precision and recall."""
+
+    part: Part
+    step: int
+    labels: tuple[str, ...]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[float, ...], ...]
+
+
 class SampleTable(Record):
     """Some samples of an evaluation."""
 
@@ -41,26 +51,49 @@ class SampleTable(Record):
 class Findings(Record):
     """The newest of each part of the data."""
 
+    classes: tuple[ClassTable, ...] = ()
     confusions: tuple[Confusion, ...] = ()
     samples: tuple[SampleTable, ...] = ()
 
 
 def findings(history: History) -> Findings:
     """What the newest evaluations that say more than numbers say."""
+    classes: dict[Part, ClassTable] = {}
     confusions: dict[Part, Confusion] = {}
     samples: dict[Part, SampleTable] = {}
     for event in itertools.islice(history.backwards(kinds=("eval",)), _LOOK_BACK):
         for part in _PREFIXES:
+            if part not in classes and (scores := _classes(event, part)) is not None:
+                classes[part] = scores
             if part not in confusions and (matrix := _confusion(event, part)) is not None:
                 confusions[part] = matrix
             if part not in samples and (table := _samples(event, part)) is not None:
                 samples[part] = table
-        if len(confusions) == len(samples) == len(_PREFIXES):
+        if len(classes) == len(confusions) == len(samples) == len(_PREFIXES):
             break
     return Findings(
+        classes=tuple(classes[part] for part in _PREFIXES if part in classes),
         confusions=tuple(confusions[part] for part in _PREFIXES if part in confusions),
         samples=tuple(samples[part] for part in _PREFIXES if part in samples),
     )
+
+
+def _classes(event: Event, part: Part) -> ClassTable | None:
+    said = event.get(_PREFIXES[part] + "classes")
+    labels = said.get("labels") if isinstance(said, Mapping) else None
+    if not isinstance(said, Mapping) or not isinstance(labels, list) or not 0 < len(labels) <= MOST_CLASSES:
+        return None
+    columns: dict[str, list[float]] = {}
+    for name, numbers in [*said.items()][: MOST_COLUMNS + 1]:
+        known = [as_number(value) for value in numbers] if isinstance(numbers, list) and name != "labels" else []
+        whole = [number for number in known if number is not None]
+        if len(whole) == len(labels):
+            columns[str(name)[:_LONGEST_LABEL]] = whole
+    if not columns:
+        return None
+    names = tuple(str(label)[:_LONGEST_LABEL] for label in labels)
+    rows = tuple(zip(*columns.values(), strict=True))
+    return ClassTable(part=part, step=event.step, labels=names, columns=tuple(columns), rows=rows)
 
 
 def _confusion(event: Event, part: Part) -> Confusion | None:

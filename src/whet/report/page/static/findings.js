@@ -1,18 +1,38 @@
-// Which classes are taken for which, and what do some samples look like?
+// How good is each class, which are taken for which, and what do some samples look like?
 import { el, section, table } from "./dom.js";
 import { showCount, showPercent } from "./words.js";
 
 const PARTS = { dev: "held-out", test: "test" };
 
 export function findingsPart(view) {
-  const { confusions, samples } = view.findings;
-  if (!confusions.length && !samples.length) return null;
+  const { classes = [], confusions, samples } = view.findings;
+  if (!classes.length && !confusions.length && !samples.length) return null;
   return section(
     "findings",
     "Right and wrong",
     "What the model makes of samples it did not train on.",
+    classes.map(classesOf),
     confusions.map(confusionOf),
     samples.map(samplesOf),
+  );
+}
+
+function classesOf({ part, step, labels, columns, rows }) {
+  const shown = (value, name) => (name === "support" ? showCount(value) : value.toFixed(3));
+  return el(
+    "div",
+    { class: "card" },
+    el("h3", {}, `each class, ${PARTS[part]} data, step ${showCount(step)}`),
+    el(
+      "p",
+      { class: "says" },
+      "Precision: how many of its answers are right. Recall: how many of its samples are found. F1: both in one. Support: how many samples there are.",
+    ),
+    table(
+      ["class", ...columns],
+      rows.map((row, place) => [labels[place], ...row.map((value, column) => shown(value, columns[column]))]),
+      { class: "plain" },
+    ),
   );
 }
 
