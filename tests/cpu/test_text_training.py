@@ -85,12 +85,12 @@ def test_train_report_and_predict(cli: Cli, table: Path, monkeypatch: pytest.Mon
     report = whet.summarize(run)
     assert report.state == "done"
     assert report.metrics["test_accuracy"] > 0.9
-    code, out, errors = cli.run("predict", run, "some fox3 with the", "by flint2 or", "--json")
+    code, out, errors = cli.run("predict", run, "some fox3 with the", "by flint2 or", "--json", "--checkpoint", "last")
     assert code == 0, errors
     answers = json.loads(out)
     assert [answer["label"] for answer in answers] == ["animal", "stone"]
     assert abs(sum(answers[0]["probabilities"].values()) - 1) < 1e-6
-    code, out, errors = cli.run("predict", run, "some fern1", "--checkpoint", "best")
+    code, out, errors = cli.run("predict", run, "some fern1")
     assert code == 0, errors
     assert "plant" in out
 

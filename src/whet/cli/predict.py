@@ -1,62 +1,182 @@
-"""whet predict: what a trained model says."""
+"""whet predict: what a trained model says about texts, or about a whole file of them."""
 
+import contextlib
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from whet.run.folder import Run
+
+_FILE_ENDINGS = (".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow")
+_FORMS = {".csv": "csv", ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl"}
 
 
 def predict(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
-    texts: Annotated[list[str] | None, typer.Argument(metavar="TEXT", help="Texts; standard input if none.")] = None,
+    texts: Annotated[
+        list[str] | None, typer.Argument(metavar="FILE|TEXT...|-", help="A file, or texts; - is standard input.")
+    ] = None,
     file: Annotated[
         str | None, typer.Option("--recipe", metavar="FILE", help="Your recipe's file, if it is not a built-in one.")
     ] = None,
-    checkpoint: Annotated[str, typer.Option(metavar="last|best|STEP", help="Which weights.")] = "last",
-    json: Annotated[bool, typer.Option("--json", help="All probabilities, as JSON.")] = False,
+    checkpoint: Annotated[str, typer.Option(metavar="best|last|STEP", help="Which weights.")] = "best",
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the answers to this file.")] = None,
+    form: Annotated[
+        str | None,
+        typer.Option("--format", metavar="csv|jsonl", help="Of the answers; as --out or the file if not given."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, max=100_000, help="Texts that go through the model at once.")] = 64,
+    device: Annotated[str, typer.Option(help="auto (cuda for a file, else cpu), mps, cuda, cuda:1 or cpu.")] = "auto",
+    text_column: Annotated[str | None, typer.Option(metavar="NAME", help="The column with the text.")] = None,
+    pair_column: Annotated[str | None, typer.Option(metavar="NAME", help="The column with the second text.")] = None,
+    label_column: Annotated[str | None, typer.Option(metavar="NAME", help="The column with the true label.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="All probabilities, as JSON; of a file as JSON lines.")] = False,
 ) -> None:
-    """What a trained model says about texts.
+    """What a trained model says about texts, or about a file of any length.
 
     \b
     whet predict runs/text-001 "Return the sum of the elements."
-    whet predict runs/text-001 --json < texts.txt
+    whet predict runs/text-001 reviews.csv --out answers.csv
+    cat reviews.jsonl | whet predict runs/text-001 - --format jsonl
+
+    A file may be CSV, TSV, JSON lines, Parquet, or plain text with one on each line. Answers come in its order, with
+    the number of their row and the probability of each class. Where rows have labels, the answers are scored too.
     """
-    from whet.base.errors import UsageError, WhetError
-    from whet.cli import screen
-    from whet.recipes.recipe import BUILT_IN, load_recipe
+    from whet.base.errors import UsageError
     from whet.run.folder import open_run
 
     opened = open_run(run)
-    given = [_readable(text) for text in texts or [line.rstrip("\n") for line in sys.stdin if line.strip()]]
-    if not given:
-        raise UsageError("there is nothing to predict", got="no text", try_=f'whet predict {run} "some text"')
-    # Only a built-in one by itself: a run folder may come from anywhere, and must not say which code is run.
-    if file is None and opened.header.recipe not in BUILT_IN:
-        raise UsageError("the run is of a recipe of yours", got=opened.header.recipe, try_="--recipe FILE")
-    recipe = load_recipe(file or opened.header.recipe)
-    predict_with = getattr(recipe, "predict", None)
-    if predict_with is None:
-        raise UsageError(f"the recipe {recipe.name} cannot predict", got=str(run), try_="a method predict()")
+    given = texts or ["-"]
+    path = _as_file(given)
+    if path is None:
+        if out is not None or form is not None:
+            raise UsageError(
+                "--out and --format are for files", got=given[0][:80], try_="a file, or - (standard input)"
+            )
+        answers = _answers(opened, recipe=file, checkpoint=checkpoint, device="cpu" if device == "auto" else device)
+        _show([_readable(text) for text in given], answers, as_json=json)
+        return
+    form = form or ("jsonl" if json else None if out is None else _FORMS.get(out.suffix.lower()))
+    with _standard_input() if path == Path("-") else contextlib.nullcontext(path) as place:
+        answers = _answers(opened, recipe=file, checkpoint=checkpoint, device=device)
+        columns = {"text": text_column, "pair": pair_column, "label": label_column}
+        _answer_file(place, answers, columns=columns, out=out, form=form, batch=batch)
 
+
+def _as_file(given: list[str]) -> Path | None:
+    """The file that is meant; None for texts."""
+    from whet.base.errors import UsageError
+
+    if given == ["-"]:
+        return Path("-")
+    word = given[0]
+    if len(given) > 1:
+        return None
+    path = Path(word).expanduser()
+    with contextlib.suppress(OSError, ValueError):
+        if path.exists():
+            return path
+    if path.suffix.lower() in _FILE_ENDINGS and " " not in word:
+        raise UsageError("no such file", got=word[:200], try_="a file that exists, or a text of several words")
+    return None
+
+
+@contextlib.contextmanager
+def _standard_input() -> Iterator[Path]:
+    """Standard input as a file, so that it may have any form and length."""
+    from whet.base.errors import UsageError
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "standard-input"
+        with path.open("wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        if not path.stat().st_size:
+            raise UsageError("there is nothing to predict", got="no text", try_='whet predict RUN "some text"')
+        yield path
+
+
+def _answers(opened: "Run", *, recipe: str | None, checkpoint: str, device: str) -> Any:
+    """What answers: the recipe's model with the run's weights."""
+    from whet.base.errors import UsageError, WhetError
+    from whet.recipes.recipe import BUILT_IN, load_recipe
+
+    # Only a built-in one by itself: a run folder may come from anywhere, and must not say which code is run.
+    if recipe is None and opened.header.recipe not in BUILT_IN:
+        raise UsageError("the run is of a recipe of yours", got=opened.header.recipe, try_="--recipe FILE")
+    loaded = load_recipe(recipe or opened.header.recipe)
+    predict_with = getattr(loaded, "predict", None)
+    if predict_with is None:
+        raise UsageError(f"the recipe {loaded.name} cannot predict", got=str(opened.path), try_="a method predict()")
+
+    from whet.device.open import open_device
     from whet.engine.reading import load_weights
 
     try:
-        model, answers = predict_with(recipe.Config.model_validate(opened.config), opened.kept)
+        model, answers = predict_with(loaded.Config.model_validate(opened.config), opened.kept)
     except (KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise WhetError("the run does not hold what its recipe needs", got=what, try_="another run") from None
     load_weights(opened.path, model, checkpoint=checkpoint)
     model.eval()
+    if device != "cpu" and hasattr(answers, "use"):
+        # By itself only CUDA: whether another device computes rightly is a question that a training asks first.
+        found = open_device("cuda", on_failure="cpu") if device == "auto" else open_device(device)
+        answers.use(found.device)
+    return answers
+
+
+def _show(given: list[str], answers: Any, *, as_json: bool) -> None:
+    """Verdicts on texts from the command line."""
+    from whet.cli import screen
+
     found = answers(given)
-    if json:
+    if len(found) != len(given):
+        given = [f"{first} / {second}" for first, second in zip(given[::2], given[1::2], strict=True)]
+    if as_json:
         screen.result_json([{"text": text, **answer} for text, answer in zip(given, found, strict=True)])
         return
     rows = [
-        (answer["label"], f"{answer['probability']:.3f}", _short(text))
+        (", ".join(answer.get("labels", [answer["label"]])) or "-", f"{answer['probability']:.3f}", _short(text))
         for text, answer in zip(given, found, strict=True)
     ]
     screen.result(screen.table(("label", "probability", "text"), rows))
+
+
+def _answer_file(
+    path: Path, answers: Any, *, columns: dict[str, str | None], out: Path | None, form: str | None, batch: int
+) -> None:
+    """Writes what the model says about each row, then how good that is."""
+    from whet.base.errors import UsageError
+    from whet.cli import screen
+    from whet.recipes.text.using.answering import Answering
+    from whet.recipes.text.using.file_answers import FileAnswers
+    from whet.run import durable
+
+    if not isinstance(answers, Answering):
+        raise UsageError("the recipe answers texts alone", got=str(path), try_='whet predict RUN "some text"')
+    found = FileAnswers(answers, path, columns=columns, form=form, batch=batch)
+    if out is None:
+        sys.stdout.flush()
+        for line in found.lines():
+            sys.stdout.buffer.write(line.encode())
+        sys.stdout.buffer.flush()
+    else:
+        out = out.expanduser().absolute()
+        durable.check_writable(out)
+        durable.write_file(out, data=(line.encode() for line in found.lines()))
+        screen.note(f"wrote {out}")
+    for line in found.told():
+        screen.note(line)
+    for line in found.scored():
+        screen.note(line) if out is None else screen.result(line)
+    if found.num_bad:
+        raise typer.Exit(1)
 
 
 def _readable(text: str) -> str:

@@ -109,12 +109,13 @@ class Written(NamedTuple):
     sha256: str
 
 
-def write_file(path: Path, *, data: bytes) -> None:
-    """Writes or replaces a small file: after a crash it holds either the old bytes or the new ones."""
+def write_file(path: Path, *, data: bytes | Iterable[bytes]) -> None:
+    """Writes or replaces a file: after a crash it holds either the old bytes or the new ones."""
     draft = leftover_name(path)
+    pieces = (data,) if isinstance(data, bytes) else data
     with told("write", path):
         try:
-            _write_new(draft, pieces=(data,), sync=disk.full_sync)
+            _write_new(draft, pieces=pieces, sync=disk.full_sync)
             disk.rename(draft, path)
         except BaseException:
             with contextlib.suppress(OSError):

@@ -42,6 +42,8 @@ class TextData:
     """Of the corpus: the same texts, labels and split have the same one."""
     mean_length: float
     """Tokens of a training text, on average."""
+    has_pairs: bool
+    """Whether a sample is two texts."""
     baseline: float | None
     """The share of the test texts that word counts alone get right; unknown where a text may have several classes."""
     notes: tuple[str, ...] = ()
@@ -86,6 +88,7 @@ def tokenize(
         tokenizer=tokenizer,
         max_length=max_length,
         fingerprint=corpus.fingerprint,
+        has_pairs=corpus.has_pairs,
         baseline=None if corpus.is_multi_label else baseline_accuracy(corpus),
         mean_length=float(train["tokens"].lengths.double().mean()),
         notes=tuple(notes),

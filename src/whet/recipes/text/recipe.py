@@ -1,6 +1,6 @@
 """The text recipe: which class a text belongs to. torch is imported when it is needed, so that a plan needs none."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from whet.recipes.text.data import TextData
     from whet.recipes.text.model import Encoder
     from whet.recipes.text.pretrained import Pretrained
-
-Answer = Callable[[Sequence[str]], list[dict[str, Any]]]
-"""Texts to verdicts: label, probability, and the probability of every class."""
+    from whet.recipes.text.using.answering import Answering
 
 
 class TextRecipe:
@@ -89,6 +87,7 @@ class TextRecipe:
             "data": data.fingerprint,
             "baseline": {} if data.baseline is None else {"naive Bayes": data.baseline},
             "is_multi_label": data.is_multi_label,
+            "has_pairs": data.has_pairs,
             **kept_of(config, data),
         }
 
@@ -97,29 +96,22 @@ class TextRecipe:
 
         return look_at_data(config, path, fix=fix, leave=leave)
 
-    def predict(self, config: TextConfig, kept: dict[str, Any]) -> "tuple[Encoder | Pretrained, Answer]":
-        """A model without its weights, and what to call with texts once it has them."""
-        from whet.data.ragged import Ragged
+    def predict(self, config: TextConfig, kept: dict[str, Any]) -> "tuple[Encoder | Pretrained, Answering]":
+        """A model without its weights, and what to ask once it has them."""
         from whet.recipes.text.choosing import kept_model, kept_tokenizer
-        from whet.recipes.text.data import token_column
+        from whet.recipes.text.using.answering import Answering
 
-        classes, tokenizer = kept["classes"], kept_tokenizer(kept)
         model = kept_model(config, kept)
-
-        def answer(texts: Sequence[str]) -> list[dict[str, Any]]:
-            import torch
-
-            from whet.recipes.text.loss import shares
-
-            column: Ragged = token_column(tuple(texts), tokenizer=tokenizer, max_length=kept["max_length"])
-            longest = int(column.lengths.max())
-            with torch.no_grad():
-                logits = model(column.padded(torch.arange(len(texts)), length=longest))
-            is_multi_label = bool(kept.get("is_multi_label"))
-            rows = shares(logits, is_multi_label=is_multi_label).tolist()
-            return [_verdict(dict(zip(classes, row, strict=True)), is_multi_label=is_multi_label) for row in rows]
-
-        return model, answer
+        has_pairs = kept.get("has_pairs")
+        return model, Answering(
+            model,
+            tokenizer=kept_tokenizer(kept),
+            classes=[str(name) for name in kept["classes"]],
+            max_length=int(kept["max_length"]),
+            is_multi_label=bool(kept.get("is_multi_label")),
+            has_pairs=has_pairs if isinstance(has_pairs, bool) else None,
+            columns=config.column_wishes,
+        )
 
 
 def refuse_imported(folder: str) -> None:
@@ -136,14 +128,6 @@ def refuse_other_classes(ours: Sequence[str], theirs: object, *, where: str) -> 
     """A run whose weights are taken over must know the same classes."""
     if not isinstance(theirs, list) or list(ours) != theirs:
         raise UsageError(f"{where} has other classes", got=", ".join(ours)[:200], try_=f"data with {theirs}")
-
-
-def _verdict(probabilities: dict[str, float], *, is_multi_label: bool) -> dict[str, Any]:
-    label = max(probabilities, key=lambda name: probabilities[name])
-    verdict = {"label": label, "probability": probabilities[label], "probabilities": probabilities}
-    if is_multi_label:
-        verdict["labels"] = [name for name, share in probabilities.items() if share > 0.5]
-    return verdict
 
 
 def recipe() -> TextRecipe:

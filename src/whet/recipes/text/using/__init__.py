@@ -1,0 +1,1 @@
+"""A trained classifier in use: questions, answers, files for other programs."""
