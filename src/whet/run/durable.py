@@ -132,6 +132,49 @@ def write_draft(path: Path, *, data: bytes | Iterable[bytes | memoryview], is_la
         return _write_new(path, pieces=pieces, sync=disk.full_sync if is_last else disk.sync)
 
 
+class GrowingFile:
+    """A new file inside a draft of `publish_directory`, for who writes several at a time, piece by piece."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._collected = bytearray()
+        self._digest, self._size = hashlib.sha256(), 0
+        with told("write", path):
+            self._descriptor = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Adds a piece; what is small is collected first."""
+        self._collected += data
+        if len(self._collected) >= _LEAST_WRITE:
+            self._write()
+
+    def close(self) -> Written:
+        """Syncs and closes it; what it holds."""
+        try:
+            self._write()
+            with told("write", self._path):
+                disk.sync(self._descriptor)
+        finally:
+            self.abandon()
+        return Written(self._size, self._digest.hexdigest())
+
+    def abandon(self) -> None:
+        """Closes it as it is; its draft goes anyway."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                disk.close(self._descriptor)
+        self._descriptor = -1
+
+    def _write(self) -> None:
+        self._digest.update(self._collected)
+        self._size += len(self._collected)
+        rest = memoryview(bytes(self._collected))
+        self._collected.clear()
+        with told("write", self._path):
+            while rest:
+                rest = rest[disk.write(self._descriptor, rest) :]
+
+
 def _write_new(path: Path, *, pieces: Iterable[bytes | memoryview], sync: Callable[[int], None]) -> Written:
     """Synced through the descriptor that wrote: the system tells a later one nothing of what went wrong before."""
     digest, size = hashlib.sha256(), 0

@@ -1,0 +1,1 @@
+"""Chat: conversations, a model that answers, and talking to it."""

@@ -1,0 +1,1 @@
+"""Shapes of conversations in files, one file each."""

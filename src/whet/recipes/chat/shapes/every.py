@@ -1,0 +1,50 @@
+"""Which shape do the records of a file have?"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from whet.base.errors import UsageError
+from whet.recipes.chat.conversation import Turn
+from whet.recipes.chat.reading import Record, read_records
+from whet.recipes.chat.shapes import alpaca, openai, openassistant, sharegpt
+
+_LOOKED_AT = 64
+
+
+class Shape(NamedTuple):
+    """How records become turns."""
+
+    name: str
+    fits: Callable[[Mapping[str, Any]], bool]
+    read: Callable[[Mapping[str, Any]], tuple[Turn, ...]]
+    gather: Callable[[Iterable[Record]], Iterator[Record]] = iter
+    """Puts records together that are one conversation only together."""
+
+
+# The order decides where two fit: lists of messages are OpenAssistant's only where they say so.
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("sharegpt", sharegpt.fits, sharegpt.read),
+        Shape("alpaca", alpaca.fits, alpaca.read),
+        Shape("openassistant", openassistant.fits, openassistant.read, openassistant.gather),
+        Shape("openai", openai.fits, openai.read),
+    )
+}
+
+
+def detect(path: Path) -> Shape:
+    """The shape that most of the first records have."""
+    seen = [record.value for record in islice(read_records(path), _LOOKED_AT) if isinstance(record.value, dict)]
+    fitting = Counter(name for value in seen for name, shape in SHAPES.items() if shape.fits(value))
+    if not fitting:
+        keys = ", ".join(map(str, list(seen[0])[:8])) if seen else "no objects"
+        raise UsageError(
+            f"the records of {path} have no known shape",
+            got=f"the first has the keys {keys}" if seen else keys,
+            try_="conversations (sharegpt), instruction and output (alpaca), messages (openai, openassistant)",
+        )
+    return max((SHAPES[name] for name in SHAPES), key=lambda shape: fitting[shape.name])

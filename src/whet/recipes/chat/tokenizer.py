@@ -1,0 +1,98 @@
+"""How does a text become token ids and back? By a byte-pair vocabulary, with marks behind it that no text can spell."""
+
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer as Engine
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from whet.base.errors import WhetError
+from whet.recipes.chat.conversation import ROLES, Role
+
+MARKS = ("<|pad|>", "<|end|>", *(f"<|{role}|>" for role in ROLES))
+"""Padding, the end of a turn, and the start of a turn of each role; their ids follow the vocabulary in this order."""
+
+
+class ChatTokenizer:
+    """Texts to ids and back; every id of a text is below `pad_id`, the first of the marks."""
+
+    def __init__(self, engine: Engine) -> None:
+        # "<|user|>" or "<|endoftext|>" in a text is text, whatever the vocabulary knows it as.
+        engine.encode_special_tokens = True
+        engine.no_truncation()
+        engine.no_padding()
+        self._engine = engine
+        self.pad_id = max(engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.end_id = self.pad_id + 1
+        self.role_ids: dict[Role, int] = {role: self.pad_id + 2 + place for place, role in enumerate(ROLES)}
+        self.vocab_size = self.pad_id + len(MARKS)
+        """How many ids there are, marks included."""
+
+    @classmethod
+    def train(cls, texts: Iterable[str], *, vocab_size: int) -> "ChatTokenizer":
+        """A byte-level vocabulary of at most `vocab_size` ids with the marks; the same texts give the same one."""
+        engine = Engine(models.BPE())
+        # No normalizer: what goes in comes out, sign by sign.
+        engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        engine.decoder = decoders.ByteLevel()
+        engine.train_from_iterator(
+            texts,
+            trainers.BpeTrainer(
+                vocab_size=vocab_size - len(MARKS),
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                show_progress=False,
+            ),
+        )
+        return cls(engine)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ChatTokenizer":
+        """The tokenizer that `to_json` wrote, or any tokenizer.json of the tokenizers library."""
+        try:
+            return cls(Engine.from_str(text))
+        except Exception as error:  # The library raises bare Exception.
+            raise WhetError(
+                "a tokenizer cannot be read", got=str(error)[:200], try_="a tokenizer.json, unchanged"
+            ) from None
+
+    def to_json(self) -> str:
+        """Everything, as JSON: it can live in a run folder."""
+        return self._engine.to_str()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text; never a mark."""
+        return self._engine.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of many texts, on all cores. A process with threads must not be forked: not where workers are."""
+        return [found.ids for found in self._engine.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text behind ids; marks are left out."""
+        return self._engine.decode([number for number in ids if number < self.pad_id], skip_special_tokens=False)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """The same with marks shown, for a person to look at."""
+        pieces: list[str] = []
+        start = 0
+        for place, number in enumerate(ids):
+            if number >= self.pad_id:
+                pieces += [self.decode(ids[start:place]), MARKS[number - self.pad_id]]
+                start = place + 1
+        return "".join((*pieces, self.decode(ids[start:])))
+
+    def stream(self) -> "TextStream":
+        """The text of ids that come one by one."""
+        return TextStream(self._engine, first_mark=self.pad_id)
+
+
+class TextStream:
+    """Ids in, text out as soon as it is sure: a sign may be made of several tokens."""
+
+    def __init__(self, engine: Engine, *, first_mark: int) -> None:
+        self._engine = engine
+        self._first_mark = first_mark
+        self._stream = decoders.DecodeStream(skip_special_tokens=False)
+
+    def push(self, number: int) -> str:
+        """What is new with this id; nothing for a mark, or while a sign is incomplete."""
+        return "" if number >= self._first_mark else self._stream.step(self._engine, number) or ""

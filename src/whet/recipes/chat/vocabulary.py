@@ -1,0 +1,44 @@
+"""Where does a tokenizer come from that is not learned here? A file, a folder, or a name on the hub."""
+
+from pathlib import Path
+
+from whet.base.errors import UsageError, WhetError
+from whet.recipes.chat.tokenizer import ChatTokenizer
+from whet.run.plain_file import read_plain
+
+BYTE_PAIRS = "bpe"
+"""The word for a byte-level vocabulary learned from the training conversations."""
+
+_FILE = "tokenizer.json"
+
+
+def find_tokenizer(word: str) -> ChatTokenizer:
+    """The tokenizer that a word names; the hub's cache is asked before the hub."""
+    path = Path(word).expanduser()
+    if path.is_dir():
+        path = path / _FILE
+        if not path.is_file():
+            raise UsageError(f"no tokenizer in {word}", got=f"no {_FILE}", try_="a folder with a fast tokenizer")
+    if not path.is_file():
+        if path.suffix or word.startswith((".", "/", "~")):
+            raise UsageError("no such tokenizer", got=word, try_=f"{BYTE_PAIRS}, a {_FILE}, or a name on the hub")
+        path = _from_hub(word)
+    return ChatTokenizer.from_json(read_plain(path, follows_links=True).decode())
+
+
+def _from_hub(word: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    name, _, revision = word.partition("@")
+    reason: Exception | None = None
+    for is_local in (True, False):
+        try:
+            return Path(hf_hub_download(name, _FILE, revision=revision or None, local_files_only=is_local))
+        except Exception as error:  # Many kinds: no network, no such name, no leave to read it.
+            reason = error
+    lines = str(reason).strip().splitlines() or [""]
+    raise WhetError(
+        "the tokenizer could not be had from the hub",
+        got=f"{word}: {type(reason).__name__}: {lines[0][:160]}",
+        try_=f"--tokenizer {BYTE_PAIRS}, learned from the data; or a {_FILE}",
+    )
