@@ -16,6 +16,7 @@ from whet.cli import (
     check,
     compare,
     data,
+    data_chat,
     doctor,
     export,
     forward,
@@ -38,6 +39,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "train": train.train,
     "bench": bench.bench,
     "data": data.data,
+    "data chat": data_chat.data_chat,
     "predict": predict.predict,
     "runs": runs.runs,
     "watch": watch.watch,
@@ -100,6 +102,8 @@ def run(arguments: Sequence[str]) -> int:
     screen.quiet = "--quiet" in arguments
     debug = screen.debug = "--debug" in arguments
     words = ["--help" if word == "-h" else word for word in arguments if word not in switches] or ["--help"]
+    if " ".join(words[:2]) in VERBS:
+        words[:2] = [" ".join(words[:2])]
     try:
         _refuse_windows()
         return app(words, standalone_mode=False) or 0

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,26 @@ def measuring(name: str) -> "Iterator[Watch | None]":
     line = ProgressLine(name)
     try:
         yield lambda progress: line("measuring", dict(progress.as_event()))
+    finally:
+        line.close()
+
+
+@contextmanager
+def progress(name: str) -> "Iterator[Callable[[str, int, int | None], None]]":
+    """Who is told what is being done, how much of it, and of how much: shown in place on a terminal, or in lines."""
+    if quiet:
+        yield lambda _what, _done, _total: None
+        return
+    from whet.engine.progress_line import ProgressLine
+
+    line = ProgressLine(name)
+
+    def show(what: str, done: int, total: int | None) -> None:
+        through = f" {done:,}" + (f" of {total:,} ({done / total:.0%})" if total else "") if done else ""
+        line("measuring", {"words": what + through})
+
+    try:
+        yield show
     finally:
         line.close()
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from whet.base.errors import UsageError
 from whet.recipes.chat.conversation import Conversation, MalformedError, check
-from whet.recipes.chat.manifest import Part
+from whet.recipes.chat.manifest import PARTS, Part
 from whet.recipes.chat.reading import Record, read_records
 from whet.recipes.chat.shapes.every import SHAPES, Shape, detect
 from whet.recipes.text.rows.sources import part_of
@@ -37,8 +37,11 @@ def find_sources(path: Path, *, shape: str = "auto") -> tuple[Source, ...]:
     if path.is_dir():
         files = [
             (part, file)
+            for wanted in PARTS
             for file in sorted(path.iterdir())
-            if file.suffix.lower() in _ENDINGS and file.is_file() and (part := part_of(file.name.split(".")[0]))
+            if file.suffix.lower() in _ENDINGS
+            and file.is_file()
+            and (part := part_of(file.name.split(".")[0])) == wanted
         ]
         if not any(part == "train" for part, _ in files):
             raise UsageError(f"no training file in {path}", got="no train.json or train.jsonl", try_="a file")

@@ -1,0 +1,45 @@
+"""What is told of prepared conversations, in lines for a person?"""
+
+from pathlib import Path
+
+from whet.base.units import show_bytes
+from whet.recipes.chat.manifest import PARTS, Manifest
+
+_SHOWN_BAD = 5
+
+
+def lines(manifest: Manifest, folder: Path) -> tuple[str, ...]:
+    """What was read, what became of it, and what to do next."""
+    told = manifest.told
+    read = ", ".join(f"{source['name']} ({source['shape']})" for source in manifest.made_from)
+    rows = [("read", f"{told['conversations_found']:,} conversations: {read}")]
+    for number, (where, why) in enumerate(told["bad_records_shown"][:_SHOWN_BAD]):
+        rows.append(("" if number else "skipped", f"{where}: {why}"))
+    if told["bad_records"] > _SHOWN_BAD:
+        rows.append(("", f"... {told['bad_records']:,} bad records in all"))
+    for key, words in _LEFT_OUT.items():
+        if told[key]:
+            rows.append(("note", f"{told[key]:,} {words}"))
+    for part in PARTS:
+        facts = manifest.parts[part]
+        fill = facts.tokens / (facts.rows * manifest.max_length) if facts.rows else 0
+        rows.append(
+            (
+                part,
+                f"{facts.conversations:,} conversations, {facts.tokens:,} tokens, {facts.loss_tokens:,} of them learned"
+                f"; {facts.rows:,} rows of {manifest.max_length:,}, {fill:.1%} full",
+            )
+        )
+    rows.append(("tokens", f"{manifest.tokenizer}, {manifest.vocab_size:,} ids; loss on {_LOSS[manifest.loss]}"))
+    size = sum(file.bytes for file in manifest.files.values())
+    rows.append(("wrote", f"{folder} ({show_bytes(size)}); whet train chat data_paths=[{folder}]"))
+    return tuple(f"{name:9} {words}" for name, words in rows)
+
+
+_LOSS = {"assistant": "the assistant's text and the end of its turns", "all": "every token"}
+_LEFT_OUT = {
+    "conversations_left_out_by_subsample": "conversations left out (--subsample-size)",
+    "conversations_left_out_as_held_out_elsewhere": "conversations left out: a held-out file has them too",
+    "conversations_cut_apart": "conversations longer than --max-length became pieces that end with an answer",
+    "documents_shortened": "pieces had a question or an answer longer than --max-length, whose end was cut off",
+}
