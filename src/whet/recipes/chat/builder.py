@@ -130,7 +130,7 @@ def _fill(
     written = durable.write_draft(draft / TOKENIZER, data=tokenizer.to_json().encode())
     files[TOKENIZER] = FileFacts(bytes=written.size, sha256=written.sha256)
     manifest = _manifest(sources, found, tokenizer, options, counts, parts, files)
-    text = json.dumps(manifest.as_json(), indent=2, ensure_ascii=True, sort_keys=True) + "\n"
+    text = json.dumps(manifest.as_json(), indent=2, ensure_ascii=True) + "\n"
     durable.write_draft(draft / MANIFEST, data=text.encode(), is_last=True)
     return manifest
 

@@ -19,8 +19,8 @@ MOST_BYTES = 64 * 1024**2
 _CHUNK = 1024**2
 _BOM = codecs.BOM_UTF8
 _SPACE = re.compile(r"\s*")
-_PIECE = re.compile(r'"(?:[^"\\]++|\\.)*+"|[{}\[\],]', re.DOTALL)
-"""What decides where an element ends: whole strings, brackets and commas."""
+_PIECE = re.compile(r'"(?:[^"\\]++|\\.)*+"|["{}\[\],]', re.DOTALL)
+"""What decides where an element ends: whole strings, brackets and commas; and a quote whose string is not whole."""
 
 
 class Record(NamedTuple):
@@ -171,21 +171,26 @@ def _element(window: _Window, number: int, path: Path) -> Record:
             raise _lost(path, number, got="the file ends inside")
 
 
+_CLOSING = {"{": "}", "[": "]"}
 _decode = json.JSONDecoder().raw_decode
 
 
 def _end_of_element(text: str, start: int) -> int | None:
     """Where an element that cannot be parsed ends, by its brackets alone; None where that lies further on."""
-    depth = 0
+    inside: list[str] = []
     for found in _PIECE.finditer(text, start):
         sign = found[0]
-        if sign in "{[":
-            depth += 1
+        if sign == '"':
+            return None
+        if sign in _CLOSING:
+            inside.append(_CLOSING[sign])
         elif sign in "}]":
-            if depth == 0:
+            if sign not in inside:
                 return found.start()
-            depth -= 1
-        elif sign == "," and depth == 0:
+            # What was opened inside and not closed was forgotten.
+            while inside.pop() != sign:
+                pass
+        elif sign == "," and not inside:
             return found.start()
     return None
 

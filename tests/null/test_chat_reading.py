@@ -1,0 +1,124 @@
+"""Conversations of every shape are read, one at a time; what is none is named, and never silently part of the data."""
+
+import bz2
+import gzip
+import json
+import lzma
+from pathlib import Path
+
+import planted_chats as planted
+import pytest
+
+from whet.base.errors import UsageError, WhetError
+from whet.recipes.chat import reading
+from whet.recipes.chat.conversation import Conversation
+from whet.recipes.chat.sources import Bad, find_sources, read_conversations
+
+
+def read(path: Path, *, shape: str = "auto") -> list[Conversation | Bad]:
+    (source,) = find_sources(path, shape=shape)
+    return list(read_conversations(source))
+
+
+def turns(found: Conversation | Bad) -> list[tuple[str, str]]:
+    assert isinstance(found, Conversation), found
+    return [tuple(turn) for turn in found.turns]
+
+
+@pytest.mark.parametrize("name", planted.GOLDEN)
+@pytest.mark.parametrize("write", [planted.write_array, planted.write_lines])
+def test_every_shape_is_detected_and_read(tmp_path: Path, name: str, write) -> None:
+    shape, records, expected = planted.GOLDEN[name]
+    path = write(tmp_path / "chats", records)
+    (source,) = find_sources(path)
+    assert source.shape.name == shape
+    (found,) = read_conversations(source)
+    assert turns(found) == expected
+
+
+def test_two_trees_of_the_flat_dump_are_two_conversations_and_an_orphan_is_named(tmp_path: Path) -> None:
+    second = [{**row, "message_tree_id": "m9", "message_id": f"9{row['message_id']}"} for row in planted.FLAT[:1]]
+    answer = planted.message("93", second[0]["message_id"], "assistant", "Nine.", message_tree_id="m9")
+    orphan = planted.message("o", "gone", "assistant", "Whose?", message_tree_id="m7")
+    first, other, bad = read(planted.write_lines(tmp_path / "flat", [*planted.FLAT, *second, answer, orphan]))
+    assert turns(first) == planted.BRANCH
+    assert turns(other) == [("user", "Hi"), ("assistant", "Nine.")]
+    assert bad == Bad("flat:9 (m7)", "its messages do not lead to one first message")
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, "zstd"], ids=["gz", "bz2", "xz", "zst"])
+def test_compressed_files_are_read_by_their_first_bytes(tmp_path: Path, pack) -> None:
+    plain = "".join(json.dumps(planted.talk(n)) + "\n" for n in range(50)).encode()
+    if pack == "zstd":
+        pyarrow = pytest.importorskip("pyarrow")
+        packed = pyarrow.compress(plain, codec="zstd", asbytes=True)
+    else:
+        packed = pack(plain)
+    (tmp_path / "chats.json").write_bytes(packed)
+    assert len(read(tmp_path / "chats.json")) == 50
+    (tmp_path / "cut").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(WhetError, match="is damaged"):
+        read(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("defect", planted.DEFECTS)
+@pytest.mark.parametrize("form", ["lines", "array"])
+def test_a_bad_record_is_named_and_harms_no_other(tmp_path: Path, defect: str, form: str) -> None:
+    record, why = planted.DEFECTS[defect]
+    good = json.dumps(planted.SHAREGPT).encode()
+    both = (good, record, good)
+    content = b"\n".join(both) if form == "lines" else b"[" + b",\n".join(both) + b"]"
+    (tmp_path / "chats").write_bytes(b"\xef\xbb\xbf" + content)
+    first, bad, last = read(tmp_path / "chats", shape="sharegpt")
+    assert turns(first) == turns(last)
+    assert isinstance(bad, Bad)
+    assert bad.where.startswith("chats:2")
+    assert why in bad.why
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 1024**2])
+def test_records_are_the_same_however_the_file_is_cut(tmp_path: Path, chunk: int, monkeypatch) -> None:
+    records = [planted.SHAREGPT, planted.talk(1), {"a": '\u20ac}]\\"', "b": [[], {}, -1.5e3, None]}, planted.talk(2)]
+    for write, spare in ((planted.write_array, []), (planted.write_lines, []), (planted.write_array, records * 20)):
+        path = write(tmp_path / "chats", records + spare)
+        monkeypatch.setattr(reading, "_CHUNK", chunk)
+        assert [record.value for record in reading.read_records(path)] == records + spare
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b" \n ", "is empty"),
+        (b"id,text\n", "neither a JSON array nor JSON lines"),
+        (b'[{"a": 1}, {"a": [1, 2', "record 2 has no end"),
+        (b'[{"a": 1}, {"a": "x}]', "record 2 has no end"),
+        (b'[{"a": 1} {"a": 2}]', "record 1 has no end"),
+        (b'[{"a": 1}', "record 1 has no end"),
+        (b'[{"a": 1}] [', "goes on behind its array"),
+        (b"\xff\xfe[\x00", "is not UTF-8"),
+        (b"PK\x03\x04", "is an archive"),
+    ],
+)
+def test_a_file_that_cannot_be_read_to_its_end_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "chats").write_bytes(content)
+    with pytest.raises(WhetError, match=said):
+        list(reading.read_records(tmp_path / "chats"))
+
+
+def test_an_unknown_shape_is_refused_with_its_keys(tmp_path: Path) -> None:
+    path = planted.write_lines(tmp_path / "chats", [{"question": "a", "answer": "b"}])
+    with pytest.raises(UsageError, match="question, answer"):
+        find_sources(path)
+
+
+def test_a_record_without_bounds_is_passed_over_in_lines_and_refused_in_arrays(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(reading, "MOST_BYTES", 4096)
+    monkeypatch.setattr(reading, "_CHUNK", 512)
+    records = [planted.talk(1), planted.talk(2, words=2000), planted.talk(3)]
+    first, bad, last = read(planted.write_lines(tmp_path / "lines", records))
+    assert isinstance(bad, Bad)
+    assert "longer than 4,096 bytes" in bad.why
+    assert [turns(one)[0][1].split()[2] for one in (first, last)] == ["word7", "word21"]
+    with pytest.raises(WhetError, match="record 2 has no end"):
+        read(planted.write_array(tmp_path / "array", records))
