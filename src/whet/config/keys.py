@@ -51,6 +51,8 @@ class CommonConfig(BaseModel):
         "causal_mask",
     )
     """Keys that are settings of the plan: when you give one, no rule and no measurement overrides it."""
+    group_words: ClassVar[dict[str, str]] = {}
+    """Groups of keys whose name alone means one of them: arch=gpt for arch.kind=gpt."""
 
     data: str | None = Field(
         None, description="file or folder with the data; the recipe's embedded default if not given"

@@ -63,8 +63,8 @@ def resolve(
     `can_measure` is for those who will find a global batch that is left open.
     """
     said = read_words(words)
-    from_file = _rename(flatten(read_config_file(file))) if file else {}
-    from_words = _rename(said.values)
+    from_file = _rename(flatten(read_config_file(file)), model.group_words) if file else {}
+    from_words = _rename(said.values, model.group_words)
     known = known_keys(model)
     for values, where in ((from_file, str(file)), (from_words, "the command line"), (said.dropped, "the command line")):
         _refuse_unknown(values, known, where)
@@ -109,12 +109,13 @@ def _group_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _rename(values: Mapping[str, Any]) -> dict[str, Any]:
+def _rename(values: Mapping[str, Any], group_words: Mapping[str, str]) -> dict[str, Any]:
     """The guides' names for our keys, and torch's names for our precisions."""
-    for other, key in SYNONYMS.items():
+    synonyms = {**SYNONYMS, **group_words}
+    for other, key in synonyms.items():
         if other in values and key in values:
             raise UsageError("two words for one key", got=f"{other} and {key}", try_=f"only {key}")
-    renamed = {SYNONYMS.get(key, key): value for key, value in values.items()}
+    renamed = {synonyms.get(key, key): value for key, value in values.items()}
     if isinstance(renamed.get("precision"), str):
         renamed["precision"] = DTYPE_NAMES.get(renamed["precision"], renamed["precision"])
     return renamed

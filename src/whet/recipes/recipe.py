@@ -11,7 +11,7 @@ from whet.base.errors import UsageError, WhetError, nearest
 from whet.config.keys import CommonConfig
 from whet.plan.workload import Workload
 
-BUILT_IN = {"text": "whet.recipes.text.recipe"}
+BUILT_IN = {"text": "whet.recipes.text.recipe", "chat": "whet.recipes.chat.recipe"}
 
 
 class Splits(Protocol):

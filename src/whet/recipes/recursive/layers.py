@@ -127,11 +127,12 @@ class Attention(nn.Module):
 class PostNormBlock(nn.Module):
     """Attention, then a feed-forward layer; each is added to what came in, and the sum is normed."""
 
-    def __init__(self, width: int, *, num_heads: int, expansion: float) -> None:
+    def __init__(self, width: int, *, num_heads: int, expansion: float, dropout: float = 0.0) -> None:
         super().__init__()
         self.attention = Attention(width, num_heads=num_heads)
         self.feed_forward = SwiGLU(width, expansion=expansion)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, look: Look) -> Tensor:
-        x = rms_norm(x + self.attention(x, look))
-        return rms_norm(x + self.feed_forward(x))
+        x = rms_norm(x + self.dropout(self.attention(x, look)))
+        return rms_norm(x + self.dropout(self.feed_forward(x)))

@@ -1,0 +1,74 @@
+"""How good is a language model? Perplexity, bits per byte of text, and a few answers for a person to read."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from whet.data.batch import Micro
+from whet.recipes.chat.generation.decoding import Ask, Rules, decode
+from whet.recipes.chat.generation.sampling import Sampling
+from whet.recipes.chat.loss import inputs_of, surprise, targets_of
+from whet.recipes.chat.model.causal import CausalModel
+from whet.recipes.chat.rows import ChatData, Question
+from whet.recipes.chat.tokenizer import ChatTokenizer
+
+NUM_QUESTIONS = 4
+_MOST_TOKENS = 48
+_MOST_SECONDS = 5.0
+_MOST_NATS = 50.0
+"""Beyond it a perplexity says nothing, and soon is no number."""
+
+
+def judge(model: CausalModel, micros: Iterator[Micro], data: ChatData | None) -> dict[str, Any]:
+    """Over all tokens that count, each weighing the same; and answers to the data's questions, the likeliest ones."""
+    nats = tokens = right = num_bytes = 0.0
+    for micro in micros:
+        targets = targets_of(micro)
+        logits = model.logits(model(*inputs_of(micro))[-1])
+        is_counted = targets >= 0
+        is_right = (logits.argmax(-1) == targets) & is_counted
+        found = torch.stack([surprise(logits, targets), is_counted.sum(), is_right.sum(), micro.loss_bytes.sum()])
+        for_nats, *counts = found.tolist()
+        nats += for_nats
+        tokens, right, num_bytes = tokens + counts[0], right + counts[1], num_bytes + counts[2]
+    mean = nats / max(1.0, tokens)
+    told: dict[str, Any] = {
+        "bits_per_byte": nats / math.log(2) / max(1.0, num_bytes),
+        "perplexity": math.exp(min(mean, _MOST_NATS)),
+        "cross_entropy": mean,
+        "accuracy": right / max(1.0, tokens),
+    }
+    if data is not None and data.questions:
+        told["samples"] = answers(model, data.tokenizer, data.questions, num_places=data.num_places)
+    return told
+
+
+def answers(
+    model: CausalModel, tokenizer: ChatTokenizer, questions: Sequence[Question], *, num_places: int
+) -> list[dict[str, Any]]:
+    """What the model says to each question, as far as a few seconds go."""
+    rules = Rules(
+        stops=frozenset([tokenizer.end_id]),
+        forbidden=(tokenizer.pad_id, *tokenizer.role_ids.values()),
+        num_places=num_places,
+    )
+    greedy = Sampling(temperature=0)
+    asks = [Ask(prompt=question.prompt, max_new_tokens=_MOST_TOKENS, sampling=greedy) for question in questions]
+    said: list[list[int]] = [[] for _ in asks]
+    ends_at = time.monotonic() + _MOST_SECONDS
+    for step in decode(model, asks, rules):
+        if step.token is not None:
+            said[step.row].append(step.token)
+        if time.monotonic() > ends_at:
+            break
+    return [
+        {
+            "input": tokenizer.spell(question.prompt),
+            "expected": tokenizer.decode(question.answer),
+            "predicted": tokenizer.decode(ids),
+        }
+        for question, ids in zip(questions, said, strict=True)
+    ]

@@ -1,0 +1,35 @@
+"""Who looks at whom? Each place at itself and at earlier places of its own document, and at nothing else."""
+
+import torch
+from torch import Tensor
+
+from whet.recipes.recursive.layers import Look, Memory, rotation
+
+
+def look_in_documents(is_start: Tensor, *, head_size: int, dtype: torch.dtype) -> Look:
+    """For rows that hold several documents; `is_start` is (B, S), true where one begins. Positions begin anew there.
+
+    What fills a row up is a document of its own at the end, so that nobody looks at it.
+    """
+    document = is_start.cumsum(1)
+    is_same = document[:, :, None] == document[:, None, :]
+    may_look = is_same & _is_earlier(is_start.shape[1], is_start.device)
+    positions = may_look.sum(2) - 1
+    return Look(rotation=rotation(positions, head_size), mask=_added(may_look, dtype)[:, None])
+
+
+def look_back(
+    positions: Tensor, num_keys: int, *, memory: Memory | None, head_size: int, dtype: torch.dtype
+) -> Look:
+    """For rows of one document each: (B, S) places of new tokens, which look at all keys at or before them."""
+    may_look = torch.arange(num_keys, device=positions.device) <= positions[:, :, None]
+    return Look(rotation=rotation(positions, head_size), mask=_added(may_look, dtype)[:, None], memory=memory)
+
+
+def _is_earlier(length: int, device: torch.device) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+
+def _added(may_look: Tensor, dtype: torch.dtype) -> Tensor:
+    """As numbers that are added to the scores; made once, since kernels would make it anew in every layer."""
+    return torch.zeros(may_look.shape, dtype=dtype, device=may_look.device).masked_fill(~may_look, -torch.inf)

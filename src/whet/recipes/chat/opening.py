@@ -1,0 +1,57 @@
+"""From a config to rows: prepared folders, or the embedded conversations."""
+
+from whet.base.errors import UsageError
+from whet.base.units import show_count
+from whet.recipes.chat.config import ChatConfig, data_folders, read_manifests, settled
+from whet.recipes.chat.dataset import ChatDataset, open_dataset
+from whet.recipes.chat.judging import NUM_QUESTIONS
+from whet.recipes.chat.rows import ChatData, Rows, questions_of
+
+
+def read_chat(config: ChatConfig) -> ChatData:
+    """All three parts."""
+    datasets = _datasets(config)
+    tokenizer = datasets[0].tokenizer
+    longest = max(part.facts.longest for each in datasets for part in (each.train, each.dev, each.test))
+    arch = settled(config.arch, longest=longest)
+    assert isinstance(arch.seq_len, int)
+    train, dev, test = (
+        Rows(parts, row_length=arch.seq_len, pad_id=tokenizer.pad_id)
+        for parts in (
+            [each.train for each in datasets],
+            [each.dev for each in datasets],
+            [each.test for each in datasets],
+        )
+    )
+    for name, part in (("train", train), ("dev", dev)):
+        if not len(part):
+            raise UsageError(f"the {name} part is empty", got="0 rows", try_="more conversations, or --train-split 0.9")
+    num_tokens = sum(each.train.facts.tokens for each in datasets)
+    notes = (
+        f"{sum(each.train.facts.conversations for each in datasets):,} conversations to train on, "
+        f"{show_count(num_tokens)} tokens in {len(train):,} rows of {arch.seq_len}",
+        arch.words(tokenizer.vocab_size),
+    )
+    return ChatData(
+        train=train.in_memory(),
+        dev=dev.in_memory(),
+        test=test.in_memory() if len(test) else None,
+        arch=arch,
+        num_places=arch.seq_len,
+        tokenizer=tokenizer,
+        num_rows=len(train),
+        longest=longest,
+        fingerprint="+".join(each.fingerprint for each in datasets),
+        questions=questions_of(datasets[0].dev, tokenizer, count=NUM_QUESTIONS, most_tokens=arch.seq_len),
+        notes=notes,
+    )
+
+
+def _datasets(config: ChatConfig) -> list[ChatDataset]:
+    folders = data_folders(config)
+    if not folders:
+        from whet.recipes.chat.embedded import embedded_dataset
+
+        return [embedded_dataset()]
+    read_manifests(folders)
+    return [open_dataset(folder) for folder in folders]

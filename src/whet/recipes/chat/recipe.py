@@ -1,0 +1,91 @@
+"""The chat recipe: a causal model that learns to answer. torch is imported when it is needed, so a plan needs none."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from whet.base.errors import UsageError
+from whet.plan.workload import Workload
+from whet.recipes.chat import config as chat_config
+from whet.recipes.chat.arch import PRESETS
+from whet.recipes.chat.config import ChatConfig
+from whet.run.folder import open_run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from whet.data.batch import Micro
+    from whet.recipes.chat.generation.speaking import Speaker
+    from whet.recipes.chat.model.causal import CausalModel
+    from whet.recipes.chat.rows import ChatData
+
+
+class ChatRecipe:
+    """Learns from conversations; by default from whet's own help and Python's."""
+
+    name = "chat"
+    Config = ChatConfig
+    goal = "bits_per_byte"
+    lower_is_better = ("bits_per_byte", "perplexity")
+    presets = {name: {"arch.preset": name} for name in PRESETS}
+    _data: "ChatData | None" = None
+    """What was read last: an evaluation shows answers to its questions."""
+
+    def describe(self, config: ChatConfig, data: "ChatData | None" = None) -> Workload:
+        if data is not None:
+            known: dict[str, Any] = {"vocab_size": data.tokenizer.vocab_size, "num_rows": data.num_rows}
+            return chat_config.describe(config, longest=data.longest, **known)
+        return chat_config.describe(config, **chat_config.facts_of(config))
+
+    def data(self, config: ChatConfig) -> "ChatData":
+        from whet.recipes.chat.opening import read_chat
+
+        self._data = read_chat(config)
+        if config.init_from is not None:
+            refuse_other_tokens(self._data, open_run(config.init_from).kept, where=config.init_from)
+        return self._data
+
+    def model(self, config: ChatConfig, data: "ChatData") -> "CausalModel":
+        from whet.recipes.chat.model.open import open_model
+
+        return open_model(data.arch, vocab_size=data.tokenizer.vocab_size, dropout=config.dropout)
+
+    def loss(self, model: "CausalModel", micro: "Micro") -> "tuple[Tensor, Tensor]":
+        from whet.recipes.chat.loss import next_token_loss
+
+        return next_token_loss(model, micro)
+
+    def outputs(self, model: "CausalModel", micro: "Micro") -> "Tensor":
+        """What comes out at every place: before the first step it is tried whether that is causal."""
+        from whet.recipes.chat.loss import inputs_of
+
+        return model.logits(model(*inputs_of(micro))[-1])
+
+    def evaluate(self, model: "CausalModel", micros: Iterator["Micro"]) -> dict[str, Any]:
+        from whet.recipes.chat.judging import judge
+
+        return judge(model, micros, self._data)
+
+    def keep(self, config: ChatConfig, data: "ChatData") -> dict[str, Any]:  # noqa: ARG002
+        from whet.recipes.chat.generation.speaking import kept_of
+
+        return {**kept_of(data.tokenizer, data.arch), "data": data.fingerprint}
+
+    def speak(self, kept: dict[str, Any]) -> "Speaker":
+        """Who answers, without weights yet."""
+        from whet.recipes.chat.generation.speaking import speaker_of
+
+        return speaker_of(kept)
+
+
+def refuse_other_tokens(data: "ChatData", kept: dict[str, Any], *, where: str) -> None:
+    """Weights that are taken over know the old tokens."""
+    if kept.get("tokenizer") != data.tokenizer.to_json():
+        raise UsageError(
+            f"{where} has another tokenizer than the data",
+            got=f"{kept.get('vocab_size', 'no')} tokens there, {data.tokenizer.vocab_size} here",
+            try_="whet data chat ... with the tokenizer of the first data",
+        )
+
+
+def recipe() -> ChatRecipe:
+    return ChatRecipe()
