@@ -65,9 +65,13 @@ class CommonConfig(BaseModel):
     )
     epochs: PositiveInt = Field(3, description="passes over the training data")
     max_steps: PositiveInt | None = Field(None, description="stop after this many optimizer steps, if earlier")
-    optimizer: Literal["adamw", "adafactor", "sgd"] = Field("adamw", description="how weights are updated")
+    optimizer: Literal["adamw", "adafactor", "sgd", "adam_atan2"] = Field(
+        "adamw", description="how weights are updated"
+    )
     lr: PositiveFloat = Field(3e-4, description="learning rate after the warm-up")
-    weight_decay: NonNegativeFloat = Field(0.01, description="decay of weights; biases and norms are left out")
+    weight_decay: NonNegativeFloat = Field(
+        0.01, description="decay of weights; biases and norms are left out, but for adam_atan2"
+    )
     schedule: Literal["constant", "linear", "cosine", "plateau"] = Field(
         "linear", description="how the learning rate falls after the warm-up"
     )

@@ -47,10 +47,16 @@ class Micro:
 
     fields: Mapping[str, Field]
     ids: np.ndarray
+    first_place: int | None = 0
+    """Where its first sample lies in the global batch, the others behind it; None where they lie apart.
+
+    For a model that keeps something between steps for each place of the batch, however the batch is cut.
+    """
 
     def moved(self, put: Put) -> "Micro":
         """The same, with every tensor moved."""
-        return Micro(fields={name: moved(name, field, put) for name, field in self.fields.items()}, ids=self.ids)
+        fields = {name: moved(name, field, put) for name, field in self.fields.items()}
+        return Micro(fields=fields, ids=self.ids, first_place=self.first_place)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -56,7 +56,7 @@ def stack_samples(samples: Sequence[Any], *, ragged: set[str]) -> Columns:
 
 def refuse_taken_names(names: Iterable[str]) -> None:
     """A field of that name would be hidden by what a micro-batch says of itself."""
-    taken = sorted({"ids", "fields", "moved"} & set(names))
+    taken = sorted({"ids", "fields", "moved", "first_place"} & set(names))
     if taken:
         raise WhetError(
             "a micro-batch has such a name already", got=", ".join(taken), try_=f"{taken[0]}_ or another name"

@@ -79,7 +79,8 @@ class Cutter:
         for piece in self._pieces(rows, micro_batch=micro_batch, how=how):
             chosen = self._send(torch.from_numpy(rows[piece]))
             fields = {name: self._take(name, rows[piece], chosen, how) for name in self._columns}
-            yield Micro(fields=fields, ids=ids[piece])
+            first_place = piece.start if isinstance(piece, slice) else None
+            yield Micro(fields=fields, ids=ids[piece], first_place=first_place)
 
     def _pieces(self, rows: np.ndarray, *, micro_batch: int, how: Lengths) -> Iterator[slice | np.ndarray]:
         if self._lengths:

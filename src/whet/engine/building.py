@@ -90,7 +90,7 @@ def build(
             kernels=str(plan.value("optimizer_kernels")),
             is_captured=graphs is not None,
         )
-        base_rates = [choice.lr] * len(optimizer.param_groups)
+        base_rates = choice.base_rates(optimizer)
     else:
         refuse_foreign_parameters(model, optimizer)
         base_rates = [float(group["lr"]) for group in optimizer.param_groups]

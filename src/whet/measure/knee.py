@@ -18,7 +18,19 @@ _WHY: Mapping[Scaling, str] = {
 _SCALING: Mapping[str, Scaling] = {
     "sgd": "linear",
     **dict.fromkeys(
-        ("adam", "adamw", "adamax", "nadam", "radam", "sparseadam", "adafactor", "rmsprop", "adagrad"), "square root"
+        (
+            "adam",
+            "adamw",
+            "adam_atan2",
+            "adamax",
+            "nadam",
+            "radam",
+            "sparseadam",
+            "adafactor",
+            "rmsprop",
+            "adagrad",
+        ),
+        "square root",
     ),
 }
 

@@ -11,7 +11,11 @@ from whet.base.errors import UsageError, WhetError, nearest
 from whet.config.keys import CommonConfig
 from whet.plan.workload import Workload
 
-BUILT_IN = {"text": "whet.recipes.text.recipe", "chat": "whet.recipes.chat.recipe"}
+BUILT_IN = {
+    "text": "whet.recipes.text.recipe",
+    "chat": "whet.recipes.chat.recipe",
+    "puzzle": "whet.recipes.puzzle.recipe",
+}
 
 
 class Splits(Protocol):
@@ -29,7 +33,8 @@ class Recipe(Protocol):
     """A complete workload. `describe` needs no torch, so that a plan can be made anywhere.
 
     The recipe of a causal model has a method outputs(model, micro) too, which gives (batch, length, ...): before the
-    first step it is tried whether each place depends on itself and earlier ones only.
+    first step it is tried whether each place depends on itself and earlier ones only. A recipe whose parameters do not
+    all learn alike has a method optimizer(config), which gives an OptimizerChoice.
     """
 
     name: str

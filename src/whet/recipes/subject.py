@@ -11,8 +11,8 @@ from whet.config.resolve import resolve
 from whet.data.batch import Micro, Position
 from whet.data.open import open_source
 from whet.device.cpu import Cpu
+from whet.recipes.learning import optimizer_of
 from whet.recipes.recipe import Recipe, as_recipe, is_recipe, load_factory
-from whet.step.optimizer import OptimizerChoice
 from whet.verify.answering import fake_mode
 from whet.verify.subject import Specimen, Subject, specimen_of
 
@@ -76,7 +76,7 @@ def _of_recipe(recipe: Recipe, words: Sequence[str], *, file: Path | None) -> Su
             loss=partial(recipe.loss, model),
             micro=micro,
             size=config.global_batch_size,
-            optimizer=OptimizerChoice(name=config.optimizer, lr=config.lr, weight_decay=config.weight_decay),
+            optimizer=optimizer_of(recipe, config),
             outputs=None if outputs is None else partial(outputs, model),
         )
 

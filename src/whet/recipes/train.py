@@ -14,6 +14,7 @@ from whet.engine.recorder import Show, show_if_it_can
 from whet.engine.tuning import OpenRig
 from whet.engine.workload import seen_layers
 from whet.plan.workload import Workload
+from whet.recipes.learning import optimizer_of
 from whet.recipes.recipe import Recipe, Splits
 from whet.run.folder import KEPT_FILE
 from whet.step.loss import LossFunction
@@ -51,7 +52,7 @@ def ingredients(recipe: Recipe, config: Any) -> Ingredients:
         data=data,
         model=model,
         loss=partial(recipe.loss, model),
-        optimizer=OptimizerChoice(name=config.optimizer, lr=config.lr, weight_decay=config.weight_decay),
+        optimizer=optimizer_of(recipe, config),
         workload=workload,
         training={
             "global_batch_size": config.global_batch_size,

@@ -11,17 +11,21 @@ class Ema:
     """An exponential moving average of all floating-point parameters and buffers.
 
     The average starts fast and slows down to `decay`: after t steps it is min(decay, (1 + t) / (10 + t)), so that the
-    first random weights are forgotten soon.
+    first random weights are forgotten soon. A module that says `is_averaged = False` keeps what is its own as it is:
+    what it remembers between steps, and a table of which a step changes few rows.
     """
 
     def __init__(self, model: nn.Module, *, decay: float = 0.999) -> None:
         self.decay = decay
         self._model = model
+        modules = model.named_modules()
+        self._left_out = tuple(f"{name}." for name, module in modules if not getattr(module, "is_averaged", True))
         self.average = {name: tensor.detach().clone() for name, tensor in self._live().items()}
 
     def _live(self) -> dict[str, Tensor]:
         """Looked up each time: a forward pass may put another tensor in a buffer's place."""
-        return {name: tensor for name, tensor in named_tensors(self._model) if tensor.is_floating_point()}
+        named = ((n, t) for n, t in named_tensors(self._model) if not n.startswith(self._left_out))
+        return {name: tensor for name, tensor in named if tensor.is_floating_point()}
 
     def share(self, step: int) -> float:
         """How much of the average the weights after `step` steps make up."""

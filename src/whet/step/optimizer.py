@@ -1,4 +1,4 @@
-"""The optimizer: AdamW with few kernels by default, Adafactor or SGD by name, or any of yours as it is."""
+"""The optimizer: AdamW with few kernels by default, another one by name, or any of yours as it is."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
 from whet.device.abstract import AbstractDevice
+from whet.step.adam_atan2 import AdamATan2
 
-NAMES = ("adamw", "adafactor", "sgd")
+NAMES = ("adamw", "adafactor", "sgd", "adam_atan2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +22,14 @@ class OptimizerChoice:
     name: str = "adamw"
     lr: float = 3e-4
     weight_decay: float = 0.01
+    table_lr: float | None = None
+    """For tables of which a step sees few rows; as the others if not given."""
+    table_weight_decay: float | None = None
+
+    def base_rates(self, optimizer: Optimizer) -> list[float]:
+        """The learning rate of each group of the optimizer that was made."""
+        table_lr = self.lr if self.table_lr is None else self.table_lr
+        return [table_lr if group.get("is_table") else self.lr for group in optimizer.param_groups]
 
 
 def make_optimizer(
@@ -31,7 +40,7 @@ def make_optimizer(
     kernels: str = "fused",
     is_captured: bool = False,
 ) -> Optimizer:
-    """An optimizer over the model's trainable parameters; biases and norms are not decayed.
+    """An optimizer over the model's trainable parameters; biases and norms are not decayed, but for adam_atan2.
 
     One that is captured keeps all its numbers on the device.
     """
@@ -49,6 +58,10 @@ def make_optimizer(
         return adamw
     if name == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=0.9, fused=fused, foreach=foreach)
+    if name == "adam_atan2":
+        groups = atan2_groups(model, choice)
+        foreach = kernels != "loop" and is_real
+        return AdamATan2(groups, lr=rate if is_captured else lr, foreach=foreach, capturable=is_captured)
     if name == "adafactor":
         return torch.optim.Adafactor(groups, lr=lr, foreach=None if fused else foreach)
     raise UsageError("no such optimizer", got=name, try_=" or ".join(NAMES))
@@ -60,6 +73,18 @@ def decay_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> 
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def atan2_groups(model: nn.Module, choice: OptimizerChoice) -> list[dict[str, Any]]:
+    """All parameters with decay; tables of modules that say `is_table = True` by themselves."""
+    tables = [p for module in model.modules() if getattr(module, "is_table", False) for p in module.parameters(False)]
+    others = [p for p in model.parameters() if p.requires_grad and all(p is not table for table in tables)]
+    decay = choice.weight_decay if choice.table_weight_decay is None else choice.table_weight_decay
+    groups = [
+        {"params": others, "weight_decay": choice.weight_decay},
+        {"params": [p for p in tables if p.requires_grad], "weight_decay": decay, "is_table": True},
     ]
     return [group for group in groups if group["params"]]
 

@@ -16,13 +16,17 @@ class StaticMicros:
     """The micro-batches of one step, as copies with addresses of their own."""
 
     def __init__(self, micros: Sequence[Micro]) -> None:
-        self.micros = [Micro(micro.moved(torch.clone).fields, _HostIds(len(micro))) for micro in micros]  # type: ignore[arg-type]
+        self.micros = [_copied(micro) for micro in micros]
         self._tensors = list(_tensors(self.micros))
 
     @torch.no_grad()
     def fill(self, micros: Sequence[Micro]) -> None:
         """Takes other values of the same shapes."""
         torch._foreach_copy_(self._tensors, list(_tensors(micros)))
+
+
+def _copied(micro: Micro) -> Micro:
+    return Micro(micro.moved(torch.clone).fields, _HostIds(len(micro)), micro.first_place)  # type: ignore[arg-type]
 
 
 class _HostIds:
@@ -43,8 +47,8 @@ class _HostIds:
 
 def signature(micro: Micro) -> Signature:
     """All that the host knows of a micro-batch but for its ids: a step captured with it holds for what has the same."""
-    fields = micro.fields.items()
-    return len(micro), *((name, *_shapes(field), getattr(field, "max_length", None)) for name, field in fields)
+    fields = [(name, *_shapes(field), getattr(field, "max_length", None)) for name, field in micro.fields.items()]
+    return len(micro), micro.first_place, *fields
 
 
 def _shapes(field: Any) -> Iterator[Any]:

@@ -88,7 +88,7 @@ def changed_from(micro: Micro, starts: Tensor, where: Places) -> tuple[Micro, bo
         mask = is_late.to(values.device).reshape(*is_late.shape, *(1,) * (values.dim() - is_late.dim()))
         fields[name] = _with_values(field, torch.where(mask, other, values))
         is_any = True
-    return Micro(fields=fields, ids=micro.ids), is_any
+    return Micro(fields=fields, ids=micro.ids, first_place=micro.first_place), is_any
 
 
 def _is_late(field: Field, starts: Tensor, where: Places) -> Tensor | None:

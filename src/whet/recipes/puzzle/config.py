@@ -1,0 +1,208 @@
+"""What can be set for puzzles, and what it means for a plan; no torch."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from whet.base.errors import UsageError
+from whet.config.keys import Auto, CommonConfig
+from whet.plan.workload import Workload
+
+TRAIN_GRIDS_4X4 = 200
+PUZZLES_PER_GRID = 32
+HELD_BACK = 256
+"""Generated puzzles for dev, and as many for test."""
+
+_SMALL_ARCH = {
+    "hidden_size": 64,
+    "num_heads": 4,
+    "H_cycles": 2,
+    "L_cycles": 3,
+    "halt_max_steps": 8,
+    "puzzle_emb_len": 1,
+}
+_SMALL = {"global_batch_size": 64, "lr": 1e-3, "warmup_steps": 100, "weight_decay": 0.1, "epochs": 6, "blanks": 10}
+"""4x4: learnt in minutes on a CPU."""
+_LARGE = {"global_batch_size": 768, "lr": 1e-4, "warmup_steps": 2000, "weight_decay": 1.0, "epochs": 60, "blanks": 50}
+"""9x9: what the official implementation trains Sudoku with."""
+
+
+class Arch(BaseModel):
+    """The recursive model; keys have the names of the official implementation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hidden_size: Annotated[int, Field(gt=0, le=65_536)] = Field(512, description="width; 64 for generated 4x4")
+    num_heads: Annotated[int, Field(gt=0, le=65_536)] = Field(
+        8, description="attention heads, each of an even width; 4 for generated 4x4"
+    )
+    expansion: Annotated[float, Field(gt=0, le=64)] = Field(4, description="widening inside feed-forward layers")
+    L_layers: Annotated[int, Field(gt=0, le=1_000)] = Field(2, description="blocks of the one network")
+    H_cycles: Annotated[int, Field(gt=0, le=1_000)] = Field(
+        3, description="updates of the answer in a step, gradients in the last; 2 for generated 4x4"
+    )
+    L_cycles: Annotated[int, Field(gt=0, le=1_000)] = Field(
+        6, description="updates of the latent before each; 3 for generated 4x4"
+    )
+    halt_max_steps: Annotated[int, Field(gt=0, le=1_000)] = Field(
+        16, description="steps of supervision that a puzzle is worked on at most; 8 for generated 4x4"
+    )
+    halt_exploration_prob: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="how often a step is followed by another, whatever the model says"
+    )
+    pos_encodings: Literal["rope", "learned", "none"] = Field("rope", description="how attention knows places")
+    mlp_t: bool = Field(True, description="mix places by a feed-forward layer instead of attention")
+    puzzle_emb_len: Annotated[int, Field(ge=0, le=4_096)] = Field(
+        16, description="places in front that hold the puzzle's own vector; 1 for generated 4x4"
+    )
+    puzzle_emb_ndim: Annotated[int, Field(ge=0, le=10**7)] | Auto = Field(
+        "auto", description="numbers of that vector; auto: hidden_size, or 0 without places for it"
+    )
+
+    @model_validator(mode="after")
+    def sizes_fit(self) -> "Arch":
+        if not self.mlp_t and self.hidden_size % (2 * self.num_heads):
+            raise UsageError(
+                "a head's width must be even and whole",
+                got=f"arch.hidden_size={self.hidden_size} arch.num_heads={self.num_heads}",
+                try_=f"arch.hidden_size={2 * self.num_heads * max(1, round(self.hidden_size / 2 / self.num_heads))}",
+            )
+        if (self.puzzle_width == 0) != (self.puzzle_emb_len == 0) or self.puzzle_width > self.prefix_room:
+            raise UsageError(
+                "the puzzle's vector does not fit its places",
+                got=f"arch.puzzle_emb_ndim={self.puzzle_emb_ndim} arch.puzzle_emb_len={self.puzzle_emb_len}",
+                try_=f"arch.puzzle_emb_len={math.ceil(self.puzzle_width / self.hidden_size)}",
+            )
+        return self
+
+    @property
+    def prefix_room(self) -> int:
+        return self.puzzle_emb_len * self.hidden_size
+
+    @property
+    def puzzle_width(self) -> int:
+        """Numbers of a puzzle's vector."""
+        if self.puzzle_emb_ndim != "auto":
+            return self.puzzle_emb_ndim
+        return self.hidden_size if self.puzzle_emb_len else 0
+
+
+class PuzzleConfig(CommonConfig):
+    """Puzzles: the common keys, what is generated, and the model's."""
+
+    size: Literal[4, 9] = Field(4, description="side of the generated Sudokus; unused with data")
+    puzzles: Annotated[int, Field(gt=0, le=10**7)] | Auto = Field(
+        "auto", description="Sudokus to train on; auto: 6,400 of 4x4, 1,000 of 9x9, all of given data"
+    )
+    blanks: Annotated[int, Field(gt=0, le=64)] = Field(
+        10, description="blank cells of a generated Sudoku, as long as it has one solution; 50 for 9x9"
+    )
+    augment: Annotated[int, Field(ge=0, le=10**5)] = Field(
+        0, description="shuffled copies of each 9x9 Sudoku to train on; the official data has 1000"
+    )
+    eval_puzzles: PositiveInt = Field(2_000, description="puzzles of given data for dev, and for test, at most")
+
+    global_batch_size: Annotated[int, Field(gt=0, le=10**6)] = Field(
+        64, description="puzzles worked on at once, each in a slot of its own; 768 for 9x9 and given data"
+    )
+    epochs: PositiveInt = Field(6, description="passes over the training data; 60 for 9x9 and given data")
+    optimizer: Literal["adamw", "adafactor", "sgd", "adam_atan2"] = Field(
+        "adam_atan2", description="how weights are updated"
+    )
+    lr: PositiveFloat = Field(1e-3, description="learning rate after the warm-up; 1e-4 for 9x9 and given data")
+    weight_decay: NonNegativeFloat = Field(0.1, description="decay of all weights; 1.0 for 9x9 and given data")
+    puzzle_emb_lr: PositiveFloat | None = Field(None, description="learning rate of puzzles' vectors; null: lr")
+    puzzle_emb_weight_decay: NonNegativeFloat | None = Field(None, description="their decay; null: weight_decay")
+    schedule: Literal["constant", "linear", "cosine", "plateau"] = Field(
+        "constant", description="how the learning rate falls after the warm-up"
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] | Auto = Field(
+        100, description="steps until the full learning rate; 2,000 for 9x9 and given data"
+    )
+    dropout: Annotated[float, Field(ge=0, le=0)] = Field(0.0, description="the model has none")
+    ema: bool = Field(True, description="evaluate with an exponential moving average of the weights")
+    clip: PositiveFloat | None = Field(None, description="largest norm of the gradient; null for none")
+    arch: Arch = Arch()
+
+    @model_validator(mode="before")
+    @classmethod
+    def start_from_size(cls, given: Any) -> Any:
+        """Other defaults for small puzzles and large ones; what you say stays."""
+        if not isinstance(given, dict):
+            return given
+        is_small = str(given.get("size", 4)) == "4" and not given.get("data") and not given.get("data_paths")
+        filled = {**(_SMALL if is_small else _LARGE), **given}
+        arch = filled.get("arch", {})
+        return {**filled, "arch": {**_SMALL_ARCH, **arch}} if is_small and isinstance(arch, dict) else filled
+
+    @model_validator(mode="after")
+    def what_is_generated_fits(self) -> "PuzzleConfig":
+        if self.is_generated and self.size == 4 and self.augment:
+            raise UsageError(
+                "shuffled 4x4 grids would be those that are held back: there are only 288",
+                got=f"augment={self.augment}",
+                try_="augment=0, or size=9",
+            )
+        return self
+
+    @property
+    def is_generated(self) -> bool:
+        return self.data is None and not self.data_paths
+
+    @property
+    def num_generated(self) -> int:
+        """Sudokus to train on, where they are generated; without copies."""
+        if self.puzzles != "auto":
+            return self.puzzles
+        return TRAIN_GRIDS_4X4 * PUZZLES_PER_GRID if self.size == 4 else 1_000
+
+
+class Sizes(BaseModel):
+    """What the data decides about a model."""
+
+    model_config = ConfigDict(frozen=True)
+
+    num_tokens: int
+    length: int
+    num_puzzles: int
+
+
+def generated_sizes(config: PuzzleConfig) -> Sizes:
+    """Padding, blank and digits are tokens; all Sudokus share one vector, as in the official data."""
+    return Sizes(num_tokens=config.size + 2, length=config.size**2, num_puzzles=1)
+
+
+def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int | None = None) -> Workload:
+    """The workload that a config stands for. Given data is counted when it is read, so its size is unknown here."""
+    for path in (config.data, *config.data_paths):
+        if path is not None and not Path(path).exists():
+            raise UsageError("the data is not there", got=f"data={path}", try_="a file or folder that exists")
+    if config.is_generated:
+        num_samples = config.num_generated * (config.augment + 1)
+    sizes = sizes or generated_sizes(config)
+    steps = None if num_samples is None else config.epochs * math.ceil(num_samples / config.global_batch_size)
+    return Workload(
+        recipe="puzzle",
+        num_parameters=count_parameters(config.arch, sizes),
+        global_batch_size=config.global_batch_size,
+        num_samples=num_samples,
+        num_steps=min(filter(None, (steps, config.max_steps)), default=None),
+        max_length=sizes.length + config.arch.puzzle_emb_len,
+        sample_bytes=4 * sizes.length + 8,
+        layers=("linear",) if config.arch.mlp_t else ("attention", "linear"),
+    )
+
+
+def count_parameters(arch: Arch, sizes: Sizes) -> int:
+    """All that is trained: tables, blocks and heads."""
+    width, places = arch.hidden_size, arch.puzzle_emb_len + sizes.length
+    mixing = _feed_forward(places, arch) if arch.mlp_t else 4 * width**2
+    tables = (2 * sizes.num_tokens + (places if arch.pos_encodings == "learned" else 0)) * width
+    blocks = arch.L_layers * (mixing + _feed_forward(width, arch))
+    return tables + sizes.num_puzzles * arch.puzzle_width + blocks + 2 * (width + 1)
+
+
+def _feed_forward(width: int, arch: Arch) -> int:
+    return 3 * width * 256 * math.ceil(round(arch.expansion * width * 2 / 3) / 256)

@@ -1,0 +1,110 @@
+"""The puzzle recipe: a tiny recursive model learns Sudoku, or what a folder holds. torch is imported when needed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from whet.base.errors import UsageError
+from whet.plan.workload import Workload
+from whet.recipes.puzzle import config as puzzle_config
+from whet.recipes.puzzle.config import PuzzleConfig, Sizes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from whet.data.batch import Micro
+    from whet.recipes.puzzle.data import PuzzleData
+    from whet.recipes.puzzle.model import PuzzleModel
+    from whet.step.optimizer import OptimizerChoice
+
+Answer = Callable[[Sequence[str]], list[dict[str, Any]]]
+
+
+class PuzzleRecipe:
+    """Solves puzzles; by default 4x4 Sudokus, 88 of whose 288 grids are held back."""
+
+    name = "puzzle"
+    Config = PuzzleConfig
+    goal = "exact_accuracy"
+
+    def describe(self, config: PuzzleConfig, data: "PuzzleData | None" = None) -> Workload:
+        if data is None:
+            return puzzle_config.describe(config)
+        return puzzle_config.describe(config, data.sizes, len(data.train["inputs"]))
+
+    def data(self, config: PuzzleConfig) -> "PuzzleData":
+        from whet.recipes.puzzle.data import read_data
+
+        return read_data(config)
+
+    def model(self, config: PuzzleConfig, data: "PuzzleData") -> "PuzzleModel":
+        return _model(config, data.sizes)
+
+    def optimizer(self, config: PuzzleConfig) -> "OptimizerChoice":
+        from whet.step.optimizer import OptimizerChoice
+
+        return OptimizerChoice(
+            name=config.optimizer,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            table_lr=config.puzzle_emb_lr,
+            table_weight_decay=config.puzzle_emb_weight_decay,
+        )
+
+    def loss(self, model: "PuzzleModel", micro: "Micro") -> "Tensor":
+        from whet.recipes.puzzle.loss import puzzle_loss
+
+        return puzzle_loss(model, micro)
+
+    def evaluate(self, model: "PuzzleModel", micros: Iterator["Micro"]) -> dict[str, Any]:
+        from whet.recipes.puzzle.judging import judge
+
+        return judge(model, micros)
+
+    def keep(self, config: PuzzleConfig, data: "PuzzleData") -> dict[str, Any]:  # noqa: ARG002
+        return {**data.sizes.model_dump(), "is_sudoku": data.is_sudoku}
+
+    def predict(self, config: PuzzleConfig, kept: dict[str, Any]) -> "tuple[PuzzleModel, Answer]":
+        """A model without its weights, and what to call with Sudokus in lines once it has them."""
+        if not kept["is_sudoku"]:
+            raise UsageError("only Sudokus can be written in a line", got="a run on arrays", try_="a run on Sudokus")
+        sizes = Sizes.model_validate(kept)
+        model = _model(config, sizes)
+
+        def answer(texts: Sequence[str]) -> list[dict[str, Any]]:
+            from whet.recipes.puzzle.answering import answers
+
+            return answers(model, texts, sizes)
+
+        return model, answer
+
+
+def _model(config: PuzzleConfig, sizes: Sizes) -> "PuzzleModel":
+    from whet.recipes.puzzle.model import PuzzleModel, Shape, Slotting
+
+    arch = config.arch
+    shape = Shape(
+        num_tokens=sizes.num_tokens,
+        length=sizes.length,
+        num_puzzles=sizes.num_puzzles,
+        width=arch.hidden_size,
+        num_heads=arch.num_heads,
+        expansion=arch.expansion,
+        num_layers=arch.L_layers,
+        outer_cycles=arch.H_cycles,
+        inner_cycles=arch.L_cycles,
+        positions=arch.pos_encodings,
+        mixes_by_mlp=arch.mlp_t,
+        prefix=arch.puzzle_emb_len,
+        puzzle_width=arch.puzzle_width,
+    )
+    slotting = Slotting(
+        number=config.global_batch_size,
+        most_steps=arch.halt_max_steps,
+        exploration=arch.halt_exploration_prob,
+        seed=config.seed,
+    )
+    return PuzzleModel(shape, slotting)
+
+
+def recipe() -> PuzzleRecipe:
+    return PuzzleRecipe()
