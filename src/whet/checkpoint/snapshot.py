@@ -1,6 +1,6 @@
 """The state of a run at one moment: tensors by name, and plain JSON for the rest. Nothing is pickled."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -112,9 +112,19 @@ def refuse_nonfinite(parameters: dict[str, Tensor]) -> None:
         )
 
 
-def restore_model(snapshot: Snapshot, model: nn.Module, *, use_average: bool = False) -> None:
-    """Puts the weights into a model; the running average instead, if asked for and there is one."""
+def restore_model(snapshot: Snapshot, model: nn.Module, *, use_average: bool = False, with_memory: bool = True) -> None:
+    """Puts the weights into a model; the running average instead, if asked for and there is one.
+
+    Without memory, what modules that say `is_memory = True` keep between the steps of one run stays as it is: another
+    run, or who only uses the model, begins anew.
+    """
     targets = dict(named_tensors(model))
+    if not with_memory:
+        memory = tuple(f"{name}." for name, module in model.named_modules() if getattr(module, "is_memory", False))
+        targets = {name: tensor for name, tensor in targets.items() if not name.startswith(memory)}
+        left = tuple(f"model/{name}" for name in memory)
+        kept = {name: tensor for name, tensor in snapshot.tensors.items() if not name.startswith(left)}
+        snapshot = replace(snapshot, tensors=kept)
     _copy_into(targets, snapshot, "model")
     averaged = {name: targets[name] for name in targets if f"ema/{name}" in snapshot.tensors}
     if use_average and averaged:

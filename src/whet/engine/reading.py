@@ -25,7 +25,7 @@ def load_weights(run: str | Path, model: nn.Module, *, checkpoint: str = "last",
         return 0
     _refuse_file(folder)
     snapshot, step = read_checkpoint(run, checkpoint=checkpoint)
-    restore_model(snapshot, model, use_average=use_average)
+    restore_model(snapshot, model, use_average=use_average, with_memory=False)
     return step
 
 

@@ -74,11 +74,7 @@ class AdamATan2(Optimizer):
         corrections = [_correction(step, beta1, beta2, group) for step in steps]
         torch._foreach_div_(scales, [second for _, second in corrections])
         for param, mean, scale, (first, _) in zip(params, means, scales, corrections, strict=True):
-            angle = torch.atan2(mean, scale)
-            if isinstance(lr, Tensor):
-                param.sub_(angle.mul_((lr / first).to(angle.dtype)))
-            else:
-                param.sub_(angle, alpha=lr / first)
+            param.sub_(torch.atan2(mean, scale).mul_(lr / first))
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[param]

@@ -51,6 +51,7 @@ class Slots(nn.Module):
     """Buffers, so that checkpoints hold them and whoever only tries a step can put them back."""
 
     is_averaged = False
+    is_memory = True
 
     halted: Tensor
     steps: Tensor
