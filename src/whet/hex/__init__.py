@@ -1,0 +1,10 @@
+"""Hex, the game: rules for thousands of boards at once, records, players and positions to learn from. numpy only.
+
+board        sizes, colours, cells and their names
+rules        positions as arrays: who is to move, what is legal, what comes after, who has won
+connecting   winners of many boards at once, rows as bit words
+chains       the winner of one game while it is played, by union-find
+game         one game: moves, swap, taking back
+symmetry     the four symmetries of the board, for positions, moves and policies
+player       what every player can be asked, with a net or without
+"""
