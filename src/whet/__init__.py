@@ -10,6 +10,7 @@ the rooms above it in this list, never the later ones:
     run       the run folder: durable writes, lock, events, following
     web       the guard of every page and server
     report    reads run folders: text and JSON
+    hex       Hex, the game: rules, records, players, positions
     device    the only room that names a backend
     data      order, global batches, micro-batches, loading
     step      one optimizer step: the only code that trains

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from hex_boards import random_boards
 
 from whet.base.errors import UsageError
-from whet.hex.board import BLUE, EMPTY, RED, cell_name, parse_cell
+from whet.hex.board import BLUE, EMPTY, RED, SWAP, cell_name, parse_cell
 from whet.hex.connecting import winners
-from whet.hex.game import SWAP, replay
+from whet.hex.game import replay
 from whet.hex.player import RandomPlayer, draw_moves
 from whet.hex.rules import Positions, legal, may_swap, play, start, swap
 from whet.hex.symmetry import (
@@ -19,17 +20,6 @@ from whet.hex.symmetry import (
 )
 
 SIZES = range(3, 20)
-
-
-def random_boards(count: int, *, size: int, seed: int) -> np.ndarray:
-    """Boards of all densities, a third of them full: those have the longest chains."""
-    generator = np.random.default_rng(seed)
-    density = np.where(generator.random(count) < 1 / 3, 1.0, generator.random(count))
-    share_of_red = generator.uniform(0.3, 0.7, count)
-    is_red = generator.random((count, size, size)) < share_of_red[:, None, None]
-    boards = np.where(is_red, RED, BLUE).astype(np.int8)
-    boards[generator.random(boards.shape) > density[:, None, None]] = EMPTY
-    return boards
 
 
 def slow_winner(board: list[list[int]]) -> int:

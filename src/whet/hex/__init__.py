@@ -7,4 +7,9 @@ chains       the winner of one game while it is played, by union-find
 game         one game: moves, swap, taking back
 symmetry     the four symmetries of the board, for positions, moves and policies
 player       what every player can be asked, with a net or without
+groups       which stones hang together
+distance     how far is a cell from an edge, if the opponent answers? (two-distance)
+two_distance the player that goes by it
+games        many games as arrays, and all their positions
+self_play    games of a noisy player against itself, the same for the same seed
 """

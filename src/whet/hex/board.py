@@ -15,6 +15,8 @@ NEIGHBOURS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))
 Boards = NDArray[np.int8]
 Cells = NDArray[np.int64]
 """Cells are numbered row by row: row * size + column."""
+NO_MOVE, SWAP = -1, -2
+"""Where moves are listed: none (any more), and red taking over blue's first stone (`rules.swap`)."""
 
 
 def check_size(size: int) -> int:

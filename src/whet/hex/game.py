@@ -5,12 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from whet.base.errors import UsageError
-from whet.hex.board import BLUE, COLOURS, EMPTY, RED, cell_name, check_size, other
+from whet.hex.board import BLUE, COLOURS, EMPTY, RED, SWAP, cell_name, check_size, other
 from whet.hex.chains import Chains
 from whet.hex.rules import Positions
-
-SWAP = -1
-"""Red takes over blue's first stone (`rules.swap`); otherwise a move is a cell."""
 
 
 @dataclass(frozen=True, slots=True)
