@@ -10,6 +10,9 @@ from whet.hex.board import BLUE, EMPTY, NO_MOVE, RED, SWAP, Boards, Cells
 from whet.hex.connecting import winners
 from whet.hex.rules import Colours, Positions
 
+_AT_ONCE = 256
+"""Games unrolled together: each of their positions takes a row of all its moves for a moment."""
+
 
 @dataclass(frozen=True, slots=True)
 class Games:
@@ -94,6 +97,22 @@ def judge(moves: NDArray[np.int16], *, size: int) -> Verdict:
 
 def unroll(games: Games, *, first_number: int = 0) -> Samples:
     """All positions of all games, game after game, the last one (where nothing is to be played) included."""
+    parts = [_unroll(games.take(slice(at, at + _AT_ONCE)), first_number + at) for at in range(0, len(games), _AT_ONCE)]
+    if len(parts) < 2:
+        return parts[0] if parts else _unroll(games, first_number)
+    return Samples(
+        positions=Positions(
+            np.concatenate([part.positions.boards for part in parts]),
+            np.concatenate([part.positions.movers for part in parts]),
+        ),
+        moves=np.concatenate([part.moves for part in parts]),
+        results=np.concatenate([part.results for part in parts]),
+        games=np.concatenate([part.games for part in parts]),
+        plies=np.concatenate([part.plies for part in parts]),
+    )
+
+
+def _unroll(games: Games, first_number: int) -> Samples:
     steps = games.lengths + 1
     game = np.repeat(np.arange(len(games)), steps)
     ply = np.arange(len(game)) - np.repeat(np.cumsum(steps) - steps, steps)
