@@ -12,6 +12,7 @@ distance     how far is a cell from an edge, if the opponent answers? (two-dista
 two_distance the player that goes by it
 games        many games as arrays, and all their positions
 self_play    games of a noisy player against itself, the same for the same seed
+solving      who wins with perfect play, on boards up to 4x4
 records/     .trmph, HexWorld and plain lists of moves
 positions/   positions to learn from, on disk
 """
