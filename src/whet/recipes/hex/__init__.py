@@ -1,0 +1,1 @@
+"""Hex: nets that say where to play and who wins."""

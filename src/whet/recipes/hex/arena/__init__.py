@@ -1,0 +1,1 @@
+"""Who plays better? Paired openings, both colours, an interval."""

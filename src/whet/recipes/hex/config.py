@@ -1,0 +1,86 @@
+"""What can be set for Hex, and what it means for a plan; no torch."""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from whet.base.errors import UsageError
+from whet.config.keys import Auto, CommonConfig
+from whet.plan.workload import Workload
+from whet.recipes.hex.arch import Arch, activation_bytes, count_parameters
+
+DEFAULT_SIZE = 5
+_BYTES_BESIDE_CELLS = 8 + 4
+"""Of a position: its move and its result."""
+
+
+class HexConfig(CommonConfig):
+    """Hex: the common keys, the weights of the loss and the net's."""
+
+    size: Annotated[int, Field(ge=2, le=26)] | Auto = Field("auto", description="of the board; the data's, else 5")
+    games: Annotated[int, Field(ge=10, le=10**7)] = Field(
+        6_000, description="how many games the two-distance player plays where no data is given; kept for the next time"
+    )
+    global_batch_size: Annotated[int, Field(gt=0, le=10**6)] = Field(
+        256, description="samples of one optimizer step; auto measures which, and scales lr"
+    )
+    epochs: PositiveInt = Field(4, description="passes over the training data")
+    lr: PositiveFloat = Field(2e-3, description="learning rate after the warm-up")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share dropped before the value's last layer")
+    policy_weight: NonNegativeFloat = Field(1.0, description="what the cross entropy of the move counts in the loss")
+    value_weight: NonNegativeFloat = Field(1.0, description="what the cross entropy of the result counts in the loss")
+    uncertainty_weight: NonNegativeFloat = Field(
+        0.1, description="what knowing how wrong the value is counts in the loss; it moves neither policy nor value"
+    )
+    augment: bool = Field(
+        True, description="learn each position as it is and turned by 180 degrees: an epoch has twice the positions"
+    )
+    arch: Arch = Arch()
+
+    @model_validator(mode="after")
+    def something_is_learned(self) -> "HexConfig":
+        if self.policy_weight == 0 and self.value_weight == 0:
+            raise UsageError(
+                "nothing would be learned", got="policy_weight=0 value_weight=0", try_="one of them above 0"
+            )
+        return self
+
+    @property
+    def default_size(self) -> int:
+        """The board's size where no data tells another."""
+        return DEFAULT_SIZE if self.size == "auto" else self.size
+
+
+def describe(config: HexConfig, *, size: int | None = None, num_samples: int | None = None) -> Workload:
+    """The workload that a config stands for; what only the data knows is unknown until it was read."""
+    for path in (config.data, *config.data_paths):
+        if path is not None and not Path(path).exists():
+            raise UsageError("the data is not there", got=f"data={path}", try_="a folder that whet data hex made")
+    size = size or config.default_size
+    return Workload(
+        recipe="hex",
+        num_parameters=count_parameters(config.arch),
+        global_batch_size=config.global_batch_size,
+        num_samples=num_samples,
+        num_steps=_num_steps(config, num_samples),
+        max_length=size * size,
+        sample_bytes=size * size + _BYTES_BESIDE_CELLS,
+        activation_bytes=activation_bytes(config.arch, size=size),
+        has_dropout=config.dropout > 0,
+        has_batchnorm=config.arch.norm == "batch",
+        layers=_layers(config.arch),
+    )
+
+
+def _num_steps(config: HexConfig, num_samples: int | None) -> int | None:
+    if num_samples is None:
+        return config.max_steps
+    steps = config.epochs * math.ceil(num_samples / config.global_batch_size)
+    return min(steps, config.max_steps) if config.max_steps else steps
+
+
+def _layers(arch: Arch) -> tuple[str, ...]:
+    more = {"attention": arch.num_attention_blocks > 0, "gelu": arch.activation == "gelu"}
+    return tuple(sorted({"conv", "conv2d", "linear", *(name for name, is_there in more.items() if is_there)}))

@@ -1,0 +1,146 @@
+"""Which move do many short looks ahead favour? PUCT over all games in step, one batch of leaves at a time.
+
+Each round goes down every game's tree once to a position that is new, and all new positions are judged together. No
+game waits in another's place, so no virtual loss is needed and a game's search is the same in any company.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whet.hex.board import Boards
+from whet.recipes.hex.search.tree import UNKNOWN, Floats, Ints, Trees
+from whet.recipes.hex.views import has_won, passed_on, with_stones
+
+Judge = Callable[[Boards], tuple[Floats, Floats]]
+"""Boards in the mover's view to shares of moves (B, N * N) and the mover's probability of winning (B)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """How far is looked, and how curiously."""
+
+    simulations: int = 64
+    curiosity: float = 1.25
+    """PUCT's constant: how much an unlikely or little visited move is worth a look; wins count 0 to 1."""
+    caution: float = 0.1
+    """How much worse than its position a move is thought to be before it was looked at."""
+    noise_share: float = 0.0
+    """Of the root's priors; for self-play."""
+    noise_concentration: float = 10.0
+    """Of the Dirichlet noise, over all legal moves together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a search found for each board."""
+
+    visits: Floats
+    """(B, N * N): how often each move was looked at; the sum is the number of simulations."""
+    win: Floats
+    """(B): the mover's probability of winning, as the visits saw it."""
+
+    @property
+    def best(self) -> Ints:
+        """The move that was looked at most."""
+        return self.visits.argmax(1)
+
+    @property
+    def shares(self) -> Floats:
+        """The share of visits of each move."""
+        return self.visits / np.maximum(self.visits.sum(1, keepdims=True), 1)
+
+
+def search_moves(boards: Boards, judge: Judge, how: Search, *, draw: np.random.Generator | None = None) -> Found:
+    """Looks ahead from undecided boards in the mover's view; `draw` is needed for noise only."""
+    trees = Trees(boards, num_nodes=how.simulations + 1)
+    games = np.arange(len(boards))
+    _judge_nodes(trees, games, np.zeros(len(boards), dtype=np.int64), judge)
+    if how.noise_share > 0:
+        assert draw is not None
+        _add_noise(trees, how, draw)
+    for _ in range(how.simulations):
+        path = _go_down(trees, how)
+        leaves, is_new = _expand(trees, path)
+        if is_new.any():
+            _judge_nodes(trees, games[is_new], leaves[is_new], judge)
+        _back_up(trees, path, trees.values[games, leaves])
+    visits = trees.visits[:, 0]
+    return Found(visits=visits.copy(), win=trees.wins[:, 0].sum(1) / np.maximum(visits.sum(1), 1))
+
+
+Path = list[tuple[Ints, Ints, Ints]]
+"""From the root: games that are still on the way, their nodes, and the moves they take."""
+
+
+def _go_down(trees: Trees, how: Search) -> Path:
+    """To a move that was never taken, or to a decided position."""
+    games = np.arange(len(trees.sizes))
+    nodes = np.zeros(len(games), dtype=np.int64)
+    path: Path = []
+    while len(games):
+        moves = _choose(trees, games, nodes, how)
+        path.append((games, nodes, moves))
+        below = trees.children[games, nodes, moves]
+        goes_on = below != UNKNOWN
+        goes_on[goes_on] = ~trees.is_lost[games[goes_on], below[goes_on]]
+        games, nodes = games[goes_on], below[goes_on]
+    return path
+
+
+def _choose(trees: Trees, games: Ints, nodes: Ints, how: Search) -> Ints:
+    visits = trees.visits[games, nodes]
+    guess = np.maximum(trees.values[games, nodes] - how.caution, 0)[:, None]
+    value = np.where(visits > 0, trees.wins[games, nodes] / np.maximum(visits, 1), guess)
+    looks = np.sqrt(visits.sum(1, keepdims=True) + 1)
+    score = value + how.curiosity * trees.priors[games, nodes] * looks / (1 + visits)
+    is_taken = trees.boards[games, nodes].reshape(len(games), -1) != 0
+    return np.where(is_taken, -np.inf, score).argmax(1)
+
+
+def _expand(trees: Trees, path: Path) -> tuple[Ints, NDArray[np.bool_]]:
+    """Each game's last node, made where it was not there, and whether it is new and undecided."""
+    num_games = len(trees.sizes)
+    leaves = np.zeros(num_games, dtype=np.int64)
+    is_new = np.zeros(num_games, dtype=bool)
+    for games, nodes, moves in path:
+        below = trees.children[games, nodes, moves]
+        is_there = below != UNKNOWN
+        leaves[games[is_there]] = below[is_there]
+        made, parents, taken = games[~is_there], nodes[~is_there], moves[~is_there]
+        if not len(made):
+            continue
+        after = with_stones(trees.boards[made, parents], taken)
+        new = trees.add(made, parents, taken, passed_on(after))
+        # Lost for whoever would move now: its value stays 0.
+        trees.is_lost[made, new] = has_won(after)
+        leaves[made] = new
+        is_new[made] = ~trees.is_lost[made, new]
+    return leaves, is_new
+
+
+def _judge_nodes(trees: Trees, games: Ints, nodes: Ints, judge: Judge) -> None:
+    shares, wins = judge(trees.boards[games, nodes])
+    trees.priors[games, nodes] = shares
+    trees.values[games, nodes] = wins
+
+
+def _back_up(trees: Trees, path: Path, values: Floats) -> None:
+    """A leaf's value to every move on the way to it; each mover sees the opposite of the next."""
+    length = np.zeros(len(values), dtype=np.int64)
+    for games, _, _ in path:
+        length[games] += 1
+    for depth, (games, nodes, moves) in enumerate(path):
+        is_other = (length[games] - depth) % 2 == 1
+        trees.wins[games, nodes, moves] += np.where(is_other, 1 - values[games], values[games])
+        trees.visits[games, nodes, moves] += 1
+
+
+def _add_noise(trees: Trees, how: Search, draw: np.random.Generator) -> None:
+    is_legal = trees.boards[:, 0].reshape(len(trees.sizes), -1) == 0
+    concentration = how.noise_concentration / is_legal.sum(1, keepdims=True)
+    noise = draw.gamma(np.where(is_legal, concentration, 1.0)) * is_legal
+    noise /= np.maximum(noise.sum(1, keepdims=True), 1e-30)
+    trees.priors[:, 0] = (1 - how.noise_share) * trees.priors[:, 0] + how.noise_share * noise

@@ -1,0 +1,143 @@
+"""Looking ahead and meeting: searches that see wins, games that do not disturb each other, intervals that hold."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from whet.base.errors import UsageError
+from whet.hex.board import BLUE, RED, Boards
+from whet.hex.player import Analysis, RandomPlayer
+from whet.hex.rules import Positions
+from whet.recipes.hex.arena.match import play_match
+from whet.recipes.hex.arena.openings import draw_openings
+from whet.recipes.hex.arena.rating import elo, rate, wilson
+from whet.recipes.hex.search.mcts import Search, search_moves
+from whet.recipes.hex.views import as_positions, has_won
+
+
+def knows_nothing(boards: Boards) -> tuple[np.ndarray, np.ndarray]:
+    share = RandomPlayer().analyse(as_positions(boards)).policy
+    return share, np.full(len(boards), 0.5, dtype=np.float32)
+
+
+def has_opinions(boards: Boards) -> tuple[np.ndarray, np.ndarray]:
+    """Drawn from the board itself: the same whoever asks."""
+    draws = [np.random.default_rng([int(cell) for cell in board.flat]) for board in boards]
+    shares = np.stack([draw.random(boards[0].size) for draw in draws]) * (boards.reshape(len(boards), -1) == 0)
+    wins = boards.reshape(len(boards), -1) @ np.arange(1, boards[0].size + 1) % 97 / 97
+    return (shares / np.maximum(shares.sum(1, keepdims=True), 1e-9)).astype(np.float32), wins.astype(np.float32)
+
+
+def board(*rows: str) -> Boards:
+    return np.array([[".xo".index(cell) for cell in row] for row in rows], dtype=np.int8)[None]
+
+
+def test_a_win_in_one_is_taken_and_a_loss_in_one_is_stopped() -> None:
+    wins = board("x..", "x..", "...")
+    found = search_moves(wins, knows_nothing, Search(simulations=64))
+    assert has_won(_with(wins, int(found.best[0])))[0]
+    assert found.win[0] > 0.8
+    # The other joins left and right next; only one cell stops it.
+    loses = board(".....", ".x...", "oooo.", ".....", "..x..")
+    loses[0, 1, 4], loses[0, 3, 4] = BLUE, BLUE
+    assert search_moves(loses, knows_nothing, Search(simulations=1000)).best[0] == 2 * 5 + 4
+
+
+def _with(boards: Boards, move: int) -> Boards:
+    after = boards.copy()
+    after.reshape(1, -1)[0, move] = BLUE
+    return after
+
+
+def test_a_long_search_finds_that_the_middle_wins_3x3() -> None:
+    """Whatever the answer, the middle wins: for its owner to move, and against another who is."""
+    middle = np.zeros((8, 3, 3), dtype=np.int8)
+    middle[:, 1, 1] = BLUE
+    middle.reshape(8, -1)[np.arange(8), [0, 1, 2, 3, 5, 6, 7, 8]] = RED
+    assert (search_moves(middle, knows_nothing, Search(simulations=600)).win > 0.8).all()
+    against = np.zeros((1, 3, 3), dtype=np.int8)
+    against[:, 1, 1] = RED
+    assert search_moves(against, knows_nothing, Search(simulations=1500)).win[0] < 0.35
+
+
+def test_visits_are_simulations_and_never_on_a_stone() -> None:
+    boards = draw_openings(9, size=4, num_stones=3, seed=1)
+    found = search_moves(boards, knows_nothing, Search(simulations=40))
+    assert (found.visits.sum(1) == 40).all()
+    assert (found.visits[boards.reshape(9, -1) != 0] == 0).all()
+    np.testing.assert_allclose(found.shares.sum(1), 1, rtol=1e-6)
+
+
+def test_a_search_is_the_same_in_any_company_and_again() -> None:
+    boards = draw_openings(7, size=5, num_stones=4, seed=2)
+    how = Search(simulations=50)
+    together = search_moves(boards, has_opinions, how)
+    for row in (0, 3, 6):
+        alone = search_moves(boards[row : row + 1], has_opinions, how)
+        assert (alone.visits[0] == together.visits[row]).all()
+        assert alone.win[0] == together.win[row]
+
+
+def test_noise_is_drawn_by_its_seed_and_spreads_the_looks() -> None:
+    boards = np.zeros((2, 5, 5), dtype=np.int8)
+    how = Search(simulations=30, noise_share=0.5)
+    first, again, other = (
+        search_moves(boards, has_opinions, how, draw=np.random.default_rng(seed)).visits for seed in (1, 1, 2)
+    )
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+class FirstFree:
+    """Takes the first free cell: the same every time."""
+
+    def analyse(self, positions: Positions) -> Analysis:
+        policy = np.zeros((len(positions), positions.size**2), dtype=np.float32)
+        policy[np.arange(len(positions)), (positions.boards.reshape(len(positions), -1) == 0).argmax(1)] = 1
+        return Analysis(policy, np.full(len(positions), 0.5, dtype=np.float32))
+
+
+def test_a_player_who_meets_itself_wins_one_game_of_each_opening() -> None:
+    openings = draw_openings(20, size=5, num_stones=2, seed=0)
+    assert (play_match(FirstFree(), FirstFree(), openings) == 1).all()
+
+
+def test_a_match_is_won_by_the_better_and_is_the_same_again() -> None:
+    class Searcher:
+        def analyse(self, positions: Positions) -> Analysis:
+            assert (positions.movers == BLUE).all()
+            found = search_moves(positions.boards, knows_nothing, Search(simulations=60))
+            return Analysis(found.shares, found.win)
+
+    openings = draw_openings(10, size=4, num_stones=2, seed=0)
+    wins = play_match(Searcher(), RandomPlayer(), openings, seed=3)
+    assert wins.sum() >= 17
+    assert (play_match(Searcher(), RandomPlayer(), openings, seed=3) == wins).all()
+    assert (2 - play_match(RandomPlayer(), Searcher(), openings, seed=3)).sum() >= 17
+
+
+def test_openings_are_all_different_undecided_and_refused_where_there_are_too_few() -> None:
+    openings = draw_openings(300, size=5, num_stones=2, seed=0)
+    assert len({made.tobytes() for made in openings}) == 300
+    assert not has_won(openings).any()
+    assert (openings == BLUE).sum() == (openings == RED).sum() == 300
+    with pytest.raises(UsageError, match="not so many openings"):
+        draw_openings(30, size=5, num_stones=1, seed=0)
+    assert len(draw_openings(1, size=5, num_stones=0, seed=0)) == 1
+
+
+def test_intervals_are_wilsons_and_openings_that_decide_count_once() -> None:
+    low, high = wilson(0.6, 100)
+    assert (round(low, 4), round(high, 4)) == (0.5020, 0.6906)
+    alike = rate([2, 2, 0, 2, 0, 2, 2, 0] * 10)
+    assert alike.games_that_count == pytest.approx(80, rel=0.02)
+    mixed = rate([2, 1, 1, 2, 1, 1, 1, 0] * 10)
+    assert mixed.games_that_count == 160
+    assert (mixed.low, mixed.high) == wilson(mixed.win_rate, 160)
+    everything = rate([2] * 50)
+    assert (everything.games_that_count, everything.elo, everything.elo_high) == (50, None, None)
+    assert everything.low == pytest.approx(0.9286, abs=1e-3)
+    json.dumps(everything.as_json(), allow_nan=False)
+    assert elo(0.64) == pytest.approx(400 * math.log10(16 / 9))
