@@ -136,10 +136,19 @@ def test_nothing_is_read_back_from_the_device(model: Encoder, column: Ragged) ->
         assert on_meta(type(batch)(**moved)).shape == (3, 6)
 
 
-def test_dropout_is_for_training_only(column: Ragged) -> None:
+@pytest.mark.parametrize("kind", ["dropout", "word_dropout"])
+def test_dropout_is_for_training_only(kind: str, column: Ragged) -> None:
     torch.manual_seed(0)
-    model = Encoder(ARCH, num_classes=6, dropout=0.5)
+    model = Encoder(ARCH, num_classes=6, **{kind: 0.5})
     batch = packed(column, torch.tensor([0, 1]))
     assert not torch.equal(model(batch), model(batch))
     model.eval()
     assert torch.equal(model(batch), model(batch))
+
+
+def test_a_word_that_is_left_out_is_a_place_without_meaning(model: Encoder, column: Ragged) -> None:
+    model.word_dropout = 1.0
+    texts = [packed(column, torch.tensor([row])) for row in (3, 5)]
+    assert torch.equal(*(model(text) for text in texts)), "both are seven tokens long"
+    model.eval()
+    assert not torch.equal(*(model(text) for text in texts))

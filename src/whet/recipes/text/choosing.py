@@ -52,7 +52,7 @@ def max_length_of(config: TextConfig, tokenizer: AnyTokenizer) -> int:
 def model_of(config: TextConfig, data: TextData) -> "Encoder | Pretrained":
     """The model with its first weights, drawn from torch's generator where they are new."""
     if not config.is_pretrained:
-        return Encoder(config.arch, num_classes=len(data.classes), dropout=config.dropout)
+        return Encoder(config.arch, num_classes=len(data.classes), **_dropouts(config))
     from whet.recipes.text.pretrained import load_pretrained
 
     return load_pretrained(
@@ -80,7 +80,11 @@ def kept_of(config: TextConfig, data: TextData) -> dict[str, Any]:
 def kept_model(config: TextConfig, kept: dict[str, Any]) -> "Encoder | Pretrained":
     """The model of a run without its weights; neither the hub nor the folder it came from is asked."""
     if MODEL_CONFIG not in kept:
-        return Encoder(config.arch, num_classes=len(kept["classes"]), dropout=config.dropout)
+        return Encoder(config.arch, num_classes=len(kept["classes"]), **_dropouts(config))
     from whet.recipes.text.pretrained import empty_pretrained
 
     return empty_pretrained(kept[MODEL_CONFIG], dropout=config.dropout, frozen=config.freeze, lora=config.lora)
+
+
+def _dropouts(config: TextConfig) -> dict[str, float]:
+    return {"dropout": config.dropout, "word_dropout": config.word_dropout}

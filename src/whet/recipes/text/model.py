@@ -21,9 +21,10 @@ _SMALL = 0.02
 class Encoder(nn.Module):
     """Token and position embeddings, pre-norm blocks, the mean over a text's tokens, and a linear classifier."""
 
-    def __init__(self, arch: Arch, *, num_classes: int, dropout: float = 0.0) -> None:
+    def __init__(self, arch: Arch, *, num_classes: int, dropout: float = 0.0, word_dropout: float = 0.0) -> None:
         super().__init__()
         width = arch.hidden_size
+        self.word_dropout = word_dropout
         self.tokens = nn.Embedding(arch.vocab_size, width)
         self.positions = nn.Embedding(arch.max_length, width)
         self.dropout = nn.Dropout(dropout)
@@ -39,10 +40,18 @@ class Encoder(nn.Module):
         layout = _layout(tokens)
         # Padding may reach beyond the last position that was learned; whatever stands there is never looked at.
         positions = layout.positions.clamp(max=self.positions.num_embeddings - 1)
-        x = self.dropout(self.tokens(tokens.values) + self.positions(positions))
+        x = self.dropout(self._read(tokens.values) + self.positions(positions))
         for block in self.blocks:
             x = block(x, layout)
         return self.classifier(_mean(self.norm(x), layout))
+
+    def _read(self, ids: Tensor) -> Tensor:
+        """What the tokens mean, (B, L, W) or (T, W); while training some are not seen, and their places stay."""
+        meanings = self.tokens(ids)
+        if not (self.training and self.word_dropout):
+            return meanings
+        is_seen = torch.rand(ids.shape, device=ids.device) >= self.word_dropout
+        return meanings * is_seen[..., None]
 
 
 class _Block(nn.Module):
