@@ -45,7 +45,7 @@ class Pretrained(nn.Module):
         self.network = network
         config = network.config
         self._pad = int(config.pad_token_id or 0)
-        self._has_segments = int(getattr(config, "type_vocab_size", 0) or 0) > 1
+        self.has_segments = int(getattr(config, "type_vocab_size", 0) or 0) > 1
 
     def forward(self, tokens: Padded) -> Tensor:
         """The logits, (B, C)."""
@@ -53,7 +53,7 @@ class Pretrained(nn.Module):
         is_real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         # Some models count positions by what is padding, so it has to be theirs.
         words = {"input_ids": torch.where(is_real, ids % SEGMENT, self._pad), "attention_mask": is_real.long()}
-        if self._has_segments:
+        if self.has_segments:
             words["token_type_ids"] = torch.where(is_real, ids // SEGMENT, 0)
         logits: Tensor = self.network(**words).logits
         return logits

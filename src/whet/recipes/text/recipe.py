@@ -113,6 +113,13 @@ class TextRecipe:
             columns=config.column_wishes,
         )
 
+    def write_model_files(
+        self, model: "Encoder | Pretrained", kept: dict[str, Any], folder: Path, *, to: str
+    ) -> dict[str, Any]:
+        from whet.recipes.text.using.model_files import write_model_files
+
+        return write_model_files(model, kept, folder, to=to)
+
 
 def refuse_imported(folder: str) -> None:
     """Imported weights know tokens that nobody told of."""
