@@ -65,6 +65,10 @@ def predict(
     form = form or ("jsonl" if json else None if out is None else _FORMS.get(out.suffix.lower()))
     with _standard_input() if path == Path("-") else contextlib.nullcontext(path) as place:
         answers = _answers(opened, recipe=file, checkpoint=checkpoint, device=device)
+        if not hasattr(answers, "answers"):
+            # A recipe that reads no files: each line is a text.
+            _show(_lines(place), answers, as_json=json)
+            return
         columns = {"text": text_column, "pair": pair_column, "label": label_column}
         _answer_file(place, answers, columns=columns, out=out, form=form, batch=batch)
 
@@ -152,14 +156,10 @@ def _answer_file(
     path: Path, answers: Any, *, columns: dict[str, str | None], out: Path | None, form: str | None, batch: int
 ) -> None:
     """Writes what the model says about each row, then how good that is."""
-    from whet.base.errors import UsageError
     from whet.cli import screen
-    from whet.recipes.text.using.answering import Answering
     from whet.recipes.text.using.file_answers import FileAnswers
     from whet.run import durable
 
-    if not isinstance(answers, Answering):
-        raise UsageError("the recipe answers texts alone", got=str(path), try_='whet predict RUN "some text"')
     found = FileAnswers(answers, path, columns=columns, form=form, batch=batch)
     if out is None:
         sys.stdout.flush()
@@ -177,6 +177,11 @@ def _answer_file(
         screen.note(line) if out is None else screen.result(line)
     if found.num_bad:
         raise typer.Exit(1)
+
+
+def _lines(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def _readable(text: str) -> str:
