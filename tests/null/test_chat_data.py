@@ -300,6 +300,16 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, name: str, damage: str) -> 
         open_dataset(folder, verify=True)
 
 
+def test_a_manifest_that_lies_is_refused(tmp_path: Path) -> None:
+    folder = made(tmp_path, [planted.talk(number) for number in range(9)]).folder
+    told = json.loads((folder / "manifest.json").read_text())
+    outside = {**told["files"], "../out.jsonl": told["files"]["tokenizer.json"]}
+    for lie in ({"files": outside}, {"vocab_size": 601}, {"format": "other"}, {"max_length": 20}, {"unknown": 1}):
+        (folder / "manifest.json").write_text(json.dumps({**told, **lie}))
+        with pytest.raises(WhetError):
+            open_dataset(folder)
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 

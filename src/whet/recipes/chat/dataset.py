@@ -1,6 +1,6 @@
 """How are prepared conversations read while training? From mapped files, by document or by packed row.
 
-A part lies in four files of plain numbers, little-endian: `tokens` (all documents behind each other), `loss` (a byte
+A part lies in five files of plain numbers, little-endian: `tokens` (all documents behind each other), `loss` (a byte
 for each token: 1 where it is to be predicted), `starts` (where each document starts, and the end), `loss_bytes` (bytes
 of text that a document's loss tokens stand for), and `rows` (the first document of each packed row, and the end).
 Documents of a row lie behind each other, so a row is one slice. Nothing is padded.
@@ -21,6 +21,8 @@ from whet.recipes.chat.tokenizer import ChatTokenizer
 from whet.run.plain_file import read_plain
 
 Array = np.ndarray[Any, np.dtype[Any]]
+ARRAYS = {"tokens": None, "loss": "|u1", "starts": "<i8", "loss_bytes": "<i8", "rows": "<i8"}
+"""The files of a part with the type of their numbers; of tokens the manifest says it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +125,10 @@ class ChatDataset:
 def open_dataset(folder: Path, *, verify: bool = False) -> ChatDataset:
     """The prepared conversations in a folder; sizes are looked at, and every byte where `verify` is set."""
     manifest = read_manifest(folder)
+    # The names are ours: one that a manifest made up could lead out of the folder.
+    if set(manifest.files) != {TOKENIZER, *(f"{part}/{name}.bin" for part in PARTS for name in ARRAYS)}:
+        got = ", ".join(sorted(manifest.files))[:200]
+        raise WhetError(f"{folder} is damaged", got=f"its manifest names {got}", try_="prepare the data again")
     for name, facts in manifest.files.items():
         _check_file(folder, name, size=facts.bytes, sha256=facts.sha256 if verify or name == TOKENIZER else None)
     tokenizer = ChatTokenizer.from_json(read_plain(folder / TOKENIZER, follows_links=True).decode())
@@ -133,19 +139,26 @@ def open_dataset(folder: Path, *, verify: bool = False) -> ChatDataset:
             try_="prepare the data again",
         )
     parts = {part: _open_part(folder, part, manifest) for part in PARTS}
+    if verify and any(int(part.tokens.max(initial=0)) >= tokenizer.vocab_size for part in parts.values()):
+        raise WhetError(f"{folder} is damaged", got="tokens that its vocabulary lacks", try_="prepare the data again")
     return ChatDataset(folder=folder, manifest=manifest, tokenizer=tokenizer, **parts)
 
 
 def _open_part(folder: Path, part: Part, manifest: Manifest) -> ChatPart:
     facts = manifest.parts[part]
-    types = {"tokens": manifest.token_type, "loss": "|u1", "starts": "<i8", "loss_bytes": "<i8", "rows": "<i8"}
-    arrays = {name: _mapped(folder / part / f"{name}.bin", kind) for name, kind in types.items()}
+    arrays = {
+        name: _mapped(folder / part / f"{name}.bin", kind or manifest.token_type) for name, kind in ARRAYS.items()
+    }
     starts, rows = arrays["starts"], arrays["rows"]
     fits = (
         len(arrays["tokens"]) == len(arrays["loss"]) == facts.tokens
         and len(starts) == facts.documents + 1 == len(arrays["loss_bytes"]) + 1
         and len(rows) == facts.rows + 1
         and (int(starts[0]), int(starts[-1]), int(rows[0]), int(rows[-1])) == (0, facts.tokens, 0, facts.documents)
+        and bool((np.diff(starts) > 0).all())
+        and bool((np.diff(rows) > 0).all())
+        and int(np.diff(starts).max(initial=0)) == facts.longest
+        and int(np.diff(starts[rows]).max(initial=0)) <= manifest.max_length
     )
     if not fits:
         raise WhetError(f"{folder / part} is damaged", got="its files do not agree", try_="prepare the data again")

@@ -103,9 +103,12 @@ def _parts(
 ) -> tuple[Array, int]:
     parts = given.copy()
     # What a held-out file has is not trained on, and what test has does not choose between models.
-    repeated = (parts == 0) & np.isin(places, places[given != 0])
-    repeated |= (parts == 1) & np.isin(places, places[given == 2])
-    parts[repeated] = LEFT_OUT
+    num_repeated = 0
+    for part in (0, 1):
+        here = np.flatnonzero(given == part) if (given > part).any() else np.empty(0, dtype=np.int64)
+        repeated = here[np.isin(places[here], places[given > part])]
+        parts[repeated] = LEFT_OUT
+        num_repeated += len(repeated)
     train = np.flatnonzero(parts == 0)
     order = train[np.argsort(places[train], kind="stable")]
     if subsample_size is not None:
@@ -118,7 +121,7 @@ def _parts(
     middle = len(order) if missing == ["dev"] else middle
     parts[order[start:middle]] = PARTS.index("dev")
     parts[order[middle:]] = PARTS.index("test")
-    return parts, int(repeated.sum())
+    return parts, num_repeated
 
 
 def _num_held(total: int, train_split: float) -> int:

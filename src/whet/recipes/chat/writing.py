@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from whet.recipes.chat.dataset import ARRAYS
 from whet.recipes.chat.manifest import FileFacts, Part, PartFacts
 from whet.recipes.chat.packing import Packer
 from whet.run import durable
@@ -37,8 +38,7 @@ class PartWriter:
         self._packer: Packer[Document] = Packer(max_length)
         self._type = token_type(vocab_size)
         durable.make_directory(draft / part)
-        names = ("tokens", "loss", _STARTS, _BYTES, _ROWS)
-        self._files = {name: durable.GrowingFile(draft / part / f"{name}.bin") for name in names}
+        self._files = {name: durable.GrowingFile(draft / part / f"{name}.bin") for name in ARRAYS}
         self._documents = self._rows = self._tokens = self._loss_tokens = self._loss_bytes = self._longest = 0
         self._append(_STARTS, 0)
         self._append(_ROWS, 0)

@@ -17,13 +17,13 @@ def conversations() -> list[tuple[Turn, ...]]:
     known = list(whet_facts())
     python = sorted(python_facts(), key=lambda fact: _draw(fact.questions[0]))[:PYTHON_FACTS]
     made: list[tuple[Turn, ...]] = []
-    # whet's own facts twice, in other company: they are few, and what is asked first.
-    for round_number, facts in enumerate((known, known, python)):
+    # whet's own facts twice, alone and in company: they are few, and what is asked first.
+    for round_number, (facts, longest) in enumerate(((known, 1), (known, 3), (python, 3))):
         asked = [(question, fact.answer) for fact in facts for question in fact.questions]
         asked.sort(key=lambda pair: _draw(f"{round_number} {pair[0]}"))
         start = 0
         while start < len(asked):
-            size = 1 + _draw(f"{round_number} {asked[start][0]} size") % 3
+            size = 1 + _draw(f"{round_number} {asked[start][0]} size") % longest
             made.append(_talk(asked[start : start + size]))
             start += size
     return made
