@@ -191,7 +191,7 @@ def _documents(
 ) -> Iterator[Document]:
     """A conversation as documents, usually one."""
     as_ids = [
-        TurnIds(role, next(ids), num_bytes=len(text) if text.isascii() else len(text.encode())) for role, text in turns
+        TurnIds(role, next(ids), True, len(text) if text.isascii() else len(text.encode())) for role, text in turns
     ]
     pieces = pieces_of(as_ids, max_length=options.max_length)
     counts.cut_apart += len(pieces) > 1

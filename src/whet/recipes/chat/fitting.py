@@ -22,8 +22,8 @@ class Piece(NamedTuple):
 
 
 def pieces_of(turns: Sequence[TurnIds], *, max_length: int) -> list[Piece]:
-    """The conversation as pieces of at most `max_length` tokens; one where it fits."""
-    length = sum(turn.length for turn in turns)
+    """A conversation of whole turns as pieces of at most `max_length` tokens; one where it fits."""
+    length = sum([len(turn.ids) for turn in turns]) + 2 * len(turns)
     if length <= max_length:
         return [Piece(tuple(turns), length)]
     is_led = turns[0].role == "system"

@@ -23,7 +23,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 LEFT_OUT = 255
 """In `Survey.parts`, where others are numbers of PARTS."""
 
-_SAMPLE_CHARACTERS = 16_000_000
+_SAMPLE_CHARACTERS = 8_000_000
+"""More text makes a vocabulary of some thousand entries no better, and takes longer than it is worth."""
 _SHOWN = 20
 
 
