@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,14 @@ from places import Run
 from whet.base.errors import UsageError, WhetError
 from whet.cli.main import run
 from whet.recipes.chat import builder, survey
+from whet.recipes.chat.assembling import assemble
 from whet.recipes.chat.builder import Options, build
-from whet.recipes.chat.conversation import Conversation, Turn
+from whet.recipes.chat.conversation import ROLES, Conversation, Role, Turn
 from whet.recipes.chat.dataset import ChatDataset, ChatPart, Sample, open_dataset
 from whet.recipes.chat.fitting import pieces_of
 from whet.recipes.chat.packing import Packer
 from whet.recipes.chat.sources import read_conversations
-from whet.recipes.chat.template import TurnIds, prompt, write
+from whet.recipes.chat.template import TurnIds, loss_bytes, prompt, write
 from whet.recipes.chat.tokenizer import MARKS, ChatTokenizer
 
 HARD = "a\0b \u20ac \U0001f642 e\u0301 \ttab\r\n  two  spaces " + " ".join(MARKS) + "<|endoftext|>"
@@ -51,9 +53,14 @@ def questions(part: ChatPart, data: ChatDataset) -> set[str]:
     return {said(sample, data).split("<|end|>")[0] for sample in part}
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> ChatTokenizer:
+@cache
+def trained() -> ChatTokenizer:
     return ChatTokenizer.train([json.dumps(planted.talk(n)) for n in range(30)], vocab_size=500)
+
+
+@pytest.fixture
+def tokenizer() -> ChatTokenizer:
+    return trained()
 
 
 # --- what is written -------------------------------------------------------------------------------------------------
@@ -93,11 +100,7 @@ def test_no_text_can_spell_a_mark_and_every_text_comes_back(tokenizer: ChatToken
 
 @given(st.text(st.characters(exclude_categories=("Cs",)), max_size=40))
 def test_any_text_comes_back(text: str) -> None:
-    known = _KNOWN or _KNOWN.append(ChatTokenizer.train(["a b c"], vocab_size=300)) or _KNOWN
-    assert known[0].decode(known[0].encode(text)) == text
-
-
-_KNOWN: list[ChatTokenizer] = []
+    assert trained().decode(trained().encode(text)) == text
 
 
 def test_a_tokenizer_of_others_keeps_its_ids_and_its_special_tokens_stay_text(tmp_path: Path) -> None:
@@ -268,7 +271,7 @@ def test_bad_records_are_skipped_with_their_places_up_to_a_limit(tmp_path: Path)
 def test_a_failure_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
     records = [planted.talk(number) for number in range(9)]
     before = made(tmp_path, records).folder
-    monkeypatch.setattr(builder, "write", lambda *_a, **_k: 1 / 0)
+    monkeypatch.setattr(builder, "assemble", lambda *_a, **_k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         made(tmp_path, records, name="other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other.jsonl", "out", "out.jsonl"]
@@ -331,6 +334,21 @@ def test_the_command_of_the_guide_works_and_tells_what_it_did(whet: Run, tmp_pat
     assert run(["data", "chat", source, "--output-dir", "x", "--loss", "none"]) == 2
     assert "'loss' in the options" in capsys.readouterr().err
     assert run(["data", "chat", "--output-dir", "x"]) == 2
+
+
+@given(st.lists(st.lists(st.sampled_from(ROLES), min_size=1, max_size=5), min_size=1, max_size=6), st.booleans())
+def test_batches_are_written_as_the_template_says(talks: list[list[Role]], is_all: bool) -> None:
+    tokenizer, loss = trained(), "all" if is_all else "assistant"
+    turns = [tuple(Turn(role, f"{role} \u20ac {place}") for place, role in enumerate(talk)) for talk in talks]
+    ids = [tokenizer.encode(turn.text) for talk in turns for turn in talk]
+    made_at_once = list(assemble(turns, ids, tokenizer, max_length=10**6, loss=loss))
+    for talk, ((document,), num_cut) in zip(turns, made_at_once, strict=True):
+        one_by_one = [TurnIds(turn.role, tokenizer.encode(turn.text), True, len(turn.text.encode())) for turn in talk]
+        tokens, mask = write(one_by_one, tokenizer, loss=loss)
+        assert np.frombuffer(document.tokens, dtype="<u2").tolist() == tokens
+        assert document.mask == mask
+        assert document.loss_bytes == loss_bytes(one_by_one, tokenizer, loss=loss)
+        assert num_cut == 0
 
 
 def test_the_mask_of_write_covers_the_ids(tokenizer: ChatTokenizer) -> None:

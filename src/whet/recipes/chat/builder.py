@@ -16,15 +16,16 @@ from pydantic import Field
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.record import Record
+from whet.recipes.chat.assembling import assemble
 from whet.recipes.chat.conversation import Conversation, Turn
-from whet.recipes.chat.fitting import LEAST_LENGTH, pieces_of
+from whet.recipes.chat.fitting import LEAST_LENGTH
 from whet.recipes.chat.manifest import MANIFEST, PARTS, TOKENIZER, FileFacts, Manifest, PartFacts, facts_of
 from whet.recipes.chat.sources import Bad, Source, find_sources, read_conversations
 from whet.recipes.chat.survey import LEFT_OUT, Survey, survey
-from whet.recipes.chat.template import TEMPLATE, Loss, TurnIds, loss_bytes, write
+from whet.recipes.chat.template import TEMPLATE, Loss
 from whet.recipes.chat.tokenizer import MARKS, ChatTokenizer
 from whet.recipes.chat.vocabulary import BYTE_PAIRS, find_tokenizer
-from whet.recipes.chat.writing import Document, PartWriter, token_type
+from whet.recipes.chat.writing import PartWriter, token_type
 from whet.run import durable
 
 _BATCH_CHARACTERS = 1_000_000
@@ -109,15 +110,16 @@ def _fill(
     in_threads: bool,
 ) -> Manifest:
     counts = _Counts()
-    writers = [
-        PartWriter(draft, part, max_length=options.max_length, vocab_size=tokenizer.vocab_size) for part in PARTS
-    ]
+    writers = [PartWriter(draft, part, max_length=options.max_length) for part in PARTS]
     conversations = [int((found.parts == number).sum()) for number in range(len(PARTS))]
     done, total = 0, sum(conversations)
     try:
         for batch, ids in _tokenized(_batches(sources, found), tokenizer, in_threads=in_threads):
-            for part, turns in zip(batch.parts, batch.turns, strict=True):
-                for document in _documents(turns, ids, tokenizer, options, counts):
+            made = assemble(batch.turns, ids, tokenizer, max_length=options.max_length, loss=options.loss)
+            for part, (documents, num_cut) in zip(batch.parts, made, strict=True):
+                counts.cut_apart += len(documents) > 1
+                counts.shortened += num_cut
+                for document in documents:
                     writers[part].add(document)
             done += len(batch.parts)
             told("tokenizing", done, total)
@@ -167,11 +169,11 @@ def _again(sources: Sequence[Source]) -> Iterator[Conversation]:
 
 def _tokenized(
     batches: Iterator[_Batch], tokenizer: ChatTokenizer, *, in_threads: bool
-) -> Iterator[tuple[_Batch, Iterator[list[int]]]]:
+) -> Iterator[tuple[_Batch, list[list[int]]]]:
     """Batches with the ids of their texts in order; the next ones are tokenized while one is written."""
     if not in_threads:
         for batch in batches:
-            yield batch, iter([tokenizer.encode(turn.text) for turns in batch.turns for turn in turns])
+            yield batch, [tokenizer.encode(turn.text) for turns in batch.turns for turn in turns]
         return
     waiting: deque[tuple[_Batch, Future[list[list[int]]]]] = deque()
     with ThreadPoolExecutor(1) as pool:
@@ -180,25 +182,10 @@ def _tokenized(
             waiting.append((batch, pool.submit(tokenizer.encode_batch, texts)))
             if len(waiting) > _BATCHES_AHEAD:
                 first, ids = waiting.popleft()
-                yield first, iter(ids.result())
+                yield first, ids.result()
         while waiting:
             first, ids = waiting.popleft()
-            yield first, iter(ids.result())
-
-
-def _documents(
-    turns: tuple[Turn, ...], ids: Iterator[list[int]], tokenizer: ChatTokenizer, options: Options, counts: _Counts
-) -> Iterator[Document]:
-    """A conversation as documents, usually one."""
-    as_ids = [
-        TurnIds(role, next(ids), True, len(text) if text.isascii() else len(text.encode())) for role, text in turns
-    ]
-    pieces = pieces_of(as_ids, max_length=options.max_length)
-    counts.cut_apart += len(pieces) > 1
-    for piece in pieces:
-        counts.shortened += piece.is_cut
-        tokens, mask = write(piece.turns, tokenizer, loss=options.loss)
-        yield Document(tokens, mask, loss_bytes(piece.turns, tokenizer, loss=options.loss))
+            yield first, ids.result()
 
 
 def _manifest(

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from whet.recipes.chat.dataset import ARRAYS
 from whet.recipes.chat.manifest import FileFacts, Part, PartFacts
 from whet.recipes.chat.packing import Packer
@@ -16,8 +14,10 @@ _STARTS, _BYTES, _ROWS = "starts", "loss_bytes", "rows"
 class Document(NamedTuple):
     """What attends to itself only, ready to be written."""
 
-    ids: list[int]
+    tokens: bytes
+    """Numbers of the type that holds every id."""
     mask: bytes
+    """A byte for each token."""
     loss_bytes: int
 
 
@@ -33,10 +33,9 @@ def token_type(vocab_size: int) -> str:
 class PartWriter:
     """The files of one part, in a folder that is not published yet."""
 
-    def __init__(self, draft: Path, part: Part, *, max_length: int, vocab_size: int) -> None:
+    def __init__(self, draft: Path, part: Part, *, max_length: int) -> None:
         self._part = part
         self._packer: Packer[Document] = Packer(max_length)
-        self._type = token_type(vocab_size)
         durable.make_directory(draft / part)
         self._files = {name: durable.GrowingFile(draft / part / f"{name}.bin") for name in ARRAYS}
         self._documents = self._rows = self._tokens = self._loss_tokens = self._loss_bytes = self._longest = 0
@@ -45,7 +44,7 @@ class PartWriter:
 
     def add(self, document: Document) -> None:
         """Takes a document of at most a row's length."""
-        row = self._packer.add(document, len(document.ids))
+        row = self._packer.add(document, len(document.mask))
         if row is not None:
             self._write(row)
 
@@ -71,13 +70,13 @@ class PartWriter:
             file.abandon()
 
     def _write(self, row: list[Document]) -> None:
-        for ids, mask, loss_bytes in row:
-            self._files["tokens"].append(np.array(ids, dtype=self._type).tobytes())
+        for tokens, mask, loss_bytes in row:
+            self._files["tokens"].append(tokens)
             self._files["loss"].append(mask)
-            self._tokens += len(ids)
-            self._loss_tokens += sum(mask)
+            self._tokens += len(mask)
+            self._loss_tokens += mask.count(1)
             self._loss_bytes += loss_bytes
-            self._longest = max(self._longest, len(ids))
+            self._longest = max(self._longest, len(mask))
             self._append(_STARTS, self._tokens)
             self._append(_BYTES, loss_bytes)
         self._documents += len(row)
