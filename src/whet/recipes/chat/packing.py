@@ -43,7 +43,6 @@ class Packer(Generic[Document]):
         """The rows that are still open, the fullest first."""
         for _, row in self._room:
             yield self._rows.pop(row)
-        self._room.clear()
 
 
 def rows_of(lengths: Array, *, row_length: int) -> Array:
