@@ -13,6 +13,7 @@ import typer
 from whet.base.errors import UsageError, WhetError, nearest
 from whet.cli import (
     bench,
+    chat,
     check,
     compare,
     data,
@@ -20,6 +21,7 @@ from whet.cli import (
     doctor,
     export,
     forward,
+    generate,
     importing,
     init,
     plan,
@@ -41,6 +43,8 @@ VERBS: dict[str, Callable[..., None]] = {
     "data": data.data,
     "data chat": data_chat.data_chat,
     "predict": predict.predict,
+    "generate": generate.generate,
+    "chat": chat.chat,
     "runs": runs.runs,
     "watch": watch.watch,
     "report": report.report,

@@ -30,6 +30,11 @@ def result(text: str) -> None:
     print(printable(text))
 
 
+def piece(text: str) -> None:
+    """A bit of what was asked for, as it comes: the line goes on."""
+    print(printable(text), end="", flush=True)
+
+
 def result_json(value: Any) -> None:
     """What was asked for, for a program to read."""
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))

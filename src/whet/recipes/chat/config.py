@@ -14,6 +14,8 @@ from whet.recipes.chat.arch import Arch
 if TYPE_CHECKING:
     from whet.recipes.chat.manifest import Manifest
 
+EMBEDDED = 4096, 193, 170_000
+"""Vocabulary, tokens of the longest conversation and of all: nearly, since Python's own help differs by version."""
 _GRAIN = 64
 _LEAST_LENGTH = 128
 
@@ -67,9 +69,7 @@ def facts_of(config: ChatConfig) -> dict[str, int]:
     """What a plan needs to know of the data before it is read: vocab_size, longest, num_rows."""
     folders = data_folders(config)
     if not folders:
-        from whet.recipes.chat.embedded import LONGEST, NUM_TOKENS, VOCAB_SIZE
-
-        vocab_size, longest, num_tokens = VOCAB_SIZE, LONGEST, NUM_TOKENS
+        vocab_size, longest, num_tokens = EMBEDDED
     else:
         manifests = read_manifests(folders)
         vocab_size = manifests[0].vocab_size

@@ -50,8 +50,8 @@ def read_chat(config: ChatConfig) -> ChatData:
 def _datasets(config: ChatConfig) -> list[ChatDataset]:
     folders = data_folders(config)
     if not folders:
-        from whet.recipes.chat.embedded import embedded_dataset
+        from whet.recipes.chat.embedded.opening import open_embedded
 
-        return [embedded_dataset()]
+        return [open_embedded()]
     read_manifests(folders)
     return [open_dataset(folder) for folder in folders]

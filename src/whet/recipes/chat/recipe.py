@@ -1,7 +1,7 @@
 """The chat recipe: a causal model that learns to answer. torch is imported when it is needed, so a plan needs none."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from whet.base.errors import UsageError
 from whet.plan.workload import Workload
@@ -26,7 +26,7 @@ class ChatRecipe:
     Config = ChatConfig
     goal = "bits_per_byte"
     lower_is_better = ("bits_per_byte", "perplexity")
-    presets = {name: {"arch.preset": name} for name in PRESETS}
+    presets: ClassVar[dict[str, dict[str, str]]] = {name: {"arch.preset": name} for name in PRESETS}
     _data: "ChatData | None" = None
     """What was read last: an evaluation shows answers to its questions."""
 

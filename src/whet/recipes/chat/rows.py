@@ -27,7 +27,7 @@ class Rows:
         return sum(part.num_rows for part in self._parts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """tokens int32, is_start (a document begins) and is_loss (to be predicted), all (S); loss_bytes: of its text."""
+        """tokens int32, is_start (a document begins), is_loss (to be predicted), each (S); loss_bytes: of that text."""
         for part in self._parts:
             if index < part.num_rows:
                 return self._padded(part, index)

@@ -33,7 +33,7 @@ class Sampling:
 
     def draws(self) -> Random:
         """Where the numbers for one row come from: from its seed alone, whoever else is in the batch."""
-        return Random(self.seed)  # noqa: S311
+        return Random(self.seed)
 
 
 def choose(logits: Tensor, how: Sampling, draws: Random) -> int:

@@ -18,9 +18,7 @@ def look_in_documents(is_start: Tensor, *, head_size: int, dtype: torch.dtype) -
     return Look(rotation=rotation(positions, head_size), mask=_added(may_look, dtype)[:, None])
 
 
-def look_back(
-    positions: Tensor, num_keys: int, *, memory: Memory | None, head_size: int, dtype: torch.dtype
-) -> Look:
+def look_back(positions: Tensor, num_keys: int, *, memory: Memory | None, head_size: int, dtype: torch.dtype) -> Look:
     """For rows of one document each: (B, S) places of new tokens, which look at all keys at or before them."""
     may_look = torch.arange(num_keys, device=positions.device) <= positions[:, :, None]
     return Look(rotation=rotation(positions, head_size), mask=_added(may_look, dtype)[:, None], memory=memory)

@@ -23,9 +23,7 @@ class RecursiveModel(CausalModel):
     def __init__(self, arch: Arch, *, vocab_size: int, dropout: float) -> None:
         super().__init__(arch, vocab_size=vocab_size, dropout=dropout)
         self.blocks = nn.ModuleList(
-            PostNormBlock(
-                arch.hidden_size, num_heads=arch.num_heads, expansion=arch.expansion, dropout=dropout
-            )
+            PostNormBlock(arch.hidden_size, num_heads=arch.num_heads, expansion=arch.expansion, dropout=dropout)
             for _ in range(arch.L_layers)
         )
         for name in ("answer", "latent"):

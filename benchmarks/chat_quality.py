@@ -1,0 +1,214 @@
+"""How well do small chat models foretell held-out answers? A recursive model and a GPT of equal compute, beside bytes.
+
+    python benchmarks/chat_quality.py --data DIR [--device cuda] [--minutes 4] [--out FILE.json] [--words key=value ...]
+
+DIR holds train.json, dev.json and test.json of conversations (chat-sgd); without --data, the folder chat-sgd in what
+WHET_TEST_DATA names. Each model is trained as `whet train chat` does for at most --minutes: a short run measures what
+a step takes, and as many epochs follow as fit, --epochs at most. The best checkpoint by the dev part is judged on the
+test part, in bits per byte of the assistants' texts. The bar is an interpolated byte 5-gram, learned from the same training
+conversations and scored on the same bytes with everything before them in view; both foretell where an answer ends.
+Then the last model answers the questions of one test conversation, each with its own earlier answers in view.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from byte_ngram import ByteModel
+
+from whet.base import env
+from whet.config.resolve import resolve
+from whet.data.batch import Micro
+from whet.device.open import open_device
+from whet.engine.reading import load_weights
+from whet.recipes.chat.builder import Options, build
+from whet.recipes.chat.conversation import Turn
+from whet.recipes.chat.dataset import ChatDataset, ChatPart, open_dataset
+from whet.recipes.chat.generation.sampling import Sampling
+from whet.recipes.chat.generation.speaking import Speaker
+from whet.recipes.chat.judging import judge
+from whet.recipes.chat.opening import read_chat
+from whet.recipes.chat.recipe import ChatRecipe
+from whet.recipes.chat.tokenizer import ChatTokenizer
+from whet.recipes.train import train_recipe
+from whet.run.events import read_events
+from whet.run.folder import open_run
+
+BAR = 0.8
+"""At most so much of the 5-gram's bits per byte."""
+SIZES = ("arch.preset=tiny", "arch.H_cycles=2", "arch.L_cycles=2")
+TRAINING = ("global_batch_size=32", "lr=6e-4", "dropout=0.2", "ema=true", "weight_decay=0.1")
+KINDS = {"trm": "arch.kind=trm", "gpt": "arch.kind=gpt"}
+ON_CUDA = ("precision=bf16", "graph=on")
+PROBE_STEPS = 24
+SPEAKERS = {"system": b"\x01", "user": b"\x02", "assistant": b"\x03", "tool": b"\x05"}
+END = b"\x04"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--minutes", type=float, default=4.0, help="for each model, its short run included")
+    parser.add_argument("--epochs", type=int, default=30, help="at most")
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--models", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--words", nargs="+", default=[], help="more key=value for every training")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    data = given.data or (Path(root) / "chat-sgd" if (root := env.read("WHET_TEST_DATA")) else None)
+    if data is None:
+        sys.exit("say where the conversations lie: --data DIR, or WHET_TEST_DATA")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "prepared"
+        build(data, folder, Options(vocab_size=given.vocab, max_length=1024), told=lambda _what, _done, _total: None)
+        bar = byte_bits(open_dataset(folder))
+        print(f"byte 5-gram: {bar:.4f} bits per byte; {BAR:.0%} of it is {BAR * bar:.4f}", flush=True)
+        results = [measure(kind, folder, Path(scratch), bar, given) for kind in given.models]
+        if given.out:
+            told = {"five_gram": bar, "models": [{k: v for k, v in r.items() if k != "speaker"} for r in results]}
+            given.out.write_text(json.dumps(told, indent=1) + "\n")
+        for found in results:
+            dialogue(found["speaker"], open_dataset(folder).test, found["model"])
+    if any(found["share"] > BAR for found in results):
+        sys.exit(1)
+
+
+# --- the bar ---------------------------------------------------------------------------------------------------------
+
+
+def byte_bits(dataset: ChatDataset) -> float:
+    """Bits per byte of the test part's answers by the 5-gram, with the ends of answers in the sum."""
+    model = ByteModel([script(turns)[0] for turns in conversations(dataset.train, dataset.tokenizer)])
+    bits, num_bytes = 0.0, 0
+    for turns in conversations(dataset.test, dataset.tokenizer):
+        text, is_learned = script(turns)
+        bits -= float(model.log2(text)[is_learned].sum())
+        num_bytes += sum(len(turn.text.encode()) for turn in turns if turn.role == "assistant")
+    assert num_bytes == dataset.test.facts.loss_bytes
+    return bits / num_bytes
+
+
+def script(turns: list[Turn]) -> tuple[bytes, Any]:
+    """A conversation as bytes, and where the bytes of answers and their ends are."""
+    text, is_learned = b"\0" * 4, [False] * 4
+    for turn in turns:
+        said = turn.text.encode() + END
+        text += SPEAKERS[turn.role] + said
+        is_learned += [False, *[turn.role == "assistant"] * len(said)]
+    return text, np.array(is_learned)
+
+
+def conversations(part: ChatPart, tokenizer: ChatTokenizer) -> Iterator[list[Turn]]:
+    """The documents of a part as texts again."""
+    roles = {number: role for role, number in tokenizer.role_ids.items()}
+    for document in part:
+        turns: list[tuple[str, list[int]]] = []
+        for number in document.tokens.tolist():
+            if number in roles:
+                turns.append((roles[number], []))
+            elif number != tokenizer.end_id:
+                turns[-1][1].append(number)
+        yield [Turn(role, tokenizer.decode(ids)) for role, ids in turns]  # type: ignore[arg-type]
+
+
+# --- the models ------------------------------------------------------------------------------------------------------
+
+
+def measure(kind: str, folder: Path, scratch: Path, bar: float, given: argparse.Namespace) -> dict[str, Any]:
+    """Trains one kind within its minutes, and judges the best checkpoint on the test part."""
+    began = time.perf_counter()
+    device = open_device(given.device).device
+    words = [
+        f"data={folder}",
+        *SIZES,
+        *TRAINING,
+        KINDS[kind],
+        *(ON_CUDA if device.kind == "cuda" else ()),
+        *given.words,
+    ]
+    probe = train(kind, [*words, f"max_steps={PROBE_STEPS}", "eval_every=1000000"], scratch / f"{kind}-probe", given)
+    step_seconds = pace(probe)
+    config = resolve(ChatRecipe.Config, words).config
+    data = read_chat(config)
+    steps_of_epoch = math.ceil(data.num_rows / config.global_batch_size)
+    left = 60 * given.minutes - (time.perf_counter() - began)
+    # A tenth is left for evaluations and checkpoints.
+    epochs = max(1, min(given.epochs, int(0.9 * left / (step_seconds * steps_of_epoch))))
+    last = [f"max_steps={max(1, int(0.9 * left / step_seconds))}"] if epochs == 1 else []
+    run = train(kind, [*words, f"epochs={epochs}", *last], scratch / kind, given)
+    seconds = time.perf_counter() - began
+    kept = open_run(run).kept
+    speaker = ChatRecipe().speak(kept)
+    step = load_weights(run, speaker.model, checkpoint="best")
+    device.put_model(speaker.model)
+    with torch.no_grad():
+        test = judge(speaker.model, batches(data.test, device), None)
+    found = {
+        "model": kind,
+        "words": data.arch.words(data.tokenizer.vocab_size),
+        "epochs": epochs,
+        "best_step": step,
+        "step_seconds": step_seconds,
+        "tokens_per_second": config.global_batch_size * data.num_places / step_seconds,
+        "seconds": seconds,
+        "share": test["bits_per_byte"] / bar,
+        **{f"test_{name}": value for name, value in test.items()},
+    }
+    print(
+        f"{kind}: {test['bits_per_byte']:.4f} bits per byte ({found['share']:.0%} of the 5-gram's), "
+        f"perplexity {test['perplexity']:.2f}; {epochs} epochs, best at step {step:,}, "
+        f"{found['tokens_per_second']:,.0f} tokens/s, {seconds:.0f} s in all\n     {found['words']}",
+        flush=True,
+    )
+    return {**found, "speaker": speaker}
+
+
+def train(kind: str, words: list[str], run: Path, given: argparse.Namespace) -> Path:
+    """A run as `whet train chat` makes it."""
+    resolved = resolve(ChatRecipe.Config, words)
+    train_recipe(ChatRecipe(), resolved, run=run, device=given.device, command=["chat_quality", kind])
+    return run
+
+
+def pace(run: Path) -> float:
+    """Seconds of a step, by the second half of a run: the first steps prepare."""
+    taken = [
+        sum(seconds for phase, seconds in event.fields["seconds"].items() if phase not in ("evaluate", "save", "rest"))
+        for event in read_events(run, kinds=("step",))
+    ]
+    return float(np.median(taken[len(taken) // 2 :]))
+
+
+def batches(columns: dict[str, torch.Tensor], device: Any, *, size: int = 16) -> Iterator[Micro]:
+    """A part as micro-batches."""
+    total = len(columns["tokens"])
+    for start in range(0, total, size):
+        fields = {name: device.put(column[start : start + size]) for name, column in columns.items()}
+        yield Micro(fields=fields, ids=np.arange(start, min(total, start + size)))
+
+
+def dialogue(speaker: Speaker, part: ChatPart, name: str) -> None:
+    """The questions of one test conversation with the model's own answers."""
+    asked = next(talk for talk in conversations(part, speaker.tokenizer) if 10 <= len(talk) <= 14)
+    turns: list[Turn] = []
+    print(f"\n--- {name}")
+    for number, turn in enumerate(turn for turn in asked if turn.role == "user"):
+        turns.append(turn)
+        prompt = speaker.prompt(turns, max_new_tokens=80)
+        how = Sampling(temperature=0.5, seed=number)
+        answer = "".join(piece.text for piece in speaker.say(prompt, max_new_tokens=80, sampling=how))
+        turns.append(Turn("assistant", answer))
+        print(f"user       {turn.text}\nassistant  {answer}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The causal models: nobody looks ahead or into another document, sizes are what they say, and losses weigh tokens."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from small_chat import SHAPES, SIZES, WORDS, prepared, small_model
+from whet.base.errors import UsageError
+from whet.config.resolve import resolve
+from whet.data.batch import Micro
+from whet.recipes.chat.arch import PRESETS, Arch
+from whet.recipes.chat.loss import next_token_loss
+from whet.recipes.chat.model import causal
+from whet.recipes.chat.model.open import open_model
+from whet.recipes.chat.recipe import ChatRecipe
+from whet.recipes.recursive.layers import Look
+from whet.verify.start.causality import leaks
+
+
+def rows_of_documents() -> Micro:
+    """Three rows of two documents and padding."""
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, 59, (3, 25), generator=draw, dtype=torch.int32)
+    is_start = torch.zeros(3, 25, dtype=torch.bool)
+    for row, (second, padding) in enumerate(((9, 20), (4, 23), (15, 24))):
+        is_start[row, [0, second, padding]] = True
+        tokens[row, padding:] = 0
+    is_loss = (torch.rand(3, 25, generator=draw) < 0.5) & ~is_start & (tokens != 0)
+    fields = {"tokens": tokens, "is_start": is_start, "is_loss": is_loss}
+    return Micro(fields=fields, ids=np.arange(3))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_comes_out_depends_on_earlier_tokens_of_its_document_alone(shape: dict[str, object]) -> None:
+    model, micro = small_model(**shape), rows_of_documents()
+    assert leaks(partial(ChatRecipe().outputs, model), micro) is None
+    with torch.no_grad():
+        together = model.logits(model(micro.tokens, micro.is_start)[-1])
+        alone = model.logits(model(micro.tokens[:1, 9:20], micro.is_start[:1, 9:20])[-1])
+    assert torch.allclose(together[:1, 9:20], alone, atol=1e-5)
+
+
+def test_attention_that_looks_ahead_or_around_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: no mask at all."""
+
+    def everywhere(is_start: torch.Tensor, **_: object) -> Look:
+        return Look()
+
+    monkeypatch.setattr(causal, "look_in_documents", everywhere)
+    found = leaks(partial(ChatRecipe().outputs, small_model()), rows_of_documents())
+    assert found is not None
+    assert found.moved > 0.01
+
+
+def test_a_leaking_model_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same fault on the way of `whet train chat`."""
+    from whet.base.errors import WhetError
+    from whet.recipes.train import train_recipe
+
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(causal, "look_in_documents", lambda is_start, **_: Look())
+    resolved = resolve(ChatRecipe.Config, [f"data={prepared(tmp_path)}", *WORDS, "global_batch_size=4"])
+    with pytest.raises(WhetError, match="causal"):
+        train_recipe(ChatRecipe(), resolved, run=tmp_path / "run", device="cpu")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sizes_are_what_they_say(shape: dict[str, object]) -> None:
+    arch = Arch.model_validate({**SIZES, **shape})
+    model = open_model(arch, vocab_size=60)
+    assert sum(weights.numel() for weights in model.parameters()) == arch.num_parameters(60)
+
+
+def test_a_gpt_has_the_same_parameters_or_the_same_cost() -> None:
+    trm = Arch(**PRESETS["tiny"], H_cycles=3, L_cycles=6, seq_len=512)
+    same_size = trm.model_copy(update={"kind": "gpt", "match": "parameters"})
+    same_cost = trm.model_copy(update={"kind": "gpt", "match": "compute"})
+    assert same_size.num_parameters(4096) == trm.num_parameters(4096)
+    assert same_cost.token_flops(4096) == trm.token_flops(4096)
+    assert (trm.applications, same_cost.depth, same_size.depth) == (42, 42, 2)
+    # The last outer cycle of three has gradients: 42 forward, twice 14 back.
+    assert trm.training_flops(0) * 3 * 42 == same_cost.training_flops(0) * (42 + 28)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [(["arch.mlp_t=true"], "not causal"), (["arch.num_heads=3"], "num_heads"), (["arch=lstm"], "arch.kind must be")],
+)
+def test_what_cannot_be_a_language_model_is_refused_at_once(words: list[str], what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        resolve(ChatRecipe.Config, words)
+
+
+def test_arch_by_name_and_presets() -> None:
+    config = resolve(ChatRecipe.Config, ["arch=gpt", "arch.preset=small", "arch.num_heads=8"]).config
+    assert (config.arch.kind, config.arch.hidden_size, config.arch.num_heads) == ("gpt", 768, 8)
+
+
+def test_the_loss_weighs_tokens_however_it_is_cut() -> None:
+    model, micro = small_model(supervision=2), rows_of_documents()
+    parts = [
+        Micro(fields={name: field[rows] for name, field in micro.fields.items()}, ids=micro.ids[rows])
+        for rows in (slice(0, 1), slice(1, 3))
+    ]
+    total, weight = next_token_loss(model, micro)
+    sums, weights = zip(*(next_token_loss(model, part) for part in parts), strict=True)
+    assert weight == sum(weights) == micro.is_loss.sum()
+    assert torch.allclose(total, torch.stack(sums).sum(), rtol=1e-5)
+
+
+def test_gradients_reach_every_weight_in_half_precision_too() -> None:
+    """Cycles without gradients come first: what they cast must not be taken for what the last one learns."""
+    model, micro = small_model(), rows_of_documents()
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            total, weight = next_token_loss(model, micro)
+        (total / weight).backward()
+        found[dtype] = {name: weights.grad for name, weights in model.named_parameters()}
+    for name, exact in found[torch.float32].items():
+        half = found[torch.bfloat16][name]
+        assert half is not None, name
+        assert torch.cosine_similarity(half.flatten(), exact.flatten(), dim=0) > 0.98, name
