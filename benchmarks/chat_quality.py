@@ -5,9 +5,9 @@
 DIR holds train.json, dev.json and test.json of conversations (chat-sgd); without --data, the folder chat-sgd in what
 WHET_TEST_DATA names. Each model is trained as `whet train chat` does for at most --minutes: a short run measures what
 a step takes, and as many epochs follow as fit, --epochs at most. The best checkpoint by the dev part is judged on the
-test part, in bits per byte of the assistants' texts. The bar is an interpolated byte 5-gram, learned from the same training
+test part, in bits per byte of the assistants' texts. The bar is an interpolated byte 5-gram, learned from the same
 conversations and scored on the same bytes with everything before them in view; both foretell where an answer ends.
-Then the last model answers the questions of one test conversation, each with its own earlier answers in view.
+Then each model answers the questions of one test conversation, with its own earlier answers in view.
 """
 
 import argparse

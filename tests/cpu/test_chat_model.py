@@ -55,6 +55,7 @@ def test_attention_that_looks_ahead_or_around_is_found_out(monkeypatch: pytest.M
     assert found.moved > 0.01
 
 
+@pytest.mark.slow
 def test_a_leaking_model_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same fault on the way of `whet train chat`."""
     from whet.base.errors import WhetError

@@ -31,6 +31,7 @@ from whet.cli import (
     report,
     runs,
     screen,
+    serve,
     train,
     watch,
 )
@@ -45,6 +46,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "predict": predict.predict,
     "generate": generate.generate,
     "chat": chat.chat,
+    "serve": serve.serve,
     "runs": runs.runs,
     "watch": watch.watch,
     "report": report.report,

@@ -1,0 +1,103 @@
+"""Who answers many clients with one model? One answer at a time, in the order they came, a few waiting.
+
+The model computes in a thread of its own. When a client is gone its answer ends with the token that is being computed,
+or is not begun.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from whet.recipes.chat.generation.speaking import Piece
+from whet.recipes.chat.serving.asking import BadRequestError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+MOST_WAITING = 8
+"""Behind the one that is being answered."""
+
+
+class Answering:
+    """The queue before one model."""
+
+    def __init__(self, *, most_waiting: int = MOST_WAITING) -> None:
+        self._most = most_waiting + 1
+        self._num_asked = 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="speaker")
+
+    async def pieces(self, say: Callable[[], Iterator[Piece]]) -> AsyncIterator[Piece]:
+        """The answer as it is written; close this iterator, and it is written no further."""
+        self.refuse_too_many()
+        loop = asyncio.get_running_loop()
+        told: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        is_over = threading.Event()
+
+        def tell(one: Piece | BaseException | None) -> None:
+            if not is_over.is_set():
+                loop.call_soon_threadsafe(told.put_nowait, one)
+
+        def speak() -> None:
+            try:
+                if is_over.is_set():
+                    return
+                for piece in say():
+                    tell(piece)
+                    if is_over.is_set():
+                        return
+                tell(None)
+            except BaseException as error:
+                tell(error)
+
+        self._num_asked += 1
+        work = self._thread.submit(speak)
+        # Counted until the thread is free again, not until the client has gone.
+        work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._done) if not loop.is_closed() else None)
+        try:
+            while (one := await told.get()) is not None:
+                if isinstance(one, BaseException):
+                    raise one
+                yield one
+        finally:
+            is_over.set()
+            work.cancel()
+
+    async def whole(self, say: Callable[[], Iterator[Piece]], request: "Request") -> list[Piece] | None:
+        """All pieces; None where the client went away meanwhile."""
+
+        async def collect() -> list[Piece]:
+            async with aclosing(self.pieces(say)) as pieces:  # type: ignore[type-var]
+                return [piece async for piece in pieces]
+
+        answer, gone = asyncio.ensure_future(collect()), asyncio.ensure_future(_until_gone(request))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                return None
+            return answer.result()
+        finally:
+            for task in (answer, gone):
+                task.cancel()
+            await asyncio.gather(answer, gone, return_exceptions=True)
+
+    def refuse_too_many(self) -> None:
+        """Before anything is promised to a client."""
+        if self._num_asked >= self._most:
+            raise BadRequestError(
+                "too many requests are waiting; ask again later", code="rate_limit_exceeded", status=429
+            )
+
+    def close(self) -> None:
+        """No more answers are begun."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _done(self) -> None:
+        self._num_asked -= 1
+
+
+async def _until_gone(request: "Request") -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

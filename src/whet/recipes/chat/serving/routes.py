@@ -1,0 +1,190 @@
+"""Which address answers what? Those of OpenAI's protocol that a text model can answer.
+
+GET  /v1/models, /v1/models/NAME     the one model there is
+POST /v1/chat/completions            answers a conversation; stream: true sends it piece by piece
+POST /v1/completions                 goes on with a text
+"""
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from whet.base.errors import WhetError
+from whet.recipes.chat.generation.sampling import Sampling
+from whet.recipes.chat.generation.speaking import Piece, Prompt, Speaker
+from whet.recipes.chat.serving import shapes
+from whet.recipes.chat.serving.answering import Answering
+from whet.recipes.chat.serving.asking import Asked, BadRequestError, ChatAsked, TextAsked, read_asked
+from whet.recipes.chat.serving.stops import Stops
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import BaseRoute
+
+Handler = Callable[["Request"], Awaitable["Response"]]
+
+
+class Routes:
+    """The answers of one model."""
+
+    def __init__(self, speaker: Speaker, *, name: str, most_tokens: int) -> None:
+        self._speaker = speaker
+        self._name = name
+        self._most_tokens = most_tokens
+        self._answering = Answering()
+        self._model = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "whet"}
+
+    def routes(self) -> list["BaseRoute"]:
+        """For `web.serving.serve`."""
+        from starlette.routing import Route
+
+        return [
+            Route("/v1/models", _told(self._models)),
+            Route("/v1/models/{name:path}", _told(self._one_model)),
+            Route("/v1/chat/completions", _told(self._chat), methods=["POST"]),
+            Route("/v1/completions", _told(self._text), methods=["POST"]),
+            Route("/{path:path}", _told(self._nothing), methods=["GET", "POST"]),
+        ]
+
+    def close(self) -> None:
+        """No more answers are begun."""
+        self._answering.close()
+
+    async def _models(self, request: "Request") -> "Response":  # noqa: ARG002
+        return _json({"object": "list", "data": [self._model]})
+
+    async def _one_model(self, request: "Request") -> "Response":
+        self._refuse_other(request.path_params["name"])
+        return _json(self._model)
+
+    async def _nothing(self, request: "Request") -> "Response":
+        raise BadRequestError(f"there is nothing at {request.url.path[:100]}", code="not_found", status=404)
+
+    async def _chat(self, request: "Request") -> "Response":
+        asked: ChatAsked = read_asked(ChatAsked, await _body(request))
+        self._refuse_other(asked.model)
+        room = self._room(asked)
+        try:
+            prompt = self._speaker.prompt(asked.turns, max_new_tokens=room)
+        except WhetError as error:
+            raise _too_long(f"{error.what}: {error.got}") from None
+        if prompt.num_left_out:
+            raise _too_long(f"the model can look back on {self._speaker.num_places} tokens")
+        return await self._answer(asked, prompt, request, is_chat=True)
+
+    async def _text(self, request: "Request") -> "Response":
+        asked: TextAsked = read_asked(TextAsked, await _body(request))
+        self._refuse_other(asked.model)
+        prompt = self._speaker.plain_prompt(asked.text)
+        if len(prompt.ids) >= self._speaker.num_places:
+            raise _too_long(f"the model can look back on {self._speaker.num_places} tokens")
+        return await self._answer(asked, prompt, request, is_chat=False)
+
+    async def _answer(self, asked: Asked, prompt: Prompt, request: "Request", *, is_chat: bool) -> "Response":
+        from starlette.responses import Response, StreamingResponse
+
+        sampling, stops, room = asked.sampling, asked.stops, self._room(asked)
+
+        def say() -> Iterator[Piece]:
+            return _until(self._speaker, prompt, sampling, stops, max_new_tokens=room)
+
+        answer = shapes.Answer(model=self._name, is_chat=is_chat)
+        num_read = len(prompt.ids)
+        if asked.stream:
+            self._answering.refuse_too_many()
+            wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
+            return StreamingResponse(
+                self._streamed(say, answer, num_read=num_read, wants_usage=wants_usage),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-store"},
+            )
+        pieces = await self._answering.whole(say, request)
+        if pieces is None:
+            return Response(status_code=499)  # Nobody reads it.
+        text, last = "".join(piece.text for piece in pieces), pieces[-1]
+        return _json(answer.whole(text, last.end or "stop", shapes.usage_of(num_read, last.num_tokens)))
+
+    async def _streamed(
+        self, say: Callable[[], Iterator[Piece]], answer: shapes.Answer, *, num_read: int, wants_usage: bool
+    ) -> AsyncIterator[bytes]:
+        num_said, is_first = 0, True
+        async with aclosing(self._answering.pieces(say)) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                num_said = piece.num_tokens
+                if piece.text or is_first or piece.end:
+                    yield answer.piece(piece.text, is_first=is_first, end=piece.end)
+                    is_first = False
+        if wants_usage:
+            yield answer.usage(shapes.usage_of(num_read, num_said))
+        yield shapes.DONE
+
+    def _room(self, asked: Asked) -> int:
+        """Tokens that the answer may have."""
+        if asked.most_tokens is not None and asked.most_tokens > self._speaker.num_places:
+            raise BadRequestError(
+                f"max_tokens is {asked.most_tokens}; the model has room for {self._speaker.num_places} in all",
+                param="max_tokens",
+            )
+        return min(self._most_tokens, asked.most_tokens or self._most_tokens)
+
+    def _refuse_other(self, name: str) -> None:
+        if name != self._name:
+            raise BadRequestError(
+                f"no such model: {name[:100]!r}; there is {self._name!r}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+
+def _until(
+    speaker: Speaker, prompt: Prompt, sampling: Sampling, texts: tuple[str, ...], *, max_new_tokens: int
+) -> Iterator[Piece]:
+    """An answer, up to a text that ends it."""
+    stops = Stops(texts)
+    for piece in speaker.say(prompt, max_new_tokens=max_new_tokens, sampling=sampling):
+        text = stops.push(piece.text)
+        if stops.has_come:
+            yield Piece(text, piece.num_tokens, "stop")
+            return
+        yield Piece(text + stops.rest() if piece.end else text, piece.num_tokens, piece.end)
+
+
+async def _body(request: "Request") -> Any:
+    import json
+
+    try:
+        return json.loads(await request.body(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise BadRequestError("the body is not valid JSON") from None
+
+
+def _refuse_constant(word: str) -> Any:
+    raise ValueError(word)
+
+
+def _too_long(why: str) -> BadRequestError:
+    return BadRequestError(f"the conversation is too long: {why}", param="messages", code="context_length_exceeded")
+
+
+def _told(handler: Handler) -> Handler:
+    """The same, with what is wrong told in OpenAI's shape."""
+
+    async def handle(request: "Request") -> "Response":
+        try:
+            return await handler(request)
+        except BadRequestError as error:
+            response = _json(shapes.error_of(error), status=error.status)
+            if error.status == 429:
+                response.headers["Retry-After"] = "1"
+            return response
+
+    return handle
+
+
+def _json(value: object, *, status: int = 200) -> "Response":
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(value, status_code=status)

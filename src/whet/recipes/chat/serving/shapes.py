@@ -1,0 +1,65 @@
+"""How do OpenAI's clients read an answer, a piece of one, and an error?"""
+
+import json
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from whet.recipes.chat.serving.asking import BadRequestError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One answer of one kind, by its name."""
+
+    model: str
+    is_chat: bool
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, text: str, end: str, usage: dict[str, int]) -> dict[str, Any]:
+        """All at once."""
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
+        return {**self._head(kind), "choices": [self._choice(said, end)], "usage": usage}
+
+    def piece(self, text: str, *, is_first: bool = False, end: str | None = None) -> bytes:
+        """A bit of it, as a server-sent event."""
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        if text or is_first:
+            delta["content"] = text
+        said = {"delta": delta} if self.is_chat else {"text": text}
+        return event({**self._head(kind), "choices": [self._choice(said, end)]})
+
+    def usage(self, usage: dict[str, int]) -> bytes:
+        """What a client asks for with stream_options, behind the last piece."""
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return event({**self._head(kind), "choices": [], "usage": usage})
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        prefix = "chatcmpl" if self.is_chat else "cmpl"
+        return {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+    def _choice(self, said: dict[str, Any], end: str | None) -> dict[str, Any]:
+        return {"index": 0, **said, "logprobs": None, "finish_reason": end}
+
+
+def event(value: object) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def usage_of(num_read: int, num_said: int) -> dict[str, int]:
+    """Tokens of a request."""
+    return {"prompt_tokens": num_read, "completion_tokens": num_said, "total_tokens": num_read + num_said}
+
+
+def error_of(error: BadRequestError) -> dict[str, Any]:
+    """What is wrong with a request."""
+    kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
