@@ -13,6 +13,8 @@ two_distance the player that goes by it
 games        many games as arrays, and all their positions
 self_play    games of a noisy player against itself, the same for the same seed
 solving      who wins with perfect play, on boards up to 4x4
+known        who plays without a net
 records/     .trmph, HexWorld and plain lists of moves
 positions/   positions to learn from, on disk
+play/        a game with a person, in the terminal and on a page
 """

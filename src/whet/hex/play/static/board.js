@@ -1,0 +1,105 @@
+// The board as a drawing: hexagons that can be clicked, touched and reached by keyboard.
+const SVG = "http://www.w3.org/2000/svg";
+const WIDE = Math.sqrt(3); // A hexagon of side 1, standing on a corner.
+const COLOURS = ["", "blue", "red"];
+
+function make(tag, attributes, ...children) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) if (value !== null) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+/** Where the middle of a cell is. */
+function middle(row, column) {
+  return [WIDE * (column + row / 2 + 0.5), 1.5 * row + 1];
+}
+
+export function nameOf(cell, size) {
+  return String.fromCharCode(97 + (cell % size)) + (Math.floor(cell / size) + 1);
+}
+
+/** The board of a view; `onCell` is called with the name of a free cell, where `mayPlay`. */
+export function drawBoard(view, { mayPlay, hints, onCell }) {
+  const { size } = view;
+  const width = WIDE * (1.5 * size - 0.5);
+  const height = 1.5 * size + 0.5;
+  const margin = 1.15;
+  const box = `${-margin} ${-margin} ${width + 2 * margin} ${height + 2 * margin}`;
+  const board = make("svg", { class: "board", viewBox: box, role: "group", "aria-label": `board, ${size} by ${size}` });
+  board.append(...edges(size), ...names(size));
+  const chain = new Set(view.chain);
+  view.cells.forEach((colour, cell) => {
+    const isFree = mayPlay && colour === 0;
+    const hint = hints.find((one) => one.cell === cell);
+    board.append(drawCell(cell, size, { colour, isFree, hint, isLast: cell === view.last, won: chain.has(cell), onCell }));
+  });
+  return board;
+}
+
+function drawCell(cell, size, { colour, isFree, hint, isLast, won, onCell }) {
+  const [x, y] = middle(Math.floor(cell / size), cell % size);
+  const name = nameOf(cell, size);
+  const corners = [[0, -1], [WIDE / 2, -0.5], [WIDE / 2, 0.5], [0, 1], [-WIDE / 2, 0.5], [-WIDE / 2, -0.5]];
+  const points = corners.map(([right, down]) => `${(x + right).toFixed(3)},${(y + down).toFixed(3)}`).join(" ");
+  const group = make(
+    "g",
+    {
+      class: `cell${isFree ? " free" : ""}`,
+      "data-cell": name,
+      role: isFree ? "button" : "img",
+      tabindex: isFree ? "0" : null,
+      "aria-label": colour ? `${name} ${COLOURS[colour]}` : name,
+    },
+    make("polygon", { points }),
+  );
+  if (colour) group.append(make("circle", { class: `stone ${COLOURS[colour]}`, cx: x, cy: y, r: 0.66 }));
+  if (colour === 2) group.append(make("circle", { class: "ring", cx: x, cy: y, r: 0.45 }));
+  if (won) group.append(make("circle", { class: "won", cx: x, cy: y, r: 0.7 }));
+  if (isLast) group.append(make("circle", { class: "last", cx: x, cy: y, r: 0.17 }));
+  if (hint && !colour) {
+    const radius = 0.2 + 0.34 * Math.sqrt(hint.share);
+    group.append(make("circle", { class: "good-move", cx: x, cy: y, r: radius.toFixed(3) }));
+  }
+  if (isFree) {
+    group.addEventListener("click", () => onCell(name));
+    group.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      onCell(name);
+    });
+  }
+  return group;
+}
+
+/** Blue's edges above and below, red's at the sides, along the outer corners. */
+function edges(size) {
+  const last = size - 1;
+  const each = Array.from({ length: size }, (_, place) => place);
+  const along = (cells, corners) =>
+    cells.flatMap(([row, column]) => {
+      const [x, y] = middle(row, column);
+      return corners.map(([right, down]) => `${(x + right).toFixed(3)},${(y + down).toFixed(3)}`);
+    });
+  const half = WIDE / 2;
+  const above = [[-half, -0.5], [0, -1], [half, -0.5]];
+  const below = [[-half, 0.5], [0, 1], [half, 0.5]];
+  const lines = [
+    ["red", along(each.map((row) => [row, 0]), [[-half, -0.5], [-half, 0.5]])],
+    ["red", along(each.map((row) => [row, last]), [[half, -0.5], [half, 0.5]])],
+    ["blue", along(each.map((column) => [0, column]), above)],
+    ["blue", along(each.map((column) => [last, column]), below)],
+  ];
+  return lines.map(([colour, points]) => make("polyline", { class: `edge ${colour}`, points: points.join(" ") }));
+}
+
+function names(size) {
+  const found = [];
+  for (let place = 0; place < size; place++) {
+    const [x, y] = middle(0, place);
+    found.push(make("text", { class: "name", x: x - 0.35, y: y - 1.6, "aria-hidden": "true" }, String.fromCharCode(97 + place)));
+    const [left, down] = middle(place, 0);
+    found.push(make("text", { class: "name row", x: left - 1.25, y: down, "aria-hidden": "true" }, String(place + 1)));
+  }
+  return found;
+}

@@ -1,0 +1,175 @@
+// A game of Hex: the page keeps the moves (also in its address), and asks the server what is to be seen of them.
+import { drawBoard } from "./board.js";
+import { el, fill } from "./dom.js";
+import { ask } from "./server.js";
+import { themeButton } from "./theme.js";
+
+const page = document.getElementById("page");
+const about = await ask("/api/about");
+const game = { size: about.size, colour: about.colour, moves: [], seed: 0, resigned: null, view: null, isThinking: false };
+let showsHints = false;
+let asked = 0;
+
+const boardPlace = el("div", { class: "card board-card" });
+const standing = el("p", { class: "standing", role: "status" });
+const note = el("p", { class: "notice bad", hidden: true });
+const winBar = el("div", { class: "part" });
+const meter = el("div", { class: "win", role: "meter", "aria-label": "chance of blue", "aria-valuemin": 0, "aria-valuemax": 100 }, winBar);
+const winWords = el("div", { class: "win-words" });
+const swapButton = button("swap", () => play("swap"));
+const undoButton = button("undo", undo);
+const hintButton = button("suggestions", () => { showsHints = !showsHints; draw(); });
+const resignButton = button("resign", resign);
+const suggestions = el("ol", { class: "suggestions", "aria-label": "suggestions" });
+const moves = el("p", { class: "moves", "aria-label": "moves" });
+const link = el("a", { rel: "noreferrer", target: "_blank" }, "this game on HexWorld");
+const sizeChoice = choice("size", about.sizes.map((size) => [String(size), `${size} x ${size}`]), String(about.size));
+const colourChoice = choice("you play", [["blue", "blue (first)"], ["red", "red"], ["both", "both"]], about.colour);
+
+function button(words, onclick) {
+  return el("button", { type: "button", onclick }, words);
+}
+
+function choice(label, options, chosen) {
+  const select = el("select", {}, options.map(([value, words]) => el("option", { value, selected: value === chosen }, words)));
+  return { select, element: el("label", {}, label, select) };
+}
+
+/** Whether the person may move now. */
+function isYours() {
+  const { view, colour } = game;
+  return view !== null && view.winner === null && game.resigned === null && !game.isThinking && (colour === "both" || view.mover === colour);
+}
+
+function play(move) {
+  if (!isYours()) return;
+  game.moves = [...game.moves, move];
+  look();
+}
+
+function undo() {
+  if (game.resigned) {
+    game.resigned = null;
+    draw();
+    return;
+  }
+  if (game.isThinking) return;
+  let length = game.moves.length - 1;
+  if (game.colour !== "both") while (length > 0 && moverAfter(length) !== game.colour) length--;
+  if (length < 0 || (game.colour !== "both" && moverAfter(length) !== game.colour)) return;
+  game.moves = game.moves.slice(0, length);
+  look();
+}
+
+function moverAfter(length) {
+  return length % 2 === 0 ? "blue" : "red";
+}
+
+function resign() {
+  if (!isYours()) return;
+  game.resigned = game.view.mover;
+  draw();
+}
+
+function begin(size, colour) {
+  Object.assign(game, { size, colour, moves: [], resigned: null, view: null, seed: Math.floor(Math.random() * 1e8) });
+  look();
+}
+
+/** Asks what is to be seen; then lets the player answer, if it is its turn. */
+async function look() {
+  const mine = ++asked;
+  game.isThinking = true;
+  draw();
+  try {
+    for (;;) {
+      const view = await ask(`/api/game?size=${game.size}&moves=${game.moves.join(",")}&seed=${game.seed}`);
+      if (mine !== asked) return; // Another game was begun meanwhile.
+      game.view = view;
+      if (view.winner !== null || game.colour === "both" || view.mover === game.colour) break;
+      draw();
+      game.moves = [...game.moves, view.reply];
+    }
+    fill(note).hidden = true;
+  } catch (error) {
+    if (mine !== asked) return;
+    fill(note, error.message).hidden = false;
+    game.moves = game.view ? [...game.view.moves] : [];
+  }
+  game.isThinking = false;
+  remember();
+  draw();
+}
+
+function remember() {
+  history.replaceState(null, "", `#${game.size}-${game.colour},${game.moves.join(".")}`);
+}
+
+function draw() {
+  const { view } = game;
+  if (view === null) return;
+  const hints = showsHints && isYours() ? view.suggestions : [];
+  const focused = document.activeElement?.dataset?.cell;
+  fill(boardPlace, drawBoard(view, { mayPlay: isYours(), hints, onCell: play }));
+  if (focused) boardPlace.querySelector(`[data-cell="${focused}"]`)?.focus();
+  fill(standing, wordsOf(view));
+  const blue = Math.round(100 * (game.resigned ? Number(game.resigned === "red") : view.blue_wins));
+  winBar.style.setProperty("width", `${blue}%`);
+  meter.setAttribute("aria-valuenow", blue);
+  fill(winWords, el("span", {}, `blue ${blue} %`), el("span", {}, `red ${100 - blue} %`));
+  swapButton.disabled = !(isYours() && view.may_swap);
+  undoButton.disabled = game.isThinking || !game.moves.some((_, place) => game.colour === "both" || moverAfter(place) === game.colour);
+  resignButton.disabled = !isYours();
+  hintButton.setAttribute("aria-pressed", String(showsHints));
+  fill(suggestions, hints.map(suggestionOf));
+  suggestions.hidden = hints.length === 0;
+  fill(moves, view.moves.join(" ") || "no moves yet");
+  link.href = view.record;
+}
+
+function wordsOf(view) {
+  const winner = view.winner ?? (game.resigned ? { blue: "red", red: "blue" }[game.resigned] : null);
+  if (winner) {
+    const who = game.colour === "both" ? " wins" : winner === game.colour ? " wins: you" : ` wins: ${view.player}`;
+    return [el("span", { class: winner }, winner), who, game.resigned ? " (resigned)" : ""];
+  }
+  if (!isYours()) return `${view.player} is thinking`;
+  return [el("span", { class: view.mover }, view.mover), " to move", view.may_swap ? ", or swap" : ""];
+}
+
+function suggestionOf(one) {
+  const percent = `${Math.round(100 * one.share)} %`;
+  const share = el("div", { class: "share", style: { width: `${100 * one.share}%` } });
+  return el("li", {}, el("b", {}, one.name), el("div", { class: "track" }, share), el("span", {}, percent));
+}
+
+/** The game that the address holds, if it does. */
+function recall() {
+  const [, size, colour, played] = location.hash.match(/^#(\d{1,2})-(blue|red|both),([a-z0-9.]*)$/) ?? [];
+  if (!size || !about.sizes.includes(Number(size))) return false;
+  Object.assign(game, { size: Number(size), colour, moves: played ? played.split(".") : [] });
+  sizeChoice.select.value = size;
+  colourChoice.select.value = game.colour;
+  return true;
+}
+
+fill(document.getElementById("bar"), el("span", { class: "brand" }, "whet"), el("span", { class: "grow" }), themeButton(() => {}));
+fill(
+  page,
+  el("header", { class: "hero" }, el("h1", {}, "Hex"), el("p", { class: "lead" }, `Against ${about.player}. Blue joins top and bottom, red left and right.`)),
+  el(
+    "div",
+    { class: "table" },
+    boardPlace,
+    el(
+      "div",
+      { class: "side" },
+      el("div", { class: "card" }, standing, note, el("div", {}, meter, winWords)),
+      el("div", { class: "card" }, el("div", { class: "buttons" }, swapButton, undoButton, hintButton, resignButton), suggestions),
+      el("div", { class: "card new" }, sizeChoice.element, colourChoice.element, button("new game", () => begin(Number(sizeChoice.select.value), colourChoice.select.value))),
+      el("div", { class: "card" }, moves, el("p", { class: "says" }, link)),
+    ),
+  ),
+);
+if (recall()) look();
+else begin(about.size, about.colour);
