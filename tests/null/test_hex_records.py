@@ -118,7 +118,9 @@ def test_bad_games_are_left_out_and_named(tmp_path: Path, whet: Run, capsys: pyt
         import_records(path, into=tmp_path / "set")
     assert not (tmp_path / "set").exists()
     assert sorted(one.name for one in tmp_path.iterdir()) == ["games.txt"], "nothing is left half-written"
-    done = whet("data", "hex", str(path), "--output-dir", str(tmp_path / "set"), "max_bad=7", "size=4", "--json")
+    done = whet(
+        "data", "hex", str(path), "--output-dir", str(tmp_path / "set"), "--max-bad", "7", "--size", "4", "--json"
+    )
     assert done.returncode == 0, done.stderr
     manifest = json.loads(done.stdout)
     kinds = {"unreadable": 2, "other size": 1, "illegal": 2, "unfinished": 1, "contradiction": 1}
@@ -126,13 +128,13 @@ def test_bad_games_are_left_out_and_named(tmp_path: Path, whet: Run, capsys: pyt
     assert manifest["left_out_named"]["illegal"] == ["games.txt:63", "games.txt:67"]
     assert manifest["num_read"] == 60 + 6 + 2
     assert json.loads((tmp_path / "set" / "manifest.json").read_text()) == manifest
-    assert run(["data", "hex", str(path), "max_bad=7", "size=4", "--strict"]) == 1
+    assert run(["data", "hex", str(path), "--max-bad=7", "--size=4", "--strict"]) == 1
     assert "games.txt:63" in capsys.readouterr().out
     for words, said in (
         (("hex", "nowhere"), "not there"),
-        (("hex", str(path), "--output-dir", str(tmp_path / "set"), "max_bad=9"), "there already"),
-        (("hex", str(path), "sise=4"), "size"),
-        (("hex", str(path), "--fix", "x"), "--output-dir"),
+        (("hex", str(path), "--output-dir", str(tmp_path / "set"), "--max-bad=9"), "there already"),
+        (("hex", str(path), "--size=40"), "size"),
+        (("hex", str(path), "--dev-share=2"), "dev_share"),
     ):
         assert run(["data", *words]) == 2
         assert said in capsys.readouterr().err

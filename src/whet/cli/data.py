@@ -7,7 +7,7 @@ import typer
 
 
 def data(
-    what: Annotated[str, typer.Argument(metavar="RECIPE", help="Which recipe the data is for: text, hex.")],
+    what: Annotated[str, typer.Argument(metavar="RECIPE", help="Which recipe the data is for: text.")],
     path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="The data, as data= names it.")],
     words: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Such as text_column=string label_separator='|'.")
@@ -19,9 +19,6 @@ def data(
     leave: Annotated[
         str, typer.Option(metavar="KIND,KIND", help="Kinds of defects that --fix leaves as they are.")
     ] = "",
-    output_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="hex: write the positions of the games there, to train on.")
-    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if anything was found.")] = False,
 ) -> None:
     """Look at data before training on it.
@@ -30,7 +27,6 @@ def data(
     whet data text reviews.csv
     whet data text citations/ --json
     whet data text reviews.csv --fix clean.csv
-    whet data hex games.trmph --output-dir positions
 
     Labels, lengths, and what is wrong: repeated and contradictory rows, texts in two parts, labels that are probably
     misspelt, broken rows and encodings, and more, each with a few rows and their number. The original is never touched.
@@ -40,13 +36,6 @@ def data(
     from whet.config.resolve import resolve
     from whet.recipes.recipe import BUILT_IN, load_recipe
 
-    if what == "hex":
-        from whet.cli.data_hex import look_at_games
-
-        is_bad = look_at_games(path, words or (), into=output_dir, as_json=json, fix=fix)
-        raise typer.Exit(1 if strict and is_bad else 0)
-    if output_dir is not None:
-        raise UsageError("only games become positions", got=f"--output-dir {output_dir}", try_="--fix OUT")
     recipe = load_recipe(what)
     look = getattr(recipe, "look_at_data", None)
     if look is None:

@@ -114,7 +114,7 @@ class _Taking:
         most = int(_BAD_SHARE * total) if self._wishes.max_bad is None else self._wishes.max_bad
         if self._ledger.total > most:
             got = f"{self._ledger.total:,} of {total:,}; {'; '.join(self._ledger.lines())}"
-            raise WhetError(f"more than {most:,} games are bad", got=got, try_="other records, or max_bad=N")
+            raise WhetError(f"more than {most:,} games are bad", got=got, try_="other records, or --max-bad N")
         if not self._num_good:
             raise UsageError("no game is left", got=self._name, try_="lines such as #13,a4g7 or a4 g7")
 

@@ -123,7 +123,7 @@ def _find_size(files: tuple[Path, ...]) -> tuple[int, str]:
         largest, num_games = max(largest, game.least_size), num_games + 1
     if not num_games:
         raise UsageError("no game in here can be read", got=files[0].name, try_="lines such as #13,a4g7 or a4 g7")
-    return check_size(max(2, largest)), "the reach of all moves; size=N says otherwise"
+    return check_size(max(2, largest)), "the reach of all moves; --size N says otherwise"
 
 
 def _readable(files: tuple[Path, ...]) -> Iterator[tuple[str, Written]]:
