@@ -7,6 +7,7 @@ import torch
 from whet.data.batch import Micro
 from whet.device.cpu import Cpu
 from whet.engine.workload import measure_activation_bytes
+from whet.hex.games import Samples
 from whet.hex.rules import Positions
 from whet.hex.symmetry import MIRRORED, mover_view, transform, transform_policy
 from whet.machine.known import load_machine
@@ -37,8 +38,12 @@ def some_micro(count: int, *, size: int = 5, seed: int = 0) -> Micro:
     moves = np.where(draw.random(count) < 0.8, 0, -1)
     boards[-1], moves[-1] = 1, -1
     movers = draw.choice((1, 2), count).astype(np.int8)
-    made = columns(Positions(boards, movers), moves, draw.choice((1, 2), count).astype(np.int8))
-    return Micro(fields=made, ids=np.arange(count))
+    return Micro(fields=columns(samples(boards, movers, moves, draw.random(count) < 0.5)), ids=np.arange(count))
+
+
+def samples(boards: np.ndarray, movers: np.ndarray, moves: np.ndarray, results: np.ndarray) -> Samples:
+    numbers = np.arange(len(boards))
+    return Samples(Positions(boards, movers), moves, results.astype(np.float32), numbers, numbers)
 
 
 def a_net() -> HexNet:
@@ -153,10 +158,10 @@ def test_columns_are_what_the_mover_sees() -> None:
     """Red to move, its stone at the top right, blue's at b1: red sees itself at the left below, and wins."""
     board = np.zeros((1, 3, 3), dtype=np.int8)
     board[0, 0, 2], board[0, 0, 1] = 2, 1
-    positions = Positions(board, np.array([2], dtype=np.int8))
-    made = columns(positions, np.array([5]), np.array([2], dtype=np.int8))
+    given = samples(board, np.array([2], dtype=np.int8), np.array([5]), np.array([1]))
+    made = columns(given)
     assert made["board"][0].tolist() == [[0, 0, 0], [2, 0, 0], [1, 0, 0]]
-    assert made["board"][0].tolist() == mover_view(positions)[0].boards[0].tolist()
+    assert made["board"][0].tolist() == mover_view(given.positions)[0].boards[0].tolist()
     assert (int(made["move"][0]), float(made["win"][0])) == (7, 1.0)
 
 

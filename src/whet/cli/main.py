@@ -12,6 +12,7 @@ import typer
 
 from whet.base.errors import UsageError, WhetError, nearest
 from whet.cli import (
+    arena,
     bench,
     chat,
     check,
@@ -43,6 +44,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "plan": plan.plan,
     "train": train.train,
     "bench": bench.bench,
+    "arena": arena.arena,
     "data": data.data,
     "data chat": data_chat.data_chat,
     "data hex": data_hex.data_hex,

@@ -15,6 +15,7 @@ BUILT_IN = {
     "text": "whet.recipes.text.recipe",
     "chat": "whet.recipes.chat.recipe",
     "puzzle": "whet.recipes.puzzle.recipe",
+    "hex": "whet.recipes.hex.recipe",
 }
 
 

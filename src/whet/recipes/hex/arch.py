@@ -32,7 +32,7 @@ class Arch(BaseModel):
         "plain", description="two 3x3 convolutions, or 1x1, 3x3, 1x1 at half the width"
     )
     depth: Annotated[int, Field(gt=0, le=1_000)] = Field(4, description="blocks")
-    width: Annotated[int, Field(ge=2, le=65_536)] = Field(48, description="channels of every layer")
+    width: Annotated[int, Field(ge=2, le=65_536)] = Field(32, description="channels of every layer")
     heads: Annotated[int, Field(gt=0, le=65_536)] = Field(4, description="heads of attention; must divide width")
     activation: Literal["relu", "gelu", "silu", "mish"] = Field("silu", description="what bends between layers")
     norm: Literal["group", "batch"] = Field(

@@ -53,11 +53,22 @@ class HexConfig(CommonConfig):
         return DEFAULT_SIZE if self.size == "auto" else self.size
 
 
+def refuse_other_size(config: HexConfig, size: int) -> None:
+    """Data has one size."""
+    if config.size not in ("auto", size):
+        raise UsageError("the data has boards of another size", got=f"size={config.size}", try_=f"size={size}, or none")
+
+
+def refuse_missing_data(config: HexConfig) -> None:
+    """One folder of positions, or none."""
+    if config.data_paths:
+        raise UsageError("positions come from one folder", got="data_paths", try_="data=DIR that whet data hex made")
+    if config.data is not None and not Path(config.data).is_dir():
+        raise UsageError("the data is not there", got=f"data={config.data}", try_="a folder that whet data hex made")
+
+
 def describe(config: HexConfig, *, size: int | None = None, num_samples: int | None = None) -> Workload:
     """The workload that a config stands for; what only the data knows is unknown until it was read."""
-    for path in (config.data, *config.data_paths):
-        if path is not None and not Path(path).exists():
-            raise UsageError("the data is not there", got=f"data={path}", try_="a folder that whet data hex made")
     size = size or config.default_size
     return Workload(
         recipe="hex",

@@ -1,18 +1,22 @@
 """Which positions are learned from? As columns of tensors, each board as its mover sees it."""
 
+import hashlib
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from whet.hex.board import Boards, Cells
-from whet.hex.rules import Positions
+from whet.hex.games import Games, Samples, unroll
+from whet.hex.positions.position_set import PositionSet
 from whet.hex.symmetry import mover_view, transform_moves
+from whet.recipes.hex.config import HexConfig, refuse_other_size
+from whet.recipes.hex.made_games import made_games
 
 Columns = dict[str, Tensor]
+HELD_OUT_SHARE = 0.05
+"""Of the games, for dev, and as many for test."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,18 +31,49 @@ class HexData:
     notes: tuple[str, ...] = ()
 
 
-def columns(positions: Positions, moves: Cells, results: NDArray[np.int8]) -> Columns:
-    """Positions with the move that was played there (-1: none) and the colour that won, as a net learns them."""
-    seen, symmetry = mover_view(positions)
-    return own_columns(seen.boards, transform_moves(moves, symmetry, size=positions.size), results == positions.movers)
+def read_data(config: HexConfig) -> HexData:
+    """What a config asks for: the positions of recorded games, or of games that are made now."""
+    return _recorded(config, Path(config.data)) if config.data is not None else _made(config)
 
 
-def own_columns(boards: Boards, moves: Cells, wins: NDArray[Any]) -> Columns:
-    """The same for boards as their movers see them, and whether the mover won."""
+def _recorded(config: HexConfig, folder: Path) -> HexData:
+    found = PositionSet(folder)
+    refuse_other_size(config, found.size)
+    parts = [columns(found.batch(found.split(name))) for name in ("train", "dev", "test")]
+    return _of_parts(
+        config, parts, size=found.size, fingerprint=found.fingerprint, source=f"{len(found.games):,} games"
+    )
+
+
+def _made(config: HexConfig) -> HexData:
+    games = made_games(size=config.default_size, count=config.games)
+    parts = [columns(unroll(part)) for part in split(games)]
+    digest = hashlib.sha256(np.ascontiguousarray(games.moves).tobytes()).hexdigest()
+    source = f"{len(games):,} games of the two-distance player"
+    return _of_parts(config, parts, size=games.size, fingerprint=digest, source=source)
+
+
+def _of_parts(config: HexConfig, parts: list[Columns], *, size: int, fingerprint: str, source: str) -> HexData:
+    counts = " + ".join(f"{len(part['move']):,}" for part in parts)
+    note = f"{source} on {size}x{size}: {counts} positions (train, dev, test), split by game"
+    train = with_half_turns(parts[0]) if config.augment else parts[0]
+    return HexData(size=size, train=train, dev=parts[1], test=parts[2], fingerprint=fingerprint, notes=(note,))
+
+
+def split(games: Games) -> tuple[Games, Games, Games]:
+    """Train, dev and test; games that were made by a seed are in no order."""
+    held_out = max(1, int(HELD_OUT_SHARE * len(games)))
+    return games.take(slice(2 * held_out, None)), games.take(slice(held_out)), games.take(slice(held_out, 2 * held_out))
+
+
+def columns(samples: Samples) -> Columns:
+    """Positions as their movers see them, with the move that was played (-1: none) and whether the mover won."""
+    seen, symmetry = mover_view(samples.positions)
+    moves = transform_moves(samples.moves, symmetry, size=seen.size)
     return {
-        "board": torch.from_numpy(np.ascontiguousarray(boards, dtype=np.int8)),
+        "board": torch.from_numpy(np.ascontiguousarray(seen.boards)),
         "move": torch.from_numpy(np.ascontiguousarray(moves, dtype=np.int64)),
-        "win": torch.from_numpy(np.ascontiguousarray(wins, dtype=np.float32)),
+        "win": torch.from_numpy(np.ascontiguousarray(samples.results, dtype=np.float32)),
     }
 
 

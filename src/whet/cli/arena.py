@@ -1,0 +1,70 @@
+"""whet arena: which of two players is better, and how sure is that?"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+
+def arena(
+    what: Annotated[str, typer.Argument(metavar="GAME", help="hex.")],
+    one: Annotated[str, typer.Argument(metavar="A", help="random, two-distance, a run, or RUN@64 with simulations.")],
+    two: Annotated[str, typer.Argument(metavar="B", help="The other player.")],
+    games: Annotated[int, typer.Option(min=2, max=1_000_000, help="Games; every opening is played twice.")] = 400,
+    size: Annotated[int | None, typer.Option(min=2, max=26, help="Of the board; the runs' own if not given.")] = None,
+    stones: Annotated[int, typer.Option(min=0, max=100, help="Random stones of an opening.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Decides openings, and which of equal moves is taken.")] = 0,
+    checkpoint: Annotated[str, typer.Option(metavar="last|best|STEP", help="Which weights of runs.")] = "last",
+    device: Annotated[str, typer.Option(help="auto, mps, cuda, cuda:1 or cpu.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Let two players meet: paired openings, both colours.
+
+    \b
+    whet arena hex runs/hex-001 random
+    whet arena hex runs/hex-001@64 two-distance --games 400
+
+    Every opening is different and is played twice, colours changed. All games go on in step, so that positions reach a
+    net in batches. The interval counts what openings are worth, not games alone.
+    """
+    from whet.base.errors import UsageError
+    from whet.cli import screen
+    from whet.recipes.recipe import load_recipe
+
+    hold = getattr(load_recipe(what), "hold_contest", None)
+    if hold is None:
+        raise UsageError(f"{what} is not played", got=what, try_="hex")
+    with _watched() as watch:
+        found = hold(
+            one,
+            two,
+            num_games=games,
+            size=size,
+            num_stones=stones,
+            seed=seed,
+            device=device,
+            checkpoint=checkpoint,
+            watch=watch,
+        )
+    if json:
+        screen.result_json(found.as_json())
+    else:
+        screen.result("\n".join(found.lines))
+
+
+@contextmanager
+def _watched() -> Iterator[Callable[[int, int], None] | None]:
+    """Who is told how many games are over."""
+    from whet.cli import screen
+
+    if screen.quiet:
+        yield None
+        return
+    from whet.engine.progress_line import ProgressLine
+
+    line = ProgressLine("arena")
+    try:
+        yield lambda over, games: line("measuring", {"words": f"{over:,} of {games:,} games are over"})
+    finally:
+        line.close()

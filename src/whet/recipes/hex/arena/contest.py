@@ -1,0 +1,70 @@
+"""What is a contest in an arena? Two words for players, how many games, and what came out, ready to be shown."""
+
+from whet.base.record import Record
+from whet.device.open import open_device
+from whet.recipes.hex.arena.match import Watch, play_match
+from whet.recipes.hex.arena.openings import draw_openings
+from whet.recipes.hex.arena.rating import Rating, rate
+from whet.recipes.hex.config import DEFAULT_SIZE
+from whet.recipes.hex.opponents import find_opponent
+
+
+class Contest(Record):
+    """Who met, on what, and how it ended for the first."""
+
+    one: str
+    two: str
+    size: int
+    num_stones: int
+    """Random stones of an opening."""
+    seed: int
+    device: str
+    rating: Rating
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """For a person."""
+        rating = self.rating
+        games = f"{rating.num_games} games, {rating.num_games // 2} openings of {self.num_stones} stones, both colours"
+        return (
+            f"{self.one} against {self.two} on {self.size}x{self.size}: {games}",
+            f"won       {rating.num_wins} of {rating.num_games}: {rating.win_rate:.1%}, 95 % interval "
+            f"{rating.low:.1%} to {rating.high:.1%}",
+            f"Elo       {_signed(rating.elo, rating.win_rate)}, {_signed(rating.elo_low, 0)} to "
+            f"{_signed(rating.elo_high, 1)}",
+        )
+
+
+def hold_contest(
+    one: str,
+    two: str,
+    *,
+    num_games: int,
+    size: int | None = None,
+    num_stones: int = 2,
+    seed: int = 0,
+    device: str = "auto",
+    checkpoint: str = "last",
+    watch: Watch | None = None,
+) -> Contest:
+    """Plays every opening twice; the size is the players' own, if they learned one."""
+    opened = open_device(device).device
+    players = [find_opponent(word, device=opened, checkpoint=checkpoint) for word in (one, two)]
+    size = size or next((player.size for player in players if player.size), DEFAULT_SIZE)
+    openings = draw_openings((num_games + 1) // 2, size=size, num_stones=num_stones, seed=seed)
+    wins = play_match(players[0].player, players[1].player, openings, seed=seed, watch=watch)
+    return Contest(
+        one=one,
+        two=two,
+        size=size,
+        num_stones=num_stones,
+        seed=seed,
+        device=opened.kind,
+        rating=rate(wins.tolist()),
+    )
+
+
+def _signed(elo: float | None, share: float) -> str:
+    if elo is not None:
+        return f"{elo:+.0f}"
+    return "beyond measure" if share > 0.5 else "below measure"

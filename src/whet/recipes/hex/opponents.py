@@ -1,0 +1,62 @@
+"""Who is meant by a word: random, two-distance, a run, or a run that looks ahead (RUN@64)?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from whet.base.errors import UsageError
+from whet.device.abstract import AbstractDevice
+from whet.engine.reading import load_weights
+from whet.hex.player import Player, RandomPlayer
+from whet.hex.two_distance import TwoDistancePlayer
+from whet.recipes.hex.config import HexConfig
+from whet.recipes.hex.net import HexNet
+from whet.recipes.hex.players import NetPlayer, SearchPlayer
+from whet.recipes.hex.search.mcts import Search
+from whet.run.folder import open_run
+
+PLAYERS: dict[str, Callable[[], Player]] = {"random": RandomPlayer, "two-distance": TwoDistancePlayer}
+"""Who plays without a net."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opponent:
+    """A player, and the size it learned to play; None for those who play any."""
+
+    player: Player
+    size: int | None = None
+
+
+def find_opponent(word: str, *, device: AbstractDevice, checkpoint: str = "last") -> Opponent:
+    """The player behind a word."""
+    if word in PLAYERS:
+        return Opponent(player=PLAYERS[word]())
+    path, simulations = split_word(word)
+    net, size = load_net(path, device=device, checkpoint=checkpoint)
+    player = NetPlayer(net, device, name=word)
+    if simulations is None:
+        return Opponent(player=player, size=size)
+    return Opponent(player=SearchPlayer(player, Search(simulations=simulations), name=word), size=size)
+
+
+def split_word(word: str) -> tuple[Path, int | None]:
+    """RUN@64 as the run and the number of simulations; a folder may have an @ in its name."""
+    place, sign, number = word.rpartition("@")
+    if not sign or Path(word).exists():
+        return Path(word), None
+    if not number.isdecimal() or not 1 <= int(number) <= 100_000:
+        raise UsageError("not a number of simulations", got=word, try_=f"{place}@64")
+    return Path(place), int(number)
+
+
+def load_net(path: Path, *, device: AbstractDevice, checkpoint: str = "last") -> tuple[HexNet, int]:
+    """A run's net, ready to be asked, and the size of the boards it learned from."""
+    if not path.exists():
+        raise UsageError("no such player", got=str(path), try_=f"{', '.join(PLAYERS)}, a run, or RUN@64")
+    run = open_run(path)
+    if run.header.recipe != "hex":
+        raise UsageError("that run does not play Hex", got=f"{path} is of {run.header.recipe}", try_="a run of hex")
+    net = HexNet(HexConfig.model_validate(run.config).arch)
+    load_weights(path, net, checkpoint=checkpoint)
+    device.put_model(net)
+    return net.eval(), int(run.kept["size"])

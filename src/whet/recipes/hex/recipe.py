@@ -1,0 +1,79 @@
+"""The Hex recipe: where to play, and who will win. torch is imported when it is needed, so that a plan needs none."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.plan.workload import Workload
+from whet.recipes.hex import config as hex_config
+from whet.recipes.hex.arch import PRESETS
+from whet.recipes.hex.config import HexConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from whet.data.batch import Micro
+    from whet.recipes.hex.arena.contest import Contest
+    from whet.recipes.hex.data import HexData
+    from whet.recipes.hex.loss import Weights
+    from whet.recipes.hex.net import HexNet
+
+
+class HexRecipe:
+    """Learns from games; by default from those of the two-distance player."""
+
+    name = "hex"
+    Config = HexConfig
+    goal = "policy_top1"
+    presets = {str(name): {"arch.preset": name} for name in PRESETS}  # noqa: RUF012
+    _weights: "Weights | None" = None
+
+    def describe(self, config: HexConfig, data: "HexData | None" = None) -> Workload:
+        hex_config.refuse_missing_data(config)
+        if data is not None:
+            return hex_config.describe(config, size=data.size, num_samples=len(data.train["move"]))
+        if config.data is None:
+            return hex_config.describe(config)
+        from whet.hex.positions.manifest import read_manifest
+
+        told = read_manifest(Path(config.data))
+        hex_config.refuse_other_size(config, told.size)
+        num_samples = told.splits["train"].positions * (2 if config.augment else 1)
+        return hex_config.describe(config, size=told.size, num_samples=num_samples)
+
+    def data(self, config: HexConfig) -> "HexData":
+        from whet.recipes.hex.data import read_data
+
+        return read_data(config)
+
+    def model(self, config: HexConfig, data: "HexData") -> "HexNet":  # noqa: ARG002
+        from whet.recipes.hex.loss import Weights
+        from whet.recipes.hex.net import HexNet
+
+        self._weights = Weights(
+            policy=config.policy_weight, value=config.value_weight, uncertainty=config.uncertainty_weight
+        )
+        return HexNet(config.arch, dropout=config.dropout)
+
+    def loss(self, model: "HexNet", micro: "Micro") -> "Tensor":
+        from whet.recipes.hex.loss import Weights, hex_loss
+
+        return hex_loss(model(micro.board), micro, self._weights or Weights())
+
+    def evaluate(self, model: "HexNet", micros: Iterator["Micro"]) -> dict[str, Any]:
+        from whet.recipes.hex.judging import judge
+
+        return judge(model, micros)
+
+    def keep(self, config: HexConfig, data: "HexData") -> dict[str, Any]:
+        return {"size": data.size, "data": data.fingerprint, "arch": config.arch.model_dump(mode="json")}
+
+    def hold_contest(self, one: str, two: str, **how: Any) -> "Contest":
+        """Two players meet: see `whet.recipes.hex.arena.contest`."""
+        from whet.recipes.hex.arena.contest import hold_contest
+
+        return hold_contest(one, two, **how)
+
+
+def recipe() -> HexRecipe:
+    return HexRecipe()

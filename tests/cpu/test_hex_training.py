@@ -1,0 +1,128 @@
+"""Hex from the command line: data, training, resuming to the same bits, and the arena, in few small processes."""
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet.checkpoint import store
+from whet.cli.main import run
+from whet.config.resolve import resolve
+from whet.hex.self_play import play_games
+from whet.hex.two_distance import TwoDistancePlayer
+from whet.recipes.hex.recipe import recipe as hex_recipe
+from whet.run.events import read_events
+from whet.run.folder import open_run
+
+SMALL = (
+    "size=4",
+    "games=120",
+    "arch.depth=1",
+    "arch.width=8",
+    "threads=1",
+    "global_batch_size=64",
+    "lr=1e-2",
+    "epochs=3",
+)
+
+
+class Place:
+    """A folder in which commands are said, in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, *words: object) -> tuple[int, str, str]:
+        out, errors = io.StringIO(), io.StringIO()
+        with contextlib.chdir(self.folder), redirect_stdout(out), redirect_stderr(errors):
+            code = run([str(word) for word in words])
+        return code, out.getvalue(), errors.getvalue()
+
+    def train(self, *words: object) -> tuple[int, str, str]:
+        return self.run("train", "hex", *words, "--no-measure", "--max-restarts", 0, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("hex")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WHET_HOME", str(folder / "home"))
+        yield Place(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(place: Place) -> Path:
+    """A run that nobody disturbed."""
+    code, _, errors = place.train(*SMALL, "--run", "runs/whole")
+    assert code == 0, errors
+    return place.folder / "runs" / "whole"
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {event.step: event.number("loss") for event in read_events(open_run(run), kinds=("step",))}
+
+
+def test_it_learns_and_says_what_it_knows(whole: Path) -> None:
+    seen = losses(whole)
+    assert sum(list(seen.values())[-5:]) < 0.93 * sum(list(seen.values())[:5])
+    told = list(read_events(open_run(whole), kinds=("eval",)))[-1].fields
+    names = {"policy_top1", "policy_top5", "value_accuracy", "brier", "calibration_error"}
+    assert {f"test_{name}" for name in names} <= set(told)
+    assert open_run(whole).kept["size"] == 4
+
+
+def test_in_three_sittings_it_ends_with_the_same_bits(place: Place, whole: Path) -> None:
+    for _ in range(3):
+        code, _, errors = place.train(*SMALL, "epochs_per_sitting=1", "--run", "runs/cut")
+        assert code == 0, errors
+    cut = place.folder / "runs" / "cut"
+    assert losses(cut) == losses(whole)
+    one, two = (store.newest(open_run(run).checkpoints)[1].tensors for run in (whole, cut))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_players_meet(place: Place, whole: Path) -> None:
+    code, out, errors = place.run("arena", "hex", "runs/whole@8", "random", "--games", 40, "--json", "--device", "cpu")
+    assert code == 0, errors
+    found = json.loads(out)
+    assert (found["size"], found["rating"]["num_games"]) == (4, 40)
+    assert found["rating"]["low"] > 0.5
+    assert found["rating"]["low"] < found["rating"]["win_rate"] <= found["rating"]["high"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("arena", "hex", "nobody", "random"), "no such player"),
+        (("arena", "hex", "runs/whole@many", "random"), "not a number of simulations"),
+        (("arena", "text", "random", "random"), "text is not played"),
+        (("plan", "hex", "data=absent"), "the data is not there"),
+        (("plan", "hex", "policy_weight=0", "value_weight=0"), "nothing would be learned"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_three_lines(place: Place, whole: Path, words: tuple[str, ...], said: str) -> None:
+    code, _, errors = place.run(*words)
+    assert (code, len(errors.strip().splitlines())) == (2, 3), errors
+    assert said in errors
+
+
+def test_recorded_games_are_learned_from_and_no_game_is_in_two_parts(place: Place) -> None:
+    games = play_games(TwoDistancePlayer(), size=4, count=60, seed=5)
+    lines = [" ".join(f"{'abcd'[move % 4]}{move // 4 + 1}" for move in games.move_list(game)) for game in range(60)]
+    (place.folder / "games.txt").write_text("\n".join(lines) + "\n")
+    code, _, errors = place.run("data", "hex", "games.txt", "size=4", "--output-dir", "positions")
+    assert code == 0, errors
+    recipe = hex_recipe()
+    config = resolve(recipe.Config, [f"data={place.folder / 'positions'}", "global_batch_size=16"]).config
+    data = recipe.data(config)
+    assert data.size == 4
+    told = recipe.describe(config)
+    assert told.num_samples == recipe.describe(config, data).num_samples == len(data.train["move"])
+    decided = data.train["move"] < 0
+    assert 0 < decided.sum() < len(decided)
