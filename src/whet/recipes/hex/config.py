@@ -26,7 +26,7 @@ class HexConfig(CommonConfig):
     global_batch_size: Annotated[int, Field(gt=0, le=10**6)] = Field(
         256, description="samples of one optimizer step; auto measures which, and scales lr"
     )
-    epochs: PositiveInt = Field(4, description="passes over the training data")
+    epochs: PositiveInt = Field(3, description="passes over the training data")
     lr: PositiveFloat = Field(2e-3, description="learning rate after the warm-up")
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share dropped before the value's last layer")
     policy_weight: NonNegativeFloat = Field(1.0, description="what the cross entropy of the move counts in the loss")
