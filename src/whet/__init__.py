@@ -20,6 +20,7 @@ the rooms above it in this list, never the later ones:
     engine    Session, train, schedules, signals
     doctor    examines a device: operators, known bugs, parity, resume, speed
     prove     kills a training, resumes it and compares every bit
+    trials    hyperparameter search on Optuna, each trial a run folder
     recipes   complete workloads that ship with whet
     cli       one file per verb; the only room that prints
 """
@@ -39,6 +40,7 @@ _PUBLIC = {
     "make_plan": "whet.plan.plan",
     "open_run": "whet.report.opened",
     "probe": "whet.machine.probe",
+    "search": "whet.recipes.searching",
     "summarize": "whet.report.summary",
     "train": "whet.engine.loop",
     "tune": "whet.engine.tuning",
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from whet.plan.plan import make_plan as make_plan
     from whet.recipes.checking import check as check
     from whet.recipes.comparing import compare as compare
+    from whet.recipes.searching import search as search
     from whet.report.opened import open_run as open_run
     from whet.report.summary import summarize as summarize
     from whet.step.optimizer import OptimizerChoice as OptimizerChoice
@@ -67,6 +70,7 @@ __all__ = [
     "make_plan",
     "open_run",
     "probe",
+    "search",
     "summarize",
     "train",
     "tune",

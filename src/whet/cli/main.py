@@ -35,6 +35,7 @@ from whet.cli import (
     runs,
     screen,
     serve,
+    search,
     train,
     watch,
 )
@@ -63,6 +64,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "check": check.check,
     "doctor": doctor.doctor,
     "prove": prove.prove,
+    "search": search.search,
     "compare": compare.compare,
 }
 

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared; or a search.")
+    ],
     html: Annotated[bool, typer.Option("--html", help="Write one HTML file, NAME.html or as --out says.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print as Markdown, for an issue or a README.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
@@ -30,12 +32,14 @@ def report(
     from whet.cli import screen
     from whet.run import durable
     from whet.run.folder import read_header
+    from whet.run.search_result import is_search
 
     chosen = [word for word, is_on in (("--html", html), ("--markdown", markdown), ("--json", json)) if is_on]
     if len(chosen) > 1:
         raise UsageError("a report has one form at a time", got=" ".join(chosen), try_=f"whet report RUN {chosen[0]}")
     runs, out = _file_among(runs, out=out) if html else (runs, out)
-    for run in runs:
+    is_of_search = len(runs) == 1 and is_search(runs[0].expanduser())
+    for run in runs if not is_of_search else ():
         read_header(run.expanduser().absolute())
     if html and out is None:
         out = _own_file(Path(f"{runs[0].absolute().name}.html" if len(runs) == 1 else "comparison.html"))
@@ -43,7 +47,11 @@ def report(
         out = None
     if out is not None:
         out = _writable(out)
-    text = _html(runs) if html else _markdown(runs) if markdown else _json(runs) if json else _text(runs)
+    text: str | dict[str, object]
+    if is_of_search:
+        text = _of_search(runs[0].expanduser(), form=chosen[0] if chosen else "")
+    else:
+        text = _html(runs) if html else _markdown(runs) if markdown else _json(runs) if json else _text(runs)
     if out is None:
         screen.result_json(text) if isinstance(text, dict) else screen.result(text.rstrip("\n"))
         return
@@ -83,6 +91,17 @@ def _writable(out: Path) -> Path:
         raise UsageError("that file belongs to a run", got=out, try_=f"--out {out.name}")
     durable.check_writable(out.absolute())
     return out
+
+
+def _of_search(folder: Path, *, form: str) -> "str | dict[str, object]":
+    from whet.report.search_page import search_page
+    from whet.report.search_text import render_search, search_markdown
+    from whet.run.search_result import read_search
+
+    result = read_search(folder)
+    if form == "--json":
+        return result.as_json()
+    return {"--html": search_page, "--markdown": search_markdown}.get(form, render_search)(result)
 
 
 def _views(runs: list[Path]) -> "RunView | CompareView":

@@ -36,6 +36,9 @@ def train(
     notify: Annotated[
         bool, typer.Option("--notify", help="Tell the desktop when it ends or needs attention, else the terminal.")
     ] = False,
+    from_search: Annotated[
+        str | None, typer.Option("--from-search", metavar="NAME", help="With the settings that whet search found best.")
+    ] = None,
 ) -> None:
     """Train a recipe; the same command resumes it.
 
@@ -56,6 +59,12 @@ def train(
 
     if fresh and run is None:
         raise UsageError("--fresh needs a folder", got="no --run", try_="--run DIR")
+    if from_search is not None:
+        from whet.recipes.searching import final_words
+
+        # Your own words come later, and win.
+        words = [*final_words(from_search, recipe=what), *(words or ())]
+        screen.note(f"search    {from_search}: {' '.join(words)}")
     if supervise.is_orphan():
         raise typer.Exit(1)
     if max_restarts and not supervise.is_supervised() and not _has_virtual_mac():

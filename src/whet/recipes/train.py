@@ -9,6 +9,7 @@ from typing import Any
 
 from whet.checkpoint.randomness import seed_randomness
 from whet.config.resolve import Resolved
+from whet.data.subset import num_samples
 from whet.engine.loop import Result, train
 from whet.engine.recorder import Show, show_if_it_can
 from whet.engine.tuning import OpenRig
@@ -36,9 +37,10 @@ class Ingredients:
     """The keywords of `whet.engine.training.Training`."""
 
 
-def ingredients(recipe: Recipe, config: Any) -> Ingredients:
-    """Reads the data and makes the model."""
-    data = recipe.data(config)
+def ingredients(recipe: Recipe, config: Any, *, data: Splits | None = None) -> Ingredients:
+    """Reads the data, unless it is given, and makes the model."""
+    is_given = data is not None
+    data = recipe.data(config) if data is None else data
     seed_randomness(config.seed)
     model = recipe.model(config, data)
     # Counted, whatever the description says.
@@ -46,6 +48,12 @@ def ingredients(recipe: Recipe, config: Any) -> Ingredients:
     workload = recipe.describe(config, data)
     layers = tuple(sorted({*workload.layers, *seen_layers(model)}))
     workload = workload.model_copy(update={"num_parameters": max(1, counted), "layers": layers})
+    if is_given and (samples := num_samples(data.train)) is not None:
+        # A part of the data, which the recipe may not have counted.
+        steps = config.epochs * -(-samples // config.global_batch_size)
+        workload = workload.model_copy(
+            update={"num_samples": samples, "num_steps": min(steps, config.max_steps or steps)}
+        )
     share = getattr(config, "warmup_share", WARMUP_SHARE)
     warmup = int(share * (workload.num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
     return Ingredients(
@@ -80,10 +88,11 @@ def train_recipe(
     show: Show | None = None,
     allow: Sequence[str] = (),
     open_rig: OpenRig | None = None,
+    data: Splits | None = None,
 ) -> Result:
     """Trains a recipe in a run folder, or goes on with it; measured before if `open_rig` says how."""
     config = resolved.config
-    made = ingredients(recipe, config)
+    made = ingredients(recipe, config, data=data)
     if notes := getattr(made.data, "notes", ()):
         show_if_it_can(show, "data", {"notes": notes})
     outputs = getattr(recipe, "outputs", None)

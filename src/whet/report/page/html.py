@@ -18,7 +18,7 @@ from whet.report.watch.shorten import shorten
 from whet.run import strict_json
 from whet.run.plain_file import open_plain
 
-_BEGINNING = '<!doctype html>\n<html lang="en" data-made-by="whet report">'
+BEGINNING = '<!doctype html>\n<html lang="en" data-made-by="whet report">'
 _LONGEST_TITLE = 200
 UPLOT_SCRIPT, UPLOT_STYLE = "uPlot.iife.min.js", "uPlot.min.css"
 
@@ -30,7 +30,7 @@ def report_page(view: RunView | CompareView) -> str:
     title = shorten(view.name if isinstance(view, RunView) else " / ".join(view.labels), most=_LONGEST_TITLE)
     return "\n".join(
         [
-            _BEGINNING,
+            BEGINNING,
             "<head>",
             '<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy(scripts=scripts, styles=styles)}">',
@@ -80,7 +80,7 @@ def is_report(path: Path) -> bool:
     """Whether a file begins as our reports do, so that a newer one may take its place."""
     try:
         with open_plain(path) as file:
-            start = file.read(len(_BEGINNING))
+            start = file.read(len(BEGINNING))
     except (OSError, WhetError):
         return False
-    return start == _BEGINNING.encode()
+    return start == BEGINNING.encode()

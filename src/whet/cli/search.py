@@ -1,0 +1,127 @@
+"""whet search: tries settings of a recipe, each in a run of its own, and names the best with its interval."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from whet.trials.worker import Ended
+
+
+def search(
+    what: Annotated[str, typer.Argument(metavar="RECIPE|FILE", help="text, or a Python file with recipe().")],
+    space: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SPACE", help="lr=1e-5..1e-3:log, arch.layers=[1,2]; epochs=2 holds for all."),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="How many in all, by however many processes.")] = 20,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=1, help="Stop then; the same command goes on.")
+    ] = None,
+    subset: Annotated[
+        float, typer.Option(min=0.0001, max=1, help="Trials see this share of the training part; dev stays whole.")
+    ] = 1.0,
+    seeds: Annotated[int, typer.Option(min=0, help="Train the best 3 with so many other seeds before naming one.")] = 3,
+    storage: Annotated[
+        str | None, typer.Option(metavar="URL", help="postgresql+psycopg://..., sqlite:///FILE; else a journal file.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Trials at once: on the CPU, or one on each GPU.")] = 1,
+    name: Annotated[
+        str | None, typer.Option(help="runs/NAME holds the search; saying it again goes on or joins.")
+    ] = None,
+    sampler: Annotated[str, typer.Option(help="One of Optuna's; options behind colons.")] = "TPESampler",
+    pruner: Annotated[str, typer.Option(help="One of Optuna's; NopPruner for none.")] = "SuccessiveHalvingPruner",
+    config: Annotated[
+        Path | None, typer.Option("--config", "--config-name", metavar="FILE", help="Space and settings, TOML or YAML.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, mps, cuda, cuda:1 or cpu.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
+) -> None:
+    """Try settings, and name the best with its interval.
+
+    \b
+    whet search text lr=1e-5..1e-2:log --trials 12
+    whet search text lr=1e-5..1e-2:log arch.layers=[1,2] epochs=3 --subset 0.2 --name reviews
+    whet train text --from-search reviews
+
+    Optuna proposes; every trial is a run folder in runs/NAME, trained in a process of its own on the same split. Trials
+    that fall behind are ended early. One that runs out of memory is infeasible on this machine, not bad. One that is
+    killed goes on from its checkpoint. The best three are trained with other seeds before a winner is named; the test
+    part is left to the final training.
+    """
+    from whet.cli import screen
+    from whet.recipes.searching import ask, carry_out
+    from whet.report.search_page import search_page
+    from whet.report.search_text import render_search
+    from whet.run import durable
+
+    asked = ask(
+        what,
+        space or (),
+        file=config,
+        name=name,
+        subset=subset,
+        seeds=seeds,
+        sampler=sampler,
+        pruner=pruner,
+        device=device,
+    )
+    screen.note(f"search    {_short(asked.folder)}: {' '.join(asked.question.space.words)}")
+    stop = threading.Event()
+    with _stopped_by_signals(stop) as signals:
+        result = carry_out(
+            asked, trials=trials, timeout=timeout, storage=storage, jobs=jobs, say=screen.note, told=_tell, stop=stop
+        )
+    page = asked.folder / "report.html"
+    durable.write_file(page, data=search_page(result).encode())
+    if json:
+        screen.result_json(result.as_json())
+    else:
+        screen.result(render_search(result))
+    screen.note(
+        f"next      whet train {what} --from-search {asked.folder.name}   (all of the training part, and the test)"
+    )
+    screen.note(f"          {_short(page)} shows it in a browser")
+    if signals:
+        raise typer.Exit(128 + signals[0])
+
+
+def _tell(ended: "Ended") -> None:
+    from whet.base.units import show_seconds
+    from whet.cli import screen
+    from whet.report.search_text import settings_words
+
+    value = "" if ended.value is None or ended.state == "infeasible" else f"  {ended.value:.4g}"
+    words = f"  {ended.words}" if ended.words else ""
+    spent = f"{ended.steps:,} steps, {show_seconds(ended.seconds)}"
+    settings = settings_words(dict(ended.parameters))
+    screen.note(f"trial {ended.number:<4}{ended.state:<11}{value}  {settings}  ({spent}){words}")
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(stop: threading.Event) -> Iterator[list[int]]:
+    """While entered, Ctrl-C and SIGTERM let running trials save and wait in line; the list holds those that came."""
+    heard: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if heard:
+            raise KeyboardInterrupt
+        heard.append(number)
+        stop.set()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

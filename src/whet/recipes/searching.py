@@ -1,0 +1,316 @@
+"""How are a recipe's settings searched? Every trial is a run of it, on the same split, with the public training."""
+
+import contextlib
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from whet.base.errors import UsageError
+from whet.base.units import show_bytes
+from whet.config.files import read_config_file
+from whet.config.resolve import resolve
+from whet.config.words import flatten, read_words
+from whet.recipes.recipe import BUILT_IN, load_recipe
+from whet.run import durable, lock
+from whet.run.folder import next_run_path
+from whet.run.search_result import SearchResult, write_search
+from whet.trials import sampling, seeds
+from whet.trials.ledger import Ledger, Taken
+from whet.trials.outcome import outcome
+from whet.trials.question import Question, agree, read_question, write_question
+from whet.trials.space import Space, as_word, read_space
+from whet.trials.storage import is_sqlite, open_storage, without_password
+from whet.trials.worker import Ended, Task, Work, work
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+
+TARGET = "whet.recipes.trial:train_trial"
+_ATTRIBUTE = "whet"
+"""The study's own copy of the question, for machines that share nothing else."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """A search that is ready to be worked on: checked, and nothing written yet."""
+
+    word: str
+    """The recipe as a trial's process finds it."""
+    question: Question
+    folder: Path
+    device: str = "auto"
+
+
+def ask(
+    what: str,
+    words: Iterable[str],
+    *,
+    file: Path | None = None,
+    name: str | None = None,
+    root: Path = Path("runs"),
+    subset: float = 1.0,
+    seeds: int = 3,
+    sampler: str = "TPESampler",
+    pruner: str = "SuccessiveHalvingPruner",
+    device: str = "auto",
+) -> Search:
+    """Reads and checks what is to be searched."""
+    recipe = load_recipe(what)
+    from_file = flatten(read_config_file(file)) if file else {}
+    space, fixed = read_space(recipe.Config, words, file=from_file)
+    resolved = resolve(recipe.Config, fixed)
+    recipe.describe(resolved.config)
+    if not 0 < subset <= 1:
+        raise UsageError("a subset is a share of the training part", got=str(subset), try_="--subset 0.2")
+    _refuse_strange_name(name)
+    folder = (root / name if name else next_run_path(root, recipe=f"{recipe.name}-search")).absolute()
+    goal = getattr(resolved.config, "goal", recipe.goal)
+    question = Question(
+        name=folder.name,
+        recipe=recipe.name,
+        goal=goal,
+        is_higher_better=goal not in getattr(recipe, "lower_is_better", ()),
+        resource=getattr(recipe, "resource", "epochs" if resolved.config.max_steps is None else "steps"),
+        space=space,
+        fixed=read_words(fixed).values,
+        subset=subset,
+        seed=resolved.config.seed,
+        seeds=seeds,
+        sampler=sampler,
+        pruner=pruner,
+    )
+    sampling.make_sampler(sampler, space, seed=0, number=0)
+    sampling.make_pruner(pruner)
+    return Search(word=_findable(what), question=question, folder=folder, device=device)
+
+
+def search(
+    what: str,
+    words: Iterable[str] = (),
+    *,
+    trials: int = 20,
+    timeout: float | None = None,
+    storage: str | None = None,
+    jobs: int = 1,
+    say: Say | None = None,
+    told: Callable[[Ended], None] | None = None,
+    stop: threading.Event | None = None,
+    **options: Any,
+) -> SearchResult:
+    """Searches the settings of a recipe, and names a winner; the same call with the same name goes on.
+
+    `what` is a recipe or a Python file; `words` are ranges and lists to search ("lr=1e-5..1e-3:log",
+    "arch.layers=[1,2]") and settings that all trials share ("epochs=2"). `trials` is how many there are in all, by
+    however many processes; `timeout` in seconds. `storage` is None for a journal file in the search's folder,
+    "postgresql+psycopg://..." for many machines, or "sqlite:///FILE" for this process alone. Other options: name,
+    root, file, subset, seeds, sampler, pruner, device (see `ask`). The result is also in result.json of the folder.
+    """
+    asked = ask(what, words, **options)
+    return carry_out(asked, trials=trials, timeout=timeout, storage=storage, jobs=jobs, say=say, told=told, stop=stop)
+
+
+def carry_out(
+    asked: Search,
+    *,
+    trials: int,
+    timeout: float | None = None,
+    storage: str | None = None,
+    jobs: int = 1,
+    say: Say | None = None,
+    told: Callable[[Ended], None] | None = None,
+    stop: threading.Event | None = None,
+) -> SearchResult:
+    """Works on a search until it is done, and writes its result."""
+    began = time.monotonic()
+    question, folder = asked.question, asked.folder
+    say = say or (lambda _line: None)
+    stop = stop or threading.Event()
+    kept = read_question(folder)
+    if kept is not None:
+        agree(kept, question, where=str(folder))
+    if jobs > 1 and is_sqlite(storage):
+        raise UsageError(
+            "SQLite is for one process at a time", got=f"--jobs {jobs}", try_="no --storage: the journal file"
+        )
+    devices = devices_for(asked.device, jobs=jobs, say=say)
+    durable.make_directory(folder)
+    with lock.acquire(folder) if is_sqlite(storage) else contextlib.nullcontext():
+        opened = open_storage(storage, folder=folder)
+        ledger = _ledger(opened, question)
+        _agree_with_study(opened, question)
+        if kept is None:
+            write_question(folder, question)
+        confirming = _confirming(opened, question)
+        deadline = None if timeout is None else began + timeout
+
+        def should_stop() -> bool:
+            return stop.is_set() or (deadline is not None and time.monotonic() > deadline)
+
+        def do(where: Ledger, *, most: int, settings: Callable[[Taken], tuple[dict[str, Any], int]], part: str) -> None:
+            made = [
+                Work(
+                    target=TARGET,
+                    goal=question.goal,
+                    machine=_machine(),
+                    prepare=partial(_task, asked, settings, part=part, device=device, jobs=len(devices)),
+                    should_stop=should_stop,
+                    told=told or (lambda _ended: None),
+                    can_prune=part == "trial",
+                )
+                for device in devices
+            ]
+            _together([partial(work, where, each, most=most) for each in made], stop=stop)
+
+        do(ledger, most=trials, settings=lambda taken: (dict(taken.trial.params), question.seed), part="trial")
+        best = seeds.best_trials(ledger.trials(), is_higher_better=question.is_higher_better)
+        if best and not should_stop() and question.seeds:
+            settings = {trial.number: trial.params for trial in ledger.trials()}
+            count = seeds.put_in_line(confirming, best, first_seed=question.seed, seeds=question.seeds)
+            say(f"the best {len(best)} are trained with {question.seeds} other seeds each ({count} runs)")
+            chosen = partial(_with_seed, settings)
+            do(confirming, most=0, settings=chosen, part="seed")
+        result = outcome(
+            question, ledger, confirming, storage=without_password(storage), seconds=time.monotonic() - began
+        )
+    write_search(folder, result)
+    return result
+
+
+def final_words(name: str, *, recipe: str, root: Path = Path("runs")) -> tuple[str, ...]:
+    """The words of the final training: what the trials shared, and the winner's settings."""
+    from whet.run.search_result import read_search
+
+    folder = Path(name) if Path(name).is_dir() else root / name
+    found = read_search(folder)
+    own = load_recipe(recipe).name
+    if found.recipe != own:
+        raise UsageError("the search is of another recipe", got=f"{found.recipe}, not {own}", try_="the same recipe")
+    if found.winner is None:
+        raise UsageError("the search has no winner", got=f"{len(found.trials)} trials", try_="more --trials")
+    return tuple(as_word(key, value) for key, value in {**found.fixed, **found.winner.settings}.items())
+
+
+def devices_for(device: str, *, jobs: int, say: Say) -> list[str]:
+    """On which device each worker's trials run: as many at once as the machine has devices, or CPUs for."""
+    if jobs <= 1:
+        return [device]
+    from whet.machine.probe import machine_here
+
+    cards = [] if device == "cpu" else list(machine_here().accelerators)
+    if not cards:
+        return [device] * jobs
+    if device != "auto" and device != cards[0].kind:
+        say(f"--device {device}: one device, so trials run one after the other")
+        return [device]
+    if cards[0].kind == "cuda" and len(cards) > 1:
+        return [f"cuda:{number}" for number in range(min(jobs, len(cards)))]
+    say(f"--jobs {jobs}: there is one {cards[0].name or cards[0].kind}, so trials run one after the other")
+    return [device]
+
+
+def _task(
+    asked: Search,
+    settings: Callable[[Taken], tuple[dict[str, Any], int]],
+    taken: Taken,
+    *,
+    part: str,
+    device: str,
+    jobs: int,
+) -> Task:
+    question = asked.question
+    values, seed = settings(taken)
+    fixed = {**question.fixed, "seed": seed}
+    if jobs > 1 and device in ("auto", "cpu") and "threads" not in fixed:
+        fixed["threads"] = max(1, (psutil.cpu_count(logical=False) or 1) // jobs)
+    words = [as_word(key, value) for key, value in {**fixed, **values}.items()]
+    resolve(load_recipe(asked.word).Config, words)
+    own = asked.folder / f"{part}-{taken.number:04d}"
+    # A run that began on another machine cannot be seen here: its trial begins anew.
+    run = Path(taken.run) if taken.run is not None and Path(taken.run).parent == asked.folder else own
+    arguments = {
+        "recipe": asked.word,
+        "words": words,
+        "goal": question.goal,
+        "split_seed": question.seed,
+        "subset": question.subset,
+        "evaluations": question.evaluations,
+        "run": str(run),
+        "device": device,
+        # Beside other trials nothing can be measured.
+        "measures": jobs == 1,
+    }
+    return Task(arguments=arguments, run=run)
+
+
+def _with_seed(settings: dict[int, dict[str, Any]], taken: Taken) -> tuple[dict[str, Any], int]:
+    chosen = taken.trial.params
+    return dict(settings[chosen[seeds.TRIAL]]), chosen[seeds.SEED]
+
+
+def _ledger(storage: "BaseStorage", question: Question) -> Ledger:
+    space: Space = question.space
+    return Ledger(
+        storage,
+        question.name,
+        is_higher_better=question.is_higher_better,
+        distributions=sampling.distributions(space),
+        sampler=lambda number: sampling.make_sampler(question.sampler, space, seed=question.seed, number=number),
+        pruner=sampling.make_pruner(question.pruner),
+    )
+
+
+def _confirming(storage: "BaseStorage", question: Question) -> Ledger:
+    import optuna
+
+    return Ledger(
+        storage,
+        f"{question.name} seeds",
+        is_higher_better=question.is_higher_better,
+        distributions=seeds.distributions(),
+        sampler=lambda number: optuna.samplers.RandomSampler(seed=number),
+        pruner=optuna.pruners.NopPruner(),
+    )
+
+
+def _agree_with_study(storage: "BaseStorage", question: Question) -> None:
+    number = storage.get_study_id_from_name(question.name)
+    said = storage.get_study_user_attrs(number).get(_ATTRIBUTE)
+    if said is None:
+        storage.set_study_user_attr(number, _ATTRIBUTE, question.as_json())
+    else:
+        agree(Question.from_json(said, where=question.name), question, where=question.name)
+
+
+def _together(each: list[Callable[[], None]], *, stop: threading.Event) -> None:
+    """Side by side in threads, which only wait for processes; where one fails, the others stop and save."""
+    with ThreadPoolExecutor(max_workers=len(each), thread_name_prefix="worker") as pool:
+        futures: list[Future[None]] = [pool.submit(one) for one in each]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        if any(future.exception() for future in done):
+            stop.set()
+    for future in futures:
+        future.result()
+
+
+def _findable(what: str) -> str:
+    """A file's name from anywhere: a trial's process may be elsewhere."""
+    place, colon, factory = what.partition(":")
+    return what if what in BUILT_IN or not place.endswith(".py") else f"{Path(place).absolute()}{colon}{factory}"
+
+
+def _machine() -> str:
+    return f"{platform.node()} ({show_bytes(psutil.virtual_memory().total)})"
+
+
+def _refuse_strange_name(name: str | None) -> None:
+    if name is not None and (not name or name.startswith(".") or "/" in name):
+        raise UsageError("a search has a plain name", got=repr(name), try_="--name reviews-lr")

@@ -1,0 +1,80 @@
+"""How is one trial trained? As the recipe's own training, on the split that all trials share, without the test part."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.config.resolve import resolve
+from whet.recipes.recipe import load_recipe
+
+if TYPE_CHECKING:
+    from whet.trials.child import Line
+
+
+def train_trial(arguments: dict[str, Any], line: "Line") -> int:
+    """In the trial's process: begins the run, or goes on with it; the exit code."""
+    from whet.device.environment import before_torch
+    from whet.trials.child import stop_here
+
+    recipe = load_recipe(arguments["recipe"])
+    resolved = resolve(recipe.Config, arguments["words"])
+    config = resolved.config
+    before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
+    # torch is loaded from here on, unless a recipe of yours has done so.
+    from whet.data.subset import num_samples, subset
+    from whet.recipes.measuring import rig_of
+    from whet.recipes.train import train_recipe
+
+    # Whatever its own seed: the rows of every part, and the share of them, are the same for all trials.
+    data = recipe.data(config.model_copy(update={"seed": arguments["split_seed"]}))
+    part = subset(data.train, share=arguments["subset"], seed=arguments["split_seed"])
+    total = _total_steps(config, num_samples(part))
+    every = config.eval_every
+    if every == "auto" and total is not None:
+        every = max(1, math.ceil(total / arguments["evaluations"]))
+        config = config.model_copy(update={"eval_every": every})
+    goal = arguments["goal"]
+
+    def show(kind: str, fields: dict[str, Any]) -> None:
+        if kind != "eval" or not isinstance(fields.get(goal), int | float) or not isinstance(every, int):
+            return
+        is_last = total is not None and fields["step"] >= total
+        number = math.ceil(fields["step"] / every)
+        if not line.may_go_on(number=number, value=float(fields[goal]), is_last=is_last):
+            stop_here()
+
+    settled = replace(resolved, config=config)
+    result = train_recipe(
+        recipe,
+        settled,
+        run=Path(arguments["run"]),
+        device=arguments["device"],
+        command=["whet", "train", arguments["recipe"], *arguments["words"]],
+        show=show,
+        open_rig=partial(rig_of, arguments["recipe"], settled, device=arguments["device"])
+        if arguments["measures"]
+        else None,
+        data=_Parts(data, part),
+    )
+    return 0 if result.state == "done" else result.exit_code or 143
+
+
+class _Parts:
+    """A recipe's data with less to train on, and without the test part: no search may look at it."""
+
+    def __init__(self, data: Any, train: Any) -> None:
+        self._data = data
+        self.train = train
+        self.test = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+
+def _total_steps(config: Any, samples: int | None) -> int | None:
+    if samples is None:
+        return config.max_steps  # type: ignore[no-any-return]
+    steps: int = config.epochs * math.ceil(samples / config.global_batch_size)
+    return steps if config.max_steps is None else min(steps, config.max_steps)

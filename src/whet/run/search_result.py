@@ -1,0 +1,115 @@
+"""What did a search find? The record that `whet search` writes into its folder, and how it is read."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from whet.base.errors import UsageError
+from whet.run import durable, strict_json
+from whet.run.strict_json import StrictRecord
+
+FORMAT_VERSION = 1
+RESULT_FILE = "result.json"
+
+TrialState = Literal["complete", "pruned", "infeasible", "failed", "running", "waiting"]
+
+
+class SearchTrial(StrictRecord):
+    """One trial."""
+
+    number: int
+    state: TrialState
+    value: float | None = None
+    """The goal at its end; of a pruned one where it was left."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    steps: int = 0
+    seconds: float = 0.0
+    run: str | None = None
+    machine: str | None = None
+    words: str = ""
+    """Why it has no value."""
+
+
+class Candidate(StrictRecord):
+    """One of the best, trained again with seeds that the search had not seen."""
+
+    number: int
+    settings: dict[str, Any]
+    values: dict[str, float] = Field(default_factory=dict)
+    """The goal for each of those seeds."""
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    """Where the mean over seeds lies, 95 % sure, if it is spread like a bell; None with fewer than two seeds."""
+
+
+class SearchResult(StrictRecord):
+    """Everything a search found out."""
+
+    format_version: int = FORMAT_VERSION
+    kind: Literal["whet search"] = "whet search"
+    name: str
+    recipe: str
+    goal: str
+    is_higher_better: bool = True
+    space: tuple[str, ...] = ()
+    """As words."""
+    fixed: dict[str, Any] = Field(default_factory=dict)
+    subset: float = 1.0
+    seeds: int = 3
+    sampler: str = ""
+    pruner: str = ""
+    storage: str = ""
+    resource: str = "epochs"
+    trials: tuple[SearchTrial, ...] = ()
+    continued: int = 0
+    """Trials that were killed or stopped, and went on from where they were."""
+    importance: dict[str, float] = Field(default_factory=dict)
+    candidates: tuple[Candidate, ...] = ()
+    """The best first."""
+    difference_low: float | None = None
+    difference_high: float | None = None
+    """Of the winner over the next candidate on the same seeds, 95 % sure."""
+    is_confirmed: bool = False
+    """Whether all seeds were trained."""
+    seconds: float = 0.0
+    created: str = ""
+
+    @property
+    def winner(self) -> Candidate | None:
+        """The best that was found; None where no trial came to its end."""
+        return self.candidates[0] if self.candidates else None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the winner is better than the next one beyond what seeds make of it."""
+        low, high = self.difference_low, self.difference_high
+        bound = low if self.is_higher_better else (None if high is None else -high)
+        return bound is not None and bound > 0
+
+
+def write_search(folder: Path, result: SearchResult) -> Path:
+    """Puts the result into the folder of its search."""
+    path = folder / RESULT_FILE
+    durable.write_file(path, data=(strict_json.encode(result.as_json(), pretty=True) + "\n").encode())
+    return path
+
+
+def is_search(folder: Path) -> bool:
+    """Whether a folder holds the result of a search."""
+    return (folder / RESULT_FILE).is_file()
+
+
+def read_search(folder: Path) -> SearchResult:
+    """The result of the search in a folder."""
+    path = folder / RESULT_FILE
+    if not path.is_file():
+        raise UsageError("no result of a search is here", got=str(folder), try_="whet search RECIPE ... --name NAME")
+    try:
+        fields = strict_json.decode(path.read_bytes())
+        if fields.get("format_version") != FORMAT_VERSION:
+            raise ValueError(f"format {fields.get('format_version')}; this is {FORMAT_VERSION}")
+    except (OSError, ValueError) as error:
+        raise UsageError("the result of the search cannot be read", got=f"{path}: {error}"[:300]) from None
+    return SearchResult.from_json(fields, where=path)

@@ -1,0 +1,229 @@
+"""Which trials count, which go on elsewhere, which are given up: all of it in the storage, so that any process may die.
+
+A trial whose process is gone is marked as failed, which only one process can do, and goes on as a new one of the same
+settings and the same run folder. Should two processes put it in line (one died in between), the later is dropped.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from whet.trials.owner import Silence, this_process
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+    from optuna.storages import BaseStorage
+    from optuna.trial import FrozenTrial, Trial
+
+OWNER, BEAT, RUN, TASK = "owner", "beat", "run", "task"
+DROPPED = "dropped"
+"""Why a trial does not count: it goes on as another one, or there is one like it."""
+FAILURE, INFEASIBLE, STEPS, SECONDS, MACHINE = "failure", "infeasible", "steps", "seconds", "machine"
+
+
+def does_count(trial: "FrozenTrial") -> bool:
+    """Whether a trial is one of those that were asked for. A worker that was given up may have finished after all."""
+    from optuna.trial import TrialState
+
+    return trial.state != TrialState.FAIL or DROPPED not in trial.user_attrs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """A trial that this process works on now."""
+
+    trial: "Trial"
+    number: int
+    run: str | None
+    """The run folder that it goes on with."""
+
+
+class Ledger:
+    """The trials of one study."""
+
+    def __init__(
+        self,
+        storage: "BaseStorage",
+        name: str,
+        *,
+        is_higher_better: bool,
+        distributions: "Mapping[str, BaseDistribution]",
+        sampler: "Callable[[int], BaseSampler]",
+        pruner: "BasePruner",
+    ) -> None:
+        import optuna
+
+        self._storage = storage
+        self._name = name
+        self._distributions = dict(distributions)
+        self._sampler = sampler
+        self._pruner = pruner
+        self._silence = Silence()
+        direction: Literal["maximize", "minimize"] = "maximize" if is_higher_better else "minimize"
+        self.study = optuna.create_study(
+            storage=storage,
+            study_name=name,
+            direction=direction,
+            load_if_exists=True,
+            pruner=pruner,
+            sampler=sampler(0),
+        )
+        self._id = storage.get_study_id_from_name(name)
+
+    def trials(self) -> "list[FrozenTrial]":
+        """All of them, as they are now."""
+        return sorted(self._storage.get_all_trials(self._id, deepcopy=True), key=lambda trial: trial.number)
+
+    def take(self, *, most: int) -> Taken | None:
+        """A trial that waits, or a new one while there are fewer than `most`; None where there is nothing to do."""
+        from optuna.trial import TrialState, create_trial
+
+        self.reap()
+        trials = self.trials()
+        for waiting in trials:
+            if waiting.state == TrialState.WAITING and self._claim(waiting.number):
+                if not self._is_repeated(waiting, self.trials()):
+                    return self._taken(waiting.number, run=waiting.user_attrs.get(RUN))
+                self._drop(waiting.number, "another one does the same")
+        if sum(map(does_count, trials)) >= most:
+            return None
+        # Owned from its first instant: there is no moment in which a kill would leave it to nobody.
+        template = create_trial(state=TrialState.RUNNING, user_attrs={OWNER: this_process().as_json()})
+        made = self._storage.create_new_trial(self._id, template_trial=template)
+        number = self._storage.get_trial_number_from_id(made)
+        if sum(does_count(trial) for trial in self.trials() if trial.number < number) >= most:
+            self._drop(number, "there are enough already")
+            return None
+        return self._taken(number, run=None)
+
+    def add(self, parameters: Mapping[str, Any], *, task: str, run: str | None = None) -> None:
+        """Puts a trial of these settings in line, unless one for the same task is there."""
+        if any(trial.user_attrs.get(TASK) == task for trial in self.trials()):
+            return
+        about = {TASK: task, **({} if run is None else {RUN: run})}
+        self.study.enqueue_trial(dict(parameters), user_attrs=about)
+
+    def reap(self) -> int:
+        """Marks trials whose process is gone, and puts them in line again; how many."""
+        from optuna.trial import TrialState
+
+        count = 0
+        for trial in self.trials():
+            is_gone = trial.state == TrialState.RUNNING and self._silence.is_gone(trial.number, trial.user_attrs)
+            if is_gone and self.put_back(trial.number, "its process is gone"):
+                count += 1
+        trials = self.trials()
+        tasks = {trial.user_attrs.get(TASK) for trial in trials}
+        for trial in trials:
+            # Whoever marked it may have died before it put it in line.
+            should_go_on = trial.state == TrialState.FAIL and trial.user_attrs.get(DROPPED) in _GOES_ON
+            if should_go_on and trial.params and _continuing(trial.number) not in tasks:
+                self._go_on(trial)
+        return count
+
+    def put_back(self, number: int, reason: str) -> bool:
+        """Gives a running trial up, to go on as another one; False if it has ended meanwhile."""
+        assert reason in _GOES_ON
+        if not self._drop(number, reason):
+            return False
+        trial = self._storage.get_trial(self._trial_id(number))
+        if trial.params:
+            self._go_on(trial)
+        return True
+
+    def note(self, number: int, name: str, value: Any) -> None:
+        """Writes something on a running trial."""
+        from optuna.exceptions import UpdateFinishedTrialError
+
+        try:
+            self._storage.set_trial_user_attr(self._trial_id(number), name, value)
+        except UpdateFinishedTrialError:
+            # It was given up, because nobody heard of us; who went on with it decides.
+            return
+
+    def finish(self, taken: Taken, *, state: str, value: float | None = None, **about: Any) -> bool:
+        """Ends a trial: "complete" with its value, "pruned", "infeasible" or "failed"; False if it was given up."""
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        for name, fact in about.items():
+            self.note(taken.number, name, fact)
+        ended = {"complete": TrialState.COMPLETE, "failed": TrialState.FAIL}.get(state, TrialState.PRUNED)
+        if state == "infeasible":
+            # Neither good nor bad: samplers keep away from it, and it never counts as a value.
+            taken.trial.set_constraint("memory", 1.0)
+        try:
+            values = None if value is None or state != "complete" else [value]
+            return self._storage.set_trial_state_values(self._trial_id(taken.number), state=ended, values=values)
+        except UpdateFinishedTrialError:
+            return False
+
+    def _go_on(self, trial: "FrozenTrial") -> None:
+        self.study.enqueue_trial(
+            trial.params,
+            user_attrs={TASK: _continuing(trial.number), **{k: v for k, v in trial.user_attrs.items() if k == RUN}},
+        )
+
+    def _claim(self, number: int) -> bool:
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        try:
+            if not self._storage.set_trial_state_values(self._trial_id(number), state=TrialState.RUNNING):
+                return False
+        except UpdateFinishedTrialError:
+            return False
+        self.note(number, OWNER, this_process().as_json())
+        return True
+
+    def _drop(self, number: int, reason: str) -> bool:
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        self.note(number, DROPPED, reason)
+        try:
+            return self._storage.set_trial_state_values(self._trial_id(number), state=TrialState.FAIL)
+        except UpdateFinishedTrialError:
+            return False
+
+    def _is_repeated(self, trial: "FrozenTrial", trials: "list[FrozenTrial]") -> bool:
+        task = trial.user_attrs.get(TASK)
+        earlier = (other for other in trials if other.number < trial.number and other.user_attrs.get(TASK) == task)
+        # One that was dropped itself and goes on under another task is the same work too.
+        return task is not None and any(True for _ in earlier)
+
+    def _taken(self, number: int, *, run: str | None) -> Taken:
+        import optuna
+
+        # Its own study object: a sampler belongs to one trial and one thread.
+        study = optuna.load_study(
+            study_name=self._name, storage=self._storage, sampler=self._sampler(number), pruner=self._pruner
+        )
+        trial = optuna.Trial(study, self._trial_id(number))
+        for key, distribution in self._distributions.items():
+            _suggest(trial, key, distribution)
+        return Taken(trial=trial, number=number, run=run)
+
+    def _trial_id(self, number: int) -> int:
+        return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
+
+
+_GOES_ON = ("its process is gone", "stopped")
+
+
+def _continuing(number: int) -> str:
+    return f"goes on with {number}"
+
+
+def _suggest(trial: "Trial", key: str, distribution: "BaseDistribution") -> None:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    match distribution:
+        case CategoricalDistribution(choices=choices):
+            trial.suggest_categorical(key, choices)
+        case IntDistribution(low=low, high=high, log=log, step=step):
+            trial.suggest_int(key, low, high, log=log, step=step)
+        case FloatDistribution(low=low, high=high, log=log, step=step):
+            trial.suggest_float(key, low, high, log=log, step=step)

@@ -1,0 +1,68 @@
+"""What is searched, as it is kept beside the trials: whoever joins or goes on must mean the same."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from whet.base.errors import UsageError
+from whet.base.record import Record
+from whet.run import durable, strict_json
+from whet.trials.space import Space
+
+QUESTION_FILE = "search.json"
+FORMAT_VERSION = 1
+EVALUATIONS = 9
+"""Of one trial, evenly spread: successive halving by three looks after 1, 3 and 9 of them."""
+
+
+class Question(Record):
+    """A search, without how long it may take and by how many hands."""
+
+    format_version: int = FORMAT_VERSION
+    name: str
+    recipe: str
+    """The recipe's own name."""
+    goal: str
+    is_higher_better: bool = True
+    resource: str = "epochs"
+    """What a promising trial gets more of: "epochs" or "steps"; its evaluations are spread evenly over them."""
+    space: Space
+    fixed: dict[str, Any] = Field(default_factory=dict)
+    """The settings that all trials share, as given."""
+    subset: float = Field(1.0, gt=0, le=1)
+    """The share of the training part that trials see."""
+    seed: int = 0
+    seeds: int = Field(3, ge=0)
+    sampler: str = "TPESampler"
+    pruner: str = "SuccessiveHalvingPruner"
+    evaluations: int = Field(EVALUATIONS, ge=1)
+
+
+def agree(kept: Question, asked: Question, *, where: str) -> None:
+    """Refuses a search that goes on under the same name and means something else."""
+    ours, theirs = asked.as_json(), kept.as_json()
+    for key, value in ours.items():
+        if value != theirs[key]:
+            raise UsageError(
+                f"{where} is another search: {key} differs",
+                got=f"{value} instead of {theirs[key]}"[:300],
+                try_="the same words, or another --name",
+            )
+
+
+def write_question(folder: Path, question: Question) -> None:
+    """Keeps it in the folder of the search."""
+    data = (strict_json.encode(question.as_json(), pretty=True) + "\n").encode()
+    durable.write_file(folder / QUESTION_FILE, data=data)
+
+
+def read_question(folder: Path) -> Question | None:
+    """The search of a folder; None where there is none."""
+    path = folder / QUESTION_FILE
+    if not path.is_file():
+        return None
+    try:
+        return Question.from_json(strict_json.decode(path.read_bytes()), where=path)
+    except (OSError, ValueError) as error:
+        raise UsageError("the search cannot be read", got=f"{path}: {error}"[:300], try_="another --name") from None

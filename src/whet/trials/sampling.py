@@ -1,0 +1,103 @@
+"""Optuna's samplers and pruners by their names; every trial's draw depends on the search's seed and its number."""
+
+import hashlib
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from whet.base.errors import UsageError, nearest
+from whet.config.words import read_words
+from whet.trials.space import Choices, Range, Space
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.pruners import BasePruner
+    from optuna.samplers import BaseSampler
+
+_STEADY = ("GridSampler", "QMCSampler", "BruteForceSampler")
+"""They walk one sequence: the same seed for every trial."""
+_OWN_ARGUMENTS = ("PartialFixedSampler", "PatientPruner")
+
+
+def make_sampler(said: str, space: Space, *, seed: int, number: int) -> "BaseSampler":
+    """The sampler for the trial of that number. A process that goes on must not draw the first points again."""
+    import optuna
+
+    name, options = _read(said, "Sampler", optuna.samplers)
+    made = getattr(optuna.samplers, name)
+    accepted = inspect.signature(made).parameters
+    if name == "GridSampler":
+        options = {"search_space": _grid(space), **options}
+    if name == "TPESampler":
+        # Optuna's ten random trials would be most of a search of a dozen.
+        options = {"n_startup_trials": 5, **options}
+    if "seed" in accepted:
+        options = {"seed": seed if name in _STEADY else _seed(seed, number), **options}
+    sampler: BaseSampler = _made(made, options, said)
+    return sampler
+
+
+def make_pruner(said: str) -> "BasePruner":
+    """The pruner; successive halving begins at the first evaluation."""
+    import optuna
+
+    name, options = _read(said, "Pruner", optuna.pruners)
+    if name == "SuccessiveHalvingPruner":
+        options = {"min_resource": 1, "reduction_factor": 3, **options}
+    pruner: BasePruner = _made(getattr(optuna.pruners, name), options, said)
+    return pruner
+
+
+def distributions(space: Space) -> "dict[str, BaseDistribution]":
+    """The space in Optuna's words."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    def of(dimension: Range | Choices) -> "BaseDistribution":
+        if isinstance(dimension, Choices):
+            return CategoricalDistribution(dimension.values)
+        if dimension.is_whole:
+            low, high = dimension.ends
+            return IntDistribution(low, high, log=dimension.is_log, step=int(dimension.step or 1))
+        return FloatDistribution(dimension.low, dimension.high, log=dimension.is_log, step=dimension.step)
+
+    return {key: of(dimension) for key, dimension in space.dimensions.items()}
+
+
+def _seed(seed: int, number: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:4], "big")
+
+
+def _read(said: str, kind: str, module: Any) -> tuple[str, dict[str, Any]]:
+    """`TPESampler`, or with options of its own: `TPESampler:n_startup_trials=5`."""
+    name, *options = said.split(":")
+    known = [n for n in dir(module) if n.endswith(kind) and not n.startswith(("Base", "_")) and n not in _OWN_ARGUMENTS]
+    # tpe, Median and HYPERBAND are understood as well.
+    short = {n.lower().removesuffix(kind.lower()): n for n in known}
+    full = name if name in known else short.get(name.lower().removesuffix(kind.lower()), "")
+    if not full:
+        meant = nearest(name, known)
+        hint = f"did you mean {meant}?" if meant else ", ".join(known)
+        raise UsageError(f"Optuna has no such {kind.lower()}", got=name, try_=hint)
+    return full, read_words(options).values
+
+
+def _made(made: Any, options: Mapping[str, Any], said: str) -> Any:
+    import optuna
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return made(**options)
+    except (TypeError, ValueError, ImportError) as error:
+        raise UsageError(f"Optuna refuses {said}", got=str(error)[:300], try_="its documentation") from None
+
+
+def _grid(space: Space) -> dict[str, Any]:
+    found = {}
+    for key, dimension in space.dimensions.items():
+        values = dimension.values
+        if values is None:
+            raise UsageError("a grid needs values that can be counted", got=f"{key}={dimension}", try_=f"{key}=[a,b,c]")
+        found[key] = list(values)
+    return found

@@ -1,0 +1,238 @@
+"""Which settings are tried: the same words as overrides, with a range or a list where a value would stand."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import Field
+
+from whet.base.errors import UsageError
+from whet.base.record import Record
+from whet.config.keys import CommonConfig
+from whet.config.resolve import known_keys, resolve
+from whet.config.words import read_value, read_words
+
+_NUMBER = r"[+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})((?::[^:]*)*)")
+_NOT_SEARCHED = {
+    "seed": "--seeds K: the best are trained with several seeds before a winner is named",
+    "split_seed": "one split for all trials: settings are compared on the same rows",
+    "data": "one search for each data set",
+    "data_paths": "one search for each data set",
+    "init_from": "one search for each start",
+    "epochs_per_sitting": "leave it out: a trial is trained in one sitting",
+}
+_EXAMPLES = "lr=1e-5..1e-3:log, arch.layers=[1,2,4] or global_batch_size=32..512:step=32"
+
+Choice = bool | int | float | str | None
+
+
+class Range(Record):
+    """Numbers from low to high, both included."""
+
+    kind: Literal["range"] = "range"
+    low: float
+    high: float
+    is_log: bool = False
+    step: float | None = None
+    is_whole: bool = False
+    """Whether only whole numbers are meant."""
+
+    @property
+    def ends(self) -> tuple[Any, Any]:
+        return (int(self.low), int(self.high)) if self.is_whole else (self.low, self.high)
+
+    @property
+    def values(self) -> tuple[Any, ...] | None:
+        """All of them, where they can be counted."""
+        if self.is_log or (self.step is None and not self.is_whole):
+            return None
+        step = self.step or 1
+        count = math.floor((self.high - self.low) / step + 1e-9) + 1
+        found = [self.low + number * step for number in range(count)]
+        return tuple(int(value) for value in found) if self.is_whole else tuple(found)
+
+    def __str__(self) -> str:
+        low, high = self.ends
+        step = "" if self.step is None else f":step={self.step:g}"
+        return f"{low:g}..{high:g}{':log' if self.is_log else ''}{step}"
+
+
+class Choices(Record):
+    """One of these."""
+
+    kind: Literal["choices"] = "choices"
+    values: tuple[Choice, ...]
+
+    def __str__(self) -> str:
+        return f"[{','.join(as_text(value) for value in self.values)}]"
+
+
+Dimension = Annotated[Range | Choices, Field(discriminator="kind")]
+
+
+class Space(Record):
+    """What is tried, by dotted key."""
+
+    dimensions: dict[str, Dimension]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return tuple(f"{key}={dimension}" for key, dimension in self.dimensions.items())
+
+
+def read_space(
+    config: type[CommonConfig], words: Iterable[str], *, file: Mapping[str, Any] | None = None
+) -> tuple[Space, tuple[str, ...]]:
+    """The space that words and a file's keys describe, and the words that only set a key; all checked with the config.
+
+    Each value of the space is tried alone with the other words, so that a wrong one is refused before anything runs.
+    """
+    known = known_keys(config)
+    dimensions: dict[str, Range | Choices] = {}
+    fixed: list[str] = []
+    for word in (*_words_of(file or {}), *words):
+        key, equals, text = word.lstrip("+").partition("=")
+        found = _dimension(text.strip(), word, holds_list=_holds_list(known.get(key))) if equals else None
+        if found is None:
+            fixed.append(word)
+        else:
+            dimensions[key] = found
+    if not dimensions:
+        raise UsageError("nothing is left open to search", got=" ".join(fixed) or "no words", try_=_EXAMPLES)
+    for key in read_words(fixed).values:
+        if key in dimensions:
+            raise UsageError("a key is both set and searched", got=key, try_="one of them")
+    for key in dimensions:
+        _refuse_unsearchable(key, config)
+    return Space(dimensions=_checked(config, dimensions, fixed)), tuple(fixed)
+
+
+def as_word(key: str, value: Any) -> str:
+    """A setting as the word that says it."""
+    return f"{key}={as_text(value)}"
+
+
+def as_text(value: Any) -> str:
+    """A value as `read_value` reads it back.
+
+    >>> as_text(0.0001), as_text(True), as_text(None), as_text(["a", "b,c"]), as_text("7"), as_text(64)
+    ('0.0001', 'true', 'null', "[a,'b,c']", "'7'", '64')
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(as_text(item) for item in value)}]"
+    if isinstance(value, str):
+        is_plain = read_value(value, value) == value and not set(value) & set("[](){},'\"")
+        return value if is_plain else f'"{value}"' if "'" in value else f"'{value}'"
+    return repr(value)
+
+
+def _words_of(file: Mapping[str, Any]) -> list[str]:
+    """A file says the same: a text such as "1e-5..1e-3:log", a list of choices, or a value."""
+    return [f"{key}={value}" if isinstance(value, str) else as_word(key, value) for key, value in file.items()]
+
+
+def _dimension(text: str, word: str, *, holds_list: bool) -> Range | Choices | None:
+    if found := _RANGE.fullmatch(text):
+        return _range(found[1], found[2], found[3], word)
+    if not text.startswith("["):
+        return None
+    values = read_value(text, word)
+    if holds_list and not all(isinstance(value, list) for value in values):
+        return None
+    if any(isinstance(value, list) for value in values):
+        raise UsageError("a choice is a number, a text or a truth value", got=word, try_="key=[a,b]")
+    unique = tuple(dict.fromkeys((type(value).__name__, value) for value in values))
+    if len(unique) < 2:
+        raise UsageError("a list of choices has at least two", got=word, try_=_EXAMPLES)
+    return Choices(values=tuple(value for _, value in unique))
+
+
+def _range(low: str, high: str, options: str, word: str) -> Range:
+    is_log, step = False, None
+    for option in filter(None, options.split(":")):
+        name, _, value = option.partition("=")
+        if option == "log":
+            is_log = True
+        elif name == "step" and re.fullmatch(_NUMBER, value) and float(value) > 0:
+            step = float(value)
+        else:
+            raise UsageError("a range may have :log or :step=N", got=word, try_=_EXAMPLES)
+    ends = float(low), float(high)
+    if not ends[0] < ends[1] or not all(map(math.isfinite, ends)):
+        raise UsageError("a range goes from the lower number to the higher", got=word, try_=_EXAMPLES)
+    if is_log and ends[0] <= 0:
+        raise UsageError("a logarithmic range begins above 0", got=word, try_=_EXAMPLES)
+    if is_log and step is not None:
+        raise UsageError("a range has :log or :step=N, not both", got=word, try_=_EXAMPLES)
+    numbers = [low, high, *([] if step is None else [repr(step) if step % 1 else str(int(step))])]
+    return Range(
+        low=ends[0],
+        high=ends[1],
+        is_log=is_log,
+        step=step,
+        is_whole=all(isinstance(read_value(n, n), int) for n in numbers),
+    )
+
+
+def _holds_list(field: Any) -> bool:
+    annotation = None if field is None else field.annotation
+    return any(get_origin(part) in (tuple, list) for part in (annotation, *get_args(annotation)))
+
+
+def _refuse_unsearchable(key: str, config: type[CommonConfig]) -> None:
+    if key in config.plan_keys:
+        raise UsageError(
+            f"{key} belongs to the plan: it is measured, not searched",
+            got=key,
+            try_=f"whet plan --measure, or {key}=...",
+        )
+    if key in _NOT_SEARCHED:
+        raise UsageError(f"{key} is the same in all trials", got=key, try_=_NOT_SEARCHED[key])
+
+
+def _checked(
+    config: type[CommonConfig], dimensions: Mapping[str, Range | Choices], fixed: Sequence[str]
+) -> dict[str, Range | Choices]:
+    """Every value is one that the config takes; a range of a key that is no whole number has none."""
+    checked = dict(dimensions)
+    # Keys may depend on each other (heads must divide the width): one value that fits is enough.
+    others = {key: list(_some(dimension)) for key, dimension in dimensions.items()}
+    for key, dimension in dimensions.items():
+        for value in _some(dimension):
+            settled = _taken(config, key, value, {k: v for k, v in others.items() if k != key}, fixed)
+            if isinstance(dimension, Range) and isinstance(settled, float):
+                checked[key] = dimension.model_copy(update={"is_whole": False})
+    return checked
+
+
+def _some(dimension: Range | Choices) -> tuple[Any, ...]:
+    return dimension.ends if isinstance(dimension, Range) else dimension.values
+
+
+def _taken(
+    config: type[CommonConfig], key: str, value: Any, others: Mapping[str, Sequence[Any]], fixed: Sequence[str]
+) -> Any:
+    """What the config makes of a value, together with some values of the other keys."""
+    refused: UsageError | None = None
+    for count, combination in enumerate(product(*others.values())):
+        words = [as_word(name, other) for name, other in zip(others, combination, strict=True)]
+        try:
+            resolved = resolve(config, [*fixed, *words, as_word(key, value)])
+        except UsageError as error:
+            refused = refused or error
+            if count >= 63:
+                break
+            continue
+        settled: Any = resolved.config
+        for part in key.split("."):
+            settled = getattr(settled, part)
+        return settled
+    assert refused is not None
+    raise refused

@@ -1,0 +1,137 @@
+"""Where trials are kept: a journal file on one machine, PostgreSQL for many, SQLite for one process alone."""
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from whet.base.errors import UsageError, WhetError
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+
+JOURNAL_FILE = "journal.log"
+_PATIENCE_SECONDS = 300.0
+_PAUSE_SECONDS = 0.5
+
+
+def is_sqlite(url: str | None) -> bool:
+    """Whether trials are kept in SQLite, which only one process may use."""
+    return url is not None and url.startswith("sqlite:")
+
+
+def without_password(url: str | None) -> str:
+    """The address as it may be shown and kept."""
+    if url is None:
+        return JOURNAL_FILE
+    parts = urlsplit(url)
+    return url.replace(f":{parts.password}@", ":***@") if parts.password else url
+
+
+def open_storage(url: str | None, *, folder: Path) -> "BaseStorage":
+    """Opens it; the journal of the folder if no address is given."""
+    try:
+        import optuna
+    except ImportError:
+        raise WhetError("a search needs Optuna", got="it is not installed", try_='pip install "whet[search]"') from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    if url is None or url.startswith("journal:"):
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        path = folder / JOURNAL_FILE if url is None else Path(url.removeprefix("journal:").removeprefix("//"))
+        held: Any = JournalLock(path)
+        return JournalStorage(JournalFileBackend(str(path), lock_obj=held))
+    if not url.startswith(("sqlite:", "postgresql")):
+        raise UsageError(
+            "trials are kept in a journal file, PostgreSQL or SQLite",
+            got=without_password(url),
+            try_="postgresql+psycopg://USER@HOST/DATABASE",
+        )
+    return _database(url)
+
+
+def _database(url: str) -> "BaseStorage":
+    from optuna.storages import RDBStorage
+
+    kwargs: dict[str, Any] = {"connect_args": {"timeout": 60}} if is_sqlite(url) else {"pool_pre_ping": True}
+    try:
+        made = RDBStorage(url, engine_kwargs=kwargs)
+    except ImportError as error:
+        raise WhetError(
+            "the database's driver is not installed", got=str(error)[:300], try_='pip install "whet[postgres]"'
+        ) from None
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise WhetError(
+            "the database cannot be opened", got=f"{without_password(url)}: {reason}"[:300], try_="check that it runs"
+        ) from None
+    patient: Any = _Patient(made)
+    return patient  # type: ignore[no-any-return]
+
+
+class _Patient:
+    """A database that may be restarted: what fails for that reason is asked again, for five minutes."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._storage, name)
+        return _again_and_again(found) if callable(found) else found
+
+
+def _again_and_again(call: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(*arguments: Any, **options: Any) -> Any:
+        from optuna.exceptions import StorageInternalError
+        from sqlalchemy.exc import DBAPIError
+
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                return call(*arguments, **options)
+            except (StorageInternalError, DBAPIError):
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE_SECONDS)
+
+    return asked
+
+
+class JournalLock:
+    """Is free the instant its holder dies; Optuna's own locks are files that outlive a kill by 30 s."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._held: dict[int, int] = {}
+
+    def acquire(self) -> bool:
+        """Waits until nobody else writes."""
+        # Not Optuna's name for a lock, which it would take for an old one and remove.
+        descriptor = os.open(f"{self._path}.held", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        self._held[threading.get_ident()] = descriptor
+        _drop_torn_line(self._path)
+        return True
+
+    def release(self) -> None:
+        """Lets go."""
+        os.close(self._held.pop(threading.get_ident()))
+
+
+def _drop_torn_line(path: Path) -> None:
+    """A power cut may leave half a line, to which the next one would be glued; it was never told as done."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return
+    with path.open("r+b") as file:
+        file.seek(max(0, size - 1))
+        if size == 0 or file.read(1) == b"\n":
+            return
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)

@@ -1,0 +1,207 @@
+"""Takes trials one after the other until there are enough, and sees each through: resumed, pruned, infeasible, done."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from whet.base.errors import UsageError, WhetError
+from whet.engine.supervise import make_ready
+from whet.run import lock
+from whet.run.events import History
+from whet.run.folder import RUN_FILE, open_run
+from whet.trials.child import INVALID, OUT_OF_MEMORY
+from whet.trials.ledger import BEAT, FAILURE, INFEASIBLE, MACHINE, RUN, SECONDS, STEPS, Ledger, Taken
+from whet.trials.life import Life, live
+from whet.trials.owner import BEAT_SECONDS
+
+_WAIT_SECONDS = 0.5
+_MOST_KILLS = 3
+_MOST_FAILURES = 3
+"""So many failures in a row, and no success: the search stops and says why."""
+
+State = Literal["complete", "pruned", "infeasible", "failed", "stopped", "given up"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What a trial's process is told."""
+
+    arguments: dict[str, Any]
+    run: Path
+    """Where the run is, or will be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """A trial that ended, for who shows it."""
+
+    number: int
+    parameters: Mapping[str, Any]
+    state: State
+    value: float | None
+    words: str
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a worker needs to know."""
+
+    target: str
+    """The function that trains a trial, as module:function."""
+    goal: str
+    machine: str
+    prepare: Callable[[Taken], Task]
+    """From a trial's settings to what its process is told."""
+    should_stop: Callable[[], bool]
+    told: Callable[[Ended], None]
+    can_prune: bool = True
+
+
+def work(ledger: Ledger, task: Work, *, most: int) -> None:
+    """Until `most` trials have ended and none waits, or it should stop."""
+    from optuna.trial import TrialState
+
+    failures: list[str] = []
+    while not task.should_stop():
+        taken = ledger.take(most=most)
+        if taken is None:
+            if not any(t.state in (TrialState.RUNNING, TrialState.WAITING) for t in ledger.trials()):
+                return
+            time.sleep(_WAIT_SECONDS)
+            continue
+        ended = _see_through(ledger, task, taken)
+        task.told(ended)
+        failures = [*failures, ended.words] if ended.state == "failed" else []
+        if len(failures) >= _MOST_FAILURES:
+            raise WhetError(
+                f"{_MOST_FAILURES} trials in a row failed", got=failures[-1], try_="whet train with the same settings"
+            )
+
+
+def _see_through(ledger: Ledger, work: Work, taken: Taken) -> Ended:
+    began = time.monotonic()
+    parameters = dict(taken.trial.params)
+    run: Path | None = None
+    state: State
+    try:
+        task = work.prepare(taken)
+        run = task.run
+        ledger.note(taken.number, RUN, str(run))
+        state, words = _trained(ledger, work, taken, task)
+    except UsageError as error:
+        # Values that are fine one by one need not be so together.
+        state, words = "infeasible", f"{error.what}: {error.got}"
+    seconds = time.monotonic() - began
+    value, steps = (None, 0) if run is None else _reached(run, goal=work.goal)
+    if state == "complete" and (value is None or not math.isfinite(value)):
+        state, words = "failed", f"{work.goal} is {value}"
+    if state == "stopped":
+        state = "stopped" if ledger.put_back(taken.number, "stopped") else "given up"
+    else:
+        about = {STEPS: steps, SECONDS: seconds, MACHINE: work.machine}
+        if words and state in ("infeasible", "failed"):
+            about[INFEASIBLE if state == "infeasible" else FAILURE] = words
+        state = state if ledger.finish(taken, state=state, value=value, **about) else "given up"
+    return Ended(
+        number=taken.number, parameters=parameters, state=state, value=value, words=words, steps=steps, seconds=seconds
+    )
+
+
+def _trained(ledger: Ledger, work: Work, taken: Taken, task: Task) -> tuple[State, str]:
+    """Trains it, again after kills, until it is clear what became of it."""
+    beats = _Beats(ledger, taken.number)
+
+    _await_lock(task.run)
+    reported = dict(_evaluations(task.run, goal=work.goal))
+    for number, value in reported.items():
+        # A trial that goes on has the history that its run's events tell.
+        taken.trial.report(value, number)
+
+    def judge(number: int, value: float, is_last: bool) -> bool:
+        if number not in reported:
+            taken.trial.report(value, number)
+            reported[number] = value
+        return is_last or not (work.can_prune and taken.trial.should_prune())
+
+    for kills in range(_MOST_KILLS + 1):
+        life = live(
+            work.target,
+            task.arguments,
+            log=task.run.with_suffix(".log"),
+            judge=judge,
+            should_stop=work.should_stop,
+            beat=beats,
+        )
+        if life.code >= 0:
+            return _judged(life)
+        if life.was_stopped:
+            return "stopped", life.killer
+        if kills < _MOST_KILLS and (task.run / RUN_FILE).exists():
+            _await_lock(task.run)
+            # The first kill goes on as it was, the next with half the micro-batch: mostly memory is the reason.
+            make_ready(task.run, killer=life.killer, is_first=kills == 0)
+    state: State = "infeasible" if life.killer == "SIGKILL" else "failed"
+    return state, f"killed {_MOST_KILLS + 1} times, by {life.killer} at last"
+
+
+def _judged(life: Life) -> tuple[State, str]:
+    if life.was_pruned:
+        return "pruned", ""
+    if life.was_stopped and life.code != 0:
+        return "stopped", ""
+    if life.code == OUT_OF_MEMORY:
+        return "infeasible", f"out of memory: {life.failure}"
+    if life.code == INVALID:
+        return "infeasible", life.failure or "no valid settings"
+    if life.code == 0:
+        return "complete", ""
+    return "failed", life.failure or f"exit code {life.code}"
+
+
+def _evaluations(run: Path, *, goal: str) -> Iterator[tuple[int, float]]:
+    """Number and value of each evaluation that a run's events tell of."""
+    if not (run / RUN_FILE).exists():
+        return
+    every = open_run(run).config.get("eval_every")
+    for event in History(run).events(kinds=("eval",)):
+        value = event.number(goal)
+        if value is not None and isinstance(every, int):
+            yield math.ceil(event.step / every), value
+
+
+def _reached(run: Path, *, goal: str) -> tuple[float | None, int]:
+    """The last value of the goal, and the steps that were made."""
+    if not (run / RUN_FILE).exists():
+        return None, 0
+    history = History(run)
+    values = (event.number(goal) for event in history.backwards(kinds=("eval",)))
+    last = history.last("step", "end")
+    return next((value for value in values if value is not None), None), 0 if last is None else last.step
+
+
+def _await_lock(run: Path, *, seconds: float = 60.0) -> None:
+    """The process of a worker that was killed may need a moment to end."""
+    deadline = time.monotonic() + seconds
+    while (run / RUN_FILE).exists() and lock.is_locked(run) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+class _Beats:
+    """Says every few seconds that somebody works on a trial."""
+
+    def __init__(self, ledger: Ledger, number: int) -> None:
+        self._ledger = ledger
+        self._number = number
+        self._count = 0
+        self._at = time.monotonic()
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._at >= BEAT_SECONDS:
+            self._at = time.monotonic()
+            self._count += 1
+            self._ledger.note(self._number, BEAT, self._count)

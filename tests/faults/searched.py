@@ -1,0 +1,74 @@
+"""A recipe that is searched in tests: tiny, with slow steps, so that there is time to kill it.
+
+Its goal is the hidden size over a sum of squares, so what is best is known: score = -(log10(lr) + 2)^2 at the end.
+"""
+
+import time
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import nn
+
+from whet.config.keys import CommonConfig
+from whet.plan.workload import Workload
+
+ROWS = 40
+
+
+class Config(CommonConfig):
+    epochs: PositiveInt = Field(1, description="passes over the training data")
+    global_batch_size: PositiveInt = Field(4, description="samples of one optimizer step")
+    lr: PositiveFloat = Field(1e-2, description="learning rate")
+    hidden_size: PositiveInt = Field(4, description="width")
+    pause: NonNegativeFloat = Field(0.0, description="seconds that a step takes at least")
+
+
+class Data:
+    def __init__(self, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        x = torch.rand(ROWS + 8, 2, generator=draw)
+        self.train = {"x": x[:ROWS], "y": x[:ROWS].sum(1)}
+        self.dev = {"x": x[ROWS:], "y": x[ROWS:].sum(1)}
+        self.test = self.dev
+
+
+class Searched:
+    name = "searched"
+    Config = Config
+    goal = "score"
+    _pause = 0.0
+
+    def describe(self, config, data=None):
+        return Workload(
+            recipe=self.name,
+            num_parameters=100,
+            global_batch_size=config.global_batch_size,
+            num_samples=ROWS,
+            num_steps=config.epochs * -(-ROWS // config.global_batch_size),
+            activation_bytes=100,
+            sample_bytes=16,
+        )
+
+    def data(self, config):
+        return Data(config.seed)
+
+    def model(self, config, data):
+        self._pause = config.pause
+        model = nn.Sequential(nn.Linear(2, config.hidden_size), nn.Tanh(), nn.Linear(config.hidden_size, 1))
+        model.register_buffer("lr", torch.tensor(config.lr, dtype=torch.float64), persistent=False)
+        return model
+
+    def loss(self, model, micro):
+        time.sleep(self._pause)
+        return nn.functional.mse_loss(model(micro.x).squeeze(1), micro.y)
+
+    def evaluate(self, model, micros):
+        assert sum(len(micro) for micro in micros) == 8, "the dev part is whole"
+        return {"score": -((float(model.lr.log10()) + 2) ** 2)}
+
+    def keep(self, config, data):
+        return {}
+
+
+def recipe():
+    return Searched()
