@@ -69,8 +69,8 @@ def workers(tmp_path: Path):
 
 
 def trials_of(url: str | None, folder: Path) -> list[optuna.trial.FrozenTrial]:
-    storage = open_storage(url, folder=folder)
-    return storage.get_all_trials(storage.get_study_id_from_name("s"))
+    with open_storage(url, folder=folder) as storage:
+        return storage.get_all_trials(storage.get_study_id_from_name("s"))
 
 
 def until(condition, *, seconds: float = 90.0) -> None:

@@ -143,8 +143,8 @@ def carry_out(
         )
     devices = devices_for(asked.device, jobs=jobs, say=say)
     durable.make_directory(folder)
-    with lock.acquire(folder) if is_sqlite(storage) else contextlib.nullcontext():
-        opened = open_storage(storage, folder=folder)
+    alone = lock.acquire(folder) if is_sqlite(storage) else contextlib.nullcontext()
+    with alone, open_storage(storage, folder=folder) as opened:
         ledger = _ledger(opened, question)
         _agree_with_study(opened, question)
         if kept is None:

@@ -4,7 +4,8 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -32,8 +33,19 @@ def without_password(url: str | None) -> str:
     return url.replace(f":{parts.password}@", ":***@") if parts.password else url
 
 
-def open_storage(url: str | None, *, folder: Path) -> "BaseStorage":
-    """Opens it; the journal of the folder if no address is given."""
+@contextmanager
+def open_storage(url: str | None, *, folder: Path) -> "Iterator[BaseStorage]":
+    """While entered, it is open; the journal of the folder if no address is given."""
+    storage = _opened(url, folder=folder)
+    try:
+        yield storage
+    finally:
+        engine = getattr(storage, "engine", None)
+        if engine is not None:
+            engine.dispose()
+
+
+def _opened(url: str | None, *, folder: Path) -> "BaseStorage":
     try:
         import optuna
     except ImportError:

@@ -1,0 +1,197 @@
+"""The ledger of a search under real processes that die or race: nothing lost, nothing twice, never too many."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from postgres import postgres
+from whet.base.errors import UsageError, WhetError
+from whet.recipes.searching import search
+from whet.run import lock
+from whet.trials.ledger import DROPPED, RUN, TASK, Ledger, does_count
+from whet.trials.owner import Owner, Silence, this_process
+from whet.trials.seeds import interval
+from whet.trials.storage import JOURNAL_FILE, open_storage, without_password
+
+SPACE = {"x": optuna.distributions.FloatDistribution(0, 1)}
+
+TAKES = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_search_ledger import ledger_of
+from whet.trials.storage import open_storage
+with open_storage({url!r}, folder=Path({folder!r})) as storage:
+    ledger = ledger_of(storage)
+    for _ in range({count}):
+        taken = ledger.take(most={most})
+        if taken is None:
+            break
+        ledger.note(taken.number, "run", "a folder")
+        print(taken.number, flush=True)
+        if {finishes}:
+            ledger.finish(taken, state="complete", value=1.0)
+    time.sleep({sleeps})
+"""
+
+
+def ledger_of(storage) -> Ledger:
+    return Ledger(
+        storage,
+        "s",
+        is_higher_better=True,
+        distributions=SPACE,
+        sampler=lambda number: optuna.samplers.RandomSampler(seed=number),
+        pruner=optuna.pruners.NopPruner(),
+    )
+
+
+def process(folder: Path, url: str | None, *, count: int = 1, most: int = 10, finishes: bool = False, sleeps: int = 60):
+    words = {"count": count, "most": most, "finishes": finishes, "sleeps": sleeps}
+    code = TAKES.format(tests=str(Path(__file__).parent), url=url, folder=str(folder), **words)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def killed(folder: Path, url: str | None) -> int:
+    """A process takes a trial, and is killed; the number of that trial."""
+    with process(folder, url) as taker:
+        assert taker.stdout is not None
+        number = int(taker.stdout.readline())
+        taker.kill()
+    return number
+
+
+def check_a_killed_trial_goes_on(folder: Path, url: str | None) -> None:
+    with open_storage(url, folder=folder) as storage:
+        ledger = ledger_of(storage)
+        number = killed(folder, url)
+        before = ledger.trials()[number]
+        assert before.state == TrialState.RUNNING
+        taken = ledger.take(most=1)
+        assert taken is not None, "the one that was asked for is not made"
+        assert taken.run == "a folder", "it goes on in the same run"
+        assert taken.trial.params == before.params
+        assert not does_count(ledger.trials()[number])
+        assert ledger.take(most=1) is None, "one trial was asked for, and it is being made"
+        assert ledger.finish(taken, state="complete", value=0.5)
+        assert not ledger.finish(taken, state="failed"), "what is done stays done"
+        assert [t.value for t in ledger.trials() if does_count(t)] == [0.5]
+
+
+def check_racing_processes_make_no_trial_twice(folder: Path, url: str | None) -> None:
+    racers = [process(folder, url, count=20, most=7, finishes=True, sleeps=0) for _ in range(2)]
+    told = [int(word) for racer in racers for word in racer.communicate(timeout=120)[0].split()]
+    assert sorted(told) == sorted(set(told))
+    assert len(told) == 7
+    with open_storage(url, folder=folder) as storage:
+        trials = ledger_of(storage).trials()
+    assert sum(map(does_count, trials)) == 7
+    assert all(t.state == TrialState.COMPLETE for t in trials if does_count(t))
+
+
+def test_a_killed_trial_goes_on_in_a_journal(tmp_path):
+    check_a_killed_trial_goes_on(tmp_path, None)
+
+
+def test_racing_processes_make_no_trial_twice_in_a_journal(tmp_path):
+    check_racing_processes_make_no_trial_twice(tmp_path, None)
+
+
+def test_postgresql_keeps_the_same_promises_and_may_be_restarted(tmp_path):
+    with postgres() as server:
+        check_a_killed_trial_goes_on(tmp_path, server.url)
+        with open_storage(server.url, folder=tmp_path) as storage:
+            ledger = ledger_of(storage)
+            taken = ledger.take(most=5)
+            assert taken is not None
+            server.stop()
+            with ThreadPoolExecutor(1) as pool:
+                done = pool.submit(ledger.finish, taken, state="complete", value=0.25)
+                server.start()
+                assert done.result(timeout=60)
+            assert ledger.trials()[taken.number].value == 0.25
+        with open_storage(server.url, folder=tmp_path) as storage:
+            optuna.delete_study(study_name="s", storage=storage)
+        check_racing_processes_make_no_trial_twice(tmp_path, server.url)
+
+
+def test_who_died_between_marking_and_queueing_leaves_nothing_behind(tmp_path):
+    with open_storage(None, folder=tmp_path) as storage:
+        ledger = ledger_of(storage)
+        taken = ledger.take(most=3)
+        assert taken is not None
+        ledger._drop(taken.number, "its process is gone")
+        assert ledger.reap() == 0
+        waiting = [t for t in ledger.trials() if t.state == TrialState.WAITING]
+        assert [t.user_attrs[TASK] for t in waiting] == [f"goes on with {taken.number}"]
+        # Another one did the same at the same instant: the later is dropped.
+        ledger._go_on(ledger.trials()[taken.number])
+        first, second = ledger.take(most=1), ledger.take(most=1)
+        assert first is not None
+        assert second is None
+        assert [t.user_attrs.get(DROPPED) for t in ledger.trials()][-1] == "another one does the same"
+
+
+def test_a_torn_line_at_the_end_of_a_journal_is_no_loss(tmp_path):
+    with open_storage(None, folder=tmp_path) as storage:
+        assert ledger_of(storage).take(most=3) is not None
+    with (tmp_path / JOURNAL_FILE).open("ab") as file:
+        file.write(b'{"op_code": 4, "study_')
+    with open_storage(None, folder=tmp_path) as storage:
+        ledger = ledger_of(storage)
+        assert ledger.take(most=3) is not None
+    with open_storage(None, folder=tmp_path) as storage:
+        assert len(ledger_of(storage).trials()) == 2
+
+
+def test_silence_on_another_machine_simulated_by_a_clock(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("whet.trials.owner.time.monotonic", lambda: clock[0])
+    other = {"owner": Owner(host="elsewhere", pid=1, started=0.0).as_json(), "beat": 1}
+    silence = Silence()
+    assert not silence.is_gone(0, other)
+    clock[0] = 59.0
+    assert not silence.is_gone(0, other)
+    assert not silence.is_gone(0, {**other, "beat": 2})
+    clock[0] = 118.0
+    assert not silence.is_gone(0, {**other, "beat": 2})
+    clock[0] = 120.0
+    assert silence.is_gone(0, {**other, "beat": 2})
+    reused = this_process().model_copy(update={"started": 1.0})
+    assert silence.is_gone(1, {"owner": reused.as_json()}), "the number belongs to another process now"
+
+
+def test_sqlite_is_for_one_process(tmp_path):
+    url = f"sqlite:///{tmp_path}/trials.db"
+    options = {"name": "s", "root": tmp_path, "storage": url}
+    with pytest.raises(UsageError, match="one process at a time"):
+        search("text", ["lr=1e-4..1e-3"], jobs=2, **options)
+    (tmp_path / "s").mkdir()
+    held = f"lock.acquire(Path({str(tmp_path / 's')!r}))"
+    code = f"from whet.run import lock; from pathlib import Path; l = {held}; print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(WhetError, match="another process is using"):
+            search("text", ["lr=1e-4..1e-3"], **options)
+        other.kill()
+    assert not lock.is_locked(tmp_path / "s")
+
+
+def test_what_is_shown_of_an_address_has_no_password():
+    assert without_password("postgresql+psycopg://me:secret@host/db") == "postgresql+psycopg://me:***@host/db"
+
+
+def test_intervals_over_seeds():
+    assert interval([0.5]) is None
+    low, high = interval([0.8, 0.82, 0.84]) or (0, 0)
+    assert low == pytest.approx(0.82 - 4.303 * 0.02 / 3**0.5)
+    assert high == pytest.approx(0.82 + 4.303 * 0.02 / 3**0.5)
+    assert RUN == "run"

@@ -1,0 +1,186 @@
+"""What the words of a search mean, and what is refused before anything is written."""
+
+import json
+
+import pytest
+
+from whet.base.errors import UsageError
+from whet.config.words import read_value
+from whet.recipes.searching import ask, final_words
+from whet.recipes.text.config import TextConfig
+from whet.report.search_page import search_page
+from whet.report.search_picture import search_pictures
+from whet.report.search_text import render_search, search_markdown, verdict
+from whet.run.search_result import Candidate, SearchResult, SearchTrial, read_search, write_search
+from whet.trials import sampling
+from whet.trials.question import agree
+from whet.trials.space import Choices, Range, as_text, read_space
+
+
+def dimensions(*words: str, **options):
+    return read_space(TextConfig, words, **options)[0].dimensions
+
+
+def test_ranges_lists_and_settings_in_the_words_of_overrides():
+    space, fixed = read_space(
+        TextConfig,
+        ["lr=1e-5..1e-3:log", "arch.layers=[1,2,4]", "global_batch_size=32..512:step=32", "epochs=2", "dropout=0..0.5"],
+    )
+    found = space.dimensions
+    assert found["lr"] == Range(low=1e-5, high=1e-3, is_log=True)
+    assert found["arch.layers"] == Choices(values=(1, 2, 4))
+    assert found["global_batch_size"] == Range(low=32, high=512, step=32, is_whole=True)
+    assert len(found["global_batch_size"].values) == 16
+    assert found["dropout"] == Range(low=0, high=0.5)
+    assert fixed == ("epochs=2",)
+    assert read_space(TextConfig, [*space.words, *fixed])[0] == space, "words read back"
+
+
+def test_whole_ends_of_a_key_with_fractions_are_no_whole_numbers():
+    assert dimensions("weight_decay=0..1")["weight_decay"].is_whole is False
+    assert dimensions("epochs=1..4")["epochs"].is_whole is True
+
+
+def test_a_list_of_a_key_that_holds_lists_is_its_value():
+    space, fixed = read_space(TextConfig, ["data_paths=[a,b]", "lr=1e-4..1e-3"])
+    assert list(space.dimensions) == ["lr"]
+    assert fixed == ("data_paths=[a,b]",)
+
+
+def test_a_file_says_the_same():
+    found = dimensions(file={"lr": "1e-5..1e-3:log", "schedule": ["linear", "cosine"]})
+    assert found == dimensions("lr=1e-5..1e-3:log", "schedule=[linear,cosine]")
+
+
+def test_settings_that_only_fit_together_are_tried_together():
+    assert dimensions("arch.hidden_size=[96,100]", "arch.heads=[3,5]")
+    with pytest.raises(UsageError, match=r"heads must divide"):
+        dimensions("arch.hidden_size=[96,97]", "arch.heads=[3,4]")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lr=1e-3..1e-5"], "from the lower number"),
+        (["lr=0..1:log"], "begins above 0"),
+        (["lr=1e-4..1e-3:log:step=1e-4"], "not both"),
+        (["lr=1e-4..1e-3:logarithmic"], "may have :log or :step"),
+        (["lr=[1e-3]"], "at least two"),
+        (["lrr=1e-4..1e-3"], "unknown key"),
+        (["arch.layers=[1,two]"], "a whole number"),
+        (["dropout=0..1"], "less than 1"),
+        (["global_batch_size=0..64"], "greater than 0"),
+        (["lr=1e-4..1e-3", "lr=1e-4"], "both set and searched"),
+        (["seed=[1,2]"], "the same in all trials"),
+        (["split_seed=[1,2]"], "the same in all trials"),
+        (["micro_batch=[1,2]"], "belongs to the plan"),
+        (["epochs=2"], "nothing is left open"),
+    ],
+)
+def test_what_is_refused(words, said):
+    with pytest.raises(UsageError, match=said):
+        dimensions(*words)
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 3, 1e-5, 0.1 + 0.2, "linear", "7", "a,b", "it's", "null", ["a", 1, "b]c"]]
+)
+def test_values_are_written_as_words_that_read_back(value):
+    assert read_value(as_text(value), "") == value
+
+
+def test_samplers_and_pruners_by_optunas_names():
+    space, _ = read_space(TextConfig, ["lr=1e-5..1e-3:log", "arch.layers=[1,2]"])
+    first, again, other = (
+        sampling.make_sampler("TPESampler", space, seed=0, number=number)._random_sampler._rng.rng.random()
+        for number in (3, 3, 4)
+    )
+    assert first == again != other, "a draw depends on the trial's number alone"
+    assert type(sampling.make_pruner("median:n_warmup_steps=3")).__name__ == "MedianPruner"
+    with pytest.raises(UsageError, match="no such sampler"):
+        sampling.make_sampler("TPESampller", space, seed=0, number=0)
+    with pytest.raises(UsageError, match="can be counted"):
+        sampling.make_sampler("GridSampler", space, seed=0, number=0)
+    with pytest.raises(UsageError, match="Optuna refuses"):
+        sampling.make_pruner("MedianPruner:warmup=3")
+
+
+def test_a_search_that_goes_on_must_be_the_same_one(tmp_path):
+    asked = ask("text", ["lr=1e-5..1e-3:log"], name="s", root=tmp_path)
+    other = ask("text", ["lr=1e-5..1e-3:log"], name="s", root=tmp_path, subset=0.5)
+    agree(asked.question, asked.question, where="s")
+    with pytest.raises(UsageError, match="subset differs"):
+        agree(asked.question, other.question, where="s")
+    assert not list(tmp_path.iterdir()), "nothing is written by asking"
+    with pytest.raises(UsageError, match="plain name"):
+        ask("text", ["lr=1e-5..1e-3:log"], name="../s", root=tmp_path)
+
+
+RESULT = SearchResult(
+    name="<b>s</b>",
+    recipe="text",
+    goal="accuracy",
+    space=("lr=0.0001..0.01:log", "schedule=[linear,cosine]"),
+    fixed={"epochs": 2},
+    trials=(
+        SearchTrial(number=0, state="complete", value=0.8, settings={"lr": 1e-3, "schedule": "linear"}, steps=90),
+        SearchTrial(number=1, state="pruned", value=0.4, settings={"lr": 1e-4, "schedule": "cosine"}, steps=10),
+        SearchTrial(
+            number=2, state="infeasible", settings={"lr": 9e-3, "schedule": "cosine"}, machine="m", words="oom"
+        ),
+        SearchTrial(number=3, state="complete", value=0.79, settings={"lr": 2e-3, "schedule": "cosine"}, steps=90),
+    ),
+    importance={"lr": 0.9, "schedule": 0.1},
+    candidates=(
+        Candidate(
+            number=3,
+            settings={"lr": 2e-3, "schedule": "cosine"},
+            values={"1": 0.8, "2": 0.81},
+            mean=0.805,
+            low=0.74,
+            high=0.87,
+        ),
+        Candidate(
+            number=0,
+            settings={"lr": 1e-3, "schedule": "linear"},
+            values={"1": 0.79, "2": 0.8},
+            mean=0.795,
+            low=0.73,
+            high=0.86,
+        ),
+    ),
+    seeds=2,
+    is_confirmed=True,
+    difference_low=-0.01,
+    difference_high=0.03,
+)
+
+
+def test_a_result_reads_as_text_markdown_and_page(tmp_path):
+    write_search(tmp_path, RESULT)
+    assert read_search(tmp_path) == RESULT
+    assert "not clearly ahead of trial 0" in verdict(RESULT)
+    assert "0.805, 0.74 to 0.87 with 2 seeds" in verdict(RESULT)
+    assert "infeasible on m: oom" in render_search(RESULT)
+    assert "<b>" not in search_markdown(RESULT)
+    page = search_page(RESULT)
+    assert "<b>s</b>" not in page
+    assert page.count("<svg") == 3
+    assert "script-src ;" in page, "no script may run"
+    # Four axes' worth of lines: only trials with a value are drawn, and the winner stands out.
+    assert search_pictures(RESULT)["Settings"].count("<polyline") == 3
+    assert search_pictures(RESULT)["Settings"].count('class="best"') == 1
+
+
+def test_a_clear_winner_is_called_one_and_fewer_is_better_where_it_is():
+    assert "; clearly ahead" in verdict(RESULT.model_copy(update={"difference_low": 0.001}))
+    lower = {"is_higher_better": False, "difference_low": -0.03, "difference_high": -0.01}
+    assert RESULT.model_copy(update=lower).is_clear
+
+
+def test_the_final_training_gets_what_trials_shared_and_the_winner(tmp_path):
+    write_search(tmp_path, RESULT)
+    assert final_words(str(tmp_path), recipe="text") == ("epochs=2", "lr=0.002", "schedule=cosine")
+    (tmp_path / "result.json").write_text(json.dumps({**RESULT.as_json(), "candidates": []}))
+    with pytest.raises(UsageError, match="no winner"):
+        final_words(str(tmp_path), recipe="text")
