@@ -57,9 +57,7 @@ def main() -> None:
         parser.error("--data DIR, or WHET_TEST_DATA")
     with tempfile.TemporaryDirectory() as scratch:
         positions = Path(scratch) / "positions"
-        import_records(
-            Path(given.data) / "hex-neurohex-13x13" / "raw_games.dat", into=positions, wishes=ImportWishes()
-        )
+        import_records(Path(given.data) / "hex-neurohex-13x13" / "raw_games.dat", into=positions, wishes=ImportWishes())
         path = given.run or Path(scratch) / "run"
         words = [*WORDS, *given.words, f"data={positions}", "--device", given.device, "--run", str(path)]
         start = time.perf_counter()

@@ -34,8 +34,8 @@ from whet.cli import (
     report,
     runs,
     screen,
-    serve,
     search,
+    serve,
     train,
     watch,
 )
