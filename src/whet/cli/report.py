@@ -38,6 +38,9 @@ def report(
     if len(chosen) > 1:
         raise UsageError("a report has one form at a time", got=" ".join(chosen), try_=f"whet report RUN {chosen[0]}")
     runs, out = _file_among(runs, out=out) if html else (runs, out)
+    if len(runs) == 1 and not chosen and out is None and (seeds := _seeds(runs[0])) is not None:
+        screen.result(seeds)
+        return
     is_of_search = len(runs) == 1 and is_search(runs[0].expanduser())
     for run in runs if not is_of_search else ():
         read_header(run.expanduser().absolute())
@@ -57,6 +60,16 @@ def report(
         return
     durable.write_file(out, data=_as_bytes(text))
     screen.note(f"wrote {out}")
+
+
+def _seeds(folder: Path) -> str | None:
+    """Of a folder with one run for each seed: what they say together."""
+    from whet.report.seeds import SEEDS_FILE, read_seeds, seeds_lines
+    from whet.run.folder import RUN_FILE
+
+    if not (folder / SEEDS_FILE).is_file() or (folder / RUN_FILE).exists():
+        return None
+    return "\n".join(seeds_lines(read_seeds(folder)))
 
 
 def _file_among(runs: list[Path], *, out: Path | None) -> tuple[list[Path], Path | None]:

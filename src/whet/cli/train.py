@@ -45,6 +45,7 @@ def train(
     \b
     whet train text
     whet train text data=reviews.jsonl epochs=3 --run runs/reviews
+    whet train text data=reviews.jsonl seeds=3 --run runs/reviews-seeds
     whet train my_recipe.py --device cpu
 
     A run that is long enough to earn it back is measured first, for a minute at most: which precision, micro-batch,
@@ -54,7 +55,7 @@ def train(
     runs in a process of its own: when that is killed, for lack of memory above all, it is started again and goes on.
     """
     from whet.base.errors import UsageError
-    from whet.cli import ending, screen
+    from whet.cli.seeds import train_seeds, wanted_seeds
     from whet.engine import supervise
 
     if fresh and run is None:
@@ -67,23 +68,67 @@ def train(
         screen.note(f"search    {from_search}: {' '.join(words)}")
     if supervise.is_orphan():
         raise typer.Exit(1)
+
+    def one(words: list[str], run: Path | None) -> int:
+        return _train_one(
+            what,
+            words,
+            config=config,
+            run=run,
+            device=device,
+            allow=allow,
+            fresh=fresh,
+            measures=not no_measure,
+            notifies=notify,
+            max_restarts=max_restarts,
+        )
+
+    chosen = wanted_seeds(words or (), config)
+    if len(chosen) == 1 or supervise.is_supervised():
+        raise typer.Exit(one(words or [], run))
+
+    def command(folder: Path) -> list[str]:
+        return ["whet", "train", what, *(words or ()), *_options(config, device), "--run", str(folder)]
+
+    has_file = config is not None
+    raise typer.Exit(
+        train_seeds(one, what=what, words=words or [], seeds=chosen, run=run, has_file=has_file, command=command)
+    )
+
+
+def _train_one(
+    what: str,
+    words: list[str],
+    *,
+    config: Path | None,
+    run: Path | None,
+    device: str,
+    allow: str,
+    fresh: bool,
+    measures: bool,
+    notifies: bool,
+    max_restarts: int,
+) -> int:
+    """One run, in a process that may be started again, or right here; its exit code."""
+    from whet.cli import ending, screen
+    from whet.engine import supervise
+
     if max_restarts and not supervise.is_supervised() and not _has_virtual_mac():
 
         def again(path: Path | None) -> list[str]:
             options = [*_options(config, device), *(["--allow", allow] if allow else [])]
-            options += [*(["--no-measure"] if no_measure else []), *(["--notify"] if notify else [])]
+            options += [*([] if measures else ["--no-measure"]), *(["--notify"] if notifies else [])]
             folder = path or run
             named = ["--run", str(folder)] if folder else []
-            return ["train", what, *(words or ()), *options, *named, *screen.switches()]
+            return ["train", what, *words, *options, *named, *screen.switches()]
 
         with (
             _set_aside(run) if fresh and run else contextlib.nullcontext(),
-            ending.notified_of_kills(what, is_wanted=notify) as say,
+            ending.notified_of_kills(what, is_wanted=notifies) as say,
         ):
-            code = supervise.supervise(again, max_restarts=max_restarts, say=say)
-        raise typer.Exit(code)
+            return supervise.supervise(again, max_restarts=max_restarts, say=say)
     supervise.die_with_parent()
-    _train_here(
+    return _train_here(
         what,
         words,
         config=config,
@@ -91,8 +136,8 @@ def train(
         device=device,
         allow=allow,
         fresh=fresh,
-        measures=not no_measure,
-        notifies=notify,
+        measures=measures,
+        notifies=notifies,
     )
 
 
@@ -107,7 +152,7 @@ def _train_here(
     fresh: bool,
     measures: bool,
     notifies: bool,
-) -> None:
+) -> int:
     from whet.cli import ending, screen
     from whet.config.resolve import resolve
     from whet.engine.supervise import tell_parent
@@ -171,8 +216,9 @@ def _train_here(
         if result.state == "stopped":
             why = "" if result.exit_code else " (epochs_per_sitting)"
             ending.say_stopped(path, step=result.step, why=why, command=command)
-            raise typer.Exit(result.exit_code)
+            return result.exit_code
     ending.say_done(path, can_predict=recipe.name in BUILT_IN and hasattr(recipe, "predict"))
+    return 0
 
 
 def _with_a_batch(

@@ -82,6 +82,9 @@ class CommonConfig(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         0, description="decides the order of samples, the first weights and all draws"
     )
+    seeds: Annotated[int, Field(gt=0, le=10_000)] = Field(
+        1, description="trains so many times, with seed, seed + 1, ..., and tells mean and spread (whet train)"
+    )
     eval_every: PositiveInt | Auto = Field("auto", description="steps between evaluations; auto: once an epoch")
     patience: PositiveInt | None = Field(None, description="stop after this many evaluations without a better goal")
     epochs_per_sitting: PositiveInt | None = Field(None, description="stop after this many epochs, to go on later")
