@@ -55,6 +55,7 @@ def train(
     runs in a process of its own: when that is killed, for lack of memory above all, it is started again and goes on.
     """
     from whet.base.errors import UsageError
+    from whet.cli import screen
     from whet.cli.seeds import train_seeds, wanted_seeds
     from whet.engine import supervise
 
