@@ -111,7 +111,7 @@ def test_a_tokenizer_of_others_keeps_its_ids_and_its_special_tokens_stay_text(tm
     engine.enable_truncation(3)
     engine.save(str(tmp_path / "tokenizer.json"))
     records = [{"messages": [{"role": "user", "content": HARD}, {"role": "assistant", "content": HARD}]}]
-    data = made(tmp_path, records, train_split=1, tokenizer=str(tmp_path / "tokenizer.json"))
+    data = made(tmp_path, records, train_split=1, tokenizer=str(tmp_path))
     (sample,) = data.train
     assert said(sample, data) == f"<|user|>{HARD}<|end|><|assistant|>{HARD}<|end|>"
     theirs = {engine.token_to_id("<|endoftext|>"), engine.token_to_id("<|end|>")}

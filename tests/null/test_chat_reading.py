@@ -6,13 +6,16 @@ import json
 import lzma
 from pathlib import Path
 
+import numpy as np
 import planted_chats as planted
 import pytest
+from tokenizers import Tokenizer
 
 from whet.base.errors import UsageError, WhetError
 from whet.recipes.chat import reading
 from whet.recipes.chat.conversation import Conversation
 from whet.recipes.chat.sources import Bad, find_sources, read_conversations
+from whet.recipes.chat.tokenizer import ChatTokenizer
 
 
 def read(path: Path, *, shape: str = "auto") -> list[Conversation | Bad]:
@@ -125,3 +128,30 @@ def test_a_record_without_bounds_is_passed_over_in_lines_and_refused_in_arrays(t
     assert [turns(one)[0][1].split()[2] for one in (first, last)] == ["word7", "word21"]
     with pytest.raises(WhetError, match="record 2 has no end"):
         read(planted.write_array(tmp_path / "array", records))
+
+
+def test_a_folder_of_the_tiny_recursive_fork_is_read_back_into_texts(tmp_path: Path) -> None:
+    """Composed by its description: a conversation a row, PAD behind it, marks as special tokens, a cut turn last."""
+    engine = Tokenizer.from_str(ChatTokenizer.train(["Hello there."], vocab_size=300).to_json())
+    marks = ["<|pad|>", "<|user|>", "<|enduser|>", "<|assistant|>", "<|endassistant|>", "<|sep|>", "<|endoftext|>"]
+    engine.add_special_tokens(marks)
+    pad = engine.token_to_id("<|pad|>")
+    whole = "<|user|>Hi \u20ac<|enduser|><|sep|><|assistant|>Hello.<|endassistant|>"
+    texts = [f"{whole}<|endoftext|>", f"{whole}<|sep|><|user|>More?<|enduser|><|sep|><|assistant|>Cut he"]
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        rows = np.full((2, 64), pad, dtype=np.int32)
+        for row, text in zip(rows, texts, strict=True):
+            ids = engine.encode(text).ids
+            row[: len(ids)] = ids
+        np.save(tmp_path / part / "all__inputs.npy", rows)
+        (tmp_path / part / "dataset.json").write_text(json.dumps({"pad_id": pad, "seq_len": 64}))
+    (tmp_path / "tokenizer").mkdir()
+    engine.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    train, test = find_sources(tmp_path)
+    assert (train.part, test.part, train.shape.name) == ("train", "test", "trm-folder")
+    expected = [("user", "Hi \u20ac"), ("assistant", "Hello.")]
+    assert [turns(found) for found in read_conversations(test)] == [expected, expected]
+    np.save(tmp_path / "train" / "all__inputs.npy", np.array([{}]), allow_pickle=True)
+    with pytest.raises(WhetError, match="not numbers"):
+        list(read_conversations(train))

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from whet.recipes.chat.conversation import Turn
+from whet.recipes.chat.conversation import Loss, Turn
 from whet.recipes.chat.fitting import pieces_of
-from whet.recipes.chat.template import Loss, TurnIds, loss_bytes, write
+from whet.recipes.chat.template import TurnIds, loss_bytes, write
 from whet.recipes.chat.tokenizer import ChatTokenizer
 from whet.recipes.chat.writing import Document, token_type
 

@@ -17,12 +17,12 @@ from pydantic import Field
 from whet.base.errors import UsageError, WhetError
 from whet.base.record import Record
 from whet.recipes.chat.assembling import assemble
-from whet.recipes.chat.conversation import Conversation, Turn
+from whet.recipes.chat.conversation import Conversation, Loss, Turn
 from whet.recipes.chat.fitting import LEAST_LENGTH
 from whet.recipes.chat.manifest import MANIFEST, PARTS, TOKENIZER, FileFacts, Manifest, PartFacts, facts_of
 from whet.recipes.chat.sources import Bad, Source, find_sources, read_conversations
 from whet.recipes.chat.survey import LEFT_OUT, Survey, survey
-from whet.recipes.chat.template import TEMPLATE, Loss
+from whet.recipes.chat.template import TEMPLATE
 from whet.recipes.chat.tokenizer import MARKS, ChatTokenizer
 from whet.recipes.chat.vocabulary import BYTE_PAIRS, find_tokenizer
 from whet.recipes.chat.writing import PartWriter, token_type

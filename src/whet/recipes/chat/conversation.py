@@ -5,6 +5,8 @@ from typing import Literal, NamedTuple
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "user", "assistant", "tool")
+Loss = Literal["assistant", "all"]
+"""Whose words are learned."""
 
 _INK = re.compile(r"\S")
 _MAY_REPEAT = ("tool",)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.record import Record
-from whet.recipes.chat.template import Loss
+from whet.recipes.chat.conversation import Loss
 from whet.run.plain_file import open_plain, read_plain
 
 FORMAT = "whet chat 1"

@@ -7,8 +7,9 @@ from typing import NamedTuple
 from whet.base.errors import UsageError
 from whet.recipes.chat.conversation import Conversation, MalformedError, check
 from whet.recipes.chat.manifest import PARTS, Part
-from whet.recipes.chat.reading import Record, read_records
-from whet.recipes.chat.shapes.every import SHAPES, Shape, detect
+from whet.recipes.chat.reading import Record
+from whet.recipes.chat.shapes.every import SHAPES, TRM_FOLDER, Shape, detect
+from whet.recipes.chat.shapes.trm_folder import ROWS, is_folder
 from whet.recipes.text.rows.sources import part_of
 
 _ENDINGS = {".json", ".jsonl", ".ndjson", ".gz", ".bz2", ".xz", ".zst"}
@@ -34,6 +35,9 @@ class Bad(NamedTuple):
 def find_sources(path: Path, *, shape: str = "auto") -> tuple[Source, ...]:
     """The file, or the files train, dev and test of a folder."""
     files: list[tuple[Part | None, Path]] = [(None, path)]
+    if is_folder(path):
+        found = [(part, path / part / ROWS) for part in PARTS if (path / part / ROWS).is_file()]
+        return tuple(Source(file, TRM_FOLDER, part) for part, file in found)
     if path.is_dir():
         files = [
             (part, file)
@@ -52,7 +56,7 @@ def find_sources(path: Path, *, shape: str = "auto") -> tuple[Source, ...]:
 
 def read_conversations(source: Source) -> Iterator[Conversation | Bad]:
     """The conversations of a file in order, and what is none."""
-    for record in source.shape.gather(read_records(source.path)):
+    for record in source.shape.gather(source.shape.records(source.path)):
         yield _read(record, source)
 
 

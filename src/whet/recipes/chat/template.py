@@ -7,15 +7,13 @@ the <|end|> behind it. A model that answers is given everything up to <|assistan
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from whet.recipes.chat.conversation import Role, Turn
+from whet.recipes.chat.conversation import Loss, Role, Turn
 from whet.recipes.chat.tokenizer import ChatTokenizer
 
 TEMPLATE = "<|role|> text <|end|>"
 """Its name in a manifest; another layout gets another one."""
-
-Loss = Literal["assistant", "all"]
 
 
 class TurnIds(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from whet.base.errors import UsageError
 from whet.recipes.chat.conversation import Turn
 from whet.recipes.chat.reading import Record, read_records
-from whet.recipes.chat.shapes import alpaca, openai, openassistant, sharegpt
+from whet.recipes.chat.shapes import alpaca, openai, openassistant, sharegpt, trm_folder
 
 _LOOKED_AT = 64
 
@@ -22,6 +22,8 @@ class Shape(NamedTuple):
     read: Callable[[Mapping[str, Any]], tuple[Turn, ...]]
     gather: Callable[[Iterable[Record]], Iterator[Record]] = iter
     """Puts records together that are one conversation only together."""
+    records: Callable[[Path], Iterator[Record]] = read_records
+    """Reads a file."""
 
 
 # The order decides where two fit: lists of messages are OpenAssistant's only where they say so.
@@ -34,6 +36,9 @@ SHAPES = {
         Shape("openai", openai.fits, openai.read),
     )
 }
+
+TRM_FOLDER = Shape("trm-folder", trm_folder.fits, trm_folder.read, records=trm_folder.records)
+"""Found by its files, not by records."""
 
 
 def detect(path: Path) -> Shape:
