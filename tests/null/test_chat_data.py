@@ -274,9 +274,9 @@ def test_a_failure_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch) -
     monkeypatch.setattr(builder, "assemble", lambda *_a, **_k: 1 / 0)
     open_files = len(list(Path("/dev/fd").iterdir()))
     with pytest.raises(ZeroDivisionError):
-        made(tmp_path, records, name="other")
+        build(tmp_path / "out.jsonl", tmp_path / "new" / "other", Options(vocab_size=600), told=quiet)
     assert len(list(Path("/dev/fd").iterdir())) == open_files
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other.jsonl", "out", "out.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.jsonl"]
     with pytest.raises(UsageError, match="not empty"):
         build(tmp_path / "out.jsonl", before, Options(), told=quiet)
 

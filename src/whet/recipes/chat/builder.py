@@ -94,8 +94,12 @@ def build_from(
     def fill(draft: Path) -> None:
         made.append(_fill(draft, sources, found, tokenizer, options, told=told, in_threads=in_threads))
 
-    durable.make_directory(folder.absolute().parent)
-    durable.publish_directory(folder.absolute(), fill=fill)
+    new_parents = durable.make_directory(folder.absolute().parent)
+    try:
+        durable.publish_directory(folder.absolute(), fill=fill)
+    except BaseException:
+        durable.remove_empty(new_parents)
+        raise
     return made[0]
 
 
