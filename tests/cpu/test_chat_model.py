@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from small_chat import SHAPES, SIZES, WORDS, prepared, small_model
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, WhetError
+from whet.checkpoint import store
 from whet.config.resolve import resolve
 from whet.data.batch import Micro
 from whet.recipes.chat.arch import PRESETS, Arch
@@ -17,6 +18,7 @@ from whet.recipes.chat.model import causal
 from whet.recipes.chat.model.open import open_model
 from whet.recipes.chat.recipe import ChatRecipe
 from whet.recipes.recursive.layers import Look
+from whet.recipes.train import train_recipe
 from whet.verify.start.causality import leaks
 
 
@@ -58,9 +60,6 @@ def test_attention_that_looks_ahead_or_around_is_found_out(monkeypatch: pytest.M
 @pytest.mark.slow
 def test_a_leaking_model_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same fault on the way of `whet train chat`."""
-    from whet.base.errors import WhetError
-    from whet.recipes.train import train_recipe
-
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(causal, "look_in_documents", lambda is_start, **_: Look())
     resolved = resolve(ChatRecipe.Config, [f"data={prepared(tmp_path)}", *WORDS, "global_batch_size=4"])
@@ -126,3 +125,23 @@ def test_gradients_reach_every_weight_in_half_precision_too() -> None:
         half = found[torch.bfloat16][name]
         assert half is not None, name
         assert torch.cosine_similarity(half.flatten(), exact.flatten(), dim=0) > 0.98, name
+
+
+@pytest.mark.parametrize("words", [("arch.supervision=2", "ema=true"), ("arch=gpt",)], ids=str)
+def test_a_training_in_two_sittings_ends_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
+    common = [f"data={prepared(tmp_path)}", *WORDS, *words, "global_batch_size=4", "epochs=2", "verify=off"]
+    ends = []
+    for name, more in (("whole", []), ("halves", ["epochs_per_sitting=1"])):
+        resolved = resolve(ChatRecipe.Config, [*common, *more])
+        for _ in range(1 + len(more)):
+            result = train_recipe(ChatRecipe(), resolved, run=tmp_path / name, device="cpu")
+        assert result.state == "done"
+        found = store.newest(tmp_path / name / "checkpoints")
+        assert found is not None
+        ends.append(found[1].tensors)
+    whole, halves = ends
+    assert whole.keys() == halves.keys()
+    assert all(torch.equal(tensor, halves[name]) for name, tensor in whole.items())
