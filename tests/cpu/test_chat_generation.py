@@ -68,9 +68,10 @@ def test_a_row_says_the_same_alone_in_company_and_in_any_order(kind: str, temper
 
 def test_temperature_zero_is_the_likeliest_and_seeds_decide_the_rest() -> None:
     model = small_model()
-    asks = [Ask(prompt=[5, 6], max_new_tokens=12, sampling=GREEDY)]
+    tokens, end = said(model, [Ask(prompt=[5, 6], max_new_tokens=12, sampling=GREEDY)])[0]
+    assert (len(tokens), end) == (12, "length")
     ids = [5, 6]
-    for token in said(model, asks)[0][0]:
+    for token in tokens:
         logits = model.logits(model(torch.tensor([ids]), torch.tensor([[n == 0 for n in range(len(ids))]]))[-1])[0, -1]
         logits[[0, 3]] = -torch.inf
         assert token == logits.argmax()

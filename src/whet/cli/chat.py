@@ -20,7 +20,7 @@ Ctrl-C stops an answer, Ctrl-D ends the conversation."""
 def chat(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of whet train chat.")],
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="What stands before the conversation.")] = None,
-    checkpoint: Annotated[str, typer.Option(metavar="last|best|STEP", help="Which weights.")] = "last",
+    checkpoint: Annotated[str, typer.Option(metavar="best|last|STEP", help="Which weights.")] = "best",
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="The longest answer.")] = 200,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 takes the likeliest token each time.")] = 0.7,
     top_k: Annotated[int, typer.Option(metavar="K", help="Of the K likeliest tokens only; 0 for all.")] = 50,

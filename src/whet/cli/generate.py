@@ -13,7 +13,7 @@ def generate(
         list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A question; repeatable. Else standard input.")
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="What stands before every question.")] = None,
-    checkpoint: Annotated[str, typer.Option(metavar="last|best|STEP", help="Which weights.")] = "last",
+    checkpoint: Annotated[str, typer.Option(metavar="best|last|STEP", help="Which weights.")] = "best",
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="The longest answer.")] = 100,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 takes the likeliest token each time.")] = 0.7,
     top_k: Annotated[int, typer.Option(metavar="K", help="Of the K likeliest tokens only; 0 for all.")] = 50,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def serve(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of whet train chat.")],
-    checkpoint: Annotated[str, typer.Option(metavar="last|best|STEP", help="Which weights.")] = "last",
+    checkpoint: Annotated[str, typer.Option(metavar="best|last|STEP", help="Which weights.")] = "best",
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="What clients call the model; the run's name if not given.")
     ] = None,

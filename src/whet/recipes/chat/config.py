@@ -24,9 +24,9 @@ class ChatConfig(CommonConfig):
     """Chat: the common keys and the model's."""
 
     global_batch_size: Annotated[int, Field(gt=0, le=10**6)] = Field(
-        16, description="rows of one optimizer step, each filled with conversations; auto measures which, and scales lr"
+        8, description="rows of one optimizer step, each filled with conversations; auto measures which, and scales lr"
     )
-    epochs: PositiveInt = Field(10, description="passes over the training data")
+    epochs: PositiveInt = Field(20, description="passes over the training data")
     lr: PositiveFloat = Field(1e-3, description="learning rate after the warm-up")
     weight_decay: NonNegativeFloat = Field(0.1, description="decay of weights; biases and norms are left out")
     schedule: Literal["constant", "linear", "cosine", "plateau"] = Field(

@@ -25,7 +25,7 @@ class ChatRecipe:
     name = "chat"
     Config = ChatConfig
     goal = "bits_per_byte"
-    lower_is_better = ("bits_per_byte", "perplexity")
+    lower_is_better = ("bits_per_byte", "perplexity", "cross_entropy")
     presets: ClassVar[dict[str, dict[str, str]]] = {name: {"arch.preset": name} for name in PRESETS}
     _data: "ChatData | None" = None
     """What was read last: an evaluation shows answers to its questions."""
