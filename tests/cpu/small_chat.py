@@ -22,6 +22,7 @@ SHAPES = (
 )
 """Models that differ in all that recursion can be."""
 WORDS = ("arch.hidden_size=32", "arch.L_layers=1", "arch.num_heads=2", "arch.seq_len=64", "threads=1")
+THINGS = ("tea", "pie", "soup", "milk", "rice", "beans", "corn", "salt")
 
 
 def small_model(*, vocab_size: int = 60, **shape: object) -> CausalModel:
@@ -40,9 +41,8 @@ def small_speaker(**shape: object) -> Speaker:
 
 def prepared(folder: Path) -> Path:
     """Thirty-two short conversations, whose second answer is in the first question."""
-    things = ("tea", "pie", "soup", "milk", "rice", "beans", "corn", "salt")
     talks = [
-        [f"I want {thing}.", "Yes.", f"What? {number}", f"You want {thing}."] for number in range(4) for thing in things
+        [f"I want {thing}.", "Yes.", f"What? {number}", f"You want {thing}."] for number in range(4) for thing in THINGS
     ]
     file = folder / "talks.jsonl"
     roles = ("user", "assistant") * 2

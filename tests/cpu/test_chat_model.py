@@ -1,5 +1,6 @@
 """The causal models: nobody looks ahead or into another document, sizes are what they say, and losses weigh tokens."""
 
+import math
 from functools import partial
 from pathlib import Path
 
@@ -7,15 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from small_chat import SHAPES, SIZES, WORDS, prepared, small_model
+from small_chat import SHAPES, SIZES, THINGS, WORDS, prepared, small_model
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.config.resolve import resolve
 from whet.data.batch import Micro
 from whet.recipes.chat.arch import PRESETS, Arch
+from whet.recipes.chat.dataset import open_dataset
+from whet.recipes.chat.judging import judge
 from whet.recipes.chat.loss import next_token_loss
 from whet.recipes.chat.model import causal
 from whet.recipes.chat.model.open import open_model
+from whet.recipes.chat.opening import read_chat
 from whet.recipes.chat.recipe import ChatRecipe
 from whet.recipes.recursive.layers import Look
 from whet.recipes.train import train_recipe
@@ -109,6 +113,29 @@ def test_the_loss_weighs_tokens_however_it_is_cut() -> None:
     sums, weights = zip(*(next_token_loss(model, part) for part in parts), strict=True)
     assert weight == sum(weights) == micro.is_loss.sum()
     assert torch.allclose(total, torch.stack(sums).sum(), rtol=1e-5)
+
+
+def test_rows_count_the_assistants_tokens_and_judging_weighs_them_alike(tmp_path: Path) -> None:
+    """A model that knows nothing is as surprised at each token as there are tokens."""
+    data, dataset = prepared(tmp_path), open_dataset(tmp_path / "prepared")
+    read = read_chat(resolve(ChatRecipe.Config, [f"data={data}", *WORDS]).config)
+    facts, tokenizer = dataset.train.facts, dataset.tokenizer
+    assert int(read.train["is_loss"].sum()) == facts.loss_tokens
+    assert int(read.train["loss_bytes"].sum()) == facts.loss_bytes
+    row = {name: column[0] for name, column in read.train.items()}
+    learned = tokenizer.spell(row["tokens"][row["is_loss"]].tolist())
+    assert set(learned.replace("<|end|>", "").split(".")) <= {"Yes", "", *(f"You want {thing}" for thing in THINGS)}
+    padding = row["tokens"] == tokenizer.pad_id
+    assert bool(padding[-1])
+    assert not bool((row["is_loss"] & padding).any())
+    model = small_model(vocab_size=tokenizer.vocab_size, tied=True)
+    with torch.no_grad():
+        model.tokens.weight.zero_()
+        micros = iter([Micro(fields=dict(read.train), ids=np.arange(read.num_rows))])
+        found = judge(model, micros, None)
+    bits = facts.loss_tokens * math.log2(tokenizer.vocab_size)
+    assert found["perplexity"] == pytest.approx(tokenizer.vocab_size, rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(bits / facts.loss_bytes, rel=1e-5)
 
 
 def test_gradients_reach_every_weight_in_half_precision_too() -> None:

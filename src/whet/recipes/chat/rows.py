@@ -20,7 +20,8 @@ class Rows:
 
     def __init__(self, parts: Sequence[ChatPart], *, row_length: int, pad_id: int) -> None:
         self._parts = [part.repacked(row_length) for part in parts]
-        self._length = row_length
+        # One more: the last token is a target only, so that the model sees a round number of places.
+        self._length = row_length + 1
         self._pad_id = pad_id
 
     def __len__(self) -> int:
