@@ -37,7 +37,7 @@ class PuzzleRecipe:
         return read_data(config)
 
     def model(self, config: PuzzleConfig, data: "PuzzleData") -> "PuzzleModel":
-        return _model(config, data.sizes, num_slots=config.global_batch_size)
+        return make_model(config, data.sizes, num_slots=config.global_batch_size)
 
     def optimizer(self, config: PuzzleConfig) -> "OptimizerChoice":
         from whet.step.optimizer import OptimizerChoice
@@ -68,7 +68,7 @@ class PuzzleRecipe:
         if not kept["is_sudoku"]:
             raise UsageError("only Sudokus can be written in a line", got="a run on arrays", try_="a run on Sudokus")
         sizes = Sizes.model_validate(kept)
-        model = _model(config, sizes, num_slots=1)
+        model = make_model(config, sizes, num_slots=1)
 
         def answer(texts: Sequence[str]) -> list[dict[str, Any]]:
             from whet.recipes.puzzle.answering import answers
@@ -78,7 +78,7 @@ class PuzzleRecipe:
         return model, answer
 
 
-def _model(config: PuzzleConfig, sizes: Sizes, *, num_slots: int) -> "PuzzleModel":
+def make_model(config: PuzzleConfig, sizes: Sizes, *, num_slots: int) -> "PuzzleModel":
     from whet.recipes.puzzle.model import PuzzleModel, Shape, Slotting
 
     arch = config.arch
