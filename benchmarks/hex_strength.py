@@ -7,12 +7,13 @@ search and the two-distance player with 64 simulations a move. Openings are pair
 """
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from whet.cli.main import run
+from whet.base import env
 from whet.recipes.hex.arena.contest import Contest, hold_contest
 
 SECONDS = 300.0
@@ -46,12 +47,9 @@ def main() -> None:
 
 
 def train(path: Path, words: list[str], *, device: str, home: Path) -> None:
-    """The games are made here too: the cache is empty."""
-    import os
-
-    os.environ["WHET_HOME"] = str(home / "cache")
-    if code := run(["train", "hex", *words, "--device", device, "--run", str(path), "--no-measure"]):
-        sys.exit(code)
+    """The games are made too: the cache is empty."""
+    command = [sys.executable, "-m", "whet", "train", "hex", *words, "--device", device, "--run", str(path)]
+    subprocess.run(command, env=env.for_child(WHET_HOME=str(home / "cache")), check=True)
 
 
 def show(contest: Contest) -> bool:

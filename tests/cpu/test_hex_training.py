@@ -3,9 +3,11 @@
 import contextlib
 import io
 import json
+import os
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -39,7 +41,7 @@ class Place:
 
     def run(self, *words: object) -> tuple[int, str, str]:
         out, errors = io.StringIO(), io.StringIO()
-        with contextlib.chdir(self.folder), redirect_stdout(out), redirect_stderr(errors):
+        with mock.patch.dict(os.environ), contextlib.chdir(self.folder), redirect_stdout(out), redirect_stderr(errors):
             code = run([str(word) for word in words])
         return code, out.getvalue(), errors.getvalue()
 

@@ -170,6 +170,11 @@ def _train_here(
     path = run or next_run_path(Path("runs"), recipe=recipe.name)
     if not path.exists():
         check_writable(path)
+    if getattr(resolved.config, "selfplay", False):
+        from whet.cli.train_selfplay import train_selfplay
+
+        train_selfplay(recipe, resolved, path, device=device, command=["whet", "train", what, *(words or ())])
+        return
     if resolved.is_batch_open:
         resolved = _with_a_batch(what, resolved, path, device=device, fresh=fresh, measures=measures)
     command = ["whet", "train", what, *(words or ()), *_options(config, device), "--run", str(path)]

@@ -4,7 +4,16 @@ import math
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from whet.base.errors import UsageError
 from whet.config.keys import Auto, CommonConfig
@@ -14,6 +23,22 @@ from whet.recipes.hex.arch import Arch, activation_bytes, count_parameters
 DEFAULT_SIZE = 5
 _BYTES_BESIDE_CELLS = 8 + 4
 """Of a position: its move and its result."""
+
+
+class Loop(BaseModel):
+    """How a self-play goes on, generation by generation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    generations: PositiveInt = Field(10, description="how often it plays, learns and is judged")
+    games: Annotated[int, Field(ge=40, le=10**6)] = Field(500, description="games of the champion with itself")
+    simulations: Annotated[int, Field(gt=0, le=10**5)] = Field(64, description="looks ahead for a move")
+    free_moves: NonNegativeInt = Field(4, description="moves drawn by the looks at them; later the best is taken")
+    window: PositiveInt = Field(5, description="generations whose games are learned from: the replay buffer")
+    epochs: PositiveInt = Field(2, description="passes over those games")
+    lr: PositiveFloat = Field(1e-3, description="learning rate of generations after the first")
+    gate_games: Annotated[int, Field(ge=2, le=10**6)] = Field(200, description="games against the champion before it")
+    gate: Annotated[float, Field(ge=0, le=1)] = Field(0.52, description="win rate from which it is the champion")
 
 
 class HexConfig(CommonConfig):
@@ -37,6 +62,8 @@ class HexConfig(CommonConfig):
     augment: bool = Field(
         True, description="learn each position as it is and turned by 180 degrees: an epoch has twice the positions"
     )
+    selfplay: bool = Field(False, description="play, learn and be judged, generation by generation (loop.*)")
+    loop: Loop = Loop()
     arch: Arch = Arch()
 
     @model_validator(mode="after")
@@ -44,6 +71,10 @@ class HexConfig(CommonConfig):
         if self.policy_weight == 0 and self.value_weight == 0:
             raise UsageError(
                 "nothing would be learned", got="policy_weight=0 value_weight=0", try_="one of them above 0"
+            )
+        if self.selfplay and self.data is not None:
+            raise UsageError(
+                "a self-play makes its own games", got="selfplay and data", try_="init_from=RUN, a run of that data"
             )
         return self
 

@@ -1,11 +1,8 @@
 """Which games are learned from where none are given? The two-distance player's own, made once and kept."""
 
 import hashlib
-import io
 import json
 from pathlib import Path
-
-import numpy as np
 
 from whet.base import env
 from whet.base.errors import WhetError
@@ -13,6 +10,7 @@ from whet.hex.board import check_size
 from whet.hex.games import Games
 from whet.hex.self_play import Noise, play_games
 from whet.hex.two_distance import TwoDistancePlayer
+from whet.recipes.hex.kept_arrays import read_arrays, write_arrays
 from whet.run import durable
 
 _SEED = 0
@@ -37,25 +35,15 @@ def _key(noise: Noise) -> str:
 
 
 def _read(path: Path, *, size: int, count: int) -> Games | None:
-    """What was kept, or None where it is missing or not what was written."""
-    try:
-        with np.load(path, allow_pickle=False) as kept:
-            moves, winners, digest = kept["moves"], kept["winners"], str(kept["sha256"])
-    except (OSError, ValueError, KeyError, EOFError):
+    kept = read_arrays(path)
+    if kept is None or {*kept} != {"moves", "winners"} or len(kept["moves"]) != count:
         return None
-    games = Games(size, moves, winners)
-    return games if len(games) == count and digest == _digest(games) else None
+    return Games(size, kept["moves"], kept["winners"])
 
 
 def _write(path: Path, games: Games) -> None:
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, moves=games.moves, winners=games.winners, sha256=np.array(_digest(games)))
     try:
         durable.make_directory(path.parent)
-        durable.write_file(path, data=buffer.getvalue())
+        write_arrays(path, {"moves": games.moves, "winners": games.winners})
     except WhetError:
         return  # A home that cannot be written costs some seconds at the next start, not the run.
-
-
-def _digest(games: Games) -> str:
-    return hashlib.sha256(games.moves.tobytes() + games.winners.tobytes()).hexdigest()

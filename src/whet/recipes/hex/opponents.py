@@ -13,6 +13,7 @@ from whet.recipes.hex.config import HexConfig
 from whet.recipes.hex.net import HexNet
 from whet.recipes.hex.players import NetPlayer, SearchPlayer
 from whet.recipes.hex.search.mcts import Search
+from whet.recipes.hex.selfplay.state import champion_run, is_selfplay
 from whet.run.folder import open_run
 
 PLAYERS: dict[str, Callable[[], Player]] = {"random": RandomPlayer, "two-distance": TwoDistancePlayer}
@@ -50,9 +51,10 @@ def split_word(word: str) -> tuple[Path, int | None]:
 
 
 def load_net(path: Path, *, device: AbstractDevice, checkpoint: str = "last") -> tuple[HexNet, int]:
-    """A run's net, ready to be asked, and the size of the boards it learned from."""
+    """A run's net, or that of a self-play's champion, ready to be asked; and the size of the boards it learned from."""
     if not path.exists():
         raise UsageError("no such player", got=str(path), try_=f"{', '.join(PLAYERS)}, a run, or RUN@64")
+    path = champion_run(path) if is_selfplay(path) else path
     run = open_run(path)
     if run.header.recipe != "hex":
         raise UsageError("that run does not play Hex", got=f"{path} is of {run.header.recipe}", try_="a run of hex")

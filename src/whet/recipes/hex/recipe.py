@@ -12,6 +12,7 @@ from whet.recipes.hex.config import HexConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from whet.config.resolve import Resolved
     from whet.data.batch import Micro
     from whet.recipes.hex.arena.contest import Contest
     from whet.recipes.hex.data import HexData
@@ -73,6 +74,12 @@ class HexRecipe:
         from whet.recipes.hex.arena.contest import hold_contest
 
         return hold_contest(one, two, **how)
+
+    def improve(self, resolved: "Resolved[HexConfig]", **how: Any) -> int:
+        """A self-play: see `whet.recipes.hex.selfplay.improving`; the exit code."""
+        from whet.recipes.hex.selfplay.improving import Improvement
+
+        return Improvement(resolved=resolved, **how).run()
 
 
 def recipe() -> HexRecipe:

@@ -15,7 +15,7 @@ def draw_openings(num: int, *, size: int, num_stones: int, seed: int) -> Boards:
     draw = np.random.default_rng([seed, size, num_stones])
     boards = np.zeros((0, size, size), dtype=np.int8)
     for _ in range(_MOST_TRIES):
-        boards = np.concatenate([boards, _random(4 * num, size=size, num_stones=num_stones, draw=draw)])
+        boards = np.concatenate([boards, random_boards(4 * num, size=size, num_stones=num_stones, draw=draw)])
         _, first = np.unique(boards.reshape(len(boards), -1), axis=0, return_index=True)
         boards = boards[np.sort(first)]
         if len(boards) >= num:
@@ -30,7 +30,8 @@ def draw_openings(num: int, *, size: int, num_stones: int, seed: int) -> Boards:
 _MOST_TRIES = 20
 
 
-def _random(num: int, *, size: int, num_stones: int, draw: np.random.Generator) -> Boards:
+def random_boards(num: int, *, size: int, num_stones: int, draw: np.random.Generator) -> Boards:
+    """Boards after random moves by both in turn, as their movers see them; decided ones are left out."""
     boards = np.zeros((num, size, size), dtype=np.int8)
     for _ in range(num_stones):
         chance = draw.random((len(boards), size * size)) * (boards.reshape(len(boards), -1) == 0)

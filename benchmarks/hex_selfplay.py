@@ -1,0 +1,67 @@
+"""Does a net get better by playing itself? The champion after some minutes against a net that only learned from games.
+
+    python benchmarks/hex_selfplay.py [--minutes 20] [--against RUN] [--folder DIR] [--device cpu] [key=value ...]
+
+RUN is what `whet train hex` gave; without it, one is trained first. Then `whet train hex selfplay=True` runs for so
+many minutes from nothing, its first generation and its games included, and is killed, whatever it does. Its champion
+and RUN meet with equal searches. Exit code 1: the bar was missed.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from hex_strength import train
+
+from whet.base import env
+from whet.recipes.hex.arena.contest import hold_contest
+from whet.recipes.hex.selfplay.state import read_state
+
+BAR = 0.60
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", help="key=value for the self-play")
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--folder", type=Path, help="where the self-play is kept, or is there already")
+    parser.add_argument("--games", type=int, default=400)
+    parser.add_argument("--simulations", type=int, default=64)
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        against = given.against or Path(scratch) / "against"
+        if not against.exists():
+            train(against, [], device=given.device, home=Path(scratch))
+        folder = given.folder or Path(scratch) / "selfplay"
+        if given.minutes > 0:
+            improve(folder, given.words, minutes=given.minutes, device=given.device, home=Path(scratch))
+        state = read_state(folder)
+        look = f"@{given.simulations}"
+        contest = hold_contest(f"{folder}{look}", f"{against}{look}", num_games=given.games, device=given.device)
+    for done in state.generations[1:]:
+        kept = "champion" if done.is_champion else "left"
+        print(f"generation {done.number}: {done.num_positions:,} positions, won {done.win_rate:.1%}, {kept}")
+    is_reached = contest.rating.win_rate >= BAR
+    print("\n".join(("champion against a net of games alone, equal search", *contest.lines[1:])))
+    print(f"bar       {BAR:.0%}: {'reached' if is_reached else 'MISSED'}")
+    sys.exit(0 if is_reached else 1)
+
+
+def improve(folder: Path, words: list[str], *, minutes: float, device: str, home: Path) -> None:
+    """A self-play that is killed when its time is over."""
+    command = [sys.executable, "-m", "whet", "train", "hex", "selfplay=True", "loop.generations=1000", *words]
+    command += ["--device", device, "--run", str(folder), "--max-restarts", "0"]
+    child = subprocess.Popen(command, env=env.for_child(WHET_HOME=str(home / "fresh")))
+    try:
+        child.wait(timeout=60 * minutes)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+if __name__ == "__main__":
+    main()

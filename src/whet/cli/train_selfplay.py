@@ -1,0 +1,44 @@
+"""whet train GAME selfplay=True: a training of many trainings, each told of on lines of its own."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+
+def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, command: Sequence[str]) -> None:
+    """Plays, learns and judges in a folder, or goes on there."""
+    from whet.base.errors import UsageError
+    from whet.cli import screen
+    from whet.device.environment import before_torch
+
+    if getattr(recipe, "improve", None) is None:
+        raise UsageError(f"{recipe.name} is not played", got="selfplay=True", try_="whet train hex selfplay=True")
+    if resolved.is_batch_open:
+        raise UsageError("a self-play needs a number", got="global_batch_size=auto", try_="global_batch_size=256")
+    config = resolved.config
+    before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
+    from whet.engine.progress_line import ProgressLine
+
+    line = ProgressLine(recipe.name)
+    named = [*command, *(["--device", device] if device != "auto" else []), "--run", str(path)]
+    told = {"step", "measuring", "warning", "oom", "skip"}
+
+    def show(kind: str, fields: dict[str, Any]) -> None:
+        if not screen.quiet and kind in told:
+            line(kind, fields)
+
+    def say(text: str) -> None:
+        if not screen.quiet:
+            line.say(f"{recipe.name}: {text}")
+
+    try:
+        code = recipe.improve(resolved, folder=path, device=device, command=named, say=say, show=show)
+    finally:
+        line.close()
+    if code:
+        screen.note(f"stopped; to go on:\n  {shlex.join(named)}")
+        raise typer.Exit(code)
+    screen.note(f"\nkept      {path}\nnext      whet arena hex {shlex.quote(str(path))}@64 two-distance")

@@ -1,0 +1,147 @@
+"""How does a net get better by itself? Generation after generation: play, learn, and stay only if it wins.
+
+Every part is a function of the seed and of what lies in the folder, and is written when it is whole: games, then the
+run that learns from them (which resumes to the same bits), then the state. Said again, the command goes on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from whet.config.resolve import Resolved
+from whet.device.abstract import AbstractDevice
+from whet.device.open import open_device
+from whet.engine.loop import Result
+from whet.engine.recorder import Show
+from whet.recipes.hex.arena.match import play_match
+from whet.recipes.hex.arena.openings import draw_openings
+from whet.recipes.hex.arena.rating import Rating, rate
+from whet.recipes.hex.config import HexConfig
+from whet.recipes.hex.opponents import load_net
+from whet.recipes.hex.players import NetPlayer, SearchPlayer
+from whet.recipes.hex.recipe import HexRecipe
+from whet.recipes.hex.search.mcts import Search
+from whet.recipes.hex.selfplay.learning import GenerationRecipe
+from whet.recipes.hex.selfplay.playing import Played, play_itself, read_played, write_played
+from whet.recipes.hex.selfplay.state import Generation, State, games_path, open_state, run_path, write_state
+from whet.recipes.train import train_recipe
+from whet.run import lock
+
+_NOISE_SHARE = 0.25
+"""Of the root's priors in self-play, as in AlphaZero."""
+_OPENING_STONES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Improvement:
+    """A self-play in its folder."""
+
+    folder: Path
+    resolved: Resolved[HexConfig]
+    device: str
+    command: Sequence[str]
+    say: Callable[[str], None]
+    show: Show | None
+
+    @property
+    def config(self) -> HexConfig:
+        """What was asked for."""
+        return self.resolved.config
+
+    def run(self) -> int:
+        """Until all generations are over, or a training was asked to stop; the exit code."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with lock.acquire(self.folder):
+            state = open_state(self.folder, config=self.config.model_dump(mode="json"))
+            if self.config.threads != "auto":
+                torch.set_num_threads(self.config.threads)
+            for number in range(len(state.generations), self.config.loop.generations + 1):
+                result, done = self._generation(number, state)
+                if done is None:
+                    return result.exit_code
+                state = state.model_copy(update={"generations": (*state.generations, done)})
+                write_state(self.folder, state)
+            self.say(f"all {self.config.loop.generations} generations are over; the champion is of {state.champion}")
+        return 0
+
+    def _generation(self, number: int, state: State) -> tuple[Result, Generation | None]:
+        if number == 0 or state.champion is None:
+            self.say("generation 0 learns from games of the two-distance player")
+            result = self._train(HexRecipe(), self.resolved, number)
+            is_over = result.state == "done"
+            return result, Generation(number=0, num_positions=0, is_champion=True) if is_over else None
+        device = open_device(self.device).device
+        champion = self._player(run_path(self.folder, state.champion), device, noise=_NOISE_SHARE)
+        played = [self._played(number, champion), *self._earlier(number)]
+        self.say(f"generation {number} learns from {sum(map(len, played)):,} positions of {len(played)} generations")
+        loop = self.config.loop
+        changes = {
+            "init_from": str(run_path(self.folder, state.champion)),
+            "epochs": loop.epochs,
+            "lr": loop.lr,
+            "seed": self.config.seed + number,
+        }
+        resolved = Resolved(config=self.config.model_copy(update=changes), given=self.resolved.given)
+        recipe = GenerationRecipe(played, size=self.config.default_size, fingerprint=f"generation {number}")
+        result = self._train(recipe, resolved, number)
+        if result.state != "done":
+            return result, None
+        rating = self._gate(number, champion, device)
+        is_better = rating.win_rate >= loop.gate
+        verdict = "is champion" if is_better else f"does not reach {loop.gate:.0%}: the champion stays"
+        self.say(
+            f"generation {number} wins {rating.win_rate:.1%} ({rating.low:.1%} to {rating.high:.1%}) of "
+            f"{rating.num_games} games against generation {state.champion}, and {verdict}"
+        )
+        return result, Generation(
+            number=number,
+            num_positions=len(played[0]),
+            win_rate=rating.win_rate,
+            low=rating.low,
+            high=rating.high,
+            is_champion=is_better,
+        )
+
+    def _played(self, number: int, champion: SearchPlayer) -> Played:
+        path = games_path(self.folder, number)
+        found = read_played(path)
+        if found is None:
+            loop = self.config.loop
+            self.say(f"generation {number}: {loop.games} games with {loop.simulations} simulations a move")
+            found = play_itself(
+                champion,
+                size=self.config.default_size,
+                num_games=loop.games,
+                free_moves=loop.free_moves,
+                seed=self.config.seed + 1_000_003 * number,
+            )
+            write_played(path, found)
+        return found
+
+    def _earlier(self, number: int) -> list[Played]:
+        """The replay buffer: games of the generations before, the newest first, as far as the window reaches."""
+        first = max(1, number - self.config.loop.window + 1)
+        found = (read_played(games_path(self.folder, earlier)) for earlier in range(number - 1, first - 1, -1))
+        return [played for played in found if played is not None]
+
+    def _train(self, recipe: HexRecipe, resolved: Resolved[HexConfig], number: int) -> Result:
+        path = run_path(self.folder, number)
+        return train_recipe(recipe, resolved, run=path, device=self.device, command=list(self.command), show=self.show)
+
+    def _gate(self, number: int, champion: SearchPlayer, device: AbstractDevice) -> Rating:
+        """Both without noise, from openings that no other gate had."""
+        candidate = self._player(run_path(self.folder, number), device, noise=0.0)
+        openings = draw_openings(
+            self.config.loop.gate_games // 2,
+            size=self.config.default_size,
+            num_stones=_OPENING_STONES,
+            seed=self.config.seed + 7_919 * number,
+        )
+        return rate(play_match(candidate, champion, openings, seed=number).tolist())
+
+    def _player(self, path: Path, device: AbstractDevice, *, noise: float) -> SearchPlayer:
+        net, _ = load_net(path, device=device)
+        how = Search(simulations=self.config.loop.simulations, noise_share=noise)
+        return SearchPlayer(NetPlayer(net, device, name=path.name), how, name=path.name)

@@ -1,0 +1,98 @@
+"""How far has a self-play come? One small file, written when a generation is over: a kill loses at most one.
+
+`state.json` is this. `games-NNN.npz` is what the champion before a generation played against itself, and
+`generation-NNN/` the run that learned from it; 000 learned from the two-distance player.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from whet.base.errors import UsageError, WhetError
+from whet.base.record import Record
+from whet.run import durable, strict_json
+from whet.run.plain_file import read_plain
+
+STATE = "state.json"
+FORMAT = "whet hex selfplay 1"
+
+
+class Generation(Record):
+    """What came of one generation."""
+
+    number: int
+    num_positions: int
+    win_rate: float | None = None
+    """Of its net against the champion before it; None where there was none."""
+    low: float | None = None
+    high: float | None = None
+    is_champion: bool
+
+
+class State(Record):
+    """All generations that are over."""
+
+    format: str = FORMAT
+    config: dict[str, Any]
+    generations: tuple[Generation, ...] = ()
+
+    @property
+    def champion(self) -> int | None:
+        """The newest generation that beat the one before it."""
+        return next((done.number for done in reversed(self.generations) if done.is_champion), None)
+
+
+def run_path(folder: Path, number: int) -> Path:
+    """The run of a generation."""
+    return folder / f"generation-{number:03d}"
+
+
+def games_path(folder: Path, number: int) -> Path:
+    """What was played for a generation."""
+    return folder / f"games-{number:03d}.npz"
+
+
+def is_selfplay(folder: Path) -> bool:
+    """Whether a folder holds a self-play."""
+    return (folder / STATE).is_file()
+
+
+def read_state(folder: Path) -> State:
+    """What was written last."""
+    path = folder / STATE
+    try:
+        return State.from_json(strict_json.decode(read_plain(path).decode()), where=path)
+    except ValueError as error:
+        raise WhetError(f"{path} is damaged", got=str(error)[:200], try_="a new folder with --run DIR") from None
+
+
+def write_state(folder: Path, state: State) -> None:
+    """Whole or not at all."""
+    durable.write_file(folder / STATE, data=strict_json.encode(state.as_json()).encode())
+
+
+def open_state(folder: Path, *, config: dict[str, Any]) -> State:
+    """The state of a folder, made where there is none; another training does not go on in it."""
+    if not is_selfplay(folder):
+        durable.make_directory(folder)
+        if any(not durable.is_leftover(path) and path.name != "lock" for path in folder.iterdir()):
+            raise UsageError("the folder holds something else", got=str(folder), try_="another --run DIR")
+        state = State(config=config)
+        write_state(folder, state)
+        return state
+    state = read_state(folder)
+    changed = [name for name, value in config.items() if name != "loop" and state.config.get(name) != value]
+    if changed:
+        raise UsageError(
+            f"{folder} was started with another {changed[0]}",
+            got=f"{changed[0]}={config[changed[0]]}",
+            try_=f"{changed[0]}={state.config.get(changed[0])}, or another --run DIR",
+        )
+    return state
+
+
+def champion_run(folder: Path) -> Path:
+    """The run of the best player so far."""
+    number = read_state(folder).champion
+    if number is None:
+        raise UsageError("this self-play has no champion yet", got=str(folder), try_="let it go on first")
+    return run_path(folder, number)

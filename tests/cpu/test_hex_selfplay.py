@@ -1,0 +1,119 @@
+"""Self-play: what it plays is Hex, a kill loses at most a generation, and it ends the same as without one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from whet.checkpoint import store
+from whet.cli.main import run
+from whet.hex.board import BLUE
+from whet.recipes.hex.players import SearchPlayer
+from whet.recipes.hex.search.mcts import Search
+from whet.recipes.hex.selfplay.playing import Played, play_itself, read_played, write_played
+from whet.recipes.hex.selfplay.state import champion_run, games_path, read_state, run_path
+from whet.recipes.hex.views import has_won, passed_on
+from whet.run.folder import open_run
+
+WORDS = (
+    "selfplay=True", "size=3", "games=20", "epochs=1", "arch.depth=1", "arch.width=8", "threads=1",
+    "global_batch_size=16", "loop.generations=2", "loop.games=40", "loop.simulations=4", "loop.gate_games=8",
+)  # fmt: skip
+
+
+class Even:
+    """Every move alike: a net is not needed to play by the rules."""
+
+    def judge(self, boards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        is_free = (boards == 0).reshape(len(boards), -1)
+        return (is_free / is_free.sum(1, keepdims=True)).astype(np.float32), np.full(len(boards), 0.5, np.float32)
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    player = SearchPlayer(Even(), Search(simulations=12, noise_share=0.25))  # type: ignore[arg-type]
+    return play_itself(player, size=4, num_games=41, free_moves=3, seed=4)
+
+
+def test_games_are_whole_and_their_results_right(played: Played) -> None:
+    """Positions of a game follow each other by one stone; the loser is to move at the end, and results alternate."""
+    assert set(played.games) == set(range(41))
+    for game in range(41):
+        rows = np.flatnonzero(played.games == game)
+        boards, wins = played.boards[rows], played.wins[rows]
+        for before, after in pairwise(boards):
+            seen = passed_on(after[None])[0]
+            assert (seen != before).sum() == 1
+            assert seen[seen != before] == BLUE
+        assert has_won(passed_on(boards[-1:]))[0]
+        assert not has_won(passed_on(boards[:-1])).any()
+        assert wins[-1] == 0
+        assert (wins[:-1] != wins[1:]).all()
+        assert played.shares[rows[-1]].sum() == 0
+        np.testing.assert_allclose(played.shares[rows[:-1]].sum(1), 1, rtol=1e-5)
+
+
+def test_moves_are_never_on_a_stone_and_there_is_none_at_the_end(played: Played) -> None:
+    is_over = played.shares.sum(1) == 0
+    assert (played.moves[is_over] == -1).all()
+    taken = played.boards.reshape(len(played), -1)[np.arange(len(played)), played.moves]
+    assert (taken[~is_over] == 0).all()
+
+
+def test_what_was_played_is_kept_whole_or_not_read(played: Played, tmp_path: Path) -> None:
+    path = tmp_path / "games.npz"
+    write_played(path, played)
+    found = read_played(path)
+    assert found is not None
+    assert (found.shares == played.shares).all()
+    whole = path.read_bytes()
+    changed = bytearray(whole)
+    changed[len(whole) // 2] ^= 1
+    for damaged in (whole[:-100], bytes(changed), b""):
+        path.write_bytes(damaged)
+        assert read_played(path) is None
+    assert read_played(tmp_path / "absent.npz") is None
+
+
+def command(folder: Path) -> list[str]:
+    return ["train", "hex", *WORDS, "--run", str(folder), "--max-restarts", "0", "--device", "cpu", "--quiet"]
+
+
+def test_killed_and_said_again_it_ends_as_if_nothing_had_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kill comes while a generation is under way: its games are there, its state is not."""
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    killed = subprocess.Popen([sys.executable, "-m", "whet", *command(cut)], env=env)
+    while killed.poll() is None and not games_path(cut, 2).exists():
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    assert len(read_state(cut).generations) == 2
+    with mock.patch.dict(os.environ):
+        assert run(command(cut)) == 0
+        assert run(command(whole)) == 0
+    one, two = (json.loads((folder / "state.json").read_bytes()) for folder in (whole, cut))
+    assert one == two
+    assert len(one["generations"]) == 3
+    assert champion_run(cut) == run_path(cut, read_state(cut).champion)
+    for number in range(3):
+        weights = [store.newest(open_run(run_path(f, number)).checkpoints)[1].tensors for f in (whole, cut)]
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hex_strength", "hex_selfplay"])
+def test_the_bars_of_strength_are_reached(name: str) -> None:
+    """Five and twenty minutes of training on this machine's own cores, then 400 games each."""
+    script = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
+    assert subprocess.run([sys.executable, script], check=False).returncode == 0
