@@ -24,9 +24,14 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
 
     line = ProgressLine(recipe.name)
     named = [*command, *(["--device", device] if device != "auto" else []), "--run", str(path)]
-    told = {"step", "measuring", "warning", "oom", "skip"}
+    told = {"start", "step", "warning", "oom", "skip"}
 
     def show(kind: str, fields: dict[str, Any]) -> None:
+        nonlocal line
+        if kind in ("start", "resume"):
+            # Another training, whose speed and end are its own.
+            line.close()
+            line = ProgressLine(recipe.name)
         if not screen.quiet and kind in told:
             line(kind, fields)
 
