@@ -107,7 +107,8 @@ def describe(config: HexConfig, *, size: int | None = None, num_samples: int | N
         global_batch_size=config.global_batch_size,
         num_samples=num_samples,
         num_steps=_num_steps(config, num_samples),
-        max_length=size * size,
+        # Convolutions are no matrix products with a row for each cell; attention's linear layers are.
+        max_length=size * size if config.arch.num_attention_blocks else 1,
         sample_bytes=size * size + _BYTES_BESIDE_CELLS,
         activation_bytes=activation_bytes(config.arch, size=size),
         has_dropout=config.dropout > 0,
