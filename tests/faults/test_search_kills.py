@@ -150,7 +150,7 @@ def _kill_again_and_again(workers, tmp_path, url, tell, *, restart) -> None:
         finished |= {t.number: t.value for t in now if t.state == COMPLETE}
         assert len(finished) < trials, f"all done after {done} kills"
         # Who has just begun a trial is killed somewhere between its first and its last instant.
-        busy = {t.user_attrs["owner"]["pid"] for t in now if t.state == RUNNING and RUN in t.user_attrs}
+        busy = {t.user_attrs.get("owner", {}).get("pid") for t in now if t.state == RUNNING and RUN in t.user_attrs}
         targets = [worker for worker in made.running if worker.pid in busy]
         if not targets:
             time.sleep(0.1)

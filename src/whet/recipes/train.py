@@ -39,7 +39,6 @@ class Ingredients:
 
 def ingredients(recipe: Recipe, config: Any, *, data: Splits | None = None) -> Ingredients:
     """Reads the data, unless it is given, and makes the model."""
-    is_given = data is not None
     data = recipe.data(config) if data is None else data
     seed_randomness(config.seed)
     model = recipe.model(config, data)
@@ -48,8 +47,8 @@ def ingredients(recipe: Recipe, config: Any, *, data: Splits | None = None) -> I
     workload = recipe.describe(config, data)
     layers = tuple(sorted({*workload.layers, *seen_layers(model)}))
     workload = workload.model_copy(update={"num_parameters": max(1, counted), "layers": layers})
-    if is_given and (samples := num_samples(data.train)) is not None:
-        # A part of the data, which the recipe may not have counted.
+    if getattr(data, "is_part", False) and (samples := num_samples(data.train)) is not None:
+        # Less than the recipe may have counted (recipes/trial.py).
         steps = config.epochs * -(-samples // config.global_batch_size)
         workload = workload.model_copy(
             update={"num_samples": samples, "num_steps": min(steps, config.max_steps or steps)}

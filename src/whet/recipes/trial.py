@@ -23,14 +23,14 @@ def train_trial(arguments: dict[str, Any], line: "Line") -> int:
     config = resolved.config
     before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
     # torch is loaded from here on, unless a recipe of yours has done so.
-    from whet.data.subset import num_samples, subset
+    from whet.data.subset import num_samples
     from whet.recipes.measuring import rig_of
     from whet.recipes.train import train_recipe
 
     # Whatever its own seed: the rows of every part, and the share of them, are the same for all trials.
     data = recipe.data(config.model_copy(update={"seed": arguments["split_seed"]}))
-    part = subset(data.train, share=arguments["subset"], seed=arguments["split_seed"])
-    total = _total_steps(config, num_samples(part))
+    parts = _Parts(data, share=arguments["subset"], seed=arguments["split_seed"])
+    total = _total_steps(config, num_samples(parts.train)) if parts.is_part else recipe.describe(config, data).num_steps
     every = config.eval_every
     if every == "auto" and total is not None:
         every = max(1, math.ceil(total / arguments["evaluations"]))
@@ -56,7 +56,7 @@ def train_trial(arguments: dict[str, Any], line: "Line") -> int:
         open_rig=partial(rig_of, arguments["recipe"], settled, device=arguments["device"])
         if arguments["measures"]
         else None,
-        data=_Parts(data, part),
+        data=parts,
     )
     return 0 if result.state == "done" else result.exit_code or 143
 
@@ -64,10 +64,13 @@ def train_trial(arguments: dict[str, Any], line: "Line") -> int:
 class _Parts:
     """A recipe's data with less to train on, and without the test part: no search may look at it."""
 
-    def __init__(self, data: Any, train: Any) -> None:
+    def __init__(self, data: Any, *, share: float, seed: int) -> None:
+        from whet.data.subset import subset
+
         self._data = data
-        self.train = train
+        self.train = subset(data.train, share=share, seed=seed)
         self.test = None
+        self.is_part = share < 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)

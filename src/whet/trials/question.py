@@ -13,7 +13,7 @@ from whet.trials.space import Space
 QUESTION_FILE = "search.json"
 FORMAT_VERSION = 1
 EVALUATIONS = 9
-"""Of one trial, evenly spread: successive halving by three looks after 1, 3 and 9 of them."""
+"""Of one trial, evenly spread: successive halving looks after 2 and 6 of them (sampling)."""
 
 
 class Question(Record):
