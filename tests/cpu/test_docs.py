@@ -10,6 +10,9 @@ import pytest
 
 import whet as package
 from places import ROOT, Run
+from whet.cli import main
+from whet.config.resolve import resolve
+from whet.recipes.recipe import load_recipe
 
 ROOMS = sorted(path.name for path in (ROOT / "src" / "whet").iterdir() if (path / "__init__.py").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -60,3 +63,40 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+def _troubles() -> list[list[str]]:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    return [shlex.split(command)[1:] for command in re.findall(r"^\$ (whet .*)$", page, re.MULTILINE)]
+
+
+def test_each_question_of_the_troubleshooting_page_has_a_command_that_is_understood(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    commands = _troubles()
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    assert len(sections) >= 6
+    assert all("$ whet " in section for section in sections)
+    for words in commands:
+        if words[0] == "plan" and "--machine" in words:
+            # Without torch and without this machine: these really run.
+            assert main.run(words) == 0, words
+            assert words[-1] in capfd.readouterr().out
+        elif words[0] == "train":
+            resolve(load_recipe(words[1]).Config, [word for word in words[2:] if "=" in word])
+        else:
+            assert main.run([words[0], "--help"]) == 0
+
+
+@pytest.mark.slow
+def test_commands_of_the_troubleshooting_page_run_in_their_order(whet: Run, tmp_path: Path) -> None:
+    rows = "".join(f"text number {n} is {kind},{kind}\n" for n in range(40) for kind in ("good", "bad"))
+    (tmp_path / "reviews.csv").write_text(f"text,label\n{rows}")
+    for words in _troubles():
+        shorter = ["max_steps=3", "threads=1", "--no-measure"] if words[0] == "train" else []
+        shorter = ["--budget=30"] if "--measure" in words or words[0] == "bench" else shorter
+        shorter = ["--budget=8", "--device=cpu"] if words[0] == "doctor" else shorter
+        done = whet(*words, *shorter)
+        # A data report that finds something, and a device that has a fault, say so by their exit code.
+        assert done.returncode in ((0, 1) if words[0] in ("data", "doctor") else (0,)), f"{words}\n{done.stderr}"

@@ -12,14 +12,22 @@ from safetensors.torch import load_file, save_file
 
 from tiny_bert import NUM_POSITIONS, write_rows, write_tiny_bert
 from whet.base.errors import UsageError, WhetError
+from whet.base.units import show_bytes
 from whet.config.resolve import resolve
 from whet.data.ragged import Ragged
 from whet.engine.reading import load_weights
+from whet.engine.workload import num_trained
+from whet.plan.explain import explain
+from whet.plan.plan import read_plan
+from whet.plan.prediction import predict_parts
 from whet.recipes.text.backbone import read_backbone
 from whet.recipes.text.choosing import kept_tokenizer
 from whet.recipes.text.hub import model_folder
 from whet.recipes.text.recipe import recipe as text_recipe
 from whet.recipes.train import train_recipe
+from whet.report.summary import summarize
+from whet.report.text import render
+from whet.run.events import read_events
 from whet.run.folder import Run, open_run
 
 transformers = pytest.importorskip("transformers")
@@ -185,3 +193,33 @@ def test_a_real_encoder_loads_and_knows_what_is_alike() -> None:
         hidden = made.network.bert(input_ids=padded.values, attention_mask=is_real.long()).last_hidden_state
     means = torch.nn.functional.normalize((hidden * is_real[..., None]).sum(1) / is_real.sum(1, keepdim=True), dim=1)
     assert float(means[0] @ means[1]) > 0.4 > float(means[0] @ means[2])
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("freeze=embeddings",), ("freeze=2",), ("freeze=encoder",), ("lora=4",)], ids=str
+)
+def test_only_what_is_trained_has_gradients_and_optimizer_state(
+    tmp_path: Path, model: Path, table: Path, words: tuple[str, ...]
+) -> None:
+    if words == ("lora=4",):
+        pytest.importorskip("peft", reason="LoRA needs the extra lora")
+    recipe = text_recipe()
+    config = resolve(recipe.Config, [f"model={model}", f"data={table}", *words]).config
+    data = recipe.data(config)
+    expected = recipe.describe(config, data)
+    made = recipe.model(config, data)
+    trained_sizes = [parameter.numel() for parameter in made.parameters() if parameter.requires_grad]
+    assert (expected.num_parameters, expected.num_frozen) == num_trained(made)
+    parts = predict_parts(expected, micro_batch=1, device="cpu", precision="fp32")
+    assert parts is not None
+
+    run = trained(tmp_path, model, table, *words, "epochs=1")
+    (epoch,) = read_events(run, kinds=("epoch",))
+    held = epoch.get("held")
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in made.buffers())
+    assert held["weights"] == parts["weights"] + buffers
+    assert held["gradients"] == parts["gradients"] == 4 * sum(trained_sizes)
+    # Adam also counts the steps of each tensor, 4 bytes.
+    assert held["optimizer"] == parts["optimizer"] + 4 * len(trained_sizes)
+    assert f"gradients {show_bytes(held['gradients'])}" in render(summarize(run))
+    assert f"{held['gradients'] // 4:,} weights" in explain(read_plan(run.plan, where="plan"), "memory_gb") or not words

@@ -109,7 +109,7 @@ def test_a_kept_tokenizer_writes_nowhere_else(tmp_path: Path, name: str) -> None
 def test_commands_of_the_page_mean_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "text.md").read_text()
     commands = re.findall(r"^\$ whet (?:train|plan) text (.*?)(?:\s+#.*)?$", page, re.MULTILINE)
-    assert len(commands) == 8
+    assert len(commands) == 11
     (tmp_path / "models").mkdir()
     model(tmp_path / "models" / "scibert")
     (tmp_path / "reviews.csv").write_text("text,label\n")

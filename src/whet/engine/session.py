@@ -31,6 +31,7 @@ from whet.engine.evaluating import Evaluate
 from whet.engine.findings import metrics_of, read_findings
 from whet.engine.governor import Governor
 from whet.engine.health import Health
+from whet.engine.held_memory import held_memory
 from whet.engine.keeper import Urgency
 from whet.engine.opening import open_session
 from whet.engine.progress import Progress
@@ -409,6 +410,7 @@ class Session:
             epoch=epochs_done,
             epoch_seconds=now - self._epoch_began,
             memory=asdict(memory),
+            held=held_memory(self._stepper),
             shapes=len(self._execution.shapes),
         )
         self._epoch_began = now

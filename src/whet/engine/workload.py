@@ -35,7 +35,7 @@ _LAYERS: dict[str, tuple[type[nn.Module], ...]] = {
 
 def describe(model: nn.Module, data: Any, training: Training, *, recipe: str) -> Workload:
     """What is known before the first step."""
-    num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    num_parameters, num_frozen = num_trained(model)
     columns = as_columns(data)
     num_samples = len(data) if columns is None and callable(getattr(data, "__len__", None)) else None
     max_length, mean_length, sample_bytes = 1, None, None
@@ -48,6 +48,7 @@ def describe(model: nn.Module, data: Any, training: Training, *, recipe: str) ->
     return Workload(
         recipe=recipe,
         num_parameters=max(1, num_parameters),
+        num_frozen=num_frozen,
         global_batch_size=training.global_batch_size,
         num_samples=num_samples or None,
         num_steps=training.total_steps(num_samples) or None,
@@ -60,6 +61,12 @@ def describe(model: nn.Module, data: Any, training: Training, *, recipe: str) ->
         has_batchnorm=any(isinstance(module, _BATCHNORMS) for module in model.modules()),
         layers=seen_layers(model),
     )
+
+
+def num_trained(model: nn.Module) -> tuple[int, int]:
+    """How many parameters are trained, and how many stay as they are."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return trained, sum(parameter.numel() for parameter in model.parameters()) - trained
 
 
 def seen_layers(model: nn.Module) -> tuple[str, ...]:

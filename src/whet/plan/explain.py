@@ -2,9 +2,13 @@
 
 from whet.base.errors import UsageError, nearest
 from whet.base.record import Record
+from whet.base.units import show_bytes
 from whet.plan.plan import Plan
+from whet.plan.prediction import predict_parts
 from whet.plan.rules import ALL
 from whet.plan.setting import Setting
+
+_ABOUT_MEMORY = ("memory_gb", "micro_batch", "activation_checkpointing")
 
 
 class Difference(Record):
@@ -43,10 +47,38 @@ def explain(plan: Plan, name: str) -> str:
             "evidence",
             *(facts or ["  none"]),
             "",
+            *(_memory(plan) if name in _ABOUT_MEMORY else ()),
             f"rule {rule.id}: {rule.what}",
             *(f"{section}: {text}" for section, text in rule.sections.items()),
         ]
     )
+
+
+def _memory(plan: Plan) -> list[str]:
+    """What a step is expected to take, part by part."""
+    workload, micro = plan.workload, plan.value("micro_batch")
+    assert isinstance(micro, int)
+    parts = predict_parts(
+        workload,
+        micro_batch=micro,
+        device=str(plan.value("device")),
+        precision=str(plan.value("precision")),
+        is_checkpointed=plan.value("activation_checkpointing") == "on",
+    )
+    if parts is None:
+        return ["memory of a step: what activations take is measured before the first one", ""]
+    trained, frozen = workload.num_parameters, workload.num_frozen
+    of_what = {
+        "weights": f"{trained + frozen:,} numbers of 4 bytes",
+        "gradients": "one for each weight" if not frozen else f"only of the {trained:,} weights that are trained",
+        "optimizer": f"{workload.optimizer_bytes} bytes for each weight that is trained",
+        "activations": f"kept for the backward pass of {micro} samples of the greatest length, about",
+        "device": "kernels and workspaces before the first tensor, about",
+    }
+    rows = [f"  {name:<12} {show_bytes(size):>8}  {of_what[name]}" for name, size in parts.items() if size]
+    whole = f"  {'together':<12} {show_bytes(sum(parts.values())):>8}"
+    measured = "  what a run really holds: whet report RUN; on this machine: whet plan RECIPE --measure"
+    return [f"memory of a step with micro batch {micro}, computed", *rows, whole, measured, ""]
 
 
 def _explain_batch(plan: Plan) -> str:

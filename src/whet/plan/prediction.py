@@ -1,6 +1,6 @@
 """How much memory a step will need, predicted from the workload alone."""
 
-from whet.plan.workload import Workload
+from whet.plan.workload import GRADIENT_BYTES, Workload
 
 FIXED_BYTES = {"cpu": 0, "mps": 256 * 1024**2, "cuda": 768 * 1024**2}
 """Contexts, kernels and workspaces before the first tensor; 768 MB is the order of a CUDA context with cuBLAS."""
@@ -12,13 +12,29 @@ _CHECKPOINTED_SHARE = 0.3
 """With activation checkpointing only the inputs of blocks stay, plus one block's worth during backward."""
 
 
-def predict_bytes(
+def predict_parts(
     workload: Workload, *, micro_batch: int, device: str, precision: str, is_checkpointed: bool = False
-) -> int | None:
-    """Peak bytes of a training step; None when nothing is known about the activations."""
+) -> dict[str, int] | None:
+    """What the peak of a training step is made of; None when nothing is known about the activations."""
     if workload.activation_bytes is None:
         return None
     activations = workload.activation_bytes * micro_batch * _ACTIVATION_SHARE.get(precision, 1.0)
     if is_checkpointed:
         activations *= _CHECKPOINTED_SHARE
-    return int(FIXED_BYTES.get(device, 0) + workload.static_bytes + activations)
+    return {
+        "weights": workload.weight_bytes,
+        "gradients": workload.num_parameters * GRADIENT_BYTES,
+        "optimizer": workload.num_parameters * workload.optimizer_bytes,
+        "activations": int(activations),
+        "device": FIXED_BYTES.get(device, 0),
+    }
+
+
+def predict_bytes(
+    workload: Workload, *, micro_batch: int, device: str, precision: str, is_checkpointed: bool = False
+) -> int | None:
+    """Peak bytes of a training step; None when nothing is known about the activations."""
+    parts = predict_parts(
+        workload, micro_batch=micro_batch, device=device, precision=precision, is_checkpointed=is_checkpointed
+    )
+    return None if parts is None else sum(parts.values())

@@ -20,7 +20,9 @@ _LONGEST_WHY = 4_100
 def workload_line(workload: Workload) -> str:
     """What is trained, in one line."""
     batch = f"global batch {workload.global_batch_size}" + (" (measured)" if workload.batch else "")
-    parts = [f"{show_count(workload.num_parameters)} parameters", batch]
+    trained = f"{show_count(workload.num_parameters)} parameters"
+    frozen = f" ({show_count(workload.num_frozen)} more stay as they are)" if workload.num_frozen else ""
+    parts = [trained + frozen, batch]
     if workload.lengths_vary:
         mean = f"mean length {workload.mean_length:.0f} of" if workload.mean_length else "lengths up to"
         parts.append(f"{mean} {workload.max_length}")

@@ -1,6 +1,6 @@
 """What is to be trained, as far as a plan needs to know. The user owns every number here; a plan changes none."""
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from whet.base.record import Record
 from whet.plan.chosen_batch import ChosenBatch
@@ -13,6 +13,9 @@ ADAM_STATE_BYTES = 8
 class Workload(Record):
     recipe: str
     num_parameters: PositiveInt
+    """Those that are trained."""
+    num_frozen: NonNegativeInt = 0
+    """Those that stay as they are: they take memory, and have neither gradient nor optimizer state."""
     global_batch_size: PositiveInt
     num_samples: PositiveInt | None = None
     """Samples of one epoch; None when the data has no length."""
@@ -43,7 +46,12 @@ class Workload(Record):
     @property
     def static_bytes(self) -> int:
         """Weights, gradients and optimizer state in float32: what a run needs before the first sample."""
-        return self.num_parameters * (WEIGHT_BYTES + GRADIENT_BYTES + self.optimizer_bytes)
+        return self.weight_bytes + self.num_parameters * (GRADIENT_BYTES + self.optimizer_bytes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights in float32, the frozen ones too."""
+        return (self.num_parameters + self.num_frozen) * WEIGHT_BYTES
 
     @property
     def data_bytes(self) -> int | None:

@@ -13,7 +13,7 @@ from whet.data.subset import num_samples
 from whet.engine.loop import Result, train
 from whet.engine.recorder import Show, show_if_it_can
 from whet.engine.tuning import OpenRig
-from whet.engine.workload import seen_layers
+from whet.engine.workload import num_trained, seen_layers
 from whet.plan.workload import Workload
 from whet.recipes.learning import optimizer_of
 from whet.recipes.recipe import Recipe, Splits
@@ -43,10 +43,10 @@ def ingredients(recipe: Recipe, config: Any, *, data: Splits | None = None) -> I
     seed_randomness(config.seed)
     model = recipe.model(config, data)
     # Counted, whatever the description says.
-    counted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    counted, frozen = num_trained(model)
     workload = recipe.describe(config, data)
     layers = tuple(sorted({*workload.layers, *seen_layers(model)}))
-    workload = workload.model_copy(update={"num_parameters": max(1, counted), "layers": layers})
+    workload = workload.model_copy(update={"num_parameters": max(1, counted), "num_frozen": frozen, "layers": layers})
     if getattr(data, "is_part", False) and (samples := num_samples(data.train)) is not None:
         # Less than the recipe may have counted (recipes/trial.py).
         steps = config.epochs * -(-samples // config.global_batch_size)

@@ -62,6 +62,8 @@ class Epoch(Record):
     seconds: float
     memory_bytes: int | None
     """The most that tensors took so far, or what the process holds where there is no such counter."""
+    held: dict[str, int] = Field(default_factory=dict)
+    """What weights, gradients and optimizer state take between steps, counted."""
 
 
 class SettingLine(Record):
@@ -274,7 +276,13 @@ def _epoch(event: Event) -> Epoch:
         epoch=_whole(event.get("epoch")) or 0,
         seconds=event.number("epoch_seconds") or 0.0,
         memory_bytes=next((int(number) for number in taken if number), None),
+        held=_held(event.get("held")),
     )
+
+
+def _held(said: object) -> dict[str, int]:
+    known = {str(name): as_number(value) for name, value in said.items()} if isinstance(said, Mapping) else {}
+    return {name: int(value) for name, value in known.items() if value is not None and 0 <= value < float("inf")}
 
 
 def _times(history: History) -> tuple[float, float, int]:

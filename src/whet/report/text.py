@@ -54,6 +54,9 @@ def _facts(report: Report, *, width: int) -> list[str]:
         facts.append(("test", shown + whose + beside))
     if report.epochs:
         facts.append(("epochs", _epochs(report.epochs)))
+        if held := report.epochs[-1].held:
+            shown = ", ".join(f"{name} {show_bytes(size)}" for name, size in held.items())
+            facts.append(("holds", f"{shown} between steps; whet plan RUN --why memory_gb says what was expected"))
     facts.append(("saved", _saved(report)))
     if report.proof is not None:
         facts.append(("proof", report.proof))

@@ -21,7 +21,8 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
                 samples: [{"input": ..., "expected": ..., "predicted": ..., ...}]. Of the test part all names begin
                 with "test_". weights: {"step": ...} whose weights were evaluated, where that is not the newest step's
     epoch       epoch (how many are done), epoch_seconds, memory: {"allocated": ..., "peak": ..., "limit": ...} in
-                bytes, shapes (how many different ones micro-batches have had in this sitting)
+                bytes, held: {"weights": ..., "gradients": ..., "optimizer": ..., "average": ...} of it between
+                steps, counted from the tensors, shapes (how many different ones micro-batches have had in this sitting)
     checkpoint  it is safe now: name, bytes, seconds (in all), stall_seconds (the training stood still),
                 slowed_seconds (steps beside it took longer), beside (written while the training went on)
     resume      the run went on from `step`: step and eval events of later steps before this line no longer count;

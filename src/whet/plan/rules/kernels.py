@@ -93,7 +93,8 @@ def choose_threads(facts: Facts) -> Decision:
 
     Why: slow cores hold fast ones back at every barrier, and two threads on one core share its arithmetic units. So:
     the fast cores of an Apple chip, the physical cores elsewhere, never more than this process may use. Results of
-    long sums depend on the number, so it is pinned and recorded.
+    long sums depend on the number, so it is pinned and recorded. It is set in torch itself, so OMP_NUM_THREADS and
+    MKL_NUM_THREADS need not be (Apple's chips have no MKL), and it concerns a GPU's training hardly at all.
     When wrong: M5 Pro and Max, whose second cluster is fast as well; machines shared with other work.
     Override: threads=N.
     Sources: ATen/ParallelCommon.cpp (2.13), pytorch/pytorch#123038; own measurement of sums with 1 and 2 threads.

@@ -38,6 +38,8 @@ def choose_workers(facts: Facts) -> Decision:
 
     Why: workers are for data that must be decoded. macOS starts each with a fresh Python that imports torch again
     (about 5 s and several hundred MB of the shared memory each), so none there until a measurement says otherwise.
+    Texts are tokenised once, before the first step, in the training's own process and without threads: they need no
+    worker, no process is forked while a tokenizer has threads, and TOKENIZERS_PARALLELISM makes no difference.
     When wrong: heavy decoding on a Mac and long runs; many cores and slow decoding elsewhere.
     Override: workers=N.
     Sources: cvg/Hierarchical-Localization#502; hyrax#224; public advice says 0, 1, 2 and 4.

@@ -44,9 +44,29 @@ class Backbone:
         head = (width + 1) * num_classes
         if self.kind != "bert" and self.num_stored is not None:
             return self.num_stored + head
-        block = 4 * (width + 1) * width + (width + 1) * self.inner + (self.inner + 1) * width + 4 * width
         embeddings = (self.vocab_size + self.num_positions + self.num_segments + 2) * width
-        return embeddings + self.layers * block + (width + 1) * width + head
+        return embeddings + self.layers * self._block + (width + 1) * width + head
+
+    def num_trained(self, *, num_classes: int, freeze: str | int, lora: int | None) -> int:
+        """How many of them learn; LoRA's own numbers too. As BERT's layers are, about so for others."""
+        width = self.width
+        head = (width + 1) * num_classes
+        if lora is not None:
+            # peft puts two thin matrices beside the queries and two beside the values of each layer.
+            return self.layers * 2 * 2 * lora * width + head
+        whole = self.num_parameters(num_classes=num_classes)
+        if freeze == "none":
+            return whole
+        num_frozen = {"embeddings": 0, "encoder": self.layers}.get(str(freeze), freeze)
+        assert isinstance(num_frozen, int)
+        stays = (self.vocab_size + self.num_positions + self.num_segments + 2) * width + num_frozen * self._block
+        return max(head, whole - stays)
+
+    @property
+    def _block(self) -> int:
+        """The parameters of one layer of BERT."""
+        width = self.width
+        return 4 * (width + 1) * width + (width + 1) * self.inner + (self.inner + 1) * width + 4 * width
 
     def activation_bytes(self, max_length: int) -> int:
         """What one text of full length keeps for the backward pass in float32; counted as for the small encoder."""

@@ -177,7 +177,7 @@ def describe(config: TextConfig) -> Workload:
     max_length = config.arch.max_length if backbone is None else min(config.arch.max_length, backbone.most_tokens)
     return Workload(
         recipe="text",
-        num_parameters=_num_parameters(config, num_classes=EMBEDDED_CLASSES),
+        **_num_parameters(config, num_classes=EMBEDDED_CLASSES),
         global_batch_size=config.global_batch_size,
         num_samples=num_samples,
         num_steps=_num_steps(config, num_samples),
@@ -197,7 +197,7 @@ def describe_data(
 ) -> Workload:
     """The workload with what is known once the data has been read."""
     known = {
-        "num_parameters": _num_parameters(config, num_classes=len(classes)),
+        **_num_parameters(config, num_classes=len(classes)),
         "num_samples": num_samples,
         "num_steps": _num_steps(config, num_samples),
         "mean_length": mean_length,
@@ -213,11 +213,15 @@ def count_parameters(arch: Arch, *, num_classes: int) -> int:
     return embeddings + arch.layers * block + 2 * width + (width + 1) * num_classes
 
 
-def _num_parameters(config: TextConfig, *, num_classes: int) -> int:
-    """All of them; what is frozen is left out once the model is made."""
-    if config.is_pretrained:
-        return read_backbone(config.model).num_parameters(num_classes=num_classes)
-    return count_parameters(config.arch, num_classes=num_classes)
+def _num_parameters(config: TextConfig, *, num_classes: int) -> dict[str, int]:
+    """How many learn and how many stay; counted again once the model is made."""
+    if not config.is_pretrained:
+        return {"num_parameters": count_parameters(config.arch, num_classes=num_classes), "num_frozen": 0}
+    backbone = read_backbone(config.model)
+    trained = backbone.num_trained(num_classes=num_classes, freeze=config.freeze, lora=config.lora)
+    # LoRA's numbers come on top of the model's, which all stay: peft trains a copy of the head.
+    own = trained if config.lora is None else 0
+    return {"num_parameters": trained, "num_frozen": backbone.num_parameters(num_classes=num_classes) - own}
 
 
 def activation_bytes(arch: Arch) -> int:

@@ -144,6 +144,7 @@ def _describe(subject: Subject, specimen: Specimen | None, global_batch_size: in
     workload = Workload(
         recipe=subject.name,
         num_parameters=max(1, sum(p.numel() for p in model.parameters() if p.requires_grad)),
+        num_frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
         global_batch_size=global_batch_size or specimen.size,
         has_batchnorm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
     )
