@@ -174,7 +174,7 @@ def _train_here(
         from whet.cli.train_selfplay import train_selfplay
 
         train_selfplay(recipe, resolved, path, device=device, command=["whet", "train", what, *(words or ())])
-        return
+        return 0
     if resolved.is_batch_open:
         resolved = _with_a_batch(what, resolved, path, device=device, fresh=fresh, measures=measures)
     command = ["whet", "train", what, *(words or ()), *_options(config, device), "--run", str(path)]
