@@ -8,6 +8,7 @@ from torch import nn
 
 import whet
 from whet.checkpoint import store
+from whet.report.view import run_view
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
@@ -43,9 +44,10 @@ def test_the_test_part_is_judged_by_the_best_weights(tmp_path: Path, ema: bool, 
     assert [event.step for event in evaluations] == [8, 16, 24, 24]
     first, _, third, tested = evaluations
     assert seen == first.number("weight") != third.number("weight")
-    assert tested.get("weights") == {"step": 8}
+    assert tested.get("weights") == store.name_of(8)
     report = whet.summarize(tmp_path / "run")
     assert report.tested_step == 8
+    assert {line.name for line in run_view(tmp_path / "run").track("eval").lines} == {"score", "weight", "test_score"}
     assert report.goal is not None
     assert report.goal.best_step == 8
     train(tmp_path / "untested", ema=ema, goal_is=goal_is, has_test=False)
@@ -72,6 +74,6 @@ def test_a_best_checkpoint_that_is_damaged_is_told_and_the_newest_weights_are_ju
     events = list(read_events(open_run(tmp_path / "run"), kinds=("eval", "warning")))
     last_dev = [event for event in events if event.get("weight") is not None][-1]
     assert seen == last_dev.number("weight")
-    assert events[-1].get("weights") == {"step": 24}
+    assert events[-1].get("weights") == store.name_of(24)
     (warning,) = [event for event in events if event.kind == "warning"]
     assert "the best weights, after step 8, cannot be read" in str(warning.get("reason"))

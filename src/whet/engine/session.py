@@ -321,7 +321,7 @@ class Session:
             with best_weights(self._stepper, self._keeper, self.progress) as best_step:
                 given = self._execution.evaluate(evaluate, data, step=self.progress.step)
             self._execution.expect_changes()
-            told["weights"] = {"step": best_step}
+            told["weights"] = store.name_of(best_step)
         else:
             given = self._execution.evaluate(evaluate, data, step=self.progress.step)
         found = {f"{prefix}{name}": value for name, value in given.items()}

@@ -265,8 +265,8 @@ def _baseline(run: Run) -> dict[str, float]:
 
 def _tested_step(history: History) -> int | None:
     said = (event.get("weights") for event in history.backwards(kinds=("eval",)))
-    newest = next((weights for weights in said if isinstance(weights, Mapping)), {})
-    return _whole(newest.get("step"))
+    named = (re.fullmatch(r"step-(\d{1,18})", name) for name in said if isinstance(name, str))
+    return next((int(name[1]) for name in named if name), None)
 
 
 def _epoch(event: Event) -> Epoch:

@@ -19,7 +19,7 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
     eval        one field per metric; confusion: {"labels": [...], "counts": [[...]]}, a row for each true class;
                 classes: {"labels": [...], NAME: [...]}, a number for each class, such as "f1" and "support";
                 samples: [{"input": ..., "expected": ..., "predicted": ..., ...}]. Of the test part all names begin
-                with "test_". weights: {"step": ...} whose weights were evaluated, where that is not the newest step's
+                with "test_". weights: the name of the checkpoint that was evaluated, where that was asked for
     epoch       epoch (how many are done), epoch_seconds, memory: {"allocated": ..., "peak": ..., "limit": ...} in
                 bytes, held: {"weights": ..., "gradients": ..., "optimizer": ..., "average": ...} of it between
                 steps, counted from the tensors, shapes (how many different ones micro-batches have had in this sitting)
