@@ -360,6 +360,16 @@ def test_batches_are_written_as_the_template_says(talks: list[list[Role]], is_al
         assert num_cut == 0
 
 
+def test_a_conversation_of_a_rows_length_is_whole_and_of_one_token_more_is_cut(tokenizer: ChatTokenizer) -> None:
+    turns = (Turn("user", "Why is it so?"), Turn("assistant", "Because it was so before."))
+    ids = [tokenizer.encode(turn.text) for turn in turns]
+    length = sum(map(len, ids)) + 4
+    for max_length, num_cut in ((length, 0), (length - 1, 1)):
+        (made_of_it,) = assemble([turns], ids, tokenizer, max_length=max_length, loss="assistant")
+        assert made_of_it.num_cut == num_cut
+        assert [len(document.mask) for document in made_of_it.documents] == [max_length]
+
+
 def test_the_mask_of_write_covers_the_ids(tokenizer: ChatTokenizer) -> None:
     ids, mask = write([TurnIds("user", [1, 2]), TurnIds("assistant", [3], is_whole=False)], tokenizer)
     assert ids == [tokenizer.role_ids["user"], 1, 2, tokenizer.end_id, tokenizer.role_ids["assistant"], 3]

@@ -5,7 +5,6 @@ turn lies between <|user|> and <|enduser|>, or <|assistant|> and <|endassistant|
 and is left out.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ def records(path: Path) -> Iterator[Record]:
 
     folder = path.parent.parent
     engine = Tokenizer.from_str(read_plain(folder / "tokenizer" / "tokenizer.json", follows_links=True).decode())
-    pad = json.loads(read_plain(path.parent / "dataset.json", follows_links=True)).get("pad_id")
     starts = {engine.token_to_id(f"<|{role}|>"): role for role in _ROLES}
     ends = {engine.token_to_id(f"<|end{role}|>") for role in _ROLES}
     try:
@@ -56,8 +54,6 @@ def records(path: Path) -> Iterator[Record]:
         messages: list[dict[str, str]] = []
         role, inside = "", list[int]()
         for token in row.tolist():
-            if token == pad and not role:
-                break
             if token in starts:
                 role, inside = starts[token], []
             elif token in ends and role:
