@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -44,21 +45,35 @@ def generate(path: Path, size: int) -> None:
             number += 1
 
 
-def prepare(path: Path, out: Path, *words: str) -> float:
-    """Seconds of the whole command."""
+class Took(NamedTuple):
+    """What something cost."""
+
+    seconds: float
+    processor_seconds: float
+    """Of all cores together; on a busy machine this says more."""
+
+
+def prepare(path: Path, out: Path, *words: str) -> Took:
+    """The whole command."""
     command = [sys.executable, "-m", "whet", "--quiet", "data", "chat", str(path), "--output-dir", str(out), *words]
-    start = time.perf_counter()
+    start, before = time.perf_counter(), children_seconds()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
+    return Took(time.perf_counter() - start, children_seconds() - before)
 
 
-def encode(engine: Tokenizer, texts: list[str]) -> float:
-    """Seconds of the tokenizer alone."""
-    start = time.perf_counter()
+def encode(engine: Tokenizer, texts: list[str]) -> Took:
+    """The tokenizer alone."""
+    start, before = time.perf_counter(), time.process_time()
     for first in range(0, len(texts), BATCH):
         for found in engine.encode_batch(texts[first : first + BATCH], add_special_tokens=False):
             _ = found.ids
-    return time.perf_counter() - start
+    return Took(time.perf_counter() - start, time.process_time() - before)
+
+
+def children_seconds() -> float:
+    """Processor time of finished children."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def peak_bytes() -> int:
@@ -84,25 +99,30 @@ def main() -> None:
             texts = [turn["value"] for line in lines for turn in json.loads(line)["conversations"]]
         size = sum(len(text.encode()) for text in texts)
         print(f"{asked.megabytes} MB of JSON, {size / 1e6:.0f} MB of text; peak of whet {small / 1e6:.0f} MB")
-        ratios: dict[str, list[float]] = {"vocabulary given": [], "vocabulary learned": []}
+        given, learned = "vocabulary given", "vocabulary learned"
+        ratios: dict[str, list[tuple[float, float]]] = {given: [], learned: []}
         for number in range(asked.rounds):
-            alone = encode(engine, texts)
-            given = prepare(file, folder / f"given-{number}", "--tokenizer", str(folder / "first"))
-            again = encode(engine, texts)
-            learned = prepare(file, folder / f"learned-{number}")
-            last = encode(engine, texts)
-            ratios["vocabulary given"].append((alone + again) / 2 / given)
-            ratios["vocabulary learned"].append((again + last) / 2 / learned)
-            print(
-                f"round {number + 1}: encode_batch {size / alone / 1e6:.2f}, {size / again / 1e6:.2f}, "
-                f"{size / last / 1e6:.2f} MB/s; whet {size / given / 1e6:.2f} MB/s, "
-                f"with learning a vocabulary {size / learned / 1e6:.2f} MB/s"
-            )
+            before = encode(engine, texts)
+            for name, words in (
+                ("vocabulary given", ("--tokenizer", str(folder / "first"))),
+                ("vocabulary learned", ()),
+            ):
+                whole = prepare(file, folder / f"{name}-{number}", *words)
+                after = encode(engine, texts)
+                mean = Took(*((one + other) / 2 for one, other in zip(before, after, strict=True)))
+                ratios[name].append((mean.seconds / whole.seconds, mean.processor_seconds / whole.processor_seconds))
+                print(
+                    f"round {number + 1}, {name}: encode_batch {size / mean.seconds / 1e6:.2f} MB/s of text, "
+                    f"whet {size / whole.seconds / 1e6:.2f} MB/s"
+                )
+                before = after
         for name, seen in ratios.items():
-            print(f"{name}: {statistics.median(seen):.2f} of encode_batch ({min(seen):.2f} to {max(seen):.2f})")
+            for kind, values in zip(("speed", "speed by processor time"), zip(*seen, strict=True), strict=True):
+                middle = statistics.median(values)
+                print(f"{name}: {kind} {middle:.2f} of encode_batch ({min(values):.2f} to {max(values):.2f})")
         if asked.gigabytes:
             generate(file, int(asked.gigabytes * 10**9))
-            seconds = prepare(file, folder / "large")
+            seconds = prepare(file, folder / "large").seconds
             print(
                 f"{asked.gigabytes:g} GB: {seconds:.0f} s, {asked.gigabytes * 1e3 / seconds:.2f} MB/s of JSON; "
                 f"peak {peak_bytes() / 1e6:.0f} MB, {small / 1e6:.0f} MB for {asked.megabytes} MB"
