@@ -30,10 +30,9 @@ def judge(model: CausalModel, micros: Iterator[Micro], data: ChatData | None) ->
         logits = model.logits(model(*inputs_of(micro))[-1])
         is_counted = targets >= 0
         is_right = (logits.argmax(-1) == targets) & is_counted
-        found = torch.stack([surprise(logits, targets), is_counted.sum(), is_right.sum(), micro.loss_bytes.sum()])
-        for_nats, *counts = found.tolist()
-        nats += for_nats
-        tokens, right, num_bytes = tokens + counts[0], right + counts[1], num_bytes + counts[2]
+        counts = (is_counted.sum(), is_right.sum(), micro.loss_bytes.sum())
+        found = torch.stack([surprise(logits, targets), *(count.float() for count in counts)]).tolist()
+        nats, tokens, right, num_bytes = nats + found[0], tokens + found[1], right + found[2], num_bytes + found[3]
     mean = nats / max(1.0, tokens)
     told: dict[str, Any] = {
         "bits_per_byte": nats / math.log(2) / max(1.0, num_bytes),
