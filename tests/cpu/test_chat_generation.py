@@ -3,7 +3,9 @@
 import io
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from whet.recipes.chat.generation.decoding import Ask, Rules, decode
 from whet.recipes.chat.generation.history import fitting_prompt
 from whet.recipes.chat.generation.memory import KeyValues
 from whet.recipes.chat.generation.sampling import Sampling, choose, distribution
+from whet.recipes.chat.generation.speaking import Piece, Prompt, Speaker
 
 RULES = Rules(stops=frozenset([7]), forbidden=(0, 3), num_places=40)
 GREEDY = Sampling(temperature=0)
@@ -168,7 +171,19 @@ def test_training_generating_and_talking(
     # So hot that every answer has something in it: the model has learned nothing yet.
     hot = ["--temperature", "5", "--top-k", "0", "--top-p", "1", "--max-new-tokens", "8"]
     talk = ["chat", run, "--system", "Be brief.", *hot, "--device", "cpu", "--checkpoint", "best"]
+    read: list[str] = []
+    say = Speaker.say
+
+    def noting(speaker: Speaker, prompt: Prompt, **how: Any) -> Iterator[Piece]:
+        read.append(speaker.tokenizer.spell(prompt.ids))
+        return say(speaker, prompt, **how)
+
+    monkeypatch.setattr(Speaker, "say", noting)
     assert whet(talk) == 0
+    first = "<|system|>Be brief.<|end|><|user|>I want tea.<|end|><|assistant|>"
+    assert read[0] == first
+    assert read[1].startswith(first)
+    assert read[1].endswith("<|end|><|user|>What?<|end|><|assistant|>")
     kept = json.loads((tmp_path / "talk.jsonl").read_text())["messages"]
     assert [turn["role"] for turn in kept][::2] == ["system", "assistant", "assistant"]
     assert whet(["chat", str(tmp_path)]) == 2

@@ -56,6 +56,10 @@ def test_the_client_lists_asks_and_streams(client: openai.OpenAI) -> None:
     assert usage is not None
     assert 0 < usage.completion_tokens <= 8
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    longer = [*HELLO, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "What?"}]
+    history = client.chat.completions.create(**{**asked, "messages": longer}).usage
+    assert history is not None
+    assert history.prompt_tokens > usage.prompt_tokens + 4
     pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == said.message.content
     assert pieces[-1].usage == usage
