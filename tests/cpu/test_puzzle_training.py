@@ -15,6 +15,7 @@ from whet.data.batch import Micro, Position
 from whet.data.columns import as_columns
 from whet.data.source import Cutter
 from whet.data.table import Table
+from whet.device.branches import branches_of
 from whet.device.cpu import Cpu
 from whet.device.fake import Fake
 from whet.device.machine_here import machine_here
@@ -221,6 +222,10 @@ def test_a_puzzle_is_right_if_all_that_counts_is_and_ignored_places_have_no_loss
     assert found.tokens[0].item() == pytest.approx(np.log((4 + 2 / 3) / 4))
     assert found.tokens[2].item() == 0
     assert stablemax_loss(logits, labels)[0, 2].item() == 0
+    # What is traced for MPS, on the CPU, must not have float64 in it.
+    with branches_of("mps"):
+        assert stablemax_loss(logits, labels).dtype == torch.float32
+    assert stablemax_loss(logits, labels).dtype == torch.float64
     wild = torch.tensor([[[1e30, -1e30, 1.0]]], requires_grad=True)
     stablemax_loss(wild, torch.tensor([[1]])).sum().backward()
     assert wild.grad is not None

@@ -2,11 +2,19 @@
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whet.device.abstract import AbstractDevice
+
+_traced_for: ContextVar[str | None] = ContextVar("_traced_for", default=None)
+
+
+def widest_float(place: torch.device) -> torch.dtype:
+    """The widest floating-point type that a device has; while something is traced, the one that it is traced for."""
+    return torch.float32 if (_traced_for.get() or place.type) == "mps" else torch.float64
 
 
 @contextlib.contextmanager
@@ -17,6 +25,7 @@ def branches_of(kind: str) -> Iterator[None]:
     oneDNN.
     """
     with contextlib.ExitStack() as stack:
+        stack.callback(_traced_for.reset, _traced_for.set(kind))
         if kind == "mps":
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if kind != "cpu":

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from whet.base.errors import WhetError
 from whet.data.batch import Micro
+from whet.device.branches import widest_float
 from whet.recipes.puzzle.halting import Held, Offer
 from whet.recipes.puzzle.model import PuzzleModel
 
@@ -26,8 +27,7 @@ class Parts(NamedTuple):
 
 def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """-log p of each label, 0 where it is ignored: p is s(v) / sum s, and s is v + 1, or 1 / (1 - v) below 0."""
-    # Metal has no float64.
-    wide = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
+    wide = logits.to(widest_float(logits.device))
     # min and max keep both branches finite, so that the gradient of the one not taken is not 0 times infinity.
     sizes = torch.where(wide < 0, 1 / (1 - wide.clamp(max=0)), wide.clamp(min=0) + 1)
     counts = labels != IGNORED

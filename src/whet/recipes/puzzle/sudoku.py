@@ -57,7 +57,7 @@ def shuffled(cells: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     side = round(num_cells**0.5)
     rows, columns = (_lines(number, round(side**0.5), rng) for _ in range(2))
     at = side * rows[:, :, None] + columns[:, None, :]
-    is_mirrored: np.ndarray = rng.random(number) < 0.5
+    is_mirrored = np.asarray(rng.random(number) < 0.5)
     at = np.where(is_mirrored[:, None, None], at.swapaxes(1, 2), at).reshape(number, num_cells)
     names = np.zeros((number, side + 1), cells.dtype)
     names[:, 1:] = rng.permuted(np.tile(np.arange(1, side + 1), (number, 1)), axis=1)
