@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._inductor.config
 from torch import Tensor
 
 from whet.base.units import show_bytes
@@ -225,9 +226,11 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--keys", nargs="*", default=[], help="more keys, such as arch.mlp_t=true")
+    parser.add_argument("--inductor", default="", help="options of the compiler for our ways, such as max_autotune=1")
     parser.add_argument("--small", action="store_true")
     told = parser.parse_args()
     config = resolve(PuzzleConfig, ["size=9", *(SMALL if told.small else LARGE), *told.keys]).config
+    options = settings_of(told.inductor)
     torch.manual_seed(0)
     model = make_model(config, SUDOKU, num_slots=config.global_batch_size)
     data = made_up(config)
@@ -248,7 +251,8 @@ def main() -> None:
             arms["reference"] = reference.step
         for way in told.ways:
             try:
-                prepared = rig.prepare(settings_of(way), seconds=300)
+                with torch._inductor.config.patch({name: bool(value) for name, value in options.items()}):
+                    prepared = rig.prepare(settings_of(way), seconds=300)
             except ProbeFailedError as error:
                 print(f"{way}: {error.reason}")
                 continue
