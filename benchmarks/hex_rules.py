@@ -1,17 +1,28 @@
 """How many boards a second are checked for a winner, on one core? Beside the plain union-find, on the same boards.
 
+And how many does the two-distance player judge, how many games does it play, how fast are games imported? Seconds are
+those of the processor: neighbours on the machine do not count.
+
 python benchmarks/hex_rules.py [--sizes 5,11,13,19] [--boards 200000]
 """
 
 import argparse
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 
 from whet.hex.board import EMPTY
 from whet.hex.chains import Chains
 from whet.hex.connecting import winners
+from whet.hex.game import replay
+from whet.hex.games import Games, unroll
+from whet.hex.positions.importing import import_records
+from whet.hex.records.notation import write_game
 from whet.hex.rules import legal
+from whet.hex.self_play import play_games
+from whet.hex.two_distance import TwoDistancePlayer
 
 
 def random_boards(count: int, *, size: int, seed: int = 0) -> np.ndarray:
@@ -27,9 +38,9 @@ def per_second(function, boards: np.ndarray, *, repeats: int = 5) -> list[float]
     """Boards a second, sorted."""
     rates = []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = time.process_time()
         function(boards)
-        rates.append(len(boards) / (time.perf_counter() - begin))
+        rates.append(len(boards) / (time.process_time() - begin))
     return sorted(rates)
 
 
@@ -62,6 +73,30 @@ def main() -> None:
         )
         ratio = fast[2] / slow[1]
         print(f"{size:4}  {fast[2]:12,.0f} {fast[0]:12,.0f} {moves[2]:15,.0f} {slow[1]:12,.0f} {ratio:8.0f}")
+    print("size  two-distance boards/s  self-play games/s  moves a game  imported games/s")
+    for size in map(int, given.sizes.split(",")):
+        count = 4096 if size < 9 else 512
+        games, made = measured(lambda size=size, count=count: played(size, count))
+        positions = unroll(games.take(slice(400))).positions
+        positions = positions.take(winners(positions.boards) == EMPTY)
+        _, judged = measured(lambda positions=positions: TwoDistancePlayer().analyse(positions))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "games.trmph"
+            lines = (write_game(replay(games.move_list(game), size=size)) for game in range(len(games)))
+            path.write_text("\n".join(lines))
+            _, taken = measured(lambda path=path: import_records(path, into=path.parent / "set"))
+        rates = len(positions) / judged, len(games) / made, games.lengths.mean(), len(games) / taken
+        print(f"{size:4}  {rates[0]:21,.0f}  {rates[1]:17,.0f}  {rates[2]:12.1f}  {rates[3]:16,.0f}")
+
+
+def played(size: int, count: int) -> Games:
+    return play_games(TwoDistancePlayer(), size=size, count=count, seed=0)
+
+
+def measured(work):
+    """What it gives, and the seconds it took."""
+    begin = time.process_time()
+    return work(), time.process_time() - begin
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ KEPT = {
     "night-run": "at-night",
     "phone-run": "on-a-phone",
     "terminal": "terminal",
+    "play": "hex",
 }
 """What a test calls a picture, and what the docs call it."""
 MOST_BYTES = 1_500_000

@@ -48,7 +48,7 @@ def test_commands_of_the_readme_run_in_their_order(whet: Run) -> None:
         assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/measure.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/measure.md", "docs/hex.md"])
 def test_python_of_a_page_runs(page: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks

@@ -98,6 +98,16 @@ def test_players_meet(place: Place, whole: Path) -> None:
     assert found["rating"]["low"] < found["rating"]["win_rate"] <= found["rating"]["high"]
 
 
+def test_a_person_plays_against_a_run(place: Place, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("b2\nhint\nquit\n"))
+    code, out, errors = place.run("play", "runs/whole@8", "--terminal", "--device", "cpu")
+    assert code == 0, errors
+    assert out.count("your move (blue)") == 2
+    assert "runs/whole@8 likes" in out
+    code, _, errors = place.run("play", "runs/whole", "--size", 5, "--terminal", "--device", "cpu")
+    assert (code, "--size 4" in errors) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

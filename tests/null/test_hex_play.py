@@ -54,12 +54,12 @@ def test_a_view_shows_the_game() -> None:
 
 
 def test_a_view_shows_the_chain_that_won() -> None:
-    blue = ["c1", "c2", "b3", "e4", "b4", "b5"]
-    red = ["a1", "a2", "e1", "e2", "e3"]
+    blue = ["c1", "c2", "b3", "e1", "b4", "b5"]
+    red = ["a1", "a2", "e4", "e2", "e3"]
     moves = [cell(blue[i // 2] if i % 2 == 0 else red[i // 2]) for i in range(11)]
     view = look(PLAYER, moves, size=5)
     assert (view.winner, view.blue_wins, view.reply, view.suggestions) == ("blue", 1.0, None, ())
-    assert set(view.chain) == {cell(name) for name in blue} - {cell("e4")}
+    assert set(view.chain) == {cell(name) for name in blue} - {cell("e1")}
     mirrored = [m % 5 * 5 + m // 5 for m in moves]
     other = look(PLAYER, [cell("e5"), *mirrored], size=5)
     assert other.winner == "red"

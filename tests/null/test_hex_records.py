@@ -109,7 +109,7 @@ def test_both_orientations_are_recognised(tmp_path: Path, mirrored: bool) -> Non
 
 def test_bad_games_are_left_out_and_named(tmp_path: Path, whet: Run, capsys: pytest.CaptureFixture[str]) -> None:
     games = [written(moves) for moves in made(60)]
-    bad = ["a1 a1 b2", "what is this", "#5,a1b2", "a1 b1", f"{games[0]} d4 d3 d2", "#4,a1b2c3 z"]
+    bad = ["a1 a1 b2 blue", "what is this", "#5,a1b2", "a1 b1", f"{games[0]} d4 d3 d2", "#4,a1b2c3 z"]
     told_wrongly = [f"{moves} {'red' if len(moves.split()) % 2 else 'blue'}" for moves in games[:1]]
     told_rightly = ["a1 b1 blue"]
     path = tmp_path / "games.txt"

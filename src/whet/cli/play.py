@@ -16,6 +16,7 @@ def play(
     colour: Annotated[str, typer.Option(metavar="COLOUR", help="Yours: blue (begins) or red.")] = "blue",
     terminal: Annotated[bool, typer.Option("--terminal", help="Play here, in the terminal.")] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="In the terminal: other first moves of the player.")] = 0,
+    device: Annotated[str, typer.Option(metavar="NAME", help="Where a net thinks: auto, mps, cuda or cpu.")] = "auto",
     port: Annotated[int, typer.Option(metavar="N", help="The first port to try; 0 takes any.")] = 8322,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the link.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print address and link as one line of JSON.")] = False,
@@ -34,7 +35,7 @@ def play(
 
     if colour not in ("blue", "red"):
         raise UsageError("no such colour", got=colour, try_="--colour blue or --colour red")
-    player, sizes = _find(who)
+    player, sizes = _find(who, device=device)
     size = size if size is not None else sizes[0] if len(sizes) == 1 else 7
     if size not in sizes:
         told = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
@@ -55,17 +56,16 @@ def play(
     raise typer.Exit(code)
 
 
-def _find(who: str) -> "tuple[Player, tuple[int, ...]]":
+def _find(who: str, *, device: str) -> "tuple[Player, tuple[int, ...]]":
     """The player and the boards it plays on."""
     from whet.hex.known import KNOWN, SIZES
 
     if who in KNOWN:
         return KNOWN[who], SIZES
-    from importlib import import_module
-
     from whet.device.open import open_device
+    from whet.recipes.hex.opponents import find_opponent
 
-    found = import_module("whet.recipes.hex.opponents").find_opponent(who, device=open_device("cpu").device)
+    found = find_opponent(who, device=open_device(device).device)
     return found.player, SIZES if found.size is None else (found.size,)
 
 
