@@ -1,5 +1,6 @@
 """Records of games and sets of positions: read, written, refused, split, and found again."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -156,7 +157,6 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, ...]
 
 def test_positions_are_those_of_the_games(kept) -> None:
     games, positions = kept
-    positions.check()
     samples = positions.batch(np.arange(len(positions)))
     place = 0
     for begin, length in zip(positions.games["begin"], positions.games["length"], strict=True):
@@ -236,17 +236,38 @@ def test_damaged_sets_are_refused(kept, tmp_path: Path) -> None:
         ("games.bin", lambda data: data[:-12], "bytes it had"),
         ("positions.bin", lambda data: b"\x01" + data[1:], "content"),
         ("manifest.json", lambda data: data[:100], "damaged"),
+        ("manifest.json", lambda data: data.replace(b'"size": 4', b'"size": 99'), "no such board"),
+        ("manifest.json", lambda data: data.replace(b'"games.bin"', b'"../games.bin"'), "files"),
+        ("manifest.json", lambda data: b"[]", "damaged"),
         ("manifest.json", lambda data: data.replace(b"positions 1", b"positions 9"), "another format"),
     ):
         shutil.copytree(positions.folder, tmp_path / "copy")
         path = tmp_path / "copy" / name
         path.write_bytes(damage(path.read_bytes()))
         with pytest.raises(WhetError) as refused:
-            PositionSet(tmp_path / "copy").check()
+            PositionSet(tmp_path / "copy")
         assert said in str(refused.value)
         shutil.rmtree(tmp_path / "copy")
     with pytest.raises(UsageError, match="no set of positions"):
         PositionSet(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [("begin", 2**64 - 1, "beside"), ("begin", 1, "beside"), ("length", 60_000, "beside"), ("split", 3, "no part")],
+)
+def test_games_that_lie_with_a_right_hash_are_refused(kept, tmp_path: Path, field: str, value: int, said: str) -> None:
+    _, positions = kept
+    shutil.copytree(positions.folder, tmp_path / "copy")
+    games = positions.games.copy()
+    games[field][0] = value
+    (tmp_path / "copy" / "games.bin").write_bytes(games.tobytes())
+    manifest = json.loads((tmp_path / "copy" / "manifest.json").read_text())
+    manifest["files"]["games.bin"]["sha256"] = hashlib.sha256(games.tobytes()).hexdigest()
+    (tmp_path / "copy" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(WhetError) as refused:
+        PositionSet(tmp_path / "copy")
+    assert said in str(refused.value)
 
 
 def test_boards_are_packed_and_unpacked() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.record import Record
+from whet.hex.board import check_size
 from whet.hex.records.orientation import Orientation
 from whet.run import strict_json
 from whet.run.plain_file import read_plain
@@ -63,7 +64,8 @@ def read_manifest(folder: Path) -> Manifest:
         data = strict_json.decode(read_plain(path).decode())
     except ValueError as error:
         raise WhetError(f"{path} is damaged", got=str(error)[:200], try_=hint) from None
+    if data.get("format") != FORMAT:
+        raise UsageError("positions in another format", got=str(data.get("format"))[:60], try_=hint)
     found = Manifest.from_json(data, where=path)
-    if found.format != FORMAT:
-        raise UsageError("positions in another format", got=found.format, try_=hint)
+    check_size(found.size)
     return found

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from whet.base.errors import UsageError, WhetError
 from whet.hex.games import Samples
-from whet.hex.positions.manifest import GAME_ROW, GAMES, POSITIONS, Manifest, read_manifest
+from whet.hex.positions.manifest import GAME_ROW, GAMES, MANIFEST, POSITIONS, Manifest, read_manifest
 from whet.hex.positions.packing import row_type, unpack_boards
 from whet.hex.positions.splitting import SPLITS
 from whet.hex.rules import Positions
@@ -17,25 +17,28 @@ from whet.run.plain_file import open_plain
 
 
 class PositionSet:
-    """A folder made by `whet data hex`; sizes of files are checked at once, contents by `check`."""
+    """A folder made by `whet data hex`; opened, it is read once, and what was changed since is refused."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
-        for name, facts in self.manifest.files.items():
-            path = folder / name
-            if name not in (POSITIONS, GAMES) or not path.is_file() or path.stat().st_size != facts.bytes:
-                raise self._damaged(name, f"not the {facts.bytes:,} bytes it had")
+        self._check_files()
         kind = row_type(self.manifest.size)
         num_rows, rest = divmod((folder / POSITIONS).stat().st_size, kind.itemsize)
-        if rest:
-            raise self._damaged(POSITIONS, "a position is cut")
+        if rest or not num_rows:
+            raise self._damaged(POSITIONS, "not a whole number of positions")
         self._rows = np.memmap(folder / POSITIONS, dtype=kind, mode="r", shape=(num_rows,))
         with open_plain(folder / GAMES) as file:
-            self.games: NDArray[np.void] = np.frombuffer(file.read(), dtype=GAME_ROW)
-        ends = self.games["begin"] + self.games["length"]
-        if (ends > num_rows).any() or (self.games["split"] >= len(SPLITS)).any():
-            raise self._damaged(GAMES, "games beyond the positions")
+            data = file.read()
+        if len(data) % GAME_ROW.itemsize:
+            raise self._damaged(GAMES, "not a whole number of games")
+        self.games: NDArray[np.void] = np.frombuffer(data, dtype=GAME_ROW)
+        lengths = self.games["length"].astype(np.uint64)
+        follows = np.cumsum(lengths) - lengths  # One game after the other, and nothing between them.
+        if (self.games["begin"] != follows).any() or lengths.sum() != num_rows:
+            raise self._damaged(GAMES, "games beside the positions")
+        if (self.games["split"] >= len(SPLITS)).any():
+            raise self._damaged(GAMES, "games of no part")
 
     @property
     def size(self) -> int:
@@ -76,15 +79,19 @@ class PositionSet:
         """The same, each turned or mirrored in a way that seed, epoch and its number decide."""
         return seen_otherwise(self.batch(numbers), symmetries_of(numbers, seed=seed, epoch=epoch))
 
-    def check(self) -> None:
-        """Reads everything, and refuses what was changed since it was written."""
+    def _check_files(self) -> None:
+        if set(self.manifest.files) != {POSITIONS, GAMES}:
+            raise self._damaged(MANIFEST, f"files {sorted(self.manifest.files)}")
         for name, facts in self.manifest.files.items():
-            with open_plain(self.folder / name) as file:
+            path = self.folder / name
+            if not path.is_file() or path.stat().st_size != facts.bytes:
+                raise self._damaged(name, f"not the {facts.bytes:,} bytes it had")
+            with open_plain(path) as file:
                 digest = hashlib.sha256()
                 while piece := file.read(2**20):
                     digest.update(piece)
-                if digest.hexdigest() != facts.sha256:
-                    raise self._damaged(name, "not the content it had")
+            if digest.hexdigest() != facts.sha256:
+                raise self._damaged(name, "not the content it had")
 
     def _damaged(self, name: str, got: str) -> WhetError:
         return WhetError(f"{self.folder / name} is damaged", got=got, try_="whet data hex FILE --output-dir DIR again")
