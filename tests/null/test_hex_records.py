@@ -98,7 +98,8 @@ def test_what_is_no_game_is_refused(line: str) -> None:
 def test_both_orientations_are_recognised(tmp_path: Path, mirrored: bool) -> None:
     games = made(200, size=5)
     path = tmp_path / "games.txt"
-    path.write_text("\n".join(written(moves, size=5, mirrored=mirrored) for moves in games))
+    lines = "\r\n".join(written(moves, size=5, mirrored=mirrored) for moves in games)
+    path.write_bytes(b"\xef\xbb\xbf" + lines.encode())  # As some editors write it.
     source = open_source(path)
     assert source.orientation.is_mirrored == mirrored
     assert source.orientation.num_complete == 200 > source.orientation.num_complete_otherwise

@@ -155,6 +155,6 @@ def _lines(files: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
                 is_cut = not piece.endswith(b"\n") and len(piece) == 2 * LONGEST_LINE
                 while is_cut and (rest := file.readline(2 * LONGEST_LINE)):
                     is_cut = not rest.endswith(b"\n")
-                line = piece.decode("utf-8", "replace")
+                line = piece.decode("utf-8", "replace").lstrip("\ufeff")
                 if line.strip() and not line.lstrip().startswith(("//", "%")):
                     yield f"{path.name}:{number}", line
