@@ -32,12 +32,13 @@ export function drawBoard(view, { mayPlay, hints, onCell }) {
   view.cells.forEach((colour, cell) => {
     const isFree = mayPlay && colour === 0;
     const hint = hints.find((one) => one.cell === cell);
-    board.append(drawCell(cell, size, { colour, isFree, hint, isLast: cell === view.last, won: chain.has(cell), onCell }));
+    const marks = { colour, isFree, hint, isLast: cell === view.last, won: chain.has(cell) };
+    board.append(drawCell(cell, size, marks, onCell));
   });
   return board;
 }
 
-function drawCell(cell, size, { colour, isFree, hint, isLast, won, onCell }) {
+function drawCell(cell, size, { colour, isFree, hint, isLast, won }, onCell) {
   const [x, y] = middle(Math.floor(cell / size), cell % size);
   const name = nameOf(cell, size);
   const corners = [[0, -1], [WIDE / 2, -0.5], [WIDE / 2, 0.5], [0, 1], [-WIDE / 2, 0.5], [-WIDE / 2, -0.5]];
@@ -97,9 +98,13 @@ function names(size) {
   const found = [];
   for (let place = 0; place < size; place++) {
     const [x, y] = middle(0, place);
-    found.push(make("text", { class: "name", x: x - 0.35, y: y - 1.6, "aria-hidden": "true" }, String.fromCharCode(97 + place)));
     const [left, down] = middle(place, 0);
-    found.push(make("text", { class: "name row", x: left - 1.25, y: down, "aria-hidden": "true" }, String(place + 1)));
+    found.push(nameAt("name", x - 0.35, y - 1.6, String.fromCharCode(97 + place)));
+    found.push(nameAt("name row", left - 1.25, down, String(place + 1)));
   }
   return found;
+}
+
+function nameAt(kind, x, y, words) {
+  return make("text", { class: kind, x, y, "aria-hidden": "true" }, words);
 }

@@ -6,7 +6,8 @@ import { themeButton } from "./theme.js";
 
 const page = document.getElementById("page");
 const about = await ask("/api/about");
-const game = { size: about.size, colour: about.colour, moves: [], seed: 0, resigned: null, view: null, isThinking: false };
+const game = { size: about.size, colour: about.colour, moves: [], seed: 0 };
+Object.assign(game, { view: null, resigned: null, isThinking: false });
 let showsHints = false;
 let asked = 0;
 
@@ -14,7 +15,8 @@ const boardPlace = el("div", { class: "card board-card" });
 const standing = el("p", { class: "standing", role: "status" });
 const note = el("p", { class: "notice bad", hidden: true });
 const winBar = el("div", { class: "part" });
-const meter = el("div", { class: "win", role: "meter", "aria-label": "chance of blue", "aria-valuemin": 0, "aria-valuemax": 100 }, winBar);
+const range = { "aria-valuemin": 0, "aria-valuemax": 100 };
+const meter = el("div", { class: "win", role: "meter", "aria-label": "chance of blue", ...range }, winBar);
 const winWords = el("div", { class: "win-words" });
 const swapButton = button("swap", () => play("swap"));
 const undoButton = button("undo", undo);
@@ -31,14 +33,20 @@ function button(words, onclick) {
 }
 
 function choice(label, options, chosen) {
-  const select = el("select", {}, options.map(([value, words]) => el("option", { value, selected: value === chosen }, words)));
+  const optionOf = ([value, words]) => el("option", { value, selected: value === chosen }, words);
+  const select = el("select", {}, options.map(optionOf));
   return { select, element: el("label", {}, label, select) };
+}
+
+/** Whether the person plays this colour. */
+function plays(colour) {
+  return game.colour === "both" || game.colour === colour;
 }
 
 /** Whether the person may move now. */
 function isYours() {
-  const { view, colour } = game;
-  return view !== null && view.winner === null && game.resigned === null && !game.isThinking && (colour === "both" || view.mover === colour);
+  const { view } = game;
+  return view !== null && view.winner === null && !game.resigned && !game.isThinking && plays(view.mover);
 }
 
 function play(move) {
@@ -55,8 +63,8 @@ function undo() {
   }
   if (game.isThinking) return;
   let length = game.moves.length - 1;
-  if (game.colour !== "both") while (length > 0 && moverAfter(length) !== game.colour) length--;
-  if (length < 0 || (game.colour !== "both" && moverAfter(length) !== game.colour)) return;
+  while (length > 0 && !plays(moverAfter(length))) length--;
+  if (length < 0 || !plays(moverAfter(length))) return;
   game.moves = game.moves.slice(0, length);
   look();
 }
@@ -86,7 +94,7 @@ async function look() {
       const view = await ask(`/api/game?size=${game.size}&moves=${game.moves.join(",")}&seed=${game.seed}`);
       if (mine !== asked) return; // Another game was begun meanwhile.
       game.view = view;
-      if (view.winner !== null || game.colour === "both" || view.mover === game.colour) break;
+      if (view.winner !== null || plays(view.mover)) break;
       draw();
       game.moves = [...game.moves, view.reply];
     }
@@ -118,7 +126,7 @@ function draw() {
   meter.setAttribute("aria-valuenow", blue);
   fill(winWords, el("span", {}, `blue ${blue} %`), el("span", {}, `red ${100 - blue} %`));
   swapButton.disabled = !(isYours() && view.may_swap);
-  undoButton.disabled = game.isThinking || !game.moves.some((_, place) => game.colour === "both" || moverAfter(place) === game.colour);
+  undoButton.disabled = game.isThinking || !game.moves.some((_, place) => plays(moverAfter(place)));
   resignButton.disabled = !isYours();
   hintButton.setAttribute("aria-pressed", String(showsHints));
   fill(suggestions, hints.map(suggestionOf));
@@ -153,10 +161,14 @@ function recall() {
   return true;
 }
 
-fill(document.getElementById("bar"), el("span", { class: "brand" }, "whet"), el("span", { class: "grow" }), themeButton(() => {}));
+const bar = document.getElementById("bar");
+const lead = `Against ${about.player}. Blue joins top and bottom, red left and right.`;
+const buttons = el("div", { class: "buttons" }, swapButton, undoButton, hintButton, resignButton);
+const newButton = button("new game", () => begin(Number(sizeChoice.select.value), colourChoice.select.value));
+fill(bar, el("span", { class: "brand" }, "whet"), el("span", { class: "grow" }), themeButton(() => {}));
 fill(
   page,
-  el("header", { class: "hero" }, el("h1", {}, "Hex"), el("p", { class: "lead" }, `Against ${about.player}. Blue joins top and bottom, red left and right.`)),
+  el("header", { class: "hero" }, el("h1", {}, "Hex"), el("p", { class: "lead" }, lead)),
   el(
     "div",
     { class: "table" },
@@ -165,8 +177,8 @@ fill(
       "div",
       { class: "side" },
       el("div", { class: "card" }, standing, note, el("div", {}, meter, winWords)),
-      el("div", { class: "card" }, el("div", { class: "buttons" }, swapButton, undoButton, hintButton, resignButton), suggestions),
-      el("div", { class: "card new" }, sizeChoice.element, colourChoice.element, button("new game", () => begin(Number(sizeChoice.select.value), colourChoice.select.value))),
+      el("div", { class: "card" }, buttons, suggestions),
+      el("div", { class: "card new" }, sizeChoice.element, colourChoice.element, newButton),
       el("div", { class: "card" }, moves, el("p", { class: "says" }, link)),
     ),
   ),
