@@ -137,6 +137,11 @@ def test_red_is_answered_first_and_may_swap(club: Club) -> None:
     assert (stones(page, "blue"), stones(page, "red")) == (1, 1)
     assert " swap " in page.locator(".moves").inner_text()
     expect(page.get_by_role("button", name="swap")).to_be_disabled()
+    begin(page, size=4, colour="red")
+    expect(page.get_by_role("button", name="swap")).to_be_enabled()
+    page.get_by_role("button", name="resign").click()
+    expect(page.locator(".standing")).to_have_text("blue wins: two-distance (resigned)")
+    expect(page.get_by_role("button", name="swap")).to_be_disabled()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
