@@ -17,7 +17,7 @@ from whet.recipes.hex.config import HexConfig, describe
 from whet.recipes.hex.data import columns, with_half_turns
 from whet.recipes.hex.judging import judge, metrics
 from whet.recipes.hex.loss import Weights, hex_loss
-from whet.recipes.hex.net import HexNet
+from whet.recipes.hex.net import HexNet, planes
 from whet.recipes.hex.players import NetPlayer
 
 ARCHS = (
@@ -163,6 +163,16 @@ def test_columns_are_what_the_mover_sees() -> None:
     assert made["board"][0].tolist() == [[0, 0, 0], [2, 0, 0], [1, 0, 0]]
     assert made["board"][0].tolist() == mover_view(given.positions)[0].boards[0].tolist()
     assert (int(made["move"][0]), float(made["win"][0])) == (7, 1.0)
+
+
+def test_a_net_is_shown_stones_and_edges_of_the_mover_first() -> None:
+    """The mover's stones, the other's; rows at the mover's edges, columns at the other's."""
+    board = torch.tensor([[[1, 0, 0], [0, 0, 2], [0, 0, 0]]], dtype=torch.int8)
+    own, others, rows, lines = planes(board, like=torch.zeros(1))[0].tolist()
+    assert own == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert others == [[0, 0, 0], [0, 0, 1], [0, 0, 0]]
+    assert rows == [[1, 1, 1], [0, 0, 0], [1, 1, 1]]
+    assert lines == [[1, 0, 1], [1, 0, 1], [1, 0, 1]]
 
 
 def test_metrics_are_what_their_names_say() -> None:

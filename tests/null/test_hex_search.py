@@ -13,7 +13,8 @@ from whet.hex.rules import Positions
 from whet.recipes.hex.arena.match import play_match
 from whet.recipes.hex.arena.openings import draw_openings
 from whet.recipes.hex.arena.rating import elo, rate, wilson
-from whet.recipes.hex.search.mcts import Search, search_moves
+from whet.recipes.hex.search.mcts import Search, add_noise, search_moves
+from whet.recipes.hex.search.tree import Trees
 from whet.recipes.hex.views import as_positions, has_won
 
 
@@ -88,6 +89,14 @@ def test_noise_is_drawn_by_its_seed_and_spreads_the_looks() -> None:
     )
     assert (first == again).all()
     assert (first != other).any()
+
+
+def test_noise_is_for_legal_moves_only() -> None:
+    boards = draw_openings(3, size=4, num_stones=5, seed=0)
+    trees = Trees(boards, num_nodes=1)
+    add_noise(trees, Search(noise_share=1.0), np.random.default_rng(0))
+    np.testing.assert_allclose(trees.priors[:, 0].sum(1), 1, rtol=1e-5)
+    assert (trees.priors[:, 0][boards.reshape(3, -1) != 0] == 0).all()
 
 
 class FirstFree:

@@ -60,7 +60,7 @@ def search_moves(boards: Boards, judge: Judge, how: Search, *, draw: np.random.G
     _judge_nodes(trees, games, np.zeros(len(boards), dtype=np.int64), judge)
     if how.noise_share > 0:
         assert draw is not None
-        _add_noise(trees, how, draw)
+        add_noise(trees, how, draw)
     for _ in range(how.simulations):
         path = _go_down(trees, how)
         leaves, is_new = _expand(trees, path)
@@ -138,7 +138,8 @@ def _back_up(trees: Trees, path: Path, values: Floats) -> None:
         trees.visits[games, nodes, moves] += 1
 
 
-def _add_noise(trees: Trees, how: Search, draw: np.random.Generator) -> None:
+def add_noise(trees: Trees, how: Search, draw: np.random.Generator) -> None:
+    """Dirichlet noise on the priors of the roots, so that self-play tries what the net does not think of."""
     is_legal = trees.boards[:, 0].reshape(len(trees.sizes), -1) == 0
     concentration = how.noise_concentration / is_legal.sum(1, keepdims=True)
     noise = draw.gamma(np.where(is_legal, concentration, 1.0)) * is_legal
