@@ -16,7 +16,7 @@ from whet.recipes.hex.arch import Arch, count_parameters
 from whet.recipes.hex.config import HexConfig, describe
 from whet.recipes.hex.data import columns, with_half_turns
 from whet.recipes.hex.judging import judge, metrics
-from whet.recipes.hex.loss import Weights, hex_loss
+from whet.recipes.hex.loss import Weights, hex_loss, policy_losses, value_losses
 from whet.recipes.hex.net import HexNet, planes
 from whet.recipes.hex.players import NetPlayer
 
@@ -129,6 +129,8 @@ def test_each_weight_moves_its_own_part() -> None:
         for p, v, u in ((1, 0, 0), (0, 1, 0), (0, 0, 1))
     ]
     whole = hex_loss(said, micro, Weights(policy=2.0, value=3.0, uncertainty=0.5))
+    torch.testing.assert_close(parts[0], policy_losses(said, micro).mean())
+    torch.testing.assert_close(parts[1], value_losses(said, micro).mean())
     torch.testing.assert_close(whole, 2 * parts[0] + 3 * parts[1] + 0.5 * parts[2])
     gradient = torch.autograd.grad(parts[2], (said.value, said.policy), allow_unused=True)
     assert all(part is None or part.abs().max() == 0 for part in gradient)
