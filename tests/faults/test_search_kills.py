@@ -85,34 +85,63 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("trial-0000/checkpoints/step-*/manifest.json"))
 
 
-def test_a_killed_search_goes_on_from_its_checkpoint_and_a_trial_without_memory_is_infeasible(workers, tmp_path):
+def test_a_search_that_is_killed_and_stopped_goes_on_prunes_and_knows_what_is_infeasible(workers, tmp_path):
     huge = 4 * 10**13
-    space = f"hidden_size=[4,{huge}]"
-    words = ["lr=0.01", "pause=0.1", "checkpoint_steps=2", "--trials", "2", "--seeds", "0", "--sampler", "GridSampler"]
-    made = workers(space, *words, "--subset", "0.8")
+    # In this order the grid tries the worse of those that can be trained last.
+    space = [f"hidden_size=[4,{huge}]", "is_worse=[true,false]"]
+    words = ["lr=0.01", "pause=0.1", "checkpoint_steps=2", "--trials", "4", "--seeds", "0", "--sampler", "GridSampler"]
+    made = workers(*space, *words, "--subset", "0.9", "--jobs", "1")
     folder = tmp_path / "runs" / "s"
-    # Whichever comes first by the grid: the one that can be trained is killed.
     first = made.start()
     until(lambda: list(folder.glob("trial-*/checkpoints/step-*4/manifest.json")))
     made.kill(first)
+    second = made.start()
+    until(lambda: list(folder.glob("trial-*/checkpoints/step-*6/manifest.json")))
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(timeout=60) == 143, made.said()
+    assert not [t for t in trials_of(None, folder) if t.state == RUNNING], "what was stopped waits in line"
     assert made.start().wait(timeout=120) == 0, made.said()
+
     result = read_search(folder)
-    by_size = {trial.settings["hidden_size"]: trial for trial in result.trials}
-    assert len(result.trials) == 2
-    assert by_size[4].state == "complete"
-    assert by_size[4].steps == 8, "80 % of 40 rows in batches of 4"
-    assert by_size[huge].state == "infeasible"
-    assert "out of memory" in by_size[huge].words
-    assert by_size[huge].value is None
-    assert result.continued == 1
+    assert len(result.trials) == 4
+    big = [trial for trial in result.trials if trial.settings["hidden_size"] == huge]
+    assert [(trial.state, trial.value) for trial in big] == [("infeasible", None)] * 2
+    assert all("out of memory" in trial.words for trial in big)
+    good, worse = sorted((t for t in result.trials if t not in big), key=lambda t: t.settings["is_worse"])
+    assert (good.state, good.steps) == ("complete", 9), "90 % of 40 rows in batches of 4"
+    assert (worse.state, worse.steps) == ("pruned", 2), "ended after the second of nine evaluations"
+    assert result.continued == 2
     assert result.winner is not None
-    assert result.winner.number == by_size[4].number
-    history = History(Path(by_size[4].run or ""))
+    assert result.winner.number == good.number
+    history = History(Path(good.run or ""))
     resumed = [event.step for event in history.events(kinds=("resume",))]
-    assert resumed
-    assert resumed[0] >= 4, "it went on from a checkpoint"
+    assert len(resumed) == 2
+    assert resumed[0] >= 4, "from a checkpoint after the kill"
+    assert resumed[1] >= 6, "from where it stopped"
     assert not any(name.startswith("test_") for event in history.events(kinds=("eval",)) for name in event.fields)
-    assert "hidden_size=4" in final_words("s", recipe=str(RECIPE), root=tmp_path / "runs")
+    assert {"hidden_size=4", "is_worse=false", "lr=0.01"} < set(
+        final_words("s", recipe=str(RECIPE), root=folder.parent)
+    )
+
+
+@pytest.mark.slow
+def test_two_machines_simulated_by_two_folders_share_one_database(workers, tmp_path):
+    with postgres() as server:
+        made = workers("lr=1e-4..1:log", "--trials", "8", "--seeds", "2", "--storage", server.url)
+        places = [tmp_path / "one", tmp_path / "two"]
+        for place in places:
+            place.mkdir()
+        both = [made.start(cwd=place) for place in places]
+        assert [worker.wait(timeout=400) for worker in both] == [0, 0], made.said()
+        results = [read_search(place / "runs" / "s") for place in places]
+        trials = trials_of(server.url, tmp_path)
+    assert sum(map(does_count, trials)) == 8
+    assert len({t.params["lr"] for t in trials if does_count(t)}) == 8, "a trial was made twice"
+    assert results[0].trials == results[1].trials, "each tells of all trials"
+    assert results[0].candidates == results[1].candidates
+    assert results[0].is_confirmed
+    runs = [Path(t.run or "") for t in results[0].trials]
+    assert {run.parents[2].name for run in runs} == {"one", "two"}, "both have worked"
 
 
 @pytest.mark.slow
@@ -131,10 +160,19 @@ def test_thirty_kills_of_workers_in_each_storage(workers, tmp_path, where, tell)
         _kill_again_and_again(workers, tmp_path, server.url, tell, restart=restart)
 
 
+def _wait_somewhere(trial: optuna.trial.FrozenTrial, draw: random.Random) -> None:
+    """Until a random instant of a trial: right at its beginning, or after some of its five checkpoints."""
+    saved = Path(trial.user_attrs[RUN]) / "checkpoints"
+    goal, deadline = draw.choice((0, 0, 1, 2, 3, 4, 5)), time.monotonic() + 60
+    while len(list(saved.glob("step-*/manifest.json"))) < goal and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(draw.uniform(0.0, 1.0))
+
+
 def _kill_again_and_again(workers, tmp_path, url, tell, *, restart) -> None:
     kills = int(os.environ.get("WHET_SEARCH_KILLS", "30"))
-    trials = max(4, kills)
-    words = ["lr=1e-4..1:log", "pause=0.5", "checkpoint_steps=2", "--trials", str(trials), "--seeds", "0"]
+    trials = max(4, kills // 2)
+    words = ["lr=1e-4..1:log", "pause=0.5", "checkpoint_steps=2", "keep=9", "--trials", str(trials), "--seeds", "0"]
     made = workers(*words, "--pruner", "NopPruner", *(["--storage", url] if url else []))
     folder, draw = tmp_path / "runs" / "s", random.Random(7)
     made.start()
@@ -149,13 +187,12 @@ def _kill_again_and_again(workers, tmp_path, url, tell, *, restart) -> None:
         now = trials_of(url, folder)
         finished |= {t.number: t.value for t in now if t.state == COMPLETE}
         assert len(finished) < trials, f"all done after {done} kills"
-        # Who has just begun a trial is killed somewhere between its first and its last instant.
-        busy = {t.user_attrs.get("owner", {}).get("pid") for t in now if t.state == RUNNING and RUN in t.user_attrs}
+        busy = {t.user_attrs.get("owner", {}).get("pid"): t for t in now if t.state == RUNNING and RUN in t.user_attrs}
         targets = [worker for worker in made.running if worker.pid in busy]
         if not targets:
             time.sleep(0.1)
             continue
-        time.sleep(draw.uniform(0.0, 12.0))
+        _wait_somewhere(busy[targets[0].pid], draw)
         if restart is not None and done == kills // 2:
             restart()
         made.kill(targets[0])

@@ -13,10 +13,13 @@ from postgres import postgres
 from whet.base.errors import UsageError, WhetError
 from whet.recipes.searching import search
 from whet.run import lock
+from whet.trials.child import OUT_OF_MEMORY
 from whet.trials.ledger import DROPPED, RUN, TASK, Ledger, does_count
+from whet.trials.life import Life
 from whet.trials.owner import Owner, Silence, this_process
 from whet.trials.seeds import interval
 from whet.trials.storage import JOURNAL_FILE, open_storage, without_password
+from whet.trials.worker import Ended, Task, Work, work
 
 SPACE = {"x": optuna.distributions.FloatDistribution(0, 1)}
 
@@ -195,3 +198,45 @@ def test_intervals_over_seeds():
     assert low == pytest.approx(0.82 - 4.303 * 0.02 / 3**0.5)
     assert high == pytest.approx(0.82 + 4.303 * 0.02 / 3**0.5)
     assert RUN == "run"
+
+
+def simulated_work(folder: Path, monkeypatch, lives: list[Life], *, said: list[Ended]) -> Work:
+    """A worker whose trials' processes are simulated: each ends as the next of `lives`."""
+    coming = iter(lives)
+    monkeypatch.setattr("whet.trials.worker.live", lambda *_, **__: next(coming))
+    return Work(
+        target="nobody:nothing",
+        goal="score",
+        machine="simulated",
+        prepare=lambda taken: Task(arguments={}, run=folder / f"trial-{taken.number}"),
+        should_stop=lambda: False,
+        told=said.append,
+    )
+
+
+def test_what_became_of_trials_with_simulated_processes(tmp_path, monkeypatch):
+    kill = Life(code=-9)
+    lives = [
+        Life(code=OUT_OF_MEMORY, failure="MPS backend out of memory"),
+        *[kill] * 4,
+        Life(code=143, was_pruned=True),
+        Life(code=1, failure="ValueError: yours"),
+        Life(code=0),
+    ]
+    said: list[Ended] = []
+    with open_storage(None, folder=tmp_path) as storage:
+        ledger = ledger_of(storage)
+        work(ledger, simulated_work(tmp_path, monkeypatch, lives, said=said), most=5)
+        trials = ledger.trials()
+    assert [ended.state for ended in said] == ["infeasible", "infeasible", "pruned", "failed", "failed"]
+    assert said[0].words == "out of memory: MPS backend out of memory"
+    assert "killed 4 times" in said[1].words
+    assert said[4].words == "score is None", "a run without the goal has no value"
+    assert [t.state.name for t in trials] == ["PRUNED", "PRUNED", "PRUNED", "FAIL", "FAIL"]
+    assert [bool(t.constraints) for t in trials] == [True, True, False, False, False], "infeasible, not bad"
+
+
+def test_three_failures_in_a_row_end_a_search_with_simulated_processes(tmp_path, monkeypatch):
+    lives = [Life(code=1, failure="ValueError: yours")] * 3
+    with open_storage(None, folder=tmp_path) as storage, pytest.raises(WhetError, match="3 trials in a row failed"):
+        work(ledger_of(storage), simulated_work(tmp_path, monkeypatch, lives, said=[]), most=9)

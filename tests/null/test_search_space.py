@@ -6,8 +6,9 @@ import pytest
 
 from whet.base.errors import UsageError
 from whet.config.words import read_value
-from whet.recipes.searching import ask, final_words
-from whet.recipes.text.config import TextConfig
+from whet.machine.facts import Accelerator, Machine
+from whet.recipes.searching import ask, devices_for, final_words
+from whet.recipes.text.config import TextConfig, describe
 from whet.report.search_page import search_page
 from whet.report.search_picture import search_pictures
 from whet.report.search_text import render_search, search_markdown, verdict
@@ -184,3 +185,29 @@ def test_the_final_training_gets_what_trials_shared_and_the_winner(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps({**RESULT.as_json(), "candidates": []}))
     with pytest.raises(UsageError, match="no winner"):
         final_words(str(tmp_path), recipe="text")
+
+
+def test_trials_share_a_plan_where_only_training_differs():
+    first, second = (TextConfig(lr=lr, weight_decay=lr, seed=seed) for lr, seed in ((1e-3, 0), (1e-4, 1)))
+    assert describe(first) == describe(second), "evidence is kept by workload: what was measured once holds for both"
+    assert describe(first) != describe(TextConfig(global_batch_size=64))
+
+
+@pytest.mark.parametrize(
+    ("cards", "device", "expected", "said"),
+    [
+        ([], "auto", ["auto"] * 3, ""),
+        (["cuda"] * 2, "auto", ["cuda:0", "cuda:1"], ""),
+        (["cuda"], "auto", ["auto"], "one after the other"),
+        (["mps"], "mps", ["mps"], "one after the other"),
+        (["cuda"] * 4, "cuda:2", ["cuda:2"], "one after the other"),
+        (["cuda"] * 4, "cpu", ["cpu"] * 3, ""),
+    ],
+)
+def test_jobs_on_simulated_machines(monkeypatch, cards, device, expected, said):
+    machine = Machine(name="simulated", accelerators=tuple(Accelerator(kind=kind) for kind in cards))
+    monkeypatch.setattr("whet.machine.probe.machine_here", lambda: machine)
+    lines: list[str] = []
+    assert devices_for(device, jobs=3, say=lines.append) == expected
+    assert said in " ".join(lines)
+    assert bool(lines) == bool(said)
