@@ -19,8 +19,8 @@ the rooms above it in this list, never the later ones:
     measure   real steps, timed: what is fastest here, with evidence
     engine    Session, train, schedules, signals
     doctor    examines a device: operators, known bugs, parity, resume, speed
-    prove     kills a training, resumes it and compares every bit
     trials    hyperparameter search on Optuna, each trial a run folder
+    prove     kills a training, resumes it and compares every bit
     recipes   complete workloads that ship with whet
     cli       one file per verb; the only room that prints
 """
