@@ -13,8 +13,9 @@ import pytest
 
 from postgres import postgres
 from whet.recipes.searching import final_words
+from whet.report.view import run_view
 from whet.run.events import History
-from whet.run.folder import run_folders
+from whet.run.folder import open_run, run_folders
 from whet.run.search_result import read_search
 from whet.trials.ledger import DROPPED, RUN, does_count
 from whet.trials.storage import open_storage
@@ -89,7 +90,7 @@ def test_a_search_that_is_killed_and_stopped_goes_on_prunes_and_knows_what_is_in
     huge = 4 * 10**13
     # In this order the grid tries the worse of those that can be trained last.
     space = [f"hidden_size=[4,{huge}]", "is_worse=[true,false]"]
-    words = ["lr=0.01", "pause=0.1", "checkpoint_steps=2", "--trials", "4", "--seeds", "0", "--sampler", "GridSampler"]
+    words = ["lr=0.01", "pause=0.1", "checkpoint_steps=2", "--trials", "4", "--seeds", "1", "--sampler", "GridSampler"]
     made = workers(*space, *words, "--subset", "0.9", "--jobs", "1")
     folder = tmp_path / "runs" / "s"
     first = made.start()
@@ -113,6 +114,10 @@ def test_a_search_that_is_killed_and_stopped_goes_on_prunes_and_knows_what_is_in
     assert result.continued == 2
     assert result.winner is not None
     assert result.winner.number == good.number
+    assert list(result.winner.values) == ["1"], "trained once more with a seed that the search had not seen"
+    runs = [Path(good.run or ""), folder / "seed-0000"]
+    assert [open_run(run).config["seed"] for run in runs] == [0, 1]
+    assert len({run_view(run).origin.data for run in runs}) == 1, "the same rows, whatever the seed"
     history = History(Path(good.run or ""))
     resumed = [event.step for event in history.events(kinds=("resume",))]
     assert len(resumed) == 2
