@@ -140,6 +140,21 @@ def test_who_died_between_marking_and_queueing_leaves_nothing_behind(tmp_path):
         assert [t.user_attrs.get(DROPPED) for t in ledger.trials()][-1] == "another one does the same"
 
 
+def test_who_was_overtaken_between_counting_and_taking_drops_its_trial(tmp_path, monkeypatch):
+    with open_storage(None, folder=tmp_path) as storage:
+        slow, quick = ledger_of(storage), ledger_of(storage)
+        make = storage.create_new_trial
+
+        def overtaken(*arguments, **options):
+            monkeypatch.setattr(storage, "create_new_trial", make)
+            assert quick.take(most=1) is not None
+            return make(*arguments, **options)
+
+        monkeypatch.setattr(storage, "create_new_trial", overtaken)
+        assert slow.take(most=1) is None
+        assert sum(map(does_count, slow.trials())) == 1
+
+
 def test_a_torn_line_at_the_end_of_a_journal_is_no_loss(tmp_path):
     with open_storage(None, folder=tmp_path) as storage:
         assert ledger_of(storage).take(most=3) is not None
