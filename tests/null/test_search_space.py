@@ -7,7 +7,7 @@ import pytest
 from whet.base.errors import UsageError
 from whet.config.words import read_value
 from whet.machine.facts import Accelerator, Machine
-from whet.recipes.searching import ask, devices_for, final_words
+from whet.recipes.searching import ask, final_words
 from whet.recipes.text.config import TextConfig, describe
 from whet.report.search_page import search_page
 from whet.report.search_picture import search_pictures
@@ -15,6 +15,7 @@ from whet.report.search_text import render_search, search_markdown, verdict
 from whet.run.search_result import Candidate, SearchResult, SearchTrial, read_search, write_search
 from whet.trials import sampling
 from whet.trials.question import agree
+from whet.trials.side_by_side import devices_for
 from whet.trials.space import Choices, Range, as_text, read_space
 
 

@@ -1,11 +1,9 @@
 """How are a recipe's settings searched? Every trial is a run of it, on the same split, with the public training."""
 
 import contextlib
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from whet.base.errors import UsageError
-from whet.base.units import show_bytes
 from whet.config.files import read_config_file
 from whet.config.resolve import resolve
 from whet.config.words import flatten, read_words
@@ -26,6 +23,7 @@ from whet.trials import sampling, seeds
 from whet.trials.ledger import Ledger, Taken
 from whet.trials.outcome import outcome
 from whet.trials.question import Question, agree, read_question, write_question
+from whet.trials.side_by_side import devices_for, machine_name, together
 from whet.trials.space import Space, as_word, read_space
 from whet.trials.storage import is_sqlite, open_storage, without_password
 from whet.trials.worker import Ended, Task, Work, work
@@ -160,7 +158,7 @@ def carry_out(
                 Work(
                     target=TARGET,
                     goal=question.goal,
-                    machine=_machine(),
+                    machine=machine_name(),
                     prepare=partial(_task, asked, settings, part=part, device=device, jobs=len(devices)),
                     should_stop=should_stop,
                     told=told or (lambda _ended: None),
@@ -168,7 +166,7 @@ def carry_out(
                 )
                 for device in devices
             ]
-            _together([partial(work, where, each, most=most) for each in made], stop=stop)
+            together([partial(work, where, each, most=most) for each in made], stop=stop)
 
         do(ledger, most=trials, settings=lambda taken: (dict(taken.trial.params), question.seed), part="trial")
         best = seeds.best_trials(ledger.trials(), is_higher_better=question.is_higher_better)
@@ -197,24 +195,6 @@ def final_words(name: str, *, recipe: str, root: Path = Path("runs")) -> tuple[s
     if found.winner is None:
         raise UsageError("the search has no winner", got=f"{len(found.trials)} trials", try_="more --trials")
     return tuple(as_word(key, value) for key, value in {**found.fixed, **found.winner.settings}.items())
-
-
-def devices_for(device: str, *, jobs: int, say: Say) -> list[str]:
-    """On which device each worker's trials run: as many at once as the machine has devices, or CPUs for."""
-    if jobs <= 1:
-        return [device]
-    from whet.machine.probe import machine_here
-
-    cards = [] if device == "cpu" else list(machine_here().accelerators)
-    if not cards:
-        return [device] * jobs
-    if device != "auto" and device != cards[0].kind:
-        say(f"--device {device}: one device, so trials run one after the other")
-        return [device]
-    if cards[0].kind == "cuda" and len(cards) > 1:
-        return [f"cuda:{number}" for number in range(min(jobs, len(cards)))]
-    say(f"--jobs {jobs}: there is one {cards[0].name or cards[0].kind}, so trials run one after the other")
-    return [device]
 
 
 def _task(
@@ -290,25 +270,10 @@ def _agree_with_study(storage: "BaseStorage", question: Question) -> None:
         agree(Question.from_json(said, where=question.name), question, where=question.name)
 
 
-def _together(each: list[Callable[[], None]], *, stop: threading.Event) -> None:
-    """Side by side in threads, which only wait for processes; where one fails, the others stop and save."""
-    with ThreadPoolExecutor(max_workers=len(each), thread_name_prefix="worker") as pool:
-        futures: list[Future[None]] = [pool.submit(one) for one in each]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        if any(future.exception() for future in done):
-            stop.set()
-    for future in futures:
-        future.result()
-
-
 def _findable(what: str) -> str:
     """A file's name from anywhere: a trial's process may be elsewhere."""
     place, colon, factory = what.partition(":")
     return what if what in BUILT_IN or not place.endswith(".py") else f"{Path(place).absolute()}{colon}{factory}"
-
-
-def _machine() -> str:
-    return f"{platform.node()} ({show_bytes(psutil.virtual_memory().total)})"
 
 
 def _refuse_strange_name(name: str | None) -> None:

@@ -77,7 +77,8 @@ class _Parts:
 
 
 def _total_steps(config: Any, samples: int | None) -> int | None:
+    most: int | None = config.max_steps
     if samples is None:
-        return config.max_steps  # type: ignore[no-any-return]
+        return most
     steps: int = config.epochs * math.ceil(samples / config.global_batch_size)
-    return steps if config.max_steps is None else min(steps, config.max_steps)
+    return steps if most is None else min(steps, most)

@@ -9,6 +9,7 @@ ledger    which trials count, which go on elsewhere, which are given up
 child     the process in which a trial is trained
 life      that process as its worker sees it
 worker    takes trials one after the other until there are enough
+side_by_side  how many trials run at once, and where
 seeds     the best few once more with other seeds, before a winner is named
 outcome   what was found, as a record
 """
