@@ -74,6 +74,7 @@ def test_settings_that_only_fit_together_are_tried_together():
         (["global_batch_size=0..64"], "greater than 0"),
         (["lr=1e-4..1e-3", "lr=1e-4"], "both set and searched"),
         (["seed=[1,2]"], "the same in all trials"),
+        (["lr=1e-4..1e-3", "seeds=3"], "nothing for trials"),
         (["split_seed=[1,2]"], "the same in all trials"),
         (["micro_batch=[1,2]"], "belongs to the plan"),
         (["epochs=2"], "nothing is left open"),

@@ -84,10 +84,10 @@ def search(
         screen.result_json(result.as_json())
     else:
         screen.result(render_search(result))
-    screen.note(
-        f"next      whet train {what} --from-search {asked.folder.name}   (all of the training part, and the test)"
-    )
-    screen.note(f"          {_short(page)} shows it in a browser")
+    if result.winner is not None:
+        words = f"whet train {what} --from-search {asked.folder.name}"
+        screen.note(f"next      {words}   (all of the training part, and the test)")
+    screen.note(f"report    {_short(page)} shows it in a browser")
     if signals:
         raise typer.Exit(128 + signals[0])
 

@@ -18,12 +18,14 @@ _NUMBER = r"[+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})((?::[^:]*)*)")
 _NOT_SEARCHED = {
     "seed": "--seeds K: the best are trained with several seeds before a winner is named",
+    "seeds": "--seeds K: the best are trained with several seeds before a winner is named",
     "split_seed": "one split for all trials: settings are compared on the same rows",
     "data": "one search for each data set",
     "data_paths": "one search for each data set",
     "init_from": "one search for each start",
     "epochs_per_sitting": "leave it out: a trial is trained in one sitting",
 }
+_NOT_SET = ("seeds", "epochs_per_sitting")
 _EXAMPLES = "lr=1e-5..1e-3:log, arch.layers=[1,2,4] or global_batch_size=32..512:step=32"
 
 Choice = bool | int | float | str | None
@@ -103,6 +105,8 @@ def read_space(
     if not dimensions:
         raise UsageError("nothing is left open to search", got=" ".join(fixed) or "no words", try_=_EXAMPLES)
     for key in read_words(fixed).values:
+        if key in _NOT_SET:
+            raise UsageError(f"{key} is nothing for trials", got=key, try_=_NOT_SEARCHED[key])
         if key in dimensions:
             raise UsageError("a key is both set and searched", got=key, try_="one of them")
     for key in dimensions:
