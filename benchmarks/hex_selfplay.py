@@ -4,7 +4,8 @@
 
 RUN is what `whet train hex` gave; without it, one is trained first. Then `whet train hex selfplay=True` runs for so
 many minutes from nothing, its first generation and its games included, and is killed, whatever it does. Its champion
-and RUN meet with equal searches. Exit code 1: the bar was missed.
+and RUN meet with equal searches: none, and as many simulations as are named. The bar is for nets alone: with 64
+simulations a move nets that differ much play 5x5 almost alike. Exit code 1: it was missed.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path)
     parser.add_argument("--folder", type=Path, help="where the self-play is kept, or is there already")
     parser.add_argument("--games", type=int, default=400)
-    parser.add_argument("--simulations", type=int, default=64)
+    parser.add_argument("--simulations", type=int, nargs="*", default=[16, 64], help="more searches to compare with")
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -40,14 +41,18 @@ def main() -> None:
         if given.minutes > 0:
             improve(folder, given.words, minutes=given.minutes, device=given.device, home=Path(scratch))
         state = read_state(folder)
-        look = f"@{given.simulations}"
-        contest = hold_contest(f"{folder}{look}", f"{against}{look}", num_games=given.games, device=given.device)
+        contests = [
+            hold_contest(f"{folder}{look}", f"{against}{look}", num_games=given.games, device=given.device)
+            for look in ("", *(f"@{count}" for count in given.simulations))
+        ]
     for done in state.generations[1:]:
         kept = "champion" if done.is_champion else "left"
         print(f"generation {done.number}: {done.num_positions:,} positions, won {done.win_rate:.1%}, {kept}")
-    is_reached = contest.rating.win_rate >= BAR
-    print("\n".join(("champion against a net of games alone, equal search", *contest.lines[1:])))
-    print(f"bar       {BAR:.0%}: {'reached' if is_reached else 'MISSED'}")
+    for contest in contests:
+        look = contest.one.rpartition("@")[2] if "@" in contest.one else "no"
+        print("\n".join((f"champion against a net of games alone, {look} simulations", *contest.lines[1:])))
+    is_reached = contests[0].rating.win_rate >= BAR
+    print(f"bar       {BAR:.0%} without a search: {'reached' if is_reached else 'MISSED'}")
     sys.exit(0 if is_reached else 1)
 
 

@@ -60,6 +60,9 @@ def test_a_plan_knows_the_parameters_exactly_and_the_memory_nearly(arch: Arch) -
     config = HexConfig(arch=arch, size=7)
     workload = describe(config)
     assert workload.num_parameters == count_parameters(arch) == sum(p.numel() for p in net.parameters())
+    kinds = {type(module).__name__.lower() for module in net.modules()}
+    assert workload.has_batchnorm == ("batchnorm2d" in kinds) == ("groupnorm" not in kinds)
+    assert arch.activation in kinds
     small, large = some_micro(4, size=7), some_micro(8, size=7)
     measured = measure_activation_bytes(
         net, lambda micro: hex_loss(net(micro.board), micro, Weights()), small, large, device=Cpu()

@@ -81,6 +81,9 @@ def test_what_was_played_is_kept_whole_or_not_read(played: Played, tmp_path: Pat
     for damaged in (whole[:-100], bytes(changed), b""):
         path.write_bytes(damaged)
         assert read_played(path) is None
+    arrays = {name: getattr(played, name) for name in ("boards", "shares", "wins", "games")}
+    np.savez(path, **arrays, sha256=np.array("of something else"))
+    assert read_played(path) is None
     assert read_played(tmp_path / "absent.npz") is None
 
 

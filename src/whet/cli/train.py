@@ -173,8 +173,8 @@ def _train_here(
     if getattr(resolved.config, "selfplay", False):
         from whet.cli.train_selfplay import train_selfplay
 
-        train_selfplay(recipe, resolved, path, device=device, command=["whet", "train", what, *(words or ())])
-        return 0
+        said = ["whet", "train", what, *(words or ())]
+        return train_selfplay(recipe, resolved, path, device=device, command=said)
     if resolved.is_batch_open:
         resolved = _with_a_batch(what, resolved, path, device=device, fresh=fresh, measures=measures)
     command = ["whet", "train", what, *(words or ()), *_options(config, device), "--run", str(path)]

@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
 
-
-def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, command: Sequence[str]) -> None:
-    """Plays, learns and judges in a folder, or goes on there."""
+def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, command: Sequence[str]) -> int:
+    """Plays, learns and judges in a folder, or goes on there; the exit code."""
     from whet.base.errors import UsageError
     from whet.cli import screen
     from whet.device.environment import before_torch
@@ -40,10 +38,11 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
             line.say(f"{recipe.name}: {text}")
 
     try:
-        code = recipe.improve(resolved, folder=path, device=device, command=named, say=say, show=show)
+        code: int = recipe.improve(resolved, folder=path, device=device, command=named, say=say, show=show)
     finally:
         line.close()
     if code:
         screen.note(f"stopped; to go on:\n  {shlex.join(named)}")
-        raise typer.Exit(code)
+        return code
     screen.note(f"\nkept      {path}\nnext      whet arena hex {shlex.quote(str(path))}@64 two-distance")
+    return 0

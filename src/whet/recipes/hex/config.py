@@ -38,6 +38,9 @@ class Loop(BaseModel):
     epochs: PositiveInt = Field(2, description="passes over those games")
     lr: PositiveFloat = Field(1e-3, description="learning rate of generations after the first")
     gate_games: Annotated[int, Field(ge=2, le=10**6)] = Field(200, description="games against the champion before it")
+    gate_simulations: NonNegativeInt = Field(
+        4, description="looks ahead in those games; few show what the net itself knows, with many 5x5 is played alike"
+    )
     gate: Annotated[float, Field(ge=0, le=1)] = Field(0.52, description="win rate from which it is the champion")
 
 

@@ -15,7 +15,7 @@ from whet.device.abstract import AbstractDevice
 from whet.device.open import open_device
 from whet.engine.loop import Result
 from whet.engine.recorder import Show
-from whet.recipes.hex.arena.match import play_match
+from whet.recipes.hex.arena.match import Player, play_match
 from whet.recipes.hex.arena.openings import draw_openings
 from whet.recipes.hex.arena.rating import Rating, rate
 from whet.recipes.hex.config import HexConfig
@@ -73,8 +73,7 @@ class Improvement:
             is_over = result.state == "done"
             return result, Generation(number=0, num_positions=0, is_champion=True) if is_over else None
         device = open_device(self.device).device
-        champion = self._player(run_path(self.folder, state.champion), device, noise=_NOISE_SHARE)
-        played = [self._played(number, champion), *self._earlier(number)]
+        played = [self._played(number, self._net(state.champion, device)), *self._earlier(number)]
         self.say(f"generation {number} learns from {sum(map(len, played)):,} positions of {len(played)} generations")
         loop = self.config.loop
         changes = {
@@ -88,7 +87,7 @@ class Improvement:
         result = self._train(recipe, resolved, number)
         if result.state != "done":
             return result, None
-        rating = self._gate(number, champion, device)
+        rating = self._gate(number, state.champion, device)
         is_better = rating.win_rate >= loop.gate
         verdict = "is champion" if is_better else f"does not reach {loop.gate:.0%}: the champion stays"
         self.say(
@@ -104,14 +103,14 @@ class Improvement:
             is_champion=is_better,
         )
 
-    def _played(self, number: int, champion: SearchPlayer) -> Played:
+    def _played(self, number: int, champion: NetPlayer) -> Played:
         path = games_path(self.folder, number)
         found = read_played(path)
         if found is None:
             loop = self.config.loop
             self.say(f"generation {number}: {loop.games} games with {loop.simulations} simulations a move")
             found = play_itself(
-                champion,
+                SearchPlayer(champion, Search(simulations=loop.simulations, noise_share=_NOISE_SHARE)),
                 size=self.config.default_size,
                 num_games=loop.games,
                 free_moves=loop.free_moves,
@@ -130,18 +129,22 @@ class Improvement:
         path = run_path(self.folder, number)
         return train_recipe(recipe, resolved, run=path, device=self.device, command=list(self.command), show=self.show)
 
-    def _gate(self, number: int, champion: SearchPlayer, device: AbstractDevice) -> Rating:
+    def _gate(self, number: int, champion: int, device: AbstractDevice) -> Rating:
         """Both without noise, from openings that no other gate had."""
-        candidate = self._player(run_path(self.folder, number), device, noise=0.0)
+        players = [self._for_gate(self._net(generation, device)) for generation in (number, champion)]
         openings = draw_openings(
             self.config.loop.gate_games // 2,
             size=self.config.default_size,
             num_stones=_OPENING_STONES,
             seed=self.config.seed + 7_919 * number,
         )
-        return rate(play_match(candidate, champion, openings, seed=number).tolist())
+        return rate(play_match(players[0], players[1], openings, seed=number).tolist())
 
-    def _player(self, path: Path, device: AbstractDevice, *, noise: float) -> SearchPlayer:
+    def _for_gate(self, net: NetPlayer) -> Player:
+        simulations = self.config.loop.gate_simulations
+        return SearchPlayer(net, Search(simulations=simulations)) if simulations else net
+
+    def _net(self, number: int, device: AbstractDevice) -> NetPlayer:
+        path = run_path(self.folder, number)
         net, _ = load_net(path, device=device)
-        how = Search(simulations=self.config.loop.simulations, noise_share=noise)
-        return SearchPlayer(NetPlayer(net, device, name=path.name), how, name=path.name)
+        return NetPlayer(net, device, name=path.name)
