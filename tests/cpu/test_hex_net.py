@@ -19,6 +19,7 @@ from whet.recipes.hex.judging import judge, metrics
 from whet.recipes.hex.loss import Weights, hex_loss, policy_losses, value_losses
 from whet.recipes.hex.net import HexNet, planes
 from whet.recipes.hex.players import NetPlayer
+from whet.step.blocks import find_blocks
 
 ARCHS = (
     Arch(),
@@ -63,6 +64,7 @@ def test_a_plan_knows_the_parameters_exactly_and_the_memory_nearly(arch: Arch) -
     kinds = {type(module).__name__.lower() for module in net.modules()}
     assert workload.has_batchnorm == ("batchnorm2d" in kinds) == ("groupnorm" not in kinds)
     assert arch.activation in kinds
+    assert len(find_blocks(net)) == arch.depth, "what activation checkpointing computes again"
     small, large = some_micro(4, size=7), some_micro(8, size=7)
     measured = measure_activation_bytes(
         net, lambda micro: hex_loss(net(micro.board), micro, Weights()), small, large, device=Cpu()
