@@ -41,7 +41,7 @@ def test_a_pretrained_model_starts_from_the_paper_and_keeps_what_you_say(tmp_pat
     told = (tuned.lr, tuned.epochs, tuned.warmup_share, tuned.global_batch_size, tuned.dropout, tuned.clip)
     assert told == (2e-5, 4, 0.1, 32, 0.1, 1.0)
     assert (tuned.optimizer, tuned.schedule, tuned.arch.max_length) == ("adamw", "linear", 256)
-    assert (small.lr, small.epochs, small.warmup_share, small.arch.max_length) == (1e-3, 5, 0.06, 64)
+    assert (small.lr, small.epochs, small.warmup_share, small.arch.max_length) == (1e-3, 10, 0.06, 64)
     mine = config(word, "lr=5e-5", "epochs=2", "warmup_share=0", "arch.max_length=77")
     assert (mine.lr, mine.epochs, mine.warmup_share, mine.arch.max_length) == (5e-5, 2, 0, 77)
     assert (config(word, "lora=8").lr, config(word, "freeze=encoder").lr, config(word, "freeze=6").lr) == (
