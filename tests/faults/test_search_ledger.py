@@ -107,6 +107,10 @@ def test_racing_processes_make_no_trial_twice_in_a_journal(tmp_path):
 
 def test_postgresql_keeps_the_same_promises_and_may_be_restarted(tmp_path):
     with postgres() as server:
+        # Into an empty database: both make its tables at the same time.
+        check_racing_processes_make_no_trial_twice(tmp_path, server.url)
+        with open_storage(server.url, folder=tmp_path) as storage:
+            optuna.delete_study(study_name="s", storage=storage)
         check_a_killed_trial_goes_on(tmp_path, server.url)
         with open_storage(server.url, folder=tmp_path) as storage:
             ledger = ledger_of(storage)
@@ -118,9 +122,6 @@ def test_postgresql_keeps_the_same_promises_and_may_be_restarted(tmp_path):
                 server.start()
                 assert done.result(timeout=60)
             assert ledger.trials()[taken.number].value == 0.25
-        with open_storage(server.url, folder=tmp_path) as storage:
-            optuna.delete_study(study_name="s", storage=storage)
-        check_racing_processes_make_no_trial_twice(tmp_path, server.url)
 
 
 def test_who_died_between_marking_and_queueing_leaves_nothing_behind(tmp_path):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 JOURNAL_FILE = "journal.log"
 _PATIENCE_SECONDS = 300.0
 _PAUSE_SECONDS = 0.5
+_OPENINGS = 20
 
 
 def is_sqlite(url: str | None) -> bool:
@@ -68,22 +69,35 @@ def _opened(url: str | None, *, folder: Path) -> "BaseStorage":
 
 
 def _database(url: str) -> "BaseStorage":
+    from optuna.exceptions import StorageInternalError
     from optuna.storages import RDBStorage
+    from sqlalchemy.exc import IntegrityError, ProgrammingError
 
     kwargs: dict[str, Any] = {"connect_args": {"timeout": 60}} if is_sqlite(url) else {"pool_pre_ping": True}
-    try:
-        made = RDBStorage(url, engine_kwargs=kwargs)
-    except ImportError as error:
-        raise WhetError(
-            "the database's driver is not installed", got=str(error)[:300], try_='pip install "whet[postgres]"'
-        ) from None
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise WhetError(
-            "the database cannot be opened", got=f"{without_password(url)}: {reason}"[:300], try_="check that it runs"
-        ) from None
+    for tries_left in reversed(range(_OPENINGS)):
+        try:
+            made = RDBStorage(url, engine_kwargs=kwargs)
+            break
+        except ImportError as error:
+            raise WhetError(
+                "the database's driver is not installed", got=str(error)[:300], try_='pip install "whet[postgres]"'
+            ) from None
+        except (IntegrityError, ProgrammingError, StorageInternalError) as error:
+            # Two who come first at once both make the tables, and one of them fails.
+            if not tries_left:
+                raise _unopened(url, error) from None
+            time.sleep(_PAUSE_SECONDS)
+        except Exception as error:
+            raise _unopened(url, error) from None
     patient: Any = _Patient(made)
     return patient  # type: ignore[no-any-return]
+
+
+def _unopened(url: str, error: Exception) -> WhetError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return WhetError(
+        "the database cannot be opened", got=f"{without_password(url)}: {reason}"[:300], try_="check that it runs"
+    )
 
 
 class _Patient:
