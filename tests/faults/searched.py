@@ -7,7 +7,7 @@ torch is imported where it is needed: workers, which are killed again and again,
 import math
 import time
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from whet.config.keys import CommonConfig
 from whet.plan.workload import Workload
@@ -20,6 +20,7 @@ class Config(CommonConfig):
     global_batch_size: PositiveInt = Field(4, description="samples of one optimizer step")
     lr: PositiveFloat = Field(1e-2, description="learning rate")
     hidden_size: PositiveInt = Field(4, description="width")
+    takes: NonNegativeInt = Field(0, description="bytes that a step takes, or the model if it is worse")
     is_worse: bool = Field(False, description="one less in score")
     pause: NonNegativeFloat = Field(0.0, description="seconds that a step takes at least")
 
@@ -40,6 +41,7 @@ class Searched:
     Config = Config
     goal = "score"
     _pause = 0.0
+    _takes = 0
 
     def describe(self, config, data=None):
         return Workload(
@@ -59,16 +61,21 @@ class Searched:
         import torch
         from torch import nn
 
-        self._pause = config.pause
+        self._pause, self._takes = config.pause, config.takes
+        if config.takes and config.is_worse:
+            torch.empty(config.takes, dtype=torch.uint8)
         model = nn.Sequential(nn.Linear(2, config.hidden_size), nn.Tanh(), nn.Linear(config.hidden_size, 1))
         score = -((math.log10(config.lr) + 2) ** 2) - config.is_worse
         model.register_buffer("score", torch.tensor(score, dtype=torch.float64), persistent=False)
         return model
 
     def loss(self, model, micro):
+        import torch
         from torch import nn
 
         time.sleep(self._pause)
+        if self._takes:
+            torch.empty(self._takes, dtype=torch.uint8)
         return nn.functional.mse_loss(model(micro.x).squeeze(1), micro.y)
 
     def evaluate(self, model, micros):

@@ -13,7 +13,7 @@ from postgres import postgres
 from whet.base.errors import UsageError, WhetError
 from whet.recipes.searching import search
 from whet.run import lock
-from whet.trials.child import OUT_OF_MEMORY
+from whet.trials.child import DIVERGED, OUT_OF_MEMORY
 from whet.trials.ledger import DROPPED, RUN, TASK, Ledger, does_count
 from whet.trials.life import Life
 from whet.trials.owner import Owner, Silence, this_process
@@ -114,7 +114,7 @@ def test_postgresql_keeps_the_same_promises_and_may_be_restarted(tmp_path):
         check_a_killed_trial_goes_on(tmp_path, server.url)
         with open_storage(server.url, folder=tmp_path) as storage:
             ledger = ledger_of(storage)
-            taken = ledger.take(most=5)
+            taken = ledger.take(most=6)
             assert taken is not None
             server.stop()
             with ThreadPoolExecutor(1) as pool:
@@ -235,6 +235,7 @@ def test_what_became_of_trials_with_simulated_processes(tmp_path, monkeypatch):
     lives = [
         Life(code=OUT_OF_MEMORY, failure="MPS backend out of memory"),
         *[kill] * 4,
+        Life(code=DIVERGED, failure="the loss is not a number"),
         Life(code=143, was_pruned=True),
         Life(code=1, failure="ValueError: yours"),
         Life(code=0),
@@ -242,14 +243,14 @@ def test_what_became_of_trials_with_simulated_processes(tmp_path, monkeypatch):
     said: list[Ended] = []
     with open_storage(None, folder=tmp_path) as storage:
         ledger = ledger_of(storage)
-        work(ledger, simulated_work(tmp_path, monkeypatch, lives, said=said), most=5)
+        work(ledger, simulated_work(tmp_path, monkeypatch, lives, said=said), most=6)
         trials = ledger.trials()
-    assert [ended.state for ended in said] == ["infeasible", "infeasible", "pruned", "failed", "failed"]
+    assert [ended.state for ended in said] == ["infeasible", "infeasible", "pruned", "pruned", "failed", "failed"]
     assert said[0].words == "out of memory: MPS backend out of memory"
     assert "killed 4 times" in said[1].words
-    assert said[4].words == "score is None", "a run without the goal has no value"
-    assert [t.state.name for t in trials] == ["PRUNED", "PRUNED", "PRUNED", "FAIL", "FAIL"]
-    assert [bool(t.constraints) for t in trials] == [True, True, False, False, False], "infeasible, not bad"
+    assert said[5].words == "score is None", "a run without the goal has no value"
+    assert [t.state.name for t in trials] == ["PRUNED"] * 4 + ["FAIL"] * 2
+    assert [bool(t.constraints) for t in trials] == [True] * 2 + [False] * 4, "infeasible, not bad"
 
 
 def test_three_failures_in_a_row_end_a_search_with_simulated_processes(tmp_path, monkeypatch):

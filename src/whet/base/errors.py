@@ -2,6 +2,8 @@
 
 WhetError            something failed; exit code 1
 +-- UsageError       the command, a key or a file given to it is wrong; exit code 2
++-- NoMemoryError    what is to be trained does not fit, however it is cut
++-- DivergedError    the loss is not a number, and no way leads on
 """
 
 import difflib
@@ -38,6 +40,14 @@ class UsageError(WhetError):
     """The user asked for something that cannot be meant."""
 
     exit_code = 2
+
+
+class NoMemoryError(WhetError):
+    """No plan is left that would need less memory."""
+
+
+class DivergedError(WhetError):
+    """The training has no numbers any longer."""
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from whet.base.errors import WhetError
+from whet.base.errors import NoMemoryError
 from whet.plan.lowering import with_smaller_micro_batch
 from whet.plan.plan import Plan, with_learnt
 from whet.plan.setting import Measured
@@ -38,13 +38,13 @@ def need_less(plan: Plan, model: nn.Module, *, num_samples: int, step: int, prob
             plan, {"activation_checkpointing": Measured(value="on", reason=reason, evidence={"problem": problem})}
         )
     if micro > 1:
-        raise WhetError(
+        raise NoMemoryError(
             "a step of this model needs more memory than there is",
             got=f"micro batch {micro}: {problem}",
             try_=f"micro_batch={micro // 2}, if running statistics (BatchNorm's, say) may be taken over fewer samples; "
             "or a smaller global_batch_size",
         )
-    raise WhetError(
+    raise NoMemoryError(
         "not even one sample fits into memory", got=problem, try_="a smaller model, shorter samples, or precision=bf16"
     )
 

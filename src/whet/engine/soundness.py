@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 
-from whet.base.errors import WhetError
+from whet.base.errors import DivergedError
 from whet.run.event import Event
 
 MOST_SKIPPED = 10
@@ -78,7 +78,7 @@ class Soundness:
     def refuse(self) -> None:
         """Raises for the broken step: there is no way on."""
         assert self.broken is not None
-        raise WhetError("the loss is not a number", got=f"step {self.broken[0]}: {self.broken[1]}", try_=_ADVICE)
+        raise DivergedError("the loss is not a number", got=f"step {self.broken[0]}: {self.broken[1]}", try_=_ADVICE)
 
     def go_back(self) -> str:
         """The run returns to a checkpoint because of the broken step; why, in words. Refuses to do so forever."""
@@ -98,4 +98,4 @@ class Soundness:
         in_a_row = next(n for n in range(1, len(self.skipped) + 2) if step - n not in self.skipped)
         if len(self.skipped) > MOST_SKIPPED or in_a_row > MOST_IN_A_ROW:
             got = f"step {step}: {how}; with it {len(self.skipped)} steps would be left out, {in_a_row} in a row"
-            raise WhetError("the loss is not a number", got=got, try_=_ADVICE)
+            raise DivergedError("the loss is not a number", got=got, try_=_ADVICE)

@@ -1,6 +1,6 @@
 """Plans that need less memory, once a run has shown that it must. The global batch stays as it is."""
 
-from whet.base.errors import WhetError
+from whet.base.errors import NoMemoryError
 from whet.plan.plan import Plan, with_learnt
 from whet.plan.setting import Measured
 
@@ -29,7 +29,9 @@ def with_smaller_eval_batch(plan: Plan, *, step: int, problem: str) -> Plan:
     """The plan with half of what is evaluated at once; refuses where it is one sample already."""
     before = _whole(plan.value("eval_batch"))
     if before == 1:
-        raise WhetError("not even one sample can be evaluated", got=problem, try_="a smaller model or shorter samples")
+        raise NoMemoryError(
+            "not even one sample can be evaluated", got=problem, try_="a smaller model or shorter samples"
+        )
     reason = f"evaluating {before} at once ran out of memory at step {step:,}"
     return with_learnt(plan, {"eval_batch": Measured(value=before // 2, reason=reason, evidence={"problem": problem})})
 

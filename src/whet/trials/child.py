@@ -10,12 +10,12 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from whet.base.errors import WhetError
+from whet.base.errors import DivergedError, NoMemoryError, WhetError
 from whet.measure.lifeline import questions
 
 MARK = "whet-trial "
 OUT_OF_MEMORY = 75
-INVALID = 76
+DIVERGED = 76
 """Exit codes that say why there is no value."""
 
 
@@ -64,6 +64,10 @@ def _told(error: BaseException, line: Line) -> int:
     traceback.print_exc()
     words = f"{error.what}: {error.got}" if isinstance(error, WhetError) else f"{type(error).__name__}: {error}"
     line.say({"failure": " ".join(words.split())[:500]})
+    if isinstance(error, DivergedError):
+        return DIVERGED
+    if isinstance(error, NoMemoryError):
+        return OUT_OF_MEMORY
     chain: BaseException | None = error
     while chain is not None:
         if is_out_of_memory(chain):

@@ -12,7 +12,7 @@ from whet.engine.supervise import make_ready
 from whet.run import lock
 from whet.run.events import History
 from whet.run.folder import RUN_FILE, open_run
-from whet.trials.child import INVALID, OUT_OF_MEMORY
+from whet.trials.child import DIVERGED, OUT_OF_MEMORY
 from whet.trials.ledger import BEAT, FAILURE, INFEASIBLE, MACHINE, RUN, SECONDS, STEPS, Ledger, Taken
 from whet.trials.life import Life, live
 from whet.trials.owner import BEAT_SECONDS
@@ -104,7 +104,7 @@ def _see_through(ledger: Ledger, work: Work, taken: Taken) -> Ended:
         state = "stopped" if ledger.put_back(taken.number, "stopped") else "given up"
     else:
         about = {STEPS: steps, SECONDS: seconds, MACHINE: work.machine}
-        if words and state in ("infeasible", "failed"):
+        if words:
             about[INFEASIBLE if state == "infeasible" else FAILURE] = words
         state = state if ledger.finish(taken, state=state, value=value, **about) else "given up"
     return Ended(
@@ -156,8 +156,9 @@ def _judged(life: Life) -> tuple[State, str]:
         return "stopped", ""
     if life.code == OUT_OF_MEMORY:
         return "infeasible", f"out of memory: {life.failure}"
-    if life.code == INVALID:
-        return "infeasible", life.failure or "no valid settings"
+    if life.code == DIVERGED:
+        # That is no fault of the machine or the recipe: it is what a trial is for.
+        return "pruned", f"diverged: {life.failure}"
     if life.code == 0:
         return "complete", ""
     return "failed", life.failure or f"exit code {life.code}"
