@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from whet.base.errors import UsageError
 from whet.checkpoint import store
 from whet.cli.main import run
 from whet.hex.board import BLUE
 from whet.recipes.hex.players import SearchPlayer
 from whet.recipes.hex.search.mcts import Search
 from whet.recipes.hex.selfplay.playing import Played, play_itself, read_played, write_played
-from whet.recipes.hex.selfplay.state import champion_run, games_path, read_state, run_path
+from whet.recipes.hex.selfplay.state import champion_run, games_path, open_state, read_state, run_path
 from whet.recipes.hex.views import has_won, passed_on
 from whet.run.folder import open_run
 
@@ -112,6 +113,18 @@ def test_killed_and_said_again_it_ends_as_if_nothing_had_been(tmp_path: Path, mo
     for number in range(3):
         weights = [store.newest(open_run(run_path(f, number)).checkpoints)[1].tensors for f in (whole, cut)]
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_another_training_does_not_go_on_in_the_folder_but_a_longer_or_newer_one_does(tmp_path: Path) -> None:
+    folder = tmp_path / "better"
+    open_state(folder, config={"lr": 0.1, "loop": {"generations": 2}})
+    assert open_state(folder, config={"lr": 0.1, "a_new_key": 1, "loop": {"generations": 9}}).config["lr"] == 0.1
+    with pytest.raises(UsageError, match="another lr"):
+        open_state(folder, config={"lr": 0.2, "loop": {}})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("")
+    with pytest.raises(UsageError, match="something else"):
+        open_state(tmp_path / "other", config={})
 
 
 @pytest.mark.slow

@@ -80,12 +80,14 @@ def open_state(folder: Path, *, config: dict[str, Any]) -> State:
         write_state(folder, state)
         return state
     state = read_state(folder)
-    changed = [name for name, value in config.items() if name != "loop" and state.config.get(name) != value]
+    # A key that a later whet has learned of was not said then; how long the loop goes on may change.
+    known = {name: value for name, value in config.items() if name in state.config and name != "loop"}
+    changed = [name for name, value in known.items() if state.config[name] != value]
     if changed:
         raise UsageError(
             f"{folder} was started with another {changed[0]}",
             got=f"{changed[0]}={config[changed[0]]}",
-            try_=f"{changed[0]}={state.config.get(changed[0])}, or another --run DIR",
+            try_=f"{changed[0]}={state.config[changed[0]]}, or another --run DIR",
         )
     return state
 
