@@ -124,11 +124,11 @@ def test_what_cannot_be_is_refused_in_three_lines(place: Place, whole: Path, wor
     assert said in errors
 
 
-def test_recorded_games_are_learned_from_and_no_game_is_in_two_parts(place: Place) -> None:
+def test_recorded_games_are_learned_from_and_a_plan_knows_how_many(place: Place) -> None:
     games = play_games(TwoDistancePlayer(), size=4, count=60, seed=5)
     lines = [" ".join(f"{'abcd'[move % 4]}{move // 4 + 1}" for move in games.move_list(game)) for game in range(60)]
     (place.folder / "games.txt").write_text("\n".join(lines) + "\n")
-    code, _, errors = place.run("data", "hex", "games.txt", "size=4", "--output-dir", "positions")
+    code, _, errors = place.run("data", "hex", "games.txt", "--size", 4, "--output-dir", "positions")
     assert code == 0, errors
     recipe = hex_recipe()
     config = resolve(recipe.Config, [f"data={place.folder / 'positions'}", "global_batch_size=16"]).config
