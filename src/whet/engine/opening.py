@@ -66,6 +66,10 @@ def open_session(request: Request, *, show: Show | None, closing: ExitStack) -> 
     run = start.run
     if run is None and path is not None:
         run = _create(path, request, parts.plan, closing=closing)
+    for name, content in request.attach.items():
+        # Also into a run that was killed between its folder and these.
+        if run is not None and not (run.path / name).exists():
+            durable.write_file(run.path / name, data=content)
     log = None if run is None else closing.enter_context(EventLog(run))
     soundness = Soundness(
         has_scaler=parts.stepper.scaler.is_enabled(),
@@ -119,6 +123,4 @@ def _create(path: Path, request: Request, plan: Plan, *, closing: ExitStack) -> 
         command=request.command,
     )
     closing.enter_context(lock.acquire(made.path))
-    for name, content in request.attach.items():
-        durable.write_file(made.path / name, data=content)
     return made

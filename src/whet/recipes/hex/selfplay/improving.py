@@ -7,6 +7,7 @@ run that learns from them (which resumes to the same bits), then the state. Said
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from whet.engine.recorder import Show
 from whet.recipes.hex.arena.match import Player, play_match
 from whet.recipes.hex.arena.openings import draw_openings
 from whet.recipes.hex.arena.rating import Rating, rate
-from whet.recipes.hex.config import HexConfig
+from whet.recipes.hex.config import HexConfig, Loop
 from whet.recipes.hex.opponents import load_net
 from whet.recipes.hex.players import NetPlayer, SearchPlayer
 from whet.recipes.hex.recipe import HexRecipe
@@ -69,7 +70,7 @@ class Improvement:
     def _generation(self, number: int, state: State) -> tuple[Result, Generation | None]:
         if number == 0 or state.champion is None:
             self.say("generation 0 learns from games of the two-distance player")
-            result = self._train(HexRecipe(), self.resolved, number)
+            result = self._train(HexRecipe(), number)
             is_over = result.state == "done"
             return result, Generation(number=0, num_positions=0, is_champion=True) if is_over else None
         device = open_device(self.device).device
@@ -82,9 +83,8 @@ class Improvement:
             "lr": loop.lr,
             "seed": self.config.seed + number,
         }
-        resolved = Resolved(config=self.config.model_copy(update=changes), given=self.resolved.given)
         recipe = GenerationRecipe(played, size=self.config.default_size, fingerprint=f"generation {number}")
-        result = self._train(recipe, resolved, number)
+        result = self._train(recipe, number, **changes)
         if result.state != "done":
             return result, None
         rating = self._gate(number, state.champion, device)
@@ -125,9 +125,17 @@ class Improvement:
         found = (read_played(games_path(self.folder, earlier)) for earlier in range(number - 1, first - 1, -1))
         return [played for played in found if played is not None]
 
-    def _train(self, recipe: HexRecipe, resolved: Resolved[HexConfig], number: int) -> Result:
-        path = run_path(self.folder, number)
-        return train_recipe(recipe, resolved, run=path, device=self.device, command=list(self.command), show=self.show)
+    def _train(self, recipe: HexRecipe, number: int, **changes: Any) -> Result:
+        # What the loop does is not the training's: a longer loop goes on with a generation that has begun.
+        config = self.config.model_copy(update={**changes, "selfplay": False, "loop": Loop()})
+        return train_recipe(
+            recipe,
+            Resolved(config=config, given=self.resolved.given),
+            run=run_path(self.folder, number),
+            device=self.device,
+            command=list(self.command),
+            show=self.show,
+        )
 
     def _gate(self, number: int, champion: int, device: AbstractDevice) -> Rating:
         """Both without noise, from openings that no other gate had."""
