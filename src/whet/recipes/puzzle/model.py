@@ -57,6 +57,8 @@ class PuzzleModel(nn.Module):
 
     y0: Tensor
     z0: Tensor
+    cosines: Tensor
+    sines: Tensor
 
     def __init__(self, shape: Shape, slotting: Slotting) -> None:
         super().__init__()
@@ -71,6 +73,10 @@ class PuzzleModel(nn.Module):
         nn.init.constant_(self.to_halt.bias, _NEVER_HALT)
         self.register_buffer("y0", truncated_normal_(torch.empty(shape.width), deviation=1))
         self.register_buffer("z0", truncated_normal_(torch.empty(shape.width), deviation=1))
+        # Made once: compiled, each of the 42 layers of a step would compute them anew for every element.
+        turns = rotation(torch.arange(shape.num_places), shape.width // shape.num_heads)
+        for name, table in zip(("cosines", "sines"), turns, strict=True):
+            self.register_buffer(name, table, persistent=False)
         self.slots = Slots(
             slotting.number,
             length=shape.length,
@@ -88,7 +94,7 @@ class PuzzleModel(nn.Module):
         x = self._embedded(inputs, puzzles).to(kind)
         y = torch.where(is_new[:, None, None], self.y0, y).to(kind)
         z = torch.where(is_new[:, None, None], self.z0, z).to(kind)
-        look = self._look(inputs.device)
+        look = self._look()
 
         def net(state: Tensor, added: Tensor) -> Tensor:
             state = state + added
@@ -112,11 +118,10 @@ class PuzzleModel(nn.Module):
         scaled: Tensor = math.sqrt(shape.width) * x
         return scaled
 
-    def _look(self, device: torch.device) -> Look:
+    def _look(self) -> Look:
         if self.shape.positions != "rope" or self.shape.mixes_by_mlp:
             return Look()
-        positions = torch.arange(self.shape.num_places, device=device)
-        return Look(rotation=rotation(positions, self.shape.width // self.shape.num_heads))
+        return Look(rotation=(self.cosines, self.sines))
 
 
 class PuzzleTable(nn.Module):
