@@ -189,10 +189,13 @@ def test_standard_input_and_what_is_refused(run: Path, pair_run: Path, tmp_path:
         ((pair_run, single), "trained on pairs"),
         ((pair_run, "the fox"), "trained on pairs"),
         ((run, "a text", "--out", tmp_path / "out.csv"), "are for files"),
+        ((run, single, "--out", single.parent / "." / single.name), "would replace the texts"),
+        ((run, single, "--out", tmp_path / "out.parquet"), "CSV or JSON lines"),
     ):
         capfd.readouterr()
         assert main.run(["predict", *map(str, words)]) == 2
         assert what in capfd.readouterr().err
+    assert single.read_text() == "text\nthe fox\n"
 
 
 def test_a_file_is_streamed(run: Path) -> None:

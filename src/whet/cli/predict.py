@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _FILE_ENDINGS = (".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow")
 _FORMS = {".csv": "csv", ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl"}
+_NEVER_WRITTEN = (".tsv", ".tab", ".parquet", ".arrow", ".xlsx")
 
 
 def predict(
@@ -62,6 +63,8 @@ def predict(
         answers = _answers(opened, recipe=file, checkpoint=checkpoint, device="cpu" if device == "auto" else device)
         _show([_readable(text) for text in given], answers, as_json=json)
         return
+    if out is not None:
+        _refuse_place(out, path, form=form)
     form = form or ("jsonl" if json else None if out is None else _FORMS.get(out.suffix.lower()))
     with _standard_input() if path == Path("-") else contextlib.nullcontext(path) as place:
         answers = _answers(opened, recipe=file, checkpoint=checkpoint, device=device)
@@ -89,6 +92,17 @@ def _as_file(given: list[str]) -> Path | None:
     if path.suffix.lower() in _FILE_ENDINGS and " " not in word:
         raise UsageError("no such file", got=word[:200], try_="a file that exists, or a text of several words")
     return None
+
+
+def _refuse_place(out: Path, path: Path, *, form: str | None) -> None:
+    """Answers replace older answers, never the texts; and a file is what its ending says."""
+    from whet.base.errors import UsageError
+
+    out = out.expanduser()
+    if out.exists() and path.exists() and out.samefile(path):
+        raise UsageError("the answers would replace the texts", got=f"--out {out}", try_="--out ANOTHER-NAME")
+    if form is None and out.suffix.lower() in _NEVER_WRITTEN:
+        raise UsageError("answers are CSV or JSON lines", got=f"--out {out}", try_=f"--out {out.stem}.csv")
 
 
 @contextlib.contextmanager
