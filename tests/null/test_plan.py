@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,9 @@ def test_any_workload_gets_a_plan_that_keeps_its_promises(workload: Workload, na
     assert isinstance(cuts, int)
     assert 1 <= micro <= workload.global_batch_size
     assert (cuts - 1) * micro < workload.global_batch_size <= cuts * micro
+    if cuts > 1:
+        times, each, *rest, whole = map(int, re.findall(r"\d+", plan.settings["accumulation"].reason))
+        assert times * each + sum(rest) == whole == workload.global_batch_size
     assert Plan.from_json(json.loads(json.dumps(plan.as_json())), where="memory") == plan
     needed = predict_bytes(
         workload,

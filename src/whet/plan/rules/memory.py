@@ -120,7 +120,9 @@ def choose_accumulation(facts: Facts) -> Decision:
     whole, micro = facts.workload.global_batch_size, facts.value("micro_batch")
     assert isinstance(micro, int)
     cuts = -(-whole // micro)
-    reason = "the global batch goes through at once" if cuts == 1 else f"{cuts} times {micro} make {whole}"
+    last = whole - (cuts - 1) * micro
+    parts = f"{cuts} times {micro}" if last == micro else f"{cuts - 1} times {micro} and {last}"
+    reason = "the global batch goes through at once" if cuts == 1 else f"{parts} make {whole}"
     return Decision(value=cuts, reason=reason, evidence={"global_batch_size": whole, "micro_batch": micro})
 
 
