@@ -94,6 +94,7 @@ def test_seeds_stopped_in_the_middle_end_as_if_never_stopped(tmp_path: Path) -> 
     code, out, errors = finish(start(tmp_path, *words))
     assert code == 0, errors
     assert "seeds     5, 6, 7 are done" in out
+    assert "next      whet report all" in errors
     told = json.loads((tmp_path / "all" / "seeds.json").read_text())
     assert told["done"] == [5, 6, 7]
     metrics = {metric["name"]: metric for metric in told["metrics"]}

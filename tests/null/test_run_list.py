@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from whet.base.errors import WhetError
+from whet.cli import main
 from whet.run import durable, lock
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run
@@ -164,6 +165,17 @@ def test_a_run_that_came_to_life_after_the_look_is_kept(tmp_path: Path, monkeypa
     monkeypatch.setattr(lock, "acquire", acquire)
     assert prune(tmp_path) == ()
     assert run.path.exists()
+
+
+def test_folders_that_hold_runs_are_pointed_at(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "several/seed-0", "several/seed-1"):
+        make(tmp_path, name)
+    (tmp_path / "empty").mkdir()
+    assert main.run(["runs", str(tmp_path)]) == 0
+    listed, noted = capfd.readouterr()
+    several = tmp_path / "several"
+    assert len(listed.splitlines()) == 2
+    assert noted == f"{several} holds 2 more: whet runs {several}\n"
 
 
 def test_a_change_in_the_future_counts_as_young(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """whet runs: what lies in a folder of runs."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ def runs(
     """
     from whet.base.errors import UsageError
     from whet.cli import screen
+    from whet.run.folder import groups_of_runs
     from whet.run.runs import list_runs
     from whet.run.runs import prune as prune_runs
 
@@ -37,14 +39,17 @@ def runs(
         return
     for gone in removed:
         screen.note(f"removed {gone.path}: {gone.reason}")
-    if not found:
+    groups = groups_of_runs(folder)
+    if found:
+        header = ("run", "state", "step", "loss", "goal", "age", "size")
+        screen.result(screen.table(header, [_row(run) for run in found]))
+    elif not groups:
         screen.note(f"no runs in {folder}")
-        return
-    header = ("run", "state", "step", "loss", "goal", "age", "size")
-    screen.result(screen.table(header, [_row(run) for run in found]))
     for run in found:
         if run.problem:
             screen.note(f"{run.path}: {run.problem}")
+    for path, number in groups.items():
+        screen.note(f"{path} holds {number:,} more: whet runs {shlex.quote(str(path))}")
 
 
 def _row(run: "RunSummary") -> tuple[str, ...]:

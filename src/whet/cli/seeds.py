@@ -64,7 +64,8 @@ def train_seeds(
                 screen.note(f"{done}; to go on with all:\n  {shlex.join(command(folder))}")
             return code
     screen.result("\n".join(("", *seeds_lines(found))))
-    screen.note(f"\nkept      {folder / SEEDS_FILE}")
+    shown = f"whet report {shlex.quote(str(folder))}"
+    screen.note(f"\nkept      {folder / SEEDS_FILE}\nnext      {shown}  this table again")
     return 0
 
 

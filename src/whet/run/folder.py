@@ -186,6 +186,13 @@ def run_folders(root: Path) -> list[Path]:
     return [p for p in _children(root) if (p / RUN_FILE).exists() or (p / EVENTS_FILE).exists()]
 
 
+def groups_of_runs(root: Path) -> dict[Path, int]:
+    """Folders in `root` that are no runs but hold some, as those of several seeds do: how many each."""
+    runs = set(run_folders(root))
+    found = {path: len(run_folders(path)) for path in _children(root) if path not in runs}
+    return {path: number for path, number in found.items() if number}
+
+
 def _children(root: Path) -> list[Path]:
     """The folders in `root` that are really there (no links) and not hidden; none if it cannot be read."""
     try:
