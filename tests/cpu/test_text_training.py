@@ -263,6 +263,15 @@ def test_the_plan_counts_what_the_model_has(table: Path) -> None:
     assert count_parameters(config.arch, num_classes=3) == counted
 
 
+def test_texts_that_are_cut_are_counted_before_training(table: Path) -> None:
+    recipe = text_recipe()
+    for words, is_told in ((["arch.max_length=4"], True), (["arch.max_length=1000"], False)):
+        data = recipe.data(resolve(recipe.Config, [f"data={table}", *SMALL, *words]).config)
+        lengths = data.train["tokens"].lengths
+        line = f"{int((lengths == 4).sum())} of {len(lengths)} training texts have 4 tokens or more"
+        assert any(note.startswith(line) for note in data.notes) == is_told, data.notes
+
+
 @pytest.mark.parametrize(
     ("content", "what"),
     [

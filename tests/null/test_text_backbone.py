@@ -12,6 +12,7 @@ from whet.config.resolve import resolve
 from whet.recipes.text.backbone import BERT_BASE, folder_of, read_backbone
 from whet.recipes.text.config import TextConfig, describe
 from whet.recipes.text.pretrained_tokenizer import write_files
+from whet.recipes.text.recipe import TextRecipe
 
 MINILM = {
     "model_type": "bert",
@@ -74,7 +75,13 @@ def test_sizes_are_read_without_torch(tmp_path: Path) -> None:
     assert read_backbone(model(tmp_path / "a")).num_parameters(num_classes=3) == 22_713_216 + 3 * 385
     workload = describe(config(f"model={model(tmp_path / 'a', max_position_embeddings=100)}"))
     assert (workload.max_length, workload.can_pack, workload.lengths_vary) == (100, False, True)
-    assert read_backbone("allenai/scibert_scivocab_uncased") == BERT_BASE
+    name = "allenai/scibert_scivocab_uncased"
+    assert read_backbone(name) == BERT_BASE
+    # What is guessed is told.
+    recipe = TextRecipe()
+    assert re.search(f"{name}.*BERT base", *recipe.assumptions(config(f"model={name}")))
+    assert recipe.assumptions(config(f"model={model(tmp_path / 'a')}")) == ()
+    assert recipe.assumptions(config()) == ()
     # Another architecture: what its safetensors files say in their headers.
     other = Path(model(tmp_path / "b", model_type="roberta"))
     header = json.dumps({"__metadata__": {"format": "pt"}, "w": {"shape": [7, 11]}, "v": {"shape": [5]}}).encode()

@@ -84,6 +84,7 @@ def _saved_plan(what: str, words: list[str] | None, config: Path | None, machine
 
 
 def _new_plan(what: str, words: list[str] | None, config: Path | None, machine: str | None, device: str) -> "Plan":
+    from whet.cli import screen
     from whet.config.resolve import resolve
     from whet.machine.known import load_machine
     from whet.machine.probe import probe
@@ -93,6 +94,8 @@ def _new_plan(what: str, words: list[str] | None, config: Path | None, machine: 
     recipe = load_recipe(what)
     resolved = resolve(recipe.Config, words or (), file=config)
     workload = recipe.describe(resolved.config)
+    for line in recipe.assumptions(resolved.config) if hasattr(recipe, "assumptions") else ():
+        screen.note(f"note: {line}")
     wishes = resolved.wishes if device == "auto" else {"device": device, **resolved.wishes}
     if machine is not None:
         return make_plan(load_machine(machine), workload, wishes=wishes)

@@ -66,7 +66,6 @@ def tokenize(
     tokenizer: AnyTokenizer,
     max_length: int,
     class_weights: Sequence[float] | None = None,
-    notes: Sequence[str] = (),
 ) -> TextData:
     """The corpus as columns."""
     splits = (corpus.train, corpus.dev, corpus.test)
@@ -91,8 +90,17 @@ def tokenize(
         has_pairs=corpus.has_pairs,
         baseline=None if corpus.is_multi_label else baseline_accuracy(corpus),
         mean_length=float(train["tokens"].lengths.double().mean()),
-        notes=tuple(notes),
     )
+
+
+def cut_lines(data: TextData) -> list[str]:
+    """How many training texts are as long as what is read of them, or longer."""
+    lengths = data.train["tokens"].lengths
+    num_full = int((lengths >= data.max_length).sum())
+    if not num_full:
+        return []
+    number = f"{num_full:,} of {len(lengths):,} training texts have {data.max_length} tokens or more"
+    return [f"{number}; what is beyond is not read (arch.max_length)"]
 
 
 def label_column(part: Examples, *, num_classes: int) -> Tensor:

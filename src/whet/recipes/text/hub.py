@@ -71,7 +71,7 @@ def _from_hub(word: str) -> Path:
         return ask(is_local=False)
     except Exception as error:  # Many kinds: no network, no such name, no leave to read it, a full disk.
         reason = str(error).strip().splitlines() or [""]
-        got = f"model={word}: {type(error).__name__}: {reason[0][:160]}"
+        got = f"model={word}, which is no folder here; {type(error).__name__}: {reason[0][:160]}"
         raise WhetError("the model could not be had from the hub", got=got, try_=WAY_OUT) from None
 
 

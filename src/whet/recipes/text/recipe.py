@@ -1,12 +1,14 @@
 """The text recipe: which class a text belongs to. torch is imported when it is needed, so that a plan needs none."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import UsageError
 from whet.plan.workload import Workload
 from whet.recipes.text import config as text_config
+from whet.recipes.text.backbone import folder_of
 from whet.recipes.text.config import TextConfig
 from whet.run.folder import open_run
 
@@ -39,9 +41,15 @@ class TextRecipe:
             workload, config, num_samples=len(data.train["label"]), mean_length=data.mean_length, classes=data.classes
         )
 
+    def assumptions(self, config: TextConfig) -> tuple[str, ...]:
+        """What `describe` takes for granted before anything is loaded."""
+        if not config.is_pretrained or folder_of(config.model) is not None:
+            return ()
+        return (f"model={config.model} is no folder here, so BERT base is counted; a training counts the real one",)
+
     def data(self, config: TextConfig) -> "TextData":
         from whet.recipes.text.choosing import max_length_of, tokenizer_of
-        from whet.recipes.text.data import tokenize
+        from whet.recipes.text.data import cut_lines, tokenize
         from whet.recipes.text.reading import read_told_corpus
         from whet.recipes.text.weights import class_weights
 
@@ -53,13 +61,14 @@ class TextRecipe:
             kept = open_run(config.init_from).kept
             refuse_other_classes(corpus.classes, kept.get("classes"), where=config.init_from)
         tokenizer = tokenizer_of(config, corpus, kept=kept)
-        self._data = tokenize(
+        data = tokenize(
             corpus,
             tokenizer=tokenizer,
             max_length=max_length_of(config, tokenizer),
             class_weights=class_weights(config.class_weights, corpus),
-            notes=texts.told,
         )
+        # The embedded texts are no news.
+        self._data = replace(data, notes=(*texts.told, *cut_lines(data))) if texts.told else data
         return self._data
 
     def model(self, config: TextConfig, data: "TextData") -> "Encoder | Pretrained":
