@@ -7,7 +7,7 @@ import typer
 
 
 def data(
-    what: Annotated[str, typer.Argument(metavar="RECIPE", help="Which recipe the data is for: text.")],
+    what: Annotated[str, typer.Argument(metavar="RECIPE", help="Which recipe the data is for: text, chat or hex.")],
     path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="The data, as data= names it.")],
     words: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Such as text_column=string label_separator='|'.")
