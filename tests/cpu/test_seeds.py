@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from whet.base.errors import UsageError
 from whet.checkpoint import store
 from whet.cli import main
-from whet.report.seeds import spread
+from whet.cli.seeds import wanted_seeds
+from whet.report.seeds import refuse_other_data, spread
 from whet.report.summary import summarize
-from whet.run.folder import open_run
+from whet.run.folder import KEPT_FILE, create_run, open_run
 
 RECIPE = '''
 import torch
@@ -154,6 +156,23 @@ def test_two_epochs_at_a_sitting_give_the_same_bits_for_each_seed(
     assert metric["mean"] == pytest.approx(sum(weights) / 2)
     assert main.run(["train", "line.py", "seeds=2", "--run", "whole"]) == 2
     assert "is a single run" in capfd.readouterr().err
+
+
+def test_seeds_of_different_data_have_no_mean(tmp_path: Path) -> None:
+    for seed, data in enumerate(("one", "one", "other")):
+        path = tmp_path / f"seed-{seed}"
+        create_run(path, recipe="text", config={}, plan={}, machine={}, versions={}, command=["whet"])
+        (path / KEPT_FILE).write_text(json.dumps({"data": data}))
+    refuse_other_data(tmp_path, (0, 1))
+    refuse_other_data(tmp_path, ())
+    with pytest.raises(UsageError, match="different data"):
+        refuse_other_data(tmp_path, (0, 1, 2))
+
+
+def test_seeds_that_cannot_be_meant_are_left_to_the_training() -> None:
+    assert wanted_seeds(("seeds=3", "seed=5"), None) == range(5, 8)
+    for words in (("seeds=0",), ("seeds=10001",), ("seeds=3", "seed=-3"), ("seeds=true",)):
+        assert len(wanted_seeds(words, None)) == 1
 
 
 def test_an_interval_is_students() -> None:

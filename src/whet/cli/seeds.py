@@ -13,12 +13,15 @@ TrainOne = Callable[[list[str], Path], int]
 def wanted_seeds(words: Sequence[str], file: Path | None) -> range:
     """The seeds that words and a config file ask for; what is wrong with them is left to the training to say."""
     from whet.config.files import read_config_file
+    from whet.config.keys import MOST_SEEDS
     from whet.config.words import read_words
 
     read = read_words(words)
     told = {**(read_config_file(file) if file else {}), **read.values}
     number, first = (_whole(told.get(key)) if key in read.values or key not in read.dropped else None for key in _KEYS)
-    return range(first or 0, (first or 0) + max(1, number or 1))
+    first, number = first or 0, number or 1
+    is_meant = first >= 0 and 1 <= number <= MOST_SEEDS
+    return range(first, first + (number if is_meant else 1))
 
 
 def _whole(value: Any) -> int | None:
@@ -39,7 +42,14 @@ def train_seeds(
     from whet.base.errors import UsageError
     from whet.cli import screen
     from whet.recipes.recipe import BUILT_IN
-    from whet.report.seeds import SEEDS_FILE, folder_of_seed, gather_seeds, seeds_lines, write_seeds
+    from whet.report.seeds import (
+        SEEDS_FILE,
+        folder_of_seed,
+        gather_seeds,
+        refuse_other_data,
+        seeds_lines,
+        write_seeds,
+    )
     from whet.run import durable
     from whet.run.folder import RUN_FILE, next_run_path
 
@@ -56,10 +66,12 @@ def train_seeds(
         screen.note(f"seed {seed}: run {number} of {len(seeds)}, in {path}")
         code = train_one([*others, *_batch_of_first(words, folder, seeds), f"seed={seed}"], path)
         found = gather_seeds(folder, seeds, recipe=name)
+        refuse_other_data(folder, found.done)
         if folder.exists():
             write_seeds(folder, found)
         if code or seed not in found.done:
-            if path.exists():
+            # What was refused is not to be said again.
+            if path.exists() and code != UsageError.exit_code:
                 done = f"{len(found.done)} of {len(seeds)} seeds are done"
                 screen.note(f"{done}; to go on with all:\n  {shlex.join(command(folder))}")
             return code

@@ -18,6 +18,8 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 SYNONYMS = {"forward_dtype": "precision", "batch_size": "global_batch_size"}
 """Names that others use for our keys."""
 
+MOST_SEEDS = 10_000
+
 DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
@@ -82,7 +84,7 @@ class CommonConfig(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         0, description="decides the order of samples, the first weights and all draws"
     )
-    seeds: Annotated[int, Field(gt=0, le=10_000)] = Field(
+    seeds: Annotated[int, Field(gt=0, le=MOST_SEEDS)] = Field(
         1, description="trains so many times, with seed, seed + 1, ..., and tells mean and spread (whet train)"
     )
     eval_every: PositiveInt | Auto = Field("auto", description="steps between evaluations; auto: once an epoch")

@@ -9,7 +9,7 @@ from whet.base.errors import UsageError
 from whet.base.record import Record
 from whet.report.summary import Report, summarize
 from whet.run import durable, strict_json
-from whet.run.folder import RUN_FILE
+from whet.run.folder import RUN_FILE, open_run
 from whet.run.plain_file import read_plain
 from whet.run.strict_json import StrictRecord
 
@@ -84,6 +84,18 @@ def gather_seeds(folder: Path, seeds: Sequence[int], *, recipe: str) -> Seeds:
         done=tuple(done),
         metrics=tuple(spread(name, [one[name] for one in figures if name in one]) for name in names),
     )
+
+
+def refuse_other_data(folder: Path, done: Sequence[int]) -> None:
+    """Runs of different data have no mean: a file may have changed after the first of them was done."""
+    prints = {seed: open_run(folder_of_seed(folder, seed)).kept.get("data") for seed in done}
+    other = [seed for seed in done if prints[seed] != prints[done[0]]]
+    if other:
+        raise UsageError(
+            f"the seeds in {folder} were trained on different data",
+            got=f"seed {', '.join(map(str, other))} on other data than seed {done[0]}",
+            try_="remove the folders of one kind and train again, or another --run for the new data",
+        )
 
 
 def _figures(report: Report) -> dict[str, float]:
