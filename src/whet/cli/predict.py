@@ -1,6 +1,7 @@
 """whet predict: what a trained model says about texts, or about a whole file of them."""
 
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 _FILE_ENDINGS = (".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow")
 _FORMS = {".csv": "csv", ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl"}
-_NEVER_WRITTEN = (".tsv", ".tab", ".parquet", ".arrow", ".xlsx")
 
 
 def predict(
@@ -63,10 +63,9 @@ def predict(
         answers = _answers(opened, recipe=file, checkpoint=checkpoint, device="cpu" if device == "auto" else device)
         _show([_readable(text) for text in given], answers, as_json=json)
         return
-    if out is not None:
-        _refuse_place(out, path, form=form)
-    form = form or ("jsonl" if json else None if out is None else _FORMS.get(out.suffix.lower()))
+    form = form or ("jsonl" if json else None if out is None else _form_of(out))
     with _standard_input() if path == Path("-") else contextlib.nullcontext(path) as place:
+        out = None if out is None else _replaceable(out.expanduser().absolute(), read=place, run=opened.path)
         answers = _answers(opened, recipe=file, checkpoint=checkpoint, device=device)
         if not hasattr(answers, "answers"):
             # A recipe that reads no files: each line is a text.
@@ -82,8 +81,11 @@ def _as_file(given: list[str]) -> Path | None:
 
     if given == ["-"]:
         return Path("-")
+    if not all(text.strip() for text in given):
+        raise UsageError("there is nothing to predict", got="an empty text", try_='whet predict RUN "some text"')
     word = given[0]
     if len(given) > 1:
+        _refuse_files_among(given)
         return None
     path = Path(word).expanduser()
     with contextlib.suppress(OSError, ValueError):
@@ -94,26 +96,37 @@ def _as_file(given: list[str]) -> Path | None:
     return None
 
 
-def _refuse_place(out: Path, path: Path, *, form: str | None) -> None:
-    """Answers replace older answers, never the texts; and a file is what its ending says."""
+def _form_of(out: Path) -> str | None:
+    """What the ending says; None for one that says nothing."""
     from whet.base.errors import UsageError
 
-    out = out.expanduser()
-    if out.exists() and path.exists() and out.samefile(path):
-        raise UsageError("the answers would replace the texts", got=f"--out {out}", try_="--out ANOTHER-NAME")
-    if form is None and out.suffix.lower() in _NEVER_WRITTEN:
-        raise UsageError("answers are CSV or JSON lines", got=f"--out {out}", try_=f"--out {out.stem}.csv")
+    ending = out.suffix.lower()
+    if ending in (".tsv", ".tab", ".parquet", ".arrow", ".xlsx"):
+        raise UsageError("answers are CSV or JSON lines", got=out, try_="an --out that ends in .csv or .jsonl")
+    return _FORMS.get(ending)
+
+
+def _refuse_files_among(given: list[str]) -> None:
+    """Names of files would be judged as if they were texts."""
+    from whet.base.errors import UsageError
+
+    for word in given:
+        with contextlib.suppress(OSError, ValueError):
+            if word == "-" or Path(word).expanduser().is_file():
+                raise UsageError("one file at a time", got=" ".join(given)[:200], try_=f"whet predict RUN {word}")
 
 
 @contextlib.contextmanager
 def _standard_input() -> Iterator[Path]:
     """Standard input as a file, so that it may have any form and length."""
     from whet.base.errors import UsageError
+    from whet.run import durable
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "standard-input"
-        with path.open("wb") as file:
-            shutil.copyfileobj(sys.stdin.buffer, file)
+        with durable.told("copy standard input to", path), path.open("wb") as file:
+            if sys.stdin is not None:  # Closed by the caller (<&-): as if it were empty.
+                shutil.copyfileobj(sys.stdin.buffer, file)
         if not path.stat().st_size:
             raise UsageError("there is nothing to predict", got="no text", try_='whet predict RUN "some text"')
         yield path
@@ -137,7 +150,7 @@ def _answers(opened: "Run", *, recipe: str | None, checkpoint: str, device: str)
 
     try:
         model, answers = predict_with(loaded.Config.model_validate(opened.config), opened.kept)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise WhetError("the run does not hold what its recipe needs", got=what, try_="another run") from None
     load_weights(opened.path, model, checkpoint=checkpoint)
@@ -181,7 +194,6 @@ def _answer_file(
             sys.stdout.buffer.write(line.encode())
         sys.stdout.buffer.flush()
     else:
-        out = out.expanduser().absolute()
         durable.check_writable(out)
         durable.write_file(out, data=(line.encode() for line in found.lines()))
         screen.note(f"wrote {out}")
@@ -191,6 +203,22 @@ def _answer_file(
         screen.note(line) if out is None else screen.result(line)
     if found.num_bad:
         raise typer.Exit(1)
+
+
+def _replaceable(out: Path, *, read: Path, run: Path) -> Path:
+    """The file that is written: it may replace earlier answers, and nothing else."""
+    from whet.base.errors import UsageError
+    from whet.recipes.text.using.predictions import is_answers
+
+    if out.resolve().is_relative_to(run.resolve()):
+        raise UsageError("answers do not belong into the run", got=out, try_="--out FILE outside of it")
+    if out.is_dir():
+        raise UsageError("the answers are a file", got=f"{out} is a folder", try_=f"--out {out / 'answers.csv'}")
+    if not out.parent.is_dir():
+        raise UsageError("no such folder for the answers", got=out.parent, try_=f"mkdir -p {out.parent}")
+    if (out.exists() and out.samefile(read)) or (os.path.lexists(out) and not is_answers(out)):
+        raise UsageError("a file of that name is there, and no answers", got=out, try_="another --out FILE")
+    return out
 
 
 def _lines(path: Path) -> list[str]:

@@ -35,7 +35,14 @@ def read_checkpoint(run: str | Path, *, checkpoint: str = "last") -> tuple[Snaps
     found = store.newest(folder)
     if found is None:
         raise WhetError("the run has no checkpoint yet", got=str(run), try_="train it first")
-    newest_step, newest, _ = found
+    newest_step, newest, refused = found
+    if refused and checkpoint in ("last", "best"):
+        # Training goes on from an older one; who asks for the last or the best is not given another unsaid.
+        raise WhetError(
+            "the run's newest checkpoint is damaged",
+            got=refused[0][:300],
+            try_=f"checkpoint {newest_step}, which is whole; or remove the damaged folder",
+        )
     if checkpoint == "last":
         return newest, newest_step
     if checkpoint == "best":

@@ -37,7 +37,7 @@ def export_model(
     def fill(draft: Path) -> list[str]:
         try:
             model, _ = predict(loaded.Config.model_validate(run.config), run.kept)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             raise WhetError("the run does not hold what its recipe needs", got=what, try_="another run") from None
         step = load_weights(run.path, model, checkpoint=checkpoint)

@@ -51,7 +51,7 @@ def judge(model: "Encoder | Pretrained", micros: Iterator["Micro"], data: "TextD
         is_right = scores.add(found, truth)
         answers = found > 0.5
         if is_single:
-            truth, answers = np.eye(num_classes)[truth], np.eye(num_classes)[found.argmax(1)]
+            truth, answers = (np.arange(num_classes) == chosen[:, None] for chosen in (truth, found.argmax(1)))
         for row in np.flatnonzero(~is_right):
             worst = float(np.abs(found[row] - truth[row]).max())
             classes = (tuple(np.flatnonzero(chosen[row] > 0.5).tolist()) for chosen in (truth, answers))

@@ -120,6 +120,7 @@ class TextRecipe:
             is_multi_label=bool(kept.get("is_multi_label")),
             has_pairs=has_pairs if isinstance(has_pairs, bool) else None,
             columns=config.column_wishes,
+            separator=config.label_separator,
         )
 
     def write_model_files(

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from whet.base.errors import WhetError
+
 NUM_BINS: Final = 15
 """Of the calibration error, all equally wide (Guo et al. 2017, "On Calibration of Modern Neural Networks")."""
 MOST_CONFUSED: Final = 1_000
@@ -42,6 +44,7 @@ class Scores:
         """
         shares = np.asarray(shares, dtype=np.float64)
         truth = np.asarray(truth)
+        refuse_no_numbers(shares)
         if self.is_multi_label:
             is_true, is_answer = truth > 0.5, shares > 0.5
             is_right = (is_true == is_answer).all(1)
@@ -51,7 +54,7 @@ class Scores:
         else:
             answers = shares.argmax(1)
             is_right = answers == truth
-            is_true, is_answer = np.eye(self._num_classes, dtype=bool)[[truth, answers]]
+            is_true, is_answer = (np.arange(self._num_classes) == chosen[:, None] for chosen in (truth, answers))
             self._squares += float(((shares - is_true) ** 2).sum())
             self._fill_bins(shares.max(1), is_right)
             if self.confusion is not None:
@@ -91,6 +94,16 @@ class Scores:
         places = np.minimum((shares * NUM_BINS).astype(np.int64), NUM_BINS - 1)
         for row, weights in zip(self._bins, (None, shares, is_right), strict=True):
             row += np.bincount(places, weights=weights, minlength=NUM_BINS)
+
+
+def refuse_no_numbers(shares: Array) -> None:
+    """The likeliest of classes without a probability would be the first one, by its place."""
+    if not np.isfinite(shares).all():
+        raise WhetError(
+            "the model's answers are not numbers",
+            got="NaN instead of a probability",
+            try_="an earlier checkpoint; a lower lr, or precision=fp32",
+        )
 
 
 def _shares(parts: Array, wholes: Array) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any
 from whet.base.errors import UsageError
 
 AUTO = "auto"
-_SEPARATORS = ("|", ";", ",")
+SEPARATORS = ("|", ";", ",")
 _LONGEST_LIST = 10_000
 
 
@@ -64,7 +64,7 @@ def clear_separator(labels: Iterable[str]) -> str | None:
     True
     """
     whole = set(labels)
-    for separator in _SEPARATORS:
+    for separator in SEPARATORS:
         if not any(separator in label for label in whole):
             continue
         pieces = {piece for label in whole for piece in split_label(label, separator)}

@@ -5,9 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from whet.recipes.text.rows.columns import Columns, Wishes, find_columns
+from whet.recipes.text.rows.delimited import read_header
 from whet.recipes.text.rows.labels import as_list, written
 from whet.recipes.text.rows.row import Fault, Row, Source
 from whet.recipes.text.rows.sources import read_rows
+
+_MOST_NAMES = 1_000
+"""Of columns: JSON rows may bring new ones for ever."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,17 +42,33 @@ class SampleReader:
         self.source = source
         self.columns: Columns | None = None
         self._wishes = Wishes(group=wishes.group) if source.form == "class folders" else wishes
+        self._names: dict[str, None] = {}
 
     def __iter__(self) -> Iterator[Sample]:
         for row in read_rows(self.source):
-            if self.columns is None and row.cells:
-                # Test rows may come without labels, as contests give them out.
-                needs_label = self.source.part != "test"
-                self.columns = find_columns(row.cells, self._wishes, path=self.source.path, needs_label=needs_label)
+            if row.cells and (self.columns is None or self.columns.label is None):
+                self._look_for_columns(row)
             if self.columns is None or not row.cells:
                 yield Sample(row=row, text="", pair=None, labels=(), is_list=False, group=None)
             else:
                 yield from _samples(row, self.columns, where=self.where(row))
+
+    def _look_for_columns(self, row: Row) -> None:
+        """Those of the first row; a label that only a later row brings is one all the same."""
+        # A header is whole where the first row is cut short.
+        is_table = self.source.form in ("CSV", "TSV") and not self._names
+        names = self._names | dict.fromkeys(read_header(self.source)[1] if is_table else row.cells)
+        if len(names) == len(self._names) or len(self._names) > _MOST_NAMES:
+            return
+        self._names = names
+        # Test rows may come without labels, as contests give them out.
+        needs_label = self.source.part != "test"
+        if self.columns is None:
+            self.columns = find_columns(names, self._wishes, path=self.source.path, needs_label=needs_label)
+            return
+        wishes = self._wishes.model_copy(update={"text": self.columns.text})
+        found = find_columns(names, wishes, path=self.source.path, needs_label=False)
+        self.columns = self.columns.model_copy(update={"label": found.label})
 
     def where(self, row: Row) -> str:
         """The place of a row, as editors understand it."""

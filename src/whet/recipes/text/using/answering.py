@@ -13,7 +13,8 @@ from whet.device.abstract import AbstractDevice
 from whet.recipes.text.data import AnyTokenizer, token_column
 from whet.recipes.text.loss import shares
 from whet.recipes.text.rows.columns import Wishes
-from whet.recipes.text.scoring import Scores
+from whet.recipes.text.rows.labels import AUTO, SEPARATORS, split_label
+from whet.recipes.text.scoring import Scores, refuse_no_numbers
 from whet.recipes.text.using.questions import Question
 
 BATCH: Final = 64
@@ -21,7 +22,6 @@ _LEAST_WINDOW: Final = 1_024
 _WINDOW_BATCHES: Final = 16
 _MOST_CHARACTERS: Final = 32 * 1024**2
 """Of the texts that wait for their batch together: what is held at once does not grow with the file."""
-_SEPARATORS: Final = "|;,"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +45,7 @@ class Answering:
         is_multi_label: bool,
         has_pairs: bool | None,
         columns: Wishes,
+        separator: str | None = AUTO,
     ) -> None:
         self.classes = tuple(classes)
         self.is_multi_label = is_multi_label
@@ -52,6 +53,7 @@ class Answering:
         """Whether the model was trained on pairs; None for a run that does not say."""
         self.columns = columns
         """Those that the training named."""
+        self._signs = SEPARATORS if separator == AUTO else () if separator is None else (separator,)
         self._model = model
         self._tokenizer = tokenizer
         self._max_length = max_length
@@ -113,8 +115,8 @@ class Answering:
             return list(labels)
         if not self.is_multi_label or len(labels) != 1:
             return None
-        for sign in _SEPARATORS:
-            names = [name for piece in labels[0].split(sign) if (name := piece.strip())]
+        for sign in self._signs:
+            names = split_label(labels[0], sign)
             if names and all(name in self.classes for name in names):
                 return names
         return None
@@ -134,8 +136,10 @@ class Answering:
             for rows in order.split(batch):
                 longest = int(column.lengths[rows].max())
                 logits = self._model(column.padded(rows, length=longest).moved(self._put))
-                told = shares(logits.float(), is_multi_label=self.is_multi_label).tolist()
-                for row, values in zip(rows.tolist(), told, strict=True):
+                # As an evaluation does: on the CPU, and no tie that rounding makes.
+                told = shares(logits.float().cpu().double(), is_multi_label=self.is_multi_label)
+                refuse_no_numbers(told.numpy())
+                for row, values in zip(rows.tolist(), told.tolist(), strict=True):
                     found[row] = values
         return found
 

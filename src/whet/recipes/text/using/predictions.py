@@ -4,13 +4,18 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from whet.base.errors import WhetError
+from whet.run.plain_file import open_plain
 
 if TYPE_CHECKING:
     from whet.recipes.text.using.answering import Answered
 
 Form = Literal["csv", "jsonl"]
 FORMS: tuple[Form, ...] = ("csv", "jsonl")
+_BEGINNINGS = (b"row,text,", b'{"row": ')
 
 
 def prediction_lines(
@@ -32,6 +37,16 @@ def prediction_lines(
         label = "|".join(verdict["labels"]) if "labels" in verdict else verdict["label"]
         shares = (f"{verdict['probabilities'][name]:.7g}" for name in classes)
         yield _csv([question.row, *texts, label, f"{verdict['probability']:.7g}", *shares, ""])
+
+
+def is_answers(path: Path) -> bool:
+    """Whether a file begins as our answers do (or is empty), so that newer ones may take its place."""
+    try:
+        with open_plain(path) as file:
+            start = file.read(max(map(len, _BEGINNINGS)))
+    except (OSError, WhetError):
+        return False
+    return not start or start.startswith(_BEGINNINGS)
 
 
 def _record(answer: "Answered") -> dict[str, Any]:

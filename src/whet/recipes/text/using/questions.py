@@ -1,5 +1,6 @@
 """Which texts does a file ask about? Rows of a table, JSON lines, or one text on each line. No torch."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,8 +41,8 @@ class Questions:
         # Rows to be judged need no label, as those of a test part.
         self._source = replace(source, part="test")
         self._is_plain = _is_plain(self._source, wishes, usual)
-        self._wishes = wishes if self._is_plain else _columns_of(self._source, wishes, usual)
         self._has_pairs = has_pairs
+        self._wishes = wishes if self._is_plain else self._columns_of(wishes, usual)
         self.is_json = source.form == "JSON lines"
         self.told: str = "plain text, one on each line" if self._is_plain else source.form
         if self._is_plain and has_pairs:
@@ -52,14 +53,28 @@ class Questions:
             yield from _plain(self._source)
             return
         reader = SampleReader(self._source, self._wishes)
-        is_first = True
         for sample in reader:
-            if is_first and reader.columns is not None:
-                is_first = False
-                self._refuse_other_kind(reader.columns.pair)
+            if reader.columns is not None:
                 self.told = f"{self._source.form}; {reader.columns.told()}"
             has_label = reader.columns is not None and reader.columns.label is not None
             yield _question(sample, has_label=has_label)
+
+    def _columns_of(self, wishes: Wishes, usual: Wishes) -> Wishes:
+        source = self._source
+        if source.form in ("CSV", "TSV"):
+            names = read_header(source)[1]
+        else:
+            names = next((list(row.cells) for row in read_rows(source) if row.cells), [])
+        both = _there(names, usual).model_copy(update=wishes.model_dump(exclude_none=True))
+        if names:
+            try:
+                found = find_columns(names, both, path=source.path, needs_label=wishes.label is not None)
+            except UsageError as error:
+                # There the columns are keys, here they are options.
+                try_ = re.sub(r"^(\w+)_column=", r"--\1-column ", error.try_ or "")
+                raise UsageError(error.what, got=error.got, try_=try_) from None
+            self._refuse_other_kind(found.pair)
+        return both
 
     def _refuse_other_kind(self, pair: str | None) -> None:
         """A model of pairs needs both halves, and another one would overlook the second."""
@@ -89,13 +104,6 @@ def _is_plain(source: Source, wishes: Wishes, usual: Wishes) -> bool:
     except UsageError:
         return True
     return False
-
-
-def _columns_of(source: Source, wishes: Wishes, usual: Wishes) -> Wishes:
-    names = next((list(row.cells) for row in read_rows(source) if row.cells), [])
-    if names:
-        find_columns(names, wishes, path=source.path, needs_label=wishes.label is not None)
-    return _there(names, usual).model_copy(update=wishes.model_dump(exclude_none=True))
 
 
 def _there(names: list[str], usual: Wishes) -> Wishes:
