@@ -223,6 +223,7 @@ def test_answers_replace_answers_and_nothing_else(run: Path, tmp_path: Path, cap
 def test_labels_are_scored_though_the_first_row_lacks_one(run: Path, tmp_path: Path, capfd) -> None:
     for name, content in (
         ("late.jsonl", '{"text": "a fox"}\n{"text": "the fox of fox", "label": "animal"}\n'),
+        ("later.jsonl", '{"text": "a fox"}\n' * 200 + '{"text": "the fox of fox", "label": "animal"}\n'),
         ("short.csv", "text,label\na fox\nthe fox of fox,animal\n"),
     ):
         (tmp_path / name).write_text(content)

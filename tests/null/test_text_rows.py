@@ -173,6 +173,14 @@ def test_test_rows_without_labels_are_left_out_and_it_is_said(tmp_path: Path) ->
     assert len(read.corpus.test) == 20
 
 
+@pytest.mark.parametrize("num_bare", [1, 150])
+def test_labels_that_come_late_are_labels(tmp_path: Path, num_bare: int) -> None:
+    (tmp_path / "train.jsonl").write_text(as_json(ROWS))
+    (tmp_path / "test.jsonl").write_text('{"text": "a text"}\n' * num_bare + as_json(ROWS[:3]))
+    with pytest.raises(UsageError, match=r"an empty label in .*test\.jsonl, row 1"):
+        read_texts(tmp_path)
+
+
 # --- columns and labels ----------------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from whet.recipes.text.rows.columns import Columns, Wishes, find_columns
-from whet.recipes.text.rows.delimited import read_header
 from whet.recipes.text.rows.labels import as_list, written
 from whet.recipes.text.rows.row import Fault, Row, Source
-from whet.recipes.text.rows.sources import read_rows
+from whet.recipes.text.rows.sources import column_names, read_rows
 
 _MOST_NAMES = 1_000
 """Of columns: JSON rows may bring new ones for ever."""
@@ -54,10 +53,8 @@ class SampleReader:
                 yield from _samples(row, self.columns, where=self.where(row))
 
     def _look_for_columns(self, row: Row) -> None:
-        """Those of the first row; a label that only a later row brings is one all the same."""
-        # A header is whole where the first row is cut short.
-        is_table = self.source.form in ("CSV", "TSV") and not self._names
-        names = self._names | dict.fromkeys(read_header(self.source)[1] if is_table else row.cells)
+        """Those of the first rows; a label that only a later row brings is one all the same."""
+        names = self._names | dict.fromkeys(row.cells if self._names else column_names(self.source))
         if len(names) == len(self._names) or len(self._names) > _MOST_NAMES:
             return
         self._names = names

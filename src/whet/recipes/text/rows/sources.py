@@ -3,14 +3,14 @@
 import json
 import re
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import cast
 
 from whet.base.errors import UsageError, WhetError
 from whet.recipes.text.rows.class_folders import class_folders, read_class_folders
 from whet.recipes.text.rows.columnar import class_names, read_columnar
-from whet.recipes.text.rows.delimited import read_delimited
+from whet.recipes.text.rows.delimited import read_delimited, read_header
 from whet.recipes.text.rows.json_lines import read_json_lines
 from whet.recipes.text.rows.row import Form, Part, Row, Source
 from whet.run.plain_file import open_plain, read_plain
@@ -26,6 +26,7 @@ _PARTS = {name: part for part, names in PART_NAMES.items() for name in names}
 _SHARD = re.compile(r"[-_]\d+[-_]of[-_]\d+$")
 _ROW_ENDINGS = {"", ".csv", ".tsv", ".tab", ".txt", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow"}
 _HEAD_BYTES = 64 * 1024
+_LOOKED_AT = 100
 _READERS = {
     "JSON lines": read_json_lines,
     "CSV": read_delimited,
@@ -39,6 +40,15 @@ _READERS = {
 def read_rows(source: Source) -> Iterator[Row]:
     """The rows of a source, one at a time."""
     return _READERS[source.form](source)
+
+
+def column_names(source: Source) -> list[str]:
+    """The columns of a source: its header's, or those of its first rows, each of which may lack some."""
+    if source.form in ("CSV", "TSV"):
+        return read_header(source)[1]
+    several = _LOOKED_AT if source.form == "JSON lines" else 1
+    whole = (row for row in read_rows(source) if row.cells)
+    return list(dict.fromkeys(str(name) for row in islice(whole, several) for name in row.cells))
 
 
 def find_sources(path: Path) -> tuple[Source, ...]:

@@ -11,7 +11,7 @@ from whet.recipes.text.rows.delimited import read_header
 from whet.recipes.text.rows.lines import read_lines
 from whet.recipes.text.rows.row import Fault, Source
 from whet.recipes.text.rows.samples import Sample, SampleReader
-from whet.recipes.text.rows.sources import find_sources, read_rows
+from whet.recipes.text.rows.sources import column_names, find_sources
 
 _TABLE_ENDINGS = (".csv", ".tsv", ".tab")
 _LONGEST = 200
@@ -61,10 +61,7 @@ class Questions:
 
     def _columns_of(self, wishes: Wishes, usual: Wishes) -> Wishes:
         source = self._source
-        if source.form in ("CSV", "TSV"):
-            names = read_header(source)[1]
-        else:
-            names = next((list(row.cells) for row in read_rows(source) if row.cells), [])
+        names = column_names(source)
         both = _there(names, usual).model_copy(update=wishes.model_dump(exclude_none=True))
         if names:
             try:
