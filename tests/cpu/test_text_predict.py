@@ -266,6 +266,21 @@ def test_answers_that_are_no_numbers_are_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.csv"]
 
 
+def test_spaces_around_a_text_change_nothing(run: Path, capfd) -> None:
+    assert main.run(["predict", str(run), "the fox", "  the fox\n", "--json"]) == 0
+    bare, padded = json.loads(capfd.readouterr().out)
+    assert bare == padded
+
+
+def test_a_recipe_without_files_of_answers_says_so(
+    run: Path, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.txt").write_text("the fox\n")
+    monkeypatch.setattr("whet.cli.predict._answers", lambda *_, **__: lambda texts: [{"label": "a"} for _ in texts])
+    assert main.run(["predict", str(run), str(tmp_path / "rows.txt"), "--out", str(tmp_path / "out.csv")]) == 2
+    assert "writes no files of answers" in capfd.readouterr().err
+
+
 def test_the_sign_between_labels_is_the_trainings() -> None:
     def truth(separator: str | None) -> object:
         answers = Answering(

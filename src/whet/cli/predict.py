@@ -61,7 +61,8 @@ def predict(
                 "--out and --format are for files", got=given[0][:80], try_="a file, or - (standard input)"
             )
         answers = _answers(opened, recipe=file, checkpoint=checkpoint, device="cpu" if device == "auto" else device)
-        _show([_readable(text) for text in given], answers, as_json=json)
+        # Without the spaces around them, as texts of a file and of the training.
+        _show([_readable(text).strip() for text in given], answers, as_json=json)
         return
     form = form or ("jsonl" if json else None if out is None else _form_of(out))
     with _standard_input() if path == Path("-") else contextlib.nullcontext(path) as place:
@@ -69,6 +70,8 @@ def predict(
         answers = _answers(opened, recipe=file, checkpoint=checkpoint, device=device)
         if not hasattr(answers, "answers"):
             # A recipe that reads no files: each line is a text.
+            if out is not None:
+                raise UsageError("the recipe writes no files of answers", got=out, try_="without --out")
             _show(_lines(place), answers, as_json=json)
             return
         columns = {"text": text_column, "pair": pair_column, "label": label_column}
