@@ -58,6 +58,13 @@ def test_malformed_words_are_refused(word: str) -> None:
         read_words([word])
 
 
+def test_a_file_without_its_key_is_taken_for_data(tmp_path: Path) -> None:
+    for word in (str(tmp_path), "epochs", "a" * 5_000, "\0"):
+        with pytest.raises(UsageError, match="written key=value") as error:
+            read_words([word])
+        assert error.value.try_ == (f"data={word}" if word == str(tmp_path) else f"{word}=VALUE")
+
+
 @given(st.text())
 def test_any_word_is_read_or_refused(word: str) -> None:
     with contextlib.suppress(UsageError):

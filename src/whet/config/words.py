@@ -1,7 +1,9 @@
 """What `key=value` words mean: `lr=1e-4 arch.hidden_size=768 data_paths=[a,b] ema=true dropout=null ~warmup_steps`."""
 
+import contextlib
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from whet.base.errors import UsageError
@@ -39,9 +41,16 @@ def read_words(words: Iterable[str]) -> Words:
             continue
         name, equals, text = word.lstrip("+").partition("=")
         if not equals:
-            raise UsageError("a setting is written key=value", got=repr(word), try_=f"{word}=VALUE")
+            meant = f"data={word}" if _is_file(word) else f"{word}=VALUE"
+            raise UsageError("a setting is written key=value", got=repr(word), try_=meant)
         values[_key(name, word)] = read_value(text, word)
     return Words(values=values, dropped=tuple(dropped))
+
+
+def _is_file(word: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return Path(word).exists()
+    return False
 
 
 def read_value(text: str, word: str, *, depth: int = 0) -> Any:
