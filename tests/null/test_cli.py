@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from places import Run
+from whet.cli import main
 
 THE_FUTURE = {"format_version": 99}
 
@@ -108,6 +109,12 @@ def test_a_run_from_the_future_is_refused(whet: Run, tmp_path: Path) -> None:
     listed = whet("runs", str(tmp_path))
     assert listed.returncode == 0
     assert "unreadable" in listed.stdout
+
+
+def test_a_missing_word_has_the_name_that_the_help_gives_it(capfd: pytest.CaptureFixture[str]) -> None:
+    for words, what in ((["data", "text"], "FILE|DIR is missing"), (["export", "run"], "--to FORMAT is missing")):
+        assert main.run(words) == 2
+        assert what in capfd.readouterr().err
 
 
 def test_debug_shows_the_traceback(whet: Run) -> None:

@@ -187,14 +187,23 @@ def _is_library(filename: str) -> bool:
 
 
 def _as_usage_error(error: Exception, words: Sequence[str]) -> UsageError:
-    what = str(error).rstrip(".")
     verb = next((word for word in words if not word.startswith("-")), "")
     if verb not in VERBS:
         meant = nearest(verb, VERBS)
         return UsageError(
             "no such command", got=verb or " ".join(words), try_=f"whet {meant}" if meant else "whet --help"
         )
-    return UsageError(what[:1].lower() + what[1:], got="whet " + " ".join(words), try_=f"whet {verb} --help")
+    what = _missing(error) or str(error)[:1].lower() + str(error)[1:].rstrip(".")
+    return UsageError(what, got="whet " + " ".join(words), try_=f"whet {verb} --help")
+
+
+def _missing(error: Exception) -> str | None:
+    """A missing word as the help names it, not as the source does; None for other errors."""
+    parameter = getattr(error, "param", None)
+    if parameter is None or not str(error).startswith("Missing parameter"):
+        return None
+    names = [name for name in parameter.opts if name.startswith("-")][:1]
+    return " ".join([*names, parameter.metavar or parameter.name, "is missing"])
 
 
 def _refuse_windows() -> None:
