@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from whet.base.units import GB
 from whet.measure import cache
 from whet.measure.cache import recall, remember
 from whet.measure.fitting import Fitting
-from whet.measure.found import Found, measured_settings
+from whet.measure.found import NOT_QUIET, Found, Gain, measured_settings
 from whet.measure.knee import find_knee, scale_learning_rate
 from whet.measure.objective import BreakEven, budget_seconds, finish_seconds
 from whet.plan.setting import Measured
@@ -46,6 +47,16 @@ def test_evidence_is_found_again_whatever_the_order_of_keys(tmp_path: Path) -> N
     assert recall(ABOUT, where=tmp_path / "new") is None
     assert remember(ABOUT, FOUND, where=tmp_path / "new")
     assert recall(dict(reversed(ABOUT.items())), where=tmp_path / "new") == FOUND
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [{"gain": Gain(speedup=14.06, low=3.2, high=60, repeats=8)}, {"words": ("2 trials", NOT_QUIET)}],
+    ids=["uneven", "not quiet"],
+)
+def test_what_a_busy_machine_showed_is_not_kept(seen: dict[str, Any], tmp_path: Path) -> None:
+    assert not remember(ABOUT, FOUND.model_copy(update=seen), where=tmp_path)
+    assert recall(ABOUT, where=tmp_path) is None
 
 
 @pytest.mark.parametrize("name", ABOUT)

@@ -54,7 +54,9 @@ def recall(about: Mapping[str, Any], *, where: Path | None = None, now: float | 
 
 
 def remember(about: Mapping[str, Any], found: Found, *, where: Path | None = None, now: float | None = None) -> bool:
-    """Keeps what was found; False where the folder cannot be written, since a run can do without."""
+    """Keeps what was found; False where it tells of this hour only, or the folder cannot be written."""
+    if not found.holds_another_day:
+        return False
     saved = time.time() if now is None else now
     entry = _Entry(format_version=FORMAT_VERSION, about=about, saved=saved, found=found)
     try:

@@ -11,6 +11,8 @@ from whet.plan.setting import Evidence, Measured, Scalar
 from whet.plan.trial import Trial
 
 _MOST_PARTS = 3
+_WIDEST = 2.0
+NOT_QUIET = "the machine is not quiet: times changed while they were measured"
 
 
 class Gain(Record):
@@ -37,6 +39,16 @@ class Found(Record):
     """The median of a step under what was found; None where none was made."""
     preparation_seconds: NonNegativeFloat | None = None
     words: tuple[str, ...] = ()
+
+    @property
+    def holds_another_day(self) -> bool:
+        """Not what was seen on a busy machine: times that changed, or a gain whose interval doubles from end to end.
+
+        >>> Found(gain=Gain(speedup=14, low=3, high=50, repeats=8)).holds_another_day
+        False
+        """
+        is_uneven = self.gain is not None and self.gain.high > _WIDEST * self.gain.low
+        return not is_uneven and NOT_QUIET not in self.words
 
     def applied_to(self, plan: Plan) -> Plan:
         """The plan with what was found, and the trials as evidence."""

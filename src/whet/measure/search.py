@@ -9,7 +9,7 @@ from whet.base.units import show_seconds
 from whet.measure.budget import Budget
 from whet.measure.candidates import ORDER, Candidate, candidates, device_kind, merged
 from whet.measure.duel import Duel, fight
-from whet.measure.found import Found, Gain, measured_settings
+from whet.measure.found import NOT_QUIET, Found, Gain, measured_settings
 from whet.measure.probe import Bench, Contender, break_even, micro_batch, record_duel, refuse, try_out
 from whet.measure.progress import Watch, Watched
 from whet.measure.rig import ProbeFailedError, Rig
@@ -260,7 +260,7 @@ def _summary(state: _State, reason: str) -> Iterator[str]:
             "a larger --budget, or a quieter machine, leaves time for trials"
         )
     if any("not quiet" in trial.words for trial in state.trials):
-        yield "the machine is not quiet: times changed while they were measured"
+        yield NOT_QUIET
 
 
 def _last_known_step(state: _State, kept: Contender) -> float:
