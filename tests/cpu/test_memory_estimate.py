@@ -291,6 +291,7 @@ def test_unknown_memory_is_said() -> None:
     assert fit.words == "x: a step with 1 needs 1 GB; how much there is, is unknown"
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_on_small_models(tmp_path: os.PathLike[str]) -> None:
     from places import ROOT
 

@@ -90,6 +90,7 @@ def test_the_best_of_864_cells_is_found_within_5_percent_on_simulated_machines(t
     assert max(regrets) <= 0.05
 
 
+@pytest.mark.slow
 def test_noise_costs_little_of_the_best_on_simulated_machines(tell: Tell) -> None:
     regrets = sorted(regret(seed, heavy_tailed) for seed in range(25))
     tell(f"25 landscapes under heavy tails: regret {regrets[12]:.1%} in the middle, {regrets[-1]:.1%} at most")
