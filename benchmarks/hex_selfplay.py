@@ -4,8 +4,8 @@
 
 RUN is what `whet train hex` gave; without it, one is trained first. Then `whet train hex selfplay=True` runs for so
 many minutes from nothing, its first generation and its games included, and is killed, whatever it does. Its champion
-and RUN meet with equal searches: none, and as many simulations as are named. The bar is for nets alone: with 64
-simulations a move nets that differ much play 5x5 almost alike. Exit code 1: it was missed.
+and RUN meet with equal searches: none, and as many simulations as are named. Exit code 1: the bar was missed with one
+of them.
 """
 
 import argparse
@@ -51,9 +51,9 @@ def main() -> None:
     for contest in contests:
         look = contest.one.rpartition("@")[2] if "@" in contest.one else "no"
         print("\n".join((f"champion against a net of games alone, {look} simulations", *contest.lines[1:])))
-    is_reached = contests[0].rating.win_rate >= BAR
-    print(f"bar       {BAR:.0%} without a search: {'reached' if is_reached else 'MISSED'}")
-    sys.exit(0 if is_reached else 1)
+        is_reached = contest.rating.win_rate >= BAR
+        print(f"  bar       {BAR:.0%}: {'reached' if is_reached else 'MISSED'}")
+    sys.exit(0 if all(contest.rating.win_rate >= BAR for contest in contests) else 1)
 
 
 def improve(folder: Path, words: list[str], *, minutes: float, device: str, home: Path) -> None:

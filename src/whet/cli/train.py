@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +14,23 @@ if TYPE_CHECKING:
     from whet.config.resolve import Resolved
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _How:
+    """What the options say about a training, whatever its words and its folder."""
+
+    config: Path | None
+    device: str
+    allow: str
+    fresh: bool
+    measures: bool
+    notifies: bool
+    max_restarts: int
+
+
 def train(
-    what: Annotated[str, typer.Argument(metavar="RECIPE|FILE", help="text, or a Python file with recipe().")],
+    what: Annotated[
+        str, typer.Argument(metavar="RECIPE|FILE", help="text, chat, puzzle, hex, or a Python file with recipe().")
+    ],
     words: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Such as epochs=3 lr=1e-4.")] = None,
     config: Annotated[
         Path | None, typer.Option("--config", "--config-name", metavar="FILE", help="Settings from TOML or YAML.")
@@ -70,19 +86,18 @@ def train(
     if supervise.is_orphan():
         raise typer.Exit(1)
 
+    how = _How(
+        config=config,
+        device=device,
+        allow=allow,
+        fresh=fresh,
+        measures=not no_measure,
+        notifies=notify,
+        max_restarts=max_restarts,
+    )
+
     def one(words: list[str], run: Path | None) -> int:
-        return _train_one(
-            what,
-            words,
-            config=config,
-            run=run,
-            device=device,
-            allow=allow,
-            fresh=fresh,
-            measures=not no_measure,
-            notifies=notify,
-            max_restarts=max_restarts,
-        )
+        return _train_one(what, words, run, how)
 
     chosen = wanted_seeds(words or (), config)
     if len(chosen) == 1 or supervise.is_supervised():
@@ -97,63 +112,31 @@ def train(
     )
 
 
-def _train_one(
-    what: str,
-    words: list[str],
-    *,
-    config: Path | None,
-    run: Path | None,
-    device: str,
-    allow: str,
-    fresh: bool,
-    measures: bool,
-    notifies: bool,
-    max_restarts: int,
-) -> int:
+def _train_one(what: str, words: list[str], run: Path | None, how: _How) -> int:
     """One run, in a process that may be started again, or right here; its exit code."""
     from whet.cli import ending, screen
     from whet.engine import supervise
 
-    if max_restarts and not supervise.is_supervised() and not _has_virtual_mac():
+    if how.max_restarts and not supervise.is_supervised() and not _has_virtual_mac():
 
         def again(path: Path | None) -> list[str]:
-            options = [*_options(config, device), *(["--allow", allow] if allow else [])]
-            options += [*([] if measures else ["--no-measure"]), *(["--notify"] if notifies else [])]
+            options = [*_options(how.config, how.device), *(["--allow", how.allow] if how.allow else [])]
+            options += [*([] if how.measures else ["--no-measure"]), *(["--notify"] if how.notifies else [])]
             folder = path or run
             named = ["--run", str(folder)] if folder else []
             return ["train", what, *words, *options, *named, *screen.switches()]
 
         with (
-            _set_aside(run) if fresh and run else contextlib.nullcontext(),
-            ending.notified_of_kills(what, is_wanted=notifies) as say,
+            _set_aside(run) if how.fresh and run else contextlib.nullcontext(),
+            ending.notified_of_kills(what, is_wanted=how.notifies) as say,
         ):
-            return supervise.supervise(again, max_restarts=max_restarts, say=say)
+            return supervise.supervise(again, max_restarts=how.max_restarts, say=say)
     supervise.die_with_parent()
-    return _train_here(
-        what,
-        words,
-        config=config,
-        run=run,
-        device=device,
-        allow=allow,
-        fresh=fresh,
-        measures=measures,
-        notifies=notifies,
-    )
+    return _train_here(what, words, run, how)
 
 
-def _train_here(
-    what: str,
-    words: list[str] | None,
-    *,
-    config: Path | None,
-    run: Path | None,
-    device: str,
-    allow: str,
-    fresh: bool,
-    measures: bool,
-    notifies: bool,
-) -> int:
+def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int:
+    """One run in this process; its exit code."""
     from whet.cli import ending, screen
     from whet.config.resolve import resolve
     from whet.engine.supervise import tell_parent
@@ -164,21 +147,21 @@ def _train_here(
     from whet.run.folder import next_run_path, open_run
 
     recipe = load_recipe(what)
-    resolved = resolve(recipe.Config, words or (), file=config, can_measure=True)
+    resolved = resolve(recipe.Config, words, file=how.config, can_measure=True)
     recipe.describe(resolved.config)
-    allowed = tuple(word.strip() for word in allow.split(",") if word.strip())
+    allowed = tuple(word.strip() for word in how.allow.split(",") if word.strip())
     path = run or next_run_path(Path("runs"), recipe=recipe.name)
     if not path.exists():
         check_writable(path)
     if getattr(resolved.config, "selfplay", False):
         from whet.cli.train_selfplay import train_selfplay
 
-        said = ["whet", "train", what, *(words or ())]
-        return train_selfplay(recipe, resolved, path, device=device, command=said)
+        said = ["whet", "train", what, *words]
+        return train_selfplay(recipe, resolved, path, device=how.device, command=said)
     if resolved.is_batch_open:
-        resolved = _with_a_batch(what, resolved, path, device=device, fresh=fresh, measures=measures)
-    command = ["whet", "train", what, *(words or ()), *_options(config, device), "--run", str(path)]
-    if not fresh and _is_done(path, resolved.config.model_dump(mode="json")):
+        resolved = _with_a_batch(what, resolved, path, device=how.device, fresh=how.fresh, measures=how.measures)
+    command = ["whet", "train", what, *words, *_options(how.config, how.device), "--run", str(path)]
+    if not how.fresh and _is_done(path, resolved.config.model_dump(mode="json")):
         screen.note(f"{path} is done; epochs or max_steps may grow, --fresh starts anew")
     else:
         from whet.device.environment import before_torch
@@ -206,18 +189,18 @@ def _train_here(
                 line.say("\n".join((f"run       {path}", *plan_lines(plan, width=screen.width()), "")))
             line(kind, fields)
 
-        if measures and not path.exists():
+        if how.measures and not path.exists():
             tell_parent(None)
-        with _set_aside(path) if fresh else contextlib.nullcontext():
+        with _set_aside(path) if how.fresh else contextlib.nullcontext():
             result = train_recipe(
                 recipe,
                 resolved,
                 run=path,
-                device=device,
+                device=how.device,
                 command=command,
-                show=Notifying(recipe.name, show=show, say=line.say) if notifies else show,
+                show=Notifying(recipe.name, show=show, say=line.say) if how.notifies else show,
                 allow=allowed,
-                open_rig=partial(rig_of, what, resolved, device=device) if measures else None,
+                open_rig=partial(rig_of, what, resolved, device=how.device) if how.measures else None,
             )
         if result.state == "stopped":
             why = "" if result.exit_code else " (epochs_per_sitting)"
