@@ -44,13 +44,10 @@ from whet.recipes.puzzle.recipe import PuzzleRecipe, make_model
 from whet.step.adam_atan2 import AdamATan2
 
 WAYS = (
-    "compile=on",
-    "compile=on attention=cudnn",
-    "compile=on graph=on",
-    "compile=on graph=on attention=cudnn",
-    "compile=on graph=on attention=cudnn micro_batch=384",
-    "compile=on graph=on attention=cudnn micro_batch=192",
-    "compile=on graph=on attention=cudnn micro_batch=96",
+    "compile=on attention=torch",
+    "compile=on attention=own",
+    "compile=on graph=on attention=torch",
+    "compile=on graph=on attention=own",
 )
 SUDOKU = Sizes(num_tokens=11, length=81, num_puzzles=1)
 LARGE = ("global_batch_size=768", "arch.mlp_t=false")
@@ -227,6 +224,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--keys", nargs="*", default=[], help="more keys, such as arch.mlp_t=true")
     parser.add_argument("--inductor", default="", help="options of the compiler for our ways, such as max_autotune=1")
+    parser.add_argument("--profile", action="store_true", help="then tell which kernels take the time")
     parser.add_argument("--small", action="store_true")
     told = parser.parse_args()
     config = resolve(PuzzleConfig, ["size=9", *(SMALL if told.small else LARGE), *told.keys]).config
@@ -261,6 +259,20 @@ def main() -> None:
             arms[f"whet {way}"] = prepared.step
         base = "reference" if told.reference is not None else next(iter(arms))
         compare(arms, seconds=told.seconds, batch=config.global_batch_size, base=base)
+        for name, step in arms.items() if told.profile else ():
+            tell_kernels(name, step)
+
+
+def tell_kernels(name: str, step: Callable[[int], float]) -> None:
+    """The kernels that two steps spend their time in."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for index in range(2):
+            step(index)
+    found = sorted(profiler.key_averages(), key=lambda kernel: -kernel.self_device_time_total)
+    whole = sum(kernel.self_device_time_total for kernel in found)
+    print(f"{name}: {whole / 2e3:.2f} ms a step in kernels")
+    for kernel in found[:24]:
+        print(f"  {kernel.self_device_time_total / 2e3:8.3f} ms  {kernel.count / 2:6g} x  {kernel.key[:150]}")
 
 
 if __name__ == "__main__":

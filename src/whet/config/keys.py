@@ -104,7 +104,7 @@ class CommonConfig(BaseModel):
     layout: Literal["contiguous", "channels_last"] | Auto = Field(
         "auto", description="how the weights of convolutions lie in memory"
     )
-    attention: Literal["torch", "cudnn", "flash", "efficient", "math"] | Auto = Field(
+    attention: Literal["torch", "cudnn", "flash", "efficient", "math", "own"] | Auto = Field(
         "auto", description="which kernel torch's attention takes first"
     )
     deterministic: Switch | Auto = Field("auto", description="only kernels that give the same bits each time")

@@ -16,6 +16,7 @@ from whet.base.errors import UsageError
 from whet.device.attention import preferring
 from whet.device.graphs import AbstractGraphs
 from whet.device.oom import is_out_of_memory
+from whet.device.own.wanted import own_attention
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -124,8 +125,13 @@ class AbstractDevice(ABC):
     """What torch's attention can be told to take here."""
 
     def attention(self, kernel: str) -> AbstractContextManager[object]:
-        """While entered, torch's attention takes this kernel first; "torch" leaves the choice to it."""
+        """While entered, torch's attention takes this kernel first; "torch" leaves the choice to it.
+
+        "own": models that have a place for whet's own kernels use them, all others torch's choice.
+        """
         self.refuse_attention(kernel)
+        if kernel == "own":
+            return own_attention()
         return contextlib.nullcontext() if kernel == "torch" else preferring(kernel)
 
     def refuse_attention(self, kernel: str) -> None:

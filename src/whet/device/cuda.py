@@ -14,7 +14,7 @@ from whet.device.cuda_graphs import CudaGraphs
 @final
 class Cuda(AbstractDevice):
     kind = "cuda"
-    attention_kernels = ("cudnn", "flash", "efficient", "math")
+    attention_kernels = ("cudnn", "flash", "efficient", "math", "own")
 
     def __init__(self, index: int = 0, *, overlaps_copies: bool = False) -> None:
         self._place = torch.device("cuda", index)

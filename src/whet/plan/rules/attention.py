@@ -1,5 +1,6 @@
 """Which kernels compute attention."""
 
+from whet.plan.own_attention import SHORT_TURNED
 from whet.plan.rule import Decision, Facts, one_of, rule
 
 _HALF = ("bf16", "fp16")
@@ -7,7 +8,7 @@ _FIRST_WITH_CUDNN = 9
 """CUDA's compute capability from which torch prefers cuDNN's attention."""
 
 
-@rule("K7", "attention", one_of("torch", "cudnn", "flash", "efficient", "math"))
+@rule("K7", "attention", one_of("torch", "cudnn", "flash", "efficient", "math", "own"))
 def choose_attention(facts: Facts) -> Decision:
     """Which kernel torch's scaled_dot_product_attention takes first; those that follow it in the order cudnn, flash,
     efficient, math are taken where it cannot.
@@ -15,10 +16,12 @@ def choose_attention(facts: Facts) -> Decision:
     Why: torch chooses well but for one case. On an H200 it prefers cuDNN's kernel in half precision, which prepares
     itself for every new shape: 88 to 130 ms each time, where flash and efficient took none. Where every batch has
     another length a run pays that hundreds of times, so cuDNN is left out there. At 2,048 tokens cuDNN's kernel was 1.5
-    times as fast as flash, so with few shapes torch's choice and the others are measured.
+    times as fast as flash, so with few shapes torch's choice and the others are measured. A model that turns queries
+    and keys by their places and has at most 128 of them (the puzzle model) is attended by kernels of whet's own, which
+    turn on the way: torch's write and read the turned ones, and need five kernels on the way back instead of one.
     When wrong: long texts of all lengths in a long run; lengths=few shapes is better for those.
-    Override: attention=torch (its own choice), cudnn, flash, efficient or math. The CPU has flash and math, MPS has no
-    choice; a model that does not call scaled_dot_product_attention is refused.
+    Override: attention=torch (its own choice), cudnn, flash, efficient, math or own. The CPU has flash and math, MPS
+    has no choice; a model that does not call scaled_dot_product_attention is refused.
     Sources: own measurement (H200, torch 2.11; docs/lab.md); torch.nn.attention.sdpa_kernel (2.13).
     """
     precision, lengths = str(facts.value("precision")), facts.value("lengths")
@@ -28,6 +31,8 @@ def choose_attention(facts: Facts) -> Decision:
     evidence = {"device": facts.device, "precision": precision, "lengths": lengths, "capability": capability or None}
     prefers_cudnn = facts.device == "cuda" and generation.isdecimal() and int(generation) >= _FIRST_WITH_CUDNN
     has_many_shapes = facts.workload.lengths_vary and lengths in ("sorted", "packed")
+    if facts.device == "cuda" and precision in _HALF and SHORT_TURNED in facts.workload.layers:
+        return Decision(value="own", reason="few places: one kernel turns and attends", evidence=evidence)
     if prefers_cudnn and precision in _HALF and has_many_shapes:
         return Decision(value="flash", reason="cuDNN's kernel costs 0.1 s for every new length", evidence=evidence)
     return Decision(value="torch", reason="torch chooses among its kernels", evidence=evidence)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 
 from whet.base.errors import UsageError
 from whet.config.keys import Auto, CommonConfig
+from whet.plan.own_attention import SHORT_TURNED, has_own_kernels
 from whet.plan.workload import Workload
 
 TRAIN_GRIDS_4X4 = 200
@@ -191,8 +192,15 @@ def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int 
         num_steps=min(filter(None, (steps, config.max_steps)), default=None),
         max_length=sizes.length + config.arch.puzzle_emb_len,
         sample_bytes=4 * sizes.length + 8,
-        layers=("linear",) if config.arch.mlp_t else ("attention", "linear"),
+        layers=_layers(config.arch, num_places=sizes.length + config.arch.puzzle_emb_len),
     )
+
+
+def _layers(arch: Arch, *, num_places: int) -> tuple[str, ...]:
+    if arch.mlp_t:
+        return ("linear",)
+    is_short = arch.pos_encodings == "rope" and has_own_kernels(num_places, arch.hidden_size // arch.num_heads)
+    return ("attention", "linear", *((SHORT_TURNED,) if is_short else ()))
 
 
 def count_parameters(arch: Arch, sizes: Sizes) -> int:

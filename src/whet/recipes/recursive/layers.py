@@ -11,6 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from whet.device.own.attention import turned_attention
+from whet.device.own.gate import gated
+from whet.device.own.wanted import can_take, is_attention_wanted
+from whet.plan.own_attention import has_own_kernels
 from whet.recipes.recursive.initial import truncated_normal_
 
 _EPSILON = 1e-5
@@ -98,8 +102,7 @@ class SwiGLU(nn.Module):
         self.down = linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(functional.silu(gate) * up)
+        return self.down(gated(self.gate_up(x)))
 
 
 class Attention(nn.Module):
@@ -112,7 +115,10 @@ class Attention(nn.Module):
         self.out = linear(width, width)
 
     def forward(self, x: Tensor, look: Look) -> Tensor:
-        parts = self.queries_keys_values(x).unflatten(-1, (3, self.num_heads, -1))
+        mixture = self.queries_keys_values(x)
+        if look.rotation is not None and self._has_kernel(mixture, look):
+            return self.out(turned_attention(mixture, *look.rotation, self.num_heads))
+        parts = mixture.unflatten(-1, (3, self.num_heads, -1))
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)  # each (B, H, S, W / H)
         if look.rotation is not None:
             queries, keys = rotate(queries, look.rotation), rotate(keys, look.rotation)
@@ -122,6 +128,16 @@ class Attention(nn.Module):
             queries, keys, values, attn_mask=look.mask, is_causal=look.is_causal
         )
         return self.out(found.transpose(1, 2).flatten(2))
+
+    def _has_kernel(self, mixture: Tensor, look: Look) -> bool:
+        """Whether one kernel can turn and attend (attention=own): everybody looks at everybody, places are few."""
+        is_plain = look.mask is None and not look.is_causal and look.memory is None
+        return (
+            is_attention_wanted()
+            and is_plain
+            and can_take(mixture)
+            and has_own_kernels(mixture.shape[1], mixture.shape[2] // 3 // self.num_heads)
+        )
 
 
 class PostNormBlock(nn.Module):
