@@ -16,13 +16,16 @@ def turned_attention(mixture: Tensor, cosines: Tensor, sines: Tensor, num_heads:
 
     Queries and keys are turned by the tables, float32 (S, D), in float32, and rounded to the format of the mixture.
     """
-    from whet.device.own.kernels import WARPS, attend_forward
+    from whet.device.own import kernels
 
     mixture = mixture.contiguous()
     rows, places, width = mixture.shape
     found = mixture.new_empty(rows, places, width // 3)
-    attend_forward[rows, num_heads](
-        mixture, cosines, sines, found, places, *_sizes(mixture, num_heads), num_warps=WARPS
+    scale, heads, size, block = _sizes(mixture, num_heads)
+    asking = min(block, kernels.ASKING)
+    grid = rows, num_heads, -(-places // asking)
+    kernels.attend_forward[grid](
+        mixture, cosines, sines, found, places, scale, heads, size, block, asking, **kernels.THERE
     )
     return found
 
@@ -31,14 +34,13 @@ def turned_attention(mixture: Tensor, cosines: Tensor, sines: Tensor, num_heads:
 def turned_attention_backward(
     mixture: Tensor, cosines: Tensor, sines: Tensor, slopes: Tensor, num_heads: int
 ) -> Tensor:
-    from whet.device.own.kernels import WARPS, attend_backward
+    from whet.device.own import kernels
 
     mixture, slopes = mixture.contiguous(), slopes.contiguous()
     rows, places, _ = mixture.shape
     result = torch.empty_like(mixture)
-    attend_backward[rows, num_heads](
-        mixture, cosines, sines, slopes, result, places, *_sizes(mixture, num_heads), num_warps=WARPS
-    )
+    sizes = _sizes(mixture, num_heads)
+    kernels.attend_backward[rows, num_heads](mixture, cosines, sines, slopes, result, places, *sizes, **kernels.BACK)
     return result
 
 

@@ -1,20 +1,23 @@
 """The kernels, in triton's language. Nothing imports this file where triton is not installed.
 
-A program of attention holds one head of one row whole: all its places are one block, so no sum runs over blocks, no
-statistics are kept for the way back, and queries, keys and values are read once, turned on the way.
+A program of attention holds all keys of one head of one row: its places are one block, so no sum runs over blocks, no
+statistics are kept for the way back, and queries, keys and values are read once, turned on the way. Parameters have no
+types but triton's: it reads all others as names of its own language.
 """
-
-from typing import Any
 
 import triton
 import triton.language as tl
 
-WARPS = 8
-COLUMNS = 512
+ASKING = 128
+"""Queries of one program on the way there."""
+THERE, BACK = {"num_warps": 8, "maxnreg": 128}, {"num_warps": 8, "maxnreg": 168}
+"""How attention's programs run: as measured on an H200 with 97 places and heads of 64."""
+COLUMNS = 2048
+"""Of the gate's programs."""
 
 
 @triton.jit
-def _turned(halves: Any, first: Any, cosines: Any, sines: Any, is_real: Any, half: tl.constexpr) -> Any:
+def _turned(halves, first, cosines, sines, is_real, half: tl.constexpr):
     """The two halves of a block's heads, turned in float32 and rounded to the format they came in."""
     one = tl.load(halves + first, mask=is_real, other=0.0)
     two = tl.load(halves + first + half, mask=is_real, other=0.0)
@@ -24,93 +27,106 @@ def _turned(halves: Any, first: Any, cosines: Any, sines: Any, is_real: Any, hal
 
 
 @triton.jit
-def _shares(queries1: Any, queries2: Any, keys1: Any, keys2: Any, is_seen: Any, scale: Any) -> Any:
-    """The softmax over all places, float32."""
+def _sizes(queries1, queries2, keys1, keys2, is_seen, scale):
+    """The softmax over all places before it is divided, float32, and what it is to be multiplied with, row by row."""
     scores = tl.dot(queries1, tl.trans(keys1))
-    scores = tl.dot(queries2, tl.trans(keys2), acc=scores) * scale
+    scores = tl.dot(queries2, tl.trans(keys2), acc=scores)
     scores = tl.where(is_seen, scores, float("-inf"))
-    sizes = tl.exp(scores - tl.max(scores, axis=1)[:, None])
-    return sizes / tl.sum(sizes, axis=1)[:, None]
+    in_twos: tl.constexpr = 1.4426950408889634
+    sizes = tl.exp2(scores * (scale * in_twos) - (tl.max(scores, axis=1) * (scale * in_twos))[:, None])
+    return sizes, 1 / tl.sum(sizes, axis=1)[:, None]
 
 
 @triton.jit
 def attend_forward(
-    mixture: Any,
-    cosines: Any,
-    sines: Any,
-    found: Any,
-    num_places: Any,
-    scale: Any,
+    mixture,
+    cosines,
+    sines,
+    found,
+    num_places,
+    scale,
     heads: tl.constexpr,
     size: tl.constexpr,
     block: tl.constexpr,
-) -> None:
-    """found (B, S, H D) from mixture (B, S, 3 H D); tables (S, D), of which the first half is read."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows: tl.constexpr,
+):
+    """found (B, S, H D) from mixture (B, S, 3 H D); tables (S, D), of which the first half is read.
+
+    A program answers `rows` queries of one head.
+    """
     half: tl.constexpr = size // 2
     width: tl.constexpr = heads * size
-    places, few, all_ = tl.arange(0, block), tl.arange(0, half), tl.arange(0, size)
-    is_real = (places < num_places)[:, None]
-    turns = places[:, None] * size + few[None, :]
-    cosine = tl.load(cosines + turns, mask=is_real, other=0.0)
-    sine = tl.load(sines + turns, mask=is_real, other=0.0)
-    lines = (row * num_places + places)[:, None]
-    first = lines * (3 * width) + head * size + few[None, :]
-    queries1, queries2 = _turned(mixture, first, cosine, sine, is_real, half)
-    keys1, keys2 = _turned(mixture, first + width, cosine, sine, is_real, half)
-    values = tl.load(mixture + lines * (3 * width) + 2 * width + head * size + all_[None, :], mask=is_real, other=0.0)
-    shares = _shares(queries1, queries2, keys1, keys2, (places < num_places)[None, :], scale)
-    answer = tl.dot(shares.to(values.dtype), values)
-    tl.store(found + lines * width + head * size + all_[None, :], answer.to(values.dtype), mask=is_real)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    mixture += row * num_places * (3 * width) + head * size
+    found += row * num_places * width + head * size
+    few, all_ = tl.arange(0, half)[None, :], tl.arange(0, size)[None, :]
+    places = tl.arange(0, block)[:, None]
+    is_real = places < num_places
+    cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0)
+    sine = tl.load(sines + places * size + few, mask=is_real, other=0.0)
+    keys1, keys2 = _turned(mixture + width, places * (3 * width) + few, cosine, sine, is_real, half)
+    values = tl.load(mixture + 2 * width + places * (3 * width) + all_, mask=is_real, other=0.0)
+    asking = tl.program_id(2) * rows + tl.arange(0, rows)[:, None]
+    is_asked = asking < num_places
+    cosine = tl.load(cosines + asking * size + few, mask=is_asked, other=0.0)
+    sine = tl.load(sines + asking * size + few, mask=is_asked, other=0.0)
+    queries1, queries2 = _turned(mixture, asking * (3 * width) + few, cosine, sine, is_asked, half)
+    sizes, share = _sizes(queries1, queries2, keys1, keys2, tl.arange(0, block)[None, :] < num_places, scale)
+    answer = tl.dot(sizes.to(values.dtype), values) * share
+    tl.store(found + asking * width + all_, answer.to(values.dtype), mask=is_asked)
 
 
 @triton.jit
 def attend_backward(
-    mixture: Any,
-    cosines: Any,
-    sines: Any,
-    slopes: Any,
-    result: Any,
-    num_places: Any,
-    scale: Any,
+    mixture,
+    cosines,
+    sines,
+    slopes,
+    result,
+    num_places,
+    scale,
     heads: tl.constexpr,
     size: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
     """result, as mixture is, from slopes, as found is. The shares are computed again."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = size // 2
     width: tl.constexpr = heads * size
-    places, few, all_ = tl.arange(0, block), tl.arange(0, half), tl.arange(0, size)
-    is_real = (places < num_places)[:, None]
-    turns = places[:, None] * size + few[None, :]
-    cosine = tl.load(cosines + turns, mask=is_real, other=0.0)
-    sine = tl.load(sines + turns, mask=is_real, other=0.0)
-    lines = (row * num_places + places)[:, None]
-    first = lines * (3 * width) + head * size + few[None, :]
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    mixture += row * num_places * (3 * width) + head * size
+    result += row * num_places * (3 * width) + head * size
+    slopes += row * num_places * width + head * size
+    few, all_ = tl.arange(0, half)[None, :], tl.arange(0, size)[None, :]
+    places = tl.arange(0, block)[:, None]
+    is_real = places < num_places
+    first = places * (3 * width) + few
+    cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0)
+    sine = tl.load(sines + places * size + few, mask=is_real, other=0.0)
     queries1, queries2 = _turned(mixture, first, cosine, sine, is_real, half)
-    keys1, keys2 = _turned(mixture, first + width, cosine, sine, is_real, half)
-    at_values = lines * (3 * width) + 2 * width + head * size + all_[None, :]
-    values = tl.load(mixture + at_values, mask=is_real, other=0.0)
-    slope = tl.load(slopes + lines * width + head * size + all_[None, :], mask=is_real, other=0.0)
-    kind = values.dtype
-    shares = _shares(queries1, queries2, keys1, keys2, (places < num_places)[None, :], scale)
+    keys1, keys2 = _turned(mixture + width, first, cosine, sine, is_real, half)
+    sizes, share = _sizes(queries1, queries2, keys1, keys2, tl.arange(0, block)[None, :] < num_places, scale)
+    shares = sizes * share
+    slope = tl.load(slopes + places * width + all_, mask=is_real, other=0.0)
+    kind = slope.dtype
     of_values = tl.dot(tl.trans(shares.to(kind)), slope)
-    tl.store(result + at_values, of_values.to(kind), mask=is_real)
+    tl.store(result + 2 * width + places * (3 * width) + all_, of_values.to(kind), mask=is_real)
+    values = tl.load(mixture + 2 * width + places * (3 * width) + all_, mask=is_real, other=0.0)
     of_shares = tl.dot(slope, tl.trans(values))
     mean = tl.sum(shares * of_shares, axis=1)[:, None]
-    of_scores = (shares * (of_shares - mean) * scale).to(kind)
+    of_scores = (shares * (of_shares - mean)).to(kind)
+    cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0) * scale
+    sine = tl.load(sines + places * size + few, mask=is_real, other=0.0) * scale
     one, two = tl.dot(of_scores, keys1), tl.dot(of_scores, keys2)
     tl.store(result + first, (one * cosine + two * sine).to(kind), mask=is_real)
-    tl.store(result + first + half, (two * cosine - one * sine).to(kind), mask=is_real)
+    tl.store(result + half + first, (two * cosine - one * sine).to(kind), mask=is_real)
     turned = tl.trans(of_scores)
     one, two = tl.dot(turned, queries1), tl.dot(turned, queries2)
-    tl.store(result + first + width, (one * cosine + two * sine).to(kind), mask=is_real)
-    tl.store(result + first + width + half, (two * cosine - one * sine).to(kind), mask=is_real)
+    tl.store(result + width + first, (one * cosine + two * sine).to(kind), mask=is_real)
+    tl.store(result + width + half + first, (two * cosine - one * sine).to(kind), mask=is_real)
 
 
 @triton.jit
-def gate_forward(mixture: Any, found: Any, inner: Any, columns: tl.constexpr) -> None:
+def gate_forward(mixture, found, inner, columns: tl.constexpr):
     """found (T, I) from mixture (T, 2 I), gates and then what passes them."""
     line, places = tl.program_id(0).to(tl.int64), tl.program_id(1) * columns + tl.arange(0, columns)
     is_real = places < inner
@@ -124,7 +140,7 @@ def gate_forward(mixture: Any, found: Any, inner: Any, columns: tl.constexpr) ->
 
 
 @triton.jit
-def gate_backward(mixture: Any, slopes: Any, result: Any, inner: Any, columns: tl.constexpr) -> None:
+def gate_backward(mixture, slopes, result, inner, columns: tl.constexpr):
     """result (T, 2 I) from mixture (T, 2 I), gates and then what passes them, and slopes (T, I)."""
     line, places = tl.program_id(0).to(tl.int64), tl.program_id(1) * columns + tl.arange(0, columns)
     is_real = places < inner
