@@ -4,6 +4,7 @@ WhetError            something failed; exit code 1
 +-- UsageError       the command, a key or a file given to it is wrong; exit code 2
 +-- NoMemoryError    what is to be trained does not fit, however it is cut
 +-- DivergedError    the loss is not a number, and no way leads on
++-- LostRankError    another process of the training is gone, or hangs
 """
 
 import difflib
@@ -48,6 +49,10 @@ class NoMemoryError(WhetError):
 
 class DivergedError(WhetError):
     """The training has no numbers any longer."""
+
+
+class LostRankError(WhetError):
+    """Another process of the training is gone, or hangs."""
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:

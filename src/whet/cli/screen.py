@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
-from whet.base.errors import WhetError
+from whet.base.errors import LostRankError, UsageError, WhetError
 from whet.base.units import printable
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ quiet = False
 debug = False
 """Set once by the entry point: failures show where they come from."""
 
+rank = 0
+"""Set once by a training of several processes: only the first one has the screen."""
+
 
 def switches() -> list[str]:
     """The switches that hold everywhere, as this process was given them."""
@@ -27,7 +30,8 @@ def switches() -> list[str]:
 
 def result(text: str) -> None:
     """What was asked for."""
-    print(printable(text))
+    if not rank:
+        print(printable(text))
 
 
 def piece(text: str) -> None:
@@ -52,7 +56,7 @@ def yours_aside() -> AbstractContextManager[object]:
 
 def note(text: str) -> None:
     """What is good to know beside the result."""
-    if not quiet:
+    if not quiet and not rank:
         _aside(text)
 
 
@@ -92,8 +96,11 @@ def progress(name: str) -> "Iterator[Callable[[str, int, int | None], None]]":
 
 
 def error(problem: WhetError) -> None:
-    """A failure in three lines."""
-    _aside(f"error: {problem}")
+    """A failure in three lines. What every process of a training finds wrong is said by the first one alone."""
+    if not rank:
+        _aside(f"error: {problem}")
+    elif not isinstance(problem, UsageError | LostRankError):
+        _aside(f"error: rank {rank}: {problem}")
 
 
 def _aside(text: str) -> None:

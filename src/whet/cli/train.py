@@ -25,6 +25,7 @@ class _How:
     measures: bool
     notifies: bool
     max_restarts: int
+    nproc: int
 
 
 def train(
@@ -46,6 +47,9 @@ def train(
     no_measure: Annotated[
         bool, typer.Option("--no-measure", help="Plan by rules alone, however long the run is.")
     ] = False,
+    nproc: Annotated[
+        int, typer.Option(min=1, max=1024, help="Processes on this machine that share each global batch, as torchrun.")
+    ] = 1,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often a training that was killed is started again; 0 runs it right here.")
     ] = 3,
@@ -63,6 +67,7 @@ def train(
     whet train text data=reviews.jsonl epochs=3 --run runs/reviews
     whet train text data=reviews.jsonl seeds=3 --run runs/reviews-seeds
     whet train my_recipe.py --device cpu
+    whet train text --nproc 2 --device cpu
 
     A run that is long enough to earn it back is measured first, for a minute at most: which precision, micro-batch,
     threads and so on are fastest here, with evidence in its plan (whet plan RUN --why precision).
@@ -71,7 +76,7 @@ def train(
     runs in a process of its own: when that is killed, for lack of memory above all, it is started again and goes on.
     """
     from whet.base.errors import UsageError
-    from whet.cli import screen
+    from whet.cli import screen, several
     from whet.cli.seeds import train_seeds, wanted_seeds
     from whet.engine import supervise
 
@@ -94,7 +99,9 @@ def train(
         measures=not no_measure,
         notifies=notify,
         max_restarts=max_restarts,
+        nproc=nproc,
     )
+    several.refuse(what, words or [], how.nproc, config=config, device=device)
 
     def one(words: list[str], run: Path | None) -> int:
         return _train_one(what, words, run, how)
@@ -114,18 +121,26 @@ def train(
 
 def _train_one(what: str, words: list[str], run: Path | None, how: _How) -> int:
     """One run, in a process that may be started again, or right here; its exit code."""
-    from whet.cli import ending, screen
+    from whet.cli import ending, screen, several
     from whet.engine import supervise
 
+    def again(path: Path | None) -> list[str]:
+        options = [*_options(how.config, how.device), *(["--allow", how.allow] if how.allow else [])]
+        options += [*([] if how.measures else ["--no-measure"]), *(["--notify"] if how.notifies else [])]
+        folder = path or run
+        named = ["--run", str(folder)] if folder else []
+        return ["train", what, *words, *options, *named, *screen.switches()]
+
+    if how.nproc > 1:
+        with (
+            _set_aside(run) if how.fresh and run else contextlib.nullcontext(),
+            ending.notified_of_kills(what, is_wanted=how.notifies),
+        ):
+            return several.launch(again(None), num_processes=how.nproc)
+    if several.is_one_of_several():
+        several.stop_with_launcher()
+        return _train_here(what, words, run, how)
     if how.max_restarts and not supervise.is_supervised() and not _has_virtual_mac():
-
-        def again(path: Path | None) -> list[str]:
-            options = [*_options(how.config, how.device), *(["--allow", how.allow] if how.allow else [])]
-            options += [*([] if how.measures else ["--no-measure"]), *(["--notify"] if how.notifies else [])]
-            folder = path or run
-            named = ["--run", str(folder)] if folder else []
-            return ["train", what, *words, *options, *named, *screen.switches()]
-
         with (
             _set_aside(run) if how.fresh and run else contextlib.nullcontext(),
             ending.notified_of_kills(what, is_wanted=how.notifies) as say,
@@ -137,7 +152,7 @@ def _train_one(what: str, words: list[str], run: Path | None, how: _How) -> int:
 
 def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int:
     """One run in this process; its exit code."""
-    from whet.cli import ending, screen
+    from whet.cli import ending, screen, several
     from whet.config.resolve import resolve
     from whet.engine.supervise import tell_parent
     from whet.plan.plan import read_plan
@@ -150,18 +165,21 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
     resolved = resolve(recipe.Config, words, file=how.config, can_measure=True)
     recipe.describe(resolved.config)
     allowed = tuple(word.strip() for word in how.allow.split(",") if word.strip())
-    path = run or next_run_path(Path("runs"), recipe=recipe.name)
+    path = several.agreed(run or next_run_path(Path("runs"), recipe=recipe.name))
     if not path.exists():
         check_writable(path)
     if getattr(resolved.config, "selfplay", False):
+        several.refuse_selfplay()
         from whet.cli.train_selfplay import train_selfplay
 
         said = ["whet", "train", what, *words]
         return train_selfplay(recipe, resolved, path, device=how.device, command=said)
     if resolved.is_batch_open:
+        several.refuse_open_batch()
         resolved = _with_a_batch(what, resolved, path, device=how.device, fresh=how.fresh, measures=how.measures)
     command = ["whet", "train", what, *words, *_options(how.config, how.device), "--run", str(path)]
-    if not how.fresh and _is_done(path, resolved.config.model_dump(mode="json")):
+    is_done = not how.fresh and _is_done(path, resolved.config.model_dump(mode="json"))
+    if several.agreed_answer(is_done):
         screen.note(f"{path} is done; epochs or max_steps may grow, --fresh starts anew")
     else:
         from whet.device.environment import before_torch
@@ -180,7 +198,7 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
         def show(kind: str, fields: dict[str, Any]) -> None:
             if kind in ("start", "resume", "step"):
                 tell_parent(path, step=fields["step"])
-            if screen.quiet:
+            if screen.quiet or screen.rank:
                 return
             if kind == "data":
                 line.say("\n".join(f"data      {note}" for note in fields["notes"]))
@@ -189,9 +207,10 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
                 line.say("\n".join((f"run       {path}", *plan_lines(plan, width=screen.width()), "")))
             line(kind, fields)
 
-        if how.measures and not path.exists():
+        measures = how.measures and not several.is_one_of_several()
+        if measures and not path.exists():
             tell_parent(None)
-        with _set_aside(path) if how.fresh else contextlib.nullcontext():
+        with several.first_alone(_set_aside(path)) if how.fresh else contextlib.nullcontext():
             result = train_recipe(
                 recipe,
                 resolved,
@@ -200,13 +219,14 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
                 command=command,
                 show=Notifying(recipe.name, show=show, say=line.say) if how.notifies else show,
                 allow=allowed,
-                open_rig=partial(rig_of, what, resolved, device=how.device) if how.measures else None,
+                open_rig=partial(rig_of, what, resolved, device=how.device) if measures else None,
             )
         if result.state == "stopped":
             why = "" if result.exit_code else " (epochs_per_sitting)"
             ending.say_stopped(path, step=result.step, why=why, command=command)
             return result.exit_code
-    ending.say_done(path, can_predict=recipe.name in BUILT_IN and hasattr(recipe, "predict"))
+    if not screen.rank:
+        ending.say_done(path, can_predict=recipe.name in BUILT_IN and hasattr(recipe, "predict"))
     return 0
 
 

@@ -35,7 +35,8 @@ class Recipe(Protocol):
 
     The recipe of a causal model has a method outputs(model, micro) too, which gives (batch, length, ...): before the
     first step it is tried whether each place depends on itself and earlier ones only. A recipe whose parameters do not
-    all learn alike has a method optimizer(config), which gives an OptimizerChoice.
+    all learn alike has a method optimizer(config), which gives an OptimizerChoice. One that several processes cannot
+    train together says why in an attribute only_one_process.
     """
 
     name: str

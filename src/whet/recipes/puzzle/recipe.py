@@ -23,6 +23,7 @@ class PuzzleRecipe:
     """Solves puzzles; by default 4x4 Sudokus, 88 of whose 288 grids are held back."""
 
     name = "puzzle"
+    only_one_process = "each place of the batch keeps its puzzle from step to step, in one process's memory"
     Config = PuzzleConfig
     goal = "exact_accuracy"
 

@@ -1,0 +1,134 @@
+"""whet train --nproc N, and whet under torchrun: several processes that share each global batch."""
+
+import contextlib
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_LOOK_SECONDS = 1.0
+
+
+def refuse(what: str, words: Sequence[str], nproc: int, *, config: Path | None, device: str) -> None:
+    """Refuses what several processes cannot do, before any of them is started and before torch is loaded."""
+    from whet.base.errors import UsageError
+    from whet.cli import screen
+    from whet.cli.seeds import wanted_seeds
+    from whet.recipes.recipe import load_recipe
+    from whet.world.world import read_world, refuse_mps
+
+    world = read_world()
+    screen.rank = world.rank
+    if world.size > 1 and nproc > 1:
+        raise UsageError(
+            "torchrun has started the processes already", got=f"--nproc {nproc} under torchrun", try_="no --nproc"
+        )
+    number = max(world.size, nproc)
+    refuse_mps(number, device=device, is_mac=_is_mac(), command=f"whet train {what}")
+    if number == 1:
+        return
+    if world.size > 1 and len(wanted_seeds(words, config)) > 1:
+        raise UsageError("torchrun trains one run", got="several seeds", try_=f"whet train ... --nproc {world.size}")
+    why = getattr(load_recipe(what), "only_one_process", None)
+    if why is not None:
+        raise UsageError(f"{what} trains in one process", got=f"{number} processes; {why}", try_="no --nproc")
+
+
+def is_one_of_several() -> bool:
+    """Whether torchrun, or --nproc, has started this process as one of a group."""
+    from whet.world.world import read_world
+
+    return not read_world().is_alone
+
+
+def launch(words: Sequence[str], *, num_processes: int) -> int:
+    """Starts the processes and waits for them; the exit code."""
+    from whet.engine.supervise import KilledError
+    from whet.world import launching
+
+    ended = launching.launch(words, num_processes=num_processes)
+    if launching.is_killed(ended):
+        raise KilledError(
+            "a process of the training was killed, and the others were ended",
+            got=f"rank {ended.rank} of {num_processes} by {launching.signal_name(ended)}",
+            try_="the same command with the same --run goes on from the last checkpoint",
+            code=ended.code,
+        )
+    return ended.code
+
+
+def agreed(path: Path) -> Path:
+    """The run folder that the first process would take."""
+    if not is_one_of_several():
+        return path
+    from whet.world.group import here
+
+    return Path(here().share(str(path)))
+
+
+def agreed_answer(answer: bool) -> bool:
+    """What the first process says."""
+    if not is_one_of_several():
+        return answer
+    from whet.world.group import here
+
+    return bool(here().share(answer))
+
+
+@contextlib.contextmanager
+def first_alone(doing: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    """While the first process has entered, all go on; the others enter nothing."""
+    if not is_one_of_several():
+        with doing:
+            yield
+        return
+    from whet.world.group import here
+
+    with doing if here().is_first else contextlib.nullcontext():
+        here().wait()
+        yield
+
+
+def refuse_open_batch() -> None:
+    """A batch is measured by one process, before several train with it."""
+    from whet.base.errors import UsageError
+
+    if is_one_of_several():
+        raise UsageError(
+            "several processes need a global batch that is known",
+            got="global_batch_size=auto",
+            try_="whet plan ... global_batch_size=auto --measure in one process, then the number it finds",
+        )
+
+
+def refuse_selfplay() -> None:
+    """Self-play is a training of many trainings, between which one process plays."""
+    from whet.base.errors import UsageError
+
+    if is_one_of_several():
+        raise UsageError(
+            "self-play trains in one process", got="selfplay=True in several processes", try_="no --nproc, no torchrun"
+        )
+
+
+def stop_with_launcher() -> None:
+    """Asks this process to save and stop when the one that has started it is gone."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="launcher").start()
+
+
+def _is_mac() -> bool:
+    """Whether a training that names no device would take MPS; a virtual Mac lives in this process alone."""
+    installing = sys.modules.get("whet.device.virtual_mac.installing")
+    is_virtual = installing is not None and installing.installed() is not None
+    return is_virtual or (sys.platform == "darwin" and platform.machine() == "arm64")

@@ -1,0 +1,141 @@
+"""What the processes of a training tell each other: one value of the first, numbers of all, and that all are there.
+
+Small things go through gloo on the CPU, so that no device is waited for. Nothing is pickled: what is told is JSON.
+Alone, every answer is one's own.
+"""
+
+import atexit
+import contextlib
+import datetime as dt
+import functools
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from whet.base.errors import LostRankError, UsageError
+from whet.device.abstract import AbstractDevice
+from whet.world.world import World, read_world
+
+LONGEST_SECONDS = 600.0
+"""What one process may wait for another: while the first one evaluates by itself, say."""
+
+
+class Group:
+    """This process among the others."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._tensors: dist.ProcessGroup | None = None
+        self.backend = "none"
+        """What carries tensors of the device: nccl or gloo."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes and speaks for all."""
+        return self.world.is_first
+
+    @property
+    def is_alone(self) -> bool:
+        return self.world.is_alone
+
+    @property
+    def tensors(self) -> dist.ProcessGroup | None:
+        """What carries tensors; None for the default group."""
+        return self._tensors
+
+    def use_device(self, device: AbstractDevice) -> None:
+        """Once the device is known: NCCL between GPUs, gloo between CPUs and where processes share a GPU."""
+        if self.is_alone or self.backend != "none":
+            return
+        if device.kind == "mps":
+            raise UsageError(
+                "several processes cannot train together on MPS", got="device mps", try_="one process, or --device cpu"
+            )
+        index = device.place.index if device.place.index is not None else -1
+        # The same GPU of the same machine twice: NCCL would refuse it.
+        mine = f"{platform.node()}:{index}"
+        all_of_them = self.gather(mine)
+        self.backend = "nccl" if device.kind == "cuda" and len({*all_of_them}) == self.world.size else "gloo"
+        if self.backend == "nccl":
+            self._tensors = dist.new_group(backend="nccl", timeout=dt.timedelta(seconds=LONGEST_SECONDS))
+
+    def share(self, value: Any) -> Any:
+        """What the first process says, for all; plain JSON."""
+        return value if self.is_alone else self._exchange(value if self.is_first else None)[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each process says, by rank, for all; plain JSON."""
+        return [value] if self.is_alone else self._exchange(value)
+
+    def most(self, numbers: Sequence[float]) -> list[float]:
+        """For each place the greatest number that any process has; cheap enough for every few steps."""
+        if self.is_alone:
+            return list(numbers)
+        told = torch.tensor(numbers, dtype=torch.float64)
+        with self.told():
+            dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        return [float(number) for number in told.tolist()]
+
+    def wait(self) -> None:
+        """Until all are here."""
+        self.most([0.0])
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The same tensor, which then holds the sum over all processes."""
+        if not self.is_alone:
+            with self.told():
+                dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._tensors)
+        return tensor
+
+    def _exchange(self, value: Any) -> list[Any]:
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
+        with self.told():
+            dist.all_gather(lengths, torch.tensor([len(mine)]))
+            longest = max(int(length) for length in lengths)
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: len(mine)] = mine
+            texts = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
+            dist.all_gather(texts, padded)
+        pairs = zip(texts, lengths, strict=True)
+        return [json.loads(bytes(text[: int(length)].numpy())) for text, length in pairs]
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Failures of a collective, told as what they mean."""
+        try:
+            yield
+        except (RuntimeError, dist.DistBackendError) as error:
+            if not _is_about_others(error):
+                raise
+            raise LostRankError(
+                "another process of this training is gone, or does not answer",
+                got=f"rank {self.world.rank} of {self.world.size}: {(str(error).splitlines() or [''])[0][:200]}",
+                try_="what the process that failed first said; the same command goes on from the last checkpoint",
+            ) from error
+
+
+@functools.cache
+def here() -> Group:
+    """This process's group, from torchrun's variables; made when it is first asked for."""
+    world = read_world()
+    if not world.is_alone and not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=dt.timedelta(seconds=LONGEST_SECONDS))
+        atexit.register(_leave)
+    return Group(world)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def _is_about_others(error: BaseException) -> bool:
+    said = str(error).lower()
+    return any(word in said for word in ("connection", "timed out", "timeout", "socket", "peer", "store", "nccl"))

@@ -1,0 +1,71 @@
+"""How several processes on this machine are started, watched and stopped: torch's own launcher, the one of torchrun."""
+
+import logging
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+_STOP_SECONDS = 120
+"""Until processes that were asked to stop are killed: they finish a step and save."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How all processes ended."""
+
+    code: int
+    """0 if all ended well; else the exit code of the one that failed first, minus the signal that killed it."""
+    rank: int = 0
+    """Which one that was."""
+    asked: int | None = None
+    """The signal that asked us to stop, and was passed on to all."""
+
+
+def launch(words: Sequence[str], *, num_processes: int) -> Ended:
+    """Runs `whet` with these words in several processes on this machine, until all have ended.
+
+    When one fails, the others are ended too. SIGINT and SIGTERM are passed on to all.
+    """
+    # Its warnings tell of what we tell in our own words.
+    logging.disable(logging.ERROR)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        shutdown_timeout=_STOP_SECONDS,
+    )
+    try:
+        # -P: as for the program `whet` itself, the folder we are in is not searched for modules.
+        elastic_launch(config, sys.executable)("-P", "-m", "whet", *words)
+    except SignalException as stopped:
+        return Ended(code=128 + int(stopped.sigval), asked=int(stopped.sigval))
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        return Ended(code=failure.exitcode, rank=rank)
+    finally:
+        logging.disable(logging.NOTSET)
+    return Ended(code=0)
+
+
+def is_killed(ended: Ended) -> bool:
+    """Whether a signal that nobody asked us to pass on ended a process."""
+    return ended.asked is None and ended.code < 0
+
+
+def signal_name(ended: Ended) -> str:
+    """The signal that killed the first one, by name."""
+    try:
+        return signal.Signals(-ended.code).name
+    except ValueError:
+        return f"signal {-ended.code}"
