@@ -38,6 +38,8 @@ class CommonConfig(BaseModel):
         "layout",
         "attention",
         "deterministic",
+        "sharding",
+        "bucket_mb",
         "checkpoint_steps",
         "checkpoint_minutes",
         "checkpoint_epochs",
@@ -108,6 +110,12 @@ class CommonConfig(BaseModel):
         "auto", description="which kernel torch's attention takes first"
     )
     deterministic: Switch | Auto = Field("auto", description="only kernels that give the same bits each time")
+    sharding: Literal["off", "full"] | Auto = Field(
+        "auto", description="several processes each keep the whole model, or a part of every weight"
+    )
+    bucket_mb: Annotated[int, Field(gt=0, le=4096)] | Auto = Field(
+        "auto", description="megabytes of gradients that several processes sum at once"
+    )
     checkpoint_steps: PositiveInt | Auto = Field("auto", description="steps between checkpoints")
     checkpoint_minutes: PositiveFloat | Auto = Field("auto", description="minutes between checkpoints")
     checkpoint_epochs: PositiveInt | Auto = Field("auto", description="epochs between checkpoints")

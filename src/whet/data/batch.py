@@ -31,7 +31,7 @@ class GlobalBatch:
     """Where the run stands once the optimizer has consumed this batch."""
     is_last_of_epoch: bool
     samples: tuple[Any, ...] = ()
-    """The samples themselves, where they had to be read one by one."""
+    """The samples themselves, where they had to be read one by one; those that this process computes."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -52,11 +52,13 @@ class Micro:
 
     For a model that keeps something between steps for each place of the batch, however the batch is cut.
     """
+    counts: bool = True
+    """False for one that is computed only because other processes wait for it: it weighs nothing."""
 
     def moved(self, put: Put) -> "Micro":
         """The same, with every tensor moved."""
         fields = {name: moved(name, field, put) for name, field in self.fields.items()}
-        return Micro(fields=fields, ids=self.ids, first_place=self.first_place)
+        return Micro(fields=fields, ids=self.ids, first_place=self.first_place, counts=self.counts)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, final
 
+import numpy as np
+
 from whet.data.batch import GlobalBatch, Micro, Position
 from whet.data.cut import Lengths
 from whet.data.sample import Reader, digest_of
+from whet.data.share import Share
 from whet.data.source import AbstractSource, micros_of_samples, ordered_batches
-from whet.data.workers import Workers
+from whet.data.workers import Planned, Workers
 
 _SAMPLES_IN_FINGERPRINT = 8
 
@@ -41,11 +44,14 @@ class Mapped(AbstractSource):
         seed: int,
         shuffle: bool = True,
         loading: Loading | None = None,
+        share: Share | None = None,
     ) -> None:
         self.num_samples: int = len(dataset)
         self._planned = partial(
             ordered_batches, self.num_samples, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle
         )
+        self._share = share or Share()
+        self._to_read = self._planned if self._share.size == 1 else partial(_of_share, self._planned, self._share)
         self._read = Reader(dataset, seed)
         self._ragged: set[str] = set()
         self._fingerprint: tuple[str | None] | None = None
@@ -58,12 +64,12 @@ class Mapped(AbstractSource):
             yield GlobalBatch(ids=ids, after=after, is_last_of_epoch=is_last, samples=tuple(samples))
 
     def _read_here(self, position: Position) -> Iterator[list[Any]]:
-        for ids, _, _ in self._planned(position):
+        for ids, _, _ in self._to_read(position):
             # A sample is asked for with its epoch, so that its randomness is known wherever it is read.
             yield [self._read((position.epoch, int(sample))) for sample in ids]
 
     def micros(self, batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
-        return micros_of_samples(batch, micro_batch=micro_batch, how=how, ragged=self._ragged)
+        return micros_of_samples(batch, micro_batch=micro_batch, how=how, ragged=self._ragged, share=self._share)
 
     def fingerprint(self) -> str | None:
         """Of a few samples spread over the data; None for data that gives another sample each time it is asked."""
@@ -84,7 +90,7 @@ class Mapped(AbstractSource):
 
     def _make_workers(self, count: int) -> Workers:
         how = self._loading
-        return Workers(self._read, self._planned, count=count, start=how.start, prefetch=how.prefetch)
+        return Workers(self._read, self._to_read, count=count, start=how.start, prefetch=how.prefetch)
 
     def news(self) -> list[tuple[str, dict[str, Any]]]:
         """Workers that were lost since the last time."""
@@ -96,3 +102,9 @@ class Mapped(AbstractSource):
     def close(self) -> None:
         if self.workers is not None:
             self.workers.close()
+
+
+def _of_share(planned: Planned, share: Share, position: Position) -> Iterator[tuple[np.ndarray, Position, bool]]:
+    """Of each global batch what this process computes: the rest is read elsewhere."""
+    for ids, after, is_last in planned(position):
+        yield ids[share.of(len(ids)).places], after, is_last

@@ -14,6 +14,7 @@ from whet.data.columns import Columns, stack_samples
 from whet.data.cut import Lengths, cut, padded_length
 from whet.data.order import epoch_order
 from whet.data.ragged import Put, Ragged
+from whet.data.share import Share
 
 
 class AbstractSource(ABC):
@@ -82,9 +83,13 @@ class Cutter:
             first_place = piece.start if isinstance(piece, slice) else None
             yield Micro(fields=fields, ids=ids[piece], first_place=first_place)
 
+    def lengths_of(self, rows: np.ndarray) -> np.ndarray | None:
+        """How long the samples in these rows are, all columns together; None where all are of one shape."""
+        return np.sum([lengths[rows] for lengths in self._lengths.values()], axis=0) if self._lengths else None
+
     def _pieces(self, rows: np.ndarray, *, micro_batch: int, how: Lengths) -> Iterator[slice | np.ndarray]:
-        if self._lengths:
-            lengths = np.sum([lengths[rows] for lengths in self._lengths.values()], axis=0)
+        lengths = self.lengths_of(rows)
+        if lengths is not None:
             return cut(lengths, micro_batch=micro_batch, how=how)
         return (slice(start, start + micro_batch) for start in range(0, len(rows), micro_batch))
 
@@ -98,10 +103,17 @@ class Cutter:
         return column.padded(chosen, length=padded_length(lengths, how=how, max_length=self._longest[name]))
 
 
-def micros_of_samples(batch: GlobalBatch, *, micro_batch: int, how: Lengths, ragged: set[str]) -> Iterator[Micro]:
+def micros_of_samples(
+    batch: GlobalBatch, *, micro_batch: int, how: Lengths, ragged: set[str], share: Share
+) -> Iterator[Micro]:
     """Micro-batches of samples that were read one by one; they lie on the host."""
     cutter = Cutter(stack_samples(batch.samples, ragged=ragged), send=lambda rows: rows)
-    return cutter.micros(np.arange(len(batch)), batch.ids, micro_batch=micro_batch, how=how)
+    if share.size == 1:
+        return cutter.micros(np.arange(len(batch)), batch.ids, micro_batch=micro_batch, how=how)
+    part = share.of(len(batch))
+    rows = np.arange(len(part.places))
+    micros = cutter.micros(rows, batch.ids[part.places], micro_batch=micro_batch, how=how)
+    return share.evened(micros, part, num_samples=len(batch), micro_batch=micro_batch)
 
 
 def refuse_too_short(num_samples: int | None, global_batch_size: int) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from whet.base.errors import UsageError
 from whet.data.batch import GlobalBatch, Micro, Position
 from whet.data.cut import Lengths
+from whet.data.share import Share
 from whet.data.source import AbstractSource, micros_of_samples
 
 
@@ -25,8 +26,9 @@ class Stateful(Protocol):
 class Stream(AbstractSource):
     num_samples = None
 
-    def __init__(self, samples: Iterable[Any], *, global_batch_size: int) -> None:
+    def __init__(self, samples: Iterable[Any], *, global_batch_size: int, share: Share | None = None) -> None:
         self._samples = samples
+        self._share = share or Share()
         self._global_batch_size = global_batch_size
         self._is_restored = False
         self._ragged: set[str] = set()
@@ -49,7 +51,11 @@ class Stream(AbstractSource):
             self._state = state if ahead else {}
             end = start + len(batch)
             after = Position(epoch=position.epoch, samples=end) if ahead else Position(epoch=position.epoch + 1)
-            yield GlobalBatch(ids=np.arange(start, end), after=after, is_last_of_epoch=not ahead, samples=batch)
+            # Every process reads all of it: an iterable cannot be asked for a part.
+            mine = (
+                batch if self._share.size == 1 else tuple(batch[place] for place in self._share.of(len(batch)).places)
+            )
+            yield GlobalBatch(ids=np.arange(start, end), after=after, is_last_of_epoch=not ahead, samples=mine)
             start = end
         if start == 0:
             raise UsageError("the data is empty", got="an iterable without samples", try_="data that can be read again")
@@ -66,4 +72,4 @@ class Stream(AbstractSource):
         return tuple(itertools.islice(iterator, self._global_batch_size))
 
     def micros(self, batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
-        return micros_of_samples(batch, micro_batch=micro_batch, how=how, ragged=self._ragged)
+        return micros_of_samples(batch, micro_batch=micro_batch, how=how, ragged=self._ragged, share=self._share)

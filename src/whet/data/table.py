@@ -10,6 +10,7 @@ from whet.data.batch import GlobalBatch, Micro, Position
 from whet.data.columns import Columns
 from whet.data.cut import Lengths
 from whet.data.ragged import Ragged, moved
+from whet.data.share import Share
 from whet.data.source import AbstractSource, Cutter, ordered_batches
 from whet.device.abstract import AbstractDevice
 
@@ -28,6 +29,7 @@ class Table(AbstractSource):
         seed: int,
         shuffle: bool = True,
         is_resident: bool = True,
+        share: Share | None = None,
     ) -> None:
         self.num_samples: int = len(next(iter(columns.values())))
         self._fingerprint = _fingerprint(columns, self.num_samples)
@@ -37,6 +39,7 @@ class Table(AbstractSource):
         self._global_batch_size = global_batch_size
         self._seed = seed
         self._shuffle = shuffle
+        self._share = share or Share()
 
     def batches(self, position: Position) -> Iterator[GlobalBatch]:
         for ids, after, is_last in ordered_batches(
@@ -49,7 +52,12 @@ class Table(AbstractSource):
             yield GlobalBatch(ids=ids, after=after, is_last_of_epoch=is_last)
 
     def micros(self, batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
-        return self._cutter.micros(batch.ids, batch.ids, micro_batch=micro_batch, how=how)
+        if self._share.size == 1:
+            return self._cutter.micros(batch.ids, batch.ids, micro_batch=micro_batch, how=how)
+        part = self._share.of(len(batch), self._cutter.lengths_of(batch.ids))
+        mine = batch.ids[part.places]
+        micros = self._cutter.micros(mine, mine, micro_batch=micro_batch, how=how)
+        return self._share.evened(micros, part, num_samples=len(batch), micro_batch=micro_batch)
 
     def fingerprint(self) -> str:
         return self._fingerprint

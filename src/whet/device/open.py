@@ -38,6 +38,13 @@ def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies
         return Opened(device=Cpu(), fell_back=f"{error.what}: {error.got}")
 
 
+def own_card(name: str, local_rank: int) -> str:
+    """The device of one of several processes on a machine: each has the next GPU; they share where there are fewer."""
+    if name != "cuda" or local_rank == 0:
+        return name
+    return f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
+
+
 def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
     if kind in _WHY_NOT:
         reason = _WHY_NOT[kind]()

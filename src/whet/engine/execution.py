@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from whet.base.errors import UsageError
+from whet.base.errors import NoMemoryError, UsageError
+from whet.checkpoint.randomness import seed_randomness
 from whet.data.batch import GlobalBatch, Micro, Shapes, shapes_of
 from whet.data.cut import Lengths
+from whet.data.order import mix
 from whet.engine.building import Parts
 from whet.engine.evaluating import Evaluate, Evaluator
 from whet.engine.guard import Guard
@@ -87,7 +89,10 @@ class Execution:
         """
         if not self._is_ready:
             self._prepare(loss, batch, number=number)
-        stepper = self._parts.stepper
+        stepper, group = self._parts.stepper, self._parts.group
+        if not group.is_alone:
+            # A pure function, so that no process has generators to save, and none draws what another draws.
+            seed_randomness(mix(self._parts.seed, number, group.world.rank) % 2**63)
         while True:
             try:
                 self._guard.keep()
@@ -106,6 +111,7 @@ class Execution:
                 if not self._parts.device.is_oom(error):
                     raise
                 problem = let_go(error)
+                self._refuse_oom_of_one(problem)
             is_undone = not stepper.is_updating and self._guard.put_back()
             stepper.forget()
             if self.plan.value("graph") == "on" and stepper.refusal is None:
@@ -143,6 +149,7 @@ class Execution:
                 if not self._parts.device.is_oom(error):
                     raise
                 problem = let_go(error)
+                self._refuse_oom_of_one(problem)
             finally:
                 # The averaged weights may have been put in and out again, buffers too.
                 self.expect_changes()
@@ -209,6 +216,7 @@ class Execution:
             if not self._parts.device.is_oom(error):
                 raise
             problem = let_go(error)
+            self._refuse_oom_of_one(problem)
         self._empty_memory()
         cure = "what a sample needs could not be measured: the plan's careful start stays"
         self._recorder.event("oom", step=1, reason=problem, cure=cure)
@@ -221,6 +229,7 @@ class Execution:
             for size in (2, 4)
         )
         needed = measure_activation_bytes(parts.stepper.model, loss, small, large, device=parts.device)
+        needed = int(parts.group.most([float(needed)])[0])
         workload = plan.workload.model_copy(update={"activation_bytes": needed})
         self._use(
             make_plan(
@@ -246,6 +255,16 @@ class Execution:
             if len(self.shapes) < _MOST_SHAPES:
                 self.shapes.add(shapes_of(micro))
             yield micro
+
+    def _refuse_oom_of_one(self, problem: str) -> None:
+        """The others are in the middle of the same step and cannot cut it differently: all stop."""
+        if not self._parts.group.is_alone:
+            half = max(1, int(self.plan.value("micro_batch") or 1) // 2)
+            raise NoMemoryError(
+                "a step of this model needs more memory than this process may use",
+                got=f"rank {self._parts.group.world.rank}: {problem}",
+                try_=f"micro_batch={half} or sharding=full in a new run",
+            )
 
     def _free_memory(self, problem: str, *, number: int, num_samples: int) -> None:
         """By collecting garbage, which may have held it; if that was tried for this step, by needing less."""

@@ -53,8 +53,9 @@ class Keeper:
         """The newest step that is safe; what is being written is not."""
         self._last_bytes = 0
         self._num_failures = 0
-        with contextlib.suppress(WhetError, OSError):
-            durable.remove_leftovers(self._folder)
+        if parts.group.is_first:
+            with contextlib.suppress(WhetError, OSError):
+                durable.remove_leftovers(self._folder)
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
@@ -65,7 +66,12 @@ class Keeper:
         return self._pace.is_due(step, epochs_done=epochs_done)
 
     def save(self, progress: Progress, *, base_rates: list[float], plan: Plan, urgency: Urgency) -> None:
-        """Copies the state after the newest step and has it written, unless it is safe already."""
+        """Copies the state after the newest step and has it written, unless it is safe already.
+
+        Of several processes that all have the whole model the first one writes.
+        """
+        if not self._parts.group.is_first:
+            return
         start = time.perf_counter()
         if urgency == "due" and self._writer.is_busy:
             self._pace.began()
@@ -106,7 +112,7 @@ class Keeper:
                 "created": time.time(),
                 "parameters": parameters,
                 "tied": tied,
-                "circumstances": circumstances(plan, parts.device),
+                "circumstances": circumstances(plan, parts.device, world_size=parts.group.world.size),
                 "data": {**self._data_facts(), "position": position},
             }
         )
@@ -228,7 +234,8 @@ class Keeper:
         parts, (step, snapshot, refused) = self._parts, found
         reasons = self._changes_of_data(snapshot.about)
         if step > 0:
-            reasons += differences(snapshot.about.circumstances, circumstances(plan, parts.device))
+            now = circumstances(plan, parts.device, world_size=parts.group.world.size)
+            reasons += differences(snapshot.about.circumstances, now)
         saved = restore(
             snapshot,
             parts.stepper.model,

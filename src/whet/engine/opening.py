@@ -1,5 +1,6 @@
 """From a folder and a plan to all that a session works with; what is wrong is refused before a new folder appears."""
 
+import dataclasses
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,16 @@ from whet.engine.execution import Execution
 from whet.engine.keeper import Keeper
 from whet.engine.reading import load_weights
 from whet.engine.recorder import Recorder, Show
+from whet.engine.refusals import refuse_parts_on_disk
 from whet.engine.request import Request
 from whet.engine.soundness import Soundness
 from whet.engine.starting import exists, find_start
 from whet.engine.while_training import deterministic
-from whet.plan.plan import Plan
+from whet.plan.plan import Plan, read_plan
 from whet.run import durable, lock
 from whet.run.events import EventLog, History
-from whet.run.folder import Run, create_run, rewrite, versions
+from whet.run.folder import Run, create_run, open_run, rewrite, versions
+from whet.world.group import Group, here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +44,9 @@ class Opened:
 def open_session(request: Request, *, show: Show | None, closing: ExitStack) -> Opened:
     """Locks, plans, builds and opens; `closing` undoes all of it in turn."""
     model, training, path = request.model, request.training, request.path
-    is_new = not exists(path)
-    if path is not None and not is_new:
+    group = here()
+    is_new = group.share(not exists(path))
+    if path is not None and not is_new and group.is_first:
         # Locked before it is read: two processes must not go on with one run.
         closing.enter_context(lock.acquire(path))
     start = find_start(
@@ -53,29 +57,35 @@ def open_session(request: Request, *, show: Show | None, closing: ExitStack) -> 
         plan=request.plan,
         allow=request.allow,
     )
+    # Of several processes all go by the plan of the first; nobody writes before all have read.
+    start = dataclasses.replace(start, plan=_agreed(start.plan, group))
     if is_new and start.run is not None:
         raise UsageError("another process has just started this run", got=str(path), try_="another run folder")
+    refuse_parts_on_disk(start.plan, path)
     found = None if start.run is None else store.newest(start.run.checkpoints, run_id=start.run.header.id)
     if found is None and request.init_from is not None:
         load_weights(request.init_from, model)
     closing.enter_context(deterministic(_has(start.plan, "deterministic")))
-    parts = build(model, request.optimizer, request.data, training, start.plan)
+    parts = build(model, request.optimizer, request.data, training, start.plan, group=group)
     # Left last: what ends before may still write to standard error.
     closing.enter_context(parts.device.guard(has_fallback=_has(parts.plan, "mps_fallback")))
     closing.callback(parts.source.close)
     run = start.run
-    if run is None and path is not None:
+    if run is None and path is not None and group.is_first:
         run = _create(path, request, parts.plan, closing=closing)
+    group.wait()
+    if run is None and path is not None:
+        run = open_run(path)
     for name, content in request.attach.items():
         # Also into a run that was killed between its folder and these.
-        if run is not None and not (run.path / name).exists():
+        if run is not None and group.is_first and not (run.path / name).exists():
             durable.write_file(run.path / name, data=content)
-    log = None if run is None else closing.enter_context(EventLog(run))
+    log = None if run is None or not group.is_first else closing.enter_context(EventLog(run))
     soundness = Soundness(
         has_scaler=parts.stepper.scaler.is_enabled(),
         earlier=() if start.run is None else History(start.run).events(kinds=("skip",)),
     )
-    recorder = Recorder(log, parts.device, soundness=soundness, show=show)
+    recorder = Recorder(log, parts.device, soundness=soundness, show=show if group.is_first else None)
     keeper = None
     if run is not None:
         batch = training.global_batch_size
@@ -84,7 +94,7 @@ def open_session(request: Request, *, show: Show | None, closing: ExitStack) -> 
 
     def write_plan(plan: Plan) -> None:
         soundness.has_scaler = parts.stepper.scaler.is_enabled()
-        if run is not None:
+        if run is not None and group.is_first:
             rewrite(run, plan=plan.as_json())
 
     def note_inexact(step: int, reason: str) -> None:
@@ -104,6 +114,10 @@ def open_session(request: Request, *, show: Show | None, closing: ExitStack) -> 
         execution=execution,
         keeper=keeper,
     )
+
+
+def _agreed(plan: Plan, group: Group) -> Plan:
+    return plan if group.is_alone else read_plan(group.share(plan.as_json()), where="the plan of the first process")
 
 
 def _has(plan: Plan, switch: str) -> bool:

@@ -1,6 +1,7 @@
 """What a session does not do, said before it could do harm."""
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from whet.engine.starting import ALLOWED_KEYS
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.step.optimizer import OptimizerChoice
+from whet.world.world import World, refuse_mps
 
 
 def refuse_wrong_kinds(model: Any, optimizer: Any, goal_is: str) -> None:
@@ -118,3 +120,43 @@ def refuse_wishes_beside_plan(plan: Plan | None, wishes: Mapping[str, Scalar] | 
         raise UsageError(
             "a plan has its wishes already", got="plan and wishes or device", try_="wishes=... when the plan is made"
         )
+
+
+def refuse_in_several(model: nn.Module, optimizer: Any, plan: Plan, world: World) -> None:
+    """What several processes cannot train together, or not as it was meant."""
+    if world.is_alone:
+        return
+    refuse_mps(world.size, device=str(plan.value("device")), is_mac=False)
+    number = f"{world.size} processes"
+    if plan.workload.has_batchnorm:
+        raise UsageError(
+            "BatchNorm takes its statistics over what goes through one process at once",
+            got=f"{number}; another number of them would be another training",
+            try_="one process; or a model with GroupNorm or LayerNorm",
+        )
+    if any(getattr(module, "is_memory", False) for module in model.modules()):
+        raise UsageError(
+            "the model remembers each place of the batch from step to step", got=number, try_="one process"
+        )
+    if plan.value("sharding") != "full":
+        return
+    if isinstance(optimizer, Optimizer):
+        raise UsageError(
+            "a model in parts gets other parameters, which your optimizer does not know",
+            got=f"{type(optimizer).__name__}, sharding=full",
+            try_="optimizer=OptimizerChoice(...), which whet makes afterwards; or sharding=off",
+        )
+    if isinstance(optimizer, OptimizerChoice) and optimizer.name == "adafactor":
+        raise UsageError(
+            "adafactor needs whole weights", got=f"optimizer=adafactor, sharding=full, {number}", try_="optimizer=adamw"
+        )
+    if plan.value("loss_scaling") == "dynamic":
+        raise UsageError(
+            "loss scaling looks at whole gradients", got="precision=fp16, sharding=full", try_="precision=bf16"
+        )
+
+
+def refuse_parts_on_disk(plan: Plan, path: Path | None) -> None:
+    """A model in parts is not saved yet."""
+    if path is not None and plan.workload.world_size > 1 and plan.value("sharding") == "full":
+        raise UsageError("a model in parts cannot be saved yet", got=f"sharding=full, run={path}", try_="sharding=off")

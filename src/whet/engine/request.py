@@ -18,6 +18,7 @@ from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.step.optimizer import OptimizerChoice
 from whet.verify.subject import Outputs
+from whet.world.world import read_world
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +64,7 @@ def make_request(
 ) -> Request:
     """A request with what was left out filled in; `rest` are fields of it as they are."""
     refuse_wishes_beside_plan(plan, wishes, device)
+    world = read_world()
     chosen = {**(plan.wishes if plan else wishes or {}), **({} if device == "auto" else {"device": device})}
     if isinstance(optimizer, Optimizer):
         chosen["optimizer_kernels"] = "your optimizer"
@@ -71,7 +73,9 @@ def make_request(
         optimizer=optimizer,
         data=data,
         training=training,
-        workload=workload or describe(model, data, training, recipe=recipe),
+        workload=(workload or describe(model, data, training, recipe=recipe)).model_copy(
+            update={"world_size": world.size, "local_size": world.local_size}
+        ),
         wishes=chosen,
         plan=plan,
         path=None if run is None else Path(run),

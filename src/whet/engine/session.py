@@ -33,7 +33,10 @@ from whet.engine.governor import Governor
 from whet.engine.health import Health
 from whet.engine.held_memory import held_memory
 from whet.engine.keeper import Urgency
+from whet.engine.meeting import Meeting
+from whet.engine.open_batch import tell
 from whet.engine.opening import open_session
+from whet.engine.pacing import Due
 from whet.engine.progress import Progress
 from whet.engine.recorder import Show
 from whet.engine.refusals import (
@@ -60,6 +63,7 @@ from whet.run.folder import Run, rewrite
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
 from whet.verify.subject import Outputs
+from whet.world.group import here
 
 
 class Session:
@@ -136,11 +140,15 @@ class Session:
         self._set_rates: list[float] = []
         self._is_in_step = False
         self._is_best_unsaved = False
+        self._is_save_wanted = False
         self._went_back = False
 
     def tune(self, loss: LossFunction, *, open_rig: OpenRig | None = None) -> None:
         """Before entering: measures what is fastest here, if this is a new run that is long enough to earn it back."""
-        if self._request.plan is None and not exists(self._request.path):
+        if not here().is_alone:
+            if here().is_first:
+                tell(self._show, "not measured: the steps of several processes are planned by rules")
+        elif self._request.plan is None and not exists(self._request.path):
             plan = tuned_plan(self._request, loss, open_rig=open_rig, show=self._show)
             self._request = replace(self._request, plan=plan)
 
@@ -165,9 +173,10 @@ class Session:
         self._closing.callback(lambda: set_rate(self._stepper.optimizer, 1.0, self._rates))
         self._soundness, self._recorder = opened.soundness, opened.recorder
         self._execution, self._keeper = opened.execution, opened.keeper
+        self._group, self._meeting = parts.group, Meeting(parts.group)
         self._steps = CarefulSteps(self._execution, self._stepper, self._soundness, self._recorder)
         self._closing.enter_context(no_garbage_collection())
-        if self.run is not None and not opened.is_new:
+        if self.run is not None and not opened.is_new and self._group.is_first:
             self.run = rewrite(self.run, plan=self.plan.as_json(), config=self._request.config)
         if opened.found is not None and self._keeper is not None:
             self.progress, self._rates, told = self._keeper.restore(opened.found, plan=self.plan)
@@ -188,7 +197,7 @@ class Session:
         self._epoch_began = time.monotonic()
         self._closing.enter_context(self._stop)
         self._governor = Governor(self.plan, self._recorder, self.device, reader=self._vitals)
-        self._governor.save = self._save_if_sound
+        self._governor.save = self._save_if_sound if self._group.is_alone else self._ask_to_save
         self._governor.should_stop = lambda: self._stop.signal is not None or self.is_finished
         self._closing.enter_context(self._governor)
         machine = self.plan.machine
@@ -200,7 +209,8 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             # In the middle of a step the last checkpoint is what counts; and who stops twice wants no more waiting.
-            is_whole = kind is None or (issubclass(kind, Exception) and not self._is_in_step)
+            # Who holds a part of the model only can save nothing alone.
+            is_whole = kind is None or (issubclass(kind, Exception) and not self._is_in_step and self._holds_all)
             unsaved: Exception | None = None
             try:
                 if is_whole and self._is_sound(looks_closely=True):
@@ -239,11 +249,24 @@ class Session:
                 self._current = batch
                 yield batch
                 epochs_done = batch.after.epoch if batch.is_last_of_epoch else None
-                is_last = self.is_finished or self._should_stop(epochs_done)
-                due = "no" if self._keeper is None else self._keeper.is_due(before + 1, epochs_done=epochs_done)
+                is_last = self.is_finished or self._has_sat(epochs_done)
+                due = self._due(before + 1, epochs_done=epochs_done)
+                # What is a pure function of the step is known to all processes; the rest is told when they meet.
+                must_meet = is_last or epochs_done is not None or self._is_best_unsaved or due == "asked"
+                must_meet = must_meet or self._went_back
+                if not must_meet and not self._meeting.is_due(before + 1):
+                    refuse_skipped_batch(self.progress.step - before)
+                    before += 1
+                    continue
+                agreed = self._meeting.meet(
+                    before + 1, signal=self._stop.signal, due=due, is_broken=self._soundness.broken is not None
+                )
+                due, self._stop.signal = agreed.due, self._stop.signal or agreed.signal
+                is_last = is_last or agreed.signal is not None
                 is_due = due != "no" or self._is_best_unsaved
                 if not self._went_back and not self._steps.are_sound(
-                    self.progress.step, looks_closely=is_due or is_last
+                    self.progress.step,
+                    looks_closely=is_due or is_last or (agreed.is_broken and not self._group.is_alone),
                 ):
                     # What is pending belongs to steps that will be made again.
                     self._recorder.read()
@@ -260,7 +283,7 @@ class Session:
                     self._end_epoch(epochs_done)
                 self._governor.between_steps(before)
                 self._health.between_steps(self.progress)
-                if is_last or self._stop.signal is not None:
+                if is_last or (self._stop.signal is not None and self._group.is_alone):
                     return
             else:
                 refuse_shorter_data(self.progress.position)
@@ -371,7 +394,11 @@ class Session:
         """Whether the run folder holds a metric of that kind for the newest step."""
         if self.run is None:
             return False
-        newest = (e for e in History(self.run).backwards(kinds=("eval",)) if e.step == self.progress.step)
+        # What the first process has written down others may see a little later.
+        return bool(self._group.share(self._has_logged(prefix, self.run) if self._group.is_first else None))
+
+    def _has_logged(self, prefix: str, run: Run) -> bool:
+        newest = (e for e in History(run).backwards(kinds=("eval",)) if e.step == self.progress.step)
         return any(name.startswith(prefix) for event in newest for name in event.fields)
 
     @property
@@ -418,10 +445,27 @@ class Session:
         if self.plan.value("empty_cache") == "per epoch":
             self.device.empty_cache()
 
-    def _should_stop(self, epochs_done: int | None) -> bool:
+    def _has_sat(self, epochs_done: int | None) -> bool:
         sitting = self.training.epochs_per_sitting
-        has_sat = epochs_done is not None and sitting is not None and epochs_done - self._first_epoch >= sitting
-        return has_sat or self._stop.signal is not None
+        return epochs_done is not None and sitting is not None and epochs_done - self._first_epoch >= sitting
+
+    def _due(self, step: int, *, epochs_done: int | None) -> Due:
+        due: Due = "no" if self._keeper is None else self._keeper.is_due(step, epochs_done=epochs_done)
+        if due == "time" and not self._group.is_first:
+            # By the clock of the first process alone.
+            due = "no"
+        if due == "no" and self._is_save_wanted:
+            self._is_save_wanted = False
+            return "time"
+        return due
+
+    @property
+    def _holds_all(self) -> bool:
+        return self._stepper.joining.holds_all
+
+    def _ask_to_save(self) -> None:
+        """For when all processes meet."""
+        self._is_save_wanted = True
 
     def _is_sound(self, *, looks_closely: bool) -> bool:
         return self._steps.are_sound(self.progress.step, looks_closely=looks_closely)
@@ -430,6 +474,8 @@ class Session:
         """Puts the run back to its newest checkpoint; the batches since then come again."""
         if self._keeper is not None:
             self._keeper.close()
+        # Not before the first process has written what it was writing.
+        self._group.wait()
         found = None if self.run is None else store.newest(self.run.checkpoints, run_id=self.run.header.id)
         if found is None or self._keeper is None:
             raise WhetError(

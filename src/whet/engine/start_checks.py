@@ -44,6 +44,9 @@ class StartChecks:
         if _wanted(plan) == "off":
             self.recorder.event("plan", step=step, changed=f"{opening}not verified: verify=off")
             return plan
+        if plan.settings.get("sharding") and plan.value("sharding") == "full" and plan.workload.world_size > 1:
+            self.recorder.event("plan", step=step, changed=f"{opening}not verified: the model lies in parts")
+            return plan
         start = time.perf_counter()
         examination = Examination.of(self.parts, plan, loss, self.outputs, batch, how)
         key = self._key(examination, plan)

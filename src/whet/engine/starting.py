@@ -125,6 +125,7 @@ def _what_changed(old: Plan, new: Plan) -> str | None:
     saved, here = old.machine, new.machine
     pairs = {
         "device": (old.wishes.get("device", "auto"), new.wishes.get("device", "auto")),
+        "processes": (old.workload.world_size, new.workload.world_size),
         "chip": (saved.chip, here.chip),
         "accelerators": (
             [(a.kind, a.name) for a in saved.accelerators],

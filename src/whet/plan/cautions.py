@@ -23,6 +23,7 @@ def cautions(facts: Facts) -> Iterator[str]:
         device=facts.device,
         precision=precision,
         is_checkpointed=facts.value("activation_checkpointing") == "on",
+        num_parts=facts.num_parts,
     )
     if needed is not None and isinstance(limit, int | float) and needed > limit * GB:
         yield f"micro batch {micro} needs about {show_bytes(needed)}, more than the {limit:g} GB planned for"
@@ -32,6 +33,8 @@ def cautions(facts: Facts) -> Iterator[str]:
         yield "fp16 on CPUs was measured 50 times slower than fp32, also where bf16 is native"
     if precision == "tf32" and facts.device != "cuda":
         yield f"tf32 exists on CUDA only; {facts.device} computes in fp32"
+    if workload.has_dropout and workload.world_size > 1:
+        yield "dropout draws depend on the process: another number of them is another draw of the same training"
     if workload.has_batchnorm and micro < workload.global_batch_size:
         yield "BatchNorm's statistics are taken over a micro-batch, so the cut changes what is trained"
     if workload.has_dropout and micro < workload.global_batch_size:

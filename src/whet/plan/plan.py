@@ -18,7 +18,7 @@ from whet.plan.trial import Trial
 from whet.plan.workload import Workload
 
 FORMAT_VERSION = 1
-_MAY_BE_UNSET = ("threads", "memory_gb", "checkpoint_steps", "checkpoint_epochs")
+_MAY_BE_UNSET = ("threads", "bucket_mb", "memory_gb", "checkpoint_steps", "checkpoint_epochs")
 """What rules may leave open: None."""
 
 

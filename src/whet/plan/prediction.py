@@ -13,28 +13,48 @@ _CHECKPOINTED_SHARE = 0.3
 
 
 def predict_parts(
-    workload: Workload, *, micro_batch: int, device: str, precision: str, is_checkpointed: bool = False
+    workload: Workload,
+    *,
+    micro_batch: int,
+    device: str,
+    precision: str,
+    is_checkpointed: bool = False,
+    num_parts: int = 1,
 ) -> dict[str, int] | None:
-    """What the peak of a training step is made of; None when nothing is known about the activations."""
+    """What the peak of a training step is made of; None when nothing is known about the activations.
+
+    `num_parts` is by how many processes weights, gradients and state are divided.
+    """
     if workload.activation_bytes is None:
         return None
     activations = workload.activation_bytes * micro_batch * _ACTIVATION_SHARE.get(precision, 1.0)
     if is_checkpointed:
         activations *= _CHECKPOINTED_SHARE
     return {
-        "weights": workload.weight_bytes,
-        "gradients": workload.num_parameters * GRADIENT_BYTES,
-        "optimizer": workload.num_parameters * workload.optimizer_bytes,
+        "weights": workload.weight_bytes // num_parts,
+        "gradients": workload.num_parameters * GRADIENT_BYTES // num_parts,
+        "optimizer": workload.num_parameters * workload.optimizer_bytes // num_parts,
         "activations": int(activations),
         "device": FIXED_BYTES.get(device, 0),
     }
 
 
 def predict_bytes(
-    workload: Workload, *, micro_batch: int, device: str, precision: str, is_checkpointed: bool = False
+    workload: Workload,
+    *,
+    micro_batch: int,
+    device: str,
+    precision: str,
+    is_checkpointed: bool = False,
+    num_parts: int = 1,
 ) -> int | None:
     """Peak bytes of a training step; None when nothing is known about the activations."""
     parts = predict_parts(
-        workload, micro_batch=micro_batch, device=device, precision=precision, is_checkpointed=is_checkpointed
+        workload,
+        micro_batch=micro_batch,
+        device=device,
+        precision=precision,
+        is_checkpointed=is_checkpointed,
+        num_parts=num_parts,
     )
     return None if parts is None else sum(parts.values())

@@ -35,6 +35,21 @@ class Facts:
         return str(self.value("device")).partition(":")[0]
 
     @property
+    def num_parts(self) -> int:
+        """By how many processes weights, gradients and state are divided; an older plan knows nothing of it."""
+        sharding = self.decided.get("sharding")
+        return self.workload.world_size if sharding is not None and sharding.value == "full" else 1
+
+    @property
+    def processes_per_device(self) -> int:
+        """How many processes of this training share the device's memory."""
+        local = self.workload.local_size
+        if self.device == "cpu":
+            return local
+        number = sum(accelerator.kind == self.device for accelerator in self.machine.accelerators)
+        return -(-local // max(1, number))
+
+    @property
     def accelerator(self) -> Accelerator | None:
         """The decided device's facts; None on the CPU."""
         return self.machine.accelerator(self.device)

@@ -40,8 +40,17 @@ class Workload(Record):
     is_causal: bool = False
     layers: tuple[str, ...] = ()
     """Kinds of layers that known wrong results speak of (`plan/known_hazards.py`), as far as they were seen."""
+    world_size: PositiveInt = 1
+    """Processes that share each global batch."""
+    local_size: PositiveInt = 1
+    """Those of them on this machine."""
     batch: ChosenBatch | None = None
     """How the global batch came about where the user left it open (global_batch_size=auto)."""
+
+    @property
+    def share(self) -> int:
+        """Samples of a global batch that fall to one process, at most."""
+        return -(-self.global_batch_size // self.world_size)
 
     @property
     def static_bytes(self) -> int:

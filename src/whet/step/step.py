@@ -3,7 +3,7 @@
 Nothing here waits for the device or looks at a tensor's value, so that a step can be captured and run again.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from whet.data.batch import Micro
 from whet.device.abstract import AbstractDevice, Mark
 from whet.step.ema import Ema
 from whet.step.loss import LossFunction, at_least_tiny, split_loss
+from whet.world.joining import Joining
 
 NORM_EVERY = 16
 """Without clipping the norm of the gradient is taken in one step of so many: in every step it cost 3 to 5 % of small
@@ -52,12 +53,14 @@ class Stepper:
         loss_scaling: str = "off",
         clip: float | None = None,
         ema: Ema | None = None,
+        joining: Joining | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.device = device
         self.scaler = device.scaler(loss_scaling)
         self.ema = ema
+        self.joining = joining or Joining()
         self.is_updating = False
         """Whether weights may have changed although the step is not done."""
         self.refusal: str | None = None
@@ -94,24 +97,26 @@ class Stepper:
         weight_sum: Tensor | float | None = None
         is_whole = True
         start = mark()
-        for made in micros:
+        for made, is_last in with_last(micros) if not self.joining.is_alone else ((made, True) for made in micros):
             loaded = mark()
             micro = made.moved(self.device.put)
             moved = mark()
-            is_whole = len(micro) == num_samples
-            with self.device.autocast(self._precision):
-                total, weight = split_loss(loss(micro))
-            if weight is None:
-                # A mean over the micro-batch: its share of the global batch is known beforehand.
-                part = total if is_whole else total * (len(micro) / num_samples)
-            elif is_whole:
-                part = total / at_least_tiny(weight)
-            else:
-                # A sum: over the samples for now, over all weights once they are known.
-                part = total / num_samples
-                weight_sum = weight if weight_sum is None else weight_sum + weight
-            forwarded = mark()
-            self.scaler.scale(part).backward()
+            # Of several processes none can divide by the weights of all.
+            is_whole = len(micro) == num_samples and self.joining.is_alone
+            with self.joining.computing(is_last=is_last):
+                with self.device.autocast(self._precision):
+                    total, weight = split_loss(self.joining.call(loss, micro))
+                if weight is None:
+                    # A mean over the micro-batch: its share of the global batch is known beforehand.
+                    part = total if is_whole else total * (micro.counts * len(micro) / num_samples)
+                elif is_whole:
+                    part = total / at_least_tiny(weight)
+                else:
+                    # A sum: over the samples for now, over all weights once they are known.
+                    part, weight = (total / num_samples, weight) if micro.counts else (total * 0.0, weight * 0.0)
+                    weight_sum = weight if weight_sum is None else weight_sum + weight
+                forwarded = mark()
+                self.scaler.scale(part).backward()
             loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
             done = mark()
             marks += [
@@ -123,6 +128,7 @@ class Stepper:
             start = done
         assert loss_sum is not None, "a global batch has at least one micro-batch"
 
+        loss_sum, weight_sum = self.joining.totals(loss_sum, weight_sum)
         if not self._has_gradients:
             self._refuse_no_gradients()
         self.scaler.unscale_(self.optimizer)
@@ -132,9 +138,9 @@ class Stepper:
             loss_sum = loss_sum * correction
         grad_norm = None
         if self._clip is not None:
-            grad_norm = nn.utils.clip_grad_norm_(self._parameters, self._clip)
+            grad_norm = self.joining.whole(nn.utils.clip_grad_norm_(self._parameters, self._clip))
         elif step and step % NORM_EVERY == 0:
-            grad_norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+            grad_norm = self._norm()
         if is_careful:
             self._refuse_nonfinite(loss_sum)
         self.is_updating = True
@@ -158,7 +164,7 @@ class Stepper:
     def has_finite_weights(self) -> bool:
         """Whether all weights that are trained are numbers; waits for the device, once."""
         verdicts = [parameter.detach().isfinite().all() for parameter in self._parameters]
-        return bool(torch.stack(verdicts).all())
+        return bool(self.joining.whole(torch.stack(verdicts).all()))
 
     def forget(self) -> None:
         """Lets go of what a step that was not finished left behind; the weights are the caller's to put back."""
@@ -184,15 +190,29 @@ class Stepper:
     def _refuse_nonfinite(self, loss: Tensor) -> None:
         if not bool(loss.isfinite()):
             raise NonFiniteError(f"the loss is {float(loss)}")
-        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        if not bool(norm.isfinite()):
+        if not bool(self._norm().isfinite()):
             raise NonFiniteError(f"the loss is {float(loss):.4g}, and the gradient is not finite")
+
+    def _norm(self) -> Tensor:
+        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        return self.joining.whole(norm)
 
     @torch.no_grad()
     def _scale_gradients(self, factor: Tensor) -> None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [self.joining.local(p.grad) for p in self._parameters if p.grad is not None]
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for gradient in gradients:
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for dtype, same in by_dtype.items():
             torch._foreach_mul_(same, factor.to(dtype))
+
+
+def with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
+    """Each with whether it is the last, which shows only behind it."""
+    ahead: Micro | None = None
+    for micro in micros:
+        if ahead is not None:
+            yield ahead, False
+        ahead = micro
+    if ahead is not None:
+        yield ahead, True

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from whet.base.errors import LostRankError, UsageError
 from whet.device.abstract import AbstractDevice
 from whet.world.world import World, read_world
 
-LONGEST_SECONDS = 600.0
+LONGEST_SECONDS = 1800.0
 """What one process may wait for another: while the first one evaluates by itself, say."""
 
 
@@ -91,6 +91,16 @@ class Group:
             with self.told():
                 dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._tensors)
         return tensor
+
+    @torch.no_grad()
+    def same(self, model: nn.Module) -> None:
+        """Gives all processes the weights and buffers of the first one."""
+        if not self.is_alone:
+            with self.told():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    first = tensor.detach().contiguous()
+                    dist.broadcast(first, src=0, group=self._tensors)
+                    tensor.detach().copy_(first)
 
     def _exchange(self, value: Any) -> list[Any]:
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -105,6 +105,11 @@ def choose_threads(facts: Facts) -> Decision:
         "physical_cores": cpu.physical_cores,
         "logical_cores": cpu.logical_cores,
     }
+    sharers = facts.workload.local_size
+    if sharers > 1:
+        each = max(1, min([c for c in (cpu.fast_cores, cpu.physical_cores, cpu.logical_cores) if c] or [1]) // sharers)
+        reason = f"the cores that we may use, divided by {sharers} processes"
+        return Decision(value=each, reason=reason, evidence={**evidence, "processes": sharers})
     if cpu.fast_cores:
         return Decision(value=cpu.fast_cores, reason="the fast cores; slow ones hold them back", evidence=evidence)
     counts = [count for count in (cpu.physical_cores, cpu.logical_cores) if count]

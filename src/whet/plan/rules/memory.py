@@ -6,6 +6,7 @@ from whet.base.units import GB, show_bytes
 from whet.plan.hazards import ROW_LIMIT, has_row_limit
 from whet.plan.prediction import predict_bytes
 from whet.plan.rule import POSITIVE, Decision, Facts, one_of, rule, whole
+from whet.plan.rules.scale import choose_bucket, choose_sharding
 
 _CUDA_SHARE = 0.92
 _CPU_SHARE = 0.75
@@ -39,6 +40,9 @@ def choose_memory(facts: Facts) -> Decision:
         limit, reason = usable * _CPU_SHARE, f"three quarters of {show_bytes(usable)}; the rest is the system's"
     if free is not None and facts.device != "cuda" and free < limit:
         limit, reason = float(free), f"only {show_bytes(free)} are free now"
+    sharers = facts.processes_per_device
+    if sharers > 1:
+        limit, reason = limit / sharers, f"{reason}; one of {sharers} processes that share it"
     return Decision(value=round(limit / GB, 2), reason=reason, evidence=evidence)
 
 
@@ -53,7 +57,7 @@ def choose_activation_checkpointing(facts: Facts) -> Decision:
     Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
     """
     workload, limit = facts.workload, _limit_bytes(facts)
-    least = workload.global_batch_size if workload.has_batchnorm else 1
+    least = workload.share if workload.has_batchnorm else 1
     needed = _needed_bytes(facts, least)
     evidence = {"smallest_step_bytes": needed, "limit_bytes": limit}
     if needed is None or limit is None:
@@ -70,18 +74,21 @@ def choose_micro_batch(facts: Facts) -> Decision:
     """How many samples of the global batch go through the model at once.
 
     Why: the whole global batch if it fits, else the fewest equal cuts that do: few large kernels keep a GPU busy, and
-    the gradient is the same sum. On M1 and M2 with torch up to 2.13 a product over more than 32,768 rows gives wrong
-    gradients, so micro-batch times length stays below. A model with BatchNorm is not cut, because its statistics
-    depend on the cut.
+    the gradient is the same sum. Of several processes each cuts its own share. On M1 and M2 with torch up to 2.13 a
+    product over more than 32,768 rows gives wrong gradients, so micro-batch times length stays below. A model with
+    BatchNorm is not cut, because its statistics depend on the cut.
     When wrong: speed often saturates earlier; a smaller micro-batch may be as fast and leave memory free. A head over
     more than 32,768 words sums over them in its backward pass, which no micro-batch avoids; `whet check` finds it.
     Override: micro_batch=N; the global batch stays as it is.
     Sources: pytorch/pytorch#177116, #183535.
     """
     workload, limit = facts.workload, _limit_bytes(facts)
-    whole = workload.global_batch_size
+    whole = workload.share
     needed = _needed_bytes(facts, whole)
     evidence: dict[str, int | None] = {"limit_bytes": limit, "whole_batch_bytes": needed}
+    if workload.world_size > 1:
+        evidence["processes"] = workload.world_size
+    what = "the whole global batch" if workload.world_size == 1 else f"one of {workload.world_size} shares"
     if workload.has_batchnorm:
         return Decision(value=whole, reason="BatchNorm's statistics depend on it, so it is not cut", evidence=evidence)
     if limit is None or needed is None:
@@ -95,9 +102,7 @@ def choose_micro_batch(facts: Facts) -> Decision:
     fitting = next((cut for cut in cuts(whole) if cut <= most and (_needed_bytes(facts, cut) or 0) <= limit), 1)
     evidence["step_bytes"] = _needed_bytes(facts, fitting)
     if fitting == whole:
-        return Decision(
-            value=whole, reason=f"the whole global batch fits: {_share(facts, whole, limit)}", evidence=evidence
-        )
+        return Decision(value=whole, reason=f"{what} fits: {_share(facts, whole, limit)}", evidence=evidence)
     if fitting == 1 and (evidence["step_bytes"] or 0) > limit:
         return Decision(value=1, reason=f"not even one sample fits: {_share(facts, 1, limit)}", evidence=evidence)
     if most < whole and (_needed_bytes(facts, _smallest_cut(whole, at_most=most)) or 0) <= limit:
@@ -117,13 +122,18 @@ def choose_accumulation(facts: Facts) -> Decision:
     Override: global_batch_size=N or micro_batch=N.
     Sources: arithmetic.
     """
-    whole, micro = facts.workload.global_batch_size, facts.value("micro_batch")
+    whole, micro = facts.workload.share, facts.value("micro_batch")
     assert isinstance(micro, int)
     cuts = -(-whole // micro)
     last = whole - (cuts - 1) * micro
     parts = f"{cuts} times {micro}" if last == micro else f"{cuts - 1} times {micro} and {last}"
     reason = "the global batch goes through at once" if cuts == 1 else f"{parts} make {whole}"
-    return Decision(value=cuts, reason=reason, evidence={"global_batch_size": whole, "micro_batch": micro})
+    evidence = {"global_batch_size": facts.workload.global_batch_size, "micro_batch": micro}
+    if facts.workload.world_size > 1:
+        number = facts.workload.world_size
+        reason = f"{reason.replace('the global batch', 'its share')} on each of {number} processes"
+        evidence["processes"] = number
+    return Decision(value=cuts, reason=reason, evidence=evidence)
 
 
 @rule("M5", "eval_batch", whole(1))
@@ -218,6 +228,7 @@ def _needed_bytes(facts: Facts, micro_batch: int) -> int | None:
         device=facts.device,
         precision=str(facts.value("precision")),
         is_checkpointed=checkpointing is not None and checkpointing.value == "on",
+        num_parts=facts.num_parts,
     )
 
 
@@ -242,6 +253,8 @@ def _smallest_cut(whole: int, *, at_most: int) -> int:
 
 RULES = (
     choose_memory,
+    choose_sharding,
+    choose_bucket,
     choose_activation_checkpointing,
     choose_micro_batch,
     choose_accumulation,

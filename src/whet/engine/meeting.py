@@ -1,0 +1,60 @@
+"""When do the processes of a training look up from their steps, and on what do they agree there?
+
+Whatever decides what comes next and is not a pure function of the step (a signal, the clock, a bad loss that one has
+read first) is told to all at the same step. How often that is follows from how long steps take, and is agreed as well.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from whet.engine.pacing import Due
+from whet.world.group import Group
+
+EVERY_SECONDS = 0.25
+"""How long a request to stop may wait, besides the step that is under way."""
+MOST_STEPS = 64
+_DUES: tuple[Due, ...] = ("no", "time", "asked")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreed:
+    """What holds for all processes after a step."""
+
+    signal: int | None
+    """Why to stop, if anybody was asked to."""
+    due: Due
+    """Whether anybody wants a checkpoint."""
+    is_broken: bool
+    """Whether anybody has read a loss that is no number."""
+
+
+class Meeting:
+    """Meets the other processes every few steps; alone, after every step and without a cost."""
+
+    def __init__(self, group: Group, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._group = group
+        self._clock = clock
+        self._met_at = clock()
+        self._met_step: int | None = None
+        self._next_step = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether all meet after this step."""
+        return self._group.is_alone or step >= self._next_step
+
+    def meet(self, step: int, *, signal: int | None, due: Due, is_broken: bool) -> Agreed:
+        """Tells the others, and is told."""
+        if self._group.is_alone:
+            return Agreed(signal=signal, due=due, is_broken=is_broken)
+        told = _DUES.index(due)
+        passed = self._clock() - self._met_at
+        found = self._group.most([float(signal or 0), float(told), float(is_broken), passed])
+        self._plan_next(step, seconds=found[3])
+        return Agreed(signal=int(found[0]) or None, due=_DUES[int(found[1])], is_broken=bool(found[2]))
+
+    def _plan_next(self, step: int, *, seconds: float) -> None:
+        steps = 1 if self._met_step is None else max(1, step - self._met_step)
+        stride = int(EVERY_SECONDS * steps / max(seconds, 1e-9))
+        self._met_at, self._met_step = self._clock(), step
+        self._next_step = step + max(1, min(MOST_STEPS, stride))
