@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from whet.base import env
+
 _LOOK_SECONDS = 1.0
 
 
@@ -117,6 +119,8 @@ def refuse_selfplay() -> None:
 
 def stop_with_launcher() -> None:
     """Asks this process to save and stop when the one that has started it is gone."""
+    # Before torch is loaded: it warns of what DDP is told to do on purpose, past Python's own warnings.
+    env.set_unless_set({"TORCH_CPP_LOG_LEVEL": "ERROR"})
     parent = os.getppid()
 
     def watch() -> None:

@@ -36,7 +36,9 @@ class Recipe(Protocol):
     The recipe of a causal model has a method outputs(model, micro) too, which gives (batch, length, ...): before the
     first step it is tried whether each place depends on itself and earlier ones only. A recipe whose parameters do not
     all learn alike has a method optimizer(config), which gives an OptimizerChoice. One that several processes cannot
-    train together says why in an attribute only_one_process.
+    train together says why in an attribute only_one_process. Several processes share an evaluation where there are
+    methods tally(model, micros), what is known of these samples as plain JSON, and conclude(model, tallies), the
+    metrics of all; else the first one evaluates everything while the others wait.
     """
 
     name: str

@@ -77,6 +77,30 @@ def ingredients(recipe: Recipe, config: Any, *, data: Splits | None = None) -> I
     )
 
 
+class SharedEvaluation:
+    """A recipe's evaluation that several processes can share (engine/evaluating.py)."""
+
+    def __init__(self, recipe: Any) -> None:
+        self._recipe = recipe
+
+    def __call__(self, model: Any, micros: Any, /) -> dict[str, Any]:
+        found: dict[str, Any] = self._recipe.evaluate(model, micros)
+        return found
+
+    def tally(self, model: Any, micros: Any, /) -> Any:
+        return self._recipe.tally(model, micros)
+
+    def conclude(self, model: Any, tallies: list[Any], /) -> dict[str, Any]:
+        found: dict[str, Any] = self._recipe.conclude(model, tallies)
+        return found
+
+
+def evaluation_of(recipe: Recipe) -> Any:
+    """How a recipe is evaluated: by several processes together, if it says how."""
+    can_share = hasattr(recipe, "tally") and hasattr(recipe, "conclude")
+    return SharedEvaluation(recipe) if can_share else recipe.evaluate
+
+
 def train_recipe(
     recipe: Recipe,
     resolved: Resolved[Any],
@@ -101,7 +125,7 @@ def train_recipe(
         made.data.train,
         loss=made.loss,
         optimizer=made.optimizer,
-        evaluate=recipe.evaluate,
+        evaluate=evaluation_of(recipe),
         dev=made.data.dev,
         test=made.data.test,
         attach={} if (run / KEPT_FILE).exists() else {KEPT_FILE: json.dumps(recipe.keep(config, made.data)).encode()},

@@ -24,6 +24,11 @@ _MOST_NATS = 50.0
 
 def judge(model: CausalModel, micros: Iterator[Micro], data: ChatData | None) -> dict[str, Any]:
     """Over all tokens that count, each weighing the same; and answers to the data's questions, the likeliest ones."""
+    return conclude(model, [tally(model, micros)], data)
+
+
+def tally(model: CausalModel, micros: Iterator[Micro]) -> list[float]:
+    """Nats, tokens, right ones and bytes of these rows: several processes may tally a part each."""
     nats = tokens = right = num_bytes = 0.0
     for micro in micros:
         targets = targets_of(micro)
@@ -33,6 +38,12 @@ def judge(model: CausalModel, micros: Iterator[Micro], data: ChatData | None) ->
         counts = (is_counted.sum(), is_right.sum(), micro.loss_bytes.sum())
         found = torch.stack([surprise(logits, targets), *(count.float() for count in counts)]).tolist()
         nats, tokens, right, num_bytes = nats + found[0], tokens + found[1], right + found[2], num_bytes + found[3]
+    return [nats, tokens, right, num_bytes]
+
+
+def conclude(model: CausalModel, tallies: list[list[float]], data: ChatData | None) -> dict[str, Any]:
+    """What tallies over different rows say together, and answers by the model."""
+    nats, tokens, right, num_bytes = (sum(column) for column in zip(*tallies, strict=True))
     mean = nats / max(1.0, tokens)
     told: dict[str, Any] = {
         "bits_per_byte": nats / math.log(2) / max(1.0, num_bytes),

@@ -65,6 +65,16 @@ class ChatRecipe:
 
         return judge(model, micros, self._data)
 
+    def tally(self, model: "CausalModel", micros: Iterator["Micro"]) -> list[float]:
+        from whet.recipes.chat.judging import tally
+
+        return tally(model, micros)
+
+    def conclude(self, model: "CausalModel", tallies: list[list[float]]) -> dict[str, Any]:
+        from whet.recipes.chat.judging import conclude
+
+        return conclude(model, tallies, self._data)
+
     def keep(self, config: ChatConfig, data: "ChatData") -> dict[str, Any]:  # noqa: ARG002
         from whet.recipes.chat.generation.speaking import kept_of
 

@@ -17,6 +17,11 @@ Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 def judge(model: "HexNet", micros: Iterator["Micro"]) -> dict[str, Any]:
     """The metrics of a net over micro-batches."""
+    return conclude([tally(model, micros)])
+
+
+def tally(model: "HexNet", micros: Iterator["Micro"]) -> dict[str, Any]:
+    """What is known of these positions, as plain JSON: several processes may tally a part each."""
     ranks, wins, results, losses = [], [], [], []
     for micro in micros:
         said = model(micro.board)
@@ -28,11 +33,19 @@ def judge(model: "HexNet", micros: Iterator["Micro"]) -> dict[str, Any]:
         wins.append(said.win.cpu().numpy().astype(np.float64))
         results.append(micro.win.cpu().numpy().astype(np.float64))
         losses.append((float(policy_losses(said, micro).sum()), float(value_losses(said, micro).sum())))
+    parts = {"ranks": ranks, "wins": wins, "results": results}
+    told = {name: np.concatenate(arrays).tolist() if arrays else [] for name, arrays in parts.items()}
+    return {**told, "policy": sum(policy for policy, _ in losses), "value": sum(value for _, value in losses)}
+
+
+def conclude(tallies: list[dict[str, Any]]) -> dict[str, Any]:
+    """What tallies over different positions say together."""
+    ranks, wins, results = ([np.asarray(told[name]) for told in tallies] for name in ("ranks", "wins", "results"))
     found = metrics(ranks, wins, results)
     num_moves = max(1, sum(int((rank >= 0).sum()) for rank in ranks))
     num_positions = max(1, sum(map(len, wins)))
-    found["policy_loss"] = sum(policy for policy, _ in losses) / num_moves
-    found["value_loss"] = sum(value for _, value in losses) / num_positions
+    found["policy_loss"] = sum(told["policy"] for told in tallies) / num_moves
+    found["value_loss"] = sum(told["value"] for told in tallies) / num_positions
     return found
 
 

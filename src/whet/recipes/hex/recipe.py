@@ -66,6 +66,16 @@ class HexRecipe:
 
         return judge(model, micros)
 
+    def tally(self, model: "HexNet", micros: Iterator["Micro"]) -> dict[str, Any]:
+        from whet.recipes.hex.judging import tally
+
+        return tally(model, micros)
+
+    def conclude(self, model: "HexNet", tallies: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002
+        from whet.recipes.hex.judging import conclude
+
+        return conclude(tallies)
+
     def keep(self, config: HexConfig, data: "HexData") -> dict[str, Any]:
         return {"size": data.size, "data": data.fingerprint, "arch": config.arch.model_dump(mode="json")}
 

@@ -36,6 +36,11 @@ def judge(model: "Encoder | Pretrained", micros: Iterator["Micro"], data: "TextD
     `data` knows the names of the classes and the words. Where a text may have several classes there is no matrix: none
     was taken for another.
     """
+    return conclude([tally(model, micros, data)], data)
+
+
+def tally(model: "Encoder | Pretrained", micros: Iterator["Micro"], data: "TextData | None") -> dict[str, Any]:
+    """What is known of these texts, as plain JSON: several processes may tally a part each."""
     loss = 0.0
     scores: Scores | None = None
     mistakes: list[Mistake] = []
@@ -57,14 +62,26 @@ def judge(model: "Encoder | Pretrained", micros: Iterator["Micro"], data: "TextD
             classes = (tuple(np.flatnonzero(chosen[row] > 0.5).tolist()) for chosen in (truth, answers))
             mistakes.append(Mistake(worst, micro, int(row), *classes))
         mistakes = nlargest(NUM_SAMPLES, mistakes, key=_rank)
-    assert scores is not None, "an evaluation has texts"
+    clearest = [] if data is None else [(_rank(mistake), _shown(mistake, data)) for mistake in mistakes]
+    return {"loss": loss, "scores": None if scores is None else scores.as_json(), "mistakes": clearest}
+
+
+def conclude(tallies: list[dict[str, Any]], data: "TextData | None") -> dict[str, Any]:
+    """What tallies over different texts say together."""
+    counted = [told["scores"] for told in tallies if told["scores"] is not None]
+    assert counted, "an evaluation has texts"
+    scores = Scores(counted[0]["num_classes"], is_multi_label=counted[0]["is_multi_label"])
+    for counts in counted:
+        scores.take(counts)
+    loss = sum(told["loss"] for told in tallies)
     told: dict[str, Any] = {**scores.metrics(), "cross_entropy": loss / scores.num_texts}
     if data is None:
         return told
     told["classes"] = {"labels": list(data.classes), **scores.classes()}
     if scores.confusion is not None:
         told["confusion"] = {"labels": list(data.classes), "counts": scores.confusion.tolist()}
-    told["samples"] = [_shown(mistake, data) for mistake in mistakes]
+    mistakes = [(tuple(rank), shown) for part in tallies for rank, shown in part["mistakes"]]
+    told["samples"] = [shown for _, shown in nlargest(NUM_SAMPLES, mistakes, key=lambda mistake: mistake[0])]
     return told
 
 

@@ -86,6 +86,16 @@ class TextRecipe:
 
         return judge(model, micros, self._data)
 
+    def tally(self, model: "Encoder | Pretrained", micros: Iterator["Micro"]) -> dict[str, Any]:
+        from whet.recipes.text.judging import tally
+
+        return tally(model, micros, self._data)
+
+    def conclude(self, model: "Encoder | Pretrained", tallies: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002
+        from whet.recipes.text.judging import conclude
+
+        return conclude(tallies, self._data)
+
     def keep(self, config: TextConfig, data: "TextData") -> dict[str, Any]:
         from whet.recipes.text.choosing import kept_of
 

@@ -66,6 +66,30 @@ class Scores:
         self.support += is_true.sum(0)
         return is_right
 
+    def as_json(self) -> dict[str, Any]:
+        """All sums so far, for who puts them together with others."""
+        confusion = None if self.confusion is None else self.confusion.tolist()
+        sums = {"num_texts": self.num_texts, "num_right": self._num_right, "squares": self._squares}
+        counts = {"found": self._found, "answered": self._answered, "support": self.support, "bins": self._bins}
+        return {
+            "num_classes": self._num_classes,
+            "is_multi_label": self.is_multi_label,
+            **sums,
+            "confusion": confusion,
+            **{name: array.tolist() for name, array in counts.items()},
+        }
+
+    def take(self, other: dict[str, Any]) -> None:
+        """Adds the sums over other texts."""
+        self.num_texts += other["num_texts"]
+        self._num_right += other["num_right"]
+        self._squares += other["squares"]
+        if self.confusion is not None:
+            self.confusion += np.asarray(other["confusion"], dtype=np.int64)
+        for array, name in ((self._found, "found"), (self._answered, "answered"), (self.support, "support")):
+            array += np.asarray(other[name], dtype=np.int64)
+        self._bins += np.asarray(other["bins"])
+
     def metrics(self) -> dict[str, float]:
         """The scores over all texts."""
         f1 = self.classes()["f1"]
