@@ -77,7 +77,10 @@ class Replicated(Joining):
         return summed_totals(self._group, loss, weight)
 
 
-def summed(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[Tensor]:
+def summed(
+    group: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
     """What is done with a bucket of gradients: the sum over all processes."""
     work = dist.all_reduce(bucket.buffer(), op=dist.ReduceOp.SUM, group=group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])

@@ -1,0 +1,144 @@
+"""Several real processes over gloo train what one process trains: gradients, weights, evaluations."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from small_chat import prepared
+from world_job import STEPS
+from zygote import Zygote
+
+JOB = Path(__file__).parent / "world_job.py"
+RECIPES = ("text", "chat", "hex")
+SHARDED = tuple(f"{name}-sharded" for name in RECIPES)
+
+Together = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("world")
+    words = ("fox", "fern", "flint")
+    rows = [
+        {"text": " ".join(["the"] * (number % 7) + [words[number % 3]]) + f" {number}", "label": words[number % 3]}
+        for number in range(90)
+    ]
+    (path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prepared(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def together(zygote: Zygote, folder: Path) -> Together:
+    """Runs scenes in `size` processes; what they found lies in the folder."""
+
+    def run(names: tuple[str, ...], size: int, *, steps: int = STEPS, fault: str = "none", out: Path = folder) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        lives = [zygote.start(JOB, rank, size, port, out, ",".join(names), steps, fault) for rank in range(size)]
+        ended = [life.wait(seconds=600) for life in lives]
+        assert [end.code for end in ended] == [0] * size, "\n".join(end.errors[-3000:] for end in ended)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(together: Together, folder: Path) -> Path:
+    """Everything once by one process and once by two."""
+    together(("gradients", "evaluation", "draws", *RECIPES), 1)
+    together(("gradients", "evaluation", "draws", *RECIPES, *SHARDED), 2)
+    return folder
+
+
+def tensors(folder: Path, name: str, size: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / f"{name}-{size}.safetensors")
+
+
+def numbers(folder: Path, name: str, size: int, rank: int = 0):
+    return json.loads((folder / f"{name}-{size}-{rank}.json").read_text())
+
+
+def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Relative, in L2, over all of them."""
+    assert ours.keys() == theirs.keys()
+    apart = sum(float((ours[name] - theirs[name]).double().square().sum()) for name in ours)
+    return (apart / sum(float(tensor.double().square().sum()) for tensor in theirs.values())) ** 0.5
+
+
+def largest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+def test_two_processes_have_the_gradients_of_one(trained: Path) -> None:
+    one, two = (tensors(trained, "gradients", size) for size in (1, 2))
+    assert len(one) == 2 * 6 * 4
+    assert largest(two, one) < 1e-6
+    told = numbers(trained, "gradients", 1), numbers(trained, "gradients", 2)
+    assert told[1] == pytest.approx(told[0], abs=1e-6)
+    assert numbers(trained, "gradients", 2, rank=1) == [], "only the first process tells"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_replicated_and_sharded_weights_are_those_of_one_process(trained: Path, name: str) -> None:
+    one = tensors(trained, name, 1)
+    for kind in (name, f"{name}-sharded"):
+        assert distance(tensors(trained, kind, 2), one) < 1e-5
+        same = numbers(trained, kind, 2), numbers(trained, kind, 2, rank=1)
+        assert same[0] == same[1], "all processes know the metrics"
+        assert same[0] == pytest.approx(numbers(trained, name, 1), rel=1e-4, abs=1e-4)
+
+
+def test_an_evaluation_sees_every_sample_once(trained: Path) -> None:
+    for found in numbers(trained, "evaluation", 2), numbers(trained, "evaluation", 2, rank=1):
+        for number, results in ((7, found[:4]), (1, found[4:])):
+            for shared, alone in (results[:2], results[2:]):
+                assert shared == {"seen": number, "different": number, "most": -(-number // 2)}
+                assert alone == {"seen": number}
+
+
+def test_processes_draw_differently_and_the_same_again(trained: Path) -> None:
+    first, second = (numbers(trained, "draws", 2, rank=rank) for rank in (0, 1))
+    assert len(first) == 8
+    assert first[:4] == first[4:]
+    assert len({*first, *second}) == 8
+
+
+@pytest.mark.parametrize("fault", ["averaged", "own weights", "stand-ins count"])
+def test_a_wrong_sum_is_found(trained: Path, together: Together, tmp_path: Path, fault: str) -> None:
+    together(("gradients",), 2, fault=fault, out=tmp_path)
+    assert largest(tensors(tmp_path, "gradients", 2), tensors(trained, "gradients", 1)) > 1e-3
+
+
+def test_a_sample_that_is_seen_twice_is_found(together: Together, tmp_path: Path) -> None:
+    together(("evaluation",), 2, fault="everybody sees all", out=tmp_path)
+    assert numbers(tmp_path, "evaluation", 2)[0]["seen"] == 14
+
+
+@pytest.fixture(scope="module")
+def long(together: Together, folder: Path) -> Path:
+    out = folder / "long"
+    out.mkdir()
+    for name in ("texts.jsonl", "prepared"):
+        (out / name).symlink_to(folder / name)
+    together(RECIPES, 1, steps=100, out=out)
+    together((*RECIPES, *SHARDED), 2, steps=100, out=out)
+    together((*RECIPES, *SHARDED), 4, steps=100, out=out)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_hundred_steps_of_two_and_four_processes_are_those_of_one(
+    long: Path, name: str, size: int, tell: Callable[[str], None]
+) -> None:
+    apart = [distance(tensors(long, kind, size), tensors(long, name, 1)) for kind in (name, f"{name}-sharded")]
+    tell(f"{name}, {size} processes: replicated {apart[0]:.1e}, sharded {apart[1]:.1e}")
+    assert max(apart) < 1e-5

@@ -1,0 +1,268 @@
+"""One of several processes that train together, over gloo on the CPU; each writes what it has at the end."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import whet
+from whet.data.batch import Micro
+from whet.recipes.train import evaluation_of, ingredients
+from whet.world import replicated
+from whet.world.group import here
+
+STEPS = 5
+TALKS = 37
+
+
+def main(arguments: list[str]) -> int:
+    rank, size, port, folder, names, steps, fault = arguments
+    os.environ.update(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    torch.set_num_threads(1)
+    out = Path(folder)
+    with planted(fault):
+        for name in names.split(","):
+            found, numbers = SCENES[name](out, int(steps))
+            if rank == "0":
+                whole = {key: tensor.detach().clone() for key, tensor in found.items()}
+                save_file(whole, out / f"{name}-{size}.safetensors")
+            (out / f"{name}-{size}-{rank}.json").write_text(json.dumps(numbers))
+    here().wait()
+    return 0
+
+
+# --- what is trained -------------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """Rows of one length, and a parameter that no loss reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(rows)))
+
+
+def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
+    """Gradients of a few steps: means, and sums with weights; batches of 5, the last one of an epoch has one sample."""
+    found: dict[str, Tensor] = {}
+    losses: list[float] = []
+    torch.manual_seed(7)
+    rows, labels, weights = torch.randn(11, 6), torch.randint(0, 3, (11,)), torch.rand(11) * 5
+    for kind in ("mean", "sum"):
+        torch.manual_seed(1)
+        model = Small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps: list[int] = []
+
+        def keep(*_: Any, kind: str = kind, model: nn.Module = model, steps: list[int] = steps) -> None:
+            steps.append(1)
+            for name, parameter in model.named_parameters():
+                assert (parameter.grad is None) == name.startswith("unused")
+                if parameter.grad is not None:
+                    found[f"{kind}/{len(steps)}/{name}"] = parameter.grad.detach().clone()
+
+        optimizer.register_step_pre_hook(keep)
+
+        def loss(micro: Micro, kind: str = kind, model: nn.Module = model) -> Any:
+            each = nn.functional.cross_entropy(model(micro.rows), micro.labels, reduction="none")
+            return each.mean() if kind == "mean" else ((each * micro.weights).sum(), micro.weights.sum())
+
+        whet.train(
+            model,
+            {"rows": rows, "labels": labels, "weights": weights},
+            loss=loss,
+            optimizer=optimizer,
+            global_batch_size=5,
+            wishes={"micro_batch": 2},
+            epochs=2,
+            clip=0.5,
+            show=lambda event, fields: losses.append(fields["loss"]) if event == "step" else None,
+            device="cpu",
+        )
+        assert len(steps) == 6
+    return found, losses
+
+
+def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Path, int], tuple[dict[str, Tensor], Any]]:
+    def scene(folder: Path, steps: int, sharding: str = "off") -> tuple[dict[str, Tensor], Any]:
+        from whet.config.resolve import resolve
+        from whet.recipes.recipe import load_recipe
+
+        recipe = load_recipe(name)
+        said = [*words(folder), f"max_steps={steps}", "dropout=0", "warmup_steps=2", "lr=1e-4", "threads=1"]
+        resolved = resolve(recipe.Config, said)
+        made = ingredients(recipe, resolved.config)
+        wishes = {**resolved.wishes, **({"sharding": sharding} if sharding != "off" else {})}
+        result = whet.train(
+            made.model,
+            made.data.train,
+            loss=made.loss,
+            optimizer=made.optimizer,
+            evaluate=evaluation_of(recipe),
+            dev=made.data.dev,
+            device="cpu",
+            wishes=wishes,
+            workload=made.workload,
+            goal=recipe.goal,
+            show=None,
+            measure=False,
+            **made.training,
+        )
+        assert result.step == steps
+        return {key: gathered(tensor) for key, tensor in made.model.named_parameters()}, result.metrics
+
+    return scene
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    from whet.world import sharded
+
+    return sharded.whole(tensor.detach())
+
+
+def _text(folder: Path) -> list[str]:
+    return [
+        f"data={folder / 'texts.jsonl'}",
+        "arch.hidden_size=16",
+        "arch.layers=1",
+        "arch.heads=2",
+        "global_batch_size=9",
+        "micro_batch=2",
+        "epochs=9",
+    ]
+
+
+def _chat(folder: Path) -> list[str]:
+    shape = ["arch.hidden_size=32", "arch.L_layers=1", "arch.num_heads=2", "arch.seq_len=64"]
+    return [f"data={folder / 'prepared'}", *shape, "global_batch_size=5", "micro_batch=2", "epochs=99"]
+
+
+def _hex(_: Path) -> list[str]:
+    shape = ["size=4", "games=30", "arch.depth=1", "arch.width=8"]
+    return [*shape, "global_batch_size=33", "micro_batch=8", "epochs=9"]
+
+
+# --- how it is evaluated ---------------------------------------------------------------------------------------------
+
+
+class Ids:
+    """An evaluation that counts how often each sample was seen."""
+
+    def __call__(self, model: nn.Module, micros: Iterator[Micro]) -> dict[str, float]:
+        return self.conclude(model, [self.tally(model, micros)])
+
+    def tally(self, model: nn.Module, micros: Iterator[Micro]) -> list[int]:
+        return [int(number) for micro in micros for number in micro.ids]
+
+    def conclude(self, model: nn.Module, tallies: list[list[int]]) -> dict[str, float]:
+        seen = [number for tally in tallies for number in tally]
+        return {"seen": len(seen), "different": len({*seen}), "most": max(map(len, tallies))}
+
+
+def evaluation(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
+    """Of 7 and of 1 samples, two at once: tables, datasets and a function that knows nothing of processes."""
+    torch.manual_seed(0)
+    model = Small()
+    rows, labels = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    found = []
+    for number in (7, 1):
+        for dev in ({"rows": rows[:number]}, [{"rows": row} for row in rows[:number]]):
+            for evaluate in (Ids(), lambda model, micros: {"seen": sum(len(micro) for micro in micros)}):
+                result = whet.train(
+                    model,
+                    {"rows": rows, "labels": labels},
+                    loss=lambda micro: nn.functional.cross_entropy(model(micro.rows), micro.labels),
+                    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                    evaluate=evaluate,
+                    dev=dev,
+                    global_batch_size=8,
+                    wishes={"eval_batch": 2},
+                    max_steps=1,
+                    show=None,
+                    measure=False,
+                    device="cpu",
+                )
+                found.append(result.metrics)
+    return {}, found
+
+
+def draws(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
+    """What each process draws in its steps."""
+    torch.manual_seed(0)
+    model, drawn = Small(), []
+    rows, labels = torch.randn(8, 6), torch.randint(0, 3, (8,))
+
+    def loss(micro: Micro) -> Tensor:
+        drawn.append(float(torch.rand(())))
+        return nn.functional.cross_entropy(model(micro.rows), micro.labels)
+
+    for _again in range(2):
+        whet.train(
+            model,
+            {"rows": rows, "labels": labels},
+            loss=loss,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            global_batch_size=4,
+            epochs=2,
+            wishes={"micro_batch": 4},
+            show=None,
+            measure=False,
+            device="cpu",
+        )
+    return {}, drawn
+
+
+text, chat, hexes = recipe_scene("text", _text), recipe_scene("chat", _chat), recipe_scene("hex", _hex)
+SCENES: dict[str, Any] = {
+    "gradients": gradients,
+    "text": text,
+    "chat": chat,
+    "hex": hexes,
+    "text-sharded": lambda folder, steps: text(folder, steps, "full"),
+    "chat-sharded": lambda folder, steps: chat(folder, steps, "full"),
+    "hex-sharded": lambda folder, steps: hexes(folder, steps, "full"),
+    "evaluation": evaluation,
+    "draws": draws,
+}
+
+
+# --- faults that a test must find ------------------------------------------------------------------------------------
+
+
+def planted(fault: str) -> Any:
+    if fault == "averaged":
+        real = replicated.summed
+
+        def averaged(group: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
+            return real(group, bucket).then(lambda done: done.value() / here().world.size)
+
+        return mock.patch.object(replicated, "summed", averaged)
+    if fault == "own weights":
+        return mock.patch.object(replicated, "summed_totals", lambda group, loss, weight: (loss, weight))
+    if fault == "stand-ins count":
+        from whet.data import share
+
+        return mock.patch.object(share, "replace", lambda micro, **_: micro)
+    if fault == "everybody sees all":
+        from whet.engine import evaluating
+
+        real_own = evaluating.Evaluator.batches
+        return mock.patch.object(evaluating.Evaluator, "_own_batches", real_own)
+    assert fault == "none", fault
+    return mock.MagicMock()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
