@@ -202,5 +202,5 @@ LIES: dict[str, Callable[[Files], Files]] = {
 }
 """Every one must be passed over for the older checkpoint."""
 
-FUTURE = in_manifest("format_version", value=3)
+FUTURE = in_manifest("format_version", value=4)
 PAST = in_manifest("format_version", value=1)

@@ -12,7 +12,7 @@ from whet.checkpoint import plain_json
 from whet.checkpoint.layout import read_tensors
 from whet.checkpoint.manifest import File, Size
 from whet.checkpoint.snapshot import describe_names
-from whet.checkpoint.store import read_vouched
+from whet.checkpoint.vouched import read_vouched
 
 FORMAT_VERSION = 1
 WEIGHTS, ABOUT = "weights.safetensors", "import.json"

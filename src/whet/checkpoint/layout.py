@@ -4,7 +4,9 @@ Written here and not by the library, so that tensors go to the disk from where t
 here so that nothing is mapped, copied twice or trusted before it was checked.
 """
 
+import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -84,24 +86,39 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def plan_layout(tensors: Mapping[str, Tensor]) -> Layout:
     """Wide numbers first, so that all are aligned; then by name."""
+    return lay_out({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
+
+
+def lay_out(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Layout:
+    """The same from what the tensors are, without them."""
     places: dict[str, Place] = {}
     end = 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        places[name] = Place(tensor.dtype, tuple(tensor.shape), start, end)
+    for name in sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name)):
+        dtype, shape = kinds[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        places[name] = Place(dtype, shape, start, end)
     return Layout(places)
 
 
-def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of the file, one tensor at a time; tensors that lie on the CPU in one piece are not copied."""
+def file_pieces(
+    tensors: Mapping[str, Tensor], *, digests: dict[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of the file, one tensor at a time; tensors that lie on the CPU in one piece are not copied.
+
+    `digests` is filled with the SHA-256 of each tensor on the way.
+    """
     layout = plan_layout(tensors)
     yield layout.header()
     for name, place in layout.places.items():
+        data: bytes | memoryview = b""
         if place.end > place.start:
-            # Contiguous first, since copies of views with gaps from MPS are wrong (pytorch#189961); and no other dtype,
-            # since such a copy has overwritten its source (pytorch#189563).
-            yield as_bytes(tensors[name].detach().contiguous().cpu())
+            # Contiguous first, since copies of views with gaps from MPS are wrong (pytorch#189961); and no other
+            # dtype, since such a copy has overwritten its source (pytorch#189563).
+            data = as_bytes(tensors[name].detach().contiguous().cpu())
+        if digests is not None:
+            digests[name] = hashlib.sha256(data).hexdigest()
+        if place.end > place.start:
+            yield data
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

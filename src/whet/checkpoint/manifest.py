@@ -3,7 +3,7 @@
 import hashlib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import Field, ValidationError
 
@@ -11,14 +11,17 @@ from whet.base.errors import WhetError
 from whet.base.record import Record
 from whet.checkpoint import plain_json
 from whet.checkpoint.about import About
-from whet.checkpoint.layout import MOST_TENSORS
+from whet.checkpoint.layout import DTYPES, MOST_TENSORS
 
 FORMAT_VERSION = 2
+SHARDED_VERSION = 3
+"""Of a checkpoint whose tensors lie in several files, a few rows each; a whet that reads whole ones only refuses it."""
 TENSORS, FACTS, MANIFEST = "state.safetensors", "state.json", "manifest.json"
 _FILE_NAME = re.compile(r"(?!manifest\.json)[a-z0-9][a-z0-9-]{0,60}\.(safetensors|json)")
 _MOST_FILES = 4096
 
 Size = Annotated[int, Field(ge=0, lt=2**53)]
+Role = Literal["model", "ema", "optimizer", "randomness"]
 
 
 class DamagedCheckpointError(WhetError):
@@ -30,22 +33,34 @@ class File(Record):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Slice(Record):
-    """The part of a tensor that one of several processes wrote."""
-
-    offsets: tuple[Size, ...]
-    full_shape: tuple[Size, ...]
-
-
 class SavedTensor(Record):
     dtype: str
     shape: tuple[Size, ...]
-    role: Literal["model", "ema", "optimizer", "randomness"]
+    role: Role
     file: str
     rank: Size = 0
     """The process that wrote it."""
-    slice: Slice | None = None
-    """None for a whole tensor."""
+    slice: None = None
+    """Always: what lies in several files is a `ShardedTensor`."""
+
+
+class Piece(Record):
+    """Some rows of a tensor, in the file of the process that held them."""
+
+    file: str
+    start: Size
+    stop: Size
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """Of these rows alone, so that who needs only them reads only them."""
+
+
+class ShardedTensor(Record):
+    dtype: str
+    shape: tuple[Size, ...]
+    """Of the whole."""
+    role: Role
+    pieces: tuple[Piece, ...]
+    """In the order of their rows, without a gap."""
 
 
 class Manifest(Record):
@@ -56,10 +71,14 @@ class Manifest(Record):
     files: dict[str, File]
     tensors: dict[str, SavedTensor]
     about: About
+    sharded: dict[str, ShardedTensor] = Field(default_factory=dict)
+    """Tensors that several processes held together; only in the sharded format."""
 
     def to_bytes(self) -> bytes:
         """The file: the fields, and the hash of their text without it."""
         fields = self.as_json()
+        if self.format_version == FORMAT_VERSION:
+            del fields["sharded"]
         return plain_json.dump({**fields, "sha256": _digest(fields)})
 
 
@@ -87,13 +106,13 @@ def read_manifest(path: Path, data: bytes | bytearray) -> Manifest:
 
 def refuse_other_format(path: Path, version: object) -> None:
     """A format that this whet does not read is told with what to do; an older checkpoint is not taken instead."""
-    if version == FORMAT_VERSION:
+    if version in (FORMAT_VERSION, SHARDED_VERSION) and not isinstance(version, bool):
         return
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if isinstance(version, int) and version > SHARDED_VERSION:
         hint = "upgrade: pip install --upgrade whet"
     else:
         hint = "the whet that made the run, or another run folder for a new run"
-    got = f"{path}: format {version}; this whet reads {FORMAT_VERSION}"
+    got = f"{path}: format {version}; this whet reads {FORMAT_VERSION} and {SHARDED_VERSION}"
     raise WhetError("the checkpoint has another format", got=got, try_=hint)
 
 
@@ -103,20 +122,50 @@ def damaged(what: str, path: Path, why: object = None) -> DamagedCheckpointError
 
 
 def _check(manifest: Manifest) -> None:
-    if len(manifest.files) > _MOST_FILES or len(manifest.tensors) > MOST_TENSORS:
-        raise ValueError(f"{len(manifest.files):,} files, {len(manifest.tensors):,} tensors")
+    num_tensors = len(manifest.tensors) + len(manifest.sharded)
+    if len(manifest.files) > _MOST_FILES or num_tensors > MOST_TENSORS:
+        raise ValueError(f"{len(manifest.files):,} files, {num_tensors:,} tensors")
     for name in manifest.files:
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"a file named {name[:80]!r}")
     if FACTS not in manifest.files:
         raise ValueError(f"no {FACTS}")
     for name, tensor in manifest.tensors.items():
-        if name.partition("/")[0] != tensor.role:
-            raise ValueError(f"{name[:80]!r} with the role {tensor.role}")
-        if tensor.file not in manifest.files or not tensor.file.endswith(".safetensors"):
-            raise ValueError(f"{name[:80]!r} in {tensor.file[:80]!r}")
-        if tensor.slice is not None:
-            raise ValueError(f"{name[:80]!r} is a slice; this whet reads whole tensors only")
+        _check_role(name, tensor.role)
+        _check_file(name, tensor.file, manifest)
+    if bool(manifest.sharded) != (manifest.format_version == SHARDED_VERSION):
+        raise ValueError(f"format {manifest.format_version} with {len(manifest.sharded):,} sharded tensors")
+    for name, sharded in manifest.sharded.items():
+        _check_role(name, sharded.role)
+        if name in manifest.tensors or not sharded.shape or sharded.dtype not in DTYPES:
+            raise ValueError(f"{name[:80]!r} is whole and sharded, or cannot be")
+        end = 0
+        for piece in sharded.pieces:
+            _check_file(name, piece.file, manifest)
+            if piece.start != end or piece.stop <= piece.start:
+                raise ValueError(f"{name[:80]!r} has rows from {piece.start} to {piece.stop} after {end}")
+            end = piece.stop
+        if end != sharded.shape[0]:
+            raise ValueError(f"{name[:80]!r} has {end} of {sharded.shape[0]} rows")
+        if len({piece.file for piece in sharded.pieces}) != len(sharded.pieces):
+            raise ValueError(f"{name[:80]!r} lies in one file twice")
+
+
+def role_of(name: str) -> Role:
+    """What a tensor is for; its name begins with it."""
+    role = name.partition("/")[0]
+    assert role in get_args(Role), name
+    return cast(Role, role)
+
+
+def _check_role(name: str, role: str) -> None:
+    if name.partition("/")[0] != role:
+        raise ValueError(f"{name[:80]!r} with the role {role}")
+
+
+def _check_file(name: str, file: str, manifest: Manifest) -> None:
+    if file not in manifest.files or not file.endswith(".safetensors"):
+        raise ValueError(f"{name[:80]!r} in {file[:80]!r}")
 
 
 def _digest(fields: dict[str, Any]) -> str:

@@ -9,7 +9,9 @@ from torch.optim import Optimizer
 
 from whet.base.errors import WhetError
 from whet.checkpoint.about import About
-from whet.checkpoint.randomness import read_randomness, restore_randomness
+from whet.checkpoint.randomness import read_randomness, restore_randomness, seed_newcomer
+from whet.checkpoint.rows import Rows, held, rows_of
+from whet.checkpoint.shards import Wanted
 from whet.device.abstract import AbstractDevice
 from whet.step.ema import Ema, named_tensors
 from whet.step.layout import align
@@ -29,10 +31,12 @@ class Snapshot:
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
     about: About = field(default_factory=About)
+    rows: dict[str, Rows] = field(default_factory=dict)
+    """Of tensors that several processes hold together: the rows that are here."""
 
     @property
     def num_bytes(self) -> int:
-        """What the tensors take."""
+        """What the tensors take here."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
@@ -54,6 +58,7 @@ def take(
     optimizer_tensors, optimizer_facts = _optimizer_state(model, optimizer)
     randomness, randomness_facts = read_randomness(device)
     tensors |= optimizer_tensors | randomness
+    rows = {name: part for name, tensor in tensors.items() if (part := rows_of(tensor)) is not None}
     facts = {
         "step": step,
         "progress": progress,
@@ -62,7 +67,22 @@ def take(
         "randomness": randomness_facts,
         "device": device.kind,
     }
-    return Snapshot(tensors={name: tensor.detach() for name, tensor in tensors.items()}, facts=facts, about=about)
+    here = {name: held(tensor.detach()) for name, tensor in tensors.items()}
+    return Snapshot(tensors=here, facts=facts, about=about, rows=rows)
+
+
+def wanted_rows(model: nn.Module) -> Wanted:
+    """Which rows of a checkpoint this model needs here: those that it holds of its own parameters."""
+    held_here = {name: (rows_of(tensor), tuple(tensor.shape)) for name, tensor in named_tensors(model)}
+
+    def wanted(name: str, shape: tuple[int, ...]) -> Rows | None:
+        role, _, rest = name.partition("/")
+        owner = rest.rpartition("/")[0] if role == "optimizer" else rest
+        rows, whole = held_here.get(owner, (None, ()))
+        # What an optimizer keeps in another shape, such as a count of steps, is needed whole.
+        return rows if shape == whole else None
+
+    return wanted
 
 
 def restore(
@@ -73,8 +93,9 @@ def restore(
     *,
     scaler: torch.amp.GradScaler,
     ema: Ema | None,
+    rank: int = 0,
 ) -> dict[str, Any]:
-    """Puts everything back where it was; the caller's own part is returned."""
+    """Puts everything back where it was; the caller's own part is returned. Each process has its own generators."""
     try:
         trained = {f"model/{name}" for group in snapshot.facts["optimizer"]["groups"] for name in group["parameters"]}
         refuse_nonfinite({name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name in trained})
@@ -86,7 +107,13 @@ def restore(
             scaler.load_state_dict(snapshot.facts["scaler"])
         progress: dict[str, Any] = snapshot.facts["progress"]
         # Last, since restoring may draw.
-        restore_randomness(snapshot.tensors, snapshot.facts["randomness"], device)
+        others = snapshot.facts.get("others", {})
+        if rank == 0:
+            restore_randomness(snapshot.tensors, snapshot.facts["randomness"], device)
+        elif str(rank) in others:
+            restore_randomness(snapshot.tensors, others[str(rank)], device, rank=rank)
+        else:
+            seed_newcomer(f"{snapshot.about.run_id}/{snapshot.facts['step']}/{rank}")
         return progress
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
         # The hashes are right and the content makes no sense: written by another program, or by hand.
@@ -143,13 +170,31 @@ def _copy_into(targets: dict[str, Tensor], snapshot: Snapshot, role: str) -> Non
         )
     for name, target in targets.items():
         value = saved[name]
-        if (target.shape, target.dtype) != (value.shape, value.dtype):
+        whole = _whole_shape(snapshot, f"{role}/{name}")
+        if (tuple(target.shape), target.dtype) != (whole, value.dtype):
             raise WhetError(
                 f"the checkpoint does not fit {name!r}",
-                got=f"{tuple(value.shape)} {value.dtype}; the model has {tuple(target.shape)} {target.dtype}",
+                got=f"{whole} {value.dtype}; the model has {tuple(target.shape)} {target.dtype}",
                 try_="the model the run was started with",
             )
-        target.detach().copy_(value)
+        held(target.detach()).copy_(_part_for(target, snapshot, f"{role}/{name}"))
+
+
+def _whole_shape(snapshot: Snapshot, name: str) -> tuple[int, ...]:
+    shape, rows = tuple(snapshot.tensors[name].shape), snapshot.rows.get(name)
+    return shape if rows is None else (rows.total, *shape[1:])
+
+
+def _part_for(target: Tensor, snapshot: Snapshot, name: str) -> Tensor:
+    """What of a saved tensor belongs where `target` lies here."""
+    value, there, here = snapshot.tensors[name], snapshot.rows.get(name), rows_of(target)
+    if there == here:
+        return value
+    if there is not None:
+        got = f"{there} of {name!r} were read; {here or 'all'} are needed"
+        raise WhetError("the checkpoint was read for another part of the model", got=got, try_="the whole checkpoint")
+    assert here is not None
+    return value[here.start : here.stop]
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -207,12 +252,19 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
         if full_name.startswith("optimizer/"):
             name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
             parameter = by_name[name]
-            if key in _SHAPED_LIKE_THE_PARAMETER and tensor.shape != parameter.shape:
+            whole = _whole_shape(snapshot, full_name)
+            if key in _SHAPED_LIKE_THE_PARAMETER and whole != tuple(parameter.shape):
                 raise WhetError(
                     f"the checkpoint's {key} does not fit {name!r}",
-                    got=f"{tuple(tensor.shape)}; the parameter has {tuple(parameter.shape)}",
+                    got=f"{whole}; the parameter has {tuple(parameter.shape)}",
                     try_="the model the run was started with",
                 )
+            if rows_of(parameter) is not None and whole == tuple(parameter.shape):
+                # Shared as its parameter is.
+                kept = torch.empty_like(parameter.detach(), dtype=tensor.dtype)
+                held(kept).copy_(_part_for(parameter, snapshot, full_name))
+                optimizer.state[parameter][key] = kept
+                continue
             # A step count lies on the CPU unless the optimizer is fused or capturable; its kind follows the parameter.
             place = parameter.device if key != "step" or _steps_on_device(optimizer) else torch.device("cpu")
             optimizer.state[parameter][key] = tensor.to(place, copy=True)

@@ -1,11 +1,10 @@
 """Checkpoints on disk: folders step-NNNNNNNNN of safetensors and JSON files, and a manifest, written last, that vouches
 for all of them. A folder that its manifest does not vouch for is never used."""
 
-import errno
-import hashlib
 import os
 import re
 import stat
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,9 @@ from whet.checkpoint import plain_json
 from whet.checkpoint.layout import dtype_name, file_pieces, read_tensors
 from whet.checkpoint.manifest import (
     FACTS,
+    FORMAT_VERSION,
     MANIFEST,
+    SHARDED_VERSION,
     TENSORS,
     DamagedCheckpointError,
     File,
@@ -24,14 +25,16 @@ from whet.checkpoint.manifest import (
     SavedTensor,
     damaged,
     read_manifest,
+    role_of,
 )
+from whet.checkpoint.shards import Shard, Wanted, all_rows, put_together, read_rows, shard_files, shard_name
 from whet.checkpoint.snapshot import Snapshot
+from whet.checkpoint.vouched import read_vouched
 from whet.run import durable
 
 __all__ = ["FACTS", "MANIFEST", "TENSORS", "DamagedCheckpointError", "Found", "Snapshot"]
 
 _NAME = re.compile(r"step-(\d{9,12})")
-_READ_AT_ONCE = 16 * 1024**2
 
 
 class Found(NamedTuple):
@@ -48,24 +51,19 @@ class Found(NamedTuple):
 
 def save(folder: Path, snapshot: Snapshot, *, step: int) -> int:
     """Writes the checkpoint of a step; when this returns it survives a power cut. The bytes it takes."""
-    path = folder / name_of(step)
     num_bytes = 0
 
     def fill(draft: Path) -> None:
         nonlocal num_bytes
-        written = {
-            TENSORS: durable.write_draft(draft / TENSORS, data=file_pieces(snapshot.tensors)),
-            FACTS: durable.write_draft(draft / FACTS, data=_facts_bytes(snapshot)),
-        }
-        manifest = Manifest(
-            step=step,
-            files={name: File(size=file.size, sha256=file.sha256) for name, file in written.items()},
-            tensors={name: _entry(name, tensor) for name, tensor in snapshot.tensors.items()},
-            about=snapshot.about,
-        ).to_bytes()
-        durable.write_draft(draft / MANIFEST, data=manifest, is_last=True)
-        num_bytes = sum(file.size for file in written.values()) + len(manifest)
+        num_bytes = fill_draft(draft, snapshot, step=step)
 
+    publish(folder, step=step, fill=fill)
+    return num_bytes
+
+
+def publish(folder: Path, *, step: int, fill: Callable[[Path], None]) -> None:
+    """Gives what `fill` puts into a draft the name of the step."""
+    path = folder / name_of(step)
     if not folder.exists() and folder.parent.exists():
         durable.make_directory(folder)
     # A folder of this step can only be one that could not be trusted: the run went on from before it.
@@ -73,7 +71,31 @@ def save(folder: Path, snapshot: Snapshot, *, step: int) -> int:
     durable.publish_directory(path, fill=fill)
     if in_the_way is not None:
         durable.remove(in_the_way)
-    return num_bytes
+
+
+def fill_draft(draft: Path, snapshot: Snapshot, *, step: int, shards: Sequence[Shard] = ()) -> int:
+    """Writes the whole tensors, the facts and, last, the manifest; the bytes of all files.
+
+    `shards` is what lies in the draft already, by the rank of the process that wrote it.
+    """
+    whole = {name: tensor for name, tensor in snapshot.tensors.items() if name not in snapshot.rows}
+    written = {
+        TENSORS: durable.write_draft(draft / TENSORS, data=file_pieces(whole)),
+        FACTS: durable.write_draft(draft / FACTS, data=_facts_bytes(snapshot)),
+    }
+    files = {name: File(size=file.size, sha256=file.sha256) for name, file in written.items()}
+    files |= {shard_name(rank): shard.file for rank, shard in enumerate(shards) if shard.file is not None}
+    sharded = put_together(shards)
+    manifest = Manifest(
+        format_version=SHARDED_VERSION if sharded else FORMAT_VERSION,
+        step=step,
+        files=files,
+        tensors={name: _entry(name, tensor) for name, tensor in whole.items()},
+        about=snapshot.about,
+        sharded=sharded,
+    ).to_bytes()
+    durable.write_draft(draft / MANIFEST, data=manifest, is_last=True)
+    return sum(file.size for file in files.values()) + len(manifest)
 
 
 def name_of(step: int) -> str:
@@ -102,19 +124,18 @@ def _facts_bytes(snapshot: Snapshot) -> bytes:
 
 
 def _entry(name: str, tensor: Tensor) -> SavedTensor:
-    role = name.partition("/")[0]
-    return SavedTensor(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), role=role, file=TENSORS)
+    return SavedTensor(dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), role=role_of(name), file=TENSORS)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def newest(folder: Path, *, run_id: str | None = None) -> Found | None:
+def newest(folder: Path, *, run_id: str | None = None, wanted: Wanted = all_rows) -> Found | None:
     """The newest checkpoint that can be trusted; None without any. `run_id` refuses those of another run."""
     refused: list[str] = []
     for step in reversed(steps(folder)):
         try:
-            snapshot = load(folder / name_of(step))
+            snapshot = load(folder / name_of(step), wanted=wanted)
             if run_id is not None and snapshot.about.run_id != run_id:
                 raise damaged("the checkpoint is of another run", folder / name_of(step), snapshot.about.run_id[:80])
             return Found(step, snapshot, refused)
@@ -127,11 +148,15 @@ def newest(folder: Path, *, run_id: str | None = None) -> Found | None:
     return None
 
 
-def load(path: Path) -> Snapshot:
-    """The checkpoint in a folder, every byte of it checked; or DamagedCheckpointError."""
+def load(path: Path, *, wanted: Wanted = all_rows) -> Snapshot:
+    """The checkpoint in a folder, every byte of it that is read checked; or DamagedCheckpointError.
+
+    `wanted` says which rows of a tensor are needed here; all, unless this process holds only some.
+    """
     manifest = check_sizes(path)
     try:
-        data = {name: read_vouched(path / name, vouched=file) for name, file in manifest.files.items()}
+        shared = shard_files(manifest)
+        data = {n: read_vouched(path / n, vouched=file) for n, file in manifest.files.items() if n not in shared}
         facts = plain_json.load(data.pop(FACTS))
         tensors: dict[str, Tensor] = {}
         for name in sorted(data):
@@ -140,9 +165,13 @@ def load(path: Path) -> Snapshot:
         _compare(manifest, tensors)
         if facts["step"] != manifest.step:
             raise ValueError(f"its facts are of step {facts['step']}")
+        rows = {name: part for name, t in tensors.items() if (part := wanted(name, tuple(t.shape))) is not None}
+        # Copied, so that the other rows do not stay in memory.
+        tensors |= {name: tensors[name][part.start : part.stop].clone() for name, part in rows.items()}
+        read, some = read_rows(path, manifest, wanted)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise damaged("the checkpoint cannot be read", path, f"{type(error).__name__} {error}") from None
-    return Snapshot(tensors=tensors, facts=facts, about=manifest.about)
+    return Snapshot(tensors=tensors | read, facts=facts, about=manifest.about, rows=rows | some)
 
 
 def check_sizes(path: Path) -> Manifest:
@@ -173,36 +202,3 @@ def _compare(manifest: Manifest, tensors: dict[str, Tensor]) -> None:
         said = manifest.tensors[name]
         if (said.dtype, said.shape) != (dtype_name(tensor.dtype), tuple(tensor.shape)):
             raise ValueError(f"{name[:80]!r} is not what the manifest says")
-
-
-def read_vouched(path: Path, *, vouched: File | None = None) -> bytearray:
-    """A file's bytes: of an ordinary file only, and only if they are those that were vouched for."""
-    digest = hashlib.sha256()
-    try:
-        # Neither a link, nor a pipe that would let us wait for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            found = os.fstat(descriptor)
-            most = plain_json.MOST_BYTES if path.suffix == ".json" else 2**53
-            if not stat.S_ISREG(found.st_mode) or found.st_size > most:
-                raise damaged("a file of the checkpoint is no ordinary file", path, f"{found.st_size} bytes")
-            if vouched is not None and found.st_size != vouched.size:
-                got = f"{found.st_size} bytes; expected {vouched.size}"
-                raise damaged("a file of the checkpoint is damaged", path, got)
-            data = bytearray(found.st_size)
-            view, filled = memoryview(data), 0
-            while filled < len(data):
-                count = file.readinto(view[filled : filled + _READ_AT_ONCE]) or 0
-                if count == 0:
-                    raise damaged("a file of the checkpoint has become shorter", path, f"{filled} bytes")
-                digest.update(view[filled : filled + count])
-                filled += count
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM):
-            # Not the checkpoint's fault: it must not be passed over for an older one.
-            raise durable.explain(error, doing="read", path=path) from error
-        raise damaged("a file of the checkpoint cannot be read", path, error.strerror) from None
-    if vouched is not None and digest.hexdigest() != vouched.sha256:
-        got = f"sha256 {digest.hexdigest()}; expected {vouched.sha256}"
-        raise damaged("a file of the checkpoint is damaged", path, got)
-    return data

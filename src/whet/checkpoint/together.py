@@ -1,0 +1,185 @@
+"""How do several processes write one checkpoint? Each the rows it holds; the first one the rest, and the name, last.
+
+What they tell each other travels by an `Exchange`, never by a collective: a checkpoint may be written by a thread while
+the training talks over the same lines. Only a process that holds rows touches the disk, so that without sharding
+nobody but the first one needs to see the run folder.
+"""
+
+import base64
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+
+from whet.base.errors import WhetError
+from whet.base.record import Record
+from whet.checkpoint import store
+from whet.checkpoint.layout import DTYPES, as_bytes, dtype_name
+from whet.checkpoint.randomness import generator_name
+from whet.checkpoint.shards import Shard, write_shard
+from whet.checkpoint.snapshot import Snapshot
+
+_RANDOMNESS = "randomness/"
+
+
+class Exchange(Protocol):
+    """Short texts between the processes of one training, each under a name of its own."""
+
+    @property
+    def rank(self) -> int:
+        """Which of the processes this is, counted from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+
+    def post(self, name: str, text: str) -> None:
+        """Leaves a text for who waits for it."""
+
+    def wait(self, name: str) -> str:
+        """The text; WhetError when the one who should post it is gone or does not answer."""
+
+    def drop(self, name: str) -> None:
+        """Forgets a text that everybody has read."""
+
+
+class Share(Record):
+    """What one process has done for a checkpoint."""
+
+    step: int
+    shard: Shard
+    generators: dict[str, tuple[str, str]]
+    """By name: the kind of number, and the bytes in base64."""
+    randomness: dict[str, Any]
+
+
+class Failure(Record):
+    """Why a process could not do its part."""
+
+    what: str
+    got: str
+    hint: str
+    errno: int | None
+    """Where a disk refused: the training goes on without this checkpoint."""
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int) -> Self:
+        """What the others should know of an error."""
+        if not isinstance(error, WhetError):
+            what = f"process {rank} could not write its part of a checkpoint"
+            return cls(what=what, got=f"{type(error).__name__}: {error}"[:300], hint="the same command", errno=None)
+        cause = error.__cause__
+        code = cause.errno if isinstance(cause, OSError) else None
+        return cls(what=error.what, got=f"process {rank}: {error.got}", hint=str(error.try_), errno=code)
+
+    def again(self) -> WhetError:
+        """The same error in another process."""
+        error = WhetError(self.what, got=self.got, try_=self.hint)
+        error.__cause__ = None if self.errno is None else OSError(self.errno, self.what)
+        return error
+
+
+class _Told(Record):
+    draft: str | None = None
+    share: Share | None = None
+    failure: Failure | None = None
+
+
+def own_part(snapshot: Snapshot, *, rank: int) -> Snapshot:
+    """What a process has to keep of its state: the first one all, another one its rows and its generators."""
+    if rank == 0:
+        return snapshot
+    kept = {n: t for n, t in snapshot.tensors.items() if n in snapshot.rows or n.startswith(_RANDOMNESS)}
+    return replace(snapshot, tensors=kept)
+
+
+def save_together(folder: Path, snapshot: Snapshot, *, step: int, exchange: Exchange, turn: int) -> int:
+    """Writes the checkpoint of a step with all processes; when this returns, in any of them, it survives a power cut.
+
+    All call it, for the same step and with the same `turn`, a number used once. The bytes it takes; 0 but in the first.
+    """
+    if exchange.rank == 0:
+        return _lead(folder, snapshot, step=step, exchange=exchange, turn=turn)
+    _follow(folder, snapshot, step=step, exchange=exchange, turn=turn)
+    return 0
+
+
+def _lead(folder: Path, snapshot: Snapshot, *, step: int, exchange: Exchange, turn: int) -> int:
+    num_bytes = 0
+
+    def fill(draft: Path) -> None:
+        nonlocal num_bytes
+        _tell(exchange, f"{turn}/draft", _Told(draft=draft.name))
+        own = write_shard(draft, snapshot.tensors, snapshot.rows, rank=0)
+        shares = {rank: _share_of(rank, step=step, exchange=exchange, turn=turn) for rank in range(1, exchange.size)}
+        try:
+            shards = [own, *(share.shard for share in shares.values())]
+            num_bytes = store.fill_draft(draft, _with_generators(snapshot, shares), step=step, shards=shards)
+        except ValueError as error:
+            raise WhetError("the processes hold no whole model together", got=str(error), try_="sharding=off") from None
+
+    try:
+        store.publish(folder, step=step, fill=fill)
+    except BaseException as error:
+        failed = _Told(failure=Failure.of(error, rank=0))
+        for name in ("draft", "done"):
+            _tell(exchange, f"{turn}/{name}", failed)
+        raise
+    _tell(exchange, f"{turn}/done", _Told())
+    # Everybody is here, so everybody has read what was told a turn ago.
+    for name in ("draft", "done", *map(str, range(1, exchange.size))):
+        exchange.drop(f"{turn - 1}/{name}")
+    return num_bytes
+
+
+def _follow(folder: Path, snapshot: Snapshot, *, step: int, exchange: Exchange, turn: int) -> None:
+    rank = exchange.rank
+    draft = _hear(exchange, f"{turn}/draft").draft
+    assert draft is not None
+    try:
+        shard = write_shard(folder / draft, snapshot.tensors, snapshot.rows, rank=rank)
+        share = Share(step=step, shard=shard, generators=_packed(snapshot), randomness=snapshot.facts["randomness"])
+    except BaseException as error:
+        _tell(exchange, f"{turn}/{rank}", _Told(failure=Failure.of(error, rank=rank)))
+        raise
+    _tell(exchange, f"{turn}/{rank}", _Told(share=share))
+    _hear(exchange, f"{turn}/done")
+
+
+def _share_of(rank: int, *, step: int, exchange: Exchange, turn: int) -> Share:
+    share = _hear(exchange, f"{turn}/{rank}").share
+    if share is None or share.step != step:
+        got = f"process {rank} has saved step {share and share.step}; step {step:,} was expected"
+        raise WhetError("the processes do not save the same step", got=got, try_="the same command again")
+    return share
+
+
+def _packed(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
+    return {
+        name.removeprefix(_RANDOMNESS): (dtype_name(tensor.dtype), base64.b64encode(as_bytes(tensor.cpu())).decode())
+        for name, tensor in snapshot.tensors.items()
+        if name.startswith(_RANDOMNESS)
+    }
+
+
+def _with_generators(snapshot: Snapshot, shares: dict[int, Share]) -> Snapshot:
+    """The first process's state with the generators of all others."""
+    tensors = dict(snapshot.tensors)
+    for rank, share in shares.items():
+        for name, (dtype, data) in share.generators.items():
+            raw = bytearray(base64.b64decode(data, validate=True))
+            tensors[generator_name(name, rank)] = torch.frombuffer(raw, dtype=DTYPES[dtype])
+    others = {str(rank): share.randomness for rank, share in shares.items()}
+    return replace(snapshot, tensors=tensors, facts={**snapshot.facts, "others": others})
+
+
+def _tell(exchange: Exchange, name: str, told: _Told) -> None:
+    exchange.post(name, told.model_dump_json())
+
+
+def _hear(exchange: Exchange, name: str) -> _Told:
+    told = _Told.model_validate_json(exchange.wait(name))
+    if told.failure is not None:
+        raise told.failure.again()
+    return told
