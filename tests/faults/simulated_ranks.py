@@ -10,9 +10,9 @@ from torch import Tensor
 
 from whet.base.errors import WhetError
 from whet.checkpoint.about import About
-from whet.checkpoint.rows import Rows, share_of
 from whet.checkpoint.snapshot import Snapshot
 from whet.checkpoint.together import save_together
+from whet.world.rows import Rows, share_of
 
 
 @dataclass
@@ -68,15 +68,11 @@ def is_shared(name: str) -> bool:
 
 
 def snapshot_of(rank: int, size: int, *, step: int) -> Snapshot:
-    """What one process would take: its rows, and generators of its own."""
+    """What one process would take."""
     whole = whole_state(step)
     rows = {name: share_of(len(t), rank=rank, size=size) for name, t in whole.items() if is_shared(name)}
     tensors = {name: t[rows[name].start : rows[name].stop] if name in rows else t for name, t in whole.items()}
-    generators = {"torch": torch.full((16,), rank, dtype=torch.uint8), "python": torch.full((5,), rank)}
-    tensors |= {f"randomness/{name}": state for name, state in generators.items()}
-    return Snapshot(
-        tensors=tensors, facts={"step": step, "randomness": {"of": rank}}, about=About(run_id="run"), rows=rows
-    )
+    return Snapshot(tensors=tensors, facts={"step": step}, about=About(run_id="run"), rows=rows)
 
 
 def save_with(
@@ -111,6 +107,6 @@ def save_with(
 
 def wanted_by(rank: int, size: int) -> Callable[[str, tuple[int, ...]], Rows | None]:
     def wanted(name: str, shape: tuple[int, ...]) -> Rows | None:
-        return share_of(shape[0], rank=rank, size=size) if is_shared(name) and "randomness" not in name else None
+        return share_of(shape[0], rank=rank, size=size) if is_shared(name) else None
 
     return wanted

@@ -16,8 +16,8 @@ import lies
 from simulated_ranks import Board, save_with, snapshot_of, wanted_by, whole_state
 from whet.base.errors import WhetError
 from whet.checkpoint import plain_json, shards, store, vouched
-from whet.checkpoint.rows import share_of
 from whet.run import durable
+from whet.world.rows import share_of
 
 SIZES = (1, 2, 3, 4, 8)
 
@@ -42,13 +42,6 @@ def test_what_simulated_ranks_save_is_read_by_any_number(tmp_path: Path, size: i
         for name, tensor in whole_state(7).items():
             found = [part.tensors[name] for part in parts]
             assert same(torch.cat(found) if name in parts[0].rows else found[-1], tensor), (readers, name)
-    loaded = store.load(path)
-    assert int(loaded.tensors["randomness/torch"][0]) == 0
-    assert loaded.facts["randomness"] == {"of": 0}
-    assert loaded.facts["others"] == {str(rank): {"of": rank} for rank in range(1, size)}
-    for rank in range(1, size):
-        assert loaded.tensors[f"randomness/{rank}/torch"].tolist() == [rank] * 16
-        assert loaded.tensors[f"randomness/{rank}/python"].tolist() == [rank] * 5
 
 
 def test_a_simulated_rank_reads_only_the_pieces_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,23 +60,6 @@ def test_a_simulated_rank_reads_only_the_pieces_it_needs(tmp_path: Path, monkeyp
     touched.clear()
     store.load(path, wanted=wanted_by(3, 4))
     assert touched == {"shard-0003.safetensors"}
-
-
-def test_without_rows_the_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:
-    """Simulated ranks that all hold everything: the first one writes it once, with the generators of all."""
-
-    def hold_all(rank: int, _taken: store.Snapshot) -> store.Snapshot:
-        return snapshot_of(0, 1, step=3).__class__(
-            tensors=whole_state(3) | {"randomness/torch": torch.full((4,), rank, dtype=torch.uint8)},
-            facts={"step": 3, "randomness": {"of": rank}},
-        )
-
-    assert save_with(tmp_path, 3, step=3, change=hold_all) == [None] * 3
-    path = tmp_path / store.name_of(3)
-    assert {file.name for file in path.iterdir()} == {"state.safetensors", "state.json", "manifest.json"}
-    assert plain_json.load((path / "manifest.json").read_bytes())["format_version"] == 2
-    assert "sharded" not in plain_json.load((path / "manifest.json").read_bytes())
-    check_whole(path, step=3)
 
 
 # --- a part that fails -----------------------------------------------------------------------------------------------

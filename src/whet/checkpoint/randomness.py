@@ -1,6 +1,5 @@
 """Every generator a training draws from: torch on the CPU and on the device, Python, numpy."""
 
-import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,28 +31,16 @@ def read_randomness(device: AbstractDevice) -> tuple[dict[str, Tensor], dict[str
     return tensors, facts
 
 
-def restore_randomness(
-    tensors: dict[str, Tensor], facts: dict[str, Any], device: AbstractDevice, *, rank: int = 0
-) -> None:
-    """Puts all generators of a process back; a device's own only on the same kind of device."""
+def restore_randomness(tensors: dict[str, Tensor], facts: dict[str, Any], device: AbstractDevice) -> None:
+    """Puts all generators back; a device's own only on the same kind of device."""
     python, numpy = facts["python"], facts["numpy"]
-    random.setstate((python["version"], tuple(tensors[generator_name("python", rank)].tolist()), python["gauss"]))
-    keys = tensors[generator_name("numpy", rank)].numpy().astype(np.uint32)
+    random.setstate((python["version"], tuple(tensors["randomness/python"].tolist()), python["gauss"]))
+    keys = tensors["randomness/numpy"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
-    own = tensors.get(generator_name(device.kind, rank))
+    own = tensors.get(f"randomness/{device.kind}")
     if own is not None:
         device.set_rng_state(own)
-    torch.set_rng_state(tensors[generator_name("torch", rank)])
-
-
-def generator_name(generator: str, rank: int) -> str:
-    """Under which name a generator of a process is saved; the first process's as that of a process alone."""
-    return f"randomness/{rank}/{generator}" if rank else f"randomness/{generator}"
-
-
-def seed_newcomer(mark: str) -> None:
-    """For a process that was not there when the checkpoint was written: like no other's, and the same each time."""
-    seed_randomness(int.from_bytes(hashlib.sha256(mark.encode()).digest()[:7], "big"))
+    torch.set_rng_state(tensors["randomness/torch"])
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from torch import Tensor
 from whet.base.record import Record
 from whet.checkpoint.layout import DTYPES, Layout, Place, dtype_name, file_pieces, lay_out
 from whet.checkpoint.manifest import File, Manifest, Piece, ShardedTensor, Size, role_of
-from whet.checkpoint.rows import Rows
 from whet.checkpoint.vouched import opened, read_exactly, refuse_other_hash
 from whet.run import durable
+from whet.world.rows import Rows
 
 Wanted = Callable[[str, tuple[int, ...]], Rows | None]
 """Which rows of a tensor, by its name and its whole shape, are needed here; None for all."""

@@ -9,12 +9,12 @@ from torch.optim import Optimizer
 
 from whet.base.errors import WhetError
 from whet.checkpoint.about import About
-from whet.checkpoint.randomness import read_randomness, restore_randomness, seed_newcomer
-from whet.checkpoint.rows import Rows, held, rows_of
+from whet.checkpoint.randomness import read_randomness, restore_randomness
 from whet.checkpoint.shards import Wanted
 from whet.device.abstract import AbstractDevice
 from whet.step.ema import Ema, named_tensors
 from whet.step.layout import align
+from whet.world.rows import Rows, held, rows_of
 
 _SHAPED_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta")
 """State that kernels read and write element by element: another shape would reach beyond its end."""
@@ -93,9 +93,8 @@ def restore(
     *,
     scaler: torch.amp.GradScaler,
     ema: Ema | None,
-    rank: int = 0,
 ) -> dict[str, Any]:
-    """Puts everything back where it was; the caller's own part is returned. Each process has its own generators."""
+    """Puts everything back where it was; the caller's own part is returned."""
     try:
         trained = {f"model/{name}" for group in snapshot.facts["optimizer"]["groups"] for name in group["parameters"]}
         refuse_nonfinite({name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name in trained})
@@ -107,13 +106,7 @@ def restore(
             scaler.load_state_dict(snapshot.facts["scaler"])
         progress: dict[str, Any] = snapshot.facts["progress"]
         # Last, since restoring may draw.
-        others = snapshot.facts.get("others", {})
-        if rank == 0:
-            restore_randomness(snapshot.tensors, snapshot.facts["randomness"], device)
-        elif str(rank) in others:
-            restore_randomness(snapshot.tensors, others[str(rank)], device, rank=rank)
-        else:
-            seed_newcomer(f"{snapshot.about.run_id}/{snapshot.facts['step']}/{rank}")
+        restore_randomness(snapshot.tensors, snapshot.facts["randomness"], device)
         return progress
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
         # The hashes are right and the content makes no sense: written by another program, or by hand.

@@ -130,12 +130,21 @@ def _entry(name: str, tensor: Tensor) -> SavedTensor:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def newest(folder: Path, *, run_id: str | None = None, wanted: Wanted = all_rows) -> Found | None:
-    """The newest checkpoint that can be trusted; None without any. `run_id` refuses those of another run."""
+def newest(
+    folder: Path,
+    *,
+    run_id: str | None = None,
+    there: list[int] | None = None,
+    read: Callable[[Path], Snapshot] | None = None,
+) -> Found | None:
+    """The newest checkpoint that can be trusted; None without any. `run_id` refuses those of another run.
+
+    `there` are the steps to look at and `read` reads one, for who does not decide alone.
+    """
     refused: list[str] = []
-    for step in reversed(steps(folder)):
+    for step in reversed(steps(folder) if there is None else there):
         try:
-            snapshot = load(folder / name_of(step), wanted=wanted)
+            snapshot = (read or load)(folder / name_of(step))
             if run_id is not None and snapshot.about.run_id != run_id:
                 raise damaged("the checkpoint is of another run", folder / name_of(step), snapshot.about.run_id[:80])
             return Found(step, snapshot, refused)

@@ -1,26 +1,19 @@
 """How do several processes write one checkpoint? Each the rows it holds; the first one the rest, and the name, last.
 
 What they tell each other travels by an `Exchange`, never by a collective: a checkpoint may be written by a thread while
-the training talks over the same lines. Only a process that holds rows touches the disk, so that without sharding
-nobody but the first one needs to see the run folder.
+the training talks over the same lines.
 """
 
-import base64
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, Self
-
-import torch
+from typing import Protocol, Self
 
 from whet.base.errors import WhetError
 from whet.base.record import Record
 from whet.checkpoint import store
-from whet.checkpoint.layout import DTYPES, as_bytes, dtype_name
-from whet.checkpoint.randomness import generator_name
 from whet.checkpoint.shards import Shard, write_shard
 from whet.checkpoint.snapshot import Snapshot
-
-_RANDOMNESS = "randomness/"
 
 
 class Exchange(Protocol):
@@ -49,9 +42,6 @@ class Share(Record):
 
     step: int
     shard: Shard
-    generators: dict[str, tuple[str, str]]
-    """By name: the kind of number, and the bytes in base64."""
-    randomness: dict[str, Any]
 
 
 class Failure(Record):
@@ -87,39 +77,49 @@ class _Told(Record):
 
 
 def own_part(snapshot: Snapshot, *, rank: int) -> Snapshot:
-    """What a process has to keep of its state: the first one all, another one its rows and its generators."""
+    """What a process has to keep of its state: the first one all that it has, another one its rows."""
     if rank == 0:
         return snapshot
-    kept = {n: t for n, t in snapshot.tensors.items() if n in snapshot.rows or n.startswith(_RANDOMNESS)}
-    return replace(snapshot, tensors=kept)
+    return replace(snapshot, tensors={name: snapshot.tensors[name] for name in snapshot.rows})
 
 
-def save_together(folder: Path, snapshot: Snapshot, *, step: int, exchange: Exchange, turn: int) -> int:
+def save_together(
+    folder: Path,
+    snapshot: Snapshot,
+    *,
+    step: int,
+    exchange: Exchange,
+    turn: int,
+    check: Callable[[], None] = lambda: None,
+) -> int:
     """Writes the checkpoint of a step with all processes; when this returns, in any of them, it survives a power cut.
 
-    All call it, for the same step and with the same `turn`, a number used once. The bytes it takes; 0 but in the first.
+    All call it, for the same step and with the same `turn`, a number used once. The first one runs `check` before
+    anything is written. The bytes it takes; 0 but in the first.
     """
     if exchange.rank == 0:
-        return _lead(folder, snapshot, step=step, exchange=exchange, turn=turn)
+        return _lead(folder, snapshot, step=step, exchange=exchange, turn=turn, check=check)
     _follow(folder, snapshot, step=step, exchange=exchange, turn=turn)
     return 0
 
 
-def _lead(folder: Path, snapshot: Snapshot, *, step: int, exchange: Exchange, turn: int) -> int:
+def _lead(
+    folder: Path, snapshot: Snapshot, *, step: int, exchange: Exchange, turn: int, check: Callable[[], None]
+) -> int:
     num_bytes = 0
 
     def fill(draft: Path) -> None:
         nonlocal num_bytes
         _tell(exchange, f"{turn}/draft", _Told(draft=draft.name))
         own = write_shard(draft, snapshot.tensors, snapshot.rows, rank=0)
-        shares = {rank: _share_of(rank, step=step, exchange=exchange, turn=turn) for rank in range(1, exchange.size)}
+        others = (_shard_of(rank, step=step, exchange=exchange, turn=turn) for rank in range(1, exchange.size))
         try:
-            shards = [own, *(share.shard for share in shares.values())]
-            num_bytes = store.fill_draft(draft, _with_generators(snapshot, shares), step=step, shards=shards)
+            num_bytes = store.fill_draft(draft, snapshot, step=step, shards=[own, *others])
         except ValueError as error:
             raise WhetError("the processes hold no whole model together", got=str(error), try_="sharding=off") from None
 
     try:
+        check()
         store.publish(folder, step=step, fill=fill)
     except BaseException as error:
         failed = _Told(failure=Failure.of(error, rank=0))
@@ -139,39 +139,19 @@ def _follow(folder: Path, snapshot: Snapshot, *, step: int, exchange: Exchange, 
     assert draft is not None
     try:
         shard = write_shard(folder / draft, snapshot.tensors, snapshot.rows, rank=rank)
-        share = Share(step=step, shard=shard, generators=_packed(snapshot), randomness=snapshot.facts["randomness"])
     except BaseException as error:
         _tell(exchange, f"{turn}/{rank}", _Told(failure=Failure.of(error, rank=rank)))
         raise
-    _tell(exchange, f"{turn}/{rank}", _Told(share=share))
+    _tell(exchange, f"{turn}/{rank}", _Told(share=Share(step=step, shard=shard)))
     _hear(exchange, f"{turn}/done")
 
 
-def _share_of(rank: int, *, step: int, exchange: Exchange, turn: int) -> Share:
+def _shard_of(rank: int, *, step: int, exchange: Exchange, turn: int) -> Shard:
     share = _hear(exchange, f"{turn}/{rank}").share
     if share is None or share.step != step:
         got = f"process {rank} has saved step {share and share.step}; step {step:,} was expected"
         raise WhetError("the processes do not save the same step", got=got, try_="the same command again")
-    return share
-
-
-def _packed(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
-    return {
-        name.removeprefix(_RANDOMNESS): (dtype_name(tensor.dtype), base64.b64encode(as_bytes(tensor.cpu())).decode())
-        for name, tensor in snapshot.tensors.items()
-        if name.startswith(_RANDOMNESS)
-    }
-
-
-def _with_generators(snapshot: Snapshot, shares: dict[int, Share]) -> Snapshot:
-    """The first process's state with the generators of all others."""
-    tensors = dict(snapshot.tensors)
-    for rank, share in shares.items():
-        for name, (dtype, data) in share.generators.items():
-            raw = bytearray(base64.b64decode(data, validate=True))
-            tensors[generator_name(name, rank)] = torch.frombuffer(raw, dtype=DTYPES[dtype])
-    others = {str(rank): share.randomness for rank, share in shares.items()}
-    return replace(snapshot, tensors=tensors, facts={**snapshot.facts, "others": others})
+    return share.shard
 
 
 def _tell(exchange: Exchange, name: str, told: _Told) -> None:

@@ -12,6 +12,7 @@ from whet.engine.keeper import Keeper
 from whet.engine.progress import Progress
 from whet.step.ema import named_tensors
 from whet.step.step import Stepper
+from whet.world.rows import held
 
 
 @contextmanager
@@ -24,14 +25,14 @@ def best_weights(stepper: Stepper, keeper: Keeper | None, progress: Progress) ->
     if best is None:
         yield progress.step
         return
-    kept = {name: tensor.to("cpu", copy=True) for name, tensor in _live(stepper).items()}
+    kept = {name: held(tensor).to("cpu", copy=True) for name, tensor in _live(stepper).items()}
     try:
         _put(best, stepper)
         yield int(best.facts["step"])
     finally:
         with torch.no_grad():
             for name, tensor in _live(stepper).items():
-                tensor.copy_(kept[name])
+                held(tensor).copy_(kept[name])
 
 
 def _put(best: Snapshot, stepper: Stepper) -> None:
@@ -41,7 +42,7 @@ def _put(best: Snapshot, stepper: Stepper) -> None:
     for name, average in stepper.ema.average.items():
         if f"ema/{name}" not in best.tensors:
             raise WhetError("the best checkpoint has no average", got=name, try_="ema as when the run was started")
-        average.copy_(best.tensors[f"ema/{name}"])
+        held(average).copy_(best.tensors[f"ema/{name}"])
 
 
 def _live(stepper: Stepper) -> dict[str, Tensor]:

@@ -13,7 +13,9 @@ from whet.checkpoint import retention, store
 from whet.checkpoint.about import About
 from whet.checkpoint.snapshot import Snapshot, describe_names, restore, take
 from whet.checkpoint.staging import Staging
+from whet.checkpoint.together import own_part, save_together
 from whet.checkpoint.writer import Write, Writer
+from whet.engine import loading
 from whet.engine.building import Parts
 from whet.engine.circumstances import circumstances, differences, what_holds
 from whet.engine.pacing import Due, Pace, StepTimes, Ways
@@ -68,17 +70,17 @@ class Keeper:
     def save(self, progress: Progress, *, base_rates: list[float], plan: Plan, urgency: Urgency) -> None:
         """Copies the state after the newest step and has it written, unless it is safe already.
 
-        Of several processes that all have the whole model the first one writes.
+        Of several processes that all have the whole model the first one writes; of those that share it, all do.
         """
-        if not self._parts.group.is_first:
+        if not (self._parts.group.is_first or self._is_shared):
             return
         start = time.perf_counter()
-        if urgency == "due" and self._writer.is_busy:
+        if self._agreed(urgency == "due" and self._writer.is_busy):
             self._pace.began()
             return
         if urgency == "last" or self._writer.step != progress.step:
             self._collect(wait=True)
-        if progress.step not in (self._saved_step, self._writer.step):
+        if self._agreed(progress.step not in (self._saved_step, self._writer.step)):
             # A GPU that failed without an error has left garbage.
             self._parts.device.refuse_failure(wait=True)
             snapshot = self._take(progress, base_rates=base_rates, plan=plan)
@@ -134,14 +136,27 @@ class Keeper:
 
     def _begin(self, snapshot: Snapshot, progress: Progress, *, urgency: Urgency, start: float) -> None:
         step, best, total_steps = progress.step, progress.best_step, self._parts.total_steps
-        folder, keep = self._folder, self._keep
+        folder, keep, group = self._folder, self._keep, self._parts.group
+        if self._is_shared:
+            snapshot = own_part(snapshot, rank=group.world.rank)
         in_background = urgency != "last" and self._ways.is_beside and self._staging.has_room(snapshot.num_bytes)
         held = self._staging.copy(snapshot) if in_background else snapshot
+        turn = group.exchange.next_turn() if self._is_shared else 0
+
+        def check() -> None:
+            self._refuse_full_disk(held.num_bytes * (group.world.size if self._is_shared else 1), best=best)
 
         def job(write: Write) -> None:
             self._recorder.settle()
-            self._refuse_full_disk(held.num_bytes, best=best)
-            write.num_bytes = store.save(folder, held, step=step)
+            if self._is_shared:
+                write.num_bytes = save_together(
+                    folder, held, step=step, exchange=group.exchange, turn=turn, check=check
+                )
+            else:
+                check()
+                write.num_bytes = store.save(folder, held, step=step)
+            if not group.is_first:
+                return
             try:
                 retention.retain(folder, acknowledged=step, keep=keep, best=best, total_steps=total_steps)
             except WhetError as error:
@@ -150,6 +165,15 @@ class Keeper:
         self._recorder.flush()
         self._pace.began()
         self._writer.begin(step, job, in_background=in_background, start=start)
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether each process holds a part of the model only."""
+        return not self._parts.stepper.joining.holds_all
+
+    def _agreed(self, answer: bool) -> bool:
+        """What the first process says, where all must do the same."""
+        return bool(self._parts.group.share(answer)) if self._is_shared else answer
 
     def _refuse_full_disk(self, num_bytes: int, *, best: int | None) -> None:
         needed = max(num_bytes, self._last_bytes)
@@ -222,7 +246,7 @@ class Keeper:
         self._collect(wait=True)
         path = self._folder / store.name_of(step)
         try:
-            return store.load(path)
+            return loading.load(path, self._parts.stepper.model, self._parts.group)
         except WhetError as error:
             again = f"the newest weights, after step {progress.step:,}, are evaluated"
             what = f"the best weights, after step {step:,}, cannot be read"

@@ -5,14 +5,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
 from whet.base.errors import UsageError
 from whet.checkpoint import store
+from whet.engine import loading
 from whet.engine.building import Parts, build
 from whet.engine.execution import Execution
 from whet.engine.keeper import Keeper
 from whet.engine.reading import load_weights
 from whet.engine.recorder import Recorder, Show
-from whet.engine.refusals import refuse_parts_on_disk
 from whet.engine.request import Request
 from whet.engine.soundness import Soundness
 from whet.engine.starting import exists, find_start
@@ -61,12 +63,16 @@ def open_session(request: Request, *, show: Show | None, closing: ExitStack) -> 
     start = dataclasses.replace(start, plan=_agreed(start.plan, group))
     if is_new and start.run is not None:
         raise UsageError("another process has just started this run", got=str(path), try_="another run folder")
-    refuse_parts_on_disk(start.plan, path)
-    found = None if start.run is None else store.newest(start.run.checkpoints, run_id=start.run.header.id)
-    if found is None and request.init_from is not None:
+    # Which part of a checkpoint a process needs is known once the model is in parts.
+    is_in_parts = not group.is_alone and start.plan.value("sharding") == "full"
+    found = None if is_in_parts else _find(start.run, model, group)
+    has_any = is_in_parts and start.run is not None and bool(group.share(store.steps(start.run.checkpoints)))
+    if found is None and not has_any and request.init_from is not None:
         load_weights(request.init_from, model)
     closing.enter_context(deterministic(_has(start.plan, "deterministic")))
     parts = build(model, request.optimizer, request.data, training, start.plan, group=group)
+    if is_in_parts:
+        found = _find(start.run, model, group)
     # Left last: what ends before may still write to standard error.
     closing.enter_context(parts.device.guard(has_fallback=_has(parts.plan, "mps_fallback")))
     closing.callback(parts.source.close)
@@ -114,6 +120,10 @@ def open_session(request: Request, *, show: Show | None, closing: ExitStack) -> 
         execution=execution,
         keeper=keeper,
     )
+
+
+def _find(run: Run | None, model: nn.Module, group: Group) -> store.Found | None:
+    return None if run is None else loading.newest(run.checkpoints, model, group, run_id=run.header.id)
 
 
 def _agreed(plan: Plan, group: Group) -> Plan:

@@ -1,7 +1,6 @@
 """What a session does not do, said before it could do harm."""
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,9 +153,3 @@ def refuse_in_several(model: nn.Module, optimizer: Any, plan: Plan, world: World
         raise UsageError(
             "loss scaling looks at whole gradients", got="precision=fp16, sharding=full", try_="precision=bf16"
         )
-
-
-def refuse_parts_on_disk(plan: Plan, path: Path | None) -> None:
-    """A model in parts is not saved yet."""
-    if path is not None and plan.workload.world_size > 1 and plan.value("sharding") == "full":
-        raise UsageError("a model in parts cannot be saved yet", got=f"sharding=full, run={path}", try_="sharding=off")

@@ -24,6 +24,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.base.garbage import no_garbage_collection
 from whet.checkpoint import store
 from whet.data.batch import GlobalBatch, Micro
+from whet.engine import loading
 from whet.engine.best_weights import best_weights
 from whet.engine.careful import CarefulSteps, MustGoBackError
 from whet.engine.circumstances import with_earlier_changes
@@ -476,7 +477,8 @@ class Session:
             self._keeper.close()
         # Not before the first process has written what it was writing.
         self._group.wait()
-        found = None if self.run is None else store.newest(self.run.checkpoints, run_id=self.run.header.id)
+        run = self.run
+        found = None if run is None else loading.newest(run.checkpoints, self.model, self._group, run_id=run.header.id)
         if found is None or self._keeper is None:
             raise WhetError(
                 "the run cannot go back: it has no checkpoint", got=reason, try_="run=DIR, so that there is one"

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from whet.world.rows import held
+
 
 class Ema:
     """An exponential moving average of all floating-point parameters and buffers.
@@ -43,9 +45,10 @@ class Ema:
             if name in live and (name not in self.average or self.average[name].shape != buffer.shape):
                 # A buffer that was made or grew in a forward pass: its average begins anew.
                 self.average[name] = buffer.detach().clone()
-        now = [live[name].detach() for name in self.average]
+        now = [held(live[name].detach()) for name in self.average]
         if not isinstance(share, Tensor):
-            torch._foreach_lerp_(list(self.average.values()), now, share)
+            # What is here of tensors that several processes share, with those that each has whole.
+            torch._foreach_lerp_([held(average) for average in self.average.values()], now, share)
             return
         for average, weights in zip(self.average.values(), now, strict=True):
             # Half formats are averaged in float32, as the kernel for a plain number does.

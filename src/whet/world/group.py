@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from whet.base.errors import LostRankError, UsageError
 from whet.device.abstract import AbstractDevice
+from whet.world.exchange import Exchange
 from whet.world.world import World, read_world
 
 LONGEST_SECONDS = 1800.0
@@ -47,6 +48,11 @@ class Group:
     def tensors(self) -> dist.ProcessGroup | None:
         """What carries tensors; None for the default group."""
         return self._tensors
+
+    @functools.cached_property
+    def exchange(self) -> Exchange:
+        """For what is told beside the training; not for a process alone."""
+        return Exchange(self.world, longest_seconds=LONGEST_SECONDS)
 
     def use_device(self, device: AbstractDevice) -> None:
         """Once the device is known: NCCL between GPUs, gloo between CPUs and where processes share a GPU."""

@@ -1,0 +1,125 @@
+"""Several real processes that train one model (CPU, gloo): their checkpoints are read by any number of them, and a
+training that lost one of them ends with the same bits."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import ranks
+from ranks import Ranks
+from whet.checkpoint import store
+from whet.run.folder import open_run
+from zygote import Zygote
+
+KINDS = ("off", "full")
+
+
+@pytest.fixture(scope="module")
+def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of two processes that nobody disturbed, by how they share the model."""
+    folder = tmp_path_factory.mktemp("whole")
+    for kind in KINDS:
+        ranks.train(zygote, folder / kind, 2, sharding=kind)
+    return {kind: folder / kind for kind in KINDS}
+
+
+def files_of(run: Path, step: int) -> set[str]:
+    return {path.name for path in (open_run(run).checkpoints / store.name_of(step)).iterdir()}
+
+
+def wait_for(sitting: Ranks, word: str, *, rank: int, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not any(True for _ in sitting.said(word, rank=rank)):
+        assert time.monotonic() < deadline, f"no {word!r}"
+        time.sleep(0.01)
+
+
+def kill(sitting: Ranks, *, rank: int, where: str) -> float:
+    """SIGKILL for one process at a place; how long the others went on."""
+    wait_for(sitting, where, rank=rank)
+    sitting.lives[rank].send(signal.SIGKILL)
+    start = time.monotonic()
+    codes = sitting.wait(seconds=30)
+    assert codes[rank] == -signal.SIGKILL
+    assert all(code != 0 for code in codes)
+    return time.monotonic() - start
+
+
+# --- any number of processes -----------------------------------------------------------------------------------------
+
+
+def test_rows_on_disk_are_read_by_another_number(zygote: Zygote, tmp_path: Path) -> None:
+    """4 -> 1 -> 2 -> 3, each writing what it has read: weights, average and optimizer are the same bits."""
+    run = tmp_path / "run"
+    ranks.train(zygote, run, 4, sharding="full", steps=4)
+    first = ranks.state(run)
+    # model/scale has one row and model/last.bias three: some processes hold nothing of them.
+    assert files_of(run, 4) == {
+        "manifest.json",
+        "state.json",
+        "state.safetensors",
+        *(f"shard-{r:04d}.safetensors" for r in range(4)),
+    }
+    for size in (1, 2, 3):
+        sitting = ranks.train(zygote, run, size, sharding="full", steps=4, saves_again=True)
+        assert "world_size" in sitting.said("resume")[0]
+        assert ranks.is_same(ranks.state(run), first), size
+        assert sum(name.startswith("shard") for name in files_of(run, 4)) == (size if size > 1 else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(4, 8, 2), (8, 1, 4), (2, 4, 1), (3, 8, 3)])
+def test_rows_on_disk_are_read_by_any_number(zygote: Zygote, tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    run = tmp_path / "run"
+    ranks.train(zygote, run, sizes[0], sharding="full", steps=4)
+    first = ranks.state(run)
+    for size in sizes[1:]:
+        ranks.train(zygote, run, size, sharding="full", steps=4, saves_again=True)
+        assert ranks.is_same(ranks.state(run), first), size
+
+
+@pytest.mark.parametrize("kind", [pytest.param("off", marks=pytest.mark.slow), "full"])
+def test_another_number_of_processes_keeps_the_order(zygote: Zygote, tmp_path: Path, kind: str) -> None:
+    """2 -> 1 -> 2 processes: every step has the samples it would have had, and the weights agree to rounding."""
+    alone = ranks.train(zygote, tmp_path / "alone", 1, dropout=0.0)
+    run, sittings = tmp_path / "run", []
+    for size, until in ((2, 4), (1, 8), (2, None)):
+        stop = {} if until is None else {"stop_at": until}
+        sittings.append(ranks.train(zygote, run, size, sharding=kind, dropout=0.0, **stop))
+    assert ranks.order(*sittings) == ranks.order(alone)
+    assert all("world_size" in sitting.said("resume")[0] for sitting in sittings[1:])
+    assert ranks.distance(ranks.state(run), ranks.state(tmp_path / "alone")) < 1e-5
+
+
+# --- a process that is lost ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "rank"),
+    [
+        ("full", "step", 1),
+        ("full", "save", 1),
+        *(
+            pytest.param(kind, place, rank, marks=pytest.mark.slow)
+            for kind in KINDS
+            for place in ("step", "save", "load")
+            for rank in (0, 1)
+            if (kind, place, rank) not in (("full", "step", 1), ("full", "save", 1), ("off", "save", 1))
+        ),
+    ],
+)
+def test_a_lost_process_costs_no_bit(
+    zygote: Zygote, tmp_path: Path, whole: dict[str, Path], kind: str, place: str, rank: int
+) -> None:
+    """SIGKILL while it trains, saves or loads: the others end soon, and the same command goes on to the same bits."""
+    run = tmp_path / "run"
+    if place == "load":
+        ranks.train(zygote, run, 2, sharding=kind, stop_at=5)
+    pause = {} if place == "step" else {"pause": f"{place} {rank}"}
+    where = "step 5" if place == "step" else f"inside {place}"
+    sitting = ranks.start(zygote, run, 2, sharding=kind, seconds=0.02, **pause)
+    assert kill(sitting, rank=rank, where=where) < 10
+    ranks.train(zygote, run, 2, sharding=kind)
+    assert ranks.is_same(ranks.state(run), ranks.state(whole[kind]))
