@@ -1,14 +1,15 @@
-"""How a global batch is cut into pieces: by size, sorted by length, padded to few shapes, or packed.
+"""How a global batch is cut into pieces: by size, sorted by length, padded to few shapes, packed, packed to few totals.
 
 Whatever the cut, the step sees the same samples with the same weights.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-Lengths = Literal["fixed", "sorted", "few shapes", "packed"]
+Lengths = Literal["fixed", "sorted", "few shapes", "packed", "packed few"]
 
 _NUM_SHAPES = 4
 """Few enough that compiled graphs stay few; padding to quarters of the longest wastes an eighth on average.
@@ -26,7 +27,15 @@ def cut(lengths: np.ndarray, *, micro_batch: int, how: Lengths) -> Iterator[np.n
 
     >>> [piece.tolist() for piece in cut(np.array([5, 1, 4, 2]), micro_batch=2, how="sorted")]
     [[1, 3], [0, 2]]
+
+    Packed to few totals, pieces are of about the same total, so that they share one:
+
+    >>> [piece.tolist() for piece in cut(np.array([5, 1, 4, 2]), micro_batch=2, how="packed few")]
+    [[1, 2], [0, 3]]
     """
+    if how == "packed few":
+        yield from _alike(lengths, num_pieces=-(-len(lengths) // micro_batch))
+        return
     order = np.arange(len(lengths)) if how == "fixed" else np.argsort(lengths, kind="stable")
     for start in range(0, len(lengths), micro_batch):
         yield np.sort(order[start : start + micro_batch])
@@ -43,3 +52,45 @@ def padded_length(lengths: np.ndarray, *, how: Lengths, max_length: int) -> int:
         return longest
     grain = -(-max_length // _NUM_SHAPES)
     return min(max_length, -(-longest // grain) * grain)
+
+
+def _alike(lengths: np.ndarray, *, num_pieces: int) -> Iterator[np.ndarray]:
+    """Dealt out like cards, the longest last, there and back: no piece differs from another by more than one sample."""
+    order = np.argsort(lengths, kind="stable")
+    turn = np.arange(len(lengths)) % (2 * num_pieces)
+    piece_of = np.minimum(turn, 2 * num_pieces - 1 - turn)
+    for piece in range(num_pieces):
+        yield np.sort(order[piece_of == piece])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """The few totals that packed micro-batches are filled up to: multiples of a grain.
+
+    The total of n samples scatters by the deviation of one times the root of n. Half of that as the grain makes about
+    twelve totals in a run; an eighth of the mean total is the most, so that at most a sixteenth is filler on average.
+    """
+
+    grain: int
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, *, num_samples: int) -> "Totals":
+        """For micro-batches of so many samples out of a column of these lengths.
+
+        >>> Totals.of(np.array([10, 30, 50, 70]), num_samples=32).grain
+        64
+        """
+        scatter = float(lengths.std()) * num_samples**0.5 / 2
+        wanted = min(scatter, float(lengths.mean()) * num_samples / 8)
+        # Matrix products like rows in eights, and in 64s where there are many.
+        unit = 64 if wanted >= 64 else 8
+        return cls(grain=max(unit, round(wanted / unit) * unit), longest=max(1, int(lengths.max(initial=1))))
+
+    def total(self, real: int) -> int:
+        """The next one."""
+        return -(-real // self.grain) * self.grain
+
+    def num_fillers(self, real: int, *, total: int) -> int:
+        """How many fillers a micro-batch has: as many for all totals, so that they are no shapes of their own."""
+        return max(-(-self.grain // self.longest) + 1, -(-(total - real) // self.longest))

@@ -1,7 +1,7 @@
 """Samples of different lengths: stored without padding, given to a model padded or packed."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -26,16 +26,27 @@ class Padded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
-    """A batch without padding: samples one after the other; sample i is values[starts[i] : starts[i + 1]]."""
+    """A batch without padding: samples one after the other; sample i is values[starts[i] : starts[i + 1]].
+
+    Behind the last sample there may be fillers, texts that mean nothing: they bring the total to one of a few. A model
+    computes them like samples and leaves them out of its answer.
+    """
 
     values: Tensor
     starts: Tensor
-    """(batch + 1), int32: the cumulative lengths."""
+    """(batch + fillers + 1), int32: the cumulative lengths."""
     max_length: int
+    """No sample and no filler is longer."""
+    num_fillers: int = 0
+
+    @property
+    def num_samples(self) -> int:
+        """How many are asked for: those that are no fillers."""
+        return self.starts.shape[0] - 1 - self.num_fillers
 
     def moved(self, put: Put) -> "Packed":
         """The same, with every tensor moved."""
-        return Packed(values=put(self.values), starts=put(self.starts), max_length=self.max_length)
+        return replace(self, values=put(self.values), starts=put(self.starts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +96,20 @@ class Ragged:
         place = torch.arange(total, device=ends.device) - (ends - lengths)[owner] + starts[owner]
         packed_starts = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
         return Packed(values=self.values[place], starts=packed_starts, max_length=max_length)
+
+    def filled(self, packed: Packed, *, total: int, num_fillers: int) -> Packed:
+        """The same samples, and fillers behind them up to `total`; some of the fillers may be empty."""
+        values, starts, longest = packed.values, packed.starts, packed.max_length
+        num_more = total - len(values)
+        assert 0 <= num_more <= num_fillers * longest, "fillers are no longer than samples"
+        filler = values.new_full((num_more, *values.shape[1:]), self.pad_value)
+        ends = len(values) + longest * torch.arange(1, num_fillers + 1, device=starts.device, dtype=starts.dtype)
+        return replace(
+            packed,
+            values=torch.cat([values, filler]),
+            starts=torch.cat([starts, ends.clamp(max=total)]),
+            num_fillers=num_fillers,
+        )
 
 
 AnyField = TypeVar("AnyField", Tensor, Padded, Packed, Ragged, Tensor | Ragged, Tensor | Padded | Packed)

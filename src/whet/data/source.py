@@ -1,7 +1,7 @@
 """Where global batches come from: tables of tensors, map-style datasets, or streams with an order of their own."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,9 @@ from torch import Tensor
 from whet.base.errors import UsageError
 from whet.data.batch import Field, GlobalBatch, Micro, Position
 from whet.data.columns import Columns, stack_samples
-from whet.data.cut import Lengths, cut, padded_length
+from whet.data.cut import Lengths, Totals, cut, padded_length
 from whet.data.order import epoch_order
-from whet.data.ragged import Put, Ragged
+from whet.data.ragged import Packed, Put, Ragged
 from whet.data.share import Share
 
 
@@ -74,12 +74,17 @@ class Cutter:
         # On the host, so that shapes are known without asking the device.
         self._lengths = {n: c.lengths.cpu().numpy() for n, c in columns.items() if isinstance(c, Ragged)}
         self._longest = {name: int(lengths.max(initial=1)) for name, lengths in self._lengths.items()}
+        self._totals: dict[tuple[str, int], Totals] = {}
 
     def micros(self, rows: np.ndarray, ids: np.ndarray, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
         """The pieces of the chosen rows; `ids` are the samples' ids, row by row."""
-        for piece in self._pieces(rows, micro_batch=micro_batch, how=how):
+        pieces = list(self._pieces(rows, micro_batch=micro_batch, how=how))
+        totals = {name: self._total(name, rows, pieces) for name in self._lengths} if how == "packed few" else {}
+        for piece in pieces:
             chosen = self._send(torch.from_numpy(rows[piece]))
             fields = {name: self._take(name, rows[piece], chosen, how) for name in self._columns}
+            for name, (fill, total) in totals.items():
+                fields[name] = self._filled(name, fields[name], fill, total)
             first_place = piece.start if isinstance(piece, slice) else None
             yield Micro(fields=fields, ids=ids[piece], first_place=first_place)
 
@@ -100,7 +105,23 @@ class Cutter:
         lengths = self._lengths[name][rows]
         if how == "packed":
             return column.packed(chosen, max_length=int(lengths.max()), total=int(lengths.sum()))
+        if how == "packed few":
+            return column.packed(chosen, max_length=self._longest[name], total=int(lengths.sum()))
         return column.padded(chosen, length=padded_length(lengths, how=how, max_length=self._longest[name]))
+
+    def _total(self, name: str, rows: np.ndarray, pieces: Sequence[slice | np.ndarray]) -> tuple[Totals, int]:
+        """What all pieces of a global batch are filled up to: one total, so that a step has few shapes."""
+        num_samples = max(len(rows[piece]) for piece in pieces)
+        fill = self._totals.get((name, num_samples))
+        if fill is None:
+            fill = self._totals[name, num_samples] = Totals.of(self._lengths[name], num_samples=num_samples)
+        return fill, fill.total(max(int(self._lengths[name][rows[piece]].sum()) for piece in pieces))
+
+    def _filled(self, name: str, field: Field, fill: Totals, total: int) -> Packed:
+        column = self._columns[name]
+        assert isinstance(field, Packed)
+        assert isinstance(column, Ragged)
+        return column.filled(field, total=total, num_fillers=fill.num_fillers(len(field.values), total=total))
 
 
 def micros_of_samples(

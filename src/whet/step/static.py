@@ -47,8 +47,12 @@ class _HostIds:
 
 def signature(micro: Micro) -> Signature:
     """All that the host knows of a micro-batch but for its ids: a step captured with it holds for what has the same."""
-    fields = [(name, *_shapes(field), getattr(field, "max_length", None)) for name, field in micro.fields.items()]
+    fields = [(name, *_shapes(field), *_numbers(field)) for name, field in micro.fields.items()]
     return len(micro), micro.first_place, *fields
+
+
+def _numbers(field: Any) -> tuple[int, ...]:
+    return (field.max_length, field.num_fillers) if isinstance(field, Packed) else ()
 
 
 def _shapes(field: Any) -> Iterator[Any]:

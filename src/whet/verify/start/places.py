@@ -1,6 +1,6 @@
 """Which places do the samples of a batch have, and how is all that comes from one of them on changed?"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -132,5 +132,5 @@ def _with_values(field: Field, values: Tensor) -> Field:
     if isinstance(field, Padded):
         return Padded(values=values, lengths=field.lengths)
     if isinstance(field, Packed):
-        return Packed(values=values, starts=field.starts, max_length=field.max_length)
+        return replace(field, values=values)
     return values
