@@ -60,13 +60,15 @@ def test_a_pretrained_model_starts_from_the_paper_and_keeps_what_you_say(tmp_pat
         (["freeze=2"], "freeze is for a pretrained model"),
         (["lora=8"], "lora is for a pretrained model"),
         (["model={m}", "arch.layers=2"], "arch.layers is for model=small"),
-        (["model={m}", "lengths=packed"], "only model=small reads packed batches"),
+        (["model={m}", "lora=8", "lengths=packed"], "a BERT that is trained whole read packed"),
+        (["model={m}", "freeze=2", "lengths=packed few"], "a BERT that is trained whole read packed"),
+        (["attention_dropout=0.1"], "attention_dropout is for a pretrained model"),
         (["model={m}", "lora=8", "freeze=2"], "LoRA leaves the model as it is already"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(tmp_path: Path, words: list[str], what: str) -> None:
     with pytest.raises(UsageError, match=what) as error:
-        config(*(word.format(m=model(tmp_path)) for word in words))
+        describe(config(*(word.format(m=model(tmp_path)) for word in words)))
     assert len(str(error.value).splitlines()) == 3
 
 
@@ -74,7 +76,7 @@ def test_sizes_are_read_without_torch(tmp_path: Path) -> None:
     # 22,713,216 are what the weights of MiniLM have; three classes more.
     assert read_backbone(model(tmp_path / "a")).num_parameters(num_classes=3) == 22_713_216 + 3 * 385
     workload = describe(config(f"model={model(tmp_path / 'a', max_position_embeddings=100)}"))
-    assert (workload.max_length, workload.can_pack, workload.lengths_vary) == (100, False, True)
+    assert (workload.max_length, workload.can_pack, workload.lengths_vary) == (100, True, True)
     name = "allenai/scibert_scivocab_uncased"
     assert read_backbone(name) == BERT_BASE
     # What is guessed is told.
@@ -87,6 +89,7 @@ def test_sizes_are_read_without_torch(tmp_path: Path) -> None:
     header = json.dumps({"__metadata__": {"format": "pt"}, "w": {"shape": [7, 11]}, "v": {"shape": [5]}}).encode()
     (other / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     backbone = read_backbone(str(other))
+    assert not describe(config(f"model={other}")).can_pack
     assert (backbone.num_parameters(num_classes=2), backbone.most_tokens) == (82 + 2 * 385, 510)
 
 

@@ -10,6 +10,14 @@ from typing import Any
 
 from whet.base.errors import UsageError
 
+BERT_ACTIVATIONS = {
+    "gelu": ("gelu", "none"),
+    "gelu_new": ("gelu", "tanh"),
+    "gelu_pytorch_tanh": ("gelu", "tanh"),
+    "relu": ("relu", "none"),
+}
+"""What BERTs compute between two linear layers, by the names of transformers, as torch says it."""
+
 SMALL = "small"
 """The word for the encoder that is trained from scratch."""
 
@@ -32,6 +40,15 @@ class Backbone:
     num_segments: int
     num_stored: int | None = None
     """Numbers in its safetensors files, where they lie here."""
+    activation: str = "gelu"
+    is_plain: bool = True
+    """An encoder whose positions are learned one by one."""
+
+    @property
+    def is_read_packed(self) -> bool:
+        """Whether our own execution knows this architecture (`bert.py`), which needs no padding."""
+        is_known = self.kind == "bert" and self.activation in BERT_ACTIVATIONS and self.num_segments > 0
+        return is_known and self.is_plain and self.width % self.heads == 0
 
     @property
     def most_tokens(self) -> int:
@@ -115,11 +132,11 @@ def read_backbone(word: str) -> Backbone:
         raise UsageError(
             "the model's config.json does not say what it is", got=str(folder), try_="one with a model_type"
         )
-    return _backbone(written, num_stored=_num_stored(folder))
+    return backbone_of(written, num_stored=_num_stored(folder))
 
 
-def _backbone(written: Mapping[str, Any], *, num_stored: int | None) -> Backbone:
-    """Sizes by the names that encoders have for them."""
+def backbone_of(written: Mapping[str, Any], *, num_stored: int | None = None) -> Backbone:
+    """What a model's config says, by the names that encoders have for it."""
 
     def size(*names: str, otherwise: int) -> int:
         return next((int(written[name]) for name in names if isinstance(written.get(name), int)), otherwise)
@@ -135,6 +152,8 @@ def _backbone(written: Mapping[str, Any], *, num_stored: int | None) -> Backbone
         num_positions=size("max_position_embeddings", "n_positions", otherwise=BERT_BASE.num_positions),
         num_segments=size("type_vocab_size", otherwise=1),
         num_stored=num_stored,
+        activation=str(written.get("hidden_act", "gelu")),
+        is_plain=not written.get("is_decoder") and written.get("position_embedding_type", "absolute") == "absolute",
     )
 
 

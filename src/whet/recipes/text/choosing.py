@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import UsageError
-from whet.recipes.text.backbone import read_backbone
-from whet.recipes.text.config import TextConfig
+from whet.recipes.text.backbone import Backbone, backbone_of, read_backbone
+from whet.recipes.text.config import TextConfig, is_read_packed
 from whet.recipes.text.corpus import Corpus
 from whet.recipes.text.data import AnyTokenizer, TextData, learn_tokenizer
 from whet.recipes.text.hub import model_folder
@@ -14,7 +14,10 @@ from whet.recipes.text.pretrained_tokenizer import PretrainedTokenizer
 from whet.recipes.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from whet.recipes.text.bert import Bert
     from whet.recipes.text.pretrained import Pretrained
+
+    Classifier = Encoder | Bert | Pretrained
 
 MODEL_CONFIG = "model_config"
 """Where a run keeps the config of a pretrained model."""
@@ -49,20 +52,23 @@ def max_length_of(config: TextConfig, tokenizer: AnyTokenizer) -> int:
     return min(config.arch.max_length, most, tokenizer.max_length)
 
 
-def model_of(config: TextConfig, data: TextData) -> "Encoder | Pretrained":
+def model_of(config: TextConfig, data: TextData) -> "Classifier":
     """The model with its first weights, drawn from torch's generator where they are new."""
     if not config.is_pretrained:
         return Encoder(config.arch, num_classes=len(data.classes), **_dropouts(config))
     from whet.recipes.text.pretrained import load_pretrained
 
-    return load_pretrained(
-        Path(model_folder(config.model)),
+    folder = Path(model_folder(config.model))
+    made = load_pretrained(
+        folder,
         classes=data.classes,
         is_multi_label=data.is_multi_label,
         dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
         frozen=config.freeze,
         lora=config.lora,
     )
+    return _unpadded(made, config, read_backbone(str(folder)))
 
 
 def kept_of(config: TextConfig, data: TextData) -> dict[str, Any]:
@@ -72,18 +78,32 @@ def kept_of(config: TextConfig, data: TextData) -> dict[str, Any]:
     from whet.recipes.text.pretrained import pretrained_config
 
     written = pretrained_config(
-        model_folder(config.model), classes=data.classes, is_multi_label=data.is_multi_label, dropout=config.dropout
+        model_folder(config.model),
+        classes=data.classes,
+        is_multi_label=data.is_multi_label,
+        dropout=config.dropout,
+        attention_dropout=config.attention_dropout,
     )
     return {MODEL_CONFIG: written}
 
 
-def kept_model(config: TextConfig, kept: dict[str, Any]) -> "Encoder | Pretrained":
+def kept_model(config: TextConfig, kept: dict[str, Any]) -> "Classifier":
     """The model of a run without its weights; neither the hub nor the folder it came from is asked."""
     if MODEL_CONFIG not in kept:
         return Encoder(config.arch, num_classes=len(kept["classes"]), **_dropouts(config))
     from whet.recipes.text.pretrained import empty_pretrained
 
-    return empty_pretrained(kept[MODEL_CONFIG], dropout=config.dropout, frozen=config.freeze, lora=config.lora)
+    made = empty_pretrained(kept[MODEL_CONFIG], dropout=config.dropout, frozen=config.freeze, lora=config.lora)
+    return _unpadded(made, config, backbone_of(kept[MODEL_CONFIG]))
+
+
+def _unpadded(made: "Pretrained", config: TextConfig, backbone: Backbone) -> "Bert | Pretrained":
+    """The same weights under the same names, computed by us where we know how: then no batch needs padding."""
+    if not is_read_packed(config, backbone):
+        return made
+    from whet.recipes.text.bert import Bert
+
+    return Bert.of(made.network)
 
 
 def _dropouts(config: TextConfig) -> dict[str, float]:

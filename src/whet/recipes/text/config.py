@@ -19,7 +19,7 @@ from pydantic import (
 from whet.base.errors import UsageError
 from whet.config.keys import CommonConfig
 from whet.plan.workload import Workload
-from whet.recipes.text.backbone import SMALL, read_backbone
+from whet.recipes.text.backbone import SMALL, Backbone, read_backbone
 from whet.recipes.text.rows.columns import Wishes
 from whet.recipes.text.weights import ClassWeights, read_class_weights
 
@@ -93,7 +93,10 @@ class TextConfig(CommonConfig):
     word_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.5, description="share of a text's tokens that model=small does not see while training; 0 with dropout=0"
     )
-    lengths: Literal["fixed", "sorted", "few shapes", "packed", "auto"] = Field(
+    attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None, description="share of a pretrained model's attention dropped in training; null: as dropout"
+    )
+    lengths: Literal["fixed", "sorted", "few shapes", "packed", "packed few", "auto"] = Field(
         "auto", description="how texts of different lengths are put together"
     )
     text_column: str | None = Field(None, description="column with the text; guessed by its name if not given")
@@ -135,7 +138,12 @@ class TextConfig(CommonConfig):
     @model_validator(mode="after")
     def each_model_has_its_keys(self) -> "TextConfig":
         if not self.is_pretrained:
-            for key, is_given in (("freeze", self.freeze != "none"), ("lora", self.lora is not None)):
+            given = {
+                "freeze": self.freeze != "none",
+                "lora": self.lora is not None,
+                "attention_dropout": self.attention_dropout is not None,
+            }
+            for key, is_given in given.items():
                 if is_given:
                     raise UsageError(
                         f"{key} is for a pretrained model", got=f"{key} and model=small", try_="model=FOLDER"
@@ -149,10 +157,6 @@ class TextConfig(CommonConfig):
         if self.word_dropout:
             raise UsageError(
                 "word_dropout is for model=small", got=f"word_dropout={self.word_dropout}", try_="dropout=0.1"
-            )
-        if self.lengths == "packed":
-            raise UsageError(
-                "only model=small reads packed batches", got=f"model={self.model}", try_="lengths=sorted, or auto"
             )
         if self.lora is not None and self.freeze != "none":
             raise UsageError(
@@ -168,12 +172,27 @@ class TextConfig(CommonConfig):
         return Wishes(text=self.text_column, label=self.label_column, pair=self.pair_column, group=self.group_column)
 
 
-def describe(config: TextConfig) -> Workload:
-    """The workload that a config stands for. Data of yours is counted when it is read, so its size is unknown here."""
+def is_read_packed(config: TextConfig, backbone: Backbone | None) -> bool:
+    """Whether the model reads packed batches: our own, and a BERT that is trained whole (`bert.py`)."""
+    return backbone is None or (backbone.is_read_packed and config.lora is None and config.freeze == "none")
+
+
+def describe(config: TextConfig, folder: Path | None = None) -> Workload:
+    """The workload that a config stands for. Data of yours is counted when it is read, so its size is unknown here.
+
+    `folder` is where the files of a name on the hub lie, once they are here.
+    """
     _refuse_missing_data(config)
     is_embedded = config.data is None and not config.data_paths
     num_samples = int(EMBEDDED_CLASSES * EMBEDDED_ROWS_PER_CLASS * TRAIN_SHARE) if is_embedded else None
-    backbone = read_backbone(config.model) if config.is_pretrained else None
+    backbone = read_backbone(config.model if folder is None else str(folder)) if config.is_pretrained else None
+    can_pack = is_read_packed(config, backbone)
+    if config.lengths in ("packed", "packed few") and not can_pack:
+        raise UsageError(
+            "only model=small and a BERT that is trained whole read packed batches",
+            got=f"model={config.model} lora={config.lora} freeze={config.freeze}",
+            try_="lengths=sorted, or auto",
+        )
     max_length = config.arch.max_length if backbone is None else min(config.arch.max_length, backbone.most_tokens)
     return Workload(
         recipe="text",
@@ -183,8 +202,7 @@ def describe(config: TextConfig) -> Workload:
         num_steps=_num_steps(config, num_samples),
         max_length=max_length,
         lengths_vary=True,
-        # transformers has attention without padding for decoders, and for flash-attn; classifiers pool row by row.
-        can_pack=backbone is None,
+        can_pack=can_pack,
         sample_bytes=8 * (max_length + 1),
         activation_bytes=activation_bytes(config.arch) if backbone is None else backbone.activation_bytes(max_length),
         has_dropout=config.dropout > 0 or config.word_dropout > 0,

@@ -12,9 +12,8 @@ from whet.recipes.text.scoring import Scores
 
 if TYPE_CHECKING:
     from whet.data.batch import Field, Micro
+    from whet.recipes.text.choosing import Classifier
     from whet.recipes.text.data import TextData
-    from whet.recipes.text.model import Encoder
-    from whet.recipes.text.pretrained import Pretrained
 
 NUM_SAMPLES = 8
 
@@ -30,7 +29,7 @@ class Mistake(NamedTuple):
     predicted: tuple[int, ...]
 
 
-def judge(model: "Encoder | Pretrained", micros: Iterator["Micro"], data: "TextData | None") -> dict[str, Any]:
+def judge(model: "Classifier", micros: Iterator["Micro"], data: "TextData | None") -> dict[str, Any]:
     """Metrics, the scores of each class, the confusion matrix and the clearest mistakes.
 
     `data` knows the names of the classes and the words. Where a text may have several classes there is no matrix: none

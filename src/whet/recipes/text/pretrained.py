@@ -1,7 +1,8 @@
 """What is trained when a model is named? A classifier of transformers that reads whet's padded batches.
 
 Shapes: B texts, L tokens of the longest, C classes. Packed batches are not read: BERT-like classifiers of transformers
-pool the first token of each row, and their attention without padding needs the package flash-attn.
+pool the first token of each row, and their attention without padding needs the package flash-attn. Those that we can
+compute ourselves go on as a `Bert`.
 """
 
 import contextlib
@@ -14,14 +15,15 @@ from torch import Tensor, nn
 
 from whet.base.errors import UsageError, WhetError
 from whet.data.ragged import Padded
+from whet.recipes.text.bert import Bert
 from whet.recipes.text.freezing import Freeze, freeze
 from whet.recipes.text.hub import import_transformers, quietly
 from whet.recipes.text.lora import add_lora, merged
 from whet.recipes.text.pretrained_tokenizer import SEGMENT, PretrainedTokenizer, write_files
 
+_ATTENTION_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob")
 _DROPOUTS = (
-    "attention_dropout",
-    "attention_probs_dropout_prob",
+    *_ATTENTION_DROPOUTS,
     "classifier_dropout",
     "classifier_dropout_prob",
     "dropout",
@@ -65,13 +67,16 @@ def load_pretrained(
     classes: Sequence[str],
     is_multi_label: bool,
     dropout: float,
+    attention_dropout: float | None = None,
     frozen: Freeze = "none",
     lora: int | None = None,
 ) -> Pretrained:
     """The classifier with a model's weights and a new head, drawn from torch's generator."""
     transformers = import_transformers()
     with quietly(), _explained(folder):
-        config = _read_config(folder, classes=classes, is_multi_label=is_multi_label, dropout=dropout)
+        config = _read_config(
+            folder, classes=classes, is_multi_label=is_multi_label, dropout=dropout, attention_dropout=attention_dropout
+        )
         network, told = transformers.AutoModelForSequenceClassification.from_pretrained(
             str(folder),
             config=config,
@@ -110,16 +115,37 @@ def empty_pretrained(
     return _prepared(network, frozen=frozen, lora=lora, dropout=dropout)
 
 
-def pretrained_config(folder: Path, *, classes: Sequence[str], is_multi_label: bool, dropout: float) -> dict[str, Any]:
+def pretrained_config(
+    folder: Path,
+    *,
+    classes: Sequence[str],
+    is_multi_label: bool,
+    dropout: float,
+    attention_dropout: float | None = None,
+) -> dict[str, Any]:
     """The model's config as plain JSON: with it and a checkpoint the model can be made again."""
     with quietly(), _explained(folder):
-        config = _read_config(folder, classes=classes, is_multi_label=is_multi_label, dropout=dropout)
+        config = _read_config(
+            folder, classes=classes, is_multi_label=is_multi_label, dropout=dropout, attention_dropout=attention_dropout
+        )
     return {name: value for name, value in config.to_dict().items() if name not in _PRIVATE}
 
 
-def save_transformers(model: Pretrained, tokenizer: PretrainedTokenizer, folder: Path) -> None:
+def padded(model: Bert | Pretrained) -> Pretrained:
+    """The classifier as transformers computes it; it shares the weights."""
+    if isinstance(model, Pretrained):
+        return model
+    with quietly():
+        network = import_transformers().AutoModelForSequenceClassification.from_config(
+            model.config, dtype=torch.float32, attn_implementation=_attention(model.config), trust_remote_code=False
+        )
+    network.load_state_dict(model.network.state_dict(), assign=True)
+    return Pretrained(network.train(model.training))
+
+
+def save_transformers(model: Bert | Pretrained, tokenizer: PretrainedTokenizer, folder: Path) -> None:
     """Writes a folder that AutoModelForSequenceClassification and AutoTokenizer load; LoRA goes into the weights."""
-    network = merged(model.network)
+    network = merged(padded(model).network)
     with quietly():
         network.save_pretrained(str(folder))
     write_files(tokenizer.files, folder)
@@ -130,7 +156,9 @@ def _prepared(network: Any, *, frozen: Freeze, lora: int | None, dropout: float)
     return Pretrained(add_lora(network, rank=lora, dropout=dropout) if lora else network)
 
 
-def _read_config(folder: Path, *, classes: Sequence[str], is_multi_label: bool, dropout: float) -> Any:
+def _read_config(
+    folder: Path, *, classes: Sequence[str], is_multi_label: bool, dropout: float, attention_dropout: float | None
+) -> Any:
     config = import_transformers().AutoConfig.from_pretrained(
         str(folder),
         local_files_only=True,
@@ -142,7 +170,8 @@ def _read_config(folder: Path, *, classes: Sequence[str], is_multi_label: bool, 
     )
     for name in _DROPOUTS:
         if hasattr(config, name):
-            setattr(config, name, dropout)
+            is_other = attention_dropout is not None and name in _ATTENTION_DROPOUTS
+            setattr(config, name, attention_dropout if is_other else dropout)
     return config
 
 

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
     from whet.data.batch import Micro
     from whet.recipes.looking import DataLook
+    from whet.recipes.text.choosing import Classifier
     from whet.recipes.text.data import TextData
-    from whet.recipes.text.model import Encoder
-    from whet.recipes.text.pretrained import Pretrained
     from whet.recipes.text.using.answering import Answering
 
 
@@ -34,9 +33,12 @@ class TextRecipe:
     """What was read last: an evaluation shows classes and texts by their names."""
 
     def describe(self, config: TextConfig, data: "TextData | None" = None) -> Workload:
-        workload = text_config.describe(config)
         if data is None:
-            return workload
+            return text_config.describe(config)
+        from whet.recipes.text.hub import model_folder
+
+        # A name on the hub is a folder by now.
+        workload = text_config.describe(config, model_folder(config.model) if config.is_pretrained else None)
         return text_config.describe_data(
             workload, config, num_samples=len(data.train["label"]), mean_length=data.mean_length, classes=data.classes
         )
@@ -71,17 +73,17 @@ class TextRecipe:
         self._data = replace(data, notes=(*texts.told, *cut_lines(data))) if texts.told else data
         return self._data
 
-    def model(self, config: TextConfig, data: "TextData") -> "Encoder | Pretrained":
+    def model(self, config: TextConfig, data: "TextData") -> "Classifier":
         from whet.recipes.text.choosing import model_of
 
         return model_of(config, data)
 
-    def loss(self, model: "Encoder | Pretrained", micro: "Micro") -> "Tensor | tuple[Tensor, Tensor]":
+    def loss(self, model: "Classifier", micro: "Micro") -> "Tensor | tuple[Tensor, Tensor]":
         from whet.recipes.text.loss import classification_loss
 
         return classification_loss(model(micro.tokens), micro)
 
-    def evaluate(self, model: "Encoder | Pretrained", micros: Iterator["Micro"]) -> dict[str, Any]:
+    def evaluate(self, model: "Classifier", micros: Iterator["Micro"]) -> dict[str, Any]:
         from whet.recipes.text.judging import judge
 
         return judge(model, micros, self._data)
@@ -115,7 +117,7 @@ class TextRecipe:
 
         return look_at_data(config, path, fix=fix, leave=leave)
 
-    def predict(self, config: TextConfig, kept: dict[str, Any]) -> "tuple[Encoder | Pretrained, Answering]":
+    def predict(self, config: TextConfig, kept: dict[str, Any]) -> "tuple[Classifier, Answering]":
         """A model without its weights, and what to ask once it has them."""
         from whet.recipes.text.choosing import kept_model, kept_tokenizer
         from whet.recipes.text.using.answering import Answering
@@ -133,9 +135,7 @@ class TextRecipe:
             separator=config.label_separator,
         )
 
-    def write_model_files(
-        self, model: "Encoder | Pretrained", kept: dict[str, Any], folder: Path, *, to: str
-    ) -> dict[str, Any]:
+    def write_model_files(self, model: "Classifier", kept: dict[str, Any], folder: Path, *, to: str) -> dict[str, Any]:
         from whet.recipes.text.using.model_files import write_model_files
 
         return write_model_files(model, kept, folder, to=to)

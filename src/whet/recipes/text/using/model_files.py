@@ -8,11 +8,10 @@ from whet.recipes.text.choosing import kept_tokenizer
 from whet.recipes.text.pretrained_tokenizer import PretrainedTokenizer, write_files
 
 if TYPE_CHECKING:
-    from whet.recipes.text.model import Encoder
-    from whet.recipes.text.pretrained import Pretrained
+    from whet.recipes.text.choosing import Classifier
 
 
-def write_model_files(model: "Encoder | Pretrained", kept: dict[str, Any], folder: Path, *, to: str) -> dict[str, Any]:
+def write_model_files(model: "Classifier", kept: dict[str, Any], folder: Path, *, to: str) -> dict[str, Any]:
     """Writes the files into an empty folder; what a reader of them should know."""
     tokenizer = kept_tokenizer(kept)
     told = {"classes": kept["classes"], "max_length": kept["max_length"], "is_multi_label": kept.get("is_multi_label")}
@@ -23,9 +22,10 @@ def write_model_files(model: "Encoder | Pretrained", kept: dict[str, Any], folde
                 got="a run of model=small",
                 try_="--to onnx; or a run of model=FOLDER",
             )
-        from whet.recipes.text.pretrained import Pretrained, save_transformers
+        from whet.recipes.text.model import Encoder
+        from whet.recipes.text.pretrained import save_transformers
 
-        assert isinstance(model, Pretrained)
+        assert not isinstance(model, Encoder)
         save_transformers(model, tokenizer, folder)
         return told
     from whet.recipes.text.using.onnx_files import save_onnx

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from whet.base.errors import UsageError, WhetError
 from whet.data.ragged import Padded
+from whet.recipes.text.bert import Bert
 from whet.recipes.text.lora import merged
 from whet.recipes.text.model import Encoder
-from whet.recipes.text.pretrained import Pretrained
+from whet.recipes.text.pretrained import Pretrained, padded
 
 FILE: Final = "model.onnx"
 _OPSET: Final = 20
@@ -52,7 +53,7 @@ class _Network(nn.Module):
         return logits
 
 
-def save_onnx(model: Encoder | Pretrained, folder: Path, *, max_length: int, vocab_size: int) -> list[str]:
+def save_onnx(model: Encoder | Bert | Pretrained, folder: Path, *, max_length: int, vocab_size: int) -> list[str]:
     """Writes `model.onnx` and gives the names of its inputs; one that computes something else is refused."""
     refuse_without_onnx()
     network, names = _with_onnx_inputs(model)
@@ -92,11 +93,11 @@ def refuse_without_onnx() -> None:
         )
 
 
-def _with_onnx_inputs(model: Encoder | Pretrained) -> tuple[nn.Module, list[str]]:
+def _with_onnx_inputs(model: Encoder | Bert | Pretrained) -> tuple[nn.Module, list[str]]:
     names = ["input_ids", "attention_mask"]
     if isinstance(model, Encoder):
         return _Small(model).eval(), names
-    network = _Network(merged(model.network)).eval()
+    network = _Network(merged(padded(model).network)).eval()
     return network, [*names, "token_type_ids"] if model.has_segments else names
 
 

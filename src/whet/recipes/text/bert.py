@@ -1,0 +1,140 @@
+"""How is a BERT classifier computed without padding? The weights of transformers under their names, our execution.
+
+Shapes: B texts, L tokens of the longest, T tokens in all, W width, C classes. Parameters are those of transformers'
+BertForSequenceClassification, one by one and under its names, so checkpoints, exports and optimizer states are the same
+whichever of the two computes. The linear layers and norms see a batch as it comes, (B, L, W) or (T, W).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from whet.data.ragged import Packed, Padded
+from whet.recipes.text.attending import Layout, attend, first, layout_of
+from whet.recipes.text.backbone import BERT_ACTIVATIONS
+from whet.recipes.text.pretrained_tokenizer import SEGMENT
+
+
+class Bert(nn.Module):
+    """A BERT classifier that reads padded and packed batches alike; `config` is transformers' own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.has_segments = config.type_vocab_size > 1
+        self.network = nn.ModuleDict({"bert": _Body(config), "classifier": _linear(config, config.num_labels)})
+        dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.dropout = nn.Dropout(dropout)
+
+    @classmethod
+    def of(cls, network: Any) -> "Bert":
+        """The same classifier: it shares the weights of transformers' one."""
+        with torch.device("meta"):
+            made = cls(network.config)
+        made.network.load_state_dict(network.state_dict(), assign=True)
+        return made.train(network.training)
+
+    def forward(self, tokens: Padded | Packed) -> Tensor:
+        """The logits, (B, C)."""
+        pooled: Tensor = self.network["bert"](tokens, layout_of(tokens))
+        logits: Tensor = self.network["classifier"](self.dropout(pooled))
+        return logits
+
+
+class _Body(nn.Module):
+    """Embeddings, post-norm blocks, and what the pooler makes of each text's first token."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.embeddings = _Embeddings(config)
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(_Block(config) for _ in range(config.num_hidden_layers))})
+        self.pooler = nn.ModuleDict({"dense": _linear(config, config.hidden_size)})
+
+    def forward(self, tokens: Padded | Packed, layout: Layout) -> Tensor:
+        x = self.embeddings(tokens.values, layout)
+        for block in self._blocks():
+            x = block(x, layout)
+        pooled: Tensor = self.pooler["dense"](first(x, layout))
+        return pooled.tanh()
+
+    def _blocks(self) -> nn.ModuleList:
+        blocks = self.encoder["layer"]
+        assert isinstance(blocks, nn.ModuleList)
+        return blocks
+
+
+class _Embeddings(nn.Module):
+    """Word, place and segment."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, width)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
+        self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, ids: Tensor, layout: Layout) -> Tensor:
+        # Padding may reach beyond the last position that was learned; whatever stands there is never looked at.
+        places = layout.positions.clamp(max=self.position_embeddings.num_embeddings - 1)
+        if self.token_type_embeddings.num_embeddings > 1:
+            segments = self.token_type_embeddings(ids // SEGMENT)
+        else:
+            segments = self.token_type_embeddings.weight[0]
+        words = self.word_embeddings(ids % SEGMENT)
+        return self.dropout(self.LayerNorm(words + segments + self.position_embeddings(places)))
+
+
+class _Block(nn.Module):
+    """Attention, then a feed-forward layer; what each adds is normed together with what came in."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.attention_dropout = float(config.attention_probs_dropout_prob)
+        self.activation, self.approximate = BERT_ACTIVATIONS[config.hidden_act]
+        mixing = nn.ModuleDict({name: _linear(config, width) for name in ("query", "key", "value")})
+        self.attention = nn.ModuleDict({"self": mixing, "output": _Added(config, width)})
+        self.intermediate = nn.ModuleDict({"dense": _linear(config, config.intermediate_size)})
+        self.output = _Added(config, config.intermediate_size)
+
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        dropout = self.attention_dropout if self.training else 0.0
+        found = attend(self._mix(x), layout, num_heads=self.num_heads, dropout=dropout)
+        x = self.attention["output"](found, x)
+        inner = self.intermediate["dense"](x)
+        inner = (
+            functional.relu(inner)
+            if self.activation == "relu"
+            else functional.gelu(inner, approximate=self.approximate)
+        )
+        added: Tensor = self.output(inner, x)
+        return added
+
+    def _mix(self, x: Tensor) -> Tensor:
+        """Queries, keys and values side by side, 3 W wide: one product instead of three."""
+        layers = list(self.attention["self"].children())
+        weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+        return functional.linear(x, weight, bias)
+
+
+class _Added(nn.Module):
+    """A linear layer whose result is added to what came in before, and normed."""
+
+    def __init__(self, config: Any, width: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, x: Tensor, before: Tensor) -> Tensor:
+        normed: Tensor = self.LayerNorm(self.dropout(self.dense(x)) + before)
+        return normed
+
+
+def _linear(config: Any, width: int) -> nn.Linear:
+    return nn.Linear(config.hidden_size, width)
