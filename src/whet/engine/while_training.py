@@ -11,8 +11,8 @@ from whet.base.errors import WhetError
 from whet.plan.plan import Plan
 from whet.step.blocks import find_blocks
 
-_MANY_SHAPES = ("sorted", "packed")
-"""How lengths are handled where nearly every step has shapes of its own."""
+_MANY_SHAPES = ("sorted", "packed", "packed few")
+"""How lengths are handled where steps have more shapes than are worth compiling one by one."""
 
 
 class Compiled:

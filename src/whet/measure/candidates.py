@@ -10,6 +10,7 @@ from whet.plan.plan import Plan, make_plan
 from whet.plan.prediction import predict_bytes
 from whet.plan.rules import ALL
 from whet.plan.setting import Measured, Scalar
+from whet.plan.unpadded import has_unpadded_attention
 
 _MOST_RESIDENT = 0.4
 """Of the memory limit: what the data may take where a measurement decides."""
@@ -143,8 +144,16 @@ def _lengths(plan: Plan) -> Iterator[Candidate]:
     # On MPS every new shape costs memory for good, so few shapes stay.
     if not plan.workload.lengths_vary or device == "mps":
         return _only("lengths")
-    can_pack = plan.workload.can_pack and device == "cpu"
-    return _only("lengths", *(("packed",) if can_pack else ()), "sorted", "few shapes", "fixed")
+    packed: tuple[str, ...] = ("packed",) if plan.workload.can_pack and device == "cpu" else ()
+    if _is_unpadded(plan):
+        packed = ("packed few",) if plan.value("graph") == "on" else ("packed", "packed few")
+    return _only("lengths", *packed, "sorted", "few shapes", "fixed")
+
+
+def _is_unpadded(plan: Plan) -> bool:
+    return has_unpadded_attention(
+        plan.machine, plan.workload, device=device_kind(plan), precision=plan.value("precision")
+    )
 
 
 def _threads(plan: Plan) -> Iterator[Candidate]:
@@ -187,9 +196,10 @@ def _graphs(plan: Plan) -> Iterator[Candidate]:
     """A captured step holds for one shape: where lengths vary, they are rounded up to few along with it."""
     if device_kind(plan) != "cuda" or plan.value("activation_checkpointing") == "on":
         return
-    if plan.workload.lengths_vary and plan.value("lengths") != "few shapes":
-        yield Candidate(setting="graph", changes={"graph": "on", "lengths": "few shapes"})
-    yield from _only("graph", "on")
+    few = "packed few" if _is_unpadded(plan) else "few shapes"
+    if plan.workload.lengths_vary and plan.value("lengths") != few:
+        yield Candidate(setting="graph", changes={"graph": "on", "lengths": few})
+    yield from _only("graph", "on", "off")
 
 
 def _layouts(plan: Plan) -> Iterator[Candidate]:

@@ -44,7 +44,8 @@ class _Captured:
     outcome: Outcome
     addresses: list[int]
     kept: list[Any]
-    num_replays: int = 0
+    is_seen_through: bool = False
+    """A replay of it was compared with the loss's own code."""
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class GraphedStepper(Stepper):
         self._noted: dict[Hashable, _Noted] = {}
         self._captured: dict[Hashable, _Captured] = {}
         self._share: Tensor | None = None
-        self._num_steps = self._num_renewals = 0
+        self._num_steps = self._num_renewals = self._num_replays = 0
         self.capture_seconds = 0.0
         """All of it so far: what a run pays for graphs besides running each shape once as it is."""
 
@@ -108,8 +109,11 @@ class GraphedStepper(Stepper):
         if ready is None:
             outcome = self._run(key, loss, made, num_samples=num_samples, step=step)
             return Outcome(loss=outcome.loss, grad_norm=outcome.grad_norm, marks=(*fetching, *outcome.marks))
-        ready.num_replays += 1
-        expected = self._expected_loss(loss, made, num_samples) if _is_due(ready.num_replays) else None
+        self._num_replays += 1
+        # Of each shape the first, then as a share of all: with many shapes each would be looked at again and again.
+        is_due = not ready.is_seen_through or _is_due(self._num_replays)
+        expected = self._expected_loss(loss, made, num_samples) if is_due else None
+        ready.is_seen_through = True
         ready.statics.fill(made)
         self.is_updating = True
         ready.replay()
