@@ -1,0 +1,138 @@
+"""whet beside other loops: the same model, data, order, global batch and precision, in turns in one run.
+
+    python benchmarks/peers.py --device cuda [--workloads text32 text256 hex chat] [--ways ...] [--seconds 2] [--write]
+
+Ways are a bare loop, an expert's, Hugging Face's Trainer, Accelerate, Lightning, Fabric and whet, each in a process of
+its own; only one computes at a time. Those whose package is not installed are named. Every way first makes one step,
+then one pass over the data, so that it has met every shape; then all make blocks of the same steps in tossed order, as
+long as the slowest needs `--seconds` for. "First step after" counts from a made model and read data, with the device
+woken up; "set-up in all" is what the first pass took more than a later one does. No way writes anything. Ratios are
+taken inside a round. Memory is a peak: what the device holds for the process, and what tensors used of it (on a CPU:
+the whole process). In the end the losses of the first steps without dropout are compared. `--small` tries this file
+itself; its times mean nothing. `--write` writes the result into docs/bench/.
+"""
+
+import argparse
+import datetime as dt
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from side_by_side.losses import check
+from side_by_side.spec import WAYS, WORKS, Spec
+from side_by_side.table import agreement, table
+from side_by_side.timing import hold
+
+from whet.device.machine_here import machine_here
+
+DOCS = Path(__file__).parent.parent / "docs" / "bench"
+MOST_STEPS = 1_000_000
+
+
+def specs_of(work: str, given: argparse.Namespace, *, takes_losses: bool) -> Iterator[Spec]:
+    scale = "tiny" if given.small else "cpu" if given.device == "cpu" else "full"
+    for way in given.ways:
+        if way == "whet-graph" and given.device != "cuda":
+            continue
+        yield Spec(
+            way=way,
+            work=work,
+            device=given.device,
+            scale=scale,
+            precision=given.precision or ("fp32" if given.device == "cpu" else "bf16"),
+            total_steps=given.losses if takes_losses else MOST_STEPS,
+            has_dropout=not takes_losses,
+            workers=given.workers,
+            threads=given.threads,
+            takes_losses=takes_losses,
+        )
+
+
+def report(given: argparse.Namespace) -> Iterator[str]:
+    yield f"# Beside other loops: {machine_word(given.device)}, {today()}"
+    yield ""
+    yield f"torch {torch.__version__}, {device_name(given.device)}, Python {platform.python_version()}; written by"
+    yield f"`python benchmarks/peers.py {' '.join(sys.argv[1:])}`. What the columns mean is said there."
+    yield ""
+    for work in given.workloads:
+        yield from one_work(work, given)
+
+
+def one_work(work: str, given: argparse.Namespace) -> Iterator[str]:
+    if not given.only_losses:
+        contest = hold(
+            specs_of(work, given, takes_losses=False),
+            rounds=given.rounds,
+            seconds=given.seconds,
+            most_warmup=given.warmup,
+            tell=lambda line: print(f"{work}: {line}", file=sys.stderr, flush=True),
+        )
+        yield from table(contest)
+    if given.losses:
+        yield from agreement(check(specs_of(work, given, takes_losses=True), at_once=given.at_once))
+
+
+def device_name(device: str) -> str:
+    machine, _ = machine_here()
+    if device == "cuda":
+        return torch.cuda.get_device_name()  # noqa: TID251 - peers are measured as they are
+    return f"{machine.chip or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def machine_word(device: str) -> str:
+    """For the name of a file: h200, linux-2core, m3-max."""
+    if device == "cpu":
+        return f"{platform.system().lower()}-{os.cpu_count()}core"
+    return device_name(device).split(", ")[0].removeprefix("NVIDIA ").removeprefix("Apple ").lower().replace(" ", "-")
+
+
+def today() -> dt.date:
+    return dt.datetime.now(tz=dt.UTC).date()
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda", "mps"), default="cpu")
+    parser.add_argument("--workloads", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a block of the slowest way")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=256, help="steps before, at most")
+    parser.add_argument("--losses", type=int, default=30, help="how many are compared; 0: none")
+    parser.add_argument("--only-losses", action="store_true")
+    parser.add_argument("--at-once", type=int, help="processes while losses are compared")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), help="fp32 on a CPU, else bf16")
+    parser.add_argument("--workers", type=int, help="processes that read data for a DataLoader; 0 on a CPU, else 4")
+    parser.add_argument("--threads", type=int, help="of every way on a CPU; as many as torch takes if not given")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--out", type=Path, help="a file for the result, beside the screen")
+    given = parser.parse_args(words)
+    is_cpu = given.device == "cpu"
+    given.workers = (0 if is_cpu else 4) if given.workers is None else given.workers
+    given.at_once = (1 if is_cpu else 6) if given.at_once is None else given.at_once
+    if given.small:
+        given.seconds, given.rounds, given.warmup = min(given.seconds, 0.05), min(given.rounds, 2), 4
+        given.losses = min(given.losses, 6)
+    return given
+
+
+def main() -> None:
+    given = parse()
+    lines: list[str] = []
+    for line in report(given):
+        lines.append(line)
+        print(line, flush=True)
+    text = "\n".join(lines).rstrip() + "\n"
+    if given.write:
+        (DOCS / f"peers_{machine_word(given.device)}_{today()}.md").write_text(text)
+    if given.out:
+        given.out.write_text(text)
+    sys.exit("NOT EQUAL" in text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Text classification with a model of BERT's shape: texts as long as those of SciCite, tokens drawn at random."""
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from side_by_side.spec import Spec
+from side_by_side.work import Batch, ForWhet, Work
+
+LONGEST, MEAN, CLASSES = 128, 46.5, 3
+QUANTILES = (
+    *(15, 25, 28, 30, 32, 33, 35, 37, 38, 40, 41, 43, 44, 46, 48, 49, 51, 53, 55, 57, 59, 61, 63, 66, 69, 72, 74),
+    *(78, 82, 87, 94, 108, 128),
+)
+"""Of the lengths of SciCite's training texts, in 32nds, with BERT's tokenizer, whose mean is 55.4; scaled to MEAN."""
+SHAPES = {
+    "full": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+    "cpu": {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512},
+    "tiny": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64},
+}
+NUM_TEXTS = {"full": 8192, "cpu": 4096, "tiny": 1024}
+LR = 2e-5
+LR_OF_LOSSES = {"full": 1e-4, "cpu": 1e-3, "tiny": 1e-3}
+"""Where losses are compared they have to move, or a wrong step would not be seen."""
+
+
+def make(spec: Spec) -> Work:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    batch = int(spec.work.removeprefix("text"))
+    dropout = 0.1 if spec.has_dropout else 0.0
+    config = BertConfig(
+        vocab_size=30_522 if spec.scale == "full" else 2_000,
+        max_position_embeddings=512 if spec.scale == "full" else LONGEST,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=0.0,
+        num_labels=CLASSES,
+        problem_type="single_label_classification",
+        attn_implementation="sdpa",
+        **SHAPES[spec.scale],
+    )
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config)
+    texts = [torch.from_numpy(text) for text in draw_texts(NUM_TEXTS[spec.scale], vocabulary=config.vocab_size)]
+    # Something to learn: the class is in the first token behind the start.
+    labels = torch.stack([text[1] % CLASSES for text in texts])
+    samples = list(zip(texts, labels, strict=True))
+    lengths = torch.tensor([len(text) for text in texts])
+    return Work(
+        model=model,
+        samples=samples,
+        collate=partial(collate, length=None),
+        collate_fixed=partial(collate, length=LONGEST),
+        resident=partial(resident, texts, labels, batch),
+        for_whet=partial(for_whet, model, texts, labels, batch, dropout),
+        batch=batch,
+        lr=LR_OF_LOSSES[spec.scale] if spec.takes_losses else LR,
+        flops=batch * flops_of_text(lengths, SHAPES[spec.scale]),
+        words=(
+            f"BERT, {config.num_hidden_layers} layers of width {config.hidden_size}, hidden dropout {dropout:g}; "
+            f"{len(texts):,} texts of {lengths.float().mean():.1f} tokens on average, {int(lengths.max())} at most"
+        ),
+    )
+
+
+def draw_texts(count: int, *, vocabulary: int) -> list[np.ndarray]:
+    """Token ids; the first is one and the same, as BERT's texts begin."""
+    draw = np.random.default_rng(0)
+    places = np.linspace(0, 1, len(QUANTILES))
+    shape = np.interp(draw.random(count), places, QUANTILES)
+    # The longest stay as long: only then are batches padded as far as they are.
+    scaled = np.where(shape < 110, shape * MEAN / 55.9, shape)
+    lengths = np.clip(np.rint(scaled), 8, LONGEST).astype(int)
+    texts = [draw.integers(5, vocabulary, length) for length in lengths]
+    for text in texts:
+        text[0] = 2
+    return texts
+
+
+def collate(samples: list[tuple[Tensor, Tensor]], *, length: int | None) -> Batch:
+    """Filled up with zeros to the longest, or to one length."""
+    longest = length or max(len(text) for text, _ in samples)
+    ids = torch.zeros(len(samples), longest, dtype=torch.long)
+    mask = torch.zeros(len(samples), longest, dtype=torch.long)
+    for row, (text, _) in enumerate(samples):
+        ids[row, : len(text)] = text
+        mask[row, : len(text)] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.stack([label for _, label in samples])}
+
+
+def resident(texts: list[Tensor], labels: Tensor, batch: int, device: str) -> Callable[[int], Batch]:
+    """All texts lie on the device; a batch is as long as its longest, in sixteens."""
+    whole = collate(list(zip(texts, labels, strict=True)), length=LONGEST)
+    there = {name: tensor.to(device) for name, tensor in whole.items()}
+    lengths = np.array([len(text) for text in texts])
+    num_batches = len(texts) // batch
+
+    def batch_of(step: int) -> Batch:
+        rows = slice(start := (step % num_batches) * batch, start + batch)
+        length = -(-int(lengths[rows].max()) // 16) * 16
+        return {
+            "input_ids": there["input_ids"][rows, :length],
+            "attention_mask": there["attention_mask"][rows, :length],
+            "labels": there["labels"][rows],
+        }
+
+    return batch_of
+
+
+def for_whet(model: Any, texts: list[Tensor], labels: Tensor, batch: int, dropout: float) -> ForWhet:
+    """The same weights from a folder, as `whet train text model=FOLDER` takes them."""
+    from whet.config.resolve import resolve
+    from whet.data.ragged import Ragged
+    from whet.recipes.recipe import load_recipe
+    from whet.recipes.text.data import TextData
+    from whet.recipes.train import ingredients
+
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    columns = {"tokens": Ragged.of(texts), "label": labels}
+    nothing: Any = None
+    data = TextData(
+        train=columns,  # type: ignore[arg-type]
+        dev=columns,  # type: ignore[arg-type]
+        test=columns,  # type: ignore[arg-type]
+        classes=tuple(str(number) for number in range(CLASSES)),
+        tokenizer=nothing,
+        max_length=LONGEST,
+        fingerprint="made up",
+        mean_length=float(columns["tokens"].lengths.double().mean()),
+        has_pairs=False,
+        baseline=None,
+    )
+    recipe = load_recipe("text")
+    words = [f"model={folder}", f"dropout={dropout:g}", f"arch.max_length={LONGEST}", f"global_batch_size={batch}"]
+    if "attention_dropout" in recipe.Config.model_fields:
+        words.append("attention_dropout=0")
+    made = ingredients(recipe, resolve(recipe.Config, words).config, data=data)
+    without_attention_dropout(made.model)
+    return ForWhet(model=made.model, data=made.data.train, loss=made.loss, workload=made.workload)
+
+
+def without_attention_dropout(model: Any) -> None:
+    """The recipe's key sets all dropouts; here attention has none."""
+    for module in model.modules():
+        if type(module).__name__.endswith("SelfAttention") and hasattr(module, "dropout"):
+            module.dropout.p = 0.0
+
+
+def flops_of_text(lengths: Tensor, shape: dict[str, int]) -> float:
+    """Of training on one text, on average: six for each weight and token, and twelve for each pair of places."""
+    width, layers, inner = shape["hidden_size"], shape["num_hidden_layers"], shape["intermediate_size"]
+    weights = layers * (4 * width**2 + 2 * width * inner)
+    tokens, pairs = lengths.double().mean().item(), lengths.double().square().mean().item()
+    return 6 * weights * tokens + 12 * layers * width * pairs + 6 * width**2
