@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from places import Run
+from warm import WarmPython
+from zygote import Zygote
 
 # The gate draws the same examples each time, so that it fails for a change and not for luck; `make test-all` searches.
 for _profile, _is_fixed in (("gate", True), ("search", False)):
@@ -41,6 +43,31 @@ def whet(tmp_path: Path) -> Run:
             env["PYTHONPATH"] = str(path)
         command = [sys.executable, "-m", "whet", *words]
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """A process that has imported torch, to fork others from."""
+    parent = Zygote()
+    yield parent
+    parent.close()
+
+
+@pytest.fixture(scope="session")
+def warm_python(zygote: Zygote) -> WarmPython:
+    """Runs `python WORDS` as a fork of a process that has imported torch."""
+    return WarmPython(zygote)
+
+
+@pytest.fixture
+def warm_whet(warm_python: WarmPython, tmp_path: Path) -> Run:
+    """Runs `whet WORDS` in an empty folder; as `whet`, but without the seconds that importing torch takes."""
+
+    def run(*words: str, cwd: Path = tmp_path, **environment: str):
+        env = {**os.environ, **environment, "WHET_HOME": str(tmp_path / "whet-home")}
+        return warm_python.run("-m", "whet", *words, cwd=cwd, env=env)
 
     return run
 

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from zygote import Zygote
-
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -14,10 +12,3 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    parent = Zygote()
-    yield parent
-    parent.close()

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,8 @@ import torch
 from torch.nn import functional
 
 import whet
+from places import Run
+from warm import Program, WarmPython
 from whet.checkpoint import store
 from whet.config.resolve import resolve
 from whet.data.batch import Micro
@@ -21,6 +22,7 @@ from whet.data.order import epoch_order
 from whet.data.ragged import Padded
 from whet.recipes.text.config import count_parameters
 from whet.recipes.text.recipe import recipe as text_recipe
+from whet.report.summary import summarize
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
@@ -43,46 +45,49 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Cli:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    """`whet WORDS` without a parent that would start a training again: test_supervise.py is about that."""
 
-    def start(self, *words: object) -> subprocess.Popen[str]:
-        env = {**os.environ, "WHET_HOME": str(self.folder / "home"), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "whet", *map(str, words)]
-        return subprocess.Popen(
-            command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+    def __init__(self, folder: Path, python: WarmPython) -> None:
+        self.folder = folder
+        self._python = python
+
+    def start(self, *words: object) -> Program:
+        alone = ("--max-restarts", "0") if words[0] == "train" else ()
+        env = {**os.environ, "WHET_HOME": str(self.folder / "home")}
+        return self._python.start("-m", "whet", *words, *alone, cwd=self.folder, env=env)
 
     def run(self, *words: object) -> tuple[int, str, str]:
-        process = self.start(*words)
-        out, errors = process.communicate(timeout=120)
-        return process.returncode, out, errors
+        done = self.start(*words).wait()
+        return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Cli:
-    return Cli(tmp_path)
+def cli(tmp_path: Path, warm_python: WarmPython) -> Cli:
+    return Cli(tmp_path, warm_python)
 
 
 def losses(run: Path) -> dict[int, float]:
     return {event.step: event.number("loss") for event in read_events(open_run(run), kinds=("step",))}
 
 
-def test_train_report_and_predict(cli: Cli, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_report_and_predict(
+    whet: Run, cli: Cli, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
-    code, out, errors = cli.run("train", "text", f"data={table}", "epochs=3", "lr=3e-3", "--notify", *SMALL)
-    assert code == 0, errors
+    done = whet("train", "text", f"data={table}", "epochs=3", "lr=3e-3", "--notify", *SMALL, OMP_NUM_THREADS="1")
+    errors, out = done.stderr, done.stdout
+    assert done.returncode == 0, errors
     assert sys.platform == "darwin" or errors.count("text: no notification: no desktop here") == 1
     assert "\nkept      runs/text-001\nnext      whet report runs/text-001 --html " in errors
-    run = cli.folder / "runs" / "text-001"
+    run = tmp_path / "runs" / "text-001"
     assert "test      accuracy" in out
     assert "naive Bayes" in out
     assert (
         "data      read 600 rows of JSON lines; text = text, label = label, 3 classes\ndata      split into" in errors
     )
     assert "epoch 3/3" in errors
-    report = whet.summarize(run)
+    report = summarize(run)
     assert report.state == "done"
     assert report.metrics["test_accuracy"] > 0.9
     code, out, errors = cli.run("predict", run, "some fox3 with the", "by flint2 or", "--json", "--checkpoint", "last")
@@ -175,8 +180,9 @@ def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(cli: Cli, tabl
     while time.monotonic() < deadline and not ((cut / "events.jsonl").exists() and len(losses(cut)) > 20):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    stopped = process.wait(timeout=60)
+    errors = stopped.stderr
+    assert stopped.returncode == 130, errors
     assert f"saved at step {max(losses(cut))} in cut (" in errors
     assert "to go on:" in errors
     assert "--run cut" in errors

@@ -49,11 +49,15 @@ class Zygote:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def start(self, file: Path, *arguments: object) -> Life:
+    def new_file(self, ending: str) -> Path:
+        """An empty file: made here, since a life may be killed before it could."""
         self._count += 1
-        errors = Path(self._folder.name) / f"{self._count}.txt"
-        # Here, since a life may be killed before it could.
-        errors.touch()
+        file = Path(self._folder.name) / f"{self._count}.{ending}"
+        file.touch()
+        return file
+
+    def start(self, file: Path, *arguments: object) -> Life:
+        errors = self.new_file("errors")
         words = [str(argument) for argument in arguments]
         answer = self.ask({"file": str(file), "arguments": words, "errors": str(errors)})
         return Life(self, answer["pid"], errors)
@@ -76,7 +80,13 @@ def _serve() -> None:
     torch.set_num_threads(1)
     sys.path.insert(0, str(Path(__file__).parent))
     sys.path.insert(0, str(Path(__file__).parent.parent / "faults"))
+    import torch._subclasses.fake_tensor
+    import torch.profiler
+
     import whet
+    import whet.cli.main
+    import whet.recipes.checking
+    import whet.recipes.text.recipe
 
     for name in whet.__all__:
         getattr(whet, name)

@@ -16,13 +16,6 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    parent = Zygote()
-    yield parent
-    parent.close()
-
-
 @pytest.fixture
 def memory_folder(tmp_path: Path) -> Iterator[Path]:
     """A folder whose syncs cost nothing, for tests that need many lives and no real disk."""
