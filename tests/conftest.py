@@ -20,6 +20,9 @@ for _profile, _is_fixed in (("gate", True), ("search", False)):
     )
 settings.load_profile("search" if os.environ.get("WHET_SEARCH") else "gate")
 
+# Threads that wait for work would else spin, and take the cores from the tests beside them. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # pytest, its plugins and torch change these themselves.
 _IGNORED = {"PYTEST_CURRENT_TEST", "PYTEST_XDIST_TESTRUNUID", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR"}
 

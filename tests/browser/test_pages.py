@@ -21,7 +21,8 @@ from whet.run.folder import EVENTS_FILE
 
 IS_FOR_SHOW = "WHET_FOR_SHOW" in os.environ
 """Pictures for the docs: whole trainings after a real measurement. Else a short one, and a plan that was recorded."""
-WORDS = ("epochs=4", "threads=1") if IS_FOR_SHOW else ("epochs=2", "max_steps=180", "threads=1", "eval_every=60")
+SMALL = ("arch.hidden_size=32", "arch.layers=1", "epochs=2", "max_steps=180", "eval_every=60")
+WORDS = ("epochs=4", "threads=1") if IS_FOR_SHOW else (*SMALL, "threads=1")
 OTHER_RATE = "lr=0.0005"
 
 

@@ -205,31 +205,31 @@ def test_the_error_of_a_model_that_does_not_run_is_its_own() -> None:
         check(broken)
 
 
-def test_the_command_says_it_in_every_form(whet: Run, tmp_path: Path) -> None:
+def test_the_command_says_it_in_every_form(warm_whet: Run, tmp_path: Path) -> None:
     word, machine = f"{FLAWED}:ctc", ("--machine", "m2-air-8gb")
-    text = whet("check", word, *machine)
+    text = warm_whet("check", word, *machine)
     assert text.returncode == 1
     assert f"{FLAWED}:{marked('ctc')[1]}" in text.stdout
     assert "MPS has no operator aten::_ctc_loss" in text.stdout
 
-    findings = json.loads(whet("check", word, *machine, "--json").stdout)["findings"]
+    findings = json.loads(warm_whet("check", word, *machine, "--json").stdout)["findings"]
     assert [Finding.model_validate(finding).id for finding in findings] == ["missing-operator"] * 2
 
-    sarif = json.loads(whet("check", word, *machine, "--sarif").stdout)
+    sarif = json.loads(warm_whet("check", word, *machine, "--sarif").stdout)
     result = sarif["runs"][0]["results"][0]
     assert result["level"] == "error"
     assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == marked("ctc")[1]
 
-    github = whet("check", word, *machine, "--github").stdout.splitlines()
+    github = warm_whet("check", word, *machine, "--github").stdout.splitlines()
     assert github[0].startswith(f"::error file={FLAWED},line={marked('ctc')[1]},title=missing-operator::MPS has no")
 
 
 @pytest.mark.slow
-def test_warnings_fail_only_when_asked(whet: Run) -> None:
+def test_warnings_fail_only_when_asked(warm_whet: Run) -> None:
     word = f"{FLAWED}:item_in_the_loop"
-    assert whet("check", word).returncode == 0
-    assert whet("check", word, "--strict").returncode == 1
-    assert whet("check", word, "--for", "cpu", "--strict").returncode == 0
+    assert warm_whet("check", word).returncode == 0
+    assert warm_whet("check", word, "--strict").returncode == 1
+    assert warm_whet("check", word, "--for", "cpu", "--strict").returncode == 0
 
 
 def test_forms_are_escaped() -> None:
@@ -249,8 +249,8 @@ def test_every_sarif_result_has_a_place() -> None:
     assert place["region"]["startLine"] > 0
 
 
-def test_what_makes_no_sense_is_refused(whet: Run) -> None:
-    done = whet("check", "text", "--for", "mps", "--machine", "h200")
+def test_what_makes_no_sense_is_refused(warm_whet: Run) -> None:
+    done = warm_whet("check", "text", "--for", "mps", "--machine", "h200")
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: that machine has no such device")
     with pytest.raises(UsageError, match="what its model predicts"):
         check("text", is_causal=True)
@@ -259,25 +259,25 @@ def test_what_makes_no_sense_is_refused(whet: Run) -> None:
 
 
 @pytest.mark.slow
-def test_the_text_recipe_is_sound(whet: Run) -> None:
-    done = whet("check", "text", "arch.layers=1", "--machine", "m2-air-8gb", "--strict")
+def test_the_text_recipe_is_sound(warm_whet: Run) -> None:
+    done = warm_whet("check", "text", "arch.layers=1", "--machine", "m2-air-8gb", "--strict")
     assert done.returncode == 0, done.stdout
     assert "found     nothing" in done.stdout
 
 
-def test_a_factory_of_any_name_may_give_a_recipe(whet: Run, tmp_path: Path) -> None:
-    assert whet("init", "mine.py").returncode == 0
+def test_a_factory_of_any_name_may_give_a_recipe(warm_whet: Run, tmp_path: Path) -> None:
+    assert warm_whet("init", "mine.py").returncode == 0
     source = (tmp_path / "mine.py").read_text()
     (tmp_path / "mine.py").write_text(source + "\n\ndef another_name():\n    return recipe()\n")
-    done = whet("check", "mine.py:another_name", "hidden_size=16", "--strict")
+    done = warm_whet("check", "mine.py:another_name", "hidden_size=16", "--strict")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_run(whet: Run) -> None:
+def test_the_commands_of_the_page_run(warm_whet: Run) -> None:
     page = (ROOT / "docs" / "check.md").read_text()
     commands = re.findall(r"^\$ whet (.*?)(?:\s+# exit code (\d))?$", page, re.MULTILINE)
     assert len(commands) > 4
     for command, code in commands:
-        done = whet(*shlex.split(command), cwd=ROOT)
+        done = warm_whet(*shlex.split(command), cwd=ROOT)
         assert done.returncode == int(code or 0), command + done.stdout + done.stderr

@@ -114,11 +114,11 @@ def ends():
 """
 
 
-def test_prints_exits_and_odd_names_do_no_harm(whet: Run, tmp_path: Path) -> None:
+def test_prints_exits_and_odd_names_do_no_harm(warm_whet: Run, tmp_path: Path) -> None:
     file = tmp_path / "my model, 5% #1.py"
     file.write_text(_LOUD)
-    assert json.loads(whet("check", str(file), "--json").stdout)["findings"]
-    ended = whet("check", f"{file}:ends")
+    assert json.loads(warm_whet("check", str(file), "--json").stdout)["findings"]
+    ended = warm_whet("check", f"{file}:ends")
     assert ended.returncode == 1
     assert "SystemExit: 0 (my model, 5% #1.py:" in ended.stderr
     place = Place(file="my model, 5% #1.py", line=3)
@@ -140,13 +140,13 @@ def wrong():
 
 
 @pytest.mark.slow
-def test_torchs_own_logs_of_a_trace_are_not_shown(whet: Run, tmp_path: Path) -> None:
+def test_torchs_own_logs_of_a_trace_are_not_shown(warm_whet: Run, tmp_path: Path) -> None:
     file = tmp_path / "noisy.py"
     file.write_text(_NOISY)
-    compiled = whet("check", f"{file}:compiled")
+    compiled = warm_whet("check", f"{file}:compiled")
     assert compiled.returncode == 0, compiled.stderr
     assert compiled.stderr == ""
-    wrong = whet("check", f"{file}:wrong")
+    wrong = warm_whet("check", f"{file}:wrong")
     assert wrong.returncode == 1
     assert wrong.stderr.splitlines()[0] == "error: a library refused what it was asked to do"
     assert len(wrong.stderr.splitlines()) == 3

@@ -17,6 +17,7 @@ from torch.nn import functional as f
 import whet
 from places import Run
 from small_models import TokenModel, convnet, images, ragged_tokens
+from warm import WarmPython
 from whet.base.errors import UsageError
 from whet.cli.compare import _lines as comparison_lines
 from whet.data.batch import Micro
@@ -187,11 +188,10 @@ def test_complex_buffers_stay_complex_in_float64() -> None:
     ],
 )
 def test_a_wrong_kernel_is_named_and_shown_by_a_program(
-    tmp_path: Path, operator: str, named: str, module: str, phase: str
+    warm_python: WarmPython, tmp_path: Path, operator: str, named: str, module: str, phase: str
 ) -> None:
     program = tmp_path / "shown.py"
-    command = [sys.executable, str(WRONG_KERNELS), operator, str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = warm_python.run(WRONG_KERNELS, operator, program, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert not found["agrees"]
@@ -200,9 +200,16 @@ def test_a_wrong_kernel_is_named_and_shown_by_a_program(
     assert culprit["line"].startswith("wrong_kernels.py:")
     assert list(found["located"]["wrong"]) == [named], "operators that got wrong inputs are not blamed"
     assert found["exit_code"] == 1, "the program shows it under the same fault"
-    # Without the fault, and without whet.
-    alone = f"import sys, runpy; sys.modules['whet'] = None; runpy.run_path({str(program)!r}, run_name='__main__')"
-    again = subprocess.run([sys.executable, "-c", alone, "cpu"], capture_output=True, text=True, cwd=tmp_path)
+    # Without the fault, and without whet; one of them in a Python that has imported nothing before.
+    alone = (
+        "import sys, runpy\n"
+        "sys.modules.update({name: None for name in ('whet', *sys.modules) if name.partition('.')[0] == 'whet'})\n"
+        f"runpy.run_path({str(program)!r}, run_name='__main__')"
+    )
+    if operator == "tanh":
+        again = subprocess.run([sys.executable, "-c", alone, "cpu"], capture_output=True, text=True, cwd=tmp_path)
+    else:
+        again = warm_python.run("-c", alone, "cpu", cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "agrees" in again.stdout
 
@@ -257,7 +264,7 @@ def test_no_module_of_a_sound_model_is_blamed() -> None:
         assert first_wrong_module(Bench(subject_of(model, (x,))), Elsewhere()) is None
 
 
-def test_a_model_that_is_not_deterministic_is_found(whet: Run, tmp_path: Path) -> None:
+def test_a_model_that_is_not_deterministic_is_found(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import itertools, torch\n"
         "from torch import nn\n"
@@ -268,7 +275,7 @@ def test_a_model_that_is_not_deterministic_is_found(whet: Run, tmp_path: Path) -
         "def model():\n"
         "    return Net(4, 2), (torch.ones(8, 4),)\n"
     )
-    done = whet("compare", "mine.py", "--devices", "cpu", "--steps", "2")
+    done = warm_whet("compare", "mine.py", "--devices", "cpu", "--steps", "2")
     assert done.returncode == 1
     assert "DIFFERS: first the loss in step 1" in done.stdout
     assert done.stdout.count("DIFFERS") == 1, "by rounding only, so nothing else does"
@@ -434,8 +441,8 @@ def test_bad_words_are_refused_in_three_lines(
     assert len(error.strip().splitlines()) == 3
 
 
-def test_what_is_no_model_is_refused(whet: Run, tmp_path: Path) -> None:
-    done = whet("compare", "nothing.py")
+def test_what_is_no_model_is_refused(warm_whet: Run, tmp_path: Path) -> None:
+    done = warm_whet("compare", "nothing.py")
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: no such recipe file")
     with pytest.raises(UsageError, match="nothing to train"):
         compare_subject(subject_of(nn.Tanh(), (torch.randn(2, 2),)), devices=["cpu"])

@@ -1,11 +1,12 @@
 """Every example runs, and says what its docstring promises."""
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from warm import WarmPython
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 FILES = sorted(EXAMPLES.rglob("*.py"))
@@ -21,27 +22,30 @@ SAYS = {
 }
 
 
-def run(file: Path, folder: Path) -> str:
-    command = [sys.executable, str(file), str(folder / "run")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "WHET_HOME": str(folder / "home")}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(warm_python: WarmPython, tmp_path: Path) -> Callable[[Path], str]:
+    def start(file: Path) -> str:
+        env = {**os.environ, "WHET_HOME": str(tmp_path / "home")}
+        done = warm_python.run(file, tmp_path / "run", cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return start
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_the_example_runs(file: Path, tmp_path: Path) -> None:
-    assert SAYS[file.name] in run(file, tmp_path)
+def test_the_example_runs(file: Path, run: Callable[[Path], str]) -> None:
+    assert SAYS[file.name] in run(file)
 
 
 @pytest.mark.slow
-def test_the_same_command_again_finds_the_run_done(tmp_path: Path) -> None:
-    first = run(EXAMPLES / "three_lines.py", tmp_path)
-    assert run(EXAMPLES / "three_lines.py", tmp_path) == first
+def test_the_same_command_again_finds_the_run_done(run: Callable[[Path], str]) -> None:
+    first = run(EXAMPLES / "three_lines.py")
+    assert run(EXAMPLES / "three_lines.py") == first
 
 
-def test_two_cuts_print_the_same_weights(tmp_path: Path) -> None:
-    lines = run(EXAMPLES / "by_feature" / "token_weights.py", tmp_path).splitlines()
+def test_two_cuts_print_the_same_weights(run: Callable[[Path], str]) -> None:
+    lines = run(EXAMPLES / "by_feature" / "token_weights.py").splitlines()
     assert len({line.split()[-1] for line in lines}) == 1
 
 

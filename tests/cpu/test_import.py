@@ -61,7 +61,7 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors", "nested"])
-def test_weights_arrive_as_they_were(whet: Run, tmp_path: Path, kind: str) -> None:
+def test_weights_arrive_as_they_were(warm_whet: Run, tmp_path: Path, kind: str) -> None:
     """As a user does it: two processes, of which the second has limits."""
     model = make_model()
     file = tmp_path / ("w.safetensors" if kind == "safetensors" else "w.pt")
@@ -72,7 +72,7 @@ def test_weights_arrive_as_they_were(whet: Run, tmp_path: Path, kind: str) -> No
         torch.save({"epoch": 3, "state_dict": wrapped, "optimizer": {"m": torch.zeros(3)}}, file)
     else:
         torch.save(model.state_dict(), file, _use_new_zipfile_serialization=kind == "zip")
-    done = whet("import", str(file), "--out", "deep/w", "--json")
+    done = warm_whet("import", str(file), "--out", "deep/w", "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["taken"].keys() == model.state_dict().keys()
@@ -83,11 +83,11 @@ def test_weights_arrive_as_they_were(whet: Run, tmp_path: Path, kind: str) -> No
     assert_same(model, other)
 
 
-def test_the_limits_hold(whet: Run, tmp_path: Path) -> None:
+def test_the_limits_hold(warm_whet: Run, tmp_path: Path) -> None:
     """A tensor of 2^40 numbers in a file of 4: the process says so, or dies, and nothing is left."""
     file = tmp_path / "w.pt"
     torch.save({"w": torch.zeros(1).expand(2**40)}, file)
-    done = whet("import", str(file), "--out", "w")
+    done = warm_whet("import", str(file), "--out", "w")
     assert done.returncode == 1
     assert "more than it can" in done.stderr
     assert [p.name for p in tmp_path.iterdir() if p.name != "w.pt"] == []

@@ -1,4 +1,4 @@
-"""`whet plan --measure` and `whet train` as a user runs them: real processes, a small budget."""
+"""`whet plan --measure` and `whet train` as a user runs them: real processes measure, with a small budget."""
 
 import json
 from pathlib import Path
@@ -47,9 +47,9 @@ def recipe():
 """
 
 
-def test_a_measured_plan_as_json_holds_its_trials(whet: Run, tmp_path: Path) -> None:
+def test_a_measured_plan_as_json_holds_its_trials(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
-    done = whet("plan", "tiny.py", "threads=1", "--measure", "--budget", "6", "--json")
+    done = warm_whet("plan", "tiny.py", "threads=1", "--measure", "--budget", "6", "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["trials"]
@@ -59,11 +59,11 @@ def test_a_measured_plan_as_json_holds_its_trials(whet: Run, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [tmp_path / "tiny.py"] or not (tmp_path / "runs").exists()
 
 
-def test_a_probe_that_kills_its_process_is_told_and_the_others_go_on(whet: Run, tmp_path: Path) -> None:
+def test_a_probe_that_kills_its_process_is_told_and_the_others_go_on(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
     # What is decided is not tried, so that few trials are left.
     decided = ("precision=fp32", "micro_batch=32", "compile=off")
-    done = whet("plan", "tiny.py", "bad=threads", *decided, "--measure", "--budget", "60", "--json")
+    done = warm_whet("plan", "tiny.py", "bad=threads", *decided, "--measure", "--budget", "60", "--json")
     assert done.returncode == 0, done.stderr
     trials = {trial["setting"]: trial for trial in json.loads(done.stdout)["trials"]}
     assert trials["threads"]["verdict"] == "failed"
@@ -71,7 +71,7 @@ def test_a_probe_that_kills_its_process_is_told_and_the_others_go_on(whet: Run, 
     assert len(trials) > 1
 
 
-def test_what_cannot_be_measured_is_refused(whet: Run, tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused(warm_whet: Run, tmp_path: Path) -> None:
     refusals = {
         ("plan", "text", "--measure", "--machine", "m2-air-8gb"): "only this machine can be measured",
         ("plan", "text", "--measure", "--budget", "0"): "",
@@ -81,32 +81,35 @@ def test_what_cannot_be_measured_is_refused(whet: Run, tmp_path: Path) -> None:
         ("prove", "text", "global_batch_size=auto"): "has to be measured",
     }
     for words, said in refusals.items():
-        done = whet(*words)
+        done = warm_whet(*words)
         assert done.returncode == 2, words
         assert said in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
-def test_a_short_training_says_that_it_is_not_measured(whet: Run, tmp_path: Path) -> None:
+def test_a_short_training_says_that_it_is_not_measured(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
-    done = whet("train", "tiny.py", "epochs=11", "--run", "run")
+    done = warm_whet("train", "tiny.py", "epochs=11", "--run", "run")
     assert done.returncode == 0, done.stderr
     assert "not measured: a run of about" in done.stderr
-    quiet = whet("train", "tiny.py", "epochs=11", "--run", "other", "--no-measure")
+    quiet = warm_whet("train", "tiny.py", "epochs=11", "--run", "other", "--no-measure")
     assert quiet.returncode == 0, quiet.stderr
     assert "not measured" not in quiet.stderr
 
 
-def test_a_global_batch_that_is_left_open_is_measured_kept_and_not_measured_again(whet: Run, tmp_path: Path) -> None:
+def test_a_global_batch_that_is_left_open_is_measured_kept_and_not_measured_again(
+    warm_whet: Run, tmp_path: Path
+) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
-    words = ("train", "tiny.py", "global_batch_size=auto", "epochs=2", "epochs_per_sitting=1", "--run", "run")
-    refused = whet(*words, "--no-measure")
+    sitting = ("epochs=2", "epochs_per_sitting=1", "--run", "run", "--max-restarts=0")
+    words = ("train", "tiny.py", "global_batch_size=auto", *sitting)
+    refused = warm_whet(*words, "--no-measure")
     assert refused.returncode == 2
     assert "global_batch_size=auto has to be measured\n  got: --no-measure" in refused.stderr
     assert not (tmp_path / "run").exists()
 
-    first = whet(*words)
+    first = warm_whet(*words)
     assert first.returncode == 0, first.stderr
     assert "measuring which global batch uses this machine well" in first.stderr
     assert "tiny.py  measuring: global batch " in first.stderr
@@ -116,17 +119,17 @@ def test_a_global_batch_that_is_left_open_is_measured_kept_and_not_measured_agai
     assert chosen["batch"] in (8, 16)
     assert len(chosen["points"]) == 2
 
-    again = whet("--quiet", *words, "--no-measure")
+    again = warm_whet("--quiet", *words, "--no-measure")
     assert again.returncode == 0, again.stderr
     assert "measuring" not in again.stderr
     assert "done at step" in again.stdout
     assert json.loads((tmp_path / "run/config.json").read_text())["lr"] == config["lr"]
-    assert "was made with another lr" in whet(*words, "lr=1").stderr
+    assert "was made with another lr" in warm_whet(*words, "lr=1").stderr
 
 
-def test_a_quiet_measurement_says_nothing(whet: Run, tmp_path: Path) -> None:
+def test_a_quiet_measurement_says_nothing(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
-    done = whet("--quiet", "plan", "tiny.py", "global_batch_size=auto", "--measure", "--budget", "4", "--json")
+    done = warm_whet("--quiet", "plan", "tiny.py", "global_batch_size=auto", "--measure", "--budget", "4", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert json.loads(done.stdout)["workload"]["batch"]["points"]

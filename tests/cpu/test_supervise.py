@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from warm import WarmPython
 from whet.checkpoint import store
 from whet.engine.supervise import make_ready
 from whet.machine.facts import Machine
@@ -54,11 +55,12 @@ def child_after(process: subprocess.Popen[str], run: Path, *, step: int) -> psut
     raise AssertionError("the training did not get there")
 
 
-def test_a_killed_training_goes_on_by_itself_and_ends_the_same(table: Path, tmp_path: Path) -> None:
+def test_a_killed_training_goes_on_by_itself_and_ends_the_same(
+    table: Path, tmp_path: Path, warm_python: WarmPython
+) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    undisturbed = start(*words(table, whole), "--max-restarts", "0")
-    _, errors = undisturbed.communicate(timeout=300)
-    assert undisturbed.returncode == 0, errors
+    undisturbed = warm_python.run("-m", "whet", *words(table, whole), "--max-restarts", "0", cwd=tmp_path)
+    assert undisturbed.returncode == 0, undisturbed.stderr
     process = start(*words(table, cut))
     child_after(process, cut, step=50).kill()
     out, errors = process.communicate(timeout=300)

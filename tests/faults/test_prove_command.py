@@ -34,15 +34,15 @@ def test_a_starter_recipe_is_proved_and_its_run_too(whet: Run, tmp_path: Path) -
     assert "proved: " in whet("report", "runs/mine-proof-001").stdout
 
 
-def test_a_run_is_proved_without_touching_it(whet: Run, tmp_path: Path) -> None:
+def test_a_run_is_proved_without_touching_it(warm_whet: Run, tmp_path: Path) -> None:
     table = tmp_path / "texts.jsonl"
     rows = ((f"{'good' if n % 2 else 'bad'} number {n} {n * n}", "even" if n % 2 == 0 else "odd") for n in range(120))
     table.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
     small = ("arch.hidden_size=16", "arch.layers=1", "arch.heads=2", "threads=1", "epochs=2", "global_batch_size=8")
-    done = whet("train", "text", "data=texts.jsonl", *small, "--run", "runs/mine", "--quiet")
+    done = warm_whet("train", "text", "data=texts.jsonl", *small, "--run", "runs/mine", "--quiet", "--max-restarts=0")
     assert done.returncode == 0, done.stderr
     files = {p: p.read_bytes() for p in (tmp_path / "runs" / "mine").rglob("*") if p.is_file()}
-    done = whet("prove", "runs/mine", *QUICK)
+    done = warm_whet("prove", "runs/mine", *QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("proved")
     assert "runs/mine/proof.json" in done.stderr
@@ -75,9 +75,9 @@ def test_the_order_of_a_set_is_found_out(whet: Run) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_three_lines(
-    whet: Run, tmp_path: Path, words: tuple[str, ...], code: int, said: str
+    warm_whet: Run, tmp_path: Path, words: tuple[str, ...], code: int, said: str
 ) -> None:
-    done = whet("prove", *words, "--quiet")
+    done = warm_whet("prove", *words, "--quiet")
     assert done.returncode == code, done.stderr
     assert said in done.stderr
     assert len(done.stderr.strip().splitlines()) == 3, done.stderr
@@ -85,10 +85,10 @@ def test_what_cannot_be_meant_is_refused_in_three_lines(
     assert not (tmp_path / "runs").exists(), "no half-written run folder"
 
 
-def test_a_run_does_not_say_which_code_is_run(whet: Run, tmp_path: Path) -> None:
-    assert whet("init", "mine.py").returncode == 0
-    assert whet("train", "mine.py", "max_steps=2", "--run", "r", "--quiet").returncode == 0
-    done = whet("prove", "r")
+def test_a_run_does_not_say_which_code_is_run(warm_whet: Run, tmp_path: Path) -> None:
+    assert warm_whet("init", "mine.py").returncode == 0
+    assert warm_whet("train", "mine.py", "max_steps=2", "--run", "r", "--quiet", "--max-restarts=0").returncode == 0
+    done = warm_whet("prove", "r")
     assert done.returncode == UsageError.exit_code
     assert "--recipe mine.py" in done.stderr
 

@@ -55,6 +55,8 @@ def watch(findings: Path, *, allowed_code: tuple[str, ...]) -> None:
 def main(arguments: list[str]) -> int:
     options: dict[str, Any] = json.loads(arguments[0])
     os.chdir(options["path"] if options["is_inside"] else options["folder"])
+    if options["is_inside"]:
+        forget()
     unpack_here()
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -70,6 +72,12 @@ def main(arguments: list[str]) -> int:
     }
     Path(options["told"]).write_text(json.dumps(told))
     return code
+
+
+def forget() -> None:
+    """What may lie around is imported anew: the parent of this process has imported whet's whole command line."""
+    for name in [name for name in sys.modules if name.startswith(("typer", "yaml", "whet.cli"))]:
+        del sys.modules[name]
 
 
 def limit(*, seconds: int, gigabytes: int) -> None:

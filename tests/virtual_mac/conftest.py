@@ -10,6 +10,7 @@ import pytest
 from virtual_process import INSTALL, environment
 
 from places import ROOT
+from warm import WarmPython
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -30,13 +31,11 @@ def _built(home: Path) -> None:
 
 
 @pytest.fixture
-def python(home: Path, _built: None, tmp_path: Path) -> Start:
-    """Runs Python code in a process of its own."""
+def python(home: Path, _built: None, tmp_path: Path, warm_python: WarmPython) -> Start:
+    """Runs Python code in a process of its own, which has imported torch."""
 
     def run(code: str, *words: object, **changes: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-W", "error", "-c", code, *map(str, words)]
-        env = environment(home, **changes)
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        return warm_python.run("-W", "error", "-c", code, *words, cwd=tmp_path, env=environment(home, **changes))
 
     return run
 
