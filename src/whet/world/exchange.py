@@ -22,7 +22,7 @@ class Exchange:
         self._world = world
         self._longest = longest_seconds
         # A connection of its own: a wait on one that is shared would hold up the others.
-        self._store = dist.PrefixStore("whet", dist.distributed_c10d._get_default_store().clone())
+        self._store = dist.PrefixStore("whet", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
         self._lock = threading.Lock()
         self._turn = 0
 

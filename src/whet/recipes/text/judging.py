@@ -38,7 +38,7 @@ def judge(model: "Classifier", micros: Iterator["Micro"], data: "TextData | None
     return conclude([tally(model, micros, data)], data)
 
 
-def tally(model: "Encoder | Pretrained", micros: Iterator["Micro"], data: "TextData | None") -> dict[str, Any]:
+def tally(model: "Classifier", micros: Iterator["Micro"], data: "TextData | None") -> dict[str, Any]:
     """What is known of these texts, as plain JSON: several processes may tally a part each."""
     loss = 0.0
     scores: Scores | None = None

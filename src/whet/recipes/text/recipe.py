@@ -88,12 +88,12 @@ class TextRecipe:
 
         return judge(model, micros, self._data)
 
-    def tally(self, model: "Encoder | Pretrained", micros: Iterator["Micro"]) -> dict[str, Any]:
+    def tally(self, model: "Classifier", micros: Iterator["Micro"]) -> dict[str, Any]:
         from whet.recipes.text.judging import tally
 
         return tally(model, micros, self._data)
 
-    def conclude(self, model: "Encoder | Pretrained", tallies: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002
+    def conclude(self, model: "Classifier", tallies: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002
         from whet.recipes.text.judging import conclude
 
         return conclude(tallies, self._data)
