@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 from small_chat import prepared
 from world_job import STEPS
-from zygote import Zygote
+from zygote import Life, Zygote
 
 JOB = Path(__file__).parent / "world_job.py"
 RECIPES = ("text", "chat", "hex")
@@ -33,15 +34,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def started(
+    zygote: Zygote, names: tuple[str, ...], size: int, *, out: Path, steps: int = STEPS, fault: str = "none"
+) -> list[Life]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [zygote.start(JOB, rank, size, port, out, ",".join(names), steps, fault) for rank in range(size)]
+
+
 @pytest.fixture(scope="module")
 def together(zygote: Zygote, folder: Path) -> Together:
     """Runs scenes in `size` processes; what they found lies in the folder."""
 
     def run(names: tuple[str, ...], size: int, *, steps: int = STEPS, fault: str = "none", out: Path = folder) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        lives = [zygote.start(JOB, rank, size, port, out, ",".join(names), steps, fault) for rank in range(size)]
+        lives = started(zygote, names, size, steps=steps, fault=fault, out=out)
         ended = [life.wait(seconds=600) for life in lives]
         assert [end.code for end in ended] == [0] * size, "\n".join(end.errors[-3000:] for end in ended)
 
@@ -119,6 +126,17 @@ def test_a_wrong_sum_is_found(trained: Path, together: Together, tmp_path: Path,
 def test_a_sample_that_is_seen_twice_is_found(together: Together, tmp_path: Path) -> None:
     together(("evaluation",), 2, fault="everybody sees all", out=tmp_path)
     assert numbers(tmp_path, "evaluation", 2)[0]["seen"] == 14
+
+
+def test_a_process_that_fails_takes_the_others_along(zygote: Zygote, tmp_path: Path) -> None:
+    first, second = started(zygote, ("one fails",), 2, out=tmp_path)
+    failed = second.wait(seconds=60)
+    begun = time.monotonic()
+    lost = first.wait(seconds=60)
+    assert (failed.code, lost.code) == (1, 1)
+    assert time.monotonic() - begun < 10
+    assert "the disk of the second process is gone" in failed.errors
+    assert "another process of this training is gone" in lost.errors
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,15 @@ def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Pat
         from whet.recipes.recipe import load_recipe
 
         recipe = load_recipe(name)
-        said = [*words(folder), f"max_steps={steps}", "dropout=0", "warmup_steps=2", "lr=1e-4", "threads=1"]
+        said = [
+            *words(folder),
+            f"max_steps={steps}",
+            "dropout=0",
+            "warmup_steps=2",
+            "lr=1e-4",
+            "threads=1",
+            "eval_every=50",
+        ]
         resolved = resolve(recipe.Config, said)
         made = ingredients(recipe, resolved.config)
         wishes = {**resolved.wishes, **({"sharding": sharding} if sharding != "off" else {})}
@@ -140,7 +148,7 @@ def _text(folder: Path) -> list[str]:
         "arch.heads=2",
         "global_batch_size=9",
         "micro_batch=2",
-        "epochs=9",
+        "epochs=99",
     ]
 
 
@@ -151,7 +159,7 @@ def _chat(folder: Path) -> list[str]:
 
 def _hex(_: Path) -> list[str]:
     shape = ["size=4", "games=30", "arch.depth=1", "arch.width=8"]
-    return [*shape, "global_batch_size=33", "micro_batch=8", "epochs=9"]
+    return [*shape, "global_batch_size=33", "micro_batch=8", "epochs=99"]
 
 
 # --- how it is evaluated ---------------------------------------------------------------------------------------------
@@ -224,6 +232,32 @@ def draws(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
     return {}, drawn
 
 
+def one_fails(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
+    """The second process fails in its third step."""
+    torch.manual_seed(0)
+    model, calls = Small(), []
+    rows, labels = torch.randn(64, 6), torch.randint(0, 3, (64,))
+
+    def loss(micro: Micro) -> Tensor:
+        calls.append(1)
+        if len(calls) == 3 and not here().is_first:
+            raise OSError("the disk of the second process is gone")
+        return nn.functional.cross_entropy(model(micro.rows), micro.labels)
+
+    whet.train(
+        model,
+        {"rows": rows, "labels": labels},
+        loss=loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        global_batch_size=4,
+        wishes={"micro_batch": 4},
+        show=None,
+        measure=False,
+        device="cpu",
+    )
+    return {}, []
+
+
 text, chat, hexes = recipe_scene("text", _text), recipe_scene("chat", _chat), recipe_scene("hex", _hex)
 SCENES: dict[str, Any] = {
     "gradients": gradients,
@@ -235,6 +269,7 @@ SCENES: dict[str, Any] = {
     "hex-sharded": lambda folder, steps: hexes(folder, steps, "full"),
     "evaluation": evaluation,
     "draws": draws,
+    "one fails": one_fails,
 }
 
 

@@ -47,6 +47,14 @@ def is_one_of_several() -> bool:
     return not read_world().is_alone
 
 
+def options() -> list[str]:
+    """What says that there are several processes, in a command that goes on; torchrun's own words on many machines."""
+    from whet.world.world import read_world
+
+    world = read_world()
+    return ["--nproc", str(world.size)] if world.size > 1 and world.local_size == world.size else []
+
+
 def launch(words: Sequence[str], *, num_processes: int) -> int:
     """Starts the processes and waits for them; the exit code."""
     from whet.engine.supervise import KilledError

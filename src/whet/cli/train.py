@@ -177,7 +177,7 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
     if resolved.is_batch_open:
         several.refuse_open_batch()
         resolved = _with_a_batch(what, resolved, path, device=how.device, fresh=how.fresh, measures=how.measures)
-    command = ["whet", "train", what, *words, *_options(how.config, how.device), "--run", str(path)]
+    command = ["whet", "train", what, *words, *_options(how.config, how.device), *several.options(), "--run", str(path)]
     is_done = not how.fresh and _is_done(path, resolved.config.model_dump(mode="json"))
     if several.agreed_answer(is_done):
         screen.note(f"{path} is done; epochs or max_steps may grow, --fresh starts anew")
