@@ -35,7 +35,7 @@ MOST_STEPS = 1_000_000
 def specs_of(work: str, given: argparse.Namespace, *, takes_losses: bool) -> Iterator[Spec]:
     scale = "tiny" if given.small else "cpu" if given.device == "cpu" else "full"
     for way in given.ways:
-        if way == "whet-graph" and given.device != "cuda":
+        if (way == "whet-graph" and given.device != "cuda") or (way == "trainer-fixed" and not work.startswith("text")):
             continue
         yield Spec(
             way=way,

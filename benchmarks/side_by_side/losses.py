@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from side_by_side.process import Way, WayFailedError
-from side_by_side.spec import WAYS, Spec
+from side_by_side.spec import Spec
 
 BOUND = {"fp32": 1e-4, "bf16": 2e-2}
 """The largest relative difference: rounding in float32; in bf16 where there are no two peers whose difference says."""
@@ -17,6 +17,8 @@ TIMES_THE_NOISE = 2.0
 class Agreement:
     """How far apart the losses of one work are."""
 
+    names: dict[str, str]
+    """How tables call the ways."""
     precision: str
     steps: int
     losses: dict[str, list[float]]
@@ -58,10 +60,16 @@ def check(specs: Iterable[Spec], *, at_once: int) -> Agreement:
     with ThreadPoolExecutor(at_once) as pool:
         for spec, found in zip(specs, pool.map(_losses_of, specs), strict=True):
             if isinstance(found, str):
-                problems[WAYS[spec.way]] = found
+                problems[spec.name] = found
             else:
                 losses[spec.way] = found
-    return Agreement(precision=specs[0].precision, steps=specs[0].total_steps, losses=losses, problems=problems)
+    return Agreement(
+        names={spec.way: spec.name for spec in specs},
+        precision=specs[0].precision,
+        steps=specs[0].total_steps,
+        losses=losses,
+        problems=problems,
+    )
 
 
 def _losses_of(spec: Spec) -> list[float] | str:

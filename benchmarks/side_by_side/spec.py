@@ -9,7 +9,7 @@ WAYS = {
     "expert-compiled": "expert loop, compiled",
     "trainer": "HF Trainer, pad to longest",
     "trainer-fixed": "HF Trainer, pad to 128",
-    "trainer-compiled": "HF Trainer, compiled",
+    "trainer-compiled": "HF Trainer, compiled, pad to 128",
     "accelerate": "Accelerate",
     "lightning": "Lightning",
     "fabric": "Fabric",
@@ -18,6 +18,8 @@ WAYS = {
     "whet-compiled": "whet, compiled",
 }
 """Every way and how it is called in tables."""
+PLAIN_NAMES = {"trainer": "HF Trainer", "trainer-compiled": "HF Trainer, compiled"}
+"""Where there is nothing to pad."""
 WORKS = ("text32", "text256", "hex", "chat")
 
 
@@ -49,3 +51,9 @@ class Spec:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def name(self) -> str:
+        """How tables call the way."""
+        plain = {} if self.work.startswith("text") else PLAIN_NAMES
+        return plain.get(self.way) or WAYS.get(self.way, self.way)

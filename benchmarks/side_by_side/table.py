@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 
 from side_by_side.losses import Agreement
-from side_by_side.spec import WAYS
 from side_by_side.timing import Contest, Taken
 from whet.base.units import show_bytes
 from whet.measure.series import median_interval, ratio_interval
@@ -39,7 +38,7 @@ def table(contest: Contest) -> Iterator[str]:
             "| "
             + " | ".join(
                 (
-                    WAYS[found.way],
+                    found.name,
                     f"{found.batch / seconds.middle:,.0f}",
                     f"{found.batch / seconds.high:,.0f} to {found.batch / seconds.low:,.0f}",
                     _ratio(found, peers),
@@ -61,9 +60,9 @@ def table(contest: Contest) -> Iterator[str]:
     )
     for found in contest.taken:
         if plan := found.notes.get("plan"):
-            yield f"- {WAYS[found.way]}: " + ", ".join(f"{name}={value}" for name, value in plan.items())
+            yield f"- {found.name}: " + ", ".join(f"{name}={value}" for name, value in plan.items())
         for change in found.notes.get("changes", []):
-            yield f"- {WAYS[found.way]}: {change}"
+            yield f"- {found.name}: {change}"
     for name, why in contest.missing.items():
         yield f"- {name}: {why}"
     yield ""
@@ -86,7 +85,7 @@ def agreement(found: Agreement) -> Iterator[str]:
     if not found.losses:
         yield "No losses to compare."
         return
-    first = WAYS[next(iter(found.losses))]
+    first = found.names[next(iter(found.losses))]
     noise = "" if found.noise is None else f"; peers differ from each other by up to {found.noise:.1e}"
     yield (
         f"The first {found.steps} losses without dropout in {found.precision}, largest relative difference from the "
@@ -94,7 +93,7 @@ def agreement(found: Agreement) -> Iterator[str]:
     )
     for way, losses in found.losses.items():
         verdict = "" if found.agrees(way) else " **NOT EQUAL**"
-        yield f"- {WAYS[way]}: {found.difference(way):.1e} ({losses[0]:.4f} to {losses[-1]:.4f}){verdict}"
+        yield f"- {found.names[way]}: {found.difference(way):.1e} ({losses[0]:.4f} to {losses[-1]:.4f}){verdict}"
     for name, why in found.problems.items():
         yield f"- {name}: {why}"
     yield ""

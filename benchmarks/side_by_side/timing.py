@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from side_by_side.process import Way, WayFailedError
-from side_by_side.spec import WAYS, Spec
+from side_by_side.spec import Spec
 
 _LEAST_STEPS = 4
 
@@ -18,6 +18,7 @@ class Taken:
     """What one way took."""
 
     way: str
+    name: str
     batch: int
     first_step: float
     """Seconds from the order to begin until the first step was done."""
@@ -74,11 +75,11 @@ def hold(specs: Iterable[Spec], *, rounds: int, seconds: float, most_warmup: int
         for name, way in list(ways.items()):
             try:
                 taken[name] = _ready(way, most_warmup=most_warmup)
-                tell(f"{WAYS[name]}: first step after {taken[name].first_step:.1f} s")
+                tell(f"{way.spec.name}: first step after {taken[name].first_step:.1f} s")
             except WayFailedError as error:
-                missing[WAYS[name]] = str(error)
+                missing[way.spec.name] = str(error)
                 del ways[name]
-                tell(f"{WAYS[name]}: {error}")
+                tell(f"{way.spec.name}: {error}")
         if not taken:
             raise SystemExit("no way could be made ready")
         slowest = max(found.rough for found in taken.values())
@@ -92,7 +93,7 @@ def hold(specs: Iterable[Spec], *, rounds: int, seconds: float, most_warmup: int
                 try:
                     taken[name].blocks.append(_block(ways[name], block, into=taken[name]))
                 except WayFailedError as error:
-                    missing[WAYS[name]] = f"in round {number + 1}: {error}"
+                    missing[ways[name].spec.name] = f"in round {number + 1}: {error}"
                     del ways[name], taken[name]
         return Contest(
             spec=first.spec,
@@ -114,7 +115,7 @@ def _drop_absent(ways: dict[str, Way], missing: dict[str, str]) -> None:
         except WayFailedError as error:
             why = str(error)
         if why:
-            missing[WAYS.get(name, name)] = why
+            missing[way.spec.name] = why
             del ways[name]
 
 
@@ -126,6 +127,7 @@ def _ready(way: Way, *, most_warmup: int) -> Taken:
     warm = way.steps(warmup)
     return Taken(
         way=way.spec.way,
+        name=way.spec.name,
         batch=int(made["batch"]),
         first_step=first["seconds"],
         warmup_steps=warmup,

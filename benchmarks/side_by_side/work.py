@@ -62,3 +62,15 @@ class Repeated(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self._samples[index % len(self._samples)]
+
+
+def resident_columns(columns: dict[str, Tensor], batch: int, device: str) -> Callable[[int], Batch]:
+    """All columns lie on the device; a batch is a slice of each."""
+    there = {name: column.to(device) for name, column in columns.items()}
+    num_batches = len(next(iter(columns.values()))) // batch
+
+    def batch_of(step: int) -> Batch:
+        rows = slice(start := (step % num_batches) * batch, start + batch)
+        return {name: column[rows] for name, column in there.items()}
+
+    return batch_of
