@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -116,6 +117,14 @@ def test_top_p_keeps_the_token_that_passes_the_threshold() -> None:
     assert distribution(logits, Sampling(temperature=1, top_k=2, top_p=1))[0].tolist() == [1, 2]
     with pytest.raises(UsageError, match="top_p"):
         Sampling(top_p=0)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-300, 5e-324])
+def test_a_temperature_of_almost_nothing_takes_the_likeliest(temperature: float) -> None:
+    logits = torch.tensor([-3.0, 2.0, 5.0, 4.0, -torch.inf])
+    how = Sampling(temperature=temperature, top_k=0, top_p=1)
+    assert distribution(logits, how)[1].sum() == 1
+    assert {choose(logits, how, draws) for draws in map(Random, range(20))} == {2}
 
 
 def test_marks_in_a_text_stay_text() -> None:

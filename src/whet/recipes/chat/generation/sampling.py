@@ -55,7 +55,8 @@ def distribution(logits: Tensor, how: Sampling) -> tuple[Tensor, Tensor]:
     scores, ids = logits.double().sort(descending=True, stable=True)
     num_said = int((scores > -torch.inf).sum())
     count = min(how.top_k, num_said) if how.top_k else num_said
-    shares = (scores[:count] / how.temperature).softmax(0)
+    # From the likeliest on: scores themselves, divided by almost nothing, would be infinite, and shares no numbers.
+    shares = ((scores[:count] - scores[0]) / how.temperature).softmax(0)
     if how.top_p < 1:
         before = shares.cumsum(0) - shares
         count = max(1, int((before < how.top_p).sum()))
