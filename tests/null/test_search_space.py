@@ -41,6 +41,13 @@ def test_ranges_lists_and_settings_in_the_words_of_overrides():
 def test_whole_ends_of_a_key_with_fractions_are_no_whole_numbers():
     assert dimensions("weight_decay=0..1")["weight_decay"].is_whole is False
     assert dimensions("epochs=1..4")["epochs"].is_whole is True
+    assert dimensions("global_batch_size=1e1..1e3:log")["global_batch_size"].ends == (10, 1000)
+
+
+def test_a_range_ends_with_the_last_value_that_is_drawn_and_is_shown_exactly():
+    assert str(dimensions("epochs=4..8:step=3")["epochs"]) == "4..7:step=3"
+    assert str(dimensions("dropout=0..0.3:step=0.1")["dropout"]) == "0..0.3:step=0.1"
+    assert str(dimensions("lr=1.2345678e-5..1e-3")["lr"]) == "1.2345678e-05..0.001"
 
 
 def test_a_list_of_a_key_that_holds_lists_is_its_value():
@@ -78,6 +85,12 @@ def test_settings_that_only_fit_together_are_tried_together():
         (["split_seed=[1,2]"], "the same in all trials"),
         (["micro_batch=[1,2]"], "belongs to the plan"),
         (["epochs=2"], "nothing is left open"),
+        (["lr=1e-4..1e-3:step=5"], "longer than the range"),
+        (["epochs=1..4:step=0.5"], "whole numbers only"),
+        (["lr=[1e-3,0.001]"], "at least two"),
+        (["lr=[1,1.0]"], "mean the same"),
+        (["goal=[accuracy,macro_f1]"], "the same in all trials"),
+        (["eval_every=[5,10]"], "the same in all trials"),
     ],
 )
 def test_what_is_refused(words, said):

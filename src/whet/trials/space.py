@@ -23,6 +23,11 @@ _NOT_SEARCHED = {
     "data": "one search for each data set",
     "data_paths": "one search for each data set",
     "init_from": "one search for each start",
+    "label_column": "one search for each question",
+    "label_separator": "one search for each question",
+    "group_column": "one split for all trials: settings are compared on the same rows",
+    "goal": "goal=NAME: what is compared must be the same",
+    "eval_every": "eval_every=N: trials are compared at the same evaluations",
     "epochs_per_sitting": "leave it out: a trial is trained in one sitting",
 }
 _NOT_SET = ("seeds", "epochs_per_sitting")
@@ -57,9 +62,9 @@ class Range(Record):
         return tuple(int(value) for value in found) if self.is_whole else tuple(found)
 
     def __str__(self) -> str:
-        low, high = self.ends
-        step = "" if self.step is None else f":step={self.step:g}"
-        return f"{low:g}..{high:g}{':log' if self.is_log else ''}{step}"
+        low, high = map(_short, self.ends)
+        step = "" if self.step is None else f":step={_short(self.step)}"
+        return f"{low}..{high}{':log' if self.is_log else ''}{step}"
 
 
 class Choices(Record):
@@ -70,6 +75,12 @@ class Choices(Record):
 
     def __str__(self) -> str:
         return f"[{','.join(as_text(value) for value in self.values)}]"
+
+
+def _short(number: float) -> str:
+    """A number in as few signs as say it exactly."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
 
 
 Dimension = Annotated[Range | Choices, Field(discriminator="kind")]
@@ -175,6 +186,12 @@ def _range(low: str, high: str, options: str, word: str) -> Range:
         raise UsageError("a logarithmic range begins above 0", got=word, try_=_EXAMPLES)
     if is_log and step is not None:
         raise UsageError("a range has :log or :step=N, not both", got=word, try_=_EXAMPLES)
+    if step is not None:
+        count = math.floor((ends[1] - ends[0]) / step + 1e-9)
+        if count < 1:
+            raise UsageError("the step is longer than the range", got=word, try_=_EXAMPLES)
+        # 4..8:step=3 ends with 7: that is the last value that can be drawn.
+        ends = ends[0], min(ends[1], ends[0] + count * step)
     numbers = [low, high, *([] if step is None else [repr(step) if step % 1 else str(int(step))])]
     return Range(
         low=ends[0],
@@ -209,11 +226,22 @@ def _checked(
     # Keys may depend on each other (heads must divide the width): one value that fits is enough.
     others = {key: list(_some(dimension)) for key, dimension in dimensions.items()}
     for key, dimension in dimensions.items():
-        for value in _some(dimension):
-            settled = _taken(config, key, value, {k: v for k, v in others.items() if k != key}, fixed)
-            if isinstance(dimension, Range) and isinstance(settled, float):
-                checked[key] = dimension.model_copy(update={"is_whole": False})
+        beside = {k: v for k, v in others.items() if k != key}
+        settled = [_taken(config, key, value, beside, fixed) for value in _some(dimension)]
+        if isinstance(dimension, Range):
+            checked[key] = dimension.model_copy(update={"is_whole": _is_whole(key, dimension, settled)})
+        elif len(set(map(repr, settled))) < len(settled):
+            raise UsageError("two choices mean the same", got=f"{key}={dimension}", try_="each of them once")
     return checked
+
+
+def _is_whole(key: str, said: Range, settled: Sequence[Any]) -> bool:
+    """Whether the config makes whole numbers of both ends, however they were written: 1e2..1e3 are some too."""
+    if any(isinstance(value, float) for value in settled):
+        return False
+    if all(isinstance(value, int) for value in settled) and said.step is not None and said.step % 1:
+        raise UsageError(f"{key} has whole numbers only", got=f"{key}={said}", try_=f"{key}=...:step=1")
+    return said.is_whole or all(isinstance(value, int) for value in settled)
 
 
 def _some(dimension: Range | Choices) -> tuple[Any, ...]:
