@@ -268,6 +268,56 @@ def test_more_shapes_than_are_kept_run_as_they_are():
     assert graphed.refusal is None
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_another_shape_is_captured_without_running_first_unless_it_must_compile(is_compiled):
+    plain, graphed = pair_of(lambda: Norm(0.0))
+    graphed._runs_first = graphed._is_compiled = is_compiled
+    data, calls = rows(64), []
+
+    def losses(stepper):
+        loss, found = mean_loss(stepper.model), []
+
+        def counted(micro):
+            calls.append(len(micro))
+            return loss(micro)
+
+        for number, size in enumerate((8, 8, 6, 6), start=1):
+            micros = micros_of(data, np.arange(size), micro_batch=size)
+            found.append(float(stepper(counted, micros, num_samples=size, step=number).loss))
+        return found
+
+    expected = losses(plain)
+    calls.clear()
+    assert losses(graphed) == expected
+    # Run, captured and looked at; the second shape is captured and looked at.
+    assert (calls.count(8), calls.count(6)) == (3, 3 if is_compiled else 2)
+
+
+def test_a_shape_that_cannot_be_captured_at_once_runs_first():
+    plain, graphed = pair_of(lambda: Norm(0.0))
+    data, calls = rows(64), []
+
+    def losses(stepper):
+        loss, found = mean_loss(stepper.model), []
+
+        def fails_once(micro):
+            calls.append(len(micro))
+            if stepper is graphed and len(micro) == 6 and calls.count(6) == 1:
+                raise RuntimeError("not while it is captured")
+            return loss(micro)
+
+        for number, size in enumerate((8, 8, 6, 6, 8, 6), start=1):
+            micros = micros_of(data, np.arange(size), micro_batch=size)
+            found.append(float(stepper(fails_once, micros, num_samples=size, step=number).loss))
+        return found
+
+    expected = losses(plain)
+    calls.clear()
+    assert losses(graphed) == expected
+    assert graphed.refusal is None
+    assert graphed.num_captured == 2
+
+
 # --- what cannot be captured ------------------------------------------------------------------------------------------
 
 
@@ -532,16 +582,19 @@ def test_a_wrong_replay_goes_back_to_the_checkpoint_and_the_run_ends_as_it_shoul
 
 
 @pytest.mark.parametrize(
-    ("samples", "call", "reason"),
-    [(12, 2, "capturing failed: RuntimeError: CUDA out of memory."), (4, 1, "memory ran out, and graphs hold some")],
+    ("samples", "failing", "reason"),
+    [
+        (12, [2], "capturing failed: RuntimeError: CUDA out of memory."),
+        (4, [1, 2], "memory ran out, and graphs hold some"),
+    ],
 )
-def test_memory_that_runs_out_gives_graphs_back(graphs, tmp_path, samples, call, reason):
-    """In the capture itself, or in a step of another shape, which runs as it is."""
+def test_memory_that_runs_out_gives_graphs_back(graphs, tmp_path, samples, failing, reason):
+    """In the capture of a shape that has run, or in both the capture and the run of another one."""
     calls = []
 
     def hungry(model, micro):
         calls.append(len(micro))
-        if calls.count(samples) == call and calls[-1] == samples:
+        if calls[-1] == samples and calls.count(samples) in failing:
             raise RuntimeError("CUDA out of memory.")
         return plain_loss(model, micro)
 

@@ -170,7 +170,8 @@ def _make_stepper(
         "ema": Ema(model) if training.ema else None,
     }
     if graphs is not None:
-        return GraphedStepper(model, optimizer, device, graphs=graphs, **how)
+        is_compiled = plan.value("compile") != "off"
+        return GraphedStepper(model, optimizer, device, graphs=graphs, is_compiled=is_compiled, **how)
     return Stepper(model, optimizer, device, joining=joining, **how)
 
 

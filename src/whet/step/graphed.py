@@ -61,10 +61,23 @@ class GraphedStepper(Stepper):
     """Makes the steps of a Stepper, from graphs where it can; `refusal` says why it cannot."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, device: AbstractDevice, *, graphs: AbstractGraphs, **how: Any
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        device: AbstractDevice,
+        *,
+        graphs: AbstractGraphs,
+        is_compiled: bool = False,
+        **how: Any,
     ) -> None:
         super().__init__(model, optimizer, device, **how)
         self._graphs = graphs
+        self._is_compiled = is_compiled
+        self._kinds: set[Hashable] = set()
+        """What shapes that are captured have in common: another one of them is captured without running before, which
+        would hold as much memory beside the pool as in it."""
+        # A compiled model compiles for each shape, and measures kernels meanwhile.
+        self._runs_first = is_compiled
         self._owners = Owners(model, optimizer)
         self._noted: dict[Hashable, _Noted] = {}
         self._captured: dict[Hashable, _Captured] = {}
@@ -183,8 +196,10 @@ class GraphedStepper(Stepper):
     def _capture(
         self, key: Hashable, loss: LossFunction, made: Sequence[Micro], *, num_samples: int
     ) -> _Captured | None:
-        noted = self._noted.get(key)
-        if self.refusal is not None or noted is None or noted.waits or len(self._captured) >= MOST_SHAPES:
+        noted, kind = self._noted.get(key), (len(made), loss_key(loss), self._owners.modes())
+        has_run = noted is not None and not noted.waits
+        is_known = noted is None and kind in self._kinds
+        if self.refusal is not None or not (has_run or is_known) or len(self._captured) >= MOST_SHAPES:
             return None
         self._examine()
         if self.refusal is not None:
@@ -206,8 +221,16 @@ class GraphedStepper(Stepper):
         self.capture_seconds += time.perf_counter() - start
         if why is not None:
             before.put_back()
-            self.release(why)
+            # A failure ends what was captured before.
+            self._captured.clear()
+            self._kinds.clear()
+            if has_run:
+                self.release(why)
+            else:
+                self._runs_first = True
             return None
+        if not self._runs_first:
+            self._kinds.add(kind)
         self._captured[key] = ready = _Captured(
             statics=statics,
             replay=replay,
@@ -230,7 +253,8 @@ class GraphedStepper(Stepper):
         buffers, host, own = Buffers(self.model), torch.get_rng_state(), self.device.rng_state()
         total: Tensor | None = None
         weights: Tensor | float | None = None
-        with self._graphs.warm_up():
+        # Not where it would have to be compiled once more, for passes without gradients.
+        with self._graphs.warm_up(), torch.set_grad_enabled(self._is_compiled):
             for micro in made:
                 with self.device.autocast(self._precision):
                     part, weight = split_loss(loss(micro))

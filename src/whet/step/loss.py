@@ -37,7 +37,7 @@ def split_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
             got=f"a tensor of shape {tuple(total.shape)}",
             try_="loss.mean(), or the pair (loss.sum(), loss.numel())",
         )
-    if not total.requires_grad:
+    if torch.is_grad_enabled() and not total.requires_grad:
         raise WhetError(
             "the loss does not depend on any parameter",
             got="a tensor without a gradient",

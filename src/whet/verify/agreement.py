@@ -16,6 +16,8 @@ CLOSE = 1e-4
 HALF_CLOSE = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 SLACK = 20
 """A device may err so many times as much as the CPU itself does in the same number format."""
+_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+"""Whose differences float32 holds well enough."""
 OWN_SCALE = 1e-2
 """A tensor whose values are smaller than this share of the tree's largest is measured against that share: a gradient
 that should be zero is rounding noise on every device."""
@@ -71,6 +73,10 @@ def _plain(tensor: Tensor) -> Tensor:
 def _largest(tensor: Tensor) -> float:
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return 0.0
+    low, high = tensor.aminmax()
+    if bool(low.isfinite() & high.isfinite()):
+        # As almost always: 20 times as fast as looking for what is not a number.
+        return max(-float(low), float(high))
     values = tensor.double().abs()
     return float(values[values.isfinite()].max()) if bool(values.isfinite().any()) else 0.0
 
@@ -80,6 +86,11 @@ def _error(ours: Tensor, theirs: Tensor, *, floor: float) -> float:
         return 0.0
     if not theirs.is_floating_point():
         return 0.0 if torch.equal(ours.long(), theirs.long()) else math.inf
+    at_once = torch.float32 if ours.dtype in _SINGLE and theirs.dtype in _SINGLE else torch.float64
+    worst = float((ours.to(at_once) - theirs.to(at_once)).abs().max())
+    if math.isfinite(worst):
+        # Then all numbers are finite.
+        return worst / max(_largest(theirs), floor, 1e-30) if worst else 0.0
     ours, theirs = ours.double(), theirs.double()
     is_number = theirs.isfinite()
     if not torch.equal(ours[~is_number].nan_to_num(nan=0.5), theirs[~is_number].nan_to_num(nan=0.5)):
