@@ -22,10 +22,10 @@ def turned_attention(mixture: Tensor, cosines: Tensor, sines: Tensor, num_heads:
     rows, places, width = mixture.shape
     found = mixture.new_empty(rows, places, width // 3)
     scale, heads, size, block = _sizes(mixture, num_heads)
-    asking = min(block, kernels.ASKING)
-    grid = rows, num_heads, -(-places // asking)
+    together = math.gcd(num_heads, kernels.TOGETHER)
+    grid = rows, num_heads // together
     kernels.attend_forward[grid](
-        mixture, cosines, sines, found, places, scale, heads, size, block, asking, **kernels.THERE
+        mixture, cosines, sines, found, places, scale, heads, size, block, together, **kernels.THERE
     )
     return found
 

@@ -8,8 +8,8 @@ types but triton's: it reads all others as names of its own language.
 import triton
 import triton.language as tl
 
-ASKING = 128
-"""Queries of one program on the way there."""
+TOGETHER = 1
+"""Heads of one program on the way there, at most."""
 THERE, BACK = {"num_warps": 8, "maxnreg": 128}, {"num_warps": 8, "maxnreg": 168}
 """How attention's programs run: as measured on an H200 with 97 places and heads of 64."""
 COLUMNS = 2048
@@ -17,10 +17,15 @@ COLUMNS = 2048
 
 
 @triton.jit
-def _turned(halves, first, cosines, sines, is_real, half: tl.constexpr):
-    """The two halves of a block's heads, turned in float32 and rounded to the format they came in."""
-    one = tl.load(halves + first, mask=is_real, other=0.0)
-    two = tl.load(halves + first + half, mask=is_real, other=0.0)
+def _read(mixture, first, is_real, half: tl.constexpr):
+    """Two halves of a block's heads, as they are."""
+    one = tl.load(mixture + first, mask=is_real, other=0.0)
+    return one, tl.load(mixture + first + half, mask=is_real, other=0.0)
+
+
+@triton.jit
+def _turn(one, two, cosines, sines):
+    """The halves turned in float32, and rounded to the format they came in."""
     kind = one.dtype
     one, two = one.to(tl.float32), two.to(tl.float32)
     return (one * cosines - two * sines).to(kind), (two * cosines + one * sines).to(kind)
@@ -48,32 +53,40 @@ def attend_forward(
     heads: tl.constexpr,
     size: tl.constexpr,
     block: tl.constexpr,
-    rows: tl.constexpr,
+    together: tl.constexpr,
 ):
     """found (B, S, H D) from mixture (B, S, 3 H D); tables (S, D), of which the first half is read.
 
-    A program answers `rows` queries of one head.
+    A program answers `together` heads of one row, one after the other, and reads the next while it computes one.
     """
     half: tl.constexpr = size // 2
     width: tl.constexpr = heads * size
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * together
     mixture += row * num_places * (3 * width) + head * size
     found += row * num_places * width + head * size
     few, all_ = tl.arange(0, half)[None, :], tl.arange(0, size)[None, :]
     places = tl.arange(0, block)[:, None]
     is_real = places < num_places
-    cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0)
-    sine = tl.load(sines + places * size + few, mask=is_real, other=0.0)
-    keys1, keys2 = _turned(mixture + width, places * (3 * width) + few, cosine, sine, is_real, half)
-    values = tl.load(mixture + 2 * width + places * (3 * width) + all_, mask=is_real, other=0.0)
-    asking = tl.program_id(2) * rows + tl.arange(0, rows)[:, None]
-    is_asked = asking < num_places
-    cosine = tl.load(cosines + asking * size + few, mask=is_asked, other=0.0)
-    sine = tl.load(sines + asking * size + few, mask=is_asked, other=0.0)
-    queries1, queries2 = _turned(mixture, asking * (3 * width) + few, cosine, sine, is_asked, half)
-    sizes, share = _sizes(queries1, queries2, keys1, keys2, tl.arange(0, block)[None, :] < num_places, scale)
-    answer = tl.dot(sizes.to(values.dtype), values) * share
-    tl.store(found + asking * width + all_, answer.to(values.dtype), mask=is_asked)
+    is_seen = tl.arange(0, block)[None, :] < num_places
+    first, whole = places * (3 * width) + few, places * (3 * width) + all_
+    keys1, keys2 = _read(mixture + width, first, is_real, half)
+    queries1, queries2 = _read(mixture, first, is_real, half)
+    values = tl.load(mixture + 2 * width + whole, mask=is_real, other=0.0)
+    for number in tl.static_range(together):
+        cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0)
+        sine = tl.load(sines + places * size + few, mask=is_real, other=0.0)
+        turned1, turned2 = _turn(keys1, keys2, cosine, sine)
+        asked1, asked2 = _turn(queries1, queries2, cosine, sine)
+        looked = values
+        if number + 1 < together:
+            mixture += size
+            keys1, keys2 = _read(mixture + width, first, is_real, half)
+            queries1, queries2 = _read(mixture, first, is_real, half)
+            values = tl.load(mixture + 2 * width + whole, mask=is_real, other=0.0)
+        sizes, share = _sizes(asked1, asked2, turned1, turned2, is_seen, scale)
+        answer = tl.dot(sizes.to(looked.dtype), looked) * share
+        tl.store(found + places * width + all_, answer.to(looked.dtype), mask=is_real)
+        found += size
 
 
 @triton.jit
@@ -102,18 +115,19 @@ def attend_backward(
     first = places * (3 * width) + few
     cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0)
     sine = tl.load(sines + places * size + few, mask=is_real, other=0.0)
-    queries1, queries2 = _turned(mixture, first, cosine, sine, is_real, half)
-    keys1, keys2 = _turned(mixture + width, first, cosine, sine, is_real, half)
+    queries1, queries2 = _turn(*_read(mixture, first, is_real, half), cosine, sine)
+    keys1, keys2 = _turn(*_read(mixture + width, first, is_real, half), cosine, sine)
     sizes, share = _sizes(queries1, queries2, keys1, keys2, tl.arange(0, block)[None, :] < num_places, scale)
-    shares = sizes * share
+    # Rounded, as the sums below round it: in float32 it would not fit beside its own slopes.
+    shares = (sizes * share).to(queries1.dtype)
     slope = tl.load(slopes + places * width + all_, mask=is_real, other=0.0)
     kind = slope.dtype
-    of_values = tl.dot(tl.trans(shares.to(kind)), slope)
+    of_values = tl.dot(tl.trans(shares), slope)
     tl.store(result + 2 * width + places * (3 * width) + all_, of_values.to(kind), mask=is_real)
     values = tl.load(mixture + 2 * width + places * (3 * width) + all_, mask=is_real, other=0.0)
     of_shares = tl.dot(slope, tl.trans(values))
-    mean = tl.sum(shares * of_shares, axis=1)[:, None]
-    of_scores = (shares * (of_shares - mean)).to(kind)
+    mean = tl.sum(shares.to(tl.float32) * of_shares, axis=1)[:, None]
+    of_scores = (shares.to(tl.float32) * (of_shares - mean)).to(kind)
     cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0) * scale
     sine = tl.load(sines + places * size + few, mask=is_real, other=0.0) * scale
     one, two = tl.dot(of_scores, keys1), tl.dot(of_scores, keys2)
