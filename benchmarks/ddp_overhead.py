@@ -1,0 +1,115 @@
+"""What do several processes cost where there is only one? Two answers, both against the plain step.
+
+    python benchmarks/ddp_overhead.py [--device cuda|cpu] [--seconds 20] [--tasks text chat] [--precision bf16]
+
+Whole optimizer steps of the same model on the same batches. "torchrun" is what `torchrun --nproc-per-node 1 -m whet
+train` runs: a world of one process, for which whet opens no group; its bar is 1.02. "machinery" forces DDP with a
+group of one (NCCL on CUDA, gloo on the CPU): its buckets, hooks and collectives, which a single process never runs;
+it is what each of several processes pays besides the network. They take turns in tossed order; the ratio is taken
+inside a round, and told with the interval of its median. "in a row" is the time of a step when nobody waits for the
+device in between, as in a training.
+"""
+
+import argparse
+import random
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist  # noqa: TID251 - a group of one, which whet never opens
+from graphs import TASKS, lengths_of
+
+from whet.data.batch import GlobalBatch, Position
+from whet.device.machine_here import machine_here
+from whet.engine.building import Parts, build
+from whet.engine.training import read_training
+from whet.engine.workload import describe
+from whet.measure.series import median_interval
+from whet.plan.plan import make_plan
+from whet.world.group import Group
+from whet.world.world import World
+
+NUM_BATCHES = 16
+ROW_STEPS = 20
+
+
+class GroupOfOne(Group):
+    """Goes all the way, as a process among several does."""
+
+    @property
+    def is_alone(self) -> bool:
+        return False
+
+
+def parts_of(name: str, *, device: str, is_large: bool, precision: str, group: Group | None) -> tuple[Parts, Any]:
+    torch.manual_seed(0)
+    task = TASKS[name](is_large=is_large)
+    training = read_training(task.training)
+    machine, conditions = machine_here()
+    wishes = {"device": device, "precision": precision, "threads": 1, **lengths_of(name)}
+    workload = task.workload or describe(task.model, task.data, training, recipe=name)
+    plan = make_plan(machine, workload, wishes=wishes, conditions=conditions)
+    return build(task.model, task.optimizer, task.data, training, plan, group=group), task.loss
+
+
+def step(parts: Parts, loss: Any, batch: GlobalBatch, number: int) -> None:
+    how = str(parts.plan.value("lengths"))
+    micros = parts.source.micros(batch, micro_batch=len(batch), how=how)  # type: ignore[arg-type]
+    parts.stepper(loss, micros, num_samples=len(batch), step=number)
+
+
+def timed(parts: Parts, loss: Any, batches: list[GlobalBatch], numbers: range) -> float:
+    parts.device.sync()
+    start = time.perf_counter()
+    for number in numbers:
+        step(parts, loss, batches[number % len(batches)], number + 1)
+    parts.device.sync()
+    return (time.perf_counter() - start) / len(numbers)
+
+
+def compare(name: str, *, device: str, precision: str, seconds: float) -> None:
+    is_large, coin = device == "cuda", random.Random(0)
+    settings: dict[str, Any] = {"device": device, "is_large": is_large, "precision": precision}
+    ways = {
+        "plain": parts_of(name, group=None, **settings),
+        "torchrun": parts_of(name, group=Group(World()), **settings),
+        "machinery": parts_of(name, group=GroupOfOne(World()), **settings),
+    }
+    batches = {}
+    for way, (parts, loss) in ways.items():
+        found = parts.source.batches(Position())
+        batches[way] = [next(found) for _ in range(NUM_BATCHES)]
+        timed(parts, loss, batches[way], range(NUM_BATCHES))  # Every shape has been there once.
+    for kind, steps in (("one by one", 1), ("in a row", ROW_STEPS)):
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        number, end = 0, time.perf_counter() + seconds / 2
+        while time.perf_counter() < end or len(times["plain"]) < 8:
+            for way in coin.sample([*ways], len(ways)):
+                times[way].append(timed(*ways[way], batches[way], range(number, number + steps)))
+            number += steps
+        plain = median_interval(times["plain"]).middle
+        print(f"{name:5} {kind:10} plain {plain * 1e3:8.2f} ms, {len(times['plain'])} rounds")
+        for way in ("torchrun", "machinery"):
+            ratio = median_interval([ours / theirs for ours, theirs in zip(times[way], times["plain"], strict=True)])
+            bar = "" if way == "machinery" else "  within 1.02" if ratio.middle <= 1.02 else "  OVER 1.02"
+            print(f"      {way:10} {ratio.middle:.3f} of plain ({ratio.low:.3f} to {ratio.high:.3f}){bar}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--tasks", nargs="+", default=["text", "chat"], choices=["text", "chat"])
+    parser.add_argument("--precision", default=None)
+    asked = parser.parse_args()
+    backend = "cpu:gloo,cuda:nccl" if asked.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    precision = asked.precision or ("bf16" if asked.device == "cuda" else "fp32")
+    print(f"torch {torch.__version__}, {asked.device}, {precision}, a group of one process ({backend})")
+    for name in asked.tasks:
+        compare(name, device=asked.device, precision=precision, seconds=asked.seconds)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Which of how many processes is this, and what several cannot do: said before torch is loaded."""
+
+import pytest
+
+from places import Run
+from whet.base.errors import UsageError
+from whet.machine.known import load_machine
+from whet.plan.plan import make_plan
+from whet.plan.workload import Workload
+from whet.world.world import World, read_world, refuse_mps
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_the_world_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_world() == World()
+    for name, value in {**TORCHRUN, **ADDRESS}.items():
+        monkeypatch.setenv(name, value)
+    assert read_world() == World(rank=1, size=3, local_rank=1, local_size=3)
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(UsageError, match="contradict"):
+        read_world()
+
+
+def test_a_rank_without_an_address_is_no_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert read_world().is_alone
+
+
+@pytest.mark.parametrize(
+    ("number", "device", "is_mac", "is_refused"),
+    [
+        (2, "mps", True, True),
+        (2, "mps", False, True),
+        (2, "auto", True, True),
+        (2, "auto", False, False),
+        (2, "cpu", True, False),
+        (1, "mps", True, False),
+    ],
+)
+def test_several_processes_on_mps_are_refused(number: int, device: str, is_mac: bool, is_refused: bool) -> None:
+    if not is_refused:
+        refuse_mps(number, device=device, is_mac=is_mac)
+        return
+    with pytest.raises(UsageError) as refused:
+        refuse_mps(number, device=device, is_mac=is_mac)
+    said = str(refused.value)
+    for word in ("no collective", "one process", "--device cpu", "gloo", "would lift this"):
+        assert word in said
+
+
+@pytest.mark.parametrize("way", ["nproc", "torchrun"])
+def test_mps_is_refused_without_torch(whet: Run, way: str) -> None:
+    environment = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0"} if way == "torchrun" else {}
+    words = [] if way == "torchrun" else ["--nproc", "2"]
+    ended = whet("train", "text", "--device", "mps", *words, PYTHONPROFILEIMPORTTIME="1", **environment)
+    assert ended.returncode == 2
+    assert "several processes cannot train together on MPS" in ended.stderr
+    assert " torch\n" not in ended.stderr, "torch was loaded"
+
+
+def test_only_the_first_process_says_what_all_find_wrong(whet: Run) -> None:
+    ended = whet("train", "text", "--device", "mps", **{**TORCHRUN, **ADDRESS})
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
+
+
+def test_puzzles_and_two_launchers_are_refused(whet: Run) -> None:
+    ended = whet("train", "puzzle", "--nproc", "2", "--device", "cpu")
+    assert (ended.returncode, "keeps its puzzle" in ended.stderr) == (2, True)
+    first = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0"}
+    ended = whet("train", "text", "--nproc", "2", "--device", "cpu", **first)
+    assert (ended.returncode, "started the processes already" in ended.stderr) == (2, True)
+
+
+def plan_of(world_size: int, *, parameters: int = 10**6, **wishes: object):
+    workload = Workload(
+        recipe="text",
+        num_parameters=parameters,
+        global_batch_size=32,
+        activation_bytes=10**6,
+        world_size=world_size,
+        local_size=world_size,
+    )
+    return make_plan(load_machine("h200"), workload, wishes=wishes)
+
+
+def test_a_plan_divides_the_batch_and_not_the_training() -> None:
+    plan = plan_of(3)
+    assert (plan.value("micro_batch"), plan.value("accumulation")) == (11, 1)
+    assert plan.workload.global_batch_size == 32
+    assert (plan.value("sharding"), plan.value("bucket_mb")) == ("off", 1)
+    assert (plan_of(1).value("sharding"), plan_of(1).value("bucket_mb")) == ("unused", None)
+
+
+def test_what_does_not_fit_is_sharded() -> None:
+    plan = plan_of(8, parameters=2 * 10**10)
+    assert plan.value("sharding") == "full"
+    assert "in parts" in plan.settings["sharding"].reason
+    assert plan_of(8, parameters=2 * 10**10, sharding="off").value("sharding") == "off"
