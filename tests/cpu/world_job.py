@@ -106,12 +106,13 @@ def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Pat
             f"max_steps={steps}",
             "dropout=0",
             "warmup_steps=2",
-            "lr=1e-4",
+            "lr=1e-3",
             "threads=1",
             "eval_every=50",
         ]
         resolved = resolve(recipe.Config, said)
         made = ingredients(recipe, resolved.config)
+        first = [parameter.detach().clone() for parameter in made.model.parameters()]
         wishes = {**resolved.wishes, **({"sharding": sharding} if sharding != "off" else {})}
         result = whet.train(
             made.model,
@@ -129,7 +130,10 @@ def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Pat
             **made.training,
         )
         assert result.step == steps
-        return {key: gathered(tensor) for key, tensor in made.model.named_parameters()}, result.metrics
+        found = {key: gathered(tensor) for key, tensor in made.model.named_parameters()}
+        moved = sum(float((now - then).abs().sum()) for now, then in zip(found.values(), first, strict=True))
+        whole = sum(float(then.abs().sum()) for then in first)
+        return found, {**result.metrics, "moved": moved / whole}
 
     return scene
 

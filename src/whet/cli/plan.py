@@ -29,6 +29,9 @@ def plan(
     why: Annotated[
         str | None, typer.Option(metavar="SETTING", help="Explain one setting: evidence, rule, override.")
     ] = None,
+    nproc: Annotated[
+        int, typer.Option(min=1, max=1024, help="For so many processes on the machine, as whet train --nproc.")
+    ] = 1,
     measure: Annotated[bool, typer.Option("--measure", help="Time real steps here, and take what is fastest.")] = False,
     budget: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="What measuring may take.")] = 60.0,
     json: Annotated[
@@ -41,6 +44,7 @@ def plan(
     whet plan text
     whet plan text global_batch_size=256 --machine m2-air-8gb
     whet plan text --why micro_batch
+    whet plan text --machine h200 --nproc 8
     whet plan text --measure
     whet plan text global_batch_size=auto --measure
     whet plan runs/text-001
@@ -53,13 +57,19 @@ def plan(
     made = _saved_plan(what, words, config, machine)
     if made is not None and measure:
         raise UsageError("a run has its plan already", got=f"{what} and --measure", try_="--measure with a recipe")
+    if measure and nproc > 1:
+        raise UsageError(
+            "steps of several processes are not measured", got=f"--measure --nproc {nproc}", try_="one of the two"
+        )
+    if made is not None and nproc > 1:
+        raise UsageError("a run has its plan already", got=f"{what} and --nproc {nproc}", try_="--nproc with a recipe")
     if measure and machine is not None:
         raise UsageError("only this machine can be measured", got=f"--machine {machine}", try_="--measure alone")
     # A run that has its plan is told about by `whet report`.
     finish = "" if made else "\nno estimate of the time: nothing has been measured; --measure does"
     if measure:
         made, finish = _measured_plan(what, words, config, device, budget=budget)
-    made = made or _new_plan(what, words, config, machine, device)
+    made = made or _new_plan(what, words, config, machine, device, nproc)
     if json:
         screen.result_json(made.as_json())
     elif why is not None:
@@ -83,7 +93,9 @@ def _saved_plan(what: str, words: list[str] | None, config: Path | None, machine
     return read_plan(open_run(Path(what)).plan, where=f"{what}/plan.json")
 
 
-def _new_plan(what: str, words: list[str] | None, config: Path | None, machine: str | None, device: str) -> "Plan":
+def _new_plan(
+    what: str, words: list[str] | None, config: Path | None, machine: str | None, device: str, nproc: int
+) -> "Plan":
     from whet.cli import screen
     from whet.config.resolve import resolve
     from whet.machine.known import load_machine
@@ -93,7 +105,8 @@ def _new_plan(what: str, words: list[str] | None, config: Path | None, machine: 
 
     recipe = load_recipe(what)
     resolved = resolve(recipe.Config, words or (), file=config)
-    workload = recipe.describe(resolved.config)
+    several = {"world_size": nproc, "local_size": nproc}
+    workload = recipe.describe(resolved.config).model_copy(update=several)
     for line in recipe.assumptions(resolved.config) if hasattr(recipe, "assumptions") else ():
         screen.note(f"note: {line}")
     wishes = resolved.wishes if device == "auto" else {"device": device, **resolved.wishes}
