@@ -3,6 +3,7 @@
 `python rank_job.py '{"run": ..., "sharding": "full", ...}'`
 """
 
+import atexit
 import json
 import os
 import signal
@@ -97,6 +98,8 @@ def main(arguments: list[str]) -> int:
             if session.due("evaluate"):
                 session.evaluate(evaluate, (x, y))
     tell("left")
+    # A fork of the zygote ends without what Python does at its end.
+    atexit._run_exitfuncs()
     return session.exit_code
 
 

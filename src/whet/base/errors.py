@@ -4,7 +4,7 @@ WhetError            something failed; exit code 1
 +-- UsageError       the command, a key or a file given to it is wrong; exit code 2
 +-- NoMemoryError    what is to be trained does not fit, however it is cut
 +-- DivergedError    the loss is not a number, and no way leads on
-+-- LostRankError    another process of the training is gone, or hangs
++-- LostRankError    another process of the training is gone, or hangs; exit code 75
 """
 
 import difflib
@@ -52,7 +52,9 @@ class DivergedError(WhetError):
 
 
 class LostRankError(WhetError):
-    """Another process of the training is gone, or hangs."""
+    """Another process of the training is gone, or hangs; trying again may help."""
+
+    exit_code = 75
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:

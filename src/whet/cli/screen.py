@@ -103,6 +103,11 @@ def error(problem: WhetError) -> None:
         _aside(f"error: rank {rank}: {problem}")
 
 
+def lost(line: str) -> None:
+    """That another process of a training is gone; said by the one that has found out."""
+    _aside(line)
+
+
 def _aside(text: str) -> None:
     """On standard error, as far as it is there: a full disk behind it must end no training."""
     if sys.stderr is not None:

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from whet.base import env
@@ -55,20 +55,64 @@ def options() -> list[str]:
     return ["--nproc", str(world.size)] if world.size > 1 and world.local_size == world.size else []
 
 
-def launch(words: Sequence[str], *, num_processes: int) -> int:
-    """Starts the processes and waits for them; the exit code."""
-    from whet.engine.supervise import KilledError
+def launch(
+    command: Callable[[Path | None], Sequence[str]],
+    run: Path,
+    *,
+    num_processes: int,
+    max_restarts: int,
+    say: Callable[[str], None],
+) -> int:
+    """Starts the processes and waits for them; all start again when one of them was lost. The exit code."""
+    from whet.engine.supervise import KilledError, make_ready
+    from whet.run.folder import RUN_FILE
     from whet.world import launching
 
-    ended = launching.launch(words, num_processes=num_processes)
-    if launching.is_killed(ended):
-        raise KilledError(
-            "a process of the training was killed, and the others were ended",
-            got=f"rank {ended.rank} of {num_processes} by {launching.signal_name(ended)}",
-            try_="the same command with the same --run goes on from the last checkpoint",
-            code=ended.code,
+    num_restarts = 0
+    while True:
+        ended = launching.launch(command(run), num_processes=num_processes)
+        if not ended.is_lost:
+            return ended.code
+        killer = launching.killer_of(ended)
+        got = f"rank {ended.rank} of {num_processes} by {killer}"
+        if not (run / RUN_FILE).exists():
+            raise KilledError(
+                "a process was killed before the training began",
+                got=got,
+                try_="the same command again",
+                code=ended.code,
+            )
+        if num_restarts == max_restarts:
+            raise KilledError(
+                "a process of the training was killed, and the others were ended",
+                got=f"{got}, after {num_restarts} restarts; --max-restarts allows no more",
+                try_=f"the same command with --run {run} goes on from the last checkpoint",
+                code=ended.code,
+            )
+        num_restarts += 1
+        said = make_ready(run, killer=killer, is_first=num_restarts == 1)
+        say(f"rank {ended.rank} of {num_processes} was killed by {killer}, and the others were ended; {said}")
+
+
+def refuse_nameless(run: Path | None) -> None:
+    """Who is started again by torchrun must find the run that it began."""
+    from whet.base import env
+    from whet.base.errors import UsageError
+
+    if run is None and is_one_of_several() and (env.read("TORCHELASTIC_MAX_RESTARTS") or "0") != "0":
+        raise UsageError(
+            "torchrun --max-restarts needs a folder to go on in",
+            got="no --run",
+            try_="--run DIR, the same each time; or whet train ... --nproc N, which names one",
         )
-    return ended.code
+
+
+def watch_others() -> None:
+    """Shows which of the other processes is lost, should one be."""
+    from whet.cli import screen
+    from whet.world.group import here
+
+    here().pulse.say = screen.lost
 
 
 def agreed(path: Path) -> Path:

@@ -123,6 +123,8 @@ def _train_one(what: str, words: list[str], run: Path | None, how: _How) -> int:
     """One run, in a process that may be started again, or right here; its exit code."""
     from whet.cli import ending, screen, several
     from whet.engine import supervise
+    from whet.recipes.recipe import load_recipe
+    from whet.run.folder import next_run_path
 
     def again(path: Path | None) -> list[str]:
         options = [*_options(how.config, how.device), *(["--allow", how.allow] if how.allow else [])]
@@ -134,11 +136,16 @@ def _train_one(what: str, words: list[str], run: Path | None, how: _How) -> int:
     if how.nproc > 1:
         with (
             _set_aside(run) if how.fresh and run else contextlib.nullcontext(),
-            ending.notified_of_kills(what, is_wanted=how.notifies),
+            ending.notified_of_kills(what, is_wanted=how.notifies) as say,
         ):
-            return several.launch(again(None), num_processes=how.nproc)
+            # Named here: who is started again must find it.
+            folder = run or next_run_path(Path("runs"), recipe=load_recipe(what).name)
+            restarts = how.max_restarts
+            return several.launch(again, folder, num_processes=how.nproc, max_restarts=restarts, say=say)
     if several.is_one_of_several():
+        several.refuse_nameless(run)
         several.stop_with_launcher()
+        several.watch_others()
         return _train_here(what, words, run, how)
     if how.max_restarts and not supervise.is_supervised() and not _has_virtual_mac():
         with (

@@ -45,7 +45,7 @@ class KilledError(WhetError):
 
     def __init__(self, what: str, *, got: str, try_: str, code: int) -> None:
         super().__init__(what, got=got, try_=try_)
-        self.exit_code = 128 - code
+        self.exit_code = 128 - code if code < 0 else code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

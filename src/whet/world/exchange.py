@@ -6,6 +6,7 @@ neither.
 
 import threading
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -25,6 +26,8 @@ class Exchange:
         self._store = dist.PrefixStore("whet", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
         self._lock = threading.Lock()
         self._turn = 0
+        self.refuse_lost: Callable[[], None] = lambda: None
+        """Raises where the one who is waited for is known to be gone."""
 
     @property
     def rank(self) -> int:
@@ -51,6 +54,11 @@ class Exchange:
         with self._lock:
             return self._store.get(name).decode() if self._store.check([name]) else None
 
+    def find_all(self, names: list[str]) -> list[str]:
+        """Texts that are there, at once."""
+        with self._lock:
+            return [text.decode() for text in self._store.multi_get(names)]
+
     def wait(self, name: str) -> str:
         """The text, as soon as it is there."""
         deadline, pause = time.monotonic() + self._longest, _SOONEST_SECONDS
@@ -58,6 +66,7 @@ class Exchange:
             found = self.find(name)
             if found is not None:
                 return found
+            self.refuse_lost()
             if time.monotonic() > deadline:
                 raise LostRankError(
                     "another process of this training does not answer",

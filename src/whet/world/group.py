@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from whet.base.errors import LostRankError, UsageError
 from whet.device.abstract import AbstractDevice
 from whet.world.exchange import Exchange
+from whet.world.pulse import Pulse
 from whet.world.world import World, read_world
 
 LONGEST_SECONDS = 1800.0
@@ -53,6 +54,11 @@ class Group:
     def exchange(self) -> Exchange:
         """For what is told beside the training; not for a process alone."""
         return Exchange(self.world, longest_seconds=LONGEST_SECONDS)
+
+    @functools.cached_property
+    def pulse(self) -> Pulse:
+        """Watches over the others; not for a process alone."""
+        return Pulse(self.exchange)
 
     def use_device(self, device: AbstractDevice) -> None:
         """Once the device is known: NCCL between GPUs, gloo between CPUs and where processes share a GPU."""
@@ -129,6 +135,7 @@ class Group:
         except (RuntimeError, dist.DistBackendError) as error:
             if not _is_about_others(error):
                 raise
+            self.pulse.refuse_lost()
             raise LostRankError(
                 "another process of this training is gone, or does not answer",
                 got=f"rank {self.world.rank} of {self.world.size}: {(str(error).splitlines() or [''])[0][:200]}",
@@ -143,11 +150,18 @@ def here() -> Group:
     if not world.is_alone and not dist.is_initialized():
         dist.init_process_group("gloo", timeout=dt.timedelta(seconds=LONGEST_SECONDS))
         atexit.register(_leave)
-    return Group(world)
+    group = Group(world)
+    if not world.is_alone:
+        pulse = group.pulse
+        group.wait()
+        pulse.start()
+    return group
 
 
 def _leave() -> None:
     if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            here().pulse.leave()
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
 

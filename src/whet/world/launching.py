@@ -4,12 +4,14 @@ import logging
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from whet.base.errors import LostRankError
 
 _STOP_SECONDS = 120
 """Until processes that were asked to stop are killed: they finish a step and save."""
@@ -25,6 +27,11 @@ class Ended:
     """Which one that was."""
     asked: int | None = None
     """The signal that asked us to stop, and was passed on to all."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a process was killed or went silent, and none failed by itself: all may begin again."""
+        return self.asked is None and (self.code < 0 or self.code == LostRankError.exit_code)
 
 
 def launch(words: Sequence[str], *, num_processes: int) -> Ended:
@@ -51,20 +58,35 @@ def launch(words: Sequence[str], *, num_processes: int) -> Ended:
     except SignalException as stopped:
         return Ended(code=128 + int(stopped.sigval), asked=int(stopped.sigval))
     except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        return Ended(code=failure.exitcode, rank=rank)
+        rank, code = first_of({rank: failure.exitcode for rank, failure in failed.failures.items()})
+        return Ended(code=code, rank=rank)
     finally:
         logging.disable(logging.NOTSET)
     return Ended(code=0)
 
 
-def is_killed(ended: Ended) -> bool:
-    """Whether a signal that nobody asked us to pass on ended a process."""
-    return ended.asked is None and ended.code < 0
+def first_of(codes: Mapping[int, int]) -> tuple[int, int]:
+    """The rank and the exit code of the process on whose account all ended.
+
+    Who failed by itself has a reason to tell; others were killed, lost somebody, or were asked to stop afterwards.
+
+    >>> first_of({0: 75, 1: -9, 2: 143}), first_of({0: 75, 1: 1, 2: -9})
+    ((1, -9), (1, 1))
+    """
+    asked = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGTERM)
+
+    def rate(rank: int) -> int:
+        code = codes[rank]
+        return 3 if code in asked else 2 if code == LostRankError.exit_code else 1 if code < 0 else 0
+
+    first = min(codes, key=lambda rank: (rate(rank), rank))
+    return first, codes[first]
 
 
-def signal_name(ended: Ended) -> str:
+def killer_of(ended: Ended) -> str:
     """The signal that killed the first one, by name."""
+    if ended.code >= 0:
+        return "silence"
     try:
         return signal.Signals(-ended.code).name
     except ValueError:

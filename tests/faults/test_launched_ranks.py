@@ -1,0 +1,201 @@
+"""`whet train --nproc` and torchrun with processes that are killed, stopped and asked to stop: the group starts again
+from the last checkpoint, or ends with a clear message. Real launchers, real signals."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import ranks
+from whet.checkpoint import store
+from whet.run.events import read_events
+
+pytestmark = pytest.mark.slow
+
+SMALL = ("arch.hidden_size=32", "arch.layers=1", "arch.max_length=24", "arch.vocab_size=600", "threads=1")
+LONGEST_SECONDS = 30
+"""No process may wait longer for one that is lost."""
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    rows = [{"text": f"{'ab'[n % 2]} word{n % 7} {n}", "label": "ab"[n % 2]} for n in range(1_200)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def words(table: Path, run: Path, *more: str) -> list[str]:
+    keys = (f"data={table}", "epochs=1", "global_batch_size=8", "checkpoint_steps=20", "dropout=0.2", "micro_batch=4")
+    return ["train", "text", *keys, *SMALL, *more, "--device", "cpu", "--run", str(run)]
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "whet", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    try:
+        return int(process.environ()["RANK"])
+    except (psutil.Error, KeyError):
+        return None
+
+
+def workers(launcher: int, run: Path, *, step: int, size: int) -> list[psutil.Process]:
+    """The processes of a training by rank, once it has saved a step."""
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        if (run / "checkpoints").exists() and any(there >= step for there in store.steps(run / "checkpoints")):
+            found = {rank_of(child): child for child in psutil.Process(launcher).children(recursive=True)}
+            if all(rank in found for rank in range(size)):
+                return [found[rank] for rank in range(size)]
+        time.sleep(0.02)
+    raise AssertionError("the training did not get there")
+
+
+def ended(process: subprocess.Popen[str], *, seconds: float = 240) -> str:
+    _, errors = process.communicate(timeout=seconds)
+    return errors
+
+
+@pytest.fixture(scope="module")
+def whole(table: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Undisturbed runs of two processes."""
+    folder = tmp_path_factory.mktemp("whole")
+    for kind in ("off", "full"):
+        process = start(*words(table, folder / kind, f"sharding={kind}"), "--nproc", "2")
+        errors = ended(process)
+        assert process.returncode == 0, errors
+    return {kind: folder / kind for kind in ("off", "full")}
+
+
+def wait_for_restart(run: Path) -> float:
+    """The moment at which the launcher wrote down that it starts the group again."""
+    deadline = time.monotonic() + 120
+    while not (found := list(read_events(run, kinds=("restart",)))):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert found
+    return time.monotonic()
+
+
+@pytest.mark.parametrize("kind", ["off", "full"])
+@pytest.mark.parametrize(
+    ("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (0, signal.SIGSTOP), (1, signal.SIGSTOP)]
+)
+def test_a_lost_process_is_started_again(
+    table: Path, tmp_path: Path, whole: dict[str, Path], kind: str, rank: int, number: signal.Signals
+) -> None:
+    """Killed, or stopped and so hanging: all start again within 30 s, and end with the bits of two undisturbed ones."""
+    run = tmp_path / "run"
+    process = start(*words(table, run, f"sharding={kind}"), "--nproc", "2")
+    workers(process.pid, run, step=40, size=2)[rank].send_signal(number)
+    began = time.monotonic()
+    assert wait_for_restart(run) - began < LONGEST_SECONDS
+    errors = ended(process)
+    assert process.returncode == 0, errors
+    assert f"rank {rank} of 2 was killed by SIGKILL" in errors
+    if number == signal.SIGSTOP:
+        assert f"rank {rank} of 2 shows no sign of life" in errors
+    assert ranks.is_same(ranks.state(run), ranks.state(whole[kind]))
+
+
+def test_without_restarts_the_message_says_what_to_do(table: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(*words(table, run), "--nproc", "2", "--max-restarts", "0")
+    workers(process.pid, run, step=20, size=2)[1].kill()
+    errors = ended(process, seconds=LONGEST_SECONDS)
+    assert process.returncode == 137
+    assert "rank 1 of 2 by SIGKILL" in errors
+    assert "goes on from the last checkpoint" in errors
+
+
+@pytest.mark.parametrize("kind", ["off", "full"])
+def test_a_launcher_that_is_asked_to_stop_saves_once(
+    table: Path, tmp_path: Path, whole: dict[str, Path], kind: str
+) -> None:
+    run = tmp_path / "run"
+    process = start(*words(table, run, f"sharding={kind}"), "--nproc", "2")
+    workers(process.pid, run, step=20, size=2)
+    process.send_signal(signal.SIGTERM)
+    errors = ended(process, seconds=LONGEST_SECONDS)
+    assert process.returncode == 143, errors
+    saved = re.search(r"saved at step ([\d,]+)", errors)
+    assert saved is not None, errors
+    assert store.steps(run / "checkpoints")[-1] == int(saved[1].replace(",", ""))
+    again = start(*words(table, run, f"sharding={kind}"), "--nproc", "2")
+    errors = ended(again)
+    assert again.returncode == 0, errors
+    assert ranks.is_same(ranks.state(run), ranks.state(whole[kind]))
+
+
+def test_a_failure_of_its_own_is_not_tried_again(tmp_path: Path) -> None:
+    process = start(*words(tmp_path / "nothing.jsonl", tmp_path / "run"), "--nproc", "2")
+    errors = ended(process, seconds=120)
+    assert process.returncode == 2, errors
+    assert "killed" not in errors
+
+
+# --- torchrun, whose groups may shrink and grow ----------------------------------------------------------------------
+
+
+def agent(port: int, *arguments: str) -> subprocess.Popen[str]:
+    """One machine of several, as torchrun sees them: three are enough, four are welcome."""
+    options = ("--nnodes", "3:4", "--nproc-per-node", "1", "--max-restarts", "5", "--rdzv-backend", "c10d")
+    options += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "whet", "--monitor-interval", "0.2")
+    options += ("--rdzv-conf", "join_timeout=60,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3")
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "whet", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def test_a_group_of_torchrun_shrinks_and_grows(table: Path, tmp_path: Path) -> None:
+    """4 -> 3 -> 4 processes with one global batch: the samples of every step stay, the weights agree to rounding."""
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    training = ("dropout=0", "epochs=3", "sharding=full")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agents = [agent(port, *words(table, run, *training)) for _ in range(4)]
+    try:
+        wait_until(run, sizes=[4], step=20)
+        doomed = agents.pop()
+        for process in (*psutil.Process(doomed.pid).children(recursive=True), psutil.Process(doomed.pid)):
+            process.kill()
+        wait_until(run, sizes=[4, 3], step=60)
+        agents.append(agent(port, *words(table, run, *training)))
+        wait_until(run, sizes=[4, 3, 4], step=100)
+        outputs = [process.communicate(timeout=300)[0] for process in agents]
+        assert [process.returncode for process in agents] == [0] * 4, outputs
+    finally:
+        for process in agents:
+            process.kill()
+    single = start(*words(table, alone, *training))
+    errors = ended(single)
+    assert single.returncode == 0, errors
+    assert ranks.distance(ranks.state(run), ranks.state(alone)) < 1e-5
+
+
+def wait_until(run: Path, *, sizes: list[int], step: int) -> None:
+    """Until as many processes as the last number says have saved a step."""
+    deadline = time.monotonic() + 240
+    found: list[Any] = []
+    while time.monotonic() < deadline:
+        checkpoints = run / "checkpoints"
+        there = store.steps(checkpoints) if checkpoints.exists() else []
+        if there and there[-1] >= step:
+            found = [store.check_sizes(checkpoints / store.name_of(there[-1])).about.circumstances["world_size"]]
+            if found == sizes[-1:]:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"{sizes} were expected; {found} saved the newest step")
