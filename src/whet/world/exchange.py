@@ -7,8 +7,9 @@ neither.
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from whet.base.errors import LostRankError
 from whet.world.world import World
@@ -22,8 +23,9 @@ class Exchange:
     def __init__(self, world: World, *, longest_seconds: float) -> None:
         self._world = world
         self._longest = longest_seconds
+        shared: Any = distributed_c10d._get_default_store()
         # A connection of its own: a wait on one that is shared would hold up the others.
-        self._store = dist.PrefixStore("whet", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+        self._store = distributed_c10d.PrefixStore("whet", shared.clone())
         self._lock = threading.Lock()
         self._turn = 0
         self.refuse_lost: Callable[[], None] = lambda: None
