@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.data.cut import Totals
+from whet.data.cut import Lengths, Totals
 from whet.data.ragged import Packed, Padded, Ragged
 from whet.data.source import Cutter
 from whet.device.fake import Fake
@@ -199,37 +199,46 @@ def test_totals_of_one_length() -> None:
     assert (same.grain, same.total(80), same.num_fillers(80, total=80)) == (8, 80, 2)
 
 
-@pytest.mark.parametrize("micro_batch", [8, 3])
-def test_simulated_replays_of_few_totals_train_as_steps_that_run_do(micro_batch: int) -> None:
+def unknown() -> nn.Module:
+    """A model of transformers that we do not compute ourselves."""
+    torch.manual_seed(0)
+    config = transformers.DistilBertConfig(
+        vocab_size=200, dim=32, n_layers=2, n_heads=4, hidden_dim=64, num_labels=3, max_position_embeddings=40
+    )
+    made = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
+    return Pretrained(made.train())
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "micro_batch"),
+    [(bert_model, "packed few", 8), (bert_model, "packed few", 3), (unknown, "few shapes", 8)],
+)
+def test_simulated_replays_of_few_shapes_train_as_steps_that_run_do(
+    make: Callable[[], nn.Module], how: Lengths, micro_batch: int
+) -> None:
     lengths = scicite_like(60) // 4 + 1
     draw = torch.Generator().manual_seed(2)
     column = Ragged.of([torch.randint(1, 200, (int(length),), generator=draw) for length in lengths])
-    data = {"tokens": column, "label": torch.arange(60) % 3}
+    cutter = Cutter({"tokens": column, "label": torch.arange(60) % 3}, send=lambda rows: rows)
     ends = []
     for is_graphed in (False, True):
-        device = Fake()
-        model = Bert.of(network(hidden_dropout_prob=0.1))
+        device, model = Fake(), make()
         optimizer = make_optimizer(OptimizerChoice(lr=1e-3), model, device, is_captured=is_graphed)
-        if is_graphed:
-            stepper: Stepper = GraphedStepper(model, optimizer, device, graphs=device.graphs(), clip=1.0)
-        else:
-            stepper = Stepper(model, optimizer, device, clip=1.0)
-        cutter = Cutter(data, send=lambda rows: rows)
+        plain = Stepper(model, optimizer, device, clip=1.0)
+        stepper = GraphedStepper(model, optimizer, device, graphs=device.graphs(), clip=1.0) if is_graphed else plain
 
         def loss(micro: Any, model: nn.Module = model) -> Tensor:
             return functional.cross_entropy(model(micro.tokens), micro.label)
 
         torch.manual_seed(7)
         losses = []
-        for number in range(1, 25):
+        for number in range(1, 17):
             rows = np.random.default_rng(number).permutation(60)[:8]
-            micros = cutter.micros(rows, rows, micro_batch=micro_batch, how="packed few")
+            micros = cutter.micros(rows, rows, micro_batch=micro_batch, how=how)
             losses.append(float(stepper(loss, micros, num_samples=8, step=number).loss))
         ends.append((losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}))
-        if is_graphed:
-            assert stepper.refusal is None
-            assert isinstance(stepper, GraphedStepper)
-            assert stepper.num_captured > 1
+        assert stepper.refusal is None
+        assert not isinstance(stepper, GraphedStepper) or stepper.num_captured > 1
     assert ends[0][0] == ends[1][0]
     for name, tensor in ends[0][1].items():
         assert torch.equal(ends[1][1][name], tensor), name

@@ -17,7 +17,7 @@ from whet.plan.explain import diff, explain
 from whet.plan.plan import Plan, make_plan, override, read_plan, setting_names
 from whet.plan.prediction import predict_bytes
 from whet.plan.rules import ALL
-from whet.plan.setting import Measured
+from whet.plan.setting import Measured, Scalar
 from whet.plan.workload import Workload
 from whet.recipes.text.config import TextConfig, describe
 
@@ -81,6 +81,27 @@ def test_an_m2_air_and_an_h200_differ_for_stated_reasons() -> None:
     assert {"device", "precision", "memory_gb", "lengths", "watermarks", "empty_cache"} <= names
     for difference in differences:
         assert difference.ours.reason != difference.theirs.reason
+
+
+def test_half_precision_on_cuda_packs_to_few_totals_and_captures() -> None:
+    machine = load_machine("h200")
+    bert = BERT.model_copy(update={"can_pack": True, "lengths_vary": True, "num_steps": 5_000})
+
+    def ways(workload: Workload = bert, machine: Machine = machine, **wishes: Scalar) -> tuple[Scalar, Scalar]:
+        plan = make_plan(machine, workload, wishes={"precision": "bf16", **wishes})
+        return plan.value("graph"), plan.value("lengths")
+
+    assert ways() == ("on", "packed few")
+    assert ways(precision="fp16") == ("on", "packed few")
+    assert ways(graph="off") == ("off", "packed")
+    assert ways(graph="off", compile="on") == ("off", "packed few")
+    # Float32 has no such kernel, nor has an older torch, and some models do not read packed samples.
+    assert ways(precision="tf32") == ("off", "sorted")
+    assert ways(bert.model_copy(update={"can_pack": False})) == ("off", "sorted")
+    assert ways(bert.model_copy(update={"num_steps": 20})) == ("off", "packed")
+    older = machine.torch.model_copy(update={"version": "2.9.1"})
+    assert ways(machine=machine.model_copy(update={"torch": older})) == ("off", "sorted")
+    assert ways(device="cpu") == ("off", "packed")
 
 
 def test_your_word_goes_before_a_measurement_and_that_before_a_rule() -> None:

@@ -38,6 +38,10 @@ _DROPOUTS = (
 _PRIVATE = ("_name_or_path", "attn_implementation", "auto_map", "dtype", "quantization_config", "torch_dtype")
 """Entries of a model's config that say where it came from or how it is run: not kept, and not believed."""
 
+_TAKE_SQUARES = ("albert", "bert", "camembert", "distilbert", "electra", "ernie", "roberta", "xlm-roberta")
+"""Models that take a mask of attention as it is. Given a mask of tokens, transformers asks the device whether all of it
+is true, and a step that waits cannot be captured."""
+
 
 class Pretrained(nn.Module):
     """A classifier of transformers, `network`, behind the interface of the small encoder."""
@@ -48,13 +52,15 @@ class Pretrained(nn.Module):
         config = network.config
         self._pad = int(config.pad_token_id or 0)
         self.has_segments = int(getattr(config, "type_vocab_size", 0) or 0) > 1
+        self._takes_square = config.model_type in _TAKE_SQUARES and _asked_for(config) == "sdpa"
 
     def forward(self, tokens: Padded) -> Tensor:
         """The logits, (B, C)."""
         ids, lengths = tokens.values, tokens.lengths
         is_real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
         # Some models count positions by what is padding, so it has to be theirs.
-        words = {"input_ids": torch.where(is_real, ids % SEGMENT, self._pad), "attention_mask": is_real.long()}
+        mask = is_real[:, None, None] if self._takes_square else is_real.long()
+        words = {"input_ids": torch.where(is_real, ids % SEGMENT, self._pad), "attention_mask": mask}
         if self.has_segments:
             words["token_type_ids"] = torch.where(is_real, ids // SEGMENT, 0)
         logits: Tensor = self.network(**words).logits
@@ -193,6 +199,12 @@ def _attention(config: Any) -> str:
     kinds = import_transformers().AutoModelForSequenceClassification._model_mapping
     kind = kinds.get(type(config), None)
     return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
+
+
+def _asked_for(config: Any) -> str | None:
+    """The attention that a network was made with."""
+    asked: str | None = getattr(config, "_attn_implementation", None)
+    return asked
 
 
 def _refuse_gaps(network: Any, told: Mapping[str, Any], folder: Path) -> None:
