@@ -81,7 +81,8 @@ class Ragged:
 
     def padded(self, rows: Tensor, *, length: int) -> Padded:
         """The chosen samples, filled up to `length`."""
-        starts, lengths = self.starts[rows], self.lengths[rows]
+        starts = self.starts[rows]
+        lengths = self.starts[rows + 1] - starts
         place = torch.arange(length, device=self.values.device)
         is_real = place < lengths[:, None]
         values = self.values[torch.where(is_real, starts[:, None] + place, 0)]
@@ -90,7 +91,8 @@ class Ragged:
 
     def packed(self, rows: Tensor, *, max_length: int, total: int) -> Packed:
         """The chosen samples one after the other; `total` is the sum of their lengths, known on the host."""
-        starts, lengths = self.starts[rows], self.lengths[rows]
+        starts = self.starts[rows]
+        lengths = self.starts[rows + 1] - starts
         ends = lengths.cumsum(0)
         owner = torch.repeat_interleave(torch.arange(len(rows), device=ends.device), lengths, output_size=total)
         place = torch.arange(total, device=ends.device) - (ends - lengths)[owner] + starts[owner]
