@@ -61,7 +61,6 @@ def test_simulated_faults_that_depend_on_layout_size_or_place_are_reproduced(run
     tell(f"{len(faults)} conditional simulated faults named and reproduced")
 
 
-@pytest.mark.slow
 def test_the_command_tells_a_simulated_fault_in_lines(python: Start, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n"

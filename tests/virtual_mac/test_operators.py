@@ -1,8 +1,6 @@
 """Every operator in PyTorch's own database: the virtual Mac computes what the CPU computes, or refuses as MPS does."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import pytest
 from virtual_process import environment
 
 from places import Tell
+from warm import WarmPython
 
 DATABASE = Path(__file__).parent / "inside" / "operator_database.py"
 KNOWN = {
@@ -23,10 +22,9 @@ Judge = Callable[..., dict[str, str]]
 
 
 @pytest.fixture
-def judge(home: Path, _built: None, tmp_path: Path) -> Judge:
+def judge(home: Path, _built: None, tmp_path: Path, warm_python: WarmPython) -> Judge:
     def run(names: str, *wrong: str) -> dict[str, str]:
-        command = [sys.executable, str(DATABASE), names, *wrong]
-        done = subprocess.run(command, cwd=tmp_path, env=environment(home), capture_output=True, text=True, timeout=600)
+        done = warm_python.run(DATABASE, names, *wrong, cwd=tmp_path, env=environment(home), timeout=600)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
