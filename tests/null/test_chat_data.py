@@ -27,6 +27,8 @@ from whet.recipes.chat.packing import Packer
 from whet.recipes.chat.sources import read_conversations
 from whet.recipes.chat.template import TurnIds, loss_bytes, prompt, write
 from whet.recipes.chat.tokenizer import MARKS, ChatTokenizer
+from whet.recipes.chat.told import lines
+from whet.recipes.chat.vocabulary import find_tokenizer
 
 HARD = "a\0b \u20ac \U0001f642 e\u0301 \ttab\r\n  two  spaces " + " ".join(MARKS) + "<|endoftext|>"
 
@@ -116,6 +118,53 @@ def test_a_tokenizer_of_others_keeps_its_ids_and_its_special_tokens_stay_text(tm
     assert said(sample, data) == f"<|user|>{HARD}<|end|><|assistant|>{HARD}<|end|>"
     theirs = {engine.token_to_id("<|endoftext|>"), engine.token_to_id("<|end|>")}
     assert not theirs & set(sample.tokens.tolist())
+
+
+LOWER = {"normalizer": {"type": "Lowercase"}}
+WORDS = {"type": "WordLevel", "unk_token": "?", "vocab": {"Hello": 0, "?": 1}}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": {**WORDS, "vocab": {"Hello": 0}}}, "cannot write a text"),
+        ({"model": {**WORDS, "vocab": {"Hello": 2**31, "?": 1}}}, "no table of tokens has room"),
+        (b"\xc2\0\xff", "codec can't decode"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path, change: dict[str, object] | bytes, said: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(change if isinstance(change, bytes) else changed_tokenizer(change))
+    with pytest.raises(WhetError, match=said):
+        made(tmp_path, [planted.talk(1)], tokenizer=str(path))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("change", "num_changed"), [({}, 0), (LOWER, 2), ({"model": WORDS}, 3)])
+def test_a_tokenizer_that_changes_texts_is_told(tmp_path: Path, change: dict[str, object], num_changed: int) -> None:
+    (tmp_path / "mine.json").write_bytes(changed_tokenizer(change))
+    record = {"messages": [{"role": role, "content": text} for role, text in HELLOS]}
+    data = made(tmp_path, [record], tokenizer=str(tmp_path / "mine.json"))
+    assert data.manifest.told["texts_that_the_tokenizer_changes"] == num_changed
+    assert any("do not come back" in line for line in lines(data.manifest, data.folder)) == bool(num_changed)
+
+
+HELLOS = [("system", "Hello you"), ("user", "hello"), ("assistant", "HELLO!")]
+
+
+def changed_tokenizer(change: dict[str, object]) -> bytes:
+    """One of ours as another would be."""
+    return json.dumps({**json.loads(ChatTokenizer.train(["Hello"], vocab_size=300).to_json()), **change}).encode()
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "bigscience/bloom-1b1.x@main"])
+def test_a_name_on_the_hub_may_have_a_dot(name: str, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repo, *_a, **_k: (_ for _ in ()).throw(OSError(repo)))
+    with pytest.raises(WhetError, match=f"from the hub\n.*OSError: {name.partition('@')[0]}"):
+        find_tokenizer(name)
+    for missing in ("no/such.json", "./gone", "~/gone"):
+        with pytest.raises(UsageError, match="no such tokenizer"):
+            find_tokenizer(missing)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------

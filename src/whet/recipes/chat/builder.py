@@ -83,7 +83,7 @@ def build_from(
         train_split=options.train_split,
         subsample_size=options.subsample_size,
         max_bad=options.max_bad,
-        wants_sample=tokenizer is None,
+        learns_vocabulary=tokenizer is None,
         told=lambda done: told("reading", done, None),
     )
     if tokenizer is None:
@@ -218,11 +218,19 @@ def _manifest(
             "conversations_left_out_as_held_out_elsewhere": found.num_repeated,
             "conversations_cut_apart": counts.cut_apart,
             "documents_shortened": counts.shortened,
+            "texts_that_the_tokenizer_changes": _num_changed(found.sample, tokenizer, options),
             "bad_records": found.num_bad,
             "bad_records_shown": [list(bad) for bad in found.bad],
         },
         files=files,
     )
+
+
+def _num_changed(texts: Sequence[str], tokenizer: ChatTokenizer, options: Options) -> int:
+    """Texts of a sample that do not come back; a byte-level vocabulary of our own loses nothing."""
+    if options.tokenizer == BYTE_PAIRS:
+        return 0
+    return sum(tokenizer.decode(tokenizer.encode(text)) != text for text in texts)
 
 
 def _source_facts(source: Source) -> dict[str, Any]:

@@ -23,8 +23,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 LEFT_OUT = 255
 """In `Survey.parts`, where others are numbers of PARTS."""
 
-_SAMPLE_CHARACTERS = 8_000_000
-"""More text makes a vocabulary of some thousand entries no better, and takes longer than it is worth."""
+_SAMPLE_CHARACTERS, _TRIED_CHARACTERS = 8_000_000, 100_000
+"""To learn from, and to try a given vocabulary with. More text makes a vocabulary of some thousand entries no better,
+and takes longer than it is worth."""
 _SHOWN = 20
 
 
@@ -35,7 +36,7 @@ class Survey:
     parts: Array
     """uint8, for each conversation in the order of reading: the number of its part, or LEFT_OUT."""
     sample: tuple[str, ...]
-    """Texts of the training part, for a vocabulary to be learned from."""
+    """Texts of the training part, for a vocabulary to be learned from or tried with."""
     bad: tuple[Bad, ...]
     num_bad: int
     num_found: int
@@ -50,12 +51,12 @@ def survey(
     train_split: float,
     subsample_size: int | None,
     max_bad: int,
-    wants_sample: bool,
+    learns_vocabulary: bool,
     told: Callable[[int], None],
 ) -> Survey:
     """Reads everything once; more than `max_bad` bad records are an error."""
     places, files = array("Q"), array("B")
-    sample = _Sample(_SAMPLE_CHARACTERS if wants_sample else 0)
+    sample = _Sample(_SAMPLE_CHARACTERS if learns_vocabulary else _TRIED_CHARACTERS)
     bad: list[Bad] = []
     num_bad = 0
     key = seed.to_bytes(16, "little", signed=True)

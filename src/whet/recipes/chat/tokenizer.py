@@ -11,6 +11,9 @@ from whet.recipes.chat.conversation import ROLES, Role
 MARKS = ("<|pad|>", "<|end|>", *(f"<|{role}|>" for role in ROLES))
 """Padding, the end of a turn, and the start of a turn of each role; their ids follow the vocabulary in this order."""
 
+MOST_IDS = 2**24
+"""Of a vocabulary: the library takes minutes to write one with an id of billions."""
+
 
 class ChatTokenizer:
     """Texts to ids and back; every id of a text is below `pad_id`, the first of the marks."""
@@ -22,6 +25,8 @@ class ChatTokenizer:
         engine.no_padding()
         self._engine = engine
         self.pad_id = max(engine.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.pad_id > MOST_IDS:
+            raise ValueError(f"ids up to {self.pad_id - 1:,}, which no table of tokens has room for")
         self.end_id = self.pad_id + 1
         self.role_ids: dict[Role, int] = {role: self.pad_id + 2 + place for place, role in enumerate(ROLES)}
         self.vocab_size = self.pad_id + len(MARKS)
@@ -45,10 +50,10 @@ class ChatTokenizer:
         return cls(engine)
 
     @classmethod
-    def from_json(cls, text: str) -> "ChatTokenizer":
+    def from_json(cls, text: str | bytes) -> "ChatTokenizer":
         """The tokenizer that `to_json` wrote, or any tokenizer.json of the tokenizers library."""
         try:
-            return cls(Engine.from_str(text))
+            return cls(Engine.from_str(text if isinstance(text, str) else text.decode()))
         except Exception as error:  # The library raises bare Exception.
             raise WhetError(
                 "a tokenizer cannot be read", got=str(error)[:200], try_="a tokenizer.json, unchanged"
@@ -60,11 +65,17 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text; never a mark."""
-        return self._engine.encode(text, add_special_tokens=False).ids
+        try:
+            return self._engine.encode(text, add_special_tokens=False).ids
+        except Exception as error:
+            raise _refused(error) from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of many texts, on all cores. A process with threads must not be forked: not where workers are."""
-        return [found.ids for found in self._engine.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            return [found.ids for found in self._engine.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except Exception as error:
+            raise _refused(error) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text behind ids; marks are left out."""
@@ -96,3 +107,8 @@ class TextStream:
     def push(self, number: int) -> str:
         """What is new with this id; nothing for a mark, or while a sign is incomplete."""
         return "" if number >= self._first_mark else self._stream.step(self._engine, number) or ""
+
+
+def _refused(error: Exception) -> WhetError:
+    """The library raises bare Exception, for a vocabulary that lacks the word for what it does not know, above all."""
+    return WhetError("the tokenizer cannot write a text", got=str(error)[:200], try_="another --tokenizer")

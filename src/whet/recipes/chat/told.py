@@ -42,4 +42,6 @@ _LEFT_OUT = {
     "conversations_left_out_as_held_out_elsewhere": "conversations left out: a held-out file has them too",
     "conversations_cut_apart": "conversations longer than --max-length became pieces that end with an answer",
     "documents_shortened": "pieces had a question or an answer longer than --max-length, whose end was cut off",
+    "texts_that_the_tokenizer_changes": "texts of a sample do not come back from this tokenizer as they were: answers "
+    "are learned as it spells them, and bits per byte compare with nothing else",
 }

@@ -20,10 +20,11 @@ def find_tokenizer(word: str) -> ChatTokenizer:
         if not path.is_file():
             raise UsageError(f"no tokenizer in {word}", got=f"no {_FILE}", try_="a folder with a fast tokenizer")
     if not path.is_file():
-        if path.suffix or word.startswith((".", "/", "~")):
+        # A dot alone says nothing: many names on the hub have one (Qwen2.5).
+        if path.suffix == ".json" or word.startswith((".", "/", "~")):
             raise UsageError("no such tokenizer", got=word, try_=f"{BYTE_PAIRS}, a {_FILE}, or a name on the hub")
         path = _from_hub(word)
-    return ChatTokenizer.from_json(read_plain(path, follows_links=True).decode())
+    return ChatTokenizer.from_json(read_plain(path, follows_links=True))
 
 
 def _from_hub(word: str) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, WhetError
 from whet.recipes.chat.conversation import Turn
 from whet.recipes.chat.reading import Record
 from whet.recipes.chat.shapes import openai
@@ -17,6 +17,7 @@ from whet.run.plain_file import read_plain
 
 ROWS = "all__inputs.npy"
 _ROLES = ("user", "assistant")
+_SOURCE = "the JSON file that it was made from"
 
 
 def is_folder(path: Path) -> bool:
@@ -40,16 +41,22 @@ def records(path: Path) -> Iterator[Record]:
     from tokenizers import Tokenizer
 
     folder = path.parent.parent
-    engine = Tokenizer.from_str(read_plain(folder / "tokenizer" / "tokenizer.json", follows_links=True).decode())
+    try:
+        engine = Tokenizer.from_str(read_plain(folder / "tokenizer" / "tokenizer.json", follows_links=True).decode())
+    except WhetError:
+        raise
+    except Exception as error:  # The library raises bare Exception.
+        got = f"tokenizer/tokenizer.json: {str(error)[:160]}"
+        raise UsageError(f"{folder} is no folder of conversations", got=got, try_=_SOURCE) from None
     starts = {engine.token_to_id(f"<|{role}|>"): role for role in _ROLES}
     ends = {engine.token_to_id(f"<|end{role}|>") for role in _ROLES}
     try:
         rows = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
+    except (ValueError, EOFError, OSError) as error:
         raise UsageError(f"{path} holds not numbers", got=str(error)[:200], try_="the file as it was written") from None
     if None in starts or None in ends or rows.ndim != 2 or rows.dtype.kind not in "iu":
         got = f"{rows.ndim} dimensions of {rows.dtype}" if None not in ends else "a tokenizer without <|enduser|>"
-        raise UsageError(f"{folder} is no folder of conversations", got=got, try_="the JSON file that it was made from")
+        raise UsageError(f"{folder} is no folder of conversations", got=got, try_=_SOURCE)
     for number, row in enumerate(rows, 1):
         messages: list[dict[str, str]] = []
         role, inside = "", list[int]()
