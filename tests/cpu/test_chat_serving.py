@@ -57,7 +57,8 @@ def test_the_client_lists_asks_and_streams(client: openai.OpenAI) -> None:
     assert 0 < usage.completion_tokens <= 8
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     longer = [*HELLO, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "What?"}]
-    history = client.chat.completions.create(**{**asked, "messages": longer}).usage
+    harmless: Any = {"user": "me", "metadata": {"a": "b"}, "presence_penalty": 0.0, "tools": [], "logprobs": False}
+    history = client.chat.completions.create(**{**asked, "messages": longer, **harmless}).usage
     assert history is not None
     assert history.prompt_tokens > usage.prompt_tokens + 4
     pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -90,6 +91,9 @@ def test_seeds_and_stops(client: openai.OpenAI) -> None:
         ({"n": 1_000_000}, openai.BadRequestError, "n"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
         ({"logprobs": True}, openai.BadRequestError, "logprobs is not supported"),
+        ({"extra_body": {"min_p": 0.1}}, openai.BadRequestError, "min_p is not supported"),
+        ({"extra_body": {"temprature": 0.1}}, openai.BadRequestError, "temprature is not supported"),
+        ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice is not supported"),
         ({"stop": [""]}, openai.BadRequestError, "stop takes"),
         ({"messages": [{"role": "user", "content": "x" * 300_000}]}, openai.APIStatusError, "413"),
     ],
@@ -117,6 +121,7 @@ def test_only_the_key_and_this_machine(told: dict[str, Any]) -> None:
         ({**good, "Content-Type": "text/plain"}, b"{}", 415),
         (good, b"{", 400),
         (good, b"[" * 100_000, 400),
+        (good, b'{"\\ud800": 1}', 400),
         (good, b'{"model": "run", "messages": [{"role": "user", "content": "\\ud800"}]}', 400),
     ):
         connection = HTTPConnection(host, timeout=30)
@@ -159,6 +164,12 @@ def test_an_answer_ends_when_nobody_listens() -> None:
         before = len(written)
         await asyncio.sleep(0.2)
         assert len(written) <= before + 2
+        # A place is taken before the first piece is asked for, and given back where it never is.
+        waiting = answering.pieces(endless)
+        with pytest.raises(BadRequestError, match="too many"):
+            answering.pieces(endless)
+        del waiting
+        await asyncio.sleep(0.1)
         # The place is free again.
         async with aclosing(answering.pieces(lambda: iter([Piece("y", 1, "stop")]))) as pieces:
             assert [piece.text async for piece in pieces] == ["y"]

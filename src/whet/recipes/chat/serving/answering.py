@@ -6,7 +6,8 @@ or is not begun.
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -29,9 +30,12 @@ class Answering:
         self._num_asked = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="speaker")
 
-    async def pieces(self, say: Callable[[], Iterator[Piece]]) -> AsyncIterator[Piece]:
-        """The answer as it is written; close this iterator, and it is written no further."""
-        self.refuse_too_many()
+    def pieces(self, say: Callable[[], Iterator[Piece]]) -> AsyncGenerator[Piece]:
+        """The answer as it is written; close this iterator or let it go, and it is written no further.
+
+        The place is taken at once: between a look at the queue and the first piece others would come.
+        """
+        self._refuse_too_many()
         loop = asyncio.get_running_loop()
         told: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         is_over = threading.Event()
@@ -56,20 +60,30 @@ class Answering:
         work = self._thread.submit(speak)
         # Counted until the thread is free again, not until the client has gone.
         work.add_done_callback(lambda _: loop.call_soon_threadsafe(self._done) if not loop.is_closed() else None)
-        try:
-            while (one := await told.get()) is not None:
-                if isinstance(one, BaseException):
-                    raise one
-                yield one
-        finally:
+
+        def end() -> None:
             is_over.set()
             work.cancel()
+
+        async def listen() -> AsyncGenerator[Piece]:
+            try:
+                while (one := await told.get()) is not None:
+                    if isinstance(one, BaseException):
+                        raise one
+                    yield one
+            finally:
+                end()
+
+        pieces = listen()
+        # A generator that is never begun has no end either: a client may go before the first piece.
+        weakref.finalize(pieces, end).atexit = False
+        return pieces
 
     async def whole(self, say: Callable[[], Iterator[Piece]], request: "Request") -> list[Piece] | None:
         """All pieces; None where the client went away meanwhile."""
 
         async def collect() -> list[Piece]:
-            async with aclosing(self.pieces(say)) as pieces:  # type: ignore[type-var]
+            async with aclosing(self.pieces(say)) as pieces:
                 return [piece async for piece in pieces]
 
         answer, gone = asyncio.ensure_future(collect()), asyncio.ensure_future(_until_gone(request))
@@ -83,8 +97,7 @@ class Answering:
                 task.cancel()
             await asyncio.gather(answer, gone, return_exceptions=True)
 
-    def refuse_too_many(self) -> None:
-        """Before anything is promised to a client."""
+    def _refuse_too_many(self) -> None:
         if self._num_asked >= self._most:
             raise BadRequestError(
                 "too many requests are waiting; ask again later", code="rate_limit_exceeded", status=429

@@ -18,19 +18,28 @@ _ROLES: dict[str, Role] = {
 }
 _MOST_MESSAGES = 1_000
 _MOST_STOPS = 4
-_UNKNOWN = {
-    "tools": None,
-    "functions": None,
-    "logit_bias": None,
-    "logprobs": None,
-    "top_logprobs": None,
+_HARMLESS = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+}
+"""What a client may say without a change to the answer."""
+_NOT_WANTED = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
     "best_of": 1,
-    "echo": None,
-    "suffix": None,
+    "tool_choice": "none",
+    "function_call": "none",
+    "modalities": ["text"],
 }
-"""What we cannot do, and what a client may say all the same: nothing, or that it does not want it."""
+"""What we cannot do, and how a client says that it does not want it; else by null, false or nothing in brackets."""
 
 
 class BadRequestError(Exception):
@@ -135,9 +144,11 @@ def read_asked(kind: type[Asked], body: Any) -> Any:
     """A request from its JSON; the first thing that is wrong is told by name."""
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
-    for name, harmless in _UNKNOWN.items():
-        if body.get(name) not in (None, False, [], {}, harmless):
-            raise BadRequestError(f"{name} is not supported here", param=name, code="unsupported_parameter")
+    for name, value in body.items():
+        if name in kind.model_fields or name in _HARMLESS or value in (None, False, "", [], {}, _NOT_WANTED.get(name)):
+            continue
+        shown = name[:100].encode(errors="replace").decode()
+        raise BadRequestError(f"{shown} is not supported here", param=shown, code="unsupported_parameter")
     try:
         asked = kind.model_validate(body)
     except ValidationError as error:

@@ -6,7 +6,7 @@ POST /v1/completions                 goes on with a text
 """
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -93,32 +93,18 @@ class Routes:
         answer = shapes.Answer(model=self._name, is_chat=is_chat)
         num_read = len(prompt.ids)
         if asked.stream:
-            self._answering.refuse_too_many()
+            pieces = self._answering.pieces(say)
             wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
             return StreamingResponse(
-                self._streamed(say, answer, num_read=num_read, wants_usage=wants_usage),
+                _streamed(pieces, answer, num_read=num_read, wants_usage=wants_usage),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-store"},
             )
-        pieces = await self._answering.whole(say, request)
-        if pieces is None:
+        said = await self._answering.whole(say, request)
+        if said is None:
             return Response(status_code=499)  # Nobody reads it.
-        text, last = "".join(piece.text for piece in pieces), pieces[-1]
+        text, last = "".join(piece.text for piece in said), said[-1]
         return _json(answer.whole(text, last.end or "stop", shapes.usage_of(num_read, last.num_tokens)))
-
-    async def _streamed(
-        self, say: Callable[[], Iterator[Piece]], answer: shapes.Answer, *, num_read: int, wants_usage: bool
-    ) -> AsyncIterator[bytes]:
-        num_said, is_first = 0, True
-        async with aclosing(self._answering.pieces(say)) as pieces:  # type: ignore[type-var]
-            async for piece in pieces:
-                num_said = piece.num_tokens
-                if piece.text or is_first or piece.end:
-                    yield answer.piece(piece.text, is_first=is_first, end=piece.end)
-                    is_first = False
-        if wants_usage:
-            yield answer.usage(shapes.usage_of(num_read, num_said))
-        yield shapes.DONE
 
     def _room(self, asked: Asked) -> int:
         """Tokens that the answer may have."""
@@ -150,6 +136,21 @@ def _until(
             yield Piece(text, piece.num_tokens, "stop")
             return
         yield Piece(text + stops.rest() if piece.end else text, piece.num_tokens, piece.end)
+
+
+async def _streamed(
+    pieces: AsyncGenerator[Piece], answer: shapes.Answer, *, num_read: int, wants_usage: bool
+) -> AsyncIterator[bytes]:
+    num_said, is_first = 0, True
+    async with aclosing(pieces):
+        async for piece in pieces:
+            num_said = piece.num_tokens
+            if piece.text or is_first or piece.end:
+                yield answer.piece(piece.text, is_first=is_first, end=piece.end)
+                is_first = False
+    if wants_usage:
+        yield answer.usage(shapes.usage_of(num_read, num_said))
+    yield shapes.DONE
 
 
 async def _body(request: "Request") -> Any:
