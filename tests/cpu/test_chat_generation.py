@@ -196,3 +196,16 @@ def test_training_generating_and_talking(
     kept = json.loads((tmp_path / "talk.jsonl").read_text())["messages"]
     assert [turn["role"] for turn in kept][::2] == ["system", "assistant", "assistant"]
     assert whet(["chat", str(tmp_path)]) == 2
+    for unfit in (["--prompt", " "], ["--interactive", "--prompt", "x"], ["--interactive", "--json"]):
+        assert whet(["generate", run, *unfit]) == 2
+    # Bytes that are no UTF-8, a /save of nothing, and a closed standard input.
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff tea\n"), encoding="utf-8"))
+    assert whet(["generate", run, "--device", "cpu", "--max-new-tokens", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["prompt"] == "? tea"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/save {tmp_path / 'nothing.jsonl'}\n"))
+    assert whet(["chat", run, "--system", "Be brief.", "--device", "cpu"]) == 0
+    assert not (tmp_path / "nothing.jsonl").exists()
+    for words, code in ((["chat", run, "--device", "cpu"], 0), (["generate", run], 2)):
+        monkeypatch.setattr("sys.stdin", None)
+        assert whet(words) == code

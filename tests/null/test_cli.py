@@ -117,6 +117,16 @@ def test_a_missing_word_has_the_name_that_the_help_gives_it(capfd: pytest.Captur
         assert what in capfd.readouterr().err
 
 
+def test_a_wrong_value_is_told_with_its_option(capfd: pytest.CaptureFixture[str]) -> None:
+    for words, what in (
+        (["generate", "run", "--max-new-tokens", "0"], "error: --max-new-tokens: input should be greater"),
+        (["generate", "run", "--top-k", "1e9"], "error: --top-k: input should be a valid integer"),
+        (["generate", "run", "--foo"], "error: no such option"),
+    ):
+        assert main.run(words) == 2
+        assert what in capfd.readouterr().err
+
+
 def test_debug_shows_the_traceback(whet: Run) -> None:
     done = whet("plan", "text", "epohcs=3", "--debug")
     assert done.returncode != 0

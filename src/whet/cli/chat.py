@@ -120,6 +120,9 @@ class _Talk:
 
         from whet.cli import screen
 
+        if not any(turn.role == "assistant" for turn in self._turns):
+            screen.note("not saved: nothing was said yet")
+            return
         record = {"messages": [{"role": turn.role, "content": turn.text} for turn in self._turns]}
         try:
             with path.open("x", encoding="utf-8") as file:
@@ -135,22 +138,19 @@ def _lines() -> Iterator[str]:
     import contextlib
     import sys
 
-    from whet.cli.speaking import readable
+    from whet.cli.speaking import read_lines, readable
 
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # Arrows and history for input().
+    if not sys.stdin.isatty():
+        yield from map(str.strip, read_lines())
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # Arrows and history for input().
     while True:
         try:
-            line = input("> ") if is_terminal else sys.stdin.readline()
+            line = input("> ").strip()
         except EOFError:
             return
         except KeyboardInterrupt:
             continue
-        if not line:
-            if is_terminal:
-                continue
-            return
-        if line.strip():
-            yield readable(line.strip())
+        if line:
+            yield readable(line)

@@ -1,6 +1,5 @@
 """whet generate: what a trained chat model answers."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -30,18 +29,24 @@ def generate(
     whet generate runs/chat-001 --prompt "Hello!" --temperature 0 --max-new-tokens 50
     whet generate runs/chat-001 --json < questions.txt
     """
+    from whet.base.errors import UsageError
+
     if interactive:
         from whet.cli.chat import chat
 
+        if prompt or json:
+            unfit = "--prompt" if prompt else "--json"
+            raise UsageError(f"a conversation takes no {unfit}", got=f"--interactive {unfit}", try_="one of them")
+
         chat(run, system, checkpoint, max_new_tokens, temperature, top_k, top_p, seed, device)
         return
-    from whet.base.errors import UsageError
     from whet.cli import screen
-    from whet.cli.speaking import as_turns, readable
+    from whet.cli.speaking import as_turns, read_lines, readable
 
-    given = [readable(text) for text in prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]]
-    if not given:
-        raise UsageError("there is no question", got="no text", try_=f'whet generate {run} --prompt "..."')
+    given = [readable(text) for text in prompt] if prompt else list(read_lines())
+    if not given or not all(text.strip() for text in given):
+        got = "no text" if not given else 'an empty --prompt ""'
+        raise UsageError("there is no question", got=got, try_=f'whet generate {run} --prompt "..."')
     from whet.cli.speaking import open_speaker
     from whet.recipes.chat.generation.sampling import Sampling
 

@@ -1,6 +1,7 @@
 """The entry point: finds the verb, and turns every failure into three lines and an exit code."""
 
 import errno
+import io
 import os
 import sys
 import sysconfig
@@ -112,6 +113,8 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command; its exit code."""
     if sys.stdout is None:  # Closed by the caller (whet train ... >&-): there is work to do all the same.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if sys.stdin is None:  # Closed too (<&-): as if it were empty.
+        sys.stdin = io.TextIOWrapper(io.BytesIO())
     switches = {"--quiet", "--debug"}
     screen.quiet = "--quiet" in arguments
     debug = screen.debug = "--debug" in arguments
@@ -193,8 +196,17 @@ def _as_usage_error(error: Exception, words: Sequence[str]) -> UsageError:
         return UsageError(
             "no such command", got=verb or " ".join(words), try_=f"whet {meant}" if meant else "whet --help"
         )
-    what = _missing(error) or str(error)[:1].lower() + str(error)[1:].rstrip(".")
+    what = _missing(error) or _option(error) + str(error)[:1].lower() + str(error)[1:].rstrip(".")
     return UsageError(what, got="whet " + " ".join(words), try_=f"whet {verb} --help")
+
+
+def _option(error: Exception) -> str:
+    """Which option or word has the wrong value, as the help names it; nothing where the message says it."""
+    parameter = getattr(error, "param", None)
+    names = [*getattr(parameter, "opts", ())]
+    if parameter is None or any(name in str(error) for name in names):
+        return ""
+    return next((name for name in names if name.startswith("--")), parameter.metavar or parameter.name) + ": "
 
 
 def _missing(error: Exception) -> str | None:

@@ -1,5 +1,8 @@
 """What generate, chat and serve share: a run folder becomes somebody who answers."""
 
+import io
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,3 +51,12 @@ def as_turns(text: str, system: str | None) -> "list[Turn]":
 def readable(text: str) -> str:
     """The text without bytes that were no UTF-8 on the command line."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def read_lines() -> Iterator[str]:
+    """The lines of standard input that say something, whatever their bytes are."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    for line in sys.stdin:
+        if line.strip():
+            yield readable(line.rstrip("\n"))
