@@ -116,6 +116,16 @@ def test_killed_and_said_again_it_ends_as_if_nothing_had_been(tmp_path: Path, mo
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_a_board_with_too_few_openings_for_its_gates_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*command(tmp_path / "small"), "size=3", "loop.gate_games=146"]
+    with mock.patch.dict(os.environ):
+        assert run(words) == 2
+    assert "loop.gate_games" in capsys.readouterr().err
+    assert not (tmp_path / "small").exists()
+
+
 def test_another_training_does_not_go_on_in_the_folder_but_a_longer_or_newer_one_does(tmp_path: Path) -> None:
     folder = tmp_path / "better"
     open_state(folder, config={"lr": 0.1, "loop": {"generations": 2}})

@@ -141,3 +141,18 @@ def test_recorded_games_are_learned_from_and_a_plan_knows_how_many(place: Place)
     assert told.num_samples == recipe.describe(config, data).num_samples == len(data.train["move"])
     decided = data.train["move"] < 0
     assert 0 < decided.sum() < len(decided)
+
+
+def test_few_games_may_leave_no_test_part_but_not_nothing_to_judge_by(place: Place) -> None:
+    lines = ["b1 a1 b2 a2 b3 a3 b4", "c1 a1 c2 a2 c3 a3 c4", "d1 a1 d2 a2 d3 a3 d4"]
+    (place.folder / "few.txt").write_text("\n".join(lines) + "\n")
+    recipe = hex_recipe()
+    for test, dev, name in ((0, 0.5, "no-test"), (0, 0, "no-dev")):
+        words = ("--size", 4, "--test-share", test, "--dev-share", dev, "--output-dir", name)
+        assert place.run("data", "hex", "few.txt", *words)[0] == 0
+    found = recipe.data(resolve(recipe.Config, [f"data={place.folder / 'no-test'}"]).config)
+    assert len(found.train["move"])
+    assert len(found.dev["move"])
+    assert found.test is None
+    code, _, errors = place.train("data=no-dev")
+    assert (code, "no positions to judge a training by" in errors) == (2, True), errors

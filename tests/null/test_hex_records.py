@@ -22,7 +22,9 @@ from whet.hex.positions.packing import pack_boards, unpack_boards
 from whet.hex.positions.position_set import PositionSet, symmetries_of
 from whet.hex.records.notation import read_game, write_game
 from whet.hex.records.reading import Ledger, open_source
+from whet.hex.rules import legal
 from whet.hex.self_play import play_games
+from whet.hex.symmetry import MIRRORED, transform
 
 GAMES = Path(os.environ.get("WHET_TEST_DATA", "/nowhere")) / "hex-neurohex-13x13" / "raw_games.dat"
 
@@ -241,6 +243,8 @@ def test_damaged_sets_are_refused(kept, tmp_path: Path) -> None:
         ("manifest.json", lambda data: data.replace(b'"games.bin"', b'"../games.bin"'), "files"),
         ("manifest.json", lambda data: b"[]", "damaged"),
         ("manifest.json", lambda data: data.replace(b"positions 1", b"positions 9"), "another format"),
+        ("manifest.json", lambda data: data.replace(b'"train"', b'"trial"'), "damaged"),
+        ("manifest.json", lambda data: data.replace(b'"positions": ', b'"positions": -'), "wrong value"),
     ):
         shutil.copytree(positions.folder, tmp_path / "copy")
         path = tmp_path / "copy" / name
@@ -311,4 +315,8 @@ def test_winners_of_recorded_games_agree_with_an_independent_replay(tell) -> Non
 
 
 def test_samples_of_games_without_positions() -> None:
-    assert len(unroll(play_games(RandomPlayer(), size=3, count=0, seed=0))) == 0
+    samples = unroll(play_games(RandomPlayer(), size=3, count=0, seed=0))
+    assert len(samples) == 0
+    assert transform(samples.positions, MIRRORED).boards.shape == (0, 3, 3)
+    assert legal(samples.positions.boards).shape == (0, 9)
+    assert unpack_boards(pack_boards(samples.positions.boards), size=3).shape == (0, 3, 3)

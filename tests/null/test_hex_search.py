@@ -134,6 +134,9 @@ def test_openings_are_all_different_undecided_and_refused_where_there_are_too_fe
     assert (openings == BLUE).sum() == (openings == RED).sum() == 300
     with pytest.raises(UsageError, match="not so many openings"):
         draw_openings(30, size=5, num_stones=1, seed=0)
+    # A board full of stones is decided.
+    with pytest.raises(UsageError, match="0 are there"):
+        draw_openings(3, size=3, num_stones=20, seed=0)
     assert len(draw_openings(1, size=5, num_stones=0, seed=0)) == 1
 
 

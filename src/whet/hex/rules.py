@@ -42,12 +42,12 @@ def start(batch: int, *, size: int) -> Positions:
 
 def legal(boards: Boards) -> NDArray[np.bool_]:
     """(batch, cells): where a stone may be put while the game goes on."""
-    return np.asarray(boards == EMPTY).reshape(len(boards), -1)
+    return np.asarray(boards == EMPTY).reshape(len(boards), boards.shape[-1] ** 2)
 
 
 def play(positions: Positions, moves: Cells) -> Positions:
     """The positions after one move on each; a move onto a stone or beside the board is refused."""
-    cells = positions.boards.reshape(len(positions), -1).copy()
+    cells = positions.boards.reshape(len(positions), positions.size**2).copy()
     index = np.arange(len(positions))
     moves = np.asarray(moves)
     is_outside = (moves < 0) | (moves >= cells.shape[1])

@@ -35,7 +35,8 @@ def cell_maps(size: int) -> NDArray[np.int64]:
 def transform(positions: Positions, symmetry: Symmetries) -> Positions:
     """The same positions seen otherwise."""
     which = _each(symmetry, len(positions))
-    cells = transform_policy(positions.boards.reshape(len(positions), -1), symmetry, size=positions.size)
+    size = positions.size
+    cells = transform_policy(positions.boards.reshape(len(positions), size**2), symmetry, size=size)
     is_mirrored = which >= MIRRORED
     swapped = np.array([EMPTY, RED, BLUE], dtype=np.int8)
     cells = np.where(is_mirrored[:, None], swapped[cells], cells)

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import numpy as np
+from pydantic import Field
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.record import Record
 from whet.hex.board import check_size
+from whet.hex.positions.splitting import SPLITS
 from whet.hex.records.orientation import Orientation
 from whet.run import strict_json
 from whet.run.plain_file import read_plain
@@ -27,8 +29,8 @@ class FileFacts(Record):
 class SplitFacts(Record):
     """One part."""
 
-    games: int
-    positions: int
+    games: int = Field(ge=0)
+    positions: int = Field(ge=0)
 
 
 class Manifest(Record):
@@ -68,4 +70,6 @@ def read_manifest(folder: Path) -> Manifest:
         raise UsageError("positions in another format", got=str(data.get("format"))[:60], try_=hint)
     found = Manifest.from_json(data, where=path)
     check_size(found.size)
+    if set(found.splits) != set(SPLITS):
+        raise WhetError(f"{path} is damaged", got=f"parts {sorted(found.splits)}"[:200], try_=hint)
     return found

@@ -34,13 +34,13 @@ def pack_boards(boards: Boards) -> NDArray[np.uint8]:
     """(batch, size, size) as (batch, bytes)."""
     size = boards.shape[-1]
     cells = np.zeros((len(boards), 4 * num_bytes(size)), dtype=np.uint8)
-    cells[:, : size * size] = boards.reshape(len(boards), -1)
-    return np.bitwise_or.reduce(cells.reshape(len(boards), -1, 4) << _SHIFTS, axis=2)
+    cells[:, : size * size] = boards.reshape(len(boards), size * size)
+    return np.bitwise_or.reduce(cells.reshape(len(boards), num_bytes(size), 4) << _SHIFTS, axis=2)
 
 
 def unpack_boards(packed: NDArray[np.uint8], *, size: int) -> Boards:
     """And back."""
-    return _UNPACKED[packed].reshape(len(packed), -1)[:, : size * size].reshape(-1, size, size)
+    return _UNPACKED[packed].reshape(len(packed), 4 * num_bytes(size))[:, : size * size].reshape(-1, size, size)
 
 
 def as_rows(samples: Samples) -> NDArray[np.void]:

@@ -101,6 +101,16 @@ def refuse_missing_data(config: HexConfig) -> None:
         raise UsageError("the data is not there", got=f"data={config.data}", try_="a folder that whet data hex made")
 
 
+def refuse_empty_parts(num_train: int, num_dev: int, num_test: int) -> None:
+    """A training needs positions to learn from and positions to be judged by; the test part may be empty."""
+    if not (num_train and num_dev):
+        raise UsageError(
+            f"there are no positions {'to judge a training by' if num_train else 'to learn from'}",
+            got=f"positions of train {num_train:,}, dev {num_dev:,}, test {num_test:,}",
+            try_="more games, or whet data hex FILE --output-dir DIR with another --seed or --dev-share",
+        )
+
+
 def describe(config: HexConfig, *, size: int | None = None, num_samples: int | None = None) -> Workload:
     """The workload that a config stands for; what only the data knows is unknown until it was read."""
     size = size or config.default_size

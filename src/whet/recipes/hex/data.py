@@ -11,7 +11,7 @@ from torch import Tensor
 from whet.hex.games import Games, Samples, unroll
 from whet.hex.positions.position_set import PositionSet
 from whet.hex.symmetry import mover_view, transform_moves
-from whet.recipes.hex.config import HexConfig, refuse_other_size
+from whet.recipes.hex.config import HexConfig, refuse_empty_parts, refuse_other_size
 from whet.recipes.hex.made_games import made_games
 
 Columns = dict[str, Tensor]
@@ -26,7 +26,8 @@ class HexData:
     size: int
     train: Columns
     dev: Columns
-    test: Columns
+    test: Columns | None
+    """None where no game is for it: then nothing is said at the end."""
     fingerprint: str
     notes: tuple[str, ...] = ()
 
@@ -55,9 +56,11 @@ def _made(config: HexConfig) -> HexData:
 
 def _of_parts(config: HexConfig, parts: list[Columns], *, size: int, fingerprint: str, source: str) -> HexData:
     counts = " + ".join(f"{len(part['move']):,}" for part in parts)
+    refuse_empty_parts(*(len(part["move"]) for part in parts))
     note = f"{source} on {size}x{size}: {counts} positions (train, dev, test), split by game"
     train = with_half_turns(parts[0]) if config.augment else parts[0]
-    return HexData(size=size, train=train, dev=parts[1], test=parts[2], fingerprint=fingerprint, notes=(note,))
+    test = parts[2] if len(parts[2]["move"]) else None
+    return HexData(size=size, train=train, dev=parts[1], test=test, fingerprint=fingerprint, notes=(note,))
 
 
 def split(games: Games) -> tuple[Games, Games, Games]:

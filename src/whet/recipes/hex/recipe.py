@@ -36,9 +36,11 @@ class HexRecipe:
         if config.data is None:
             return hex_config.describe(config)
         from whet.hex.positions.manifest import read_manifest
+        from whet.hex.positions.splitting import SPLITS
 
         told = read_manifest(Path(config.data))
         hex_config.refuse_other_size(config, told.size)
+        hex_config.refuse_empty_parts(*(told.splits[name].positions for name in SPLITS))
         num_samples = told.splits["train"].positions * (2 if config.augment else 1)
         return hex_config.describe(config, size=told.size, num_samples=num_samples)
 

@@ -17,7 +17,7 @@ _SWAPPED = np.array([EMPTY, RED, BLUE], dtype=np.int8)
 def with_stones(boards: Boards, moves: Cells) -> Boards:
     """Copies with the mover's stone put on each, still as the mover sees them."""
     after = boards.copy()
-    after.reshape(len(after), -1)[np.arange(len(after)), moves] = BLUE
+    after.reshape(len(after), after.shape[-1] ** 2)[np.arange(len(after)), moves] = BLUE
     return after
 
 

@@ -16,14 +16,14 @@ def draw_openings(num: int, *, size: int, num_stones: int, seed: int) -> Boards:
     boards = np.zeros((0, size, size), dtype=np.int8)
     for _ in range(_MOST_TRIES):
         boards = np.concatenate([boards, random_boards(4 * num, size=size, num_stones=num_stones, draw=draw)])
-        _, first = np.unique(boards.reshape(len(boards), -1), axis=0, return_index=True)
+        _, first = np.unique(boards.reshape(len(boards), size**2), axis=0, return_index=True)
         boards = boards[np.sort(first)]
         if len(boards) >= num:
             return boards[:num]
     raise UsageError(
         "there are not so many openings",
         got=f"{num} openings of {num_stones} stones on size {size}; {len(boards)} are there",
-        try_=f"--openings {len(boards)}, or --stones {num_stones + 1}",
+        try_=f"--games {2 * len(boards)}, or --stones {num_stones + 1}" if len(boards) else "--stones 2",
     )
 
 
@@ -34,7 +34,7 @@ def random_boards(num: int, *, size: int, num_stones: int, draw: np.random.Gener
     """Boards after random moves by both in turn, as their movers see them; decided ones are left out."""
     boards = np.zeros((num, size, size), dtype=np.int8)
     for _ in range(num_stones):
-        chance = draw.random((len(boards), size * size)) * (boards.reshape(len(boards), -1) == 0)
+        chance = draw.random((len(boards), size * size)) * (boards.reshape(len(boards), size**2) == 0)
         boards = with_stones(boards, chance.argmax(1))
         boards = passed_on(boards[~has_won(boards)])
     return boards

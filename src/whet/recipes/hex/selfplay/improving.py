@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from whet.base.errors import UsageError
 from whet.config.resolve import Resolved
 from whet.device.abstract import AbstractDevice
 from whet.device.open import open_device
 from whet.engine.loop import Result
 from whet.engine.recorder import Show
+from whet.hex.board import Boards
 from whet.recipes.hex.arena.match import Player, play_match
 from whet.recipes.hex.arena.openings import draw_openings
 from whet.recipes.hex.arena.rating import Rating, rate
@@ -53,6 +55,7 @@ class Improvement:
 
     def run(self) -> int:
         """Until all generations are over, or a training was asked to stop; the exit code."""
+        self._refuse_few_openings()
         self.folder.mkdir(parents=True, exist_ok=True)
         with lock.acquire(self.folder):
             state = open_state(self.folder, config=self.config.model_dump(mode="json"))
@@ -138,15 +141,24 @@ class Improvement:
         )
 
     def _gate(self, number: int, champion: int, device: AbstractDevice) -> Rating:
-        """Both without noise, from openings that no other gate had."""
+        """Both without noise, from openings that are drawn for this gate."""
         players = [self._for_gate(self._net(generation, device)) for generation in (number, champion)]
-        openings = draw_openings(
+        return rate(play_match(players[0], players[1], self._openings(number), seed=number).tolist())
+
+    def _openings(self, number: int) -> Boards:
+        return draw_openings(
             self.config.loop.gate_games // 2,
             size=self.config.default_size,
             num_stones=_OPENING_STONES,
             seed=self.config.seed + 7_919 * number,
         )
-        return rate(play_match(players[0], players[1], openings, seed=number).tolist())
+
+    def _refuse_few_openings(self) -> None:
+        """Before anything is learned: a small board has too few of them for many games."""
+        try:
+            self._openings(1)
+        except UsageError as error:
+            raise UsageError(error.what, got=error.got, try_="a smaller loop.gate_games, or a larger size") from None
 
     def _for_gate(self, net: NetPlayer) -> Player:
         simulations = self.config.loop.gate_simulations
