@@ -64,6 +64,7 @@ def test_games_are_written_and_read_back(kind: str) -> None:
         ("11nc1,b4:sh4:rb", 11, "b4 swap h4", RED),
         ("#11,b4h4:fw", 11, "b4 h4", BLUE),
         ("1. a4 b5, 2. c6 swap", None, "a4 b5 c6 swap", EMPTY),
+        ("1.a4 2.b5", None, "a4 b5", EMPTY),
         ("a4;b05 resign", None, "a4 b5", RED),
         ("a4 b5 c1 resign", None, "a4 b5 c1", BLUE),
         ("#5,", 5, "", EMPTY),
@@ -88,6 +89,9 @@ def test_what_a_line_says(line: str, size: int | None, words: str, winner: int) 
         "a27",
         "ä4",
         "#13,a4 b5",
+        "#13,a4b5 #13,c6",
+        "#13,a4b5\r#13,c6",
+        "a4 b5.",
         "a1" * 9000,
     ],
 )
@@ -113,7 +117,7 @@ def test_both_orientations_are_recognised(tmp_path: Path, mirrored: bool) -> Non
 
 def test_bad_games_are_left_out_and_named(tmp_path: Path, whet: Run, capsys: pytest.CaptureFixture[str]) -> None:
     games = [written(moves) for moves in made(60)]
-    bad = ["a1 a1 b2 blue", "what is this", "#5,a1b2", "a1 b1", f"{games[0]} d4 d3 d2", "#4,a1b2c3 z"]
+    bad = ["a1 a1 b2 blue", "what is this", "#5,a1b2", "a1 b1", f"{games[0]} d4 d3 d2", "#4,a1b2c3 z", "#4,a1z9"]
     told_wrongly = [f"{moves} {'red' if len(moves.split()) % 2 else 'blue'}" for moves in games[:1]]
     told_rightly = ["a1 b1 blue"]
     path = tmp_path / "games.txt"
@@ -123,16 +127,16 @@ def test_bad_games_are_left_out_and_named(tmp_path: Path, whet: Run, capsys: pyt
     assert not (tmp_path / "set").exists()
     assert sorted(one.name for one in tmp_path.iterdir()) == ["games.txt"], "nothing is left half-written"
     done = whet(
-        "data", "hex", str(path), "--output-dir", str(tmp_path / "set"), "--max-bad", "7", "--size", "4", "--json"
+        "data", "hex", str(path), "--output-dir", str(tmp_path / "set"), "--max-bad", "8", "--size", "4", "--json"
     )
     assert done.returncode == 0, done.stderr
     manifest = json.loads(done.stdout)
-    kinds = {"unreadable": 2, "other size": 1, "illegal": 2, "unfinished": 1, "contradiction": 1}
+    kinds = {"unreadable": 2, "other size": 1, "illegal": 3, "unfinished": 1, "contradiction": 1}
     assert manifest["left_out"] == kinds
-    assert manifest["left_out_named"]["illegal"] == ["games.txt:63", "games.txt:67"]
-    assert manifest["num_read"] == 60 + 6 + 2
+    assert manifest["left_out_named"]["illegal"] == ["games.txt:69 (4)", "games.txt:63", "games.txt:67"]
+    assert manifest["num_read"] == 60 + 7 + 2
     assert json.loads((tmp_path / "set" / "manifest.json").read_text()) == manifest
-    assert run(["data", "hex", str(path), "--max-bad=7", "--size=4", "--strict"]) == 1
+    assert run(["data", "hex", str(path), "--max-bad=8", "--size=4", "--strict"]) == 1
     assert "games.txt:63" in capsys.readouterr().out
     for words, said in (
         (("hex", "nowhere"), "not there"),

@@ -18,9 +18,9 @@ from whet.hex.game import Game
 
 Kind = Literal["trmph", "hexworld", "plain"]
 LONGEST_LINE = 10_000
-_HEADER = re.compile(r"(?:.*#)?(\d{1,2})((?:[a-z]\d*)*),(.*)", re.DOTALL)
+_HEADER = re.compile(r"(?:[^#]*#)?(\d{1,2})((?:[a-z]\d*)*),(.*)", re.DOTALL)
 _GLUED = re.compile(r"([a-z]\d{1,2})|(:[rf][bw]|:[a-z])|(,)")
-_NUMBER = re.compile(r"\d+\.")
+_NUMBER = re.compile(r"(?<![a-z0-9])\d+\.")
 _WINNERS = {"1": BLUE, "b": BLUE, "blue": BLUE, "2": RED, "r": RED, "red": RED}
 _COLUMNS, _ROWS = "abcdefghijklmnopqrstuvwxyz", range(1, MOST_SIZE + 1)
 _NAMES = {f"{column}{row:0{digits}}": f"{column}{row}" for column in _COLUMNS for row in _ROWS for digits in (1, 2)}
@@ -96,7 +96,7 @@ def read_game(line: str) -> Written:
 
 
 def _read_plain(text: str, line: str) -> Written:
-    words = [word for word in re.split(r"[\s,;]+", text) if word and not _NUMBER.fullmatch(word)]
+    words = [word for word in re.split(r"[\s,;]+", _NUMBER.sub(" ", text)) if word]
     winner = EMPTY
     if words and words[-1] in ("blue", "red"):
         winner = _WINNERS[words.pop()]

@@ -81,7 +81,8 @@ class Source:
         fitting = []
         for where, game in batch:
             if game.size not in (None, self.size) or game.least_size > self.size:
-                ledger.note("other size", f"{where} ({game.size or game.least_size})")
+                is_outside = game.size is not None and game.least_size > game.size
+                ledger.note("illegal" if is_outside else "other size", f"{where} ({game.size or game.least_size})")
             else:
                 fitting.append((where, game))
         moves = as_moves([game.moves(self.size) for _, game in fitting])
