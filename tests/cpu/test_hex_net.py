@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from whet.base.errors import WhetError
 from whet.data.batch import Micro
 from whet.device.cpu import Cpu
 from whet.engine.workload import measure_activation_bytes
@@ -103,6 +104,14 @@ def test_a_net_plays_any_size_never_on_a_stone_and_sees_no_colours(size: int) ->
     np.testing.assert_allclose(transform_policy(mirrored.policy, MIRRORED, size=size), said.policy, atol=1e-6)
     np.testing.assert_allclose(mirrored.value, said.value, atol=1e-6)
     assert said.value.std() > 0
+
+
+def test_a_net_that_says_nan_does_not_play() -> None:
+    net = HexNet(Arch(depth=1, width=8))
+    with torch.no_grad():
+        net.policy.weight.fill_(float("nan"))
+    with pytest.raises(WhetError, match="NaN"):
+        NetPlayer(net, Cpu()).judge(np.zeros((1, 3, 3), dtype=np.int8))
 
 
 def test_two_looks_are_the_same_for_a_board_that_is_turned() -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -18,8 +19,11 @@ from whet.base.errors import UsageError
 from whet.checkpoint import store
 from whet.cli.main import run
 from whet.hex.board import BLUE
+from whet.recipes.hex import players
+from whet.recipes.hex.arena.openings import draw_openings
 from whet.recipes.hex.players import SearchPlayer
-from whet.recipes.hex.search.mcts import Search
+from whet.recipes.hex.search.mcts import Found, Search, search_moves
+from whet.recipes.hex.search.tree import Trees, tree_bytes
 from whet.recipes.hex.selfplay.playing import Played, play_itself, read_played, write_played
 from whet.recipes.hex.selfplay.state import champion_run, open_state, read_state, run_path
 from whet.recipes.hex.views import has_won, passed_on
@@ -61,6 +65,26 @@ def test_games_are_whole_and_their_results_right(played: Played) -> None:
         assert (wins[:-1] != wins[1:]).all()
         assert played.shares[rows[-1]].sum() == 0
         np.testing.assert_allclose(played.shares[rows[:-1]].sum(1), 1, rtol=1e-5)
+
+
+def test_trees_that_take_turns_for_want_of_memory_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    player = SearchPlayer(Even(), Search(simulations=12, noise_share=0.25))  # type: ignore[arg-type]
+    boards = draw_openings(7, size=4, num_stones=2, seed=0)
+    together = player.search(boards, draw=np.random.default_rng(3))
+    sizes: list[int] = []
+
+    def search(boards: np.ndarray, *given: Any, **draw: Any) -> Found:
+        sizes.append(len(boards))
+        return search_moves(boards, *given, **draw)
+
+    monkeypatch.setattr(players, "search_moves", search)
+    monkeypatch.setattr(players, "_TREE_BYTES", 2 * tree_bytes(4, num_nodes=13))
+    in_turns = player.search(boards, draw=np.random.default_rng(3))
+    assert sizes == [2, 2, 2, 1]
+    assert (in_turns.visits == together.visits).all()
+    assert (in_turns.win == together.win).all()
+    arrays = vars(Trees(boards, num_nodes=13)).values()
+    assert 7 * tree_bytes(4, num_nodes=13) == sum(array.nbytes for array in arrays if array.ndim > 2)
 
 
 def test_moves_are_never_on_a_stone_and_there_is_none_at_the_end(played: Played) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -112,10 +113,25 @@ def test_a_person_plays_against_a_run(place: Place, whole: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
+    ("name", "content"),
+    [("recipe.json", "{}"), ("recipe.json", '{"size": 1000}'), ("config.json", '{"arch": {"width": -3}}')],
+)
+def test_a_damaged_run_does_not_play(place: Place, whole: Path, name: str, content: str) -> None:
+    shutil.copytree(whole, place.folder / "runs" / "hurt", dirs_exist_ok=True)
+    (place.folder / "runs" / "hurt" / name).write_text(content)
+    code, _, errors = place.run("arena", "hex", "runs/hurt", "random", "--games", 2, "--device", "cpu")
+    assert (code, len(errors.strip().splitlines())) == (1, 3), errors
+    assert f"{name} is damaged" in errors
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (("arena", "hex", "nobody", "random"), "no such player"),
         (("arena", "hex", "runs/whole@many", "random"), "not a number of simulations"),
+        (("arena", "hex", f"runs/whole@{'9' * 5_000}", "random"), "not a number of simulations"),
+        (("arena", "hex", "n" * 5_000, "random"), "no such player"),
+        (("play", "two-distance@64", "--terminal"), "two-distance does not look ahead"),
         (("arena", "text", "random", "random"), "text is not played"),
         (("plan", "hex", "data=absent"), "the data is not there"),
         (("plan", "hex", "policy_weight=0", "value_weight=0"), "nothing would be learned"),

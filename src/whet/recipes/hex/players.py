@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from whet.base.errors import WhetError
 from whet.device.abstract import AbstractDevice
 from whet.hex.board import Boards
 from whet.hex.player import Analysis
@@ -12,10 +13,12 @@ from whet.hex.rules import Positions
 from whet.hex.symmetry import mover_view, transform_policy
 from whet.recipes.hex.net import HexNet
 from whet.recipes.hex.search.mcts import Found, Search, search_moves
-from whet.recipes.hex.search.tree import Floats
+from whet.recipes.hex.search.tree import Floats, tree_bytes
 
 _AT_ONCE = 4096
 """Boards that are judged together at most: a bound on memory."""
+_TREE_BYTES = 2**30
+"""Of the trees that grow at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class NetPlayer:
         with torch.inference_mode():
             said = self.net(self.device.put(torch.from_numpy(np.ascontiguousarray(given))))
             shares, win = said.policy.softmax(1).cpu().numpy(), said.win.cpu().numpy()
+        if not (np.isfinite(shares).all() and np.isfinite(win).all()):
+            raise WhetError("the net says NaN", got=self.name, try_="another checkpoint, or another run")
         if self.has_two_looks:
             count = len(boards)
             shares, win = (shares[:count] + shares[count:, ::-1]) / 2, (win[:count] + win[count:]) / 2
@@ -67,4 +72,11 @@ class SearchPlayer:
     def search(self, boards: Boards, *, draw: np.random.Generator | None = None) -> Found:
         """The same for boards as their movers see them, with all that was found; noise is added only with `draw`."""
         how = self.how if draw is not None else replace(self.how, noise_share=0.0)
-        return search_moves(boards, self.net.judge, how, draw=draw)
+        # A game's search is the same in any company, and noise is drawn game by game.
+        step = max(1, _TREE_BYTES // tree_bytes(boards.shape[-1], num_nodes=how.simulations + 1))
+        parts = [
+            search_moves(boards[start : start + step], self.net.judge, how, draw=draw)
+            for start in range(0, max(1, len(boards)), step)
+        ]
+        visits, win = (np.concatenate([getattr(part, name) for part in parts]) for name in ("visits", "win"))
+        return Found(visits=visits, win=win)

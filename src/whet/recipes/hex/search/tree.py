@@ -10,6 +10,11 @@ Ints = NDArray[np.int64]
 UNKNOWN = -1
 
 
+def tree_bytes(size: int, *, num_nodes: int) -> int:
+    """What one tree takes: a board, three numbers and a child for each cell of each node."""
+    return num_nodes * size * size * (1 + 3 * 4 + 8)
+
+
 class Trees:
     """One tree for each board; node 0 is its root. Every node was judged once, or is decided."""
 
