@@ -4,6 +4,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import optuna
 import pytest
@@ -11,8 +12,7 @@ from optuna.trial import TrialState
 
 from postgres import postgres
 from whet.base.errors import UsageError, WhetError
-from whet.recipes.searching import search
-from whet.run import lock
+from whet.recipes.searching import ask, carry_out, search
 from whet.trials.child import DIVERGED, OUT_OF_MEMORY
 from whet.trials.ledger import DROPPED, RUN, TASK, Ledger, does_count
 from whet.trials.life import Life
@@ -26,6 +26,7 @@ SPACE = {"x": optuna.distributions.FloatDistribution(0, 1)}
 TAKES = """
 import sys, time
 from pathlib import Path
+from threading import Event
 sys.path.insert(0, {tests!r})
 from test_search_ledger import ledger_of
 from whet.trials.storage import open_storage
@@ -190,22 +191,46 @@ def test_sqlite_is_for_one_process(tmp_path):
     options = {"name": "s", "root": tmp_path, "storage": url}
     with pytest.raises(UsageError, match="one process at a time"):
         search("text", ["lr=1e-4..1e-3"], jobs=2, **options)
-    (tmp_path / "s").mkdir()
-    held = f"lock.acquire(Path({str(tmp_path / 's')!r}))"
-    code = f"from whet.run import lock; from pathlib import Path; l = {held}; print(1, flush=True); input()"
+    code = "import sys; from pathlib import Path; from whet.trials.storage import open_storage\n"
+    code += f"with open_storage({url!r}, folder=Path()): print(1, flush=True), input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(WhetError, match="another process is using"):
-            search("text", ["lr=1e-4..1e-3"], **options)
+        with pytest.raises(UsageError, match="one process at a time"):
+            search("text", ["lr=1e-4..1e-3"], **{**options, "name": "another name"})
         other.kill()
-    assert not lock.is_locked(tmp_path / "s")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trials.db", "trials.db.held"], "no folder is left"
+
+
+@pytest.mark.parametrize("url", ["", "x", "mysql://h/d", "postgresql", "sqlite://", "sqlite:///no/x.db", "journal:."])
+def test_an_address_that_cannot_be_one_is_refused_before_anything_is_written(tmp_path, url):
+    with pytest.raises(UsageError):
+        search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path / "runs", storage=url)
+    assert not list(tmp_path.iterdir())
+
+
+def test_trials_that_are_kept_elsewhere_are_not_begun_anew(tmp_path):
+    asked = ask("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path)
+    stop = Event()
+    stop.set()
+    carry_out(asked, trials=1, stop=stop)
+    with pytest.raises(UsageError, match="not kept there"):
+        carry_out(asked, trials=1, stop=stop, storage=f"sqlite:///{tmp_path}/trials.db")
+    (tmp_path / "s" / "journal.log").write_bytes(b"xx\n{}\n")
+    with pytest.raises(WhetError, match="is damaged"):
+        carry_out(asked, trials=1, stop=stop)
+    (tmp_path / "s" / "run.json").write_text("{}")
+    with pytest.raises(UsageError, match="a run is there"):
+        carry_out(asked, trials=1, stop=stop)
 
 
 def test_what_is_shown_of_an_address_has_no_password():
     assert without_password("postgresql+psycopg://me:secret@host/db") == "postgresql+psycopg://me:***@host/db"
+    assert (
+        without_password("postgresql://host/db?user=me&password=secret") == "postgresql://host/db?user=me&password=***"
+    )
 
 
 def test_intervals_over_seeds():

@@ -115,10 +115,22 @@ def test_samplers_and_pruners_by_optunas_names():
     assert type(sampling.make_pruner("median:n_warmup_steps=3")).__name__ == "MedianPruner"
     with pytest.raises(UsageError, match="no such sampler"):
         sampling.make_sampler("TPESampller", space, seed=0, number=0)
-    with pytest.raises(UsageError, match="can be counted"):
-        sampling.make_sampler("GridSampler", space, seed=0, number=0)
+    for name in ("GridSampler", "BruteForceSampler"):
+        with pytest.raises(UsageError, match="can be counted"):
+            sampling.make_sampler(name, space, seed=0, number=0)
+    with pytest.raises(UsageError, match="is a setting"):
+        sampling.make_sampler("TPESampler:seed=1", space, seed=0, number=0)
     with pytest.raises(UsageError, match="Optuna refuses"):
         sampling.make_pruner("MedianPruner:warmup=3")
+
+
+def test_what_a_sampler_needs_is_asked_before_the_search(monkeypatch):
+    space, _ = read_space(TextConfig, ["lr=1e-5..1e-3:log"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(UsageError, match="CmaEsSampler needs cmaes"):
+        sampling.make_sampler("cmaes", space, seed=0, number=0)
+    with pytest.raises(UsageError, match="WilcoxonPruner needs scipy"):
+        sampling.make_pruner("Wilcoxon")
 
 
 def test_a_search_that_goes_on_must_be_the_same_one(tmp_path):

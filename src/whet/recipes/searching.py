@@ -1,9 +1,10 @@
 """How are a recipe's settings searched? Every trial is a run of it, on the same split, with the public training."""
 
 import contextlib
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,8 @@ from whet.config.files import read_config_file
 from whet.config.resolve import resolve
 from whet.config.words import flatten, read_words
 from whet.recipes.recipe import BUILT_IN, load_recipe
-from whet.run import durable, lock
-from whet.run.folder import next_run_path
+from whet.run import durable
+from whet.run.folder import RUN_FILE, next_run_path
 from whet.run.search_result import SearchResult, write_search
 from whet.trials import sampling, seeds
 from whet.trials.ledger import Ledger, Taken
@@ -25,13 +26,15 @@ from whet.trials.outcome import outcome
 from whet.trials.question import Question, agree, read_question, write_question
 from whet.trials.side_by_side import devices_for, machine_name, together
 from whet.trials.space import Space, as_word, read_space
-from whet.trials.storage import is_sqlite, open_storage, without_password
+from whet.trials.storage import check_address, is_sqlite, open_storage, without_password
 from whet.trials.worker import Ended, Task, Work, work
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 TARGET = "whet.recipes.trial:train_trial"
+_MOST_NAME = 200
+"""Bytes; file systems take 255."""
 _ATTRIBUTE = "whet"
 """The study's own copy of the question, for machines that share nothing else."""
 Say = Callable[[str], None]
@@ -70,6 +73,8 @@ def ask(
     if not 0 < subset <= 1:
         raise UsageError("a subset is a share of the training part", got=str(subset), try_="--subset 0.2")
     _refuse_strange_name(name)
+    if not re.fullmatch(r"auto|mps|cpu|fake|cuda(:[0-9]+)?", device):
+        raise UsageError("no such device", got=device, try_="auto, mps, cuda, cuda:1 or cpu")
     folder = (root / name if name else next_run_path(root, recipe=f"{recipe.name}-search")).absolute()
     goal = getattr(resolved.config, "goal", recipe.goal)
     question = Question(
@@ -139,10 +144,14 @@ def carry_out(
         raise UsageError(
             "SQLite is for one process at a time", got=f"--jobs {jobs}", try_="no --storage: the journal file"
         )
+    check_address(storage)
+    if (folder / RUN_FILE).exists():
+        raise UsageError("a run is there, and no search", got=str(folder), try_="another --name")
     devices = devices_for(asked.device, jobs=jobs, say=say)
     durable.make_directory(folder)
-    alone = lock.acquire(folder) if is_sqlite(storage) else contextlib.nullcontext()
-    with alone, open_storage(storage, folder=folder) as opened:
+    with _gone_if_empty(folder), open_storage(storage, folder=folder) as opened:
+        if kept is not None:
+            _refuse_other_storage(opened, question, url=storage)
         ledger = _ledger(opened, question)
         _agree_with_study(opened, question)
         if kept is None:
@@ -185,9 +194,10 @@ def carry_out(
 
 def final_words(name: str, *, recipe: str, root: Path = Path("runs")) -> tuple[str, ...]:
     """The words of the final training: what the trials shared, and the winner's settings."""
-    from whet.run.search_result import read_search
+    from whet.run.search_result import is_search, read_search
 
-    folder = Path(name) if Path(name).is_dir() else root / name
+    # A folder of that name that holds no search (data, mostly) is not meant.
+    folder = Path(name) if is_search(Path(name)) else root / name
     found = read_search(folder)
     own = load_recipe(recipe).name
     if found.recipe != own:
@@ -270,6 +280,26 @@ def _agree_with_study(storage: "BaseStorage", question: Question) -> None:
         agree(Question.from_json(said, where=question.name), question, where=question.name)
 
 
+def _refuse_other_storage(storage: "BaseStorage", question: Question, *, url: str | None) -> None:
+    """A search whose trials are kept elsewhere would begin anew in the folders of those trials."""
+    if question.name not in {study.study_name for study in storage.get_all_studies()}:
+        raise UsageError(
+            "the trials of this search are not kept there",
+            got=without_password(url),
+            try_="the --storage that it began with, or another --name",
+        )
+
+
+@contextlib.contextmanager
+def _gone_if_empty(folder: Path) -> Iterator[None]:
+    """Where nothing was written, nothing is left."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
 def _findable(what: str) -> str:
     """A file's name from anywhere: a trial's process may be elsewhere."""
     place, colon, factory = what.partition(":")
@@ -277,5 +307,6 @@ def _findable(what: str) -> str:
 
 
 def _refuse_strange_name(name: str | None) -> None:
-    if name is not None and (not name or name.startswith(".") or "/" in name):
+    is_plain = name is None or (name.isprintable() and "/" not in name and len(name.encode()) <= _MOST_NAME)
+    if not is_plain or name == "" or (name or "").startswith("."):
         raise UsageError("a search has a plain name", got=repr(name), try_="--name reviews-lr")

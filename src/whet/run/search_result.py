@@ -111,5 +111,9 @@ def read_search(folder: Path) -> SearchResult:
         if fields.get("format_version") != FORMAT_VERSION:
             raise ValueError(f"format {fields.get('format_version')}; this is {FORMAT_VERSION}")
     except (OSError, ValueError) as error:
-        raise UsageError("the result of the search cannot be read", got=f"{path}: {error}"[:300]) from None
+        raise UsageError(
+            "the result of the search cannot be read",
+            got=f"{path}: {error}"[:300],
+            try_="the same whet search with the same --name writes it again",
+        ) from None
     return SearchResult.from_json(fields, where=path)

@@ -8,7 +8,7 @@ from pydantic import Field
 from whet.base.errors import UsageError
 from whet.base.record import Record
 from whet.run import durable, strict_json
-from whet.trials.space import Space
+from whet.trials.space import Space, as_word
 
 QUESTION_FILE = "search.json"
 FORMAT_VERSION = 1
@@ -41,7 +41,7 @@ class Question(Record):
 
 def agree(kept: Question, asked: Question, *, where: str) -> None:
     """Refuses a search that goes on under the same name and means something else."""
-    ours, theirs = asked.as_json(), kept.as_json()
+    ours, theirs = _shown(asked), _shown(kept)
     for key, value in ours.items():
         if value != theirs[key]:
             raise UsageError(
@@ -49,6 +49,13 @@ def agree(kept: Question, asked: Question, *, where: str) -> None:
                 got=f"{value} instead of {theirs[key]}"[:300],
                 try_="the same words, or another --name",
             )
+
+
+def _shown(question: Question) -> dict[str, Any]:
+    """As a user would say it."""
+    words = " ".join(question.space.words)
+    fixed = " ".join(sorted(as_word(key, value) for key, value in question.fixed.items()))
+    return {**question.as_json(), "space": words, "fixed": fixed or "no other settings"}
 
 
 def write_question(folder: Path, question: Question) -> None:

@@ -1,6 +1,7 @@
 """Optuna's samplers and pruners by their names; every trial's draw depends on the search's seed and its number."""
 
 import hashlib
+import importlib.util
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 _STEADY = ("GridSampler", "QMCSampler", "BruteForceSampler")
 """They walk one sequence: the same seed for every trial."""
 _OWN_ARGUMENTS = ("PartialFixedSampler", "PatientPruner")
+_PACKAGES = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy", "WilcoxonPruner": "scipy"}
+"""What Optuna imports in the midst of a search, and does not bring along."""
 
 
 def make_sampler(said: str, space: Space, *, seed: int, number: int) -> "BaseSampler":
@@ -28,7 +31,12 @@ def make_sampler(said: str, space: Space, *, seed: int, number: int) -> "BaseSam
     made = getattr(optuna.samplers, name)
     accepted = inspect.signature(made).parameters
     if name == "GridSampler":
-        options = {"search_space": _grid(space), **options}
+        options = {"search_space": _counted(space), **options}
+    if name == "BruteForceSampler":
+        _counted(space)
+    if "seed" in options:
+        # It would be the same for each trial, and so would the draw.
+        raise UsageError("the seed of a search is a setting", got=said, try_=f"seed={options['seed']}")
     if name == "TPESampler":
         # Optuna's ten random trials would be most of a search of a dozen.
         options = {"n_startup_trials": 5, **options}
@@ -79,6 +87,9 @@ def _read(said: str, kind: str, module: Any) -> tuple[str, dict[str, Any]]:
         meant = nearest(name, known)
         hint = f"did you mean {meant}?" if meant else ", ".join(known)
         raise UsageError(f"Optuna has no such {kind.lower()}", got=name, try_=hint)
+    package = _PACKAGES.get(full)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise UsageError(f"{full} needs {package}", got="it is not installed", try_=f"pip install {package}")
     return full, read_words(options).values
 
 
@@ -93,7 +104,8 @@ def _made(made: Any, options: Mapping[str, Any], said: str) -> Any:
         raise UsageError(f"Optuna refuses {said}", got=str(error)[:300], try_="its documentation") from None
 
 
-def _grid(space: Space) -> dict[str, Any]:
+def _counted(space: Space) -> dict[str, Any]:
+    """All values of each key."""
     found = {}
     for key, dimension in space.dimensions.items():
         values = dimension.values

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,19 +32,70 @@ def without_password(url: str | None) -> str:
     if url is None:
         return JOURNAL_FILE
     parts = urlsplit(url)
-    return url.replace(f":{parts.password}@", ":***@") if parts.password else url
+    hidden = url.replace(f":{parts.password}@", ":***@") if parts.password else url
+    return re.sub(r"(?i)([?&][^=&]*password=)[^&]*", r"\1***", hidden)
+
+
+def check_address(url: str | None) -> None:
+    """Refuses an address that cannot be one, before anything is written."""
+    path = _own_file(url)
+    if url is None:
+        return
+    if path is None and not re.match(r"postgresql(\+\w+)?://.", url):
+        raise UsageError(
+            "trials are kept in a journal file, PostgreSQL or SQLite",
+            got=without_password(url),
+            try_="postgresql+psycopg://USER@HOST/DATABASE",
+        )
+    if path is not None and (str(path) in (".", ":memory:") or path.is_dir()):
+        raise UsageError("trials are kept in a file", got=url, try_="sqlite:///trials.db")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UsageError("no such folder for the trials", got=str(path.parent), try_=f"mkdir -p {path.parent}")
+
+
+def _own_file(url: str | None) -> Path | None:
+    """The file that an address names; None for a database elsewhere."""
+    if url is None or not url.startswith(("journal:", "sqlite:")):
+        return None
+    if url.startswith("journal:"):
+        return Path(url.removeprefix("journal:").removeprefix("//"))
+    return Path(url.partition("?")[0].removeprefix("sqlite:").removeprefix("//").removeprefix("/"))
 
 
 @contextmanager
 def open_storage(url: str | None, *, folder: Path) -> "Iterator[BaseStorage]":
     """While entered, it is open; the journal of the folder if no address is given."""
-    storage = _opened(url, folder=folder)
+    check_address(url)
+    with _alone(url):
+        storage = _opened(url, folder=folder)
+        try:
+            yield storage
+        finally:
+            engine = getattr(storage, "engine", None)
+            if engine is not None:
+                engine.dispose()
+
+
+@contextmanager
+def _alone(url: str | None) -> Iterator[None]:
+    """While entered, no other search uses this SQLite file, whatever its name is."""
+    path = _own_file(url)
+    if path is None or not is_sqlite(url):
+        yield
+        return
+    descriptor = os.open(f"{path}.held", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        yield storage
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                "SQLite is for one process at a time",
+                got=f"another one uses {path}",
+                try_="wait, or no --storage: the journal file",
+            ) from None
+        yield
     finally:
-        engine = getattr(storage, "engine", None)
-        if engine is not None:
-            engine.dispose()
+        os.close(descriptor)
 
 
 def _opened(url: str | None, *, folder: Path) -> "BaseStorage":
@@ -56,15 +108,16 @@ def _opened(url: str | None, *, folder: Path) -> "BaseStorage":
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
-        path = folder / JOURNAL_FILE if url is None else Path(url.removeprefix("journal:").removeprefix("//"))
+        path = _own_file(url) or folder / JOURNAL_FILE
         held: Any = JournalLock(path)
-        return JournalStorage(JournalFileBackend(str(path), lock_obj=held))
-    if not url.startswith(("sqlite:", "postgresql")):
-        raise UsageError(
-            "trials are kept in a journal file, PostgreSQL or SQLite",
-            got=without_password(url),
-            try_="postgresql+psycopg://USER@HOST/DATABASE",
-        )
+        try:
+            return JournalStorage(JournalFileBackend(str(path), lock_obj=held))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise WhetError(
+                "the journal of the trials is damaged",
+                got=f"{path}: {error}"[:300],
+                try_="restore it from a copy, or another --name",
+            ) from None
     return _database(url)
 
 
