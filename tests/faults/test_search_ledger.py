@@ -4,6 +4,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import stdev
 from threading import Event
 
 import optuna
@@ -13,9 +14,12 @@ from optuna.trial import TrialState
 from postgres import postgres
 from whet.base.errors import UsageError, WhetError
 from whet.recipes.searching import ask, carry_out, search
+from whet.report.search_text import render_search
+from whet.trials import seeds
 from whet.trials.child import DIVERGED, OUT_OF_MEMORY
 from whet.trials.ledger import DROPPED, RUN, TASK, Ledger, does_count
 from whet.trials.life import Life
+from whet.trials.outcome import outcome
 from whet.trials.owner import Owner, Silence, this_process
 from whet.trials.seeds import interval
 from whet.trials.storage import JOURNAL_FILE, open_storage, without_password
@@ -26,7 +30,6 @@ SPACE = {"x": optuna.distributions.FloatDistribution(0, 1)}
 TAKES = """
 import sys, time
 from pathlib import Path
-from threading import Event
 sys.path.insert(0, {tests!r})
 from test_search_ledger import ledger_of
 from whet.trials.storage import open_storage
@@ -44,10 +47,10 @@ with open_storage({url!r}, folder=Path({folder!r})) as storage:
 """
 
 
-def ledger_of(storage) -> Ledger:
+def ledger_of(storage, name: str = "s") -> Ledger:
     return Ledger(
         storage,
-        "s",
+        name,
         is_higher_better=True,
         distributions=SPACE,
         sampler=lambda number: optuna.samplers.RandomSampler(seed=number),
@@ -238,7 +241,63 @@ def test_intervals_over_seeds():
     low, high = interval([0.8, 0.82, 0.84]) or (0, 0)
     assert low == pytest.approx(0.82 - 4.303 * 0.02 / 3**0.5)
     assert high == pytest.approx(0.82 + 4.303 * 0.02 / 3**0.5)
+    # Student's t for 30, 60 and 120 degrees of freedom, from any table.
+    for freedom, t in ((30, 2.0423), (60, 2.0003), (120, 1.9799)):
+        values = [float(number) for number in range(freedom + 1)]
+        low, high = interval(values) or (0, 0)
+        assert (high - low) / 2 / stdev(values) * (freedom + 1) ** 0.5 == pytest.approx(t, abs=2e-4)
     assert RUN == "run"
+
+
+def test_a_candidate_that_diverges_with_some_seeds_is_behind_one_that_never_does(tmp_path):
+    question = ask("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).question
+    lr, numbers = {"lr": optuna.distributions.FloatDistribution(1e-4, 1e-3)}, seeds.distributions()
+
+    def made(parameters, distributions, value):
+        state = TrialState.PRUNED if value is None else TrialState.COMPLETE
+        return optuna.create_trial(state=state, params=parameters, distributions=distributions, value=value)
+
+    with open_storage(None, folder=tmp_path) as storage:
+        ledger, confirming = ledger_of(storage), ledger_of(storage, "s seeds")
+        ledger.study.add_trials([made({"lr": 1e-3}, lr, 0.9), made({"lr": 5e-4}, lr, 0.8)])
+        found = {0: (0.95, None, 0.93), 1: (0.8, 0.81, 0.82)}
+        confirming.study.add_trials(
+            made({"trial": trial, "seed": seed}, numbers, value)
+            for trial, values in found.items()
+            for seed, value in enumerate(values, 1)
+        )
+        result = outcome(question, ledger, confirming, storage="", seconds=0.0)
+    assert [(c.number, c.lost) for c in result.candidates] == [(1, 0), (0, 1)]
+    assert result.is_confirmed, "seeds that came to no value are not awaited for ever"
+    assert "no value with 1 other seed" in render_search(result)
+
+
+def test_a_stopped_trial_waits_with_its_settings_and_has_not_gone_on(tmp_path):
+    question = ask("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).question
+    with open_storage(None, folder=tmp_path) as storage:
+        ledger = ledger_of(storage)
+        taken = ledger.take(most=1)
+        assert taken is not None
+        ledger.put_back(taken.number, "stopped")
+        result = outcome(question, ledger, ledger_of(storage, "s seeds"), storage="", seconds=0.0)
+        assert [(t.state, t.settings) for t in result.trials] == [("waiting", taken.trial.params)]
+        assert result.continued == 0
+        ledger.take(most=1)
+        assert outcome(question, ledger, ledger, storage="", seconds=0.0).continued == 1
+
+
+def test_a_damaged_run_folder_fails_its_trial_and_not_the_search(tmp_path, monkeypatch):
+    (tmp_path / "trial-0").mkdir()
+    (tmp_path / "trial-0" / "run.json").write_text("half")
+    said: list[Ended] = []
+    with open_storage(None, folder=tmp_path) as storage:
+        work(
+            ledger_of(storage),
+            simulated_work(tmp_path, monkeypatch, [Life(code=143, was_pruned=True)], said=said),
+            most=2,
+        )
+    assert [(ended.number, ended.state) for ended in said] == [(0, "failed"), (1, "pruned")]
+    assert "run.json is damaged" in said[0].words
 
 
 def simulated_work(folder: Path, monkeypatch, lives: list[Life], *, said: list[Ended]) -> Work:

@@ -140,8 +140,11 @@ def test_a_search_that_goes_on_must_be_the_same_one(tmp_path):
     with pytest.raises(UsageError, match="subset differs"):
         agree(asked.question, other.question, where="s")
     assert not list(tmp_path.iterdir()), "nothing is written by asking"
-    with pytest.raises(UsageError, match="plain name"):
-        ask("text", ["lr=1e-5..1e-3:log"], name="../s", root=tmp_path)
+    for name in ("../s", "", ".s", "a\nb", "x" * 300):
+        with pytest.raises(UsageError, match="plain name"):
+            ask("text", ["lr=1e-5..1e-3:log"], name=name, root=tmp_path)
+    with pytest.raises(UsageError, match="no such device"):
+        ask("text", ["lr=1e-5..1e-3:log"], device="gpu", root=tmp_path)
 
 
 RESULT = SearchResult(
@@ -198,6 +201,16 @@ def test_a_result_reads_as_text_markdown_and_page(tmp_path):
     # Four axes' worth of lines: only trials with a value are drawn, and the winner stands out.
     assert search_pictures(RESULT)["Settings"].count("<polyline") == 3
     assert search_pictures(RESULT)["Settings"].count('class="best"') == 1
+
+
+def test_choices_that_need_quotes_are_drawn_and_rows_that_are_left_out_are_counted():
+    odd = ("7", "a,b")
+    trials = tuple(
+        SearchTrial(number=n, state="complete", value=n / 100, settings={"lr": odd[n % 2]}) for n in range(45)
+    )
+    result = RESULT.model_copy(update={"space": ("lr=['7','a,b']",), "trials": trials, "candidates": ()})
+    assert search_pictures(result)["Settings"].count("<polyline") == 45
+    assert "and 5 more" in render_search(result)
 
 
 def test_a_clear_winner_is_called_one_and_fewer_is_better_where_it_is():

@@ -43,6 +43,7 @@ def report(
         return
     is_of_search = len(runs) == 1 and is_search(runs[0].expanduser())
     for run in runs if not is_of_search else ():
+        _refuse_unfinished_search(run.expanduser())
         read_header(run.expanduser().absolute())
     if html and out is None:
         out = _own_file(Path(f"{runs[0].absolute().name}.html" if len(runs) == 1 else "comparison.html"))
@@ -60,6 +61,23 @@ def report(
         return
     durable.write_file(out, data=_as_bytes(text))
     screen.note(f"wrote {out}")
+
+
+def _refuse_unfinished_search(folder: Path) -> None:
+    from whet.base.errors import UsageError
+    from whet.run.folder import RUN_FILE
+    from whet.run.search_result import is_search
+    from whet.trials.question import QUESTION_FILE
+
+    if not (folder / QUESTION_FILE).is_file() or (folder / RUN_FILE).exists():
+        return
+    if is_search(folder):
+        raise UsageError("searches are reported one by one", got=str(folder), try_=f"whet report {folder}")
+    raise UsageError(
+        "the search has no result yet",
+        got=str(folder),
+        try_=f"the same whet search with --name {folder.name} goes on; whet runs {folder} lists its trials",
+    )
 
 
 def _seeds(folder: Path) -> str | None:

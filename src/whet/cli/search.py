@@ -1,6 +1,7 @@
 """whet search: tries settings of a recipe, each in a run of its own, and names the best with its interval."""
 
 import contextlib
+import shlex
 import signal
 import threading
 from collections.abc import Iterator
@@ -73,6 +74,7 @@ def search(
         device=device,
     )
     screen.note(f"search    {_short(asked.folder)}: {' '.join(asked.question.space.words)}")
+    screen.note(f"watch     whet watch {shlex.quote(_short(asked.folder))} shows the trials while they train")
     stop = threading.Event()
     with _stopped_by_signals(stop) as signals:
         result = carry_out(
@@ -84,8 +86,12 @@ def search(
         screen.result_json(result.as_json())
     else:
         screen.result(render_search(result))
-    if result.winner is not None:
-        words = f"whet train {what} --from-search {asked.folder.name}"
+    ended = sum(trial.state not in ("running", "waiting") for trial in result.trials)
+    if ended < trials or (seeds and result.candidates and not result.is_confirmed):
+        same = "the same command" if name else f"the same command with --name {shlex.quote(asked.folder.name)}"
+        screen.note(f"go on     {same} goes on with it")
+    elif result.winner is not None:
+        words = f"whet train {what} --from-search {shlex.quote(asked.folder.name)}"
         screen.note(f"next      {words}   (all of the training part, and the test)")
     screen.note(f"report    {_short(page)} shows it in a browser")
     if signals:
@@ -101,7 +107,11 @@ def _tell(ended: "Ended") -> None:
     words = f"  {ended.words}" if ended.words else ""
     spent = f"{ended.steps:,} steps, {show_seconds(ended.seconds)}"
     settings = settings_words(dict(ended.parameters))
-    screen.note(f"trial {ended.number:<4}{ended.state:<11}{value}  {settings}  ({spent}){words}")
+    if ended.part == "seed":
+        who, settings = f"seed {ended.parameters['seed']} of trial {ended.parameters['trial']}", ""
+    else:
+        who, settings = f"trial {ended.number}", f"  {settings}"
+    screen.note(f"{who:<10}{ended.state:<11}{value}{settings}  ({spent}){words}")
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from whet.trials.question import Question, agree, read_question, write_question
 from whet.trials.side_by_side import devices_for, machine_name, together
 from whet.trials.space import Space, as_word, read_space
 from whet.trials.storage import check_address, is_sqlite, open_storage, without_password
-from whet.trials.worker import Ended, Task, Work, work
+from whet.trials.worker import Ended, Part, Task, Work, work
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -162,7 +162,9 @@ def carry_out(
         def should_stop() -> bool:
             return stop.is_set() or (deadline is not None and time.monotonic() > deadline)
 
-        def do(where: Ledger, *, most: int, settings: Callable[[Taken], tuple[dict[str, Any], int]], part: str) -> None:
+        def do(
+            where: Ledger, *, most: int, settings: Callable[[Taken], tuple[dict[str, Any], int]], part: Part
+        ) -> None:
             made = [
                 Work(
                     target=TARGET,
@@ -171,7 +173,7 @@ def carry_out(
                     prepare=partial(_task, asked, settings, part=part, device=device, jobs=len(devices)),
                     should_stop=should_stop,
                     told=told or (lambda _ended: None),
-                    can_prune=part == "trial",
+                    part=part,
                 )
                 for device in devices
             ]
@@ -212,7 +214,7 @@ def _task(
     settings: Callable[[Taken], tuple[dict[str, Any], int]],
     taken: Taken,
     *,
-    part: str,
+    part: Part,
     device: str,
     jobs: int,
 ) -> Task:

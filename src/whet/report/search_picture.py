@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from whet.config.words import read_value
 from whet.report.picture import safe, text_at
 from whet.report.search_text import settings_words
 from whet.run.search_result import SearchResult, SearchTrial
@@ -128,7 +129,7 @@ def _axis(word: str, floor: int) -> tuple[_Scale, dict[str, float]]:
     """How the values of a setting lie on its axis, and what is written beside it; choices stand evenly."""
     said = word.partition("=")[2]
     if said.startswith("["):
-        choices = said[1:-1].split(",")
+        choices = [_named(choice) for choice in read_value(said, word)]
         return _Scale(0, len(choices) - 1, floor, _TOP + 20), {c: float(n) for n, c in enumerate(choices)}
     low, _, rest = said.partition("..")
     high, *options = rest.split(":")
@@ -138,11 +139,14 @@ def _axis(word: str, floor: int) -> tuple[_Scale, dict[str, float]]:
 
 def _on(axis: tuple[_Scale, dict[str, float]], value: object) -> float | None:
     scale, labels = axis
-    name = str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
-    if name in labels:
-        return scale.place(labels[name])
+    if _named(value) in labels:
+        return scale.place(labels[_named(value)])
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and value is not None
     return scale.place(float(value)) if is_number else None  # type: ignore[arg-type]
+
+
+def _named(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
 def _drawn(x: float, title: str, labels: dict[str, float], floor: int) -> Iterator[str]:

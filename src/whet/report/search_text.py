@@ -14,6 +14,8 @@ def render_search(result: SearchResult) -> str:
     rows = [_cells(result, trial) for trial in _ranked(result)[:_MOST_ROWS]]
     lines = [f"search    {result.name}: {result.recipe}, {' '.join(result.space)}", f"trials    {_counted(result)}", ""]
     lines += _columns(("trial", result.goal, "settings", "steps", "time", ""), rows)
+    if len(result.trials) > len(rows):
+        lines += [f"and {len(result.trials) - len(rows):,} more; --markdown and --json have them all"]
     if result.importance:
         lines += ["", "mattered  " + ", ".join(f"{key} {100 * share:.0f} %" for key, share in _shares(result))]
     if result.candidates:
@@ -48,12 +50,13 @@ def verdict(result: SearchResult) -> str:
         return "none: no trial came to its end"
     named = f"trial {winner.number} ({settings_words(winner.settings)}): {result.goal} {winner.mean:.4g}"
     if not winner.values:
-        return f"{named}, by one run; other seeds were not tried"
+        return f"{named}, by one run; " + (_lost(winner) if winner.lost else "other seeds were not tried")
     if not result.is_confirmed:
-        return f"{named} by {len(winner.values)} of {result.seeds} seeds; the same command goes on"
+        return f"{named} by {len(winner.values)} of {result.seeds} seeds; the same search goes on"
     if winner.low is None:
         return f"{named} with one other seed; two or more give an interval"
     said = f"{named}, {_interval(winner)} with {len(winner.values)} seeds"
+    said += f"; {_lost(winner)}" if winner.lost else ""
     if len(result.candidates) < 2:
         return said
     second = f"trial {result.candidates[1].number}"
@@ -115,7 +118,12 @@ def _shares(result: SearchResult) -> list[tuple[str, float]]:
 def _over_seeds(candidate: Candidate) -> str:
     values = ", ".join(f"{value:.4g}" for value in candidate.values.values())
     told = f"{candidate.mean:.4g} ({_interval(candidate)}; {values})" if values else f"{candidate.mean:.4g} (one run)"
+    told += f", {_lost(candidate)}" if candidate.lost else ""
     return f"trial {candidate.number}  {told}  {settings_words(candidate.settings)}"
+
+
+def _lost(candidate: Candidate) -> str:
+    return f"no value with {candidate.lost} other seed{'s' if candidate.lost > 1 else ''}"
 
 
 def _interval(candidate: Candidate) -> str:

@@ -38,6 +38,8 @@ class Candidate(StrictRecord):
     settings: dict[str, Any]
     values: dict[str, float] = Field(default_factory=dict)
     """The goal for each of those seeds."""
+    lost: int = 0
+    """With how many of those seeds it came to no value."""
     mean: float
     low: float | None = None
     high: float | None = None
@@ -72,7 +74,7 @@ class SearchResult(StrictRecord):
     difference_high: float | None = None
     """Of the winner over the next candidate on the same seeds, 95 % sure."""
     is_confirmed: bool = False
-    """Whether all seeds were trained."""
+    """Whether all seeds were trained, to a value or to none."""
     seconds: float = 0.0
     created: str = ""
 

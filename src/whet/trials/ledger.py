@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial, Trial
 
 OWNER, BEAT, RUN, TASK = "owner", "beat", "run", "task"
+REPEATED = "another one does the same"
+_CONTINUING = "goes on with"
 DROPPED = "dropped"
 """Why a trial does not count: it goes on as another one, or there is one like it."""
 FAILURE, INFEASIBLE, STEPS, SECONDS, MACHINE = "failure", "infeasible", "steps", "seconds", "machine"
@@ -28,6 +30,15 @@ def does_count(trial: "FrozenTrial") -> bool:
     from optuna.trial import TrialState
 
     return trial.state != TrialState.FAIL or DROPPED not in trial.user_attrs
+
+
+def has_gone_on(trial: "FrozenTrial") -> bool:
+    """Whether it went on where another one was killed or stopped; one that waits has not yet."""
+    from optuna.trial import TrialState
+
+    is_copy = trial.user_attrs.get(DROPPED) == REPEATED
+    task = str(trial.user_attrs.get(TASK, ""))
+    return task.startswith(_CONTINUING) and trial.state != TrialState.WAITING and not is_copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +97,7 @@ class Ledger:
             if waiting.state == TrialState.WAITING and self._claim(waiting.number):
                 if not self._is_repeated(waiting, self.trials()):
                     return self._taken(waiting.number, run=waiting.user_attrs.get(RUN))
-                self._drop(waiting.number, "another one does the same")
+                self._drop(waiting.number, REPEATED)
         if sum(map(does_count, trials)) >= most:
             return None
         # Owned from its first instant: there is no moment in which a kill would leave it to nobody.
@@ -214,7 +225,7 @@ _GOES_ON = ("its process is gone", "stopped")
 
 
 def _continuing(number: int) -> str:
-    return f"goes on with {number}"
+    return f"{_CONTINUING} {number}"
 
 
 def _suggest(trial: "Trial", key: str, distribution: "BaseDistribution") -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from whet.run.search_result import Candidate, SearchResult, SearchTrial
 from whet.run.search_result import TrialState as State
-from whet.trials.ledger import DROPPED, FAILURE, INFEASIBLE, MACHINE, RUN, SECONDS, STEPS, Ledger, does_count
+from whet.trials.ledger import FAILURE, INFEASIBLE, MACHINE, RUN, SECONDS, STEPS, Ledger, does_count, has_gone_on
 from whet.trials.question import Question
-from whet.trials.seeds import best_trials, interval, values_by_seed
+from whet.trials.seeds import best_trials, interval, num_lost, values_by_seed
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -36,12 +36,12 @@ def outcome(question: Question, ledger: Ledger, confirming: Ledger, *, storage: 
         storage=storage,
         resource=question.resource,
         trials=tuple(_row(trial) for trial in trials),
-        continued=sum(t.user_attrs.get(DROPPED) in ("its process is gone", "stopped") for t in everything),
+        continued=sum(has_gone_on(trial) for trial in everything),
         importance=_importance(ledger, trials),
         candidates=tuple(candidates),
         difference_low=None if gained is None else gained[0],
         difference_high=None if gained is None else gained[1],
-        is_confirmed=bool(candidates) and all(len(c.values) >= question.seeds for c in candidates),
+        is_confirmed=bool(candidates) and all(len(c.values) + c.lost >= question.seeds for c in candidates),
         seconds=seconds,
         created=dt.date.today().isoformat(),
     )
@@ -57,7 +57,8 @@ def _row(trial: "FrozenTrial") -> SearchTrial:
         number=trial.number,
         state="infeasible" if INFEASIBLE in attributes else known.get(state, "waiting"),
         value=None if INFEASIBLE in attributes else value,
-        settings=trial.params,
+        # One that waits has them too, as what it is to be.
+        settings=trial.params or trial.system_attrs.get("fixed_params", {}),
         steps=attributes.get(STEPS, 0),
         seconds=attributes.get(SECONDS, 0.0),
         run=attributes.get(RUN),
@@ -69,7 +70,10 @@ def _row(trial: "FrozenTrial") -> SearchTrial:
 def _candidates(
     question: Question, trials: "Sequence[FrozenTrial]", confirming: "Sequence[FrozenTrial]"
 ) -> list[Candidate]:
-    """The best first; by their seeds where all have the same number of them, else by the search's own value."""
+    """The best first; by their seeds where all had the same number of them, else by the search's own value.
+
+    One that came to no value with some seed is behind those that always did: the seeds it lived through say too much.
+    """
     made = []
     for trial in best_trials(trials, is_higher_better=question.is_higher_better):
         values = values_by_seed(confirming, trial.number)
@@ -79,13 +83,15 @@ def _candidates(
                 number=trial.number,
                 settings=trial.params,
                 values=values,
+                lost=num_lost(confirming, trial.number),
                 mean=mean(values.values()) if values else trial.value or 0.0,
                 low=None if around is None else around[0],
                 high=None if around is None else around[1],
             )
         )
-    if len({len(candidate.values) for candidate in made}) == 1 and made[0].values:
-        made.sort(key=lambda candidate: candidate.mean, reverse=question.is_higher_better)
+    sign = -1 if question.is_higher_better else 1
+    if len({len(c.values) + c.lost for c in made}) == 1:
+        made.sort(key=lambda candidate: (candidate.lost, sign * candidate.mean))
     return made
 
 

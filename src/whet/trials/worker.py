@@ -22,6 +22,7 @@ _MOST_KILLS = 3
 _MOST_FAILURES = 3
 """So many failures in a row, and no success: the search stops and says why."""
 
+Part = Literal["trial", "seed"]
 State = Literal["complete", "pruned", "infeasible", "failed", "stopped", "given up"]
 
 
@@ -39,6 +40,8 @@ class Ended:
     """A trial that ended, for who shows it."""
 
     number: int
+    part: Part
+    """One of the search, or one of its best with another seed."""
     parameters: Mapping[str, Any]
     state: State
     value: float | None
@@ -59,7 +62,8 @@ class Work:
     """From a trial's settings to what its process is told."""
     should_stop: Callable[[], bool]
     told: Callable[[Ended], None]
-    can_prune: bool = True
+    part: Part = "trial"
+    """Only trials are ended early: a winner is judged by whole trainings."""
 
 
 def work(ledger: Ledger, task: Work, *, most: int) -> None:
@@ -86,18 +90,22 @@ def work(ledger: Ledger, task: Work, *, most: int) -> None:
 def _see_through(ledger: Ledger, work: Work, taken: Taken) -> Ended:
     began = time.monotonic()
     parameters = dict(taken.trial.params)
-    run: Path | None = None
+    value: float | None = None
+    steps = 0
     state: State
     try:
         task = work.prepare(taken)
         run = task.run
         ledger.note(taken.number, RUN, str(run))
         state, words = _trained(ledger, work, taken, task)
+        value, steps = _reached(run, goal=work.goal)
     except UsageError as error:
         # Values that are fine one by one need not be so together.
         state, words = "infeasible", f"{error.what}: {error.got}"
+    except WhetError as error:
+        # A run folder that is damaged, say: one trial, and not the search.
+        state, words = "failed", f"{error.what}: {error.got}"
     seconds = time.monotonic() - began
-    value, steps = (None, 0) if run is None else _reached(run, goal=work.goal)
     if state == "complete" and (value is None or not math.isfinite(value)):
         state, words = "failed", f"{work.goal} is {value}"
     if state == "stopped":
@@ -108,7 +116,14 @@ def _see_through(ledger: Ledger, work: Work, taken: Taken) -> Ended:
             about[INFEASIBLE if state == "infeasible" else FAILURE] = words
         state = state if ledger.finish(taken, state=state, value=value, **about) else "given up"
     return Ended(
-        number=taken.number, parameters=parameters, state=state, value=value, words=words, steps=steps, seconds=seconds
+        number=taken.number,
+        part=work.part,
+        parameters=parameters,
+        state=state,
+        value=value,
+        words=words,
+        steps=steps,
+        seconds=seconds,
     )
 
 
@@ -126,7 +141,7 @@ def _trained(ledger: Ledger, work: Work, taken: Taken, task: Task) -> tuple[Stat
         if number not in reported:
             taken.trial.report(value, number)
             reported[number] = value
-        return is_last or not (work.can_prune and taken.trial.should_prune())
+        return is_last or not (work.part == "trial" and taken.trial.should_prune())
 
     for kills in range(_MOST_KILLS + 1):
         life = live(
