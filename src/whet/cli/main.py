@@ -197,6 +197,7 @@ def _as_usage_error(error: Exception, words: Sequence[str]) -> UsageError:
             "no such command", got=verb or " ".join(words), try_=f"whet {meant}" if meant else "whet --help"
         )
     what = _missing(error) or _option(error) + str(error)[:1].lower() + str(error)[1:].rstrip(".")
+    what = _missing(error) or _of_which(error) + str(error)[:1].lower() + str(error)[1:].rstrip(".")
     return UsageError(what, got="whet " + " ".join(words), try_=f"whet {verb} --help")
 
 
@@ -216,6 +217,15 @@ def _missing(error: Exception) -> str | None:
         return None
     names = [name for name in parameter.opts if name.startswith("-")][:1]
     return " ".join([*names, parameter.metavar or parameter.name, "is missing"])
+
+
+def _of_which(error: Exception) -> str:
+    """The option or word whose value is wrong: the reason alone does not name it."""
+    parameter = getattr(error, "param", None)
+    if parameter is None or not isinstance(error, typer.BadParameter):
+        return ""
+    names = [name for name in parameter.opts if name.startswith("-")][:1]
+    return f"{names[0] if names else parameter.metavar or parameter.name}: "
 
 
 def _refuse_windows() -> None:
