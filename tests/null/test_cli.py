@@ -111,11 +111,6 @@ def test_a_run_from_the_future_is_refused(whet: Run, tmp_path: Path) -> None:
     assert "unreadable" in listed.stdout
 
 
-def test_a_wrong_value_is_told_with_its_option(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["search", "text", "--trials", "0"]) == 2
-    assert capfd.readouterr().err.startswith("error: --trials: input should be greater than or equal to 1\n")
-
-
 def test_a_missing_word_has_the_name_that_the_help_gives_it(capfd: pytest.CaptureFixture[str]) -> None:
     for words, what in ((["data", "text"], "FILE|DIR is missing"), (["export", "run"], "--to FORMAT is missing")):
         assert main.run(words) == 2
@@ -127,6 +122,7 @@ def test_a_wrong_value_is_told_with_its_option(capfd: pytest.CaptureFixture[str]
         (["generate", "run", "--max-new-tokens", "0"], "error: --max-new-tokens: input should be greater"),
         (["generate", "run", "--top-k", "1e9"], "error: --top-k: input should be a valid integer"),
         (["generate", "run", "--foo"], "error: no such option"),
+        (["search", "text", "--trials", "0"], "error: --trials: input should be greater than or equal to 1"),
     ):
         assert main.run(words) == 2
         assert what in capfd.readouterr().err

@@ -196,18 +196,8 @@ def _as_usage_error(error: Exception, words: Sequence[str]) -> UsageError:
         return UsageError(
             "no such command", got=verb or " ".join(words), try_=f"whet {meant}" if meant else "whet --help"
         )
-    what = _missing(error) or _option(error) + str(error)[:1].lower() + str(error)[1:].rstrip(".")
     what = _missing(error) or _of_which(error) + str(error)[:1].lower() + str(error)[1:].rstrip(".")
     return UsageError(what, got="whet " + " ".join(words), try_=f"whet {verb} --help")
-
-
-def _option(error: Exception) -> str:
-    """Which option or word has the wrong value, as the help names it; nothing where the message says it."""
-    parameter = getattr(error, "param", None)
-    names = [*getattr(parameter, "opts", ())]
-    if parameter is None or any(name in str(error) for name in names):
-        return ""
-    return next((name for name in names if name.startswith("--")), parameter.metavar or parameter.name) + ": "
 
 
 def _missing(error: Exception) -> str | None:
