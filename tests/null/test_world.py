@@ -66,9 +66,11 @@ def test_only_the_first_process_says_what_all_find_wrong(whet: Run) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
 
 
-def test_puzzles_and_two_launchers_are_refused(whet: Run) -> None:
+def test_puzzles_self_play_and_two_launchers_are_refused(whet: Run) -> None:
     ended = whet("train", "puzzle", "--nproc", "2", "--device", "cpu")
     assert (ended.returncode, "keeps its puzzle" in ended.stderr) == (2, True)
+    ended = whet("train", "hex", "selfplay=True", "--nproc", "2", "--device", "cpu")
+    assert (ended.returncode, "self-play trains in one process" in ended.stderr) == (2, True)
     first = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0"}
     ended = whet("train", "text", "--nproc", "2", "--device", "cpu", **first)
     assert (ended.returncode, "started the processes already" in ended.stderr) == (2, True)

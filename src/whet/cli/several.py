@@ -20,6 +20,7 @@ def refuse(what: str, words: Sequence[str], nproc: int, *, config: Path | None, 
     from whet.base.errors import UsageError
     from whet.cli import screen
     from whet.cli.seeds import wanted_seeds
+    from whet.config.resolve import resolve
     from whet.recipes.recipe import load_recipe
     from whet.world.world import read_world, refuse_mps
 
@@ -35,9 +36,22 @@ def refuse(what: str, words: Sequence[str], nproc: int, *, config: Path | None, 
         return
     if world.size > 1 and len(wanted_seeds(words, config)) > 1:
         raise UsageError("torchrun trains one run", got="several seeds", try_=f"whet train ... --nproc {world.size}")
-    why = getattr(load_recipe(what), "only_one_process", None)
+    recipe = load_recipe(what)
+    why = getattr(recipe, "only_one_process", None)
     if why is not None:
         raise UsageError(f"{what} trains in one process", got=f"{number} processes; {why}", try_="no --nproc")
+    resolved = resolve(recipe.Config, words, file=config, can_measure=True)
+    recipe.describe(resolved.config)
+    if getattr(resolved.config, "selfplay", False):
+        raise UsageError(
+            "self-play trains in one process", got=f"selfplay=True, {number} processes", try_="no --nproc, no torchrun"
+        )
+    if resolved.is_batch_open:
+        raise UsageError(
+            "several processes need a global batch that is known",
+            got="global_batch_size=auto",
+            try_="whet plan ... global_batch_size=auto --measure in one process, then the number it finds",
+        )
 
 
 def is_one_of_several() -> bool:
@@ -145,28 +159,6 @@ def first_alone(doing: contextlib.AbstractContextManager[object]) -> Iterator[No
     with doing if here().is_first else contextlib.nullcontext():
         here().wait()
         yield
-
-
-def refuse_open_batch() -> None:
-    """A batch is measured by one process, before several train with it."""
-    from whet.base.errors import UsageError
-
-    if is_one_of_several():
-        raise UsageError(
-            "several processes need a global batch that is known",
-            got="global_batch_size=auto",
-            try_="whet plan ... global_batch_size=auto --measure in one process, then the number it finds",
-        )
-
-
-def refuse_selfplay() -> None:
-    """Self-play is a training of many trainings, between which one process plays."""
-    from whet.base.errors import UsageError
-
-    if is_one_of_several():
-        raise UsageError(
-            "self-play trains in one process", got="selfplay=True in several processes", try_="no --nproc, no torchrun"
-        )
 
 
 def stop_with_launcher() -> None:

@@ -37,7 +37,11 @@ def train(
         Path | None, typer.Option("--config", "--config-name", metavar="FILE", help="Settings from TOML or YAML.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The run folder; the next runs/RECIPE-NNN if not given.")
+        # Under Python 3.11 torchrun takes --run for its own --run-path, wherever it stands.
+        Path | None,
+        typer.Option(
+            "--run", "--run-dir", metavar="DIR", help="The run folder; the next runs/RECIPE-NNN if not given."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, mps, cuda, cuda:1 or cpu.")] = "auto",
     allow: Annotated[
@@ -176,13 +180,11 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
     if not path.exists():
         check_writable(path)
     if getattr(resolved.config, "selfplay", False):
-        several.refuse_selfplay()
         from whet.cli.train_selfplay import train_selfplay
 
         said = ["whet", "train", what, *words]
         return train_selfplay(recipe, resolved, path, device=how.device, command=said)
     if resolved.is_batch_open:
-        several.refuse_open_batch()
         resolved = _with_a_batch(what, resolved, path, device=how.device, fresh=how.fresh, measures=how.measures)
     command = ["whet", "train", what, *words, *_options(how.config, how.device), *several.options(), "--run", str(path)]
     is_done = not how.fresh and _is_done(path, resolved.config.model_dump(mode="json"))
