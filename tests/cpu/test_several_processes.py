@@ -1,6 +1,7 @@
 """Several real processes over gloo train what one process trains: gradients, weights, evaluations."""
 
 import json
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -134,6 +135,19 @@ def test_a_wrong_sum_is_found(trained: Path, together: Together, tmp_path: Path,
 def test_a_sample_that_is_seen_twice_is_found(together: Together, tmp_path: Path) -> None:
     together(("evaluation",), 2, fault="everybody sees all", out=tmp_path)
     assert numbers(tmp_path, "evaluation", 2)[0]["seen"] == 14
+
+
+def test_one_that_is_asked_to_stop_stops_all_after_the_same_step(zygote: Zygote, tmp_path: Path) -> None:
+    lives = started(zygote, ("endless",), 2, out=tmp_path)
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"began-{rank}").exists() for rank in (0, 1)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    lives[1].send(signal.SIGTERM)
+    assert [life.wait(seconds=60).code for life in lives] == [0, 0]
+    first, second = (numbers(tmp_path, "endless", 2, rank=rank) for rank in (0, 1))
+    assert first == second
+    assert first[:2] == ["stopped", 143]
 
 
 def test_a_process_that_fails_takes_the_others_along(zygote: Zygote, tmp_path: Path) -> None:

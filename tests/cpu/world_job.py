@@ -262,6 +262,31 @@ def one_fails(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
     return {}, []
 
 
+def endless(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
+    """Until somebody is asked to stop."""
+    torch.manual_seed(0)
+    model = Small()
+    rows, labels = torch.randn(64, 6), torch.randint(0, 3, (64,))
+
+    def loss(micro: Micro) -> Tensor:
+        (folder / f"began-{here().world.rank}").touch()
+        return nn.functional.cross_entropy(model(micro.rows), micro.labels)
+
+    result = whet.train(
+        model,
+        {"rows": rows, "labels": labels},
+        loss=loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.001),
+        global_batch_size=4,
+        epochs=10**6,
+        wishes={"micro_batch": 4},
+        show=None,
+        measure=False,
+        device="cpu",
+    )
+    return {}, [result.state, result.exit_code, result.step]
+
+
 text, chat, hexes = recipe_scene("text", _text), recipe_scene("chat", _chat), recipe_scene("hex", _hex)
 SCENES: dict[str, Any] = {
     "gradients": gradients,
@@ -274,6 +299,7 @@ SCENES: dict[str, Any] = {
     "evaluation": evaluation,
     "draws": draws,
     "one fails": one_fails,
+    "endless": endless,
 }
 
 
