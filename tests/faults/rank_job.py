@@ -4,6 +4,7 @@
 """
 
 import atexit
+import itertools
 import json
 import os
 import signal
@@ -17,7 +18,9 @@ from torch import nn
 
 import whet
 from whet.checkpoint import store, together
+from whet.checkpoint.staging import Staging
 from whet.engine import loading
+from whet.engine.pacing import Ways
 
 SAMPLES, BATCH, STEPS = 44, 8, 12
 """Six steps an epoch, the last of four samples: fewer than eight processes."""
@@ -54,6 +57,10 @@ def main(arguments: list[str]) -> int:
     draw = torch.Generator().manual_seed(0)
     x, y = torch.randn(SAMPLES, 6, generator=draw), torch.randint(0, 3, (SAMPLES,), generator=draw)
     _pause_where(options.get("pause"), rank, tell)
+    if options.get("beside"):
+        # As where a device has memory of its own: the state is copied, and written by a thread.
+        Staging.has_room = lambda _self, _num_bytes: True
+        Ways.is_beside = True
 
     def loss(micro):
         time.sleep(options.get("seconds", 0.0))
@@ -111,19 +118,23 @@ def _pause_where(place: str | None, rank: int, tell: Any) -> None:
     if rank != int(who):
         return
 
-    def stretched(real: Any) -> Any:
+    def stretched(real: Any, *, time_number: int) -> Any:
+        calls = itertools.count(1)
+
         def slow(*arguments: Any, **words: Any) -> Any:
-            tell(f"inside {what}")
-            time.sleep(0.5)
+            if next(calls) == time_number:
+                tell(f"inside {what}")
+                time.sleep(60)
             return real(*arguments, **words)
 
         return slow
 
     if what == "save":
-        together.write_shard = stretched(together.write_shard)
-        store.fill_draft = stretched(store.fill_draft)
+        # Of the states after 0, 2 and 4 steps: the third.
+        together.write_shard = stretched(together.write_shard, time_number=3)
+        store.fill_draft = stretched(store.fill_draft, time_number=3)
     elif what == "load":
-        loading.load = stretched(loading.load)
+        loading.load = stretched(loading.load, time_number=1)
 
 
 if __name__ == "__main__":
