@@ -6,6 +6,7 @@ import hashlib
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,13 @@ def swap_hashes_too(fields: dict[str, Any]) -> None:
     first["sha256"], second["sha256"] = second["sha256"], first["sha256"]
 
 
+def forget(rank: int, fields: dict[str, Any]) -> None:
+    name = shards.shard_name(rank)
+    del fields["files"][name]
+    for tensor in fields["sharded"].values():
+        tensor["pieces"] = [piece for piece in tensor["pieces"] if piece["file"] != name]
+
+
 LIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "a piece less": lambda fields: pieces(fields).pop(),
     "the first piece less": lambda fields: pieces(fields).pop(0),
@@ -222,6 +230,11 @@ def test_lies_about_shards_with_right_hashes_are_refused(tmp_path: Path) -> None
     for name, edit in LIES.items():
         lies.write_files(path, in_shards(edit)(good))
         assert refused(path, step=2), name
+    for rank in (0, 1, 3):
+        # All that one process wrote is gone, and the manifest knows nothing of it.
+        lies.write_files(path, in_shards(partial(forget, rank))(good))
+        (path / shards.shard_name(rank)).unlink()
+        assert refused(path, step=2), rank
     # Who makes all hashes right again is no damage but a forger: not found, as the docs say.
     lies.write_files(path, in_shards(swap_hashes_too)(good))
     assert not torch.equal(store.load(path).tensors["model/a"], whole_state(2)["model/a"])

@@ -179,15 +179,12 @@ def _whole_shape(snapshot: Snapshot, name: str) -> tuple[int, ...]:
 
 
 def _part_for(target: Tensor, snapshot: Snapshot, name: str) -> Tensor:
-    """What of a saved tensor belongs where `target` lies here."""
-    value, there, here = snapshot.tensors[name], snapshot.rows.get(name), rows_of(target)
-    if there == here:
-        return value
-    if there is not None:
-        got = f"{there} of {name!r} were read; {here or 'all'} are needed"
-        raise WhetError("the checkpoint was read for another part of the model", got=got, try_="the whole checkpoint")
-    assert here is not None
-    return value[here.start : here.stop]
+    """What of a saved tensor belongs where `target` lies here: what was read, if `wanted_rows` said what to read."""
+    there, here = snapshot.rows.get(name), rows_of(target)
+    if there != here:
+        got = f"{there or 'all rows'} of {name!r} were read; {here or 'all rows'} are needed"
+        raise WhetError("the checkpoint was read for another part of the model", got=got, try_="wanted_rows(model)")
+    return snapshot.tensors[name]
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
