@@ -34,7 +34,7 @@ LABELS = torch.arange(len(LENGTHS)) % 3
 Batch = Padded | Packed
 
 
-def network(**changes: Any) -> Any:
+def network(kind: str = "Bert", **changes: Any) -> Any:
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 200,
@@ -48,7 +48,12 @@ def network(**changes: Any) -> Any:
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     }
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**{**sizes, **changes}))
+    config = getattr(transformers, f"{kind}Config")(**{**sizes, **changes})
+    made = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
+    # Norms and biases that do something.
+    for parameter in made.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return made.train()
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +101,15 @@ def test_it_computes_what_transformers_does(column: Ragged, changes: dict[str, A
     assert_same(loss_and_gradient(back, column.padded(ROWS, length=40)), expected)
 
 
-def test_one_segment_only(column: Ragged) -> None:
-    plain = replace(column, values=column.values % SEGMENT)
-    expected = loss_and_gradient(Pretrained(network(type_vocab_size=1)), plain.padded(ROWS, length=40))
-    assert_same(loss_and_gradient(Bert.of(network(type_vocab_size=1)), packed(plain, total=96)), expected)
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "Camembert", "XLMRoberta"])
+def test_one_segment_only_and_positions_behind_the_padding(column: Ragged, kind: str) -> None:
+    sizes = {"type_vocab_size": 1, "max_position_embeddings": 42}
+    plain = replace(column, values=column.values % SEGMENT % 190 + 5)
+    expected = loss_and_gradient(Pretrained(network(kind, **sizes)), plain.padded(ROWS, length=40))
+    ours = Bert.of(network(kind, **sizes))
+    for batch in (plain.padded(ROWS, length=40), packed(plain, total=96)):
+        assert_same(loss_and_gradient(ours, batch), expected)
+    assert list(padded(ours).state_dict()) == list(Pretrained(network(kind, **sizes)).state_dict())
 
 
 def test_dropout_is_where_transformers_has_it(column: Ragged) -> None:

@@ -60,8 +60,8 @@ def test_a_pretrained_model_starts_from_the_paper_and_keeps_what_you_say(tmp_pat
         (["freeze=2"], "freeze is for a pretrained model"),
         (["lora=8"], "lora is for a pretrained model"),
         (["model={m}", "arch.layers=2"], "arch.layers is for model=small"),
-        (["model={m}", "lora=8", "lengths=packed"], "a BERT that is trained whole read packed"),
-        (["model={m}", "freeze=2", "lengths=packed few"], "a BERT that is trained whole read packed"),
+        (["model={m}", "lora=8", "lengths=packed"], "that is trained whole read packed"),
+        (["model={m}", "freeze=2", "lengths=packed few"], "that is trained whole read packed"),
         (["attention_dropout=0.1"], "attention_dropout is for a pretrained model"),
         (["model={m}", "lora=8", "freeze=2"], "LoRA leaves the model as it is already"),
     ],
@@ -89,7 +89,8 @@ def test_sizes_are_read_without_torch(tmp_path: Path) -> None:
     header = json.dumps({"__metadata__": {"format": "pt"}, "w": {"shape": [7, 11]}, "v": {"shape": [5]}}).encode()
     (other / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     backbone = read_backbone(str(other))
-    assert not describe(config(f"model={other}")).can_pack
+    assert describe(config(f"model={other}")).can_pack
+    assert not describe(config(f"model={model(tmp_path / 'c', model_type='electra')}")).can_pack
     assert (backbone.num_parameters(num_classes=2), backbone.most_tokens) == (82 + 2 * 385, 510)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from whet.base.errors import UsageError
 
+_LIKE_BERT = ("bert", "camembert", "roberta", "xlm-roberta")
 BERT_ACTIVATIONS = {
     "gelu": ("gelu", "none"),
     "gelu_new": ("gelu", "tanh"),
@@ -47,7 +48,7 @@ class Backbone:
     @property
     def is_read_packed(self) -> bool:
         """Whether our own execution knows this architecture (`bert.py`), which needs no padding."""
-        is_known = self.kind == "bert" and self.activation in BERT_ACTIVATIONS and self.num_segments > 0
+        is_known = self.kind in _LIKE_BERT and self.activation in BERT_ACTIVATIONS and self.num_segments > 0
         return is_known and self.is_plain and self.width % self.heads == 0
 
     @property

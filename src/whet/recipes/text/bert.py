@@ -1,8 +1,9 @@
 """How is a BERT classifier computed without padding? The weights of transformers under their names, our execution.
 
 Shapes: B texts, L tokens of the longest, T tokens in all, W width, C classes. Parameters are those of transformers'
-BertForSequenceClassification, one by one and under its names, so checkpoints, exports and optimizer states are the same
-whichever of the two computes. The linear layers and norms see a batch as it comes, (B, L, W) or (T, W).
+classifier, one by one and under its names, so checkpoints, exports and optimizer states are the same whichever of the
+two computes. The linear layers and norms see a batch as it comes, (B, L, W) or (T, W). RoBERTa and its relatives are
+the same encoder: they count positions from behind their padding, and their head holds what is BERT's pooler.
 """
 
 from typing import Any
@@ -24,9 +25,11 @@ class Bert(nn.Module):
         super().__init__()
         self.config = config
         self.has_segments = config.type_vocab_size > 1
-        self.network = nn.ModuleDict({"bert": _Body(config), "classifier": _linear(config, config.num_labels)})
-        dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
-        self.dropout = nn.Dropout(dropout)
+        is_bert = config.model_type == "bert"
+        self._body = "bert" if is_bert else "roberta"
+        head = _linear(config, config.num_labels) if is_bert else _Head(config)
+        self.network = nn.ModuleDict({self._body: _Body(config), "classifier": head})
+        self.dropout = nn.Dropout(_last_dropout(config))
 
     @classmethod
     def of(cls, network: Any) -> "Bert":
@@ -38,26 +41,27 @@ class Bert(nn.Module):
 
     def forward(self, tokens: Padded | Packed) -> Tensor:
         """The logits, (B, C)."""
-        pooled: Tensor = self.network["bert"](tokens, layout_of(tokens))
-        logits: Tensor = self.network["classifier"](self.dropout(pooled))
+        found: Tensor = self.network[self._body](tokens, layout_of(tokens))
+        logits: Tensor = self.network["classifier"](self.dropout(found))
         return logits
 
 
 class _Body(nn.Module):
-    """Embeddings, post-norm blocks, and what the pooler makes of each text's first token."""
+    """Embeddings, post-norm blocks, and what the pooler, if there is one, makes of each text's first token."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.embeddings = _Embeddings(config)
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(_Block(config) for _ in range(config.num_hidden_layers))})
-        self.pooler = nn.ModuleDict({"dense": _linear(config, config.hidden_size)})
+        if config.model_type == "bert":
+            self.pooler = nn.ModuleDict({"dense": _linear(config, config.hidden_size)})
 
     def forward(self, tokens: Padded | Packed, layout: Layout) -> Tensor:
         x = self.embeddings(tokens.values, layout)
         for block in self._blocks():
             x = block(x, layout)
-        pooled: Tensor = self.pooler["dense"](first(x, layout))
-        return pooled.tanh()
+        found = first(x, layout)
+        return self.pooler["dense"](found).tanh() if hasattr(self, "pooler") else found
 
     def _blocks(self) -> nn.ModuleList:
         blocks = self.encoder["layer"]
@@ -73,13 +77,14 @@ class _Embeddings(nn.Module):
         width = config.hidden_size
         self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, width)
+        self.first_position = 0 if config.model_type == "bert" else config.pad_token_id + 1
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
         self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, ids: Tensor, layout: Layout) -> Tensor:
         # Padding may reach beyond the last position that was learned; whatever stands there is never looked at.
-        places = layout.positions.clamp(max=self.position_embeddings.num_embeddings - 1)
+        places = (layout.positions + self.first_position).clamp(max=self.position_embeddings.num_embeddings - 1)
         if self.token_type_embeddings.num_embeddings > 1:
             segments = self.token_type_embeddings(ids // SEGMENT)
         else:
@@ -134,6 +139,25 @@ class _Added(nn.Module):
     def forward(self, x: Tensor, before: Tensor) -> Tensor:
         normed: Tensor = self.LayerNorm(self.dropout(self.dense(x)) + before)
         return normed
+
+
+class _Head(nn.Module):
+    """RoBERTa's classifier."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.dense = _linear(config, config.hidden_size)
+        self.dropout = nn.Dropout(_last_dropout(config))
+        self.out_proj = _linear(config, config.num_labels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.out_proj(self.dropout(self.dense(x).tanh()))
+        return logits
+
+
+def _last_dropout(config: Any) -> float:
+    share = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+    return float(share)
 
 
 def _linear(config: Any, width: int) -> nn.Linear:

@@ -173,7 +173,7 @@ class TextConfig(CommonConfig):
 
 
 def is_read_packed(config: TextConfig, backbone: Backbone | None) -> bool:
-    """Whether the model reads packed batches: our own, and a BERT that is trained whole (`bert.py`)."""
+    """Whether the model reads packed batches: our own, and a BERT or RoBERTa that is trained whole (`bert.py`)."""
     return backbone is None or (backbone.is_read_packed and config.lora is None and config.freeze == "none")
 
 
@@ -189,7 +189,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
     can_pack = is_read_packed(config, backbone)
     if config.lengths in ("packed", "packed few") and not can_pack:
         raise UsageError(
-            "only model=small and a BERT that is trained whole read packed batches",
+            "only model=small and a BERT or RoBERTa that is trained whole read packed batches",
             got=f"model={config.model} lora={config.lora} freeze={config.freeze}",
             try_="lengths=sorted, or auto",
         )
