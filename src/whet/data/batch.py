@@ -54,6 +54,8 @@ class Micro:
     """
     counts: bool = True
     """False for one that is computed only because other processes wait for it: it weighs nothing."""
+    is_there: bool = False
+    """On the device already: nothing has to be moved."""
 
     def moved(self, put: Put) -> "Micro":
         """The same, with every tensor moved."""

@@ -67,10 +67,11 @@ def ordered_batches(
 class Cutter:
     """Cuts rows out of columns, piece by piece, and hands each piece over as a micro-batch."""
 
-    def __init__(self, columns: Columns, *, send: Put) -> None:
-        """`send` brings row numbers to where the columns lie."""
+    def __init__(self, columns: Columns, *, send: Put, is_there: bool = False) -> None:
+        """`send` brings row numbers to where the columns lie, which may be the device."""
         self._columns = columns
         self._send = send
+        self._is_there = is_there
         # On the host, so that shapes are known without asking the device.
         self._lengths = {n: c.lengths.cpu().numpy() for n, c in columns.items() if isinstance(c, Ragged)}
         self._longest = {name: int(lengths.max(initial=1)) for name, lengths in self._lengths.items()}
@@ -78,6 +79,9 @@ class Cutter:
 
     def micros(self, rows: np.ndarray, ids: np.ndarray, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
         """The pieces of the chosen rows; `ids` are the samples' ids, row by row."""
+        if len(rows) <= micro_batch and not self._lengths:
+            yield self._whole(rows, ids)
+            return
         pieces = list(self._pieces(rows, micro_batch=micro_batch, how=how))
         totals = {name: self._total(name, rows, pieces) for name in self._lengths} if how == "packed few" else {}
         for piece in pieces:
@@ -86,7 +90,13 @@ class Cutter:
             for name, (fill, total) in totals.items():
                 fields[name] = self._filled(name, fields[name], fill, total)
             first_place = piece.start if isinstance(piece, slice) else None
-            yield Micro(fields=fields, ids=ids[piece], first_place=first_place)
+            yield Micro(fields=fields, ids=ids[piece], first_place=first_place, is_there=self._is_there)
+
+    def _whole(self, rows: np.ndarray, ids: np.ndarray) -> Micro:
+        """All rows at once, where all are of one shape: with small steps every call counts."""
+        chosen = self._send(torch.from_numpy(rows))
+        fields = {name: self._take(name, rows, chosen, "fixed") for name in self._columns}
+        return Micro(fields=fields, ids=ids, is_there=self._is_there)
 
     def lengths_of(self, rows: np.ndarray) -> np.ndarray | None:
         """How long the samples in these rows are, all columns together; None where all are of one shape."""
@@ -101,7 +111,8 @@ class Cutter:
     def _take(self, name: str, rows: np.ndarray, chosen: Tensor, how: Lengths) -> Field:
         column = self._columns[name]
         if isinstance(column, Tensor):
-            return column[chosen]
+            # On the host twice as fast as column[chosen].
+            return column.index_select(0, chosen) if column.is_cpu else column[chosen]
         lengths = self._lengths[name][rows]
         if how == "packed":
             return column.packed(chosen, max_length=int(lengths.max()), total=int(lengths.sum()))

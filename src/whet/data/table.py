@@ -35,7 +35,7 @@ class Table(AbstractSource):
         self._fingerprint = _fingerprint(columns, self.num_samples)
         if is_resident:
             columns = {name: moved(name, column, device.put) for name, column in columns.items()}
-        self._cutter = Cutter(columns, send=device.send if is_resident else lambda rows: rows)
+        self._cutter = Cutter(columns, send=device.send if is_resident else lambda rows: rows, is_there=is_resident)
         self._global_batch_size = global_batch_size
         self._seed = seed
         self._shuffle = shuffle

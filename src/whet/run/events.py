@@ -65,13 +65,14 @@ class EventLog:
             raise ValueError(f"names of fields that every event has: {sorted(RESERVED & fields.keys())}")
         record = {"kind": kind, "time": self._clock(), "step": step, **fields}
         try:
-            line = strict_json.compact(record)
+            # Steps are many, and hold nothing but what the engine puts in.
+            line = strict_json.quick(record) if kind == "step" else strict_json.compact(record).encode()
         except (ValueError, TypeError):
             record, line = _odd_record(record)
             fields = {name: record[name] for name in fields}
         if kind in SITTINGS or self._tally.is_full:
             self._close_block()
-        data = line.encode() + b"\n"
+        data = line + b"\n"
         self._tally.add(kind, record["time"], record["step"], fields, start=self._events.size, length=len(data))
         self._events.add(data)
         if kind != "step" or self._stopwatch() - self._flushed_at >= self._flush_seconds:
@@ -220,14 +221,14 @@ def tail(run: Run | Path, n: int) -> tuple[Event, ...]:
     return tuple(itertools.islice(History(run).backwards(), n))[::-1]
 
 
-def _odd_record(record: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def _odd_record(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """A record with NaN or another library's numbers, in Python's own types, and its line."""
     try:
         record = strict_json.plain(record)
     except TypeError as error:
         what = f"a {record['kind']} event cannot be written"
         raise WhetError(what, got=str(error), try_="numbers, text, lists and maps of them") from None
-    return record, strict_json.encode(record)
+    return record, strict_json.encode(record).encode()
 
 
 def layout_of(folder: Path, *, progress: Progress | None = None) -> Layout:

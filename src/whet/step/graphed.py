@@ -114,7 +114,7 @@ class GraphedStepper(Stepper):
         start = mark()
         read = list(micros)
         loaded = mark()
-        made = [micro.moved(self.device.put) for micro in read]
+        made = [micro if micro.is_there else micro.moved(self.device.put) for micro in read]
         moved = mark()
         fetching = ("data", start, loaded), ("transfer", loaded, moved)
         key = (num_samples, *map(signature, made), loss_key(loss), self._owners.modes())

@@ -5,6 +5,7 @@ Nothing here waits for the device or looks at a tensor's value, so that a step c
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -97,9 +98,9 @@ class Stepper:
         weight_sum: Tensor | float | None = None
         is_whole = True
         start = mark()
-        for made, is_last in with_last(micros) if not self.joining.is_alone else ((made, True) for made in micros):
+        for made, is_last in zip(micros, repeat(True)) if self.joining.is_alone else with_last(micros):
             loaded = mark()
-            micro = made.moved(self.device.put)
+            micro = made if made.is_there else made.moved(self.device.put)
             moved = mark()
             # Of several processes none can divide by the weights of all.
             is_whole = len(micro) == num_samples and self.joining.is_alone

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+_NOTHING = contextlib.nullcontext()
+
 
 class Joining:
     """What a step asks; the base is for one process and does nothing."""
@@ -17,7 +19,7 @@ class Joining:
 
     def computing(self, *, is_last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
         """Around forward and backward of one micro-batch; gradients are summed over all processes with the last."""
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def call(self, loss: Callable[[Any], Any], micro: Any) -> Any:
         """What the loss function gives for a micro-batch."""
