@@ -141,19 +141,10 @@ def for_whet(model: Any, texts: list[Tensor], labels: Tensor, batch: int, dropou
         baseline=None,
     )
     recipe = load_recipe("text")
-    words = [f"model={folder}", f"dropout={dropout:g}", f"arch.max_length={LONGEST}", f"global_batch_size={batch}"]
-    if "attention_dropout" in recipe.Config.model_fields:
-        words.append("attention_dropout=0")
+    words = [f"model={folder}", f"arch.max_length={LONGEST}", f"global_batch_size={batch}"]
+    words += [f"dropout={dropout:g}", "attention_dropout=0"]
     made = ingredients(recipe, resolve(recipe.Config, words).config, data=data)
-    without_attention_dropout(made.model)
     return ForWhet(model=made.model, data=made.data.train, loss=made.loss, workload=made.workload)
-
-
-def without_attention_dropout(model: Any) -> None:
-    """The recipe's key sets all dropouts; here attention has none."""
-    for module in model.modules():
-        if type(module).__name__.endswith("SelfAttention") and hasattr(module, "dropout"):
-            module.dropout.p = 0.0
 
 
 def flops_of_text(lengths: Tensor, shape: dict[str, int]) -> float:
