@@ -45,25 +45,25 @@ class Tiny:
 def recipe():
     return Tiny()
 """
+DECIDED = ("precision=fp32", "micro_batch=32", "compile=off")
+"""What is decided is not tried, so that few trials are left."""
 
 
 def test_a_measured_plan_as_json_holds_its_trials(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
-    done = warm_whet("plan", "tiny.py", "threads=1", "--measure", "--budget", "6", "--json")
+    done = warm_whet("plan", "tiny.py", "threads=1", *DECIDED, "--measure", "--budget", "60", "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["trials"]
     assert {setting["source"] for setting in plan["settings"].values()} >= {"rule", "measured"}
-    assert "measuring real steps in a process of their own, 6 s at most" in done.stderr
+    assert "measuring real steps in a process of their own, 60 s at most" in done.stderr
     assert " trial" in done.stderr
     assert list(tmp_path.iterdir()) == [tmp_path / "tiny.py"] or not (tmp_path / "runs").exists()
 
 
 def test_a_probe_that_kills_its_process_is_told_and_the_others_go_on(warm_whet: Run, tmp_path: Path) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
-    # What is decided is not tried, so that few trials are left.
-    decided = ("precision=fp32", "micro_batch=32", "compile=off")
-    done = warm_whet("plan", "tiny.py", "bad=threads", *decided, "--measure", "--budget", "60", "--json")
+    done = warm_whet("plan", "tiny.py", "bad=threads", *DECIDED, "--measure", "--budget", "60", "--json")
     assert done.returncode == 0, done.stderr
     trials = {trial["setting"]: trial for trial in json.loads(done.stdout)["trials"]}
     assert trials["threads"]["verdict"] == "failed"
