@@ -226,6 +226,12 @@ def test_small_data_has_something_held_out(total: int, held: int) -> None:
     assert survey._num_held(total, 0.95) == held
 
 
+def test_data_that_nothing_is_held_out_of_is_told(tmp_path: Path) -> None:
+    for number, is_told in ((2, True), (3, False)):
+        data = made(tmp_path, [planted.talk(one) for one in range(number)], name=f"of-{number}")
+        assert any("held out for dev" in line for line in lines(data.manifest, data.folder)) == is_told
+
+
 # --- lengths ---------------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +334,8 @@ def test_a_failure_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.jsonl"]
     with pytest.raises(UsageError, match="not empty"):
         build(tmp_path / "out.jsonl", before, Options(), told=quiet)
+    with pytest.raises(WhetError, match="a shorter name"):
+        build(tmp_path / "out.jsonl", tmp_path / ("x" * 300), Options(), told=quiet)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch) -> None:

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,31 @@ def test_a_file_that_cannot_be_read_to_its_end_is_refused(tmp_path: Path, conten
     (tmp_path / "chats").write_bytes(content)
     with pytest.raises(WhetError, match=said):
         list(reading.read_records(tmp_path / "chats"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[]", "no records"),
+        (b'[1, "a"]', "record 1: no object"),
+        (b'{\n "messages": []\n}', "record 1: not JSON: EOF"),
+        ('{"messages": "caf\xe9"}'.encode("latin-1"), "record 1: not JSON: invalid unicode"),
+    ],
+)
+def test_records_that_cannot_be_read_are_refused_with_the_reason(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "chats").write_bytes(content)
+    with pytest.raises(UsageError, match=f"no known shape\n.*{said}"):
+        find_sources(tmp_path / "chats")
+
+
+def test_a_pipe_is_refused_and_a_name_is_shown_in_one_line(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="needs a file"):
+        find_sources(tmp_path / "pipe", shape="openai")
+    path = planted.write_lines(tmp_path / "chats", [{"id": "a\n\x1b[31mb", "messages": []}])
+    (bad,) = read(path)
+    assert isinstance(bad, Bad)
+    assert bad.where == "chats:1 (a  [31mb)"
 
 
 def test_an_unknown_shape_is_refused_with_its_keys(tmp_path: Path) -> None:

@@ -238,7 +238,9 @@ def _source_facts(source: Source) -> dict[str, Any]:
 
 
 def _refuse_taken(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    with durable.told("create", folder):
+        is_taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if is_taken:
         raise UsageError("the output folder is not empty", got=folder, try_="another --output-dir, or remove it")
 
 

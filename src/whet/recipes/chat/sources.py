@@ -51,6 +51,8 @@ def find_sources(path: Path, *, shape: str = "auto") -> tuple[Source, ...]:
             raise UsageError(f"no training file in {path}", got="no train.json or train.jsonl", try_="a file")
     elif not path.exists():
         raise UsageError("the conversations are not there", got=path, try_="a file or folder that exists")
+    elif not path.is_file():
+        raise UsageError("conversations are read twice, which needs a file", got=path, try_="a copy of it in a file")
     return tuple(Source(file, detect(file) if shape == "auto" else SHAPES[shape], part) for part, file in files)
 
 
@@ -77,4 +79,7 @@ def _read(record: Record, source: Source) -> Conversation | Bad:
 
 def _name(value: object) -> str:
     found = next((value[key] for key in _NAMES if value.get(key)), "") if isinstance(value, dict) else ""
-    return str(found)[:80] if isinstance(found, str | int) else ""
+    # It is shown to a person, and a name of many lines or with colours would not be one.
+    return (
+        "".join(sign if sign.isprintable() else " " for sign in str(found)[:80]) if isinstance(found, str | int) else ""
+    )

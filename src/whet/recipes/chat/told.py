@@ -20,6 +20,10 @@ def lines(manifest: Manifest, folder: Path) -> tuple[str, ...]:
     for key, words in _LEFT_OUT.items():
         if told[key]:
             rows.append(("note", f"{told[key]:,} {words}"))
+    if not manifest.parts["dev"].conversations:
+        rows.append(
+            ("note", "nothing is held out for dev, which a training needs: more conversations, or --train-split")
+        )
     for part in PARTS:
         facts = manifest.parts[part]
         fill = facts.tokens / (facts.rows * manifest.max_length) if facts.rows else 0

@@ -1,7 +1,7 @@
 """Which shape do the records of a file have?"""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,13 +43,23 @@ TRM_FOLDER = Shape("trm-folder", trm_folder.fits, trm_folder.read, records=trm_f
 
 def detect(path: Path) -> Shape:
     """The shape that most of the first records have."""
-    seen = [record.value for record in islice(read_records(path), _LOOKED_AT) if isinstance(record.value, dict)]
+    looked = list(islice(read_records(path), _LOOKED_AT))
+    seen = [record.value for record in looked if isinstance(record.value, dict)]
     fitting = Counter(name for value in seen for name, shape in SHAPES.items() if shape.fits(value))
     if not fitting:
-        keys = ", ".join(map(str, list(seen[0])[:8])) if seen else "no objects"
         raise UsageError(
             f"the records of {path} have no known shape",
-            got=f"the first has the keys {keys}" if seen else keys,
+            got=_first(looked),
             try_="conversations (sharegpt), instruction and output (alpaca), messages (openai, openassistant)",
         )
     return max((SHAPES[name] for name in SHAPES), key=lambda shape: fitting[shape.name])
+
+
+def _first(looked: Sequence[Record]) -> str:
+    """The first record as far as it says why nothing fits."""
+    record = next((record for record in looked if isinstance(record.value, dict)), next(iter(looked), None))
+    if record is None:
+        return "no records"
+    if isinstance(record.value, dict):
+        return ascii(f"the first has the keys {', '.join(map(str, list(record.value)[:8]))}"[:200])[1:-1]
+    return f"record {record.number}: {record.fault or 'no object'}"
