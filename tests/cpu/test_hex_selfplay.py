@@ -18,6 +18,7 @@ import torch
 from whet.base.errors import UsageError
 from whet.checkpoint import store
 from whet.cli.main import run
+from whet.engine.supervise import make_ready
 from whet.hex.board import BLUE
 from whet.recipes.hex import players
 from whet.recipes.hex.arena.openings import draw_openings
@@ -150,6 +151,27 @@ def test_a_board_with_too_few_openings_for_its_gates_is_refused_at_once(
     assert not (tmp_path / "small").exists()
 
 
+def test_a_kill_or_ctrl_c_while_it_plays_is_followed_by_more_of_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, it is started again by its parent, which is told of the folder; interrupted, it says how to go on."""
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
+    (tmp_path / "loop.toml").write_text("[loop]\ngenerations = 3\n")
+    told: list[Path | None] = []
+    monkeypatch.setattr("whet.engine.supervise.tell_parent", lambda run, *, step=0: told.append(run))
+    monkeypatch.setattr("whet.recipes.hex.selfplay.improving.Improvement.run", mock.Mock(side_effect=KeyboardInterrupt))
+    folder, file = tmp_path / "better", tmp_path / "loop.toml"
+    with mock.patch.dict(os.environ):
+        assert run([*command(folder)[:-1], "--config", str(file)]) == 130
+    assert f"--config {file} --device cpu --run {folder}" in capsys.readouterr().err
+    assert told == [folder]
+    open_state(folder, config={})
+    assert make_ready(folder, killer="SIGKILL", is_first=True) == "it goes on"
+    with mock.patch.dict(os.environ):
+        assert run([*command(folder), "--fresh"]) == 2
+    assert read_state(folder).config == {}
+
+
 def test_another_training_does_not_go_on_in_the_folder_but_a_longer_or_newer_one_does(tmp_path: Path) -> None:
     folder = tmp_path / "better"
     open_state(folder, config={"lr": 0.1, "loop": {"generations": 2}})
@@ -160,6 +182,9 @@ def test_another_training_does_not_go_on_in_the_folder_but_a_longer_or_newer_one
     (tmp_path / "other" / "mine.txt").write_text("")
     with pytest.raises(UsageError, match="something else"):
         open_state(tmp_path / "other", config={})
+    (folder / "state.json").write_text('{"format": "whet hex selfplay 9", "config": {}}')
+    with pytest.raises(UsageError, match="another format"):
+        open_state(folder, config={"lr": 0.1})
 
 
 @pytest.mark.slow

@@ -163,6 +163,7 @@ def _train_one(what: str, words: list[str], run: Path | None, how: _How) -> int:
 
 def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int:
     """One run in this process; its exit code."""
+    from whet.base.errors import UsageError
     from whet.cli import ending, screen, several
     from whet.config.resolve import resolve
     from whet.engine.supervise import tell_parent
@@ -170,7 +171,7 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
     from whet.plan.words import plan_lines
     from whet.recipes.recipe import BUILT_IN, load_recipe
     from whet.run.durable import check_writable
-    from whet.run.folder import next_run_path, open_run
+    from whet.run.folder import RUN_FILE, next_run_path, open_run, refuse_occupied
 
     recipe = load_recipe(what)
     resolved = resolve(recipe.Config, words, file=how.config, can_measure=True)
@@ -182,8 +183,13 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
     if getattr(resolved.config, "selfplay", False):
         from whet.cli.train_selfplay import train_selfplay
 
-        said = ["whet", "train", what, *words]
+        if how.fresh and path.exists():
+            raise UsageError("a self-play is not removed", got=f"--fresh --run {path}", try_="another --run DIR")
+        said = ["whet", "train", what, *words, *_options(how.config, how.device), "--run", str(path)]
         return train_selfplay(recipe, resolved, path, device=how.device, command=said)
+    if not (path / RUN_FILE).exists():
+        # Before a minute is spent on measuring.
+        refuse_occupied(path)
     if resolved.is_batch_open:
         resolved = _with_a_batch(what, resolved, path, device=how.device, fresh=how.fresh, measures=how.measures)
     command = ["whet", "train", what, *words, *_options(how.config, how.device), *several.options(), "--run", str(path)]

@@ -19,9 +19,11 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
     config = resolved.config
     before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
     from whet.engine.progress_line import ProgressLine
+    from whet.engine.supervise import tell_parent
 
+    # Killed from here on, it is started again.
+    tell_parent(path)
     line = ProgressLine(recipe.name)
-    named = [*command, *(["--device", device] if device != "auto" else []), "--run", str(path)]
     told = {"start", "step", "warning", "oom", "skip"}
 
     def show(kind: str, fields: dict[str, Any]) -> None:
@@ -38,11 +40,14 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
             line.say(f"{recipe.name}: {text}")
 
     try:
-        code: int = recipe.improve(resolved, folder=path, device=device, command=named, say=say, show=show)
+        code: int = recipe.improve(resolved, folder=path, device=device, command=command, say=say, show=show)
+    except KeyboardInterrupt:
+        # While it played: what was under way is played again.
+        code = 130
     finally:
         line.close()
     if code:
-        screen.note(f"stopped; to go on:\n  {shlex.join(named)}")
+        screen.note(f"stopped; to go on:\n  {shlex.join(command)}")
         return code
     screen.note(f"\nkept      {path}\nnext      whet arena hex {shlex.quote(str(path))}@64 two-distance")
     return 0

@@ -28,7 +28,7 @@ from whet.plan.plan import read_plan
 from whet.run import lock
 from whet.run.event import SITTINGS
 from whet.run.events import EventLog, History
-from whet.run.folder import open_run, rewrite
+from whet.run.folder import RUN_FILE, open_run, rewrite
 
 VARIABLE = "WHET_SUPERVISOR"
 """In a supervised process: the parent's id and the descriptor on which the parent is told of the run folder."""
@@ -147,6 +147,9 @@ def make_ready(run: Path, *, killer: str, is_first: bool, told_step: int = 0) ->
 
     `told_step` is the last one the process told of: its events reach the disk a little later.
     """
+    if not (run / RUN_FILE).exists():
+        # A folder of many trainings; each part of it goes on from what is whole.
+        return "it goes on"
     opened = open_run(run)
     history = History(opened)
     began = next((event.step for event in history.backwards(kinds=SITTINGS)), 0)

@@ -116,7 +116,7 @@ def create_run(
 ) -> Run:
     """Makes a run folder: complete, or not at all."""
     path = path.expanduser().absolute()
-    _refuse_occupied(path)
+    refuse_occupied(path)
     durable.check_writable(path)
     header = Header(
         format_version=FORMAT_VERSION,
@@ -219,7 +219,8 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise WhetError(f"the run file {path} is damaged", got=str(error), try_=hint) from None
 
 
-def _refuse_occupied(path: Path) -> None:
+def refuse_occupied(path: Path) -> None:
+    """Refuses a place where no run can be made."""
     with durable.told("create", path):
         if path.is_symlink() and not path.exists():
             raise UsageError(f"cannot make a run at {path}", got="a link that leads nowhere", try_="another --run DIR")

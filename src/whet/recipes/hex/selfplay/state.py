@@ -60,9 +60,12 @@ def read_state(folder: Path) -> State:
     """What was written last."""
     path = folder / STATE
     try:
-        return State.from_json(strict_json.decode(read_plain(path).decode()), where=path)
+        found = State.from_json(strict_json.decode(read_plain(path).decode()), where=path)
     except ValueError as error:
         raise WhetError(f"{path} is damaged", got=str(error)[:200], try_="a new folder with --run DIR") from None
+    if found.format != FORMAT:
+        raise UsageError(f"{path} has another format", got=found.format[:60], try_="a new folder with --run DIR")
+    return found
 
 
 def write_state(folder: Path, state: State) -> None:
