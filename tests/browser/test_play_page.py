@@ -142,6 +142,10 @@ def test_red_is_answered_first_and_may_swap(club: Club) -> None:
     page.get_by_role("button", name="resign").click()
     expect(page.locator(".standing")).to_have_text("blue wins: two-distance (resigned)")
     expect(page.get_by_role("button", name="swap")).to_be_disabled()
+    page = club.visit(game="#5-red,c3").page
+    page.get_by_role("button", name="suggestions").click()
+    expect(page.locator(".suggestions li").first).to_have_text("swap")
+    expect(page.locator(".suggestions li")).to_have_count(6)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -100,6 +100,7 @@ def test_a_whole_game_in_words() -> None:
     assert talk.say("undo")[-1].startswith("your move")
     assert "resigned" in talk.say("resign")[0]
     assert "you are red" in talk.say("new red")[0]
+    assert talk.say("hint")[-1].startswith("sure likes a swap; else ")
     assert talk.say("swap")[0].startswith("sure: ")
     assert "no such colour" in talk.say("new green")[0]
     assert not talk.is_over
@@ -122,6 +123,12 @@ def test_play_in_the_terminal(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("your move (blue)") == 2
     assert "two-distance likes" in done.stdout
+
+
+def test_nobody_plays_with_a_closed_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert run(["play", "random", "--terminal"]) == 2
+    assert "closed input" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ _STONES = ".BR"
 
 
 def board_lines(view: GameView, *, hints: Collection[int] = ()) -> list[str]:
-    """The board: B and R are stones, (B) the last one, * a suggestion, B and R in capitals on the way that won.
+    """The board: B and R are stones, (B) the last one, * a suggestion.
 
     >>> from whet.hex.play.view import look
     >>> from whet.hex.player import RandomPlayer

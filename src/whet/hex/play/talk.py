@@ -99,6 +99,7 @@ class Talk:
     def _hint(self) -> list[str]:
         view = self._look()
         named = ", ".join(f"{one.name} {100 * one.share:.0f} %" for one in view.suggestions)
+        named = f"a swap; else {named}" if view.reply == "swap" else named
         return [*board_lines(view, hints=[one.cell for one in view.suggestions]), f"{self.player.name} likes {named}"]
 
     def _undo(self) -> list[str]:

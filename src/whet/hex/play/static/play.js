@@ -129,7 +129,8 @@ function draw() {
   undoButton.disabled = game.isThinking || !game.moves.some((_, place) => plays(moverAfter(place)));
   resignButton.disabled = !isYours();
   hintButton.setAttribute("aria-pressed", String(showsHints));
-  fill(suggestions, hints.map(suggestionOf));
+  const swaps = hints.length > 0 && view.reply === "swap" ? [el("li", {}, el("b", {}, "swap"))] : [];
+  fill(suggestions, swaps, hints.map(suggestionOf));
   suggestions.hidden = hints.length === 0;
   fill(moves, view.moves.join(" ") || "no moves yet");
   link.href = view.record;
