@@ -16,8 +16,10 @@ import torch
 from whet.checkpoint import store
 from whet.cli.main import run
 from whet.config.resolve import resolve
+from whet.hex.positions.splitting import game_keys
 from whet.hex.self_play import play_games
 from whet.hex.two_distance import TwoDistancePlayer
+from whet.recipes.hex.data import split
 from whet.recipes.hex.recipe import recipe as hex_recipe
 from whet.run.events import read_events
 from whet.run.folder import open_run
@@ -158,6 +160,20 @@ def test_recorded_games_are_learned_from_and_a_plan_knows_how_many(place: Place)
     assert told.num_samples == recipe.describe(config, data).num_samples == len(data.train["move"])
     decided = data.train["move"] < 0
     assert 0 < decided.sum() < len(decided)
+
+
+def test_no_made_game_that_is_learned_from_judges_the_training() -> None:
+    games = play_games(TwoDistancePlayer(), size=3, count=200, seed=5)
+    held_out = games.take(slice(20))
+    train, *parts = split(games)
+    known = set(game_keys(train, seed=0))
+    assert any(key in known for key in game_keys(held_out, seed=0)), "a test that could not fail"
+    assert len(train) == 180
+    for part in parts:
+        assert 0 < len(part) < 10
+        assert known.isdisjoint(game_keys(part, seed=0))
+    few = split(play_games(TwoDistancePlayer(), size=2, count=200, seed=5))
+    assert [len(part) for part in few] == [180, 10, 10], "where all games are known they stay"
 
 
 def test_few_games_may_leave_no_test_part_but_not_nothing_to_judge_by(place: Place) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from whet.hex.games import Games, Samples, unroll
 from whet.hex.positions.position_set import PositionSet
+from whet.hex.positions.splitting import game_keys
 from whet.hex.symmetry import mover_view, transform_moves
 from whet.recipes.hex.config import HexConfig, refuse_empty_parts, refuse_other_size
 from whet.recipes.hex.made_games import made_games
@@ -64,9 +65,21 @@ def _of_parts(config: HexConfig, parts: list[Columns], *, size: int, fingerprint
 
 
 def split(games: Games) -> tuple[Games, Games, Games]:
-    """Train, dev and test; games that were made by a seed are in no order."""
+    """Train, dev and test; games that were made by a seed are in no order.
+
+    A game that was learned from judges nothing: it is taken out of the other parts, unless nothing would be left there,
+    as on boards that have hardly any games.
+    """
     held_out = max(1, int(HELD_OUT_SHARE * len(games)))
-    return games.take(slice(2 * held_out, None)), games.take(slice(held_out)), games.take(slice(held_out, 2 * held_out))
+    train = games.take(slice(2 * held_out, None))
+    known = set(game_keys(train, seed=0))
+    return train, _new(games.take(slice(held_out)), known), _new(games.take(slice(held_out, 2 * held_out)), known)
+
+
+def _new(games: Games, known: set[bytes]) -> Games:
+    """Those that are not known, also when turned by 180 degrees; all where all are."""
+    is_new = np.array([key not in known for key in game_keys(games, seed=0)], dtype=np.bool_)
+    return games.take(is_new) if is_new.any() else games
 
 
 def columns(samples: Samples) -> Columns:
