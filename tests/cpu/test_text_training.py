@@ -45,19 +45,19 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Cli:
-    """`whet WORDS` without a parent that would start a training again: test_supervise.py is about that."""
+    """`whet WORDS`; unless it is supervised, without the parent that would start a training again."""
 
     def __init__(self, folder: Path, python: WarmPython) -> None:
         self.folder = folder
         self._python = python
 
-    def start(self, *words: object) -> Program:
-        alone = ("--max-restarts", "0") if words[0] == "train" else ()
+    def start(self, *words: object, is_supervised: bool = False) -> Program:
+        alone = ("--max-restarts", "0") if words[0] == "train" and not is_supervised else ()
         env = {**os.environ, "WHET_HOME": str(self.folder / "home")}
         return self._python.start("-m", "whet", *words, *alone, cwd=self.folder, env=env)
 
-    def run(self, *words: object) -> tuple[int, str, str]:
-        done = self.start(*words).wait()
+    def run(self, *words: object, is_supervised: bool = False) -> tuple[int, str, str]:
+        done = self.start(*words, is_supervised=is_supervised).wait()
         return done.returncode, done.stdout, done.stderr
 
 
@@ -312,8 +312,9 @@ def test_fresh_spares_the_old_run_until_there_is_a_new_one(cli: Cli, table: Path
     words = ("train", "text", *SMALL, "max_steps=3", "--run", "run")
     assert cli.run(*words, f"data={table}")[0] == 0
     (cli.folder / "bad.jsonl").write_text("")
-    for wrong in ("data=bad.jsonl", f"data={table} --device cuda"):
-        assert cli.run(*words, *wrong.split(), "--fresh")[0] == 2
+    # The old run is set aside by the parent, where there is one.
+    for wrong, is_supervised in (("data=bad.jsonl", True), (f"data={table} --device cuda", False)):
+        assert cli.run(*words, *wrong.split(), "--fresh", is_supervised=is_supervised)[0] == 2
         assert len(losses(cli.folder / "run")) == 3, "the old run is still there"
     (cli.folder / "run" / "notes.txt").write_text("mine")
     code, _, errors = cli.run(*words, f"data={table}", "--fresh")
