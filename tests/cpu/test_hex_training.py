@@ -65,6 +65,7 @@ def whole(place: Place) -> Path:
     """A run that nobody disturbed."""
     code, _, errors = place.train(*SMALL, "--run", "runs/whole")
     assert code == 0, errors
+    assert "whet play runs/whole" in errors
     return place.folder / "runs" / "whole"
 
 

@@ -148,6 +148,7 @@ def test_auto_is_no_wish() -> None:
         ("arch=trm", "group", "arch.NAME"),
         ("epochs=three", "epochs must be a whole number", "epochs=10"),
         ("epochs=2.5", "epochs must be a whole number", "epochs=10"),
+        ("epochs=1e99", "epochs must be a smaller number", "epochs=10"),
         ("epochs=0", "epochs must be greater than 0", "epochs=10"),
         ("ema=maybe", "ema must be true or false", "ema=False"),
         ("precision=bf8", "'bf16'", "precision=auto"),

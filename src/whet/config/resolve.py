@@ -19,6 +19,7 @@ from whet.plan.setting import Scalar
 _LAWS = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",
+    "int_parsing_size": "a smaller number",
     "int_from_float": "a whole number",
     "float_parsing": "a number",
     "float_type": "a number",
