@@ -182,4 +182,4 @@ def test_a_hundred_steps_of_two_and_four_processes_are_those_of_one(
     apart = [distance(tensors(long, kind, size), tensors(long, name, 1)) for kind in (name, f"{name}-sharded")]
     tell(f"{name}, {size} processes: replicated {apart[0]:.1e}, sharded {apart[1]:.1e}")
     assert max(apart) < 1e-5
-    assert numbers(long, name, 1)["moved"] > 0.03, "weights that hardly move agree by themselves"
+    assert numbers(long, name, 1)["moved"] > 0.01, "weights that hardly move agree by themselves"

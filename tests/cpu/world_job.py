@@ -1,4 +1,4 @@
-"""One of several processes that train together, over gloo on the CPU; each writes what it has at the end."""
+"""One of several processes that train together, over gloo; each writes what it has at the end."""
 
 import json
 import os
@@ -19,7 +19,8 @@ from whet.world import replicated
 from whet.world.group import here
 
 STEPS = 5
-TALKS = 37
+DEVICE = os.environ.get("WHET_TEST_DEVICE", "cpu")
+"""cuda tries the same with processes that share one GPU, over gloo."""
 
 
 def main(arguments: list[str]) -> int:
@@ -32,7 +33,7 @@ def main(arguments: list[str]) -> int:
         for name in names.split(","):
             found, numbers = SCENES[name](out, int(steps))
             if rank == "0":
-                whole = {key: tensor.detach().clone() for key, tensor in found.items()}
+                whole = {key: tensor.detach().cpu().clone() for key, tensor in found.items()}
                 save_file(whole, out / f"{name}-{size}.safetensors")
             (out / f"{name}-{size}-{rank}.json").write_text(json.dumps(numbers))
     here().wait()
@@ -85,11 +86,11 @@ def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
             loss=loss,
             optimizer=optimizer,
             global_batch_size=5,
-            wishes={"micro_batch": 2},
+            wishes={"micro_batch": 2, "precision": "fp32"},
             epochs=2,
             clip=0.5,
             show=lambda event, fields: losses.append(fields["loss"]) if event == "step" else None,
-            device="cpu",
+            device=DEVICE,
         )
         assert len(steps) == 6
     return found, losses
@@ -113,7 +114,7 @@ def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Pat
         resolved = resolve(recipe.Config, said)
         made = ingredients(recipe, resolved.config)
         first = [parameter.detach().clone() for parameter in made.model.parameters()]
-        wishes = {**resolved.wishes, **({"sharding": sharding} if sharding != "off" else {})}
+        wishes = {"precision": "fp32", **resolved.wishes, **({"sharding": sharding} if sharding != "off" else {})}
         result = whet.train(
             made.model,
             made.data.train,
@@ -121,7 +122,7 @@ def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Pat
             optimizer=made.optimizer,
             evaluate=evaluation_of(recipe),
             dev=made.data.dev,
-            device="cpu",
+            device=DEVICE,
             wishes=wishes,
             workload=made.workload,
             goal=recipe.goal,
@@ -131,7 +132,7 @@ def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Pat
         )
         assert result.step == steps
         found = {key: gathered(tensor) for key, tensor in made.model.named_parameters()}
-        moved = sum(float((now - then).abs().sum()) for now, then in zip(found.values(), first, strict=True))
+        moved = sum(float((now.cpu() - then).abs().sum()) for now, then in zip(found.values(), first, strict=True))
         whole = sum(float(then.abs().sum()) for then in first)
         return found, {**result.metrics, "moved": moved / whole}
 
@@ -204,7 +205,7 @@ def evaluation(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
                     max_steps=1,
                     show=None,
                     measure=False,
-                    device="cpu",
+                    device=DEVICE,
                 )
                 found.append(result.metrics)
     return {}, found
@@ -231,7 +232,7 @@ def draws(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
             wishes={"micro_batch": 4},
             show=None,
             measure=False,
-            device="cpu",
+            device=DEVICE,
         )
     return {}, drawn
 
@@ -257,7 +258,7 @@ def one_fails(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
         wishes={"micro_batch": 4},
         show=None,
         measure=False,
-        device="cpu",
+        device=DEVICE,
     )
     return {}, []
 
@@ -282,7 +283,7 @@ def endless(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
         wishes={"micro_batch": 4},
         show=None,
         measure=False,
-        device="cpu",
+        device=DEVICE,
     )
     return {}, [result.state, result.exit_code, result.step]
 

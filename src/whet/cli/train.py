@@ -223,6 +223,8 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
             line(kind, fields)
 
         measures = how.measures and not several.is_one_of_several()
+        if how.measures and not measures and not path.exists():
+            screen.note("not measured: the steps of several processes are planned by rules")
         if measures and not path.exists():
             tell_parent(None)
         with several.first_alone(_set_aside(path)) if how.fresh else contextlib.nullcontext():

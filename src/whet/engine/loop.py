@@ -17,6 +17,7 @@ from whet.engine.session import Session
 from whet.engine.tuning import OpenRig
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice
+from whet.world.world import read_world
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +68,11 @@ def train(
     if (evaluate is None) != (dev is None):
         raise UsageError("evaluate and dev belong together", got="one of them", try_="evaluate=..., dev=...")
     line = ProgressLine(epochs=options.get("epochs", 1))
+    is_first = read_world().is_first
     told = line if show == "line" else show
-    if notify:
+    if not is_first:
+        told = None
+    elif notify:
         told = Notifying("train", show=told, say=line.say)
     given = settled(model, data, loss=loss, optimizer=optimizer, options=options, may_measure=measure, show=told)
     with given as (optimizer, options):
@@ -83,7 +87,7 @@ def train(
         metrics=metrics,
         exit_code=session.exit_code,
     )
-    if show == "line" and result.state == "done":
+    if show == "line" and is_first and result.state == "done":
         line.say(_summary(result))
     return result
 

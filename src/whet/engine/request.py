@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whet.data.columns import as_columns
+from whet.device import mps
 from whet.device.machine_here import machine_here
 from whet.engine.refusals import refuse_disallowed, refuse_wishes_beside_plan
 from whet.engine.training import Training
@@ -18,7 +19,7 @@ from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.step.optimizer import OptimizerChoice
 from whet.verify.subject import Outputs
-from whet.world.world import read_world
+from whet.world.world import read_world, refuse_mps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +66,8 @@ def make_request(
     """A request with what was left out filled in; `rest` are fields of it as they are."""
     refuse_wishes_beside_plan(plan, wishes, device)
     world = read_world()
+    # Before the processes have met: none of them would get further.
+    refuse_mps(world.size, device=str((wishes or {}).get("device", device)), is_mac=mps.why_not() is None)
     chosen = {**(plan.wishes if plan else wishes or {}), **({} if device == "auto" else {"device": device})}
     if isinstance(optimizer, Optimizer):
         chosen["optimizer_kernels"] = "your optimizer"

@@ -72,6 +72,9 @@ def choose_graph(facts: Facts) -> Decision:
     evidence: dict[str, str | int | None] = {"device": facts.device}
     if facts.device != "cuda":
         return Decision(value="off", reason=f"{facts.device} cannot capture a step", evidence=evidence)
+    if facts.workload.world_size > 1:
+        evidence["processes"] = facts.workload.world_size
+        return Decision(value="off", reason="a captured step cannot wait for other processes", evidence=evidence)
     if has_unpadded_attention(facts.machine, facts.workload, device=facts.device, precision=facts.value("precision")):
         evidence["num_steps"] = facts.workload.num_steps
         if (facts.workload.num_steps or _WORTH_CAPTURING) < _WORTH_CAPTURING:
