@@ -59,8 +59,8 @@ def together(zygote: Zygote, folder: Path) -> Together:
 @pytest.fixture(scope="module")
 def trained(together: Together, folder: Path) -> Path:
     """Everything once by one process and once by two."""
-    together(("gradients", "evaluation", "draws", *RECIPES), 1)
-    together(("gradients", "evaluation", "draws", *RECIPES, *SHARDED), 2)
+    together(("gradients", "evaluation", "draws", "bad numbers", *RECIPES), 1)
+    together(("gradients", "evaluation", "draws", "bad numbers", *RECIPES, *SHARDED), 2)
     return folder
 
 
@@ -94,7 +94,7 @@ def largest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> f
 
 def test_two_processes_have_the_gradients_of_one(trained: Path) -> None:
     one, two = (tensors(trained, "gradients", size) for size in (1, 2))
-    assert len(one) == 2 * 6 * 4
+    assert len(one) == 3 * 6 * 4
     assert largest(two, one) < 1e-6
     told = numbers(trained, "gradients", 1), numbers(trained, "gradients", 2)
     assert told[1] == pytest.approx(told[0], abs=1e-6)
@@ -117,6 +117,15 @@ def test_an_evaluation_sees_every_sample_once(trained: Path) -> None:
             for shared, alone in (results[:2], results[2:]):
                 assert shared == {"seen": number, "different": number, "most": -(-number // 2)}
                 assert alone == {"seen": number}
+
+
+def test_all_go_back_and_leave_the_same_step_out(trained: Path) -> None:
+    one, two = (tensors(trained, "bad numbers", size) for size in (1, 2))
+    assert all(bool(tensor.isfinite().all()) for tensor in two.values())
+    assert distance(two, one) < 1e-6
+    told = numbers(trained, "bad numbers", 1)
+    assert sorted(told) == ["resume", "skip"]
+    assert numbers(trained, "bad numbers", 2) == told
 
 
 def test_processes_draw_differently_and_the_same_again(trained: Path) -> None:

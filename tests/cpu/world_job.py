@@ -55,13 +55,28 @@ class Small(nn.Module):
         return self.second(torch.tanh(self.first(rows)))
 
 
+class Again:
+    """Samples that can only be read one after the other."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._samples)
+
+
 def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
-    """Gradients of a few steps: means, and sums with weights; batches of 5, the last one of an epoch has one sample."""
+    """Gradients of a few steps, in batches of 5; the last one of an epoch has one sample.
+
+    Means over a table, sums with weights over a dataset that is read sample by sample, means over a stream.
+    """
     found: dict[str, Tensor] = {}
     losses: list[float] = []
     torch.manual_seed(7)
     rows, labels, weights = torch.randn(11, 6), torch.randint(0, 3, (11,)), torch.rand(11) * 5
-    for kind in ("mean", "sum"):
+    table = {"rows": rows, "labels": labels, "weights": weights}
+    samples = [{name: column[place] for name, column in table.items()} for place in range(11)]
+    for kind, data in (("mean", table), ("sum", samples), ("stream", Again(samples))):
         torch.manual_seed(1)
         model = Small()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -78,11 +93,11 @@ def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
 
         def loss(micro: Micro, kind: str = kind, model: nn.Module = model) -> Any:
             each = nn.functional.cross_entropy(model(micro.rows), micro.labels, reduction="none")
-            return each.mean() if kind == "mean" else ((each * micro.weights).sum(), micro.weights.sum())
+            return each.mean() if kind != "sum" else ((each * micro.weights).sum(), micro.weights.sum())
 
         whet.train(
             model,
-            {"rows": rows, "labels": labels, "weights": weights},
+            data,
             loss=loss,
             optimizer=optimizer,
             global_batch_size=5,
@@ -163,7 +178,7 @@ def _chat(folder: Path) -> list[str]:
 
 
 def _hex(_: Path) -> list[str]:
-    shape = ["size=4", "games=30", "arch.depth=1", "arch.width=8"]
+    shape = ["size=4", "games=30", "arch.depth=1", "arch.width=8", "ema=True"]
     return [*shape, "global_batch_size=33", "micro_batch=8", "epochs=99"]
 
 
@@ -263,6 +278,35 @@ def one_fails(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
     return {}, []
 
 
+def bad_numbers(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
+    """A sample that is no number: the run goes back to its last checkpoint and leaves that step out."""
+    torch.manual_seed(0)
+    model, told = Small(), []
+    rows, labels = torch.randn(64, 6), torch.randint(0, 3, (64,))
+
+    def bad_loss(micro: Micro) -> Tensor:
+        loss = nn.functional.cross_entropy(model(micro.rows), micro.labels)
+        return loss * float("nan") if 13 in micro.ids else loss
+
+    def show(kind: str, fields: dict[str, Any]) -> None:
+        if kind == "skip" or "went_back" in fields:
+            told.append(kind)
+
+    whet.train(
+        model,
+        {"rows": rows, "labels": labels},
+        loss=bad_loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        global_batch_size=5,
+        wishes={"micro_batch": 2, "checkpoint_steps": 2, "precision": "fp32"},
+        run=folder / f"bad-{here().world.size}",
+        show=show,
+        measure=False,
+        device=DEVICE,
+    )
+    return dict(model.named_parameters()), told
+
+
 def endless(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
     """Until somebody is asked to stop."""
     torch.manual_seed(0)
@@ -301,6 +345,7 @@ SCENES: dict[str, Any] = {
     "draws": draws,
     "one fails": one_fails,
     "endless": endless,
+    "bad numbers": bad_numbers,
 }
 
 
