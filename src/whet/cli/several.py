@@ -116,8 +116,8 @@ def refuse_nameless(run: Path | None) -> None:
     if run is None and is_one_of_several() and (env.read("TORCHELASTIC_MAX_RESTARTS") or "0") != "0":
         raise UsageError(
             "torchrun --max-restarts needs a folder to go on in",
-            got="no --run",
-            try_="--run DIR, the same each time; or whet train ... --nproc N, which names one",
+            got="no --run-dir",
+            try_="--run-dir DIR, the same each time; or whet train ... --nproc N, which names one",
         )
 
 

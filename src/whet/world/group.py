@@ -20,11 +20,14 @@ from torch import Tensor, nn
 from whet.base.errors import LostRankError, UsageError
 from whet.device.abstract import AbstractDevice
 from whet.world.exchange import Exchange
+from whet.world.gathering import gather
 from whet.world.pulse import Pulse
 from whet.world.world import World, read_world
 
 LONGEST_SECONDS = 1800.0
 """What one process may wait for another: while the first one evaluates by itself, say."""
+START_SECONDS = 300.0
+"""Until all must be there: loading torch takes its time on a busy machine."""
 
 
 class Group:
@@ -148,7 +151,9 @@ def here() -> Group:
     """This process's group, from torchrun's variables; made when it is first asked for."""
     world = read_world()
     if not world.is_alone and not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=dt.timedelta(seconds=LONGEST_SECONDS))
+        store = gather(world, start_seconds=START_SECONDS, longest_seconds=LONGEST_SECONDS)
+        longest = dt.timedelta(seconds=LONGEST_SECONDS)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=longest)
         atexit.register(_leave)
     group = Group(world)
     if not world.is_alone:
