@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 from whet.data.cut import Lengths, Totals
 from whet.data.ragged import Packed, Padded, Ragged
 from whet.data.source import Cutter
+from whet.device import unpadded_attention
 from whet.device.fake import Fake
 from whet.recipes.text import bert
 from whet.recipes.text.bert import Bert
@@ -153,6 +155,37 @@ def test_fillers_change_nothing_whatever_they_hold(column: Ragged, make: Callabl
         values[int(filled.starts[len(ROWS)]) :] = 7
         found = loss_and_gradient(model, replace(filled, values=values))
         assert_same(found, expected)
+
+
+def simulated_kernel(
+    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, _: Tensor, most: int, __: int
+) -> Tensor:
+    """What the kernel of CUDA gives; where it writes nothing there is whatever lay there before."""
+    bounds = starts.tolist()
+    parts = []
+    for start, end in pairwise(bounds):
+        seen = slice(start, end)
+        q, k, v = (tensor[seen].transpose(0, 1) for tensor in (queries, keys, values))
+        found = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).softmax(-1) @ v
+        parts.append(found.transpose(0, 1)[:most])
+        parts.append(queries.new_full((max(0, end - start - most), *queries.shape[1:]), torch.nan))
+    parts.append(queries.new_full((len(queries) - bounds[-1], *queries.shape[1:]), torch.nan))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("make", [bert_model, small_model])
+def test_a_simulated_kernel_for_packed_texts_is_called_right(
+    column: Ragged, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = replace(column, values=column.values % SEGMENT)
+    model = make()
+    expected = loss_and_gradient(model, packed(plain))
+    monkeypatch.setattr(unpadded_attention, "has_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(unpadded_attention, "varlen_attn", simulated_kernel)
+    for batch in (packed(plain), packed(plain, total=88, num_fillers=1), packed(plain, total=160, num_fillers=4)):
+        assert_same(loss_and_gradient(model, batch), expected)
+    # Padded ones go the other way.
+    assert_same(loss_and_gradient(model, plain.padded(ROWS, length=40)), expected)
 
 
 @pytest.mark.parametrize("make", [bert_model, small_model])
