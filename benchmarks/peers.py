@@ -13,22 +13,16 @@ itself; its times mean nothing. `--write` writes the result into docs/bench/.
 """
 
 import argparse
-import datetime as dt
-import os
-import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
+from results import head, write
 from side_by_side.losses import check
 from side_by_side.spec import WAYS, WORKS, Spec
 from side_by_side.table import agreement, table
 from side_by_side.timing import hold
 
-from whet.device.machine_here import machine_here
-
-DOCS = Path(__file__).parent.parent / "docs" / "bench"
 MOST_STEPS = 1_000_000
 
 
@@ -52,10 +46,8 @@ def specs_of(work: str, given: argparse.Namespace, *, takes_losses: bool) -> Ite
 
 
 def report(given: argparse.Namespace) -> Iterator[str]:
-    yield f"# Beside other loops: {machine_word(given.device)}, {today()}"
-    yield ""
-    yield f"torch {torch.__version__}, {device_name(given.device)}, Python {platform.python_version()}; written by"
-    yield f"`python benchmarks/peers.py {' '.join(sys.argv[1:])}`. What the columns mean is said there."
+    yield from head("Beside other loops", given.device, f"python benchmarks/peers.py {' '.join(sys.argv[1:])}")
+    yield "What the columns mean is said there."
     yield ""
     for work in given.workloads:
         yield from one_work(work, given)
@@ -73,24 +65,6 @@ def one_work(work: str, given: argparse.Namespace) -> Iterator[str]:
         yield from table(contest)
     if given.losses:
         yield from agreement(check(specs_of(work, given, takes_losses=True), at_once=given.at_once))
-
-
-def device_name(device: str) -> str:
-    machine, _ = machine_here()
-    if device == "cuda":
-        return torch.cuda.get_device_name()  # noqa: TID251 - peers are measured as they are
-    return f"{machine.chip or platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def machine_word(device: str) -> str:
-    """For the name of a file: h200, linux-2core, m3-max."""
-    if device == "cpu":
-        return f"{platform.system().lower()}-{os.cpu_count()}core"
-    return device_name(device).split(", ")[0].removeprefix("NVIDIA ").removeprefix("Apple ").lower().replace(" ", "-")
-
-
-def today() -> dt.date:
-    return dt.datetime.now(tz=dt.UTC).date()
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -128,7 +102,7 @@ def main() -> None:
         print(line, flush=True)
     text = "\n".join(lines).rstrip() + "\n"
     if given.write:
-        (DOCS / f"peers_{machine_word(given.device)}_{today()}.md").write_text(text)
+        write("peers", given.device, text)
     if given.out:
         given.out.write_text(text)
     sys.exit("NOT EQUAL" in text)

@@ -16,7 +16,8 @@ from whet.recipes.recipe import load_recipe
 
 SHAPES = {"full": ("medium", 512, 8_192, 32, 2_048), "cpu": ("nano", 64, 512, 8, 512), "tiny": ("nano", 16, 300, 4, 64)}
 """Preset, tokens of a row, vocabulary, global batch, rows."""
-LR = 3e-4
+LR, LR_OF_LOSSES = 3e-4, 2e-3
+"""Where losses are compared they have to move, or a wrong step would not be seen."""
 DOCUMENTS = 4
 """Of a row, on average."""
 
@@ -64,7 +65,7 @@ def make(spec: Spec) -> Work:
             outputs=partial(recipe.outputs, model),  # type: ignore[attr-defined]
         ),
         batch=batch,
-        lr=LR,
+        lr=LR_OF_LOSSES if spec.takes_losses else LR,
         flops=batch * length * config.arch.training_flops(vocabulary),
         words=f"{config.arch.words(vocabulary)}; {count:,} rows of {length} tokens",
     )

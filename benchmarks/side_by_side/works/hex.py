@@ -17,7 +17,8 @@ from whet.recipes.recipe import load_recipe
 SIZE = 13
 SHAPES = {"full": (18, 128, 1024, 32_768), "cpu": (3, 32, 64, 4_096), "tiny": (1, 8, 16, 256)}
 """Blocks, channels, global batch, positions."""
-LR = 1e-3
+LR, LR_OF_LOSSES = 1e-3, 5e-3
+"""Where losses are compared they have to move, or a wrong step would not be seen."""
 
 
 class Fields:
@@ -57,7 +58,7 @@ def make(spec: Spec) -> Work:
         resident=partial(resident_columns, columns, batch),
         for_whet=lambda: ForWhet(model=net, data=columns, loss=partial(recipe.loss, net), workload=workload),
         batch=batch,
-        lr=LR,
+        lr=LR_OF_LOSSES if spec.takes_losses else LR,
         # Two convolutions of 3 x 3 in each block, and the first one.
         flops=batch * 6 * SIZE**2 * 9 * (2 * depth * width**2 + 4 * width),
         words=f"Residual net of {depth} blocks, {width} channels, on {SIZE} x {SIZE} boards; {count:,} positions",

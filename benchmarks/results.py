@@ -1,0 +1,48 @@
+"""Where results are kept: docs/bench/, a file for each benchmark, machine and day, written by the benchmark itself."""
+
+import datetime as dt
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from whet.device.machine_here import machine_here
+
+DOCS = Path(__file__).parent.parent / "docs" / "bench"
+
+
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()  # noqa: TID251 - peers are measured as they are
+    machine, _ = machine_here()
+    chip = machine.chip or platform.machine()
+    return f"{chip}, {torch.get_num_threads()} threads" if device == "cpu" else chip
+
+
+def machine_word(device: str) -> str:
+    """For the name of a file: h200, linux-2core, m3-max."""
+    if device == "cpu":
+        return f"{platform.system().lower()}-{os.cpu_count()}core"
+    return device_name(device).removeprefix("NVIDIA ").removeprefix("Apple ").lower().replace(" ", "-")
+
+
+def head(title: str, device: str, command: str) -> list[str]:
+    """The first lines of a result: what, where, when, by whom."""
+    return [
+        f"# {title}: {machine_word(device)}, {today()}",
+        "",
+        f"torch {torch.__version__}, {device_name(device)}, Python {platform.python_version()}. Written by",
+        f"`{command}`.",
+        "",
+    ]
+
+
+def write(name: str, device: str, text: str) -> Path:
+    path = DOCS / f"{name}_{machine_word(device)}_{today()}.md"
+    path.write_text(text)
+    return path
+
+
+def today() -> dt.date:
+    return dt.datetime.now(tz=dt.UTC).date()

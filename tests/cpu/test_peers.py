@@ -1,0 +1,105 @@
+"""benchmarks/peers.py: ways that train the same say so, one that does not is found, and the table can be read."""
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+from side_by_side import pace as pacing  # noqa: E402
+from side_by_side.losses import Agreement  # noqa: E402
+from side_by_side.spec import Spec  # noqa: E402
+from side_by_side.table import agreement, table  # noqa: E402
+from side_by_side.timing import Contest, Taken  # noqa: E402
+from side_by_side.ways import bare_way, expert_way, ours_way  # noqa: E402
+from side_by_side.works import hex as hex_work  # noqa: E402
+
+SPEC = Spec(
+    way="bare",
+    work="hex",
+    device="cpu",
+    scale="tiny",
+    precision="fp32",
+    total_steps=12,
+    has_dropout=False,
+    workers=0,
+    threads=1,
+    takes_losses=True,
+)
+
+
+def losses_of(way, spec: Spec, **changes) -> list[float]:
+    answers = io.StringIO()
+    pace = pacing.Pace("cpu", takes_losses=True, orders=io.StringIO('{"steps": 1}\n'), answers=answers)
+    way.run(replace(hex_work.make(spec), **changes), pace, spec)
+    return json.loads(answers.getvalue().splitlines()[-1])["losses"]
+
+
+@pytest.fixture(scope="module")
+def peers() -> dict[str, list[float]]:
+    return {"bare": losses_of(bare_way, SPEC), "expert": losses_of(expert_way, SPEC)}
+
+
+def agreed(losses: dict[str, list[float]]) -> Agreement:
+    return Agreement(names={way: way for way in losses}, precision="fp32", steps=12, losses=losses, problems={})
+
+
+def test_whet_has_the_losses_of_the_bare_loop(peers: dict[str, list[float]]) -> None:
+    found = agreed({**peers, "whet": losses_of(ours_way, replace(SPEC, way="whet"))})
+    assert len(found.losses["whet"]) == 12
+    assert all(found.agrees(way) for way in found.losses)
+    assert not any("NOT EQUAL" in line for line in agreement(found))
+
+
+@pytest.mark.parametrize("fault", [{"lr": 5.5e-3}, {"clip": 0.1}, {"batch": 15}])
+def test_a_way_that_trains_otherwise_is_found(peers: dict[str, list[float]], fault: dict[str, float]) -> None:
+    found = agreed({**peers, "whet": losses_of(ours_way, replace(SPEC, way="whet"), **fault)})
+    assert not found.agrees("whet")
+    assert sum("NOT EQUAL" in line for line in agreement(found)) == 1
+
+
+def test_half_precision_is_judged_by_what_peers_differ() -> None:
+    found = Agreement(
+        names={},
+        precision="bf16",
+        steps=2,
+        losses={"bare": [1.0, 1.0], "expert": [1.0, 1.01], "whet": [1.0, 1.03]},
+        problems={},
+    )
+    assert found.noise == pytest.approx(0.01, rel=0.02)
+    assert not found.agrees("whet")
+
+
+def test_the_table_compares_with_the_best_peer_inside_each_round() -> None:
+    def taken(way: str, blocks: list[float]) -> Taken:
+        facts = {"first_step": 3.0, "warmup_steps": 9, "warmup_seconds": 2.0, "rough": 0.1}
+        return Taken(way=way, name=way, batch=10, blocks=blocks, **facts)
+
+    ways = [taken("trainer", [0.4] * 6), taken("bare", [0.2, 0.1, 0.2, 0.1, 0.2, 0.1]), taken("whet", [0.1, 0.05] * 3)]
+    contest = Contest(
+        spec=SPEC, words="a work", flops=1e9, ceiling=1e11, taken=ways, missing={"Fabric": "not there"}, block_steps=4
+    )
+    lines = list(table(contest))
+    row = next(line for line in lines if line.startswith("| whet"))
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells[2] == "133"
+    assert cells[4] == "2.00 (2.00 to 2.00)"
+    assert cells[6] == "13.3%"
+    assert cells[8] == f"{3.0 + 2.0 - 10 * 0.075:.1f} s"
+    assert "- Fabric: not there" in lines
+
+
+@pytest.mark.slow
+def test_the_whole_command_in_small(tmp_path: Path) -> None:
+    words = ["--small", "--threads", "1", "--workloads", "hex", "--ways", "bare", "whet", "--losses", "3"]
+    command = [sys.executable, BENCHMARKS / "peers.py", *words, "--out", tmp_path / "found.md"]
+    subprocess.run(command, check=True, capture_output=True)
+    text = (tmp_path / "found.md").read_text()
+    assert "| whet, default plan |" in text
+    assert "The first 3 losses" in text
