@@ -1,7 +1,5 @@
 """Text classification with a model of BERT's shape: texts as long as those of SciCite, tokens drawn at random."""
 
-import atexit
-import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -124,7 +122,6 @@ def for_whet(model: Any, texts: list[Tensor], labels: Tensor, batch: int, dropou
     from whet.recipes.train import ingredients
 
     folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model.save_pretrained(folder)
     columns = {"tokens": Ragged.of(texts), "label": labels}
     nothing: Any = None
