@@ -107,6 +107,26 @@ def test_lines_and_tables_are_read_and_solved(tmp_path: Path) -> None:
         data_of(f"data={tmp_path}")
 
 
+def test_no_sudoku_and_no_grid_is_in_two_parts(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    grids = all_grids_4x4(rng)[:12]
+    texts = {"".join(map(str, row)).replace("0", ".") for row in with_blanks(np.repeat(grids, 5, axis=0), 6, rng)}
+    spelled = [text.replace(".", sign) for text in sorted(texts) for sign in "0._"]
+    (tmp_path / "puzzles.TXT").write_text("\n".join(spelled))
+    for wanted in ("auto", 20):
+        data = data_of(f"data={tmp_path}", f"puzzles={wanted}")
+        parts = [{tuple(row) for row in part["labels"].tolist()} for part in (data.train, data.dev, data.test)]
+        assert all(parts)
+        assert not parts[0] & parts[1]
+        assert not parts[0] & parts[2]
+        assert not parts[1] & parts[2]
+        assert len(data.train["inputs"]) <= (len(texts) if wanted == "auto" else wanted)
+    of_one = with_blanks(np.repeat(grids[:1], 40, axis=0), 6, rng)
+    (tmp_path / "puzzles.TXT").write_text("\n".join("".join(map(str, row)) for row in of_one))
+    with pytest.raises(WhetError, match="too few grids"):
+        data_of(f"data={tmp_path}")
+
+
 def test_real_sudokus_are_read(tmp_path: Path) -> None:
     folder = os.environ.get("WHET_TEST_DATA")
     if folder is None or not (Path(folder) / "sudoku-norvig").is_dir():

@@ -56,7 +56,7 @@ def _generated(config: PuzzleConfig, rng: np.random.Generator) -> PuzzleData:
 
 def _from_files(paths: list[Path], config: PuzzleConfig, rng: np.random.Generator) -> PuzzleData:
     files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
-    puzzles, solutions, notes = read_sudokus([f for f in files if f.suffix in _TABLES or f in paths])
+    puzzles, solutions, notes = read_sudokus([f for f in files if f.suffix.lower() in _TABLES or f in paths])
     side = round(puzzles.shape[1] ** 0.5)
     if side == 4 and config.augment:
         raise UsageError(
@@ -65,12 +65,36 @@ def _from_files(paths: list[Path], config: PuzzleConfig, rng: np.random.Generato
             try_="augment=0",
         )
     order = rng.permutation(len(puzzles))
-    puzzles, solutions = puzzles[order], solutions[order]
+    order = order[_by_grid(solutions[order])]
     number = _num_held_back(len(puzzles), config)
     if config.puzzles != "auto":
-        puzzles, solutions = puzzles[: config.puzzles + 2 * number], solutions[: config.puzzles + 2 * number]
-    held_back = np.arange(len(puzzles) - 2 * number, len(puzzles))
-    return _sudokus(puzzles, solutions, np.split(held_back, 2), config, rng, notes=tuple(notes))
+        order = order[: config.puzzles + 2 * number]
+    puzzles, solutions = puzzles[order], solutions[order]
+    return _sudokus(puzzles, solutions, _last_grids(solutions, number), config, rng, notes=tuple(notes))
+
+
+def _by_grid(solutions: np.ndarray) -> np.ndarray:
+    """The order in which Sudokus with the same solution lie together, and else nothing has changed."""
+    _, first, grid = np.unique(solutions, axis=0, return_index=True, return_inverse=True)
+    order: np.ndarray = np.argsort(first[grid.reshape(-1)], kind="stable")
+    return order
+
+
+def _last_grids(solutions: np.ndarray, number: int) -> list[np.ndarray]:
+    """`number` Sudokus at the end for dev, and as many for test; or some more, since a grid is in one part only."""
+    is_first = np.ones(len(solutions), bool)
+    is_first[1:] = (solutions[1:] != solutions[:-1]).any(1)
+    starts = np.flatnonzero(is_first)
+    begin, middle = (int(starts[starts <= len(solutions) - held].max()) for held in (2 * number, number))
+    if middle == begin:
+        begin = int(starts[starts < middle].max(initial=0))
+    if not begin:
+        raise UsageError(
+            "too few grids to hold some back",
+            got=f"{len(starts)} solutions in all",
+            try_="Sudokus with other solutions",
+        )
+    return [np.arange(begin, middle), np.arange(middle, len(solutions))]
 
 
 def _sudokus(

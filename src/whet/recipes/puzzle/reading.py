@@ -58,26 +58,28 @@ def cells_of(text: str) -> np.ndarray | None:
 def read_sudokus(paths: list[Path]) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Puzzles, solutions (both 0 to 9) and notes, from text files with a Sudoku in each line and .csv with a column
     `question`; each once. Those that do not have exactly one solution are left out, and said."""
-    found: dict[str, np.ndarray] = {}
+    found: dict[bytes, tuple[str, np.ndarray]] = {}
     for path in paths:
         for text in _sudoku_texts(path):
             cells = cells_of(text)
             if cells is not None:
-                found[text] = cells
-    if len({len(cells) for cells in found.values()}) != 1:
+                # By its cells: the same Sudoku may be written with other signs for a blank.
+                found.setdefault(cells.tobytes(), (text, cells))
+    texts, each = [text for text, _ in found.values()], [cells for _, cells in found.values()]
+    if len({len(cells) for cells in each}) != 1:
         raise UsageError(
             "no Sudokus of one size were found",
             got=", ".join(map(str, paths))[:200] or "no file",
             try_="lines of 81 signs (or all of 16): digits, and . for a blank",
         )
-    puzzles = np.stack(list(found.values()))
+    puzzles = np.stack(each)
     solutions = solve(candidates_of(puzzles), most=2)
     is_proper = np.array([len(grids) == 1 for grids in solutions])
     if not is_proper.any():
         raise UsageError("no Sudoku has exactly one solution", got=f"{len(puzzles)} Sudokus", try_="other data")
     notes = [f"{len(puzzles):,} Sudokus were read and solved"]
     if not is_proper.all():
-        examples = ", ".join(text for text, proper in zip(found, is_proper, strict=True) if not proper)
+        examples = ", ".join(text for text, proper in zip(texts, is_proper, strict=True) if not proper)
         notes.append(f"{int((~is_proper).sum()):,} without exactly one solution are left out: {examples[:200]}")
     grids = np.concatenate([grids for grids in solutions if len(grids) == 1])
     return puzzles[is_proper], grids, notes
@@ -86,7 +88,7 @@ def read_sudokus(paths: list[Path]) -> tuple[np.ndarray, np.ndarray, list[str]]:
 def _sudoku_texts(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
-            if path.suffix == ".csv":
+            if path.suffix.lower() == ".csv":
                 for row in csv.DictReader(file):
                     yield (row.get("question") or "").strip()
             else:
