@@ -170,6 +170,9 @@ def test_training_generating_and_talking(
     told = capsys.readouterr()
     assert "bits_per_byte" in told.err + told.out
     assert "parameters" in told.err
+    assert "chat  for example  <|user|>" in told.err
+    assert whet(["predict", run, "hello"]) == 2
+    assert "try: whet generate" in capsys.readouterr().err
     answers = []
     for _ in range(2):
         more = ["--prompt", "I want tea.", "--prompt", "What?", "--temperature", "0", "--device", "cpu", "--json"]

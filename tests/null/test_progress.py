@@ -38,6 +38,18 @@ def test_thousands_of_short_epochs_are_few_plain_lines() -> None:
     assert lines[-1] == "text: stopped after step 3,000; the same call goes on"
 
 
+def test_an_answer_that_is_written_is_shown_and_a_class_is_not() -> None:
+    stream = io.StringIO()
+    line = ProgressLine("chat", stream=stream)
+    sample = {"input": "x" * 80 + "eat?", "expected": "No.", "predicted": "Yes,\nI \x1b" + "y" * 200}
+    line("eval", {"step": 3, "perplexity": 2.0, "samples": [sample]})
+    line("eval", {"step": 4, "accuracy": 0.5, "samples": [sample], "classes": {"labels": ["a"]}})
+    first, second, third = stream.getvalue().splitlines()
+    assert first == "chat  step 3  perplexity 2.0000"
+    assert second == "chat  for example  ... " + "x" * 66 + "eat?  ->  Yes, I ?" + "y" * 92 + " ..."
+    assert third == "chat  step 4  accuracy 0.5000"
+
+
 def test_after_many_lines_there_is_one_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(progress_line, "time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -146,7 +146,9 @@ def _answers(opened: "Run", *, recipe: str | None, checkpoint: str, device: str)
     loaded = load_recipe(recipe or opened.header.recipe)
     predict_with = getattr(loaded, "predict", None)
     if predict_with is None:
-        raise UsageError(f"the recipe {loaded.name} cannot predict", got=str(opened.path), try_="a method predict()")
+        can_speak = hasattr(loaded, "speak")
+        way = f'whet generate {opened.path} --prompt "..."' if can_speak else "a method predict()"
+        raise UsageError(f"the recipe {loaded.name} cannot predict", got=str(opened.path), try_=way)
 
     from whet.device.open import open_device
     from whet.engine.reading import load_weights

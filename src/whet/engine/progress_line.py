@@ -16,6 +16,9 @@ _MOST_ROUTINE = 40
 _ROUTINE_SECONDS = 10.0
 """After so many lines about epochs and evaluations there is one in so many seconds: short epochs may be thousands."""
 
+_ASKED, _SAID = 70, 100
+"""Characters of a question and an answer that are shown."""
+
 
 class ProgressLine:
     """Is told of every event of a run, and shows what a person wants to know; on standard error unless told."""
@@ -62,7 +65,12 @@ class ProgressLine:
         elif kind == "eval":
             metrics = {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
             shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            self._routine(kind, f"{self._name}  step {fields['step']:,}  {shown}")
+            line = f"{self._name}  step {fields['step']:,}  {shown}"
+            if answer := _free_answer(fields):
+                self._withheld[kind] = line
+                self._routine("answer", f"{self._name}  for example  {answer}")
+            else:
+                self._routine(kind, line)
         elif kind in ("throttle", "pressure"):
             self.say(f"{self._name}: {fields['reason']}")
             self._heat = _heat_words(fields) if fields.get("about") == "heat" else self._heat
@@ -158,3 +166,14 @@ def _heat_words(fields: dict[str, Any]) -> str:
     if state != "cool" and "factor" in fields:
         words.append(f"{fields['factor']:.1f}x slower")
     return " ".join(words)
+
+
+def _free_answer(fields: dict[str, Any]) -> str:
+    """The first sample of an evaluation where answers are written, not chosen among classes; in one line."""
+    samples = fields.get("samples")
+    if not samples or "classes" in fields or "confusion" in fields or not isinstance(samples[0].get("predicted"), str):
+        return ""
+    asked, said = (" ".join(str(samples[0].get(name, "")).split()) for name in ("input", "predicted"))
+    asked = asked if len(asked) <= _ASKED else f"... {asked[-_ASKED:]}"
+    line = f"{asked}  ->  {said[:_SAID]}{' ...' if len(said) > _SAID else ''}"
+    return "".join(sign if sign.isprintable() else "?" for sign in line)
