@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.cli.main import run
 from whet.engine.supervise import make_ready
 from whet.hex.board import BLUE
+from whet.hex.play.routes import Routes
 from whet.recipes.hex import players
 from whet.recipes.hex.arena.openings import draw_openings
 from whet.recipes.hex.players import SearchPlayer
@@ -86,6 +87,24 @@ def test_trees_that_take_turns_for_want_of_memory_find_the_same(monkeypatch: pyt
     assert (in_turns.win == together.win).all()
     arrays = vars(Trees(boards, num_nodes=13)).values()
     assert 7 * tree_bytes(4, num_nodes=13) == sum(array.nbytes for array in arrays if array.ndim > 2)
+
+
+def test_a_page_that_is_closed_ends_the_search_that_is_under_way() -> None:
+    """Python waits for every thread of a pool before it ends; a long search would hold Ctrl-C up."""
+    calls: list[int] = []
+
+    class Asked(Even):
+        def judge(self, boards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            calls.append(len(boards))
+            if len(calls) == 3:
+                routes.close()
+            return super().judge(boards)
+
+    player = SearchPlayer(Asked(), Search(simulations=10_000))  # type: ignore[arg-type]
+    routes = Routes(player, sizes=(4,), size=4, colour="blue")
+    with pytest.raises(WhetError, match="stopped"):
+        player.search(np.zeros((1, 4, 4), dtype=np.int8))
+    assert len(calls) == 3
 
 
 def test_moves_are_never_on_a_stone_and_there_is_none_at_the_end(played: Played) -> None:

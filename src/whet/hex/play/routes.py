@@ -55,8 +55,10 @@ class Routes:
         ]
 
     def close(self) -> None:
-        """Waits for nobody."""
+        """Waits for nobody: Python would wait for a long search before it ends."""
         self._thinker.shutdown(wait=False, cancel_futures=True)
+        if (stop := getattr(self._player, "stop", None)) is not None:
+            stop()
 
     async def _page(self, request: "Request") -> "Response":  # noqa: ARG002
         return self._file(PAGE)

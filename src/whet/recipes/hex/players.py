@@ -1,6 +1,7 @@
 """Who plays with a net? The net alone, or with a search; both can be asked like any other player of Hex."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from threading import Event
 
 import numpy as np
 import torch
@@ -62,6 +63,11 @@ class SearchPlayer:
     net: NetPlayer
     how: Search
     name: str = "search"
+    _asked_to_stop: Event = field(default_factory=Event, repr=False, compare=False)
+
+    def stop(self) -> None:
+        """Ends the search that another thread is in, and all later ones, with an error."""
+        self._asked_to_stop.set()
 
     def analyse(self, positions: Positions) -> Analysis:
         """The shares of visits, and what they saw of the result."""
@@ -75,8 +81,13 @@ class SearchPlayer:
         # A game's search is the same in any company, and noise is drawn game by game.
         step = max(1, _TREE_BYTES // tree_bytes(boards.shape[-1], num_nodes=how.simulations + 1))
         parts = [
-            search_moves(boards[start : start + step], self.net.judge, how, draw=draw)
+            search_moves(boards[start : start + step], self._judge, how, draw=draw)
             for start in range(0, max(1, len(boards)), step)
         ]
         visits, win = (np.concatenate([getattr(part, name) for part in parts]) for name in ("visits", "win"))
         return Found(visits=visits, win=win)
+
+    def _judge(self, boards: Boards) -> tuple[Floats, Floats]:
+        if self._asked_to_stop.is_set():
+            raise WhetError("the search was stopped", got=self.name, try_="a new one")
+        return self.net.judge(boards)
