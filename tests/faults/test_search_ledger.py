@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
 from threading import Event
@@ -21,6 +22,7 @@ from whet.trials.ledger import DROPPED, RUN, TASK, Ledger, does_count
 from whet.trials.life import Life
 from whet.trials.outcome import outcome
 from whet.trials.owner import Owner, Silence, this_process
+from whet.trials.sampling import make_pruner
 from whet.trials.seeds import interval
 from whet.trials.storage import JOURNAL_FILE, open_storage, without_password
 from whet.trials.worker import Ended, Task, Work, work
@@ -47,14 +49,14 @@ with open_storage({url!r}, folder=Path({folder!r})) as storage:
 """
 
 
-def ledger_of(storage, name: str = "s") -> Ledger:
+def ledger_of(storage, name: str = "s", *, pruner=None) -> Ledger:
     return Ledger(
         storage,
         name,
         is_higher_better=True,
         distributions=SPACE,
         sampler=lambda number: optuna.samplers.RandomSampler(seed=number),
-        pruner=optuna.pruners.NopPruner(),
+        pruner=pruner or optuna.pruners.NopPruner(),
     )
 
 
@@ -335,6 +337,54 @@ def test_what_became_of_trials_with_simulated_processes(tmp_path, monkeypatch):
     assert said[5].words == "score is None", "a run without the goal has no value"
     assert [t.state.name for t in trials] == ["PRUNED"] * 4 + ["FAIL"] * 2
     assert [bool(t.constraints) for t in trials] == [True] * 2 + [False] * 4, "infeasible, not bad"
+
+
+def test_stops_change_neither_draws_nor_what_is_pruned_with_simulated_processes(tmp_path, monkeypatch):
+    """A curve rises by 0.1 with every evaluation, from 0.5, 0.4, 0.55, 0.6 and 0.57.
+
+    What is compared must be as early, and no trial may be compared with twice: the fifth is the second best of five,
+    which is not enough; of six it would be.
+    """
+
+    def searched(folder: Path, *, stop_after: int | None) -> list[tuple[float, str, float | None]]:
+        seen: dict[Path, list[float]] = {}
+        said: list[Ended] = []
+        starts = iter((0.5, 0.4, 0.55, 0.6, 0.57))
+
+        def lived(_target, arguments, *, judge, **_):
+            if arguments["run"] not in seen:
+                seen[arguments["run"]] = [next(starts)]
+            begun = seen[arguments["run"]]
+            for number in range(len(begun), 10):
+                begun.append(begun[0] + number / 10)
+                if not judge(number, begun[-1], number == 9):
+                    return Life(code=143, was_pruned=True)
+                if len(seen) == 1 and number == stop_after:
+                    return Life(code=143, was_stopped=True)
+            return Life(code=0)
+
+        def prepare(taken) -> Task:
+            run = Path(taken.run or folder / f"trial-{taken.number}")
+            return Task(arguments={"run": run}, run=run)
+
+        task = simulated_work(folder, monkeypatch, [], said=said)
+        monkeypatch.setattr("whet.trials.worker.live", lived)
+        monkeypatch.setattr("whet.trials.worker._evaluations", lambda run, **_: list(enumerate(seen.get(run, [0])))[1:])
+        monkeypatch.setattr("whet.trials.worker._reached", lambda run, **_: (seen[run][-1], 1))
+        monkeypatch.setattr("whet.trials.worker._is_done", lambda _run: False)
+        folder.mkdir()
+        with open_storage(None, folder=folder) as storage:
+            work(
+                ledger_of(storage, pruner=make_pruner("SuccessiveHalvingPruner")),
+                replace(task, prepare=prepare),
+                most=5,
+            )
+        return [(ended.parameters["x"], ended.state, ended.value) for ended in said if ended.state != "stopped"]
+
+    whole = searched(tmp_path / "whole", stop_after=None)
+    assert [state for _, state, _ in whole] == ["complete", "pruned", "complete", "complete", "pruned"]
+    for after in (1, 2, 5, 6):
+        assert searched(tmp_path / f"stopped-{after}", stop_after=after) == whole
 
 
 def test_three_failures_in_a_row_end_a_search_with_simulated_processes(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ A trial whose process is gone is marked as failed, which only one process can do
 settings and the same run folder. Should two processes put it in line (one died in between), the later is dropped.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
     from optuna.storages import BaseStorage
-    from optuna.trial import FrozenTrial, Trial
+    from optuna.trial import FrozenTrial, Trial, TrialState
 
 OWNER, BEAT, RUN, TASK = "owner", "beat", "run", "task"
 REPEATED = "another one does the same"
@@ -208,14 +208,26 @@ class Ledger:
     def _taken(self, number: int, *, run: str | None) -> Taken:
         import optuna
 
+        class Counted(optuna.Study):
+            """Without trials that go on as others: no pruner may compare with them twice."""
+
+            def get_trials(self, deepcopy: bool = True, states: "Container[TrialState] | None" = None) -> Any:
+                return [trial for trial in super().get_trials(deepcopy, states) if does_count(trial)]
+
         # Its own study object: a sampler belongs to one trial and one thread.
-        study = optuna.load_study(
-            study_name=self._name, storage=self._storage, sampler=self._sampler(number), pruner=self._pruner
-        )
+        sampler = self._sampler(self._draw(number))
+        study = Counted(study_name=self._name, storage=self._storage, sampler=sampler, pruner=self._pruner)
         trial = optuna.Trial(study, self._trial_id(number))
         for key, distribution in self._distributions.items():
             _suggest(trial, key, distribution)
         return Taken(trial=trial, number=number, run=run)
+
+    def _draw(self, number: int) -> int:
+        """How many trials were drawn before it, or before the one that it goes on with: stops change no draw."""
+        trials = self.trials()
+        while (task := str(trials[number].user_attrs.get(TASK, ""))).startswith(_CONTINUING):
+            number = int(task.removeprefix(_CONTINUING))
+        return sum(not str(t.user_attrs.get(TASK, "")).startswith(_CONTINUING) for t in trials[:number])
 
     def _trial_id(self, number: int) -> int:
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)

@@ -133,9 +133,14 @@ def _trained(ledger: Ledger, work: Work, taken: Taken, task: Task) -> tuple[Stat
 
     _await_lock(task.run)
     reported = dict(_evaluations(task.run, goal=work.goal))
+    was_last_of_all = False
     for number, value in reported.items():
-        # A trial that goes on has the history that its run's events tell.
+        # A trial that goes on has the history that its run's events tell, and a pruner saw it step by step.
         taken.trial.report(value, number)
+        was_last_of_all = work.part == "trial" and taken.trial.should_prune()
+    if was_last_of_all and not _is_done(task.run):
+        # Its worker died after it was told so.
+        return "pruned", ""
 
     def judge(number: int, value: float, is_last: bool) -> bool:
         if number not in reported:
@@ -188,6 +193,11 @@ def _evaluations(run: Path, *, goal: str) -> Iterator[tuple[int, float]]:
         value = event.number(goal)
         if value is not None and isinstance(every, int):
             yield math.ceil(event.step / every), value
+
+
+def _is_done(run: Path) -> bool:
+    end = History(run).last("end")
+    return end is not None and end.get("state") == "done"
 
 
 def _reached(run: Path, *, goal: str) -> tuple[float | None, int]:
