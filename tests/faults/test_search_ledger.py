@@ -220,7 +220,8 @@ def test_trials_that_are_kept_elsewhere_are_not_begun_anew(tmp_path):
     asked = ask("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path)
     stop = Event()
     stop.set()
-    carry_out(asked, trials=1, stop=stop)
+    first, second = (carry_out(asked, trials=1, stop=stop) for _ in range(2))
+    assert second.seconds > first.seconds > 0, "all sittings count"
     with pytest.raises(UsageError, match="not kept there"):
         carry_out(asked, trials=1, stop=stop, storage=f"sqlite:///{tmp_path}/trials.db")
     (tmp_path / "s" / "journal.log").write_bytes(b"xx\n{}\n")

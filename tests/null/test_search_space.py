@@ -7,7 +7,7 @@ import pytest
 from whet.base.errors import UsageError
 from whet.config.words import read_value
 from whet.machine.facts import Accelerator, Machine
-from whet.recipes.searching import ask, final_words
+from whet.recipes.searching import ask, carry_out, final_words
 from whet.recipes.text.config import TextConfig, describe
 from whet.report.search_page import search_page
 from whet.report.search_picture import search_pictures
@@ -143,6 +143,12 @@ def test_a_search_that_goes_on_must_be_the_same_one(tmp_path):
     for name in ("../s", "", ".s", "a\nb", "x" * 300):
         with pytest.raises(UsageError, match="plain name"):
             ask("text", ["lr=1e-5..1e-3:log"], name=name, root=tmp_path)
+    for wrong in ({"trials": 0}, {"trials": 1, "jobs": -1}, {"trials": 1, "timeout": float("nan")}):
+        with pytest.raises(UsageError, match=r"counted from 1|number of seconds"):
+            carry_out(asked, **wrong)
+    with pytest.raises(UsageError, match="seeds can be tried"):
+        ask("text", ["lr=1e-5..1e-3:log"], root=tmp_path, seeds=10**6)
+    assert not list(tmp_path.iterdir())
     with pytest.raises(UsageError, match="no such device"):
         ask("text", ["lr=1e-5..1e-3:log"], device="gpu", root=tmp_path)
 
@@ -219,7 +225,12 @@ def test_a_clear_winner_is_called_one_and_fewer_is_better_where_it_is():
     assert RESULT.model_copy(update=lower).is_clear
 
 
-def test_the_final_training_gets_what_trials_shared_and_the_winner(tmp_path):
+def test_the_final_training_gets_what_trials_shared_and_the_winner(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("reviews", "runs/reviews"):
+        (tmp_path / folder).mkdir(parents=True)
+    write_search(tmp_path / "runs" / "reviews", RESULT)
+    assert final_words("reviews", recipe="text")[0] == "epochs=2", "a folder of data has the same name"
     write_search(tmp_path, RESULT)
     assert final_words(str(tmp_path), recipe="text") == ("epochs=2", "lr=0.002", "schedule=cosine")
     (tmp_path / "result.json").write_text(json.dumps({**RESULT.as_json(), "candidates": []}))

@@ -14,6 +14,7 @@ import psutil
 
 from whet.base.errors import UsageError
 from whet.config.files import read_config_file
+from whet.config.keys import MOST_SEEDS
 from whet.config.resolve import resolve
 from whet.config.words import flatten, read_words
 from whet.recipes.recipe import BUILT_IN, load_recipe
@@ -72,6 +73,8 @@ def ask(
     recipe.describe(resolved.config)
     if not 0 < subset <= 1:
         raise UsageError("a subset is a share of the training part", got=str(subset), try_="--subset 0.2")
+    if not 0 <= seeds <= MOST_SEEDS:
+        raise UsageError(f"from 0 to {MOST_SEEDS:,} seeds can be tried", got=str(seeds), try_="--seeds 3")
     _refuse_strange_name(name)
     if not re.fullmatch(r"auto|mps|cpu|fake|cuda(:[0-9]+)?", device):
         raise UsageError("no such device", got=device, try_="auto, mps, cuda, cuda:1 or cpu")
@@ -134,6 +137,7 @@ def carry_out(
 ) -> SearchResult:
     """Works on a search until it is done, and writes its result."""
     began = time.monotonic()
+    _refuse_impossible(trials=trials, jobs=jobs, timeout=timeout)
     question, folder = asked.question, asked.folder
     say = say or (lambda _line: None)
     stop = stop or threading.Event()
@@ -149,6 +153,7 @@ def carry_out(
         raise UsageError("a run is there, and no search", got=str(folder), try_="another --name")
     devices = devices_for(asked.device, jobs=jobs, say=say)
     durable.make_directory(folder)
+    before = _seconds_before(folder)
     with _gone_if_empty(folder), open_storage(storage, folder=folder) as opened:
         if kept is not None:
             _refuse_other_storage(opened, question, url=storage)
@@ -188,7 +193,7 @@ def carry_out(
             chosen = partial(_with_seed, settings)
             do(confirming, most=0, settings=chosen, part="seed")
         result = outcome(
-            question, ledger, confirming, storage=without_password(storage), seconds=time.monotonic() - began
+            question, ledger, confirming, storage=without_password(storage), seconds=before + time.monotonic() - began
         )
     write_search(folder, result)
     return result
@@ -292,6 +297,15 @@ def _refuse_other_storage(storage: "BaseStorage", question: Question, *, url: st
         )
 
 
+def _seconds_before(folder: Path) -> float:
+    """What a search that goes on has taken so far."""
+    from whet.run.search_result import is_search, read_search
+
+    with contextlib.suppress(UsageError):
+        return read_search(folder).seconds if is_search(folder) else 0.0
+    return 0.0
+
+
 @contextlib.contextmanager
 def _gone_if_empty(folder: Path) -> Iterator[None]:
     """Where nothing was written, nothing is left."""
@@ -306,6 +320,14 @@ def _findable(what: str) -> str:
     """A file's name from anywhere: a trial's process may be elsewhere."""
     place, colon, factory = what.partition(":")
     return what if what in BUILT_IN or not place.endswith(".py") else f"{Path(place).absolute()}{colon}{factory}"
+
+
+def _refuse_impossible(*, trials: int, jobs: int, timeout: float | None) -> None:
+    for name, number in (("trials", trials), ("jobs", jobs)):
+        if number < 1:
+            raise UsageError(f"{name} are counted from 1", got=str(number), try_=f"--{name} 1")
+    if timeout is not None and not timeout > 0:
+        raise UsageError("a timeout is a number of seconds", got=str(timeout), try_="--timeout 600")
 
 
 def _refuse_strange_name(name: str | None) -> None:
