@@ -60,6 +60,13 @@ def ledger_of(storage, name: str = "s", *, pruner=None) -> Ledger:
     )
 
 
+def stopped() -> Event:
+    """For a search that is to train nothing, were it not refused."""
+    event = Event()
+    event.set()
+    return event
+
+
 def process(folder: Path, url: str | None, *, count: int = 1, most: int = 10, finishes: bool = False, sleeps: int = 60):
     words = {"count": count, "most": most, "finishes": finishes, "sleeps": sleeps}
     code = TAKES.format(tests=str(Path(__file__).parent), url=url, folder=str(folder), **words)
@@ -193,7 +200,7 @@ def test_silence_on_another_machine_simulated_by_a_clock(monkeypatch):
 
 def test_sqlite_is_for_one_process(tmp_path):
     url = f"sqlite:///{tmp_path}/trials.db"
-    options = {"name": "s", "root": tmp_path, "storage": url}
+    options = {"name": "s", "root": tmp_path, "storage": url, "stop": stopped()}
     with pytest.raises(UsageError, match="one process at a time"):
         search("text", ["lr=1e-4..1e-3"], jobs=2, **options)
     code = "import sys; from pathlib import Path; from whet.trials.storage import open_storage\n"
@@ -212,14 +219,13 @@ def test_sqlite_is_for_one_process(tmp_path):
 @pytest.mark.parametrize("url", ["", "x", "mysql://h/d", "postgresql", "sqlite://", "sqlite:///no/x.db", "journal:."])
 def test_an_address_that_cannot_be_one_is_refused_before_anything_is_written(tmp_path, url):
     with pytest.raises(UsageError):
-        search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path / "runs", storage=url)
+        search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path / "runs", storage=url, stop=stopped())
     assert not list(tmp_path.iterdir())
 
 
 def test_trials_that_are_kept_elsewhere_are_not_begun_anew(tmp_path):
     asked = ask("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path)
-    stop = Event()
-    stop.set()
+    stop = stopped()
     first, second = (carry_out(asked, trials=1, stop=stop) for _ in range(2))
     assert second.seconds > first.seconds > 0, "all sittings count"
     with pytest.raises(UsageError, match="not kept there"):
