@@ -87,7 +87,7 @@ def search(
     else:
         screen.result(render_search(result))
     ended = sum(trial.state not in ("running", "waiting") for trial in result.trials)
-    if ended < trials or (seeds and result.candidates and not result.is_confirmed):
+    if ended < asked.most(trials) or (seeds and result.candidates and not result.is_confirmed):
         same = "the same command" if name else f"the same command with --name {shlex.quote(asked.folder.name)}"
         screen.note(f"go on     {same} goes on with it")
     elif result.winner is not None:

@@ -51,6 +51,11 @@ class Search:
     folder: Path
     device: str = "auto"
 
+    def most(self, trials: int) -> int:
+        """How many trials there will be, of so many that may be: a grid has an end."""
+        points = sampling.num_points(self.question.sampler, self.question.space)
+        return trials if points is None else min(trials, points)
+
 
 def ask(
     what: str,
@@ -141,6 +146,9 @@ def carry_out(
     question, folder = asked.question, asked.folder
     say = say or (lambda _line: None)
     stop = stop or threading.Event()
+    most = asked.most(trials)
+    if most < trials:
+        say(f"--trials {trials}: the grid has {most} points, and none is tried twice")
     kept = read_question(folder)
     if kept is not None:
         agree(kept, question, where=str(folder))
@@ -184,7 +192,7 @@ def carry_out(
             ]
             together([partial(work, where, each, most=most) for each in made], stop=stop)
 
-        do(ledger, most=trials, settings=lambda taken: (dict(taken.trial.params), question.seed), part="trial")
+        do(ledger, most=most, settings=lambda taken: (dict(taken.trial.params), question.seed), part="trial")
         best = seeds.best_trials(ledger.trials(), is_higher_better=question.is_higher_better)
         if best and not should_stop() and question.seeds:
             settings = {trial.number: trial.params for trial in ledger.trials()}

@@ -3,13 +3,14 @@
 import hashlib
 import importlib.util
 import inspect
+import math
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import UsageError, nearest
 from whet.config.words import read_words
-from whet.trials.space import Choices, Range, Space
+from whet.trials.space import MOST_VALUES, Choices, Range, Space
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -55,6 +56,14 @@ def make_pruner(said: str) -> "BasePruner":
         options = {"min_resource": 2, "reduction_factor": 3, **options}
     pruner: BasePruner = _made(getattr(optuna.pruners, name), options, said)
     return pruner
+
+
+def num_points(said: str, space: Space) -> int | None:
+    """How many different trials the sampler can propose; None where that has no end."""
+    import optuna
+
+    name, _ = _read(said, "Sampler", optuna.samplers)
+    return math.prod(map(len, _counted(space).values())) if name in ("GridSampler", "BruteForceSampler") else None
 
 
 def distributions(space: Space) -> "dict[str, BaseDistribution]":
@@ -112,4 +121,6 @@ def _counted(space: Space) -> dict[str, Any]:
         if values is None:
             raise UsageError("a grid needs values that can be counted", got=f"{key}={dimension}", try_=f"{key}=[a,b,c]")
         found[key] = list(values)
+    if math.prod(map(len, found.values())) > MOST_VALUES:
+        raise UsageError("the grid has too many points", got=" ".join(space.words), try_="fewer values, or TPESampler")
     return found

@@ -33,6 +33,8 @@ _NOT_SEARCHED = {
 _NOT_SET = ("seeds", "epochs_per_sitting")
 _EXAMPLES = "lr=1e-5..1e-3:log, arch.layers=[1,2,4] or global_batch_size=32..512:step=32"
 
+MOST_VALUES = 100_000
+"""More points than that are no grid."""
 Choice = bool | int | float | str | None
 
 
@@ -53,11 +55,13 @@ class Range(Record):
 
     @property
     def values(self) -> tuple[Any, ...] | None:
-        """All of them, where they can be counted."""
+        """All of them, where they can be counted and are not too many to be."""
         if self.is_log or (self.step is None and not self.is_whole):
             return None
         step = self.step or 1
         count = math.floor((self.high - self.low) / step + 1e-9) + 1
+        if count > MOST_VALUES:
+            return None
         found = [self.low + number * step for number in range(count)]
         return tuple(int(value) for value in found) if self.is_whole else tuple(found)
 
