@@ -111,7 +111,7 @@ def _tell(ended: "Ended") -> None:
         who, settings = f"seed {ended.parameters['seed']} of trial {ended.parameters['trial']}", ""
     else:
         who, settings = f"trial {ended.number}", f"  {settings}"
-    screen.note(f"{who:<10}{ended.state:<11}{value}{settings}  ({spent}){words}")
+    screen.note(f"{who:<9} {ended.state:<11}{value}{settings}  ({spent}){words}")
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ STYLE = """
 .whet-search { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; max-width: 100%; height: auto; }
 .whet-search text { fill: currentColor; }
 .whet-search .quiet { opacity: .65; }
+.whet-search .mark { paint-order: stroke; stroke: var(--back, Canvas); stroke-width: 4px; stroke-linejoin: round; }
 .whet-search .axis { stroke: currentColor; opacity: .45; }
 .whet-search .complete { fill: #2f6fde; }
 .whet-search .pruned { fill: none; stroke: #2f6fde; }
@@ -102,16 +103,12 @@ def _importance(result: SearchResult) -> Iterator[str]:
 
 def _parallel(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str]:
     """An axis for each setting and one for the goal; the winner stands out."""
-    floor, right = 276, _WIDTH - _RIGHT - 30
+    floor, right = 276, _WIDTH - _RIGHT - 60
     keys = [word.partition("=")[0] for word in result.space]
     places = [_LEFT + number * (right - _LEFT) / max(1, len(keys)) for number in range(len(keys) + 1)]
     axes = [_axis(word, floor) for word in result.space]
     values = [trial.value or 0.0 for trial in seen]
     goal = _Scale(min(values), max(values), floor, _TOP + 20)
-    for x, key, (scale, labels) in zip(places[:-1], keys, axes, strict=True):
-        yield from _drawn(x, key, {label: scale.place(value) for label, value in labels.items()}, floor)
-    ends = {f"{value:.4g}": goal.place(value) for value in (min(values), max(values))}
-    yield from _drawn(places[-1], result.goal, ends, floor)
     winner = None if result.winner is None else result.winner.number
     for trial in sorted(seen, key=lambda trial: trial.number == winner):
         at = [_on(axis, trial.settings.get(key)) for key, axis in zip(keys, axes, strict=True)]
@@ -123,6 +120,11 @@ def _parallel(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str
         css = "best" if trial.number == winner else "trial" if trial.state == "complete" else "trial left"
         words = safe(f"trial {trial.number}: {result.goal} {trial.value:.4g}, {settings_words(trial.settings)}")
         yield f'<polyline class="{css}" points="{points}"><title>{words}</title></polyline>'
+    # Above the lines, which would strike them through.
+    for x, key, (scale, labels) in zip(places[:-1], keys, axes, strict=True):
+        yield from _drawn(x, key, {label: scale.place(value) for label, value in labels.items()}, floor)
+    ends = {f"{value:.4g}": goal.place(value) for value in (min(values), max(values))}
+    yield from _drawn(places[-1], result.goal, ends, floor, is_last=True)
 
 
 def _axis(word: str, floor: int) -> tuple[_Scale, dict[str, float]]:
@@ -149,11 +151,12 @@ def _named(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
-def _drawn(x: float, title: str, labels: dict[str, float], floor: int) -> Iterator[str]:
+def _drawn(x: float, title: str, labels: dict[str, float], floor: int, *, is_last: bool = False) -> Iterator[str]:
+    """An axis with what is written beside it: to its left, of the last one to its right."""
     yield f'<line class="axis" x1="{round(x, 1)}" x2="{round(x, 1)}" y1="{_TOP + 20}" y2="{floor}"/>'
     yield text_at(x, 30, title, extra='text-anchor="middle" font-weight="600"')
     for label, y in labels.items():
-        yield text_at(x - 6, y + 4, label, css="quiet", extra=_END)
+        yield text_at(x + 6 if is_last else x - 6, y + 4, label, css="mark", extra="" if is_last else _END)
 
 
 _END = 'text-anchor="end"'
