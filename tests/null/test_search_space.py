@@ -5,7 +5,7 @@ import json
 import pytest
 
 from whet.base.errors import UsageError
-from whet.config.words import read_value
+from whet.config.words import read_value, read_words
 from whet.machine.facts import Accelerator, Machine
 from whet.recipes.searching import ask, carry_out, final_words
 from whet.recipes.text.config import TextConfig, describe
@@ -59,6 +59,9 @@ def test_a_list_of_a_key_that_holds_lists_is_its_value():
 def test_a_file_says_the_same():
     found = dimensions(file={"lr": "1e-5..1e-3:log", "schedule": ["linear", "cosine"]})
     assert found == dimensions("lr=1e-5..1e-3:log", "schedule=[linear,cosine]")
+    assert found == dimensions(file={"lr": "1e-5..1e-3:log", "schedule": "[linear,cosine]"})
+    _, fixed = read_space(TextConfig, ["lr=1e-4..1e-3"], file={"label_column": "7"})
+    assert read_words(fixed).values == {"label_column": "7"}, "a text of a file stays one"
 
 
 def test_settings_that_only_fit_together_are_tried_together():

@@ -154,7 +154,11 @@ def as_text(value: Any) -> str:
 
 def _words_of(file: Mapping[str, Any]) -> list[str]:
     """A file says the same: a text such as "1e-5..1e-3:log", a list of choices, or a value."""
-    return [f"{key}={value}" if isinstance(value, str) else as_word(key, value) for key, value in file.items()]
+    # A text stays one ("7" is no number), unless it is meant as a list: TOML and YAML have lists of their own.
+    return [
+        f"{key}={value}" if isinstance(value, str) and value.startswith("[") else as_word(key, value)
+        for key, value in file.items()
+    ]
 
 
 def _dimension(text: str, word: str, *, holds_list: bool) -> Range | Choices | None:
