@@ -140,7 +140,7 @@ def _lines() -> Iterator[str]:
 
     from whet.cli.speaking import read_lines, readable
 
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         yield from map(str.strip, read_lines())
         return
     with contextlib.suppress(ImportError):

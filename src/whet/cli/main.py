@@ -1,7 +1,6 @@
 """The entry point: finds the verb, and turns every failure into three lines and an exit code."""
 
 import errno
-import io
 import os
 import sys
 import sysconfig
@@ -113,8 +112,6 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command; its exit code."""
     if sys.stdout is None:  # Closed by the caller (whet train ... >&-): there is work to do all the same.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    if sys.stdin is None:  # Closed too (<&-): as if it were empty.
-        sys.stdin = io.TextIOWrapper(io.BytesIO())
     switches = {"--quiet", "--debug"}
     screen.quiet = "--quiet" in arguments
     debug = screen.debug = "--debug" in arguments

@@ -54,7 +54,9 @@ def readable(text: str) -> str:
 
 
 def read_lines() -> Iterator[str]:
-    """The lines of standard input that say something, whatever their bytes are."""
+    """The lines of standard input that say something, whatever their bytes are; none where it is closed (<&-)."""
+    if sys.stdin is None:
+        return
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     for line in sys.stdin:
