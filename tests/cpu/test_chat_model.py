@@ -14,6 +14,8 @@ from whet.checkpoint import store
 from whet.config.resolve import resolve
 from whet.data.batch import Micro
 from whet.recipes.chat.arch import PRESETS, Arch
+from whet.recipes.chat.builder import Options, build
+from whet.recipes.chat.config import ChatConfig
 from whet.recipes.chat.dataset import open_dataset
 from whet.recipes.chat.judging import judge
 from whet.recipes.chat.loss import next_token_loss
@@ -136,6 +138,20 @@ def test_rows_count_the_assistants_tokens_and_judging_weighs_them_alike(tmp_path
     bits = facts.loss_tokens * math.log2(tokenizer.vocab_size)
     assert found["perplexity"] == pytest.approx(tokenizer.vocab_size, rel=1e-4)
     assert found["bits_per_byte"] == pytest.approx(bits / facts.loss_bytes, rel=1e-5)
+
+
+def test_folders_that_share_conversations_are_told(tmp_path: Path) -> None:
+    one = prepared(tmp_path)
+    others = []
+    for seed in (42, 7):
+        options = Options(vocab_size=512, max_length=64, train_split=0.75, seed=seed, tokenizer=str(one))
+        build(tmp_path / "talks.jsonl", tmp_path / f"of-{seed}", options, told=lambda *_: None, in_threads=False)
+        others.append(tmp_path / f"of-{seed}")
+    notes = [read_chat(ChatConfig(data_paths=(str(one), str(other)))).notes for other in others]
+    assert not any("trained on too" in note for note in notes[0])
+    assert "of 16 conversations for dev and test are trained on too" in notes[1][-1]
+    with pytest.raises(UsageError, match="same folder twice"):
+        read_chat(ChatConfig(data=str(one), data_paths=(f"{one}/../prepared",)))
 
 
 def test_gradients_reach_every_weight_in_half_precision_too() -> None:

@@ -48,6 +48,8 @@ def data_folders(config: ChatConfig) -> tuple[Path, ...]:
                 got=f"data={path}",
                 try_=f"whet data chat {path} --output-dir DIR, then data=DIR" if is_file else "a folder that exists",
             )
+    if len({Path(path).resolve() for path in named}) < len(named):
+        raise UsageError("the same folder twice", got=", ".join(map(str, named)), try_="each once, in data_paths=[...]")
     return tuple(Path(path) for path in named)
 
 

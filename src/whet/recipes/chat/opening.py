@@ -1,9 +1,13 @@
 """From a config to rows: prepared folders, or the embedded conversations."""
 
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+
 from whet.base.errors import UsageError
 from whet.base.units import show_count
 from whet.recipes.chat.config import ChatConfig, data_folders, read_manifests, settled
-from whet.recipes.chat.dataset import ChatDataset, open_dataset
+from whet.recipes.chat.dataset import ChatDataset, Sample, open_dataset
 from whet.recipes.chat.judging import NUM_QUESTIONS
 from whet.recipes.chat.rows import ChatData, Rows, questions_of
 
@@ -31,6 +35,7 @@ def read_chat(config: ChatConfig) -> ChatData:
         f"{sum(each.train.facts.conversations for each in datasets):,} conversations to train on, "
         f"{show_count(num_tokens)} tokens in {len(train):,} rows of {arch.seq_len}",
         arch.words(tokenizer.vocab_size),
+        *_shared(datasets),
     )
     return ChatData(
         train=train.in_memory(),
@@ -55,3 +60,19 @@ def _datasets(config: ChatConfig) -> list[ChatDataset]:
         return [open_embedded()]
     read_manifests(folders)
     return [open_dataset(folder) for folder in folders]
+
+
+def _shared(datasets: Sequence[ChatDataset]) -> tuple[str, ...]:
+    """What is held out in one folder and trained on in another: then a score says less than it seems to."""
+    if len(datasets) < 2:
+        return ()
+    held = Counter(_print(document) for each in datasets for part in (each.dev, each.test) for document in part)
+    trained = {mark for each in datasets for document in each.train if (mark := _print(document)) in held}
+    num_shared = sum(held[mark] for mark in trained)
+    if not num_shared:
+        return ()
+    return (f"{num_shared:,} of {held.total():,} conversations for dev and test are trained on too, in another folder",)
+
+
+def _print(document: Sample) -> bytes:
+    return blake2b(document.tokens.tobytes(), digest_size=8).digest()
