@@ -1,6 +1,7 @@
 """Prepared conversations hold what was said, learn from what should be learned, and are the same for the same seed."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -158,10 +159,15 @@ def changed_tokenizer(change: dict[str, object]) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "bigscience/bloom-1b1.x@main"])
-def test_a_name_on_the_hub_may_have_a_dot(name: str, monkeypatch) -> None:
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda repo, *_a, **_k: (_ for _ in ()).throw(OSError(repo)))
-    with pytest.raises(WhetError, match=f"from the hub\n.*OSError: {name.partition('@')[0]}"):
+def test_a_name_on_the_hub_may_have_a_dot_and_the_hub_is_quiet(name: str, monkeypatch, capfd) -> None:
+    def refuse(repo: str, *_given: object, **_named: object) -> None:
+        logging.getLogger("huggingface_hub.simulated").warning("trying again")
+        raise OSError(f"{repo}. Try later.")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    with pytest.raises(WhetError, match=f"from the hub\n.*OSError: {name.partition('@')[0]}\n"):
         find_tokenizer(name)
+    assert capfd.readouterr().err == ""
     for missing in ("no/such.json", "./gone", "~/gone"):
         with pytest.raises(UsageError, match="no such tokenizer"):
             find_tokenizer(missing)

@@ -76,7 +76,10 @@ def build_from(
 ) -> Manifest:
     """The same for files that were found already."""
     _refuse_taken(folder)
-    tokenizer = None if options.tokenizer == BYTE_PAIRS else find_tokenizer(options.tokenizer)
+    tokenizer = None
+    if options.tokenizer != BYTE_PAIRS:
+        told(f"opening the tokenizer {options.tokenizer}", 0, None)  # The hub may be asked for half a minute.
+        tokenizer = find_tokenizer(options.tokenizer)
     found = survey(
         sources,
         seed=options.seed,

@@ -29,15 +29,21 @@ def find_tokenizer(word: str) -> ChatTokenizer:
 
 def _from_hub(word: str) -> Path:
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import logging
 
     name, _, revision = word.partition("@")
     reason: Exception | None = None
-    for is_local in (True, False):
-        try:
-            return Path(hf_hub_download(name, _FILE, revision=revision or None, local_files_only=is_local))
-        except Exception as error:  # Many kinds: no network, no such name, no leave to read it.
-            reason = error
-    lines = str(reason).strip().splitlines() or [""]
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # Without a network it would tell of each of six tries.
+    try:
+        for is_local in (True, False):
+            try:
+                return Path(hf_hub_download(name, _FILE, revision=revision or None, local_files_only=is_local))
+            except Exception as error:  # Many kinds: no network, no such name, no leave to read it.
+                reason = error
+    finally:
+        logging.set_verbosity(verbosity)
+    lines = str(reason).strip().partition(". ")[0].splitlines() or [""]
     raise WhetError(
         "the tokenizer could not be had from the hub",
         got=f"{word}: {type(reason).__name__}: {lines[0][:160]}",
