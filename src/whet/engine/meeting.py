@@ -34,6 +34,7 @@ class Meeting:
 
     def __init__(self, group: Group, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._group = group
+        self._is_alone = group.is_alone
         self._clock = clock
         self._met_at = clock()
         self._met_step: int | None = None
@@ -41,11 +42,11 @@ class Meeting:
 
     def is_due(self, step: int) -> bool:
         """Whether all meet after this step."""
-        return self._group.is_alone or step >= self._next_step
+        return self._is_alone or step >= self._next_step
 
     def meet(self, step: int, *, signal: int | None, due: Due, is_broken: bool) -> Agreed:
         """Tells the others, and is told."""
-        if self._group.is_alone:
+        if self._is_alone:
             return Agreed(signal=signal, due=due, is_broken=is_broken)
         told = _DUES.index(due)
         passed = self._clock() - self._met_at
