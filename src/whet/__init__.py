@@ -12,6 +12,7 @@ the rooms above it in this list, never the later ones:
     report    reads run folders: text and JSON
     hex       Hex, the game: rules, records, players, positions
     device    the only room that names a backend
+    world     the only room that speaks to other processes of one training
     data      order, global batches, micro-batches, loading
     step      one optimizer step: the only code that trains
     checkpoint  everything an exact resume needs, on disk
