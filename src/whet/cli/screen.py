@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ quiet = False
 
 debug = False
 """Set once by the entry point: failures show where they come from."""
+
+_FIRST_SPEAKS_SECONDS = 2.0
 
 rank = 0
 """Set once by a training of several processes: only the first one has the screen."""
@@ -99,7 +102,10 @@ def error(problem: WhetError) -> None:
     """A failure in three lines. What every process of a training finds wrong is said by the first one alone."""
     if not rank:
         _aside(f"error: {problem}")
-    elif not isinstance(problem, UsageError | LostRankError):
+    elif isinstance(problem, UsageError):
+        # When this process is gone the launcher ends the first one, which may not have said it yet.
+        time.sleep(_FIRST_SPEAKS_SECONDS)
+    elif not isinstance(problem, LostRankError):
         _aside(f"error: rank {rank}: {problem}")
 
 
