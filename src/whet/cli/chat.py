@@ -138,6 +138,7 @@ def _lines() -> Iterator[str]:
     import contextlib
     import sys
 
+    from whet.cli import screen
     from whet.cli.speaking import read_lines, readable
 
     if sys.stdin is None or not sys.stdin.isatty():
@@ -149,8 +150,10 @@ def _lines() -> Iterator[str]:
         try:
             line = input("> ").strip()
         except EOFError:
+            screen.piece("\n")  # What comes next does not stand behind the prompt.
             return
         except KeyboardInterrupt:
+            screen.piece("\n")
             continue
         if line:
             yield readable(line)
