@@ -11,6 +11,8 @@ import planted_chats as planted
 import pytest
 
 from whet.base.errors import WhetError
+from whet.recipes.chat.arch import Arch
+from whet.recipes.chat.config import ChatConfig, facts_of, settled
 from whet.recipes.chat.conversation import check
 from whet.recipes.chat.embedded import opening
 from whet.recipes.chat.embedded.composing import conversations
@@ -34,6 +36,12 @@ def test_the_embedded_conversations_are_sound_and_answer_about_whet(tmp_path: Pa
     assert data.test.num_documents > 20
     monkeypatch.setattr(opening, "build", lambda *_a, **_k: 1 / 0)
     assert open_embedded().fingerprint == data.fingerprint, "it is made again though it is there"
+    told = facts_of(ChatConfig())
+    seq_len = settled(Arch(), longest=max(part.facts.longest for part in (data.train, data.dev, data.test))).seq_len
+    assert isinstance(seq_len, int)
+    assert settled(Arch(), longest=told["longest"]).seq_len == seq_len, "a plan without torch tells another model"
+    assert told["vocab_size"] == data.tokenizer.vocab_size
+    assert abs(told["num_rows"] / data.train.repacked(seq_len).num_rows - 1) < 0.1
     path = data.folder / "train" / "tokens.bin"
     path.write_bytes(bytes(path.stat().st_size))
     with pytest.raises(ZeroDivisionError):
