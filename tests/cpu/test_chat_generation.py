@@ -171,6 +171,7 @@ def test_training_generating_and_talking(
     assert "bits_per_byte" in told.err + told.out
     assert "parameters" in told.err
     assert "chat  for example  <|user|>" in told.err
+    assert f"whet chat {run}  " in told.err
     assert whet(["predict", run, "hello"]) == 2
     assert "try: whet generate" in capsys.readouterr().err
     answers = []

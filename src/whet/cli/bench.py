@@ -17,7 +17,10 @@ _PLACE = Path("bench")
 
 def bench(
     what: Annotated[
-        str, typer.Argument(metavar="RECIPE|FILE", help="text, a Python file with recipe(), or a result FILE.json.")
+        str,
+        typer.Argument(
+            metavar="RECIPE|FILE", help="text, chat, puzzle, hex, a Python file with recipe(), or a result FILE.json."
+        ),
     ],
     words: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Such as global_batch_size=64; or more FILE.json.")

@@ -243,8 +243,8 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
             ending.say_stopped(path, step=result.step, why=why, command=command)
             return result.exit_code
     if not screen.rank:
-        can = {name: recipe.name in BUILT_IN and hasattr(recipe, name) for name in ("predict", "hold_contest")}
-        ending.say_done(path, can_predict=can["predict"], can_play=can["hold_contest"])
+        can = {name: recipe.name in BUILT_IN and hasattr(recipe, name) for name in ("predict", "hold_contest", "speak")}
+        ending.say_done(path, can_predict=can["predict"], can_play=can["hold_contest"], can_speak=can["speak"])
     return 0
 
 
