@@ -137,7 +137,7 @@ def command(folder: Path) -> list[str]:
 
 
 def test_killed_and_said_again_it_ends_as_if_nothing_had_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kill comes while a generation learns, and the loop that goes on is a shorter one."""
+    """The kill comes while a generation learns and damages older games; the loop that goes on is a shorter one."""
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -148,6 +148,7 @@ def test_killed_and_said_again_it_ends_as_if_nothing_had_been(tmp_path: Path, mo
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
     assert len(read_state(cut).generations) == 2
+    (cut / "games-001.npz").write_bytes(b"what a power cut leaves")
     with mock.patch.dict(os.environ):
         for folder in (cut, whole):
             assert run([*command(folder), "loop.generations=2"]) == 0

@@ -77,7 +77,9 @@ class Improvement:
             is_over = result.state == "done"
             return result, Generation(number=0, num_positions=0, is_champion=True) if is_over else None
         device = open_device(self.device).device
-        played = [self._played(number, self._net(state.champion, device)), *self._earlier(number)]
+        # The replay buffer, the newest first.
+        oldest = max(1, number - self.config.loop.window + 1)
+        played = [self._played(one, state, device) for one in range(number, oldest - 1, -1)]
         self.say(f"generation {number} learns from {sum(map(len, played)):,} positions of {len(played)} generations")
         loop = self.config.loop
         changes = {
@@ -106,14 +108,19 @@ class Improvement:
             is_champion=is_better,
         )
 
-    def _played(self, number: int, champion: NetPlayer) -> Played:
+    def _played(self, number: int, state: State, device: AbstractDevice) -> Played:
+        """What the champion of that time played; played now where it is missing or damaged, the same by its seed."""
         path = games_path(self.folder, number)
         found = read_played(path)
         if found is None:
             loop = self.config.loop
+            champion = state.champion_before(number)
+            assert champion is not None
             self.say(f"generation {number}: {loop.games} games with {loop.simulations} simulations a move")
             found = play_itself(
-                SearchPlayer(champion, Search(simulations=loop.simulations, noise_share=_NOISE_SHARE)),
+                SearchPlayer(
+                    self._net(champion, device), Search(simulations=loop.simulations, noise_share=_NOISE_SHARE)
+                ),
                 size=self.config.default_size,
                 num_games=loop.games,
                 free_moves=loop.free_moves,
@@ -121,12 +128,6 @@ class Improvement:
             )
             write_played(path, found)
         return found
-
-    def _earlier(self, number: int) -> list[Played]:
-        """The replay buffer: games of the generations before, the newest first, as far as the window reaches."""
-        first = max(1, number - self.config.loop.window + 1)
-        found = (read_played(games_path(self.folder, earlier)) for earlier in range(number - 1, first - 1, -1))
-        return [played for played in found if played is not None]
 
     def _train(self, recipe: HexRecipe, number: int, **changes: Any) -> Result:
         # What the loop does is not the training's: a longer loop goes on with a generation that has begun.

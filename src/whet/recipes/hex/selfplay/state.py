@@ -38,7 +38,11 @@ class State(Record):
     @property
     def champion(self) -> int | None:
         """The newest generation that beat the one before it."""
-        return next((done.number for done in reversed(self.generations) if done.is_champion), None)
+        return self.champion_before(len(self.generations))
+
+    def champion_before(self, number: int) -> int | None:
+        """The champion when a generation began."""
+        return next((done.number for done in reversed(self.generations[:number]) if done.is_champion), None)
 
 
 def run_path(folder: Path, number: int) -> Path:
