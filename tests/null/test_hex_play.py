@@ -125,10 +125,10 @@ def test_play_in_the_terminal(tmp_path: Path) -> None:
     assert "two-distance likes" in done.stdout
 
 
-def test_nobody_plays_with_a_closed_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_input_is_an_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
-    assert run(["play", "random", "--terminal"]) == 2
-    assert "closed input" in capsys.readouterr().err
+    assert run(["play", "random", "--size", "3", "--terminal"]) == 0
+    assert "your move (blue)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

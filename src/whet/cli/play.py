@@ -73,11 +73,8 @@ def _talk(talk: "Talk") -> None:
     """Line by line until the person leaves, or says nothing more."""
     import sys
 
-    from whet.base.errors import UsageError
     from whet.cli import screen
 
-    if sys.stdin is None:
-        raise UsageError("there is nobody to play with", got="a closed input", try_="without --terminal")
     screen.result("\n".join(talk.begin()))
     while not talk.is_over:
         sys.stdout.write("> ")
