@@ -2,6 +2,7 @@
 from the last checkpoint, or ends with a clear message. Real launchers, real signals."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -155,8 +156,10 @@ def agent(port: int, output: Path, job: dict[str, Any]) -> subprocess.Popen[byte
     options += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "whet", "--monitor-interval", "0.2")
     options += ("--rdzv-conf", "join_timeout=60,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3")
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(ranks.JOB), json.dumps(job)]
+    # Agents of torch 2.13 that share one store never tell a newcomer where the first process is.
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with output.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+        return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, env=environment)
 
 
 @pytest.mark.parametrize("kind", ["off", "full"])
