@@ -1,18 +1,21 @@
 """What do several processes cost where there is only one? Two answers, both against the plain step.
 
     python benchmarks/ddp_overhead.py [--device cuda|cpu] [--seconds 20] [--tasks text chat] [--precision bf16]
+                                      [--processor-time]
 
 Whole optimizer steps of the same model on the same batches. "torchrun" is what `torchrun --nproc-per-node 1 -m whet
 train` runs: a world of one process, for which whet opens no group; its bar is 1.02. "machinery" forces DDP with a
 group of one (NCCL on CUDA, gloo on the CPU): its buckets, hooks and collectives, which a single process never runs;
 it is what each of several processes pays besides the network. They take turns in tossed order; the ratio is taken
 inside a round, and told with the interval of its median. "in a row" is the time of a step when nobody waits for the
-device in between, as in a training.
+device in between, as in a training. `--processor-time` counts what the processor did instead of the time that passed:
+for a CPU that others use as well.
 """
 
 import argparse
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,16 +61,19 @@ def step(parts: Parts, loss: Any, batch: GlobalBatch, number: int) -> None:
     parts.stepper(loss, micros, num_samples=len(batch), step=number)
 
 
-def timed(parts: Parts, loss: Any, batches: list[GlobalBatch], numbers: range) -> float:
+Clock = Callable[[], float]
+
+
+def timed(parts: Parts, loss: Any, batches: list[GlobalBatch], numbers: range, *, clock: Clock) -> float:
     parts.device.sync()
-    start = time.perf_counter()
+    start = clock()
     for number in numbers:
         step(parts, loss, batches[number % len(batches)], number + 1)
     parts.device.sync()
-    return (time.perf_counter() - start) / len(numbers)
+    return (clock() - start) / len(numbers)
 
 
-def compare(name: str, *, device: str, precision: str, seconds: float) -> None:
+def compare(name: str, *, device: str, precision: str, seconds: float, clock: Clock) -> None:
     is_large, coin = device == "cuda", random.Random(0)
     settings: dict[str, Any] = {"device": device, "is_large": is_large, "precision": precision}
     ways = {
@@ -79,13 +85,13 @@ def compare(name: str, *, device: str, precision: str, seconds: float) -> None:
     for way, (parts, loss) in ways.items():
         found = parts.source.batches(Position())
         batches[way] = [next(found) for _ in range(NUM_BATCHES)]
-        timed(parts, loss, batches[way], range(NUM_BATCHES))  # Every shape has been there once.
+        timed(parts, loss, batches[way], range(NUM_BATCHES), clock=clock)  # Every shape has been there once.
     for kind, steps in (("one by one", 1), ("in a row", ROW_STEPS)):
         times: dict[str, list[float]] = {way: [] for way in ways}
         number, end = 0, time.perf_counter() + seconds / 2
         while time.perf_counter() < end or len(times["plain"]) < 8:
             for way in coin.sample([*ways], len(ways)):
-                times[way].append(timed(*ways[way], batches[way], range(number, number + steps)))
+                times[way].append(timed(*ways[way], batches[way], range(number, number + steps), clock=clock))
             number += steps
         plain = median_interval(times["plain"]).middle
         print(f"{name:5} {kind:10} plain {plain * 1e3:8.2f} ms, {len(times['plain'])} rounds")
@@ -101,13 +107,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--tasks", nargs="+", default=["text", "chat"], choices=["text", "chat"])
     parser.add_argument("--precision", default=None)
+    parser.add_argument("--processor-time", action="store_true")
     asked = parser.parse_args()
+    clock = time.process_time if asked.processor_time else time.perf_counter
     backend = "cpu:gloo,cuda:nccl" if asked.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     precision = asked.precision or ("bf16" if asked.device == "cuda" else "fp32")
     print(f"torch {torch.__version__}, {asked.device}, {precision}, a group of one process ({backend})")
     for name in asked.tasks:
-        compare(name, device=asked.device, precision=precision, seconds=asked.seconds)
+        compare(name, device=asked.device, precision=precision, seconds=asked.seconds, clock=clock)
     dist.destroy_process_group()
 
 
