@@ -76,6 +76,12 @@ def test_puzzles_self_play_and_two_launchers_are_refused(whet: Run) -> None:
     assert (ended.returncode, "started the processes already" in ended.stderr) == (2, True)
 
 
+def test_who_is_started_again_must_know_its_folder(whet: Run) -> None:
+    first = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    ended = whet("train", "text", "--device", "cpu", **first)
+    assert (ended.returncode, "--run-dir DIR" in ended.stderr) == (2, True)
+
+
 def plan_of(world_size: int, *, parameters: int = 10**6, **wishes: object):
     workload = Workload(
         recipe="text",

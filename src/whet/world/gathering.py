@@ -10,7 +10,8 @@ import secrets
 import time
 from typing import Any
 
-from torch.distributed import distributed_c10d, rendezvous
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from whet.base.errors import LostRankError
 from whet.world.world import World
