@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> int:
         whet.OptimizerChoice(lr=1e-2),
         (x, y),
         run=options["run"],
-        device="cpu",
+        device=os.environ.get("WHET_RANKS_DEVICE", "cpu"),
         wishes={"threads": 1, "sharding": options.get("sharding", "off"), "checkpoint_steps": 2, "micro_batch": 3},
         goal="accuracy",
         show=show,

@@ -1,5 +1,5 @@
 """Several real processes that train one model (CPU, gloo): their checkpoints are read by any number of them, and a
-training that lost one of them ends with the same bits."""
+training that lost one of them ends with the same bits. WHET_RANKS_DEVICE=cuda tries it on one GPU for all."""
 
 import signal
 import time
