@@ -70,6 +70,7 @@ def test_results_and_gradients_are_torchs(dtype: torch.dtype) -> None:
 
 
 @on_gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns of torch's own
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_block_computes_the_same_with_them(is_compiled: bool) -> None:
     torch.manual_seed(0)

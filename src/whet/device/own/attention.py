@@ -21,12 +21,9 @@ def turned_attention(mixture: Tensor, cosines: Tensor, sines: Tensor, num_heads:
     mixture = mixture.contiguous()
     rows, places, width = mixture.shape
     found = mixture.new_empty(rows, places, width // 3)
-    scale, heads, size, block = _sizes(mixture, num_heads)
-    together = math.gcd(num_heads, kernels.TOGETHER)
-    grid = rows, num_heads // together
-    kernels.attend_forward[grid](
-        mixture, cosines, sines, found, places, scale, heads, size, block, together, **kernels.THERE
-    )
+    sizes = _sizes(mixture, num_heads)
+    grid = rows, num_heads
+    kernels.attend_forward[grid](mixture, cosines, sines, found, places, *sizes, num_warps=kernels.WARPS)
     return found
 
 
@@ -40,7 +37,8 @@ def turned_attention_backward(
     rows, places, _ = mixture.shape
     result = torch.empty_like(mixture)
     sizes = _sizes(mixture, num_heads)
-    kernels.attend_backward[rows, num_heads](mixture, cosines, sines, slopes, result, places, *sizes, **kernels.BACK)
+    grid = rows, num_heads
+    kernels.attend_backward[grid](mixture, cosines, sines, slopes, result, places, *sizes, num_warps=kernels.WARPS)
     return result
 
 

@@ -8,10 +8,9 @@ types but triton's: it reads all others as names of its own language.
 import triton
 import triton.language as tl
 
-TOGETHER = 1
-"""Heads of one program on the way there, at most."""
-THERE, BACK = {"num_warps": 8, "maxnreg": 128}, {"num_warps": 8, "maxnreg": 168}
-"""How attention's programs run: as measured on an H200 with 97 places and heads of 64."""
+WARPS = 8
+"""Of attention's programs: measured on an H200 with 97 places and heads of 64, where 4 and 16 were slower, and so was a
+program for several heads that reads the next one while it computes."""
 COLUMNS = 2048
 """Of the gate's programs."""
 
@@ -53,40 +52,25 @@ def attend_forward(
     heads: tl.constexpr,
     size: tl.constexpr,
     block: tl.constexpr,
-    together: tl.constexpr,
 ):
-    """found (B, S, H D) from mixture (B, S, 3 H D); tables (S, D), of which the first half is read.
-
-    A program answers `together` heads of one row, one after the other, and reads the next while it computes one.
-    """
+    """found (B, S, H D) from mixture (B, S, 3 H D); tables (S, D), of which the first half is read."""
     half: tl.constexpr = size // 2
     width: tl.constexpr = heads * size
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * together
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     mixture += row * num_places * (3 * width) + head * size
     found += row * num_places * width + head * size
     few, all_ = tl.arange(0, half)[None, :], tl.arange(0, size)[None, :]
     places = tl.arange(0, block)[:, None]
     is_real = places < num_places
-    is_seen = tl.arange(0, block)[None, :] < num_places
-    first, whole = places * (3 * width) + few, places * (3 * width) + all_
-    keys1, keys2 = _read(mixture + width, first, is_real, half)
-    queries1, queries2 = _read(mixture, first, is_real, half)
-    values = tl.load(mixture + 2 * width + whole, mask=is_real, other=0.0)
-    for number in tl.static_range(together):
-        cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0)
-        sine = tl.load(sines + places * size + few, mask=is_real, other=0.0)
-        turned1, turned2 = _turn(keys1, keys2, cosine, sine)
-        asked1, asked2 = _turn(queries1, queries2, cosine, sine)
-        looked = values
-        if number + 1 < together:
-            mixture += size
-            keys1, keys2 = _read(mixture + width, first, is_real, half)
-            queries1, queries2 = _read(mixture, first, is_real, half)
-            values = tl.load(mixture + 2 * width + whole, mask=is_real, other=0.0)
-        sizes, share = _sizes(asked1, asked2, turned1, turned2, is_seen, scale)
-        answer = tl.dot(sizes.to(looked.dtype), looked) * share
-        tl.store(found + places * width + all_, answer.to(looked.dtype), mask=is_real)
-        found += size
+    first = places * (3 * width) + few
+    cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0)
+    sine = tl.load(sines + places * size + few, mask=is_real, other=0.0)
+    keys1, keys2 = _turn(*_read(mixture + width, first, is_real, half), cosine, sine)
+    queries1, queries2 = _turn(*_read(mixture, first, is_real, half), cosine, sine)
+    values = tl.load(mixture + 2 * width + places * (3 * width) + all_, mask=is_real, other=0.0)
+    sizes, share = _sizes(queries1, queries2, keys1, keys2, tl.arange(0, block)[None, :] < num_places, scale)
+    answer = tl.dot(sizes.to(values.dtype), values) * share
+    tl.store(found + places * width + all_, answer.to(values.dtype), mask=is_real)
 
 
 @triton.jit
