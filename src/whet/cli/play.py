@@ -79,7 +79,8 @@ def _talk(talk: "Talk") -> None:
     while not talk.is_over:
         sys.stdout.write("> ")
         sys.stdout.flush()
-        line = sys.stdin.readline(200)
+        # None: closed before we began.
+        line = "" if sys.stdin is None else sys.stdin.readline(200)
         if not line:
             screen.result("")
             return

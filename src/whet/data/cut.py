@@ -31,7 +31,7 @@ def cut(lengths: np.ndarray, *, micro_batch: int, how: Lengths) -> Iterator[np.n
     Packed to few totals, pieces are of about the same total, so that they share one:
 
     >>> [piece.tolist() for piece in cut(np.array([5, 1, 4, 2]), micro_batch=2, how="packed few")]
-    [[1, 2], [0, 3]]
+    [[0, 1], [2, 3]]
     """
     if how == "packed few":
         yield from _alike(lengths, num_pieces=-(-len(lengths) // micro_batch))
