@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from places import Run
-from whet.cli import main
+from whet.cli import main, screen
 
 THE_FUTURE = {"format_version": 99}
 
@@ -126,6 +126,16 @@ def test_a_wrong_value_is_told_with_its_option(capfd: pytest.CaptureFixture[str]
     ):
         assert main.run(words) == 2
         assert what in capfd.readouterr().err
+
+
+def test_a_command_leaves_the_screen_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    screen.rank = 1
+    try:
+        assert main.run(["plan", "text", "--quiet", "--debug", "--machine", "m2-air-8gb"]) == 0
+        assert "micro_batch" in capfd.readouterr().out, "its rank is its own"
+        assert (screen.quiet, screen.debug, screen.rank) == (False, False, 1)
+    finally:
+        screen.rank = 0
 
 
 def test_debug_shows_the_traceback(whet: Run) -> None:

@@ -113,11 +113,15 @@ def run(arguments: Sequence[str]) -> int:
     if sys.stdout is None:  # Closed by the caller (whet train ... >&-): there is work to do all the same.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     switches = {"--quiet", "--debug"}
-    screen.quiet = "--quiet" in arguments
-    debug = screen.debug = "--debug" in arguments
     words = ["--help" if word == "-h" else word for word in arguments if word not in switches] or ["--help"]
     if " ".join(words[:2]) in VERBS:
         words[:2] = [" ".join(words[:2])]
+    debug = "--debug" in arguments
+    with screen.switched(quiet="--quiet" in arguments, debug=debug):
+        return _run(words, debug=debug)
+
+
+def _run(words: list[str], *, debug: bool) -> int:
     try:
         _refuse_windows()
         return app(words, standalone_mode=False) or 0

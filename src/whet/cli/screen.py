@@ -15,15 +15,27 @@ if TYPE_CHECKING:
     from whet.measure.progress import Watch
 
 quiet = False
-"""Set once by the entry point: notes are left out."""
+"""Set by the entry point: notes are left out."""
 
 debug = False
-"""Set once by the entry point: failures show where they come from."""
+"""Set by the entry point: failures show where they come from."""
 
 _FIRST_SPEAKS_SECONDS = 2.0
 
 rank = 0
 """Set once by a training of several processes: only the first one has the screen."""
+
+
+@contextmanager
+def switched(*, quiet: bool, debug: bool) -> Iterator[None]:
+    """While entered, one command has the screen; afterwards it is as before, for who calls several in one process."""
+    here = globals()
+    before = {name: here[name] for name in ("quiet", "debug", "rank")}
+    here.update(quiet=quiet, debug=debug, rank=0)
+    try:
+        yield
+    finally:
+        here.update(before)
 
 
 def switches() -> list[str]:
