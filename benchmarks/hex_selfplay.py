@@ -5,8 +5,7 @@
 RUN is what `whet train hex` gave; without it, one is trained first. Then `whet train hex selfplay=True` runs for so
 many minutes from nothing, its first generation and its games included, and is killed, whatever it does. Its champion
 and RUN meet with equal searches: none, and as many simulations as are named. Exit code 1: the bar was missed with one
-of them. Longer searches are told beside them, with what the champion reaches who looks 16 times as far: on 5x5 they
-leave little to win, whoever plays.
+of them. What the champion reaches who looks 16 times as far is told beside it: how much such a search leaves to win.
 """
 
 import argparse
@@ -32,8 +31,7 @@ def main() -> None:
     parser.add_argument("--against", type=Path)
     parser.add_argument("--folder", type=Path, help="where the self-play is kept, or is there already")
     parser.add_argument("--games", type=int, default=400)
-    parser.add_argument("--simulations", type=int, nargs="*", default=[4], help="searches that the bar holds for")
-    parser.add_argument("--beside", type=int, nargs="*", default=[16, 64], help="longer ones, told only")
+    parser.add_argument("--simulations", type=int, nargs="*", default=[16, 64], help="searches that the bar holds for")
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
@@ -44,9 +42,9 @@ def main() -> None:
         if given.minutes > 0:
             improve(folder, given.words, minutes=given.minutes, device=given.device, home=Path(scratch))
         state = read_state(folder)
-        equal = partial(meet, folder, against, games=given.games, device=given.device)
-        judged = [equal(count, count) for count in (0, *given.simulations)]
-        beside = [equal(*looks) for count in given.beside for looks in ((count, count), (16 * count, count))]
+        met = partial(meet, folder, against, games=given.games, device=given.device)
+        judged = [met(count, count) for count in (0, *given.simulations)]
+        beside = [met(16 * count, count) for count in given.simulations]
     for done in state.generations[1:]:
         kept = "champion" if done.is_champion else "left"
         print(f"generation {done.number}: {done.num_positions:,} positions, won {done.win_rate:.1%}, {kept}")
