@@ -41,6 +41,8 @@ class Way:
             env=environment,
         )
         self.made: dict[str, Any] = {}
+        self.first: dict[str, Any] = {}
+        """The answer to the order of the first step, where it came before its turn."""
 
     def wait_made(self) -> dict[str, Any]:
         """What the work is; {"absent": why} where a package is not there."""

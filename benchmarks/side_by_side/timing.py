@@ -1,5 +1,6 @@
 """Who is how fast? All ways are made ready one after the other, then take turns on the same batches in tossed order."""
 
+import contextlib
 import random
 import statistics
 from collections.abc import Iterable
@@ -72,6 +73,7 @@ def hold(specs: Iterable[Spec], *, rounds: int, seconds: float, most_warmup: int
         _drop_absent(ways, missing)
         product = ways.pop("ceiling")
         ceiling = _ready(product, most_warmup=10)
+        _compile_first(ways)
         for name, way in list(ways.items()):
             try:
                 taken[name] = _ready(way, most_warmup=most_warmup)
@@ -119,10 +121,21 @@ def _drop_absent(ways: dict[str, Way], missing: dict[str, str]) -> None:
             del ways[name]
 
 
+def _compile_first(ways: dict[str, Way]) -> None:
+    """Those that compile make their first steps at once, on a GPU: it waits for the compilers, which take cores."""
+    ordered = [way for way in ways.values() if way.spec.is_compiled and way.spec.device != "cpu"]
+    for way in ordered:
+        with contextlib.suppress(WayFailedError):
+            way.order(steps=1)
+    for way in ordered:
+        with contextlib.suppress(WayFailedError):
+            way.first = way.answer()
+
+
 def _ready(way: Way, *, most_warmup: int) -> Taken:
     """Until a way has met every batch of the data, or as many as it may."""
     made = way.made
-    first = way.steps(1)
+    first = way.first or way.steps(1)
     warmup = min(most_warmup, int(made["epoch"]))
     warm = way.steps(warmup)
     return Taken(

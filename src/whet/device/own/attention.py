@@ -9,6 +9,11 @@ import math
 import torch
 from torch import Tensor
 
+_MANY = 512
+"""Programs that keep a large GPU busy; with fewer rows each takes fewer heads."""
+_MOST_AHEAD, _AHEAD_BYTES = 64, 160 * 1024
+"""The largest head of which a second one is read ahead, and the fast memory that the way back takes for it."""
+
 
 @torch.library.custom_op("whet::turned_attention", mutates_args=())
 def turned_attention(mixture: Tensor, cosines: Tensor, sines: Tensor, num_heads: int) -> Tensor:
@@ -21,9 +26,10 @@ def turned_attention(mixture: Tensor, cosines: Tensor, sines: Tensor, num_heads:
     mixture = mixture.contiguous()
     rows, places, width = mixture.shape
     found = mixture.new_empty(rows, places, width // 3)
-    sizes = _sizes(mixture, num_heads)
-    grid = rows, num_heads
-    kernels.attend_forward[grid](mixture, cosines, sines, found, places, *sizes, num_warps=kernels.WARPS)
+    grid, sizes = _sizes(mixture, num_heads)
+    # So two programs fit on a processor: each takes half of its registers.
+    most = 128 if width // 3 // num_heads <= _MOST_AHEAD else None
+    kernels.attend_forward[grid](mixture, cosines, sines, found, places, *sizes, num_warps=kernels.WARPS, maxnreg=most)
     return found
 
 
@@ -34,19 +40,41 @@ def turned_attention_backward(
     from whet.device.own import kernels
 
     mixture, slopes = mixture.contiguous(), slopes.contiguous()
-    rows, places, _ = mixture.shape
+    places = mixture.shape[1]
     result = torch.empty_like(mixture)
-    sizes = _sizes(mixture, num_heads)
-    grid = rows, num_heads
+    grid, sizes = _sizes(mixture, num_heads)
     kernels.attend_backward[grid](mixture, cosines, sines, slopes, result, places, *sizes, num_warps=kernels.WARPS)
     return result
 
 
-def _sizes(mixture: Tensor, num_heads: int) -> tuple[float, int, int, int]:
-    """The scale of scores, heads, their size, and the places of a block."""
-    places, width = mixture.shape[1:]
+def _sizes(mixture: Tensor, num_heads: int) -> tuple[tuple[int, int], tuple[float, int, int, int, int]]:
+    """The grid of programs; then the scale of scores, heads, their size, the places of a block, heads of a program."""
+    rows, places, width = mixture.shape
     size = width // 3 // num_heads
-    return 1 / math.sqrt(size), num_heads, size, max(16, 1 << (places - 1).bit_length())
+    together = _heads_together(rows, num_heads) if _can_read_ahead(mixture.device, size) else 1
+    block = max(16, 1 << (places - 1).bit_length())
+    return (rows, num_heads // together), (1 / math.sqrt(size), num_heads, size, block, together)
+
+
+def _heads_together(rows: int, num_heads: int) -> int:
+    """The most that leave enough programs.
+
+    >>> _heads_together(768, 8), _heads_together(100, 8), _heads_together(4, 8)
+    (8, 1, 1)
+    """
+    fit = (
+        number for number in range(num_heads, 1, -1) if num_heads % number == 0 and rows * num_heads >= number * _MANY
+    )
+    return next(fit, 1)
+
+
+def _can_read_ahead(device: torch.device, size: int) -> bool:
+    """Whether a processor's fast memory holds what a second head needs."""
+    if device.type != "cuda":
+        return True
+    return (
+        size <= _MOST_AHEAD and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _AHEAD_BYTES
+    )
 
 
 @turned_attention.register_fake

@@ -1,25 +1,25 @@
 """The kernels, in triton's language. Nothing imports this file where triton is not installed.
 
-A program of attention holds all keys of one head of one row: its places are one block, so no sum runs over blocks, no
-statistics are kept for the way back, and queries, keys and values are read once, turned on the way. Parameters have no
-types but triton's: it reads all others as names of its own language.
+A program of attention holds all places of one head of one row at a time: they are one block, so no sum runs over
+blocks, no statistics are kept for the way back, and queries, keys and values are read once, turned on the way. It goes
+from head to head and reads the next one while it computes. Parameters have no types but triton's: it reads all others
+as names of its own language.
 """
 
 import triton
 import triton.language as tl
 
 WARPS = 8
-"""Of attention's programs: measured on an H200 with 97 places and heads of 64, where 4 and 16 were slower, and so was a
-program for several heads that reads the next one while it computes."""
+"""Of attention's programs: measured on an H200 with 97 places and heads of 64, where 4 and 16 were slower."""
 COLUMNS = 2048
 """Of the gate's programs."""
 
 
 @triton.jit
-def _read(mixture, first, is_real, half: tl.constexpr):
-    """Two halves of a block's heads, as they are."""
-    one = tl.load(mixture + first, mask=is_real, other=0.0)
-    return one, tl.load(mixture + first + half, mask=is_real, other=0.0)
+def _read(mixture, few, is_real, half: tl.constexpr):
+    """Two halves of a head at all places, as they are."""
+    one = tl.load(mixture + few, mask=is_real, other=0.0)
+    return one, tl.load(mixture + half + few, mask=is_real, other=0.0)
 
 
 @triton.jit
@@ -28,6 +28,14 @@ def _turn(one, two, cosines, sines):
     kind = one.dtype
     one, two = one.to(tl.float32), two.to(tl.float32)
     return (one * cosines - two * sines).to(kind), (two * cosines + one * sines).to(kind)
+
+
+@triton.jit
+def _put_back(result, one, two, cosines, sines, few, is_real, half: tl.constexpr):
+    """The slopes of halves that were turned, turned back, go where the halves came from."""
+    kind = result.dtype.element_ty
+    tl.store(result + few, (one * cosines + two * sines).to(kind), mask=is_real)
+    tl.store(result + half + few, (two * cosines - one * sines).to(kind), mask=is_real)
 
 
 @triton.jit
@@ -52,25 +60,30 @@ def attend_forward(
     heads: tl.constexpr,
     size: tl.constexpr,
     block: tl.constexpr,
+    together: tl.constexpr,
 ):
     """found (B, S, H D) from mixture (B, S, 3 H D); tables (S, D), of which the first half is read."""
     half: tl.constexpr = size // 2
     width: tl.constexpr = heads * size
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    mixture += row * num_places * (3 * width) + head * size
-    found += row * num_places * width + head * size
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * together
     few, all_ = tl.arange(0, half)[None, :], tl.arange(0, size)[None, :]
     places = tl.arange(0, block)[:, None]
-    is_real = places < num_places
-    first = places * (3 * width) + few
+    is_real, is_seen = places < num_places, tl.arange(0, block)[None, :] < num_places
     cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0)
     sine = tl.load(sines + places * size + few, mask=is_real, other=0.0)
-    keys1, keys2 = _turn(*_read(mixture + width, first, is_real, half), cosine, sine)
-    queries1, queries2 = _turn(*_read(mixture, first, is_real, half), cosine, sine)
-    values = tl.load(mixture + 2 * width + places * (3 * width) + all_, mask=is_real, other=0.0)
-    sizes, share = _sizes(queries1, queries2, keys1, keys2, tl.arange(0, block)[None, :] < num_places, scale)
-    answer = tl.dot(sizes.to(values.dtype), values) * share
-    tl.store(found + places * width + all_, answer.to(values.dtype), mask=is_real)
+    mixture += row * num_places * (3 * width) + places * (3 * width) + head * size
+    found += row * num_places * width + places * width + head * size
+    for _ in tl.range(together, num_stages=2):
+        queries1, queries2 = _read(mixture, few, is_real, half)
+        keys1, keys2 = _read(mixture + width, few, is_real, half)
+        values = tl.load(mixture + 2 * width + all_, mask=is_real, other=0.0)
+        queries1, queries2 = _turn(queries1, queries2, cosine, sine)
+        keys1, keys2 = _turn(keys1, keys2, cosine, sine)
+        sizes, share = _sizes(queries1, queries2, keys1, keys2, is_seen, scale)
+        answer = tl.dot(sizes.to(values.dtype), values) * share
+        tl.store(found + all_, answer.to(values.dtype), mask=is_real)
+        mixture += size
+        found += size
 
 
 @triton.jit
@@ -85,42 +98,42 @@ def attend_backward(
     heads: tl.constexpr,
     size: tl.constexpr,
     block: tl.constexpr,
+    together: tl.constexpr,
 ):
     """result, as mixture is, from slopes, as found is. The shares are computed again."""
     half: tl.constexpr = size // 2
     width: tl.constexpr = heads * size
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    mixture += row * num_places * (3 * width) + head * size
-    result += row * num_places * (3 * width) + head * size
-    slopes += row * num_places * width + head * size
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * together
     few, all_ = tl.arange(0, half)[None, :], tl.arange(0, size)[None, :]
     places = tl.arange(0, block)[:, None]
-    is_real = places < num_places
-    first = places * (3 * width) + few
+    is_real, is_seen = places < num_places, tl.arange(0, block)[None, :] < num_places
     cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0)
     sine = tl.load(sines + places * size + few, mask=is_real, other=0.0)
-    queries1, queries2 = _turn(*_read(mixture, first, is_real, half), cosine, sine)
-    keys1, keys2 = _turn(*_read(mixture + width, first, is_real, half), cosine, sine)
-    sizes, share = _sizes(queries1, queries2, keys1, keys2, tl.arange(0, block)[None, :] < num_places, scale)
-    # Rounded, as the sums below round it: in float32 it would not fit beside its own slopes.
-    shares = (sizes * share).to(queries1.dtype)
-    slope = tl.load(slopes + places * width + all_, mask=is_real, other=0.0)
-    kind = slope.dtype
-    of_values = tl.dot(tl.trans(shares), slope)
-    tl.store(result + 2 * width + places * (3 * width) + all_, of_values.to(kind), mask=is_real)
-    values = tl.load(mixture + 2 * width + places * (3 * width) + all_, mask=is_real, other=0.0)
-    of_shares = tl.dot(slope, tl.trans(values))
-    mean = tl.sum(shares.to(tl.float32) * of_shares, axis=1)[:, None]
-    of_scores = (shares.to(tl.float32) * (of_shares - mean)).to(kind)
-    cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0) * scale
-    sine = tl.load(sines + places * size + few, mask=is_real, other=0.0) * scale
-    one, two = tl.dot(of_scores, keys1), tl.dot(of_scores, keys2)
-    tl.store(result + first, (one * cosine + two * sine).to(kind), mask=is_real)
-    tl.store(result + half + first, (two * cosine - one * sine).to(kind), mask=is_real)
-    turned = tl.trans(of_scores)
-    one, two = tl.dot(turned, queries1), tl.dot(turned, queries2)
-    tl.store(result + width + first, (one * cosine + two * sine).to(kind), mask=is_real)
-    tl.store(result + width + half + first, (two * cosine - one * sine).to(kind), mask=is_real)
+    first = row * num_places * (3 * width) + places * (3 * width) + head * size
+    mixture += first
+    result += first
+    slopes += row * num_places * width + places * width + head * size
+    for _ in tl.range(together, num_stages=2):
+        queries1, queries2 = _read(mixture, few, is_real, half)
+        keys1, keys2 = _read(mixture + width, few, is_real, half)
+        slope = tl.load(slopes + all_, mask=is_real, other=0.0)
+        values = tl.load(mixture + 2 * width + all_, mask=is_real, other=0.0)
+        queries1, queries2 = _turn(queries1, queries2, cosine, sine)
+        keys1, keys2 = _turn(keys1, keys2, cosine, sine)
+        kind = slope.dtype
+        sizes, share = _sizes(queries1, queries2, keys1, keys2, is_seen, scale)
+        shares = sizes * share
+        of_values = tl.dot(tl.trans(shares.to(kind)), slope)
+        tl.store(result + 2 * width + all_, of_values.to(kind), mask=is_real)
+        of_shares = tl.dot(slope, tl.trans(values))
+        mean = tl.sum(shares * of_shares, axis=1)[:, None]
+        of_scores = (shares * (of_shares - mean) * scale).to(kind)
+        _put_back(result, tl.dot(of_scores, keys1), tl.dot(of_scores, keys2), cosine, sine, few, is_real, half)
+        turned = tl.trans(of_scores)
+        _put_back(result + width, tl.dot(turned, queries1), tl.dot(turned, queries2), cosine, sine, few, is_real, half)
+        mixture += size
+        result += size
+        slopes += size
 
 
 @triton.jit

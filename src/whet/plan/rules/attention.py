@@ -6,6 +6,8 @@ from whet.plan.rule import Decision, Facts, one_of, rule
 _HALF = ("bf16", "fp16")
 _FIRST_WITH_CUDNN = 9
 """CUDA's compute capability from which torch prefers cuDNN's attention."""
+_MEASURED = "9"
+"""The compute capability for which whet's own kernels were written and measured."""
 
 
 @rule("K7", "attention", one_of("torch", "cudnn", "flash", "efficient", "math", "own"))
@@ -18,7 +20,8 @@ def choose_attention(facts: Facts) -> Decision:
     another length a run pays that hundreds of times, so cuDNN is left out there. At 2,048 tokens cuDNN's kernel was 1.5
     times as fast as flash, so with few shapes torch's choice and the others are measured. A model that turns queries
     and keys by their places and has at most 128 of them (the puzzle model) is attended by kernels of whet's own, which
-    turn on the way: torch's write and read the turned ones, and need five kernels on the way back instead of one.
+    turn on the way: torch's write and read the turned ones, and need five kernels on the way back instead of one. They
+    were measured on compute capability 9 (H100, H200); elsewhere they have to be asked for.
     When wrong: long texts of all lengths in a long run; lengths=few shapes is better for those.
     Override: attention=torch (its own choice), cudnn, flash, efficient, math or own. The CPU has flash and math, MPS
     has no choice; a model that does not call scaled_dot_product_attention is refused.
@@ -31,7 +34,8 @@ def choose_attention(facts: Facts) -> Decision:
     evidence = {"device": facts.device, "precision": precision, "lengths": lengths, "capability": capability or None}
     prefers_cudnn = facts.device == "cuda" and generation.isdecimal() and int(generation) >= _FIRST_WITH_CUDNN
     has_many_shapes = facts.workload.lengths_vary and lengths in ("sorted", "packed")
-    if facts.device == "cuda" and precision in _HALF and SHORT_TURNED in facts.workload.layers:
+    is_short = SHORT_TURNED in facts.workload.layers
+    if facts.device == "cuda" and precision in _HALF and is_short and generation == _MEASURED:
         return Decision(value="own", reason="few places: one kernel turns and attends", evidence=evidence)
     if prefers_cudnn and precision in _HALF and has_many_shapes:
         return Decision(value="flash", reason="cuDNN's kernel costs 0.1 s for every new length", evidence=evidence)
