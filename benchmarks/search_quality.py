@@ -27,6 +27,8 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--grid", type=int, default=25)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--first", type=int, default=10, help="seed of the first repeat; 0 to 3 chose the pruner")
+    parser.add_argument("--pruner", default="PercentilePruner")
     parser.add_argument("--subset", type=float, default=0.3, help="of the pruning part: trials of at most 10 s")
     parser.add_argument("--words", nargs="*", default=[], help="settings for all trials, such as epochs=2")
     options = parser.parse_args()
@@ -71,9 +73,9 @@ def against_grid(options: argparse.Namespace, root: Path) -> None:
 def with_and_without(options: argparse.Namespace, root: Path) -> None:
     """The steps that pruning saves, and whether the winner stays; random draws, so that both try the same settings."""
     same, shares, longest = 0, [], 0.0
-    for repeat in range(options.repeats):
+    for repeat in range(options.first, options.first + options.repeats):
         results = {}
-        for pruner in ("NopPruner", "SuccessiveHalvingPruner"):
+        for pruner in ("NopPruner", options.pruner):
             results[pruner] = search(
                 options.recipe,
                 [f"lr={LOW}..{HIGH}:log", "dropout=0..0.4", f"seed={repeat}", *options.words],
@@ -86,7 +88,7 @@ def with_and_without(options: argparse.Namespace, root: Path) -> None:
                 root=root,
                 device=options.device,
             )
-        whole, pruned = results["NopPruner"], results["SuccessiveHalvingPruner"]
+        whole, pruned = results["NopPruner"], results[options.pruner]
         assert [t.settings for t in whole.trials] == [t.settings for t in pruned.trials]
         share = 1 - _steps(pruned) / _steps(whole)
         shares.append(share)

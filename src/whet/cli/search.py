@@ -37,7 +37,7 @@ def search(
         str | None, typer.Option(help="runs/NAME holds the search; saying it again goes on or joins.")
     ] = None,
     sampler: Annotated[str, typer.Option(help="One of Optuna's; options behind colons.")] = "TPESampler",
-    pruner: Annotated[str, typer.Option(help="One of Optuna's; NopPruner for none.")] = "SuccessiveHalvingPruner",
+    pruner: Annotated[str, typer.Option(help="One of Optuna's; NopPruner for none.")] = "PercentilePruner",
     config: Annotated[
         Path | None, typer.Option("--config", "--config-name", metavar="FILE", help="Space and settings, TOML or YAML.")
     ] = None,

@@ -67,7 +67,7 @@ def ask(
     subset: float = 1.0,
     seeds: int = 3,
     sampler: str = "TPESampler",
-    pruner: str = "SuccessiveHalvingPruner",
+    pruner: str = "PercentilePruner",
     device: str = "auto",
 ) -> Search:
     """Reads and checks what is to be searched."""

@@ -13,7 +13,7 @@ from whet.trials.space import Space, as_word
 QUESTION_FILE = "search.json"
 FORMAT_VERSION = 1
 EVALUATIONS = 9
-"""Of one trial, evenly spread: successive halving looks after 2 and 6 of them (sampling)."""
+"""Of one trial, evenly spread; the first two end none (sampling)."""
 
 
 class Question(Record):
@@ -35,7 +35,7 @@ class Question(Record):
     seed: int = 0
     seeds: int = Field(3, ge=0)
     sampler: str = "TPESampler"
-    pruner: str = "SuccessiveHalvingPruner"
+    pruner: str = "PercentilePruner"
     evaluations: int = Field(EVALUATIONS, ge=1)
 
 
