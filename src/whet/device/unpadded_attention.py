@@ -1,5 +1,6 @@
 """Attention over samples that lie one behind the other: which tensors have a kernel for it, and how is it called?"""
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ try:
 except ImportError:  # torch before 2.10
     varlen_attn = None  # type: ignore[assignment]
 
+_HAS_FLAG = varlen_attn is not None and "is_causal" in inspect.signature(varlen_attn).parameters
+_CAUSAL: dict[str, Any] = {"is_causal": True} if _HAS_FLAG else {"window_size": (-1, 0)}
+"""torch 2.10 has a flag for it, later ones a window."""
 _WIDEST_HEAD = 256
 _FIRST_WITH_FLASH = 8
 """CUDA's compute capability, the number before the point."""
@@ -52,12 +56,13 @@ def attend_apart(
     is_causal: bool = False,
 ) -> Tensor:
     """(T, W) from three of (T, H, W / H); with `is_causal` a token looks at itself and earlier ones of its sample."""
-    if dropout or is_causal:
-        # The public function drops nothing, and its gradients were wrong with a causal window (torch 2.11).
+    if dropout:
+        # The public function drops nothing; the kernel behind it does.
         found: Any = torch.ops.aten._flash_attention_forward(
             queries, keys, values, starts, starts, longest, longest, dropout, is_causal, False
         )[0]
     else:
-        found = varlen_attn(queries, keys, values, starts, starts, longest, longest)
+        how = _CAUSAL if is_causal else {}
+        found = varlen_attn(queries, keys, values, starts, starts, longest, longest, **how)
     together: Tensor = found.flatten(1)
     return together

@@ -157,15 +157,8 @@ class Attention(nn.Module):
 
 def _by_documents(queries: Tensor, keys: Tensor, values: Tensor, documents: Documents) -> Tensor:
     """(B, S, W) from three of (B, H, S, W / H)."""
-    queries_in_line, keys_in_line, values_in_line = (x.transpose(1, 2).flatten(0, 1) for x in (queries, keys, values))
-    found = attend_apart(
-        queries_in_line,
-        keys_in_line,
-        values_in_line,
-        documents.starts,
-        longest=documents.longest,
-        is_causal=True,
-    )
+    in_line = (heads.transpose(1, 2).flatten(0, 1) for heads in (queries, keys, values))
+    found = attend_apart(*in_line, documents.starts, longest=documents.longest, is_causal=True)
     return found.unflatten(0, (queries.shape[0], -1))
 
 
