@@ -1,33 +1,28 @@
 """The causal models: nobody looks ahead or into another document, sizes are what they say, and losses weigh tokens."""
 
 import math
-from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 from small_chat import SHAPES, SIZES, THINGS, WORDS, prepared, small_model
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.config.resolve import resolve
 from whet.data.batch import Micro
-from whet.device.own.wanted import own_attention
 from whet.recipes.chat.arch import PRESETS, Arch
 from whet.recipes.chat.builder import Options, build
 from whet.recipes.chat.config import ChatConfig
 from whet.recipes.chat.dataset import open_dataset
 from whet.recipes.chat.judging import judge
 from whet.recipes.chat.loss import next_token_loss
-from whet.recipes.chat.model import causal, looking
+from whet.recipes.chat.model import causal
 from whet.recipes.chat.model.open import open_model
 from whet.recipes.chat.opening import read_chat
 from whet.recipes.chat.recipe import ChatRecipe
-from whet.recipes.recursive import layers
 from whet.recipes.recursive.layers import Look
 from whet.recipes.train import train_recipe
 from whet.verify.start.causality import leaks
@@ -66,54 +61,6 @@ def test_attention_that_looks_ahead_or_around_is_found_out(monkeypatch: pytest.M
     found = leaks(partial(ChatRecipe().outputs, small_model()), rows_of_documents())
     assert found is not None
     assert found.moved > 0.01
-
-
-def each_by_itself(queries, keys, values, starts, *, longest: int, is_causal: bool) -> torch.Tensor:
-    """What the kernel for samples of any length computes, in torch's words."""
-    found = torch.full_like(queries, torch.nan)
-    for begin, end in pairwise(starts.tolist()):
-        assert end - begin <= longest
-        parts = (each[begin:end].transpose(0, 1) for each in (queries, keys, values))
-        found[begin:end] = functional.scaled_dot_product_attention(*parts, is_causal=is_causal).transpose(0, 1)
-    return found.flatten(1)
-
-
-@pytest.fixture
-def simulated_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The way that CUDA goes: document by document, without a mask."""
-    monkeypatch.setattr(looking, "can_attend", lambda *_, **__: True)
-    monkeypatch.setattr(layers, "attend_apart", each_by_itself)
-    with own_attention():
-        yield
-
-
-@pytest.mark.parametrize("shape", SHAPES[2:4], ids=str)
-def test_documents_one_by_one_are_what_a_mask_gives_with_a_simulated_kernel(
-    shape: dict[str, object], simulated_kernel: None
-) -> None:
-    model, micro = small_model(**shape), rows_of_documents()
-    losses = {}
-    for most in (None, 3, 7):
-        model.most_documents = most
-        model.zero_grad()
-        nats, _ = next_token_loss(model, micro)
-        nats.backward()
-        losses[most] = [nats.detach(), *(weights.grad.clone() for weights in model.parameters())]
-    for other in (3, 7):
-        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(losses[None], losses[other], strict=True))
-
-
-def test_more_documents_than_were_promised_give_no_number_with_a_simulated_kernel(simulated_kernel: None) -> None:
-    """Each row has three; room for two a row would attend the last ones wrongly."""
-    model, micro = small_model(), rows_of_documents()
-    model.most_documents = 2
-    assert torch.isnan(next_token_loss(model, micro)[0])
-
-
-def test_the_data_says_how_many_documents_a_row_has_at_most(tmp_path: Path) -> None:
-    data = read_chat(resolve(ChatRecipe.Config, [f"data={prepared(tmp_path)}", *WORDS]).config)
-    counts = [int(part["is_start"].sum(1).max()) for part in (data.train, data.dev, data.test)]
-    assert max(counts) <= data.most_documents <= max(counts) + 1
 
 
 @pytest.mark.slow

@@ -3,22 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import whet
-from whet.data.batch import Micro
 from whet.data.ragged import Packed, Ragged
 from whet.device import unpadded_attention
 from whet.device.open import _WHY_NOT
-from whet.device.own.wanted import own_attention
 from whet.plan.plan import read_plan
-from whet.recipes.chat.arch import Arch as ChatArch
-from whet.recipes.chat.loss import next_token_loss
-from whet.recipes.chat.model.open import open_model
 from whet.recipes.text import attending
 from whet.recipes.text.bert import Bert
 from whet.recipes.text.config import Arch
@@ -150,30 +144,3 @@ def test_whole_steps_without_padding_are_captured(tmp_path: Path, micro_batch: i
     assert plan.value("graph") == "on", plan.settings["graph"].reason
     assert num_replayed(tmp_path / "on") >= 50
     assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), rel=2e-2)
-
-
-@pytest.mark.parametrize("kind", ["trm", "gpt"])
-def test_documents_of_a_row_one_by_one_are_what_a_mask_gives(kind: str) -> None:
-    """Loss and gradients of a chat model, with attention=own and without."""
-    torch.manual_seed(0)
-    arch = ChatArch.model_validate({"kind": kind, "hidden_size": 64, "L_layers": 2, "num_heads": 2, "seq_len": 96})
-    model = open_model(arch, vocab_size=60).cuda()
-    model.most_documents = 9
-    is_start = torch.rand(4, 97, device="cuda") < 0.04
-    is_start[:, 0] = True
-    assert int(is_start.sum(1).max()) <= 9
-    tokens = torch.randint(0, 60, (4, 97), device="cuda", dtype=torch.int32)
-    micro = Micro({"tokens": tokens, "is_start": is_start, "is_loss": ~is_start}, ids=np.arange(4))
-
-    def found() -> list[Tensor]:
-        model.zero_grad()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            nats, _ = next_token_loss(model, micro)
-        nats.backward()
-        return [nats.detach(), *(weights.grad.clone() for weights in model.parameters())]
-
-    masked = found()
-    with own_attention():
-        apart = found()
-    for one, other in zip(masked, apart, strict=True):
-        assert torch.linalg.norm(one - other) <= 3e-2 * torch.linalg.norm(one)

@@ -49,7 +49,6 @@ def make(spec: Spec) -> Work:
     torch.manual_seed(0)
     model = open_model(config.arch, vocab_size=vocabulary)
     columns = draw(count, length=length + 1, vocabulary=vocabulary)
-    model.most_documents = int(columns["is_start"].sum(1).max())
     samples = [{name: column[row] for name, column in columns.items()} for row in range(count)]
     workload = chat_config.describe(config, vocab_size=vocabulary, longest=length, num_rows=count)
     return Work(

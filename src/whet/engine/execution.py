@@ -22,7 +22,7 @@ from whet.engine.start_checks import StartChecks
 from whet.engine.while_training import Compiled
 from whet.engine.workload import calls_attention, measure_activation_bytes
 from whet.plan.lowering import with_smaller_eval_batch
-from whet.plan.own_attention import DOCUMENT_ROWS, SHORT_TURNED
+from whet.plan.own_attention import SHORT_TURNED
 from whet.plan.plan import Plan, make_plan, with_learnt
 from whet.plan.setting import Measured
 from whet.step.loss import LossFunction
@@ -192,7 +192,7 @@ class Execution:
     def _refuse_no_attention(self, loss: LossFunction, batch: GlobalBatch) -> None:
         parts = self._parts
         if self.plan.value("attention") == "own":
-            if not {SHORT_TURNED, DOCUMENT_ROWS} & set(self.plan.workload.layers):
+            if SHORT_TURNED not in self.plan.workload.layers:
                 raise UsageError(
                     "the model has no attention that whet's own kernels are for",
                     got="attention=own",

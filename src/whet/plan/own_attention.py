@@ -2,8 +2,6 @@
 
 SHORT_TURNED = "short turned attention"
 """What a workload's layers say about it."""
-DOCUMENT_ROWS = "documents in rows"
-"""The same of a model whose rows hold documents that do not look at each other."""
 MOST_PLACES = 128
 """What one program of a kernel holds; more would need sums over blocks, as torch's kernels have them."""
 _SIZES = (32, 64, 128)

@@ -10,14 +10,7 @@ _FIRST_TORCH = 2, 10
 
 def has_unpadded_attention(machine: Machine, workload: Workload, *, device: str, precision: Scalar) -> bool:
     """CUDA has a kernel for samples that lie one behind the other, in half precision (device/unpadded_attention.py)."""
-    return (
-        workload.can_pack and workload.lengths_vary and has_lengths_kernel(machine, device=device, precision=precision)
-    )
-
-
-def has_lengths_kernel(machine: Machine, *, device: str, precision: Scalar) -> bool:
-    """Whether torch has such a kernel here."""
-    if device != "cuda" or precision not in ("bf16", "fp16"):
+    if not (workload.can_pack and workload.lengths_vary) or device != "cuda" or precision not in ("bf16", "fp16"):
         return False
     accelerator = machine.accelerator(device)
     try:

@@ -1,8 +1,7 @@
 """Which kernels compute attention."""
 
-from whet.plan.own_attention import DOCUMENT_ROWS, SHORT_TURNED
+from whet.plan.own_attention import SHORT_TURNED
 from whet.plan.rule import Decision, Facts, one_of, rule
-from whet.plan.unpadded import has_lengths_kernel
 
 _HALF = ("bf16", "fp16")
 _FIRST_WITH_CUDNN = 9
@@ -22,9 +21,7 @@ def choose_attention(facts: Facts) -> Decision:
     times as fast as flash, so with few shapes torch's choice and the others are measured. A model that turns queries
     and keys by their places and has at most 128 of them (the puzzle model) is attended by kernels of whet's own, which
     turn on the way: torch's write and read the turned ones, and need five kernels on the way back instead of one. They
-    were measured on compute capability 9 (H100, H200); elsewhere they have to be asked for. Rows that hold several
-    documents (chat) are attended document by document with torch's kernel for samples of any length: a mask would have
-    all pairs of places computed, and be read in every layer.
+    were measured on compute capability 9 (H100, H200); elsewhere they have to be asked for.
     When wrong: long texts of all lengths in a long run; lengths=few shapes is better for those.
     Override: attention=torch (its own choice), cudnn, flash, efficient, math or own. The CPU has flash and math, MPS
     has no choice; a model that does not call scaled_dot_product_attention is refused.
@@ -40,10 +37,6 @@ def choose_attention(facts: Facts) -> Decision:
     is_short = SHORT_TURNED in facts.workload.layers
     if facts.device == "cuda" and precision in _HALF and is_short and generation == _MEASURED:
         return Decision(value="own", reason="few places: one kernel turns and attends", evidence=evidence)
-    has_documents = DOCUMENT_ROWS in facts.workload.layers
-    if has_documents and has_lengths_kernel(facts.machine, device=facts.device, precision=precision):
-        reason = "documents of a row do not look at each other: one by one, without a mask"
-        return Decision(value="own", reason=reason, evidence=evidence)
     if prefers_cudnn and precision in _HALF and has_many_shapes:
         return Decision(value="flash", reason="cuDNN's kernel costs 0.1 s for every new length", evidence=evidence)
     return Decision(value="torch", reason="torch chooses among its kernels", evidence=evidence)

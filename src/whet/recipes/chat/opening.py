@@ -46,7 +46,6 @@ def read_chat(config: ChatConfig) -> ChatData:
         tokenizer=tokenizer,
         num_rows=len(train),
         longest=longest,
-        most_documents=max(part.most_documents for part in (train, dev, test)),
         fingerprint="+".join(each.fingerprint for each in datasets),
         questions=questions_of(datasets[0].dev, tokenizer, count=NUM_QUESTIONS, most_tokens=arch.seq_len),
         notes=notes,

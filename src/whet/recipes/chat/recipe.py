@@ -47,9 +47,7 @@ class ChatRecipe:
     def model(self, config: ChatConfig, data: "ChatData") -> "CausalModel":
         from whet.recipes.chat.model.open import open_model
 
-        model = open_model(data.arch, vocab_size=data.tokenizer.vocab_size, dropout=config.dropout)
-        model.most_documents = data.most_documents
-        return model
+        return open_model(data.arch, vocab_size=data.tokenizer.vocab_size, dropout=config.dropout)
 
     def loss(self, model: "CausalModel", micro: "Micro") -> "tuple[Tensor, Tensor]":
         from whet.recipes.chat.loss import next_token_loss

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,11 +26,6 @@ class Rows:
 
     def __len__(self) -> int:
         return sum(part.num_rows for part in self._parts)
-
-    @property
-    def most_documents(self) -> int:
-        """Of any row, with what fills it up."""
-        return 1 + max(int(np.diff(part.rows).max(initial=0)) for part in self._parts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """tokens int32, is_start (a document begins), is_loss (to be predicted), each (S); loss_bytes: of that text."""
@@ -82,8 +76,6 @@ class ChatData:
     num_rows: int
     longest: int
     """Tokens of the longest document."""
-    most_documents: int
-    """Of any row."""
     fingerprint: str
     questions: tuple["Question", ...]
     """From the dev part: answered while training, to be looked at."""

@@ -14,7 +14,6 @@ from torch.nn import functional
 from whet.device.own.attention import turned_attention
 from whet.device.own.gate import gated
 from whet.device.own.wanted import can_take, is_attention_wanted
-from whet.device.unpadded_attention import attend_apart
 from whet.plan.own_attention import has_own_kernels
 from whet.recipes.recursive.initial import truncated_normal_
 
@@ -34,16 +33,6 @@ class Memory(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Documents:
-    """Where documents begin, if all rows are laid one behind the other."""
-
-    starts: Tensor
-    """int32; as many as there may be and one more; those that are not there begin, and end, at the end of all."""
-    longest: int
-    """Places that one may have."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
     """Who looks at whom in attention: everybody at everybody, unless said otherwise."""
 
@@ -54,8 +43,6 @@ class Look:
     is_causal: bool = False
     """Each place at itself and earlier ones only; not together with a mask."""
     memory: Memory | None = None
-    documents: "Documents | None" = None
-    """In place of a mask: who looks at earlier places of its own document only."""
 
 
 def inner_width(width: int, expansion: float) -> int:
@@ -135,8 +122,6 @@ class Attention(nn.Module):
         queries, keys, values = parts.permute(2, 0, 3, 1, 4)  # each (B, H, S, W / H)
         if look.rotation is not None:
             queries, keys = rotate(queries, look.rotation), rotate(keys, look.rotation)
-        if look.documents is not None:
-            return self.out(_by_documents(queries, keys, values, look.documents))
         if look.memory is not None:
             keys, values = look.memory.extend(keys, values)
         found = functional.scaled_dot_product_attention(
@@ -153,13 +138,6 @@ class Attention(nn.Module):
             and can_take(mixture)
             and has_own_kernels(mixture.shape[1], mixture.shape[2] // 3 // self.num_heads)
         )
-
-
-def _by_documents(queries: Tensor, keys: Tensor, values: Tensor, documents: Documents) -> Tensor:
-    """(B, S, W) from three of (B, H, S, W / H)."""
-    in_line = (heads.transpose(1, 2).flatten(0, 1) for heads in (queries, keys, values))
-    found = attend_apart(*in_line, documents.starts, longest=documents.longest, is_causal=True)
-    return found.unflatten(0, (queries.shape[0], -1))
 
 
 class PostNormBlock(nn.Module):

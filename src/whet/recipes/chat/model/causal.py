@@ -18,9 +18,6 @@ from whet.recipes.recursive.layers import Look, Memory, embedding, linear
 class CausalModel(nn.Module):
     """A language model: what comes out at a place depends on that place and earlier ones of its document."""
 
-    most_documents: int | None = None
-    """What no row of the data exceeds; None if nobody knows."""
-
     def __init__(self, arch: Arch, *, vocab_size: int, dropout: float) -> None:
         super().__init__()
         self.arch = arch
@@ -31,8 +28,7 @@ class CausalModel(nn.Module):
     def forward(self, tokens: Tensor, is_start: Tensor) -> tuple[Tensor, ...]:
         """The states of each supervised pass, (B, S, W); the last one is the answer. `is_start`: see looking.py."""
         x = self._read(tokens)
-        look = look_in_documents(is_start, head_size=self.head_size, dtype=x.dtype, most=self.most_documents)
-        return self.states(x, look)
+        return self.states(x, look_in_documents(is_start, head_size=self.head_size, dtype=x.dtype))
 
     def go_on(self, tokens: Tensor, positions: Tensor, *, memory: Memory | None, num_keys: int) -> Tensor:
         """The last states of new places, (B, S, W), in rows of one document each; `memory` knows earlier places."""
