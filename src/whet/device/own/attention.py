@@ -5,6 +5,7 @@ what a single one can keep. Shapes: B rows, S places, H heads of size D.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,9 +73,8 @@ def _can_read_ahead(device: torch.device, size: int) -> bool:
     """Whether a processor's fast memory holds what a second head needs."""
     if device.type != "cuda":
         return True
-    return (
-        size <= _MOST_AHEAD and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= _AHEAD_BYTES
-    )
+    about: Any = torch.cuda.get_device_properties(device)
+    return size <= _MOST_AHEAD and about.shared_memory_per_block_optin >= _AHEAD_BYTES
 
 
 @turned_attention.register_fake
