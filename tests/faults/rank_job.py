@@ -21,6 +21,8 @@ from whet.checkpoint import store, together
 from whet.checkpoint.staging import Staging
 from whet.engine import loading
 from whet.engine.pacing import Ways
+from whet.world import headway
+from whet.world.group import here
 
 SAMPLES, BATCH, STEPS = 44, 8, 12
 """Six steps an epoch, the last of four samples: fewer than eight processes."""
@@ -62,11 +64,20 @@ def main(arguments: list[str]) -> int:
         Staging.has_room = lambda _self, _num_bytes: True
         Ways.is_beside = True
 
+    headway.LEAST_SECONDS = options.get("least_seconds", headway.LEAST_SECONDS)
+    loops, naps = options.get("loops", [None, 0]), options.get("naps", [None, 0, 0.0])
+
     def loss(micro):
         time.sleep(options.get("seconds", 0.0))
+        number = session.progress.step + 1
+        if [rank, number] == naps[:2]:
+            time.sleep(naps[2])
+        while [rank, number] == loops:
+            pass
         return nn.functional.cross_entropy(model(micro.x), micro.y)
 
     def evaluate(model, micros):
+        time.sleep(options.get("evaluates_seconds", 0.0))
         right = [(model(micro.x).argmax(1) == micro.y).float().sum() for micro in micros]
         return {"accuracy": float(torch.stack(right).sum()) / SAMPLES}
 
@@ -75,6 +86,8 @@ def main(arguments: list[str]) -> int:
             tell(f"{kind} {fields['step']} {fields.get('exactness', '')}")
 
     tell(f"pid {os.getpid()}")
+    if "RANK" in os.environ:
+        here().pulse.say = lambda line: tell(f"lost {line}")
     with whet.Session(
         model,
         whet.OptimizerChoice(lr=1e-2),

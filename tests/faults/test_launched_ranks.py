@@ -111,6 +111,44 @@ def test_a_lost_process_is_started_again(
     assert ranks.is_same(ranks.state(run), ranks.state(whole[kind]))
 
 
+LOOPING = """
+import os
+from pathlib import Path
+from whet.recipes.text.recipe import TextRecipe
+
+class Looping(TextRecipe):
+    steps = 0
+
+    def loss(self, model, micro):
+        self.steps += 1
+        while self.steps == 100 and os.environ["RANK"] == "1" and not Path(__file__).with_suffix(".seen").exists():
+            if not Path(__file__).with_suffix(".loops").exists():
+                Path(__file__).with_suffix(".loops").touch()
+        return super().loss(model, micro)
+
+recipe = Looping
+"""
+
+
+def test_a_process_that_computes_for_ever_is_started_again(table: Path, tmp_path: Path, whole: dict[str, Path]) -> None:
+    """With the limits as they are: within 30 s, the line is named, and the bits are those of two undisturbed ones."""
+    run, recipe = tmp_path / "run", tmp_path / "looping.py"
+    recipe.write_text(LOOPING)
+    said = words(table, run, "sharding=off")
+    process = start("train", str(recipe), *said[2:], "--nproc", "2")
+    deadline = time.monotonic() + 120
+    while not recipe.with_suffix(".loops").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    began = time.monotonic()
+    assert wait_for_restart(run) - began < LONGEST_SECONDS
+    recipe.with_suffix(".seen").touch()
+    errors = ended(process)
+    assert process.returncode == 0, errors
+    assert re.search(r"rank 1 of 2 does not get on with step \d+, at looping.py:\d+", errors), errors
+    assert ranks.is_same(ranks.state(run), ranks.state(whole["off"]))
+
+
 def test_without_restarts_the_message_says_what_to_do(table: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(*words(table, run), "--nproc", "2", "--max-restarts", "0")

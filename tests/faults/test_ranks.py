@@ -19,6 +19,7 @@ from whet.run.folder import open_run
 from zygote import Zygote
 
 KINDS = ("off", "full")
+CASES = (("off", 0), ("full", 0), ("full", 1))
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +156,30 @@ def test_a_lost_process_costs_no_bit(
         assert store.steps(open_run(run).checkpoints)[-1] == 2, "what was not finished has no name"
     ranks.train(zygote, run, 2, sharding=kind)
     assert ranks.is_same(ranks.state(run), ranks.state(whole(kind)))
+
+
+# --- a process that computes for ever --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("off", 1), *(pytest.param(*c, marks=pytest.mark.slow) for c in CASES)])
+def test_a_process_that_loops_is_ended_and_costs_no_bit(
+    zygote: Zygote, tmp_path: Path, whole: Callable[[str], Path], kind: str, rank: int
+) -> None:
+    """An endless loop in the loss: all end soon, the line is named, and the same command goes on to the same bits."""
+    run = tmp_path / "run"
+    sitting = ranks.start(zygote, run, 2, sharding=kind, least_seconds=2.0, loops=[rank, 9])
+    wait_for(sitting, "step 8", rank=rank)
+    start = time.monotonic()
+    codes = sitting.wait(seconds=30)
+    assert time.monotonic() - start < 15
+    assert all(code != 0 for code in codes)
+    (said,) = sitting.said("lost")
+    assert f"rank {rank} of 2 does not get on with step 9, at rank_job.py:" in said
+    ranks.train(zygote, run, 2, sharding=kind)
+    assert ranks.is_same(ranks.state(run), ranks.state(whole(kind)))
+
+
+def test_a_slow_process_is_not_ended(zygote: Zygote, tmp_path: Path) -> None:
+    """A step of half the limit, and an evaluation by the first process alone that is longer than the limit."""
+    sitting = ranks.train(zygote, tmp_path / "run", 2, least_seconds=2.0, naps=[1, 8, 1.0], evaluates_seconds=3.0)
+    assert not sitting.said("lost")

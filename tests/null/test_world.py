@@ -7,6 +7,7 @@ from whet.base.errors import UsageError
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
+from whet.world.headway import Headway
 from whet.world.world import World, read_world, refuse_mps
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
@@ -107,3 +108,34 @@ def test_what_does_not_fit_is_sharded() -> None:
     assert plan.value("sharding") == "full"
     assert "in parts" in plan.settings["sharding"].reason
     assert plan_of(8, parameters=2 * 10**10, sharding="off").value("sharding") == "off"
+
+
+def test_who_is_late_follows_from_how_long_it_took_before() -> None:
+    now = [0.0]
+    headway = Headway(is_alone=False, clock=lambda: now[0])
+
+    def is_late_after(seconds: float) -> bool:
+        now[0] += seconds
+        return headway.word().startswith("late ")
+
+    assert not is_late_after(10_000), "whatever is done outside of a step"
+    with headway.working("step 1"):
+        assert not is_late_after(299)
+        assert is_late_after(2)
+        headway.get_on()
+        assert not is_late_after(299), "each micro-batch counts"
+    for _ in range(40):
+        with headway.working("step"):
+            now[0] += 0.5
+    with headway.working("step 41"):
+        assert not is_late_after(19.9)
+        assert is_late_after(0.2)
+        with headway.waiting():
+            now[0] += 10_000
+            assert headway.word() == "waits"
+        assert not is_late_after(19.9)
+        headway.begin_anew()
+        headway.is_compiled = True
+        assert not is_late_after(299)
+    with headway.working("step 42"):
+        assert not is_late_after(20 * 299), "a slow step before: such a one may come again"

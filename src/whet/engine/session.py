@@ -175,6 +175,7 @@ class Session:
         self._soundness, self._recorder = opened.soundness, opened.recorder
         self._execution, self._keeper = opened.execution, opened.keeper
         self._group, self._meeting = parts.group, Meeting(parts.group)
+        self._group.headway.is_compiled = self.plan.value("compile") != "off"
         self._steps = CarefulSteps(self._execution, self._stepper, self._soundness, self._recorder)
         self._closing.enter_context(no_garbage_collection())
         if self.run is not None and not opened.is_new and self._group.is_first:
@@ -246,7 +247,8 @@ class Session:
         refuse_outside(self._state)
         while not self.is_finished:
             before = self.progress.step
-            for batch in self._recorder.timed(self.source.batches(self.progress.position)):
+            read = self._group.headway.reading(self.source.batches(self.progress.position))
+            for batch in self._recorder.timed(read):
                 self._current = batch
                 yield batch
                 epochs_done = batch.after.epoch if batch.is_last_of_epoch else None
@@ -299,7 +301,8 @@ class Session:
         refuse_foreign_schedule(self._stepper.optimizer, self._set_rates)
         self._set_rates = set_rate(self._stepper.optimizer, self._schedule.factor(number), self._rates)
         try:
-            outcome = self._steps.make(loss, batch, number=number)
+            with self._group.headway.working(f"step {number:,}"):
+                outcome = self._steps.make(loss, batch, number=number)
         except MustGoBackError as error:
             self._go_back(str(error))
             self._is_in_step = False
@@ -310,15 +313,17 @@ class Session:
         progress.samples += len(batch)
         if outcome is None:
             return
-        self._recorder.step(
-            outcome,
-            ids=batch.ids,
-            step=number,
-            epoch=batch.after.epoch - batch.is_last_of_epoch,
-            samples=progress.samples,
-            lr=self._set_rates[0],
-        )
-        self._tell_news()
+        # Reads losses of earlier steps, and so may wait for the device.
+        with self._group.headway.working(f"step {number:,}"):
+            self._recorder.step(
+                outcome,
+                ids=batch.ids,
+                step=number,
+                epoch=batch.after.epoch - batch.is_last_of_epoch,
+                samples=progress.samples,
+                lr=self._set_rates[0],
+            )
+            self._tell_news()
 
     def due(self, what: str) -> bool:
         """Whether it is time to "evaluate": every `eval_every` steps or at the end of an epoch, and at the very end.

@@ -21,6 +21,7 @@ from whet.base.errors import LostRankError, UsageError
 from whet.device.abstract import AbstractDevice
 from whet.world.exchange import Exchange
 from whet.world.gathering import gather
+from whet.world.headway import Headway
 from whet.world.pulse import Pulse
 from whet.world.world import World, read_world
 
@@ -38,6 +39,8 @@ class Group:
         self._tensors: dist.ProcessGroup | None = None
         self.backend = "none"
         """What carries tensors of the device: nccl or gloo."""
+        self.headway = Headway(is_alone=world.is_alone)
+        """What this process says of itself to the others."""
 
     @property
     def is_first(self) -> bool:
@@ -61,7 +64,7 @@ class Group:
     @functools.cached_property
     def pulse(self) -> Pulse:
         """Watches over the others; not for a process alone."""
-        return Pulse(self.exchange)
+        return Pulse(self.exchange, self.headway)
 
     def use_device(self, device: AbstractDevice) -> None:
         """Once the device is known: NCCL between GPUs, gloo between CPUs and where processes share a GPU."""
@@ -92,7 +95,7 @@ class Group:
         if self.is_alone:
             return list(numbers)
         told = torch.tensor(numbers, dtype=torch.float64)
-        with self.told():
+        with self._waiting():
             dist.all_reduce(told, op=dist.ReduceOp.MAX)
         return [float(number) for number in told.tolist()]
 
@@ -103,7 +106,7 @@ class Group:
     def sum(self, tensor: Tensor) -> Tensor:
         """The same tensor, which then holds the sum over all processes."""
         if not self.is_alone:
-            with self.told():
+            with self._waiting():
                 dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._tensors)
         return tensor
 
@@ -111,7 +114,7 @@ class Group:
     def same(self, model: nn.Module) -> None:
         """Gives all processes the weights and buffers of the first one."""
         if not self.is_alone:
-            with self.told():
+            with self._waiting():
                 for tensor in (*model.parameters(), *model.buffers()):
                     first = tensor.detach().contiguous()
                     dist.broadcast(first, src=0, group=self._tensors)
@@ -120,7 +123,7 @@ class Group:
     def _exchange(self, value: Any) -> list[Any]:
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
-        with self.told():
+        with self._waiting():
             dist.all_gather(lengths, torch.tensor([len(mine)]))
             longest = max(int(length) for length in lengths)
             padded = torch.zeros(longest, dtype=torch.uint8)
@@ -129,6 +132,11 @@ class Group:
             dist.all_gather(texts, padded)
         pairs = zip(texts, lengths, strict=True)
         return [json.loads(bytes(text[: int(length)].numpy())) for text, length in pairs]
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with self.headway.waiting(), self.told():
+            yield
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 The launcher sees a process that was killed, and asks the others to stop; but they may wait for it in the middle of a
 step. One that hangs as a whole (stopped, frozen with its machine) nobody sees: NCCL and gloo know no shorter limit than
-the longest evaluation. The pulse is a thread's: who computes for ever still has one.
+the longest evaluation. The pulse is a thread's: who computes for ever still has one, so it also says whether the
+process gets on.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import psutil
 
 from whet.base.errors import LostRankError
 from whet.world.exchange import Exchange
+from whet.world.headway import Headway, find_late
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 15.0
@@ -31,8 +33,9 @@ LEFT = "left"
 class Pulse:
     """Shows this process's pulse and watches those of others: the first one all, all others the first."""
 
-    def __init__(self, exchange: Exchange, *, lost_seconds: float = LOST_SECONDS) -> None:
+    def __init__(self, exchange: Exchange, headway: Headway, *, lost_seconds: float = LOST_SECONDS) -> None:
         self._exchange = exchange
+        self._headway = headway
         self._lost_seconds = lost_seconds
         rank, size = exchange.rank, exchange.size
         self._watched = list(range(1, size)) if rank == 0 else [0]
@@ -50,7 +53,7 @@ class Pulse:
         me = psutil.Process()
         place = {"host": platform.node(), "pid": me.pid, "born": me.create_time()}
         exchange.post(f"place/{rank}", json.dumps(place))
-        exchange.post(f"pulse/{rank}", "0")
+        exchange.post(f"pulse/{rank}", "0 free")
 
     def start(self) -> None:
         """From here on; all processes have shown a first pulse."""
@@ -77,7 +80,7 @@ class Pulse:
         while not self._has_left.wait(BEAT_SECONDS) and self.lost is None:
             count += 1
             try:
-                self._exchange.post(f"pulse/{self._exchange.rank}", str(count))
+                self._exchange.post(f"pulse/{self._exchange.rank}", f"{count} {self._headway.word()}")
                 pulses = self._exchange.find_all([f"pulse/{rank}" for rank in self._watched])
                 told = self._exchange.find("lost")
             except RuntimeError:
@@ -91,6 +94,8 @@ class Pulse:
                 self._lose(told)
             elif (gone := self._gone()) is not None:
                 self._find_lost(gone, "has ended without a word")
+            elif self._exchange.rank == 0:
+                self._find_late()
 
     def _watch(self) -> None:
         """Only counts."""
@@ -100,6 +105,7 @@ class Pulse:
             if now - before > 3 * BEAT_SECONDS:
                 # We were stopped ourselves, perhaps with all others (Ctrl-Z, a laptop that was closed): begin anew.
                 self._answered_at = now
+                self._headway.begin_anew()
                 self._seen = {rank: (pulse, now) for rank, (pulse, _) in self._seen.items()}
             before = now
             if now - self._answered_at > self._patience:
@@ -124,16 +130,30 @@ class Pulse:
                 return rank
         return None
 
+    def _find_late(self) -> None:
+        """All wait for one that does not get on, or for each other."""
+        words = {rank: pulse.partition(" ")[2] or "free" for rank, (pulse, _) in self._seen.items()}
+        found = find_late({self._exchange.rank: self._headway.word(), **words})
+        if found is None:
+            return
+        rank, where = found
+        if rank is None:
+            self._end_all(f"all {self._exchange.size} processes wait for each other in {where}, and are ended")
+        else:
+            self._find_lost(rank, f"does not get on with {where}, while the others wait, and is ended")
+
     def _find_lost(self, rank: int, how: str) -> None:
         """This process has found out: it tells the others and the user."""
-        line = f"rank {rank} of {self._exchange.size} {how}"
+        self._end_all(f"rank {rank} of {self._exchange.size} {how}", lost=str(rank))
+
+    def _end_all(self, line: str, *, lost: str = "") -> None:
         self.say(line)
-        self._exchange.post("lost", f"{rank}: {line}")
-        self._lose(f"{rank}: {line}")
+        self._exchange.post("lost", f"{lost}: {line}")
+        self._lose(f"{lost}: {line}")
 
     def _lose(self, told: str) -> None:
         """Ends the lost process if it is on this machine; and this one too, if it does not end by itself."""
-        rank, _, line = told.rpartition(": ")
+        rank, _, line = told.partition(": ") if ": " in told else ("", "", told)
         self.lost = line
         if rank.isdecimal() and int(rank) != self._exchange.rank and (hung := self._process(int(rank))) is not None:
             with contextlib.suppress(psutil.Error):

@@ -68,6 +68,7 @@ class Replicated(Joining):
             yield
 
     def computing(self, *, is_last: bool) -> AbstractContextManager[object]:
+        self._group.headway.get_on()
         return self._synced(is_last=is_last)
 
     def call(self, loss: Callable[[Any], Any], micro: Any) -> Any:

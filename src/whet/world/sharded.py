@@ -49,6 +49,7 @@ class Sharded(Joining):
             yield
 
     def computing(self, *, is_last: bool) -> AbstractContextManager[object]:
+        self._group.headway.get_on()
         return self._synced(is_last=is_last)
 
     def totals(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
