@@ -24,10 +24,30 @@ def test_the_world_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> Non
         read_world()
 
 
-def test_a_rank_without_an_address_is_no_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TORCHRUN.items():
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_a_world_is_refused(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Each of its processes would train a run of its own."""
+    for name, value in {**TORCHRUN, **ADDRESS}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    with pytest.raises(UsageError, match=f"no {missing}"):
+        read_world()
+
+
+def test_a_world_of_one_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
     assert read_world().is_alone
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert read_world().is_alone
+
+
+@pytest.mark.parametrize("port", ["abc", "0", "99999"])
+def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    for name, value in {**TORCHRUN, **ADDRESS, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"MASTER_PORT={port}"):
+        read_world()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from whet.base.errors import UsageError
 from whet.device.abstract import AbstractDevice
 from whet.step.adam_atan2 import AdamATan2
+from whet.world.rows import is_shared
 
 NAMES = ("adamw", "adafactor", "sgd", "adam_atan2")
 
@@ -49,6 +50,9 @@ def make_optimizer(
     # Fused kernels know no complex numbers.
     is_real = not any(p.is_complex() for group in groups for p in group["params"])
     fused, foreach = kernels == "fused" and is_real, kernels == "foreach"
+    if name == "sgd" and fused and any(is_shared(p) for group in groups for p in group["params"]):
+        # torch's fused SGD knows no parameters in parts.
+        fused, foreach = False, True
     # A rate that lies in a tensor can change without a new kernel or a new graph; fused kernels take it so.
     rate: Any = torch.tensor(lr, dtype=device.lr_dtype, device=device.place) if fused or is_captured else lr
     if name == "adamw":

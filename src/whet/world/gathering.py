@@ -10,10 +10,12 @@ import secrets
 import time
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from whet.base.errors import LostRankError
+from whet.base import env
+from whet.base.errors import LostRankError, UsageError, WhetError
 from whet.world.world import World
 
 _LOOK_SECONDS = 0.02
@@ -21,11 +23,27 @@ _LOOK_SECONDS = 0.02
 
 def gather(world: World, *, start_seconds: float, longest_seconds: float) -> Any:
     """The store of this group alone; returns once all are there."""
-    longest = dt.timedelta(seconds=longest_seconds)
-    shared: Any = next(iter(rendezvous("env://", world.rank, world.size, timeout=longest)))[0]
     deadline = time.monotonic() + start_seconds
+    shared = _reach(world, seconds=start_seconds)
+    shared.set_timeout(dt.timedelta(seconds=longest_seconds))
     corner = _answer(shared, world, deadline) if world.is_first else _ask(shared, world, deadline)
     return distributed_c10d.PrefixStore(corner, shared)
+
+
+def _reach(world: World, *, seconds: float) -> Any:
+    """The store that the first process keeps, or the launcher for it."""
+    try:
+        return next(iter(rendezvous("env://", world.rank, world.size, timeout=dt.timedelta(seconds=seconds))))[0]
+    except (dist.DistError, OSError) as error:
+        address = f"{env.read('MASTER_ADDR')}:{env.read('MASTER_PORT')}"
+        if "EADDRINUSE" in str(error):
+            what, hint = "the port at which all meet is taken", "another port: torchrun --master-port, or MASTER_PORT"
+            raise UsageError(what, got=address, try_=hint) from error
+        raise WhetError(
+            "the processes of this training find no place to meet",
+            got=f"rank {world.rank} of {world.size} at {address}: {(str(error).splitlines() or [''])[0][:200]}",
+            try_="the same command again; on several machines, that each can reach the first",
+        ) from error
 
 
 def _ask(shared: Any, world: World, deadline: float) -> str:

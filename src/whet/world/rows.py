@@ -58,7 +58,12 @@ def share_of(total: int, *, rank: int, size: int) -> Rows:
     return Rows(min(rank * each, total), min((rank + 1) * each, total), total)
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Whether several processes share it, in parts or as copies."""
+    return hasattr(tensor, "placements")
+
+
 def held(tensor: Tensor) -> Tensor:
     """What of a tensor lies here, in its own memory."""
     shared: Any = tensor
-    return tensor if not hasattr(tensor, "placements") else shared.detach().to_local()
+    return shared.detach().to_local() if is_shared(tensor) else tensor

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from whet.base import env
 from whet.base.errors import UsageError
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_VARIABLES = (*_NEEDED, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,10 +33,16 @@ class World:
 def read_world() -> World:
     """From torchrun's variables; a world of one process without them."""
     found = {name: env.read(name) for name in _VARIABLES}
-    if found["RANK"] is None or found["WORLD_SIZE"] is None or found["MASTER_ADDR"] is None:
+    if found["RANK"] in (None, "0") and found["WORLD_SIZE"] in (None, "1"):
         return World()
-    size = _whole("WORLD_SIZE", found["WORLD_SIZE"], least=1)
-    rank = _whole("RANK", found["RANK"], most=size - 1)
+    missing = [name for name in _NEEDED if not found[name]]
+    if missing:
+        # Alone it would train a run of its own, and so would each of the others.
+        said = " ".join(f"{name}={found[name]}" for name in _NEEDED if found[name])
+        raise _contradicts("torchrun's variables are there in part", got=f"{said}, but no {' '.join(missing)}")
+    size = _whole("WORLD_SIZE", found["WORLD_SIZE"] or "", least=1)
+    rank = _whole("RANK", found["RANK"] or "", most=size - 1)
+    _whole("MASTER_PORT", found["MASTER_PORT"] or "", least=1, most=65_535)
     local_size = _whole("LOCAL_WORLD_SIZE", found["LOCAL_WORLD_SIZE"] or "1", least=1)
     local_rank = _whole("LOCAL_RANK", found["LOCAL_RANK"] or "0")
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
@@ -44,12 +51,13 @@ def read_world() -> World:
 def _whole(name: str, said: str, *, least: int = 0, most: int = 2**31) -> int:
     value = int(said) if said.strip().isdecimal() else -1
     if not least <= value <= most:
-        raise UsageError(
-            "torchrun's variables contradict each other",
-            got=f"{name}={said}",
-            try_="torchrun --nproc-per-node N -m whet train ..., or unset " + " ".join(_VARIABLES),
-        )
+        raise _contradicts("torchrun's variables contradict each other", got=f"{name}={said}")
     return value
+
+
+def _contradicts(what: str, *, got: str) -> UsageError:
+    hint = "torchrun --nproc-per-node N -m whet train ..., or unset " + " ".join(_VARIABLES)
+    return UsageError(what, got=got, try_=hint)
 
 
 def refuse_mps(num_processes: int, *, device: str, is_mac: bool, command: str = "whet train ...") -> None:
