@@ -47,8 +47,19 @@ def wait_for_steps(run: Path, process: subprocess.Popen[str], *, number: int) ->
         time.sleep(0.05)
 
 
+def test_under_nohup_the_launcher_outlives_its_terminal() -> None:
+    """torch's launcher would listen to SIGHUP all the same, and end the training when you log out."""
+    program = (
+        "import os, signal\nfrom whet.world import launching\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "code = launching.launch(['--version'], num_processes=1).code\n"
+        "print(code, signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, signal.getsignal(signal.SIGTERM).__module__)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.stdout.splitlines()[-1] == "0 True torch.distributed.elastic.multiprocessing.api", ended.stderr
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_saves_and_torchrun_goes_on(
     tmp_path: Path, table: Path, number: signal.Signals
 ) -> None:

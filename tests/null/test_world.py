@@ -4,6 +4,7 @@ import pytest
 
 from places import Run
 from whet.base.errors import UsageError
+from whet.cli import several
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
@@ -95,6 +96,18 @@ def test_puzzles_self_play_and_two_launchers_are_refused(whet: Run) -> None:
     first = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0"}
     ended = whet("train", "text", "--nproc", "2", "--device", "cpu", **first)
     assert (ended.returncode, "started the processes already" in ended.stderr) == (2, True)
+
+
+def test_more_processes_than_samples_or_than_the_memory_holds_are_refused(whet: Run) -> None:
+    """Before one is started: a thousand would take the machine along."""
+    ended = whet("train", "text", "--nproc", "1000", "--device", "cpu")
+    assert (ended.returncode, "1000 processes, global_batch_size=32" in ended.stderr) == (2, True)
+    with pytest.raises(UsageError, match="more processes than samples") as refused:
+        several._refuse_crowd(3, 1, global_batch_size=2)
+    assert "2 processes at most" in str(refused.value)
+    several._refuse_crowd(2, 2, global_batch_size=2)
+    with pytest.raises(UsageError, match="do not fit into this machine's memory"):
+        several._refuse_crowd(10**6, 10**6, global_batch_size=10**7)
 
 
 def test_who_is_started_again_must_know_its_folder(whet: Run) -> None:

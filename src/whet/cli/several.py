@@ -13,6 +13,8 @@ from pathlib import Path
 from whet.base import env
 
 _LOOK_SECONDS = 1.0
+_LEAST_BYTES = 200_000_000
+"""What a process holds that has loaded torch and nothing else."""
 
 
 def refuse(what: str, words: Sequence[str], nproc: int, *, config: Path | None, device: str) -> None:
@@ -51,6 +53,29 @@ def refuse(what: str, words: Sequence[str], nproc: int, *, config: Path | None, 
             "several processes need a global batch that is known",
             got="global_batch_size=auto",
             try_="whet plan ... global_batch_size=auto --measure in one process, then the number it finds",
+        )
+    _refuse_crowd(number, nproc, global_batch_size=resolved.config.global_batch_size)
+
+
+def _refuse_crowd(number: int, nproc: int, *, global_batch_size: int) -> None:
+    """Refuses processes that would have nothing to do, and more than the memory holds before one has a model."""
+    import psutil
+
+    from whet.base.errors import UsageError
+    from whet.base.units import show_bytes
+
+    if number > global_batch_size:
+        raise UsageError(
+            "there are more processes than samples in a global batch",
+            got=f"{number} processes, global_batch_size={global_batch_size}",
+            try_=f"{global_batch_size} processes at most, or a larger global batch",
+        )
+    total = psutil.virtual_memory().total
+    if nproc * _LEAST_BYTES > total:
+        raise UsageError(
+            "so many processes do not fit into this machine's memory",
+            got=f"--nproc {nproc}, {show_bytes(total)}; torch alone takes {show_bytes(_LEAST_BYTES)} in each",
+            try_=f"--nproc {total // _LEAST_BYTES} at most",
         )
 
 
@@ -173,6 +198,9 @@ def stop_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True, name="launcher").start()
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        # The terminal was closed: the launcher passes that on, and nobody must lose steps by it.
+        signal.signal(signal.SIGHUP, lambda _number, _frame: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def _is_mac() -> bool:

@@ -13,6 +13,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from whet.base.errors import LostRankError
 
+_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _STOP_SECONDS = 120
 """Until processes that were asked to stop are killed: they finish a step and save."""
 
@@ -37,8 +38,10 @@ class Ended:
 def launch(words: Sequence[str], *, num_processes: int) -> Ended:
     """Runs `whet` with these words in several processes on this machine, until all have ended.
 
-    When one fails, the others are ended too. SIGINT and SIGTERM are passed on to all.
+    When one fails, the others are ended too. SIGINT, SIGTERM and SIGHUP are passed on to all.
     """
+    # Under nohup it is ignored, and torch would hear it nevertheless.
+    heard = [number for number in _HEARD if signal.getsignal(number) != signal.SIG_IGN]
     # Its warnings tell of what we tell in our own words.
     logging.disable(logging.ERROR)
     config = LaunchConfig(
@@ -51,6 +54,7 @@ def launch(words: Sequence[str], *, num_processes: int) -> Ended:
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=_STOP_SECONDS,
+        signals_to_handle=",".join(number.name for number in heard),
     )
     try:
         # -P: as for the program `whet` itself, the folder we are in is not searched for modules.
