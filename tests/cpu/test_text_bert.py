@@ -107,11 +107,38 @@ def test_it_computes_what_transformers_does(column: Ragged, changes: dict[str, A
 def test_one_segment_only_and_positions_behind_the_padding(column: Ragged, kind: str) -> None:
     sizes = {"type_vocab_size": 1, "max_position_embeddings": 42}
     plain = replace(column, values=column.values % SEGMENT % 190 + 5)
+    # Padding that somebody wrote into a text: inside, at its end, and as the whole of one.
+    plain.values[[5, 9, 26, 27]] = network(kind, **sizes).config.pad_token_id
     expected = loss_and_gradient(Pretrained(network(kind, **sizes)), plain.padded(ROWS, length=40))
     ours = Bert.of(network(kind, **sizes))
     for batch in (plain.padded(ROWS, length=40), packed(plain, total=96)):
         assert_same(loss_and_gradient(ours, batch), expected)
     assert list(padded(ours).state_dict()) == list(Pretrained(network(kind, **sizes)).state_dict())
+
+
+def decoder() -> Any:
+    """Tokens look back only."""
+    return network("Bert", is_decoder=True)
+
+
+def reads_the_last() -> Any:
+    """Its classifier asks the last cell of a row."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 200, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64, "num_labels": 3}
+    config = transformers.XLNetConfig(**sizes, initializer_range=0.3)
+    return transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("make", [decoder, reads_the_last])
+def test_a_model_that_we_do_not_compute_answers_as_if_each_text_were_alone(
+    column: Ragged, make: Callable[[], Any]
+) -> None:
+    plain = replace(column, values=column.values % SEGMENT)
+    theirs = make().eval()
+    with torch.no_grad():
+        alone = [theirs(input_ids=plain[row][None]).logits for row in range(len(LENGTHS))]
+        found = Pretrained(theirs)(plain.padded(ROWS, length=40))
+    torch.testing.assert_close(found, torch.cat(alone), atol=1e-4, rtol=0)
 
 
 def test_dropout_is_where_transformers_has_it(column: Ragged) -> None:

@@ -76,21 +76,33 @@ class _Embeddings(nn.Module):
         super().__init__()
         width = config.hidden_size
         self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, width)
-        self.first_position = 0 if config.model_type == "bert" else config.pad_token_id + 1
+        self.padding = None if config.model_type == "bert" else int(config.pad_token_id)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, width, padding_idx=self.padding)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
         self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, ids: Tensor, layout: Layout) -> Tensor:
+        words = ids % SEGMENT
         # Padding may reach beyond the last position that was learned; whatever stands there is never looked at.
-        places = (layout.positions + self.first_position).clamp(max=self.position_embeddings.num_embeddings - 1)
+        places = self._places(words, layout).clamp(max=self.position_embeddings.num_embeddings - 1)
         if self.token_type_embeddings.num_embeddings > 1:
             segments = self.token_type_embeddings(ids // SEGMENT)
         else:
             segments = self.token_type_embeddings.weight[0]
-        words = self.word_embeddings(ids % SEGMENT)
-        return self.dropout(self.LayerNorm(words + segments + self.position_embeddings(places)))
+        seen = self.word_embeddings(words) + segments + self.position_embeddings(places)
+        return self.dropout(self.LayerNorm(seen))
+
+    def _places(self, words: Tensor, layout: Layout) -> Tensor:
+        """RoBERTa counts from behind its padding's number, and over the padding that stands inside a text."""
+        if self.padding is None:
+            return layout.positions
+        counts = words != self.padding
+        total = counts.cumsum(-1)
+        if layout.starts is not None:
+            first = torch.arange(len(words), device=words.device) - layout.positions
+            total = total - (total - counts.long()).index_select(0, first)
+        return torch.where(counts, total, 0) + self.padding
 
 
 class _Block(nn.Module):

@@ -42,6 +42,9 @@ _TAKE_SQUARES = ("albert", "bert", "camembert", "distilbert", "electra", "ernie"
 """Models that take a mask of attention as it is. Given a mask of tokens, transformers asks the device whether all of it
 is true, and a step that waits cannot be captured."""
 
+_READ_THE_LAST = ("xlnet",)
+"""Models whose classifier reads the last cell of a row, whatever stands there: their padding lies in front."""
+
 
 class Pretrained(nn.Module):
     """A classifier of transformers, `network`, behind the interface of the small encoder."""
@@ -52,12 +55,19 @@ class Pretrained(nn.Module):
         config = network.config
         self._pad = int(config.pad_token_id or 0)
         self.has_segments = int(getattr(config, "type_vocab_size", 0) or 0) > 1
-        self._takes_square = config.model_type in _TAKE_SQUARES and _asked_for(config) == "sdpa"
+        # A decoder's mask is not of tokens alone: transformers adds that nothing looks ahead.
+        is_decoder = bool(getattr(config, "is_decoder", False))
+        self._takes_square = config.model_type in _TAKE_SQUARES and _asked_for(config) == "sdpa" and not is_decoder
+        self._reads_last = config.model_type in _READ_THE_LAST
 
     def forward(self, tokens: Padded) -> Tensor:
         """The logits, (B, C)."""
         ids, lengths = tokens.values, tokens.lengths
-        is_real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+        place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        if self._reads_last:
+            place = place + (lengths[:, None] - ids.shape[1])
+            ids = ids.gather(1, place.clamp(min=0))
+        is_real = (place >= 0) & (place < lengths[:, None])
         # Some models count positions by what is padding, so it has to be theirs.
         mask = is_real[:, None, None] if self._takes_square else is_real.long()
         words = {"input_ids": torch.where(is_real, ids % SEGMENT, self._pad), "attention_mask": mask}
