@@ -21,6 +21,7 @@ from whet.device.fake import Fake
 from whet.recipes.text import bert
 from whet.recipes.text.bert import Bert
 from whet.recipes.text.config import Arch
+from whet.recipes.text.hub import quietly
 from whet.recipes.text.model import Encoder
 from whet.recipes.text.pretrained_tokenizer import SEGMENT
 from whet.step.graphed import GraphedStepper
@@ -139,6 +140,20 @@ def test_a_model_that_we_do_not_compute_answers_as_if_each_text_were_alone(
         alone = [theirs(input_ids=plain[row][None]).logits for row in range(len(LENGTHS))]
         found = Pretrained(theirs)(plain.padded(ROWS, length=40))
     torch.testing.assert_close(found, torch.cat(alone), atol=1e-4, rtol=0)
+
+
+def test_a_decoder_that_knows_no_padding_gets_some(column: Ragged, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 200, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 40, "initializer_range": 0.3}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    assert config.pad_token_id is None, "else this shows nothing"
+    with quietly():
+        transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    model = load_pretrained(tmp_path, classes=("a", "b", "c"), is_multi_label=False, dropout=0.0).eval()
+    plain = replace(column, values=column.values % SEGMENT)
+    with torch.no_grad():
+        alone = [model.network(input_ids=plain[row][None]).logits for row in range(len(LENGTHS))]
+        torch.testing.assert_close(model(plain.padded(ROWS, length=40)), torch.cat(alone), atol=1e-4, rtol=0)
 
 
 def test_dropout_is_where_transformers_has_it(column: Ragged) -> None:

@@ -94,6 +94,14 @@ def test_sizes_are_read_without_torch(tmp_path: Path) -> None:
     assert (backbone.num_parameters(num_classes=2), backbone.most_tokens) == (82 + 2 * 385, 510)
 
 
+@pytest.mark.parametrize(
+    ("kind", "padding", "most"),
+    [("bert", 3, 512), ("roberta", 1, 510), ("roberta", 3, 508), ("data2vec-text", 1, 510), ("mpnet", 0, 510)],
+)
+def test_positions_are_counted_from_behind_the_padding(tmp_path: Path, kind: str, padding: int, most: int) -> None:
+    assert read_backbone(model(tmp_path / "a", model_type=kind, pad_token_id=padding)).most_tokens == most
+
+
 def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd").mkdir()

@@ -23,7 +23,20 @@ SMALL = "small"
 """The word for the encoder that is trained from scratch."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
-_COUNT_FROM_TWO = ("camembert", "longformer", "mpnet")
+_COUNT_BEHIND_PADDING = (
+    "camembert",
+    "data2vec-text",
+    "esm",
+    "ibert",
+    "layoutlmv3",
+    "lilt",
+    "longformer",
+    "luke",
+    "markuplm",
+    "mpnet",
+    "xmod",
+)
+"""Besides all that have "roberta" in their name."""
 _HEADER_BYTES = 100 * 1024**2
 
 
@@ -41,6 +54,8 @@ class Backbone:
     num_segments: int
     num_stored: int | None = None
     """Numbers in its safetensors files, where they lie here."""
+    padding: int = 1
+    """The number of the token that fills up."""
     activation: str = "gelu"
     is_plain: bool = True
     """An encoder whose positions are learned one by one."""
@@ -54,7 +69,10 @@ class Backbone:
     @property
     def most_tokens(self) -> int:
         """Tokens that have a position; RoBERTa's relatives begin to count behind their padding."""
-        return self.num_positions - 2 if "roberta" in self.kind or self.kind in _COUNT_FROM_TWO else self.num_positions
+        if "roberta" not in self.kind and self.kind not in _COUNT_BEHIND_PADDING:
+            return self.num_positions
+        # MPNet takes 1 for its padding whatever its config says.
+        return max(1, self.num_positions - max(1, self.padding) - 1)
 
     def num_parameters(self, *, num_classes: int) -> int:
         """With the head of a classifier: BERT's own layers counted, others as many as their files hold."""
@@ -153,6 +171,7 @@ def backbone_of(written: Mapping[str, Any], *, num_stored: int | None = None) ->
         num_positions=size("max_position_embeddings", "n_positions", otherwise=BERT_BASE.num_positions),
         num_segments=size("type_vocab_size", otherwise=1),
         num_stored=num_stored,
+        padding=size("pad_token_id", otherwise=1),
         activation=str(written.get("hidden_act", "gelu")),
         is_plain=not written.get("is_decoder") and written.get("position_embedding_type", "absolute") == "absolute",
     )

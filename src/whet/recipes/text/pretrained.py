@@ -188,7 +188,16 @@ def _read_config(
         if hasattr(config, name):
             is_other = attention_dropout is not None and name in _ATTENTION_DROPOUTS
             setattr(config, name, attention_dropout if is_other else dropout)
+    if getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = _padding(config)
     return config
+
+
+def _padding(config: Any) -> int:
+    """For a model that was never padded, such as GPT-2: a decoder's classifier looks for the last token before it."""
+    ends = getattr(config, "eos_token_id", None)
+    end = ends[0] if isinstance(ends, list) and ends else ends
+    return end if isinstance(end, int) else 0
 
 
 @contextlib.contextmanager
