@@ -5,7 +5,8 @@
 RUN is what `whet train hex` gave; without it, one is trained first. Then `whet train hex selfplay=True` runs for so
 many minutes from nothing, its first generation and its games included, and is killed, whatever it does. Its champion
 and RUN meet with equal searches: none, and as many simulations as are named. Exit code 1: the bar was missed with one
-of them. What the champion reaches who looks 16 times as far is told beside it: how much such a search leaves to win.
+of them. Beside it, without a bar: the same on even openings, and what the champion reaches who looks 16 times as far,
+which is how much such a search leaves to win.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from hex_strength import train
 
 from whet.base import env
 from whet.recipes.hex.arena.contest import Contest, hold_contest
+from whet.recipes.hex.arena.openings import Kind
 from whet.recipes.hex.selfplay.state import read_state
 
 BAR = 0.60
@@ -44,7 +46,8 @@ def main() -> None:
         state = read_state(folder)
         met = partial(meet, folder, against, games=given.games, device=given.device)
         judged = [met(count, count) for count in (0, *given.simulations)]
-        beside = [met(16 * count, count) for count in given.simulations]
+        beside = [met(count, count, openings="even") for count in (0, *given.simulations)]
+        beside += [met(16 * count, count) for count in given.simulations]
     for done in state.generations[1:]:
         kept = "champion" if done.is_champion else "left"
         print(f"generation {done.number}: {done.num_positions:,} positions, won {done.win_rate:.1%}, {kept}")
@@ -56,10 +59,12 @@ def main() -> None:
     sys.exit(0 if all(contest.rating.win_rate >= BAR for contest in judged) else 1)
 
 
-def meet(one: Path, other: Path, looks: int, others: int, *, games: int, device: str) -> Contest:
+def meet(
+    one: Path, other: Path, looks: int, others: int, *, games: int, device: str, openings: Kind = "random"
+) -> Contest:
     """The champion and the net of games alone, with so many simulations each."""
     players = [f"{path}@{count}" if count else str(path) for path, count in ((one, looks), (other, others))]
-    return hold_contest(*players, num_games=games, device=device)
+    return hold_contest(*players, num_games=games, openings=openings, device=device)
 
 
 def improve(folder: Path, words: list[str], *, minutes: float, device: str, home: Path) -> None:

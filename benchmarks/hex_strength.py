@@ -3,7 +3,8 @@
     python benchmarks/hex_strength.py [--run DIR] [--games 400] [--device cpu] [key=value ...]
 
 Trains as `whet train hex` does, games included (an empty cache), and lets the net meet the random player without a
-search and the two-distance player with 64 simulations a move. Openings are paired. Exit code 1: a bar was missed.
+search and the two-distance player with 64 simulations a move. Openings are random and paired. Exit
+code 1: a bar was missed.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def main() -> None:
             train(path, given.words, device=given.device, home=Path(scratch))
         seconds = time.perf_counter() - start
         contests = [
-            hold_contest(f"{path}{look}", name, num_games=given.games, device=given.device)
+            hold_contest(f"{path}{look}", name, num_games=given.games, openings="random", device=given.device)
             for name, (look, _) in BARS.items()
         ]
     if not is_ready:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -103,6 +104,14 @@ def test_players_meet(place: Place, whole: Path) -> None:
     assert (found["size"], found["rating"]["num_games"]) == (4, 40)
     assert found["rating"]["low"] > 0.5
     assert found["rating"]["low"] < found["rating"]["win_rate"] <= found["rating"]["high"]
+    assert (found["openings"], found["num_stones"]) == ("even", 3)
+    words = ("arena", "hex", "runs/whole", "random", "--games", 40, "--openings", "random", "--device", "cpu")
+    code, out, errors = place.run(*words)
+    assert code == 0, errors
+    assert "40 games, 20 random openings of 2 stones" in out
+    won, lost, shared = map(int, re.findall(r"openings +(\d+) won with both colours, (\d+) lost, (\d+) shared", out)[0])
+    assert won + lost + shared == 20
+    assert f"won       {2 * won + shared} of 40" in out
 
 
 def test_a_person_plays_against_a_run(place: Place, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

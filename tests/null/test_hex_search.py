@@ -10,8 +10,9 @@ from whet.base.errors import UsageError
 from whet.hex.board import BLUE, RED, Boards
 from whet.hex.player import Analysis, RandomPlayer
 from whet.hex.rules import Positions
+from whet.hex.two_distance import potentials
 from whet.recipes.hex.arena.match import play_match
-from whet.recipes.hex.arena.openings import draw_openings
+from whet.recipes.hex.arena.openings import NUM_STONES, draw_openings
 from whet.recipes.hex.arena.rating import elo, rate, wilson
 from whet.recipes.hex.search.mcts import Search, add_noise, search_moves
 from whet.recipes.hex.search.tree import Trees
@@ -140,6 +141,24 @@ def test_openings_are_all_different_undecided_and_refused_where_there_are_too_fe
     assert len(draw_openings(1, size=5, num_stones=0, seed=0)) == 1
 
 
+@pytest.mark.parametrize("size", [4, 5, 11])
+def test_in_even_openings_the_mover_is_one_move_behind_and_in_random_ones_mostly_not(size: int) -> None:
+    """Its shortest way is one longer than the other's, which the move makes up for."""
+    is_even = {}
+    for kind, num_stones in NUM_STONES.items():
+        openings = draw_openings(60, size=size, num_stones=num_stones, seed=1, kind=kind)
+        assert len({made.tobytes() for made in openings}) == 60
+        assert not has_won(openings).any()
+        assert ((openings != 0).sum((1, 2)) == num_stones).all()
+        own, others = potentials(as_positions(openings))
+        is_even[kind] = own.min(1) - others.min(1) == 1
+    assert is_even["even"].all()
+    assert is_even["random"].mean() < 0.5
+    with pytest.raises(UsageError, match="even openings of 2 stones on size 3; 12 are there") as refused:
+        draw_openings(13, size=3, num_stones=2, seed=0, kind="even")
+    assert refused.value.try_ == "--games 24, or --openings random"
+
+
 def test_intervals_are_wilsons_and_openings_that_decide_count_once() -> None:
     low, high = wilson(0.6, 100)
     assert (round(low, 4), round(high, 4)) == (0.5020, 0.6906)
@@ -148,6 +167,7 @@ def test_intervals_are_wilsons_and_openings_that_decide_count_once() -> None:
     mixed = rate([2, 1, 1, 2, 1, 1, 1, 0] * 10)
     assert mixed.games_that_count == 160
     assert (mixed.low, mixed.high) == wilson(mixed.win_rate, 160)
+    assert (mixed.num_pairs_won, mixed.num_pairs_lost) == (20, 10)
     everything = rate([2] * 50)
     assert (everything.games_that_count, everything.elo, everything.elo_high) == (50, None, None)
     assert everything.low == pytest.approx(0.9286, abs=1e-3)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,7 +13,13 @@ def arena(
     two: Annotated[str, typer.Argument(metavar="B", help="The other player.")],
     games: Annotated[int, typer.Option(min=2, max=1_000_000, help="Games; every opening is played twice.")] = 400,
     size: Annotated[int | None, typer.Option(min=2, max=26, help="Of the board; the runs' own if not given.")] = None,
-    stones: Annotated[int, typer.Option(min=0, max=100, help="Random stones of an opening.")] = 2,
+    openings: Annotated[
+        Literal["even", "random"],
+        typer.Option(help="even: of random ones, those in which the two-distance player sees no side ahead."),
+    ] = "even",
+    stones: Annotated[
+        int | None, typer.Option(min=0, max=100, help="Of an opening; 2 of random ones, 3 of even ones if not given.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides openings, and which of equal moves is taken.")] = 0,
     checkpoint: Annotated[str, typer.Option(metavar="last|best|STEP", help="Which weights of runs.")] = "last",
     device: Annotated[str, typer.Option(help="auto, mps, cuda, cuda:1 or cpu.")] = "auto",
@@ -23,10 +29,11 @@ def arena(
 
     \b
     whet arena hex runs/hex-001 random
-    whet arena hex runs/hex-001@64 two-distance --games 400
+    whet arena hex runs/hex-001@64 two-distance --games 400 --openings random
 
-    Every opening is different and is played twice, colours changed. All games go on in step, so that positions reach a
-    net in batches. The interval counts what openings are worth, not games alone.
+    Every opening is different and is played twice, colours changed. Only those that one player wins with both colours
+    tell them apart, so openings are even ones: neither side is ahead. All games go on in step, so that positions
+    reach a net in batches. The interval counts what openings are worth, not games alone.
     """
     from whet.base.errors import UsageError
     from whet.cli import screen
@@ -41,6 +48,7 @@ def arena(
             two,
             num_games=games,
             size=size,
+            openings=openings,
             num_stones=stones,
             seed=seed,
             device=device,

@@ -14,6 +14,9 @@ class Rating(Record):
 
     num_games: int
     num_wins: int
+    num_pairs_won: int
+    num_pairs_lost: int
+    """Openings of which both games went to the same player; what the others say is that nobody is better."""
     win_rate: float
     low: float
     high: float
@@ -44,6 +47,8 @@ def rate(pairs: Sequence[int]) -> Rating:
     return Rating(
         num_games=2 * num_pairs,
         num_wins=sum(pairs),
+        num_pairs_won=sum(wins == 2 for wins in pairs),
+        num_pairs_lost=sum(wins == 0 for wins in pairs),
         win_rate=share,
         low=low,
         high=high,
