@@ -71,7 +71,7 @@ def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
     Means over a table, sums with weights over a dataset that is read sample by sample, means over a stream.
     """
     found: dict[str, Tensor] = {}
-    losses: list[float] = []
+    losses: dict[str, float] = {}
     torch.manual_seed(7)
     rows, labels, weights = torch.randn(11, 6), torch.randint(0, 3, (11,)), torch.rand(11) * 5
     table = {"rows": rows, "labels": labels, "weights": weights}
@@ -91,6 +91,11 @@ def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
 
         optimizer.register_step_pre_hook(keep)
 
+        def tell(event: str, fields: dict[str, Any], kind: str = kind) -> None:
+            # At the end of an epoch; others are told by the clock.
+            if event == "step" and fields["step"] % 3 == 0:
+                losses[f"{kind}/{fields['step']}"] = fields["loss"]
+
         def loss(micro: Micro, kind: str = kind, model: nn.Module = model) -> Any:
             each = nn.functional.cross_entropy(model(micro.rows), micro.labels, reduction="none")
             return each.mean() if kind != "sum" else ((each * micro.weights).sum(), micro.weights.sum())
@@ -104,11 +109,55 @@ def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
             wishes={"micro_batch": 2, "precision": "fp32"},
             epochs=2,
             clip=0.5,
-            show=lambda event, fields: losses.append(fields["loss"]) if event == "step" else None,
+            show=tell,
             device=DEVICE,
         )
         assert len(steps) == 6
     return found, losses
+
+
+def left_out(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
+    """Gradients where samples of one kind reach parameters that no other reaches, and some steps have none of them."""
+    found: dict[str, Tensor] = {}
+    torch.manual_seed(3)
+    rows, labels, kinds = torch.randn(48, 6), torch.randint(0, 3, (48,)), torch.zeros(48, dtype=torch.int64)
+    # Of the batches of 8: the first sample, the last one, all, two in the middle, none, one. Two processes make the
+    # fifth step again, and look for what is left out from then on.
+    kinds[[0, 15, *range(16, 24), 27, 28, 41]] = 1
+    model = Small()
+    model.unused, model.rare = nn.Identity(), nn.Linear(6, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    steps: list[int] = []
+
+    def keep(*_: Any) -> None:
+        steps.append(1)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found[f"{len(steps)}/{name}"] = parameter.grad.detach().clone()
+
+    optimizer.register_step_pre_hook(keep)
+
+    def loss(micro: Micro) -> Tensor:
+        logits, is_rare = model(micro.rows), micro.kinds == 1
+        if is_rare.any():
+            logits = logits.index_add(0, is_rare.nonzero()[:, 0], model.rare(micro.rows[is_rare]))
+        return nn.functional.cross_entropy(logits, micro.labels)
+
+    whet.train(
+        model,
+        {"rows": rows, "labels": labels, "kinds": kinds},
+        loss=loss,
+        optimizer=optimizer,
+        global_batch_size=8,
+        wishes={"micro_batch": 2, "precision": "fp32"},
+        epochs=2,
+        shuffle=False,
+        show=None,
+        measure=False,
+        device=DEVICE,
+    )
+    assert len(steps) == 12
+    return found | dict(model.named_parameters()), []
 
 
 def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Path, int], tuple[dict[str, Tensor], Any]]:
@@ -230,6 +279,8 @@ def draws(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
     """What each process draws in its steps."""
     torch.manual_seed(0)
     model, drawn = Small(), []
+    # Else the first step would be made twice, and draw twice.
+    model.unused = nn.Identity()
     rows, labels = torch.randn(8, 6), torch.randint(0, 3, (8,))
 
     def loss(micro: Micro) -> Tensor:
@@ -335,6 +386,7 @@ def endless(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
 text, chat, hexes = recipe_scene("text", _text), recipe_scene("chat", _chat), recipe_scene("hex", _hex)
 SCENES: dict[str, Any] = {
     "gradients": gradients,
+    "left out": left_out,
     "text": text,
     "chat": chat,
     "hex": hexes,
@@ -354,14 +406,17 @@ SCENES: dict[str, Any] = {
 
 def planted(fault: str) -> Any:
     if fault == "averaged":
-        real = replicated.summed
-
-        def averaged(group: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor]:
-            return real(group, bucket).then(lambda done: done.value() / here().world.size)
-
-        return mock.patch.object(replicated, "summed", averaged)
+        return mock.patch.object(replicated.Replicated, "seed", return_value=None)
     if fault == "own weights":
-        return mock.patch.object(replicated, "summed_totals", lambda group, loss, weight: (loss, weight))
+        real = replicated.Replicated.totals
+
+        def own(self: Any, loss: Tensor, weight: Any) -> Any:
+            real(self, loss, weight)
+            return loss, weight
+
+        return mock.patch.object(replicated.Replicated, "totals", own)
+    if fault == "zeros stay":
+        return mock.patch.object(replicated.Replicated, "totals", lambda _self, loss, weight: (loss, weight))
     if fault == "stand-ins count":
         from whet.data import share
 

@@ -1,7 +1,9 @@
 """Starting several processes that train together, and judging what they leave: real processes, gloo, forks of one."""
 
+import contextlib
 import itertools
 import json
+import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +33,13 @@ class Ranks:
         return [line[len(start) :] for line in lines if f"{line} ".startswith(start)]
 
     def wait(self, *, seconds: float = 60) -> list[int]:
-        return [life.wait(seconds=seconds).code for life in self.lives]
+        try:
+            return [life.wait(seconds=seconds).code for life in self.lives]
+        except AssertionError:
+            for life in self.lives:
+                with contextlib.suppress(ProcessLookupError):
+                    life.send(signal.SIGKILL)
+            raise
 
     def finish(self, *codes: int) -> "Ranks":
         for life in self.lives:

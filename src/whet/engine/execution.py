@@ -30,6 +30,7 @@ from whet.step.recompute import recompute_blocks
 from whet.step.step import NonFiniteError, Outcome, WrongReplayError
 from whet.verify.start.masks import explicit_masks
 from whet.verify.subject import Outputs
+from whet.world.joining import StepAgainError
 
 _MOST_SHAPES = 1000
 """Counted up to here: packed batches have a new one each time."""
@@ -104,6 +105,9 @@ class Execution:
                 if not is_undone:
                     raise CannotUndoError(f"step {number:,}: {error}") from None
                 raise
+            except StepAgainError as error:
+                self._undo_in_all(error, number=number)
+                continue
             except WrongReplayError as error:
                 self._tell_refusal(number)
                 raise CannotUndoError(f"step {number:,}: {error}") from None
@@ -123,6 +127,13 @@ class Execution:
         self._tell_refusal(number)
         self._learn()
         return outcome
+
+    def _undo_in_all(self, error: StepAgainError, *, number: int) -> None:
+        """Every process has this error, before its update; what one cannot undo, none does."""
+        is_undone = self._guard.put_back()
+        self._parts.stepper.forget()
+        if any(self._parts.group.most([float(not is_undone)])):
+            raise CannotUndoError(f"step {number:,}: {error}")
 
     def _tell_refusal(self, number: int) -> None:
         """Steps that were to be captured and are not: one line, and the plan says why."""

@@ -117,7 +117,8 @@ class Stepper:
                     part, weight = (total / num_samples, weight) if micro.counts else (total * 0.0, weight * 0.0)
                     weight_sum = weight if weight_sum is None else weight_sum + weight
                 forwarded = mark()
-                self.scaler.scale(part).backward()
+                scaled = self.scaler.scale(part)
+                scaled.backward(self.joining.seed(scaled))
             loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
             done = mark()
             marks += [

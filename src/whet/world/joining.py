@@ -10,6 +10,10 @@ from torch import Tensor
 _NOTHING = contextlib.nullcontext()
 
 
+class StepAgainError(Exception):
+    """All processes must make this step once more; none has changed a weight."""
+
+
 class Joining:
     """What a step asks; the base is for one process and does nothing."""
 
@@ -24,6 +28,10 @@ class Joining:
     def call(self, loss: Callable[[Any], Any], micro: Any) -> Any:
         """What the loss function gives for a micro-batch."""
         return loss(micro)
+
+    def seed(self, loss: Tensor) -> Tensor | None:  # noqa: ARG002
+        """What the backward pass begins with: how often a loss counts; None for once."""
+        return None
 
     def totals(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
         """Loss and weight of all processes together."""
