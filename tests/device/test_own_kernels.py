@@ -12,14 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from whet.device.open import _WHY_NOT
+from whet.device.own import norm as own_norm
 from whet.device.own.attention import turned_attention
 from whet.device.own.gate import gate
-from whet.device.own.wanted import own_attention
+from whet.device.own.norm import bent_norm, normed
+from whet.device.own.wanted import own_attention, own_norms
+from whet.recipes.hex.arch import Arch
+from whet.recipes.hex.net import HexNet
 from whet.recipes.recursive.layers import Look, PostNormBlock, Rotation, rotate, rotation
 
 WHY_NOT = _WHY_NOT["cuda"]()
 on_gpu = pytest.mark.skipif(WHY_NOT is not None, reason=f"no cuda: {WHY_NOT}")
 SHAPES = [(97, 8, 64), (17, 3, 32), (128, 2, 128), (1, 1, 64)]
+NORMS = [((2, 128, 13, 13), 8), ((2, 128, 13, 13), 32), ((3, 32, 5, 5), 8), ((1, 8, 19, 19), 1), ((2, 24, 8, 8), 3)]
 
 
 def by_torch(mixture: Tensor, turns: Rotation, num_heads: int) -> Tensor:
@@ -63,6 +68,105 @@ def check(device: str, dtype: torch.dtype, *, rows: int, bound: float, shapes=SH
     assert max(errors(gate, by_formula, torch.randn(rows, 5, 2 * 700, device=device).to(dtype))) <= bound
 
 
+def check_norms(device: str, dtype: torch.dtype, *, bound: float, shapes=NORMS) -> None:
+    """Results and the gradients of inputs, weight and bias, silu and relu, beside float64's."""
+    torch.manual_seed(0)
+    for shape, groups in shapes:
+        for is_silu in (True, False):
+            x = (3 * torch.randn(shape, device=device) + 2).to(dtype).contiguous(memory_format=torch.channels_last)
+            weight, bias = torch.randn(2, shape[1], device=device) + 1
+            near = [t.clone().requires_grad_() for t in (x, weight, bias)]
+            wide = [t.double().requires_grad_() for t in (x, weight, bias)]
+            found, _ = bent_norm(*near, groups, 1e-5, is_silu)
+            expected = own_norm.by_torch(*wide, groups, 1e-5, is_silu)
+            slopes = torch.randn_like(found)
+            found.backward(slopes)
+            expected.backward(slopes.double())
+            assert found.dtype == dtype
+            assert found.stride() == near[0].grad.stride() == x.stride()
+            pairs = [(found, expected), *((one.grad, other.grad) for one, other in zip(near, wide, strict=True))]
+            off = [float((one - other).detach().abs().max() / other.detach().abs().max()) for one, other in pairs]
+            assert max(off) <= bound, (shape, groups, is_silu, off)
+
+
+def check_as_operator(device: str, dtype: torch.dtype) -> None:
+    """What torch's compiler is told of them (shapes, strides, gradients) is what they do."""
+    x = torch.randn(2, 16, 5, 5, device=device).to(dtype).contiguous(memory_format=torch.channels_last)
+    weight, bias = torch.randn(2, 16, device=device)
+    tensors = [t.requires_grad_() for t in (x, weight, bias)]
+    torch.library.opcheck(bent_norm, (*tensors, 4, 1e-5, True))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_group_norms_with_activations_are_torchs(dtype: torch.dtype) -> None:
+    check_norms("cuda", dtype, bound=2e-2)
+    check_as_operator("cuda", dtype)
+
+
+@on_gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns of torch's own
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("block", ["plain", "bottleneck"])
+def test_a_hex_net_computes_the_same_with_them(block: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net = HexNet(Arch(depth=2, width=64, block=block)).cuda().to(memory_format=torch.channels_last)
+    boards = torch.randint(0, 3, (16, 9, 9), device="cuda")
+    calls: list[bool] = []
+
+    def told(*args):
+        calls.append(True)
+        return bent_norm(*args)
+
+    if not is_compiled:
+        monkeypatch.setattr(own_norm, "bent_norm", told)
+
+    def run() -> list[Tensor]:
+        net.zero_grad()
+        call = torch.compile(net) if is_compiled else net
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            found = call(boards)
+        sum(part.float().clamp(min=-100).square().sum() for part in found).backward()
+        return [*(part.float() for part in found), *(p.grad for p in net.parameters())]
+
+    plain = run()
+    with own_norms():
+        own = run()
+    assert len(calls) == (0 if is_compiled else 1 + 2 * (3 if block == "bottleneck" else 2)), "and no other run"
+    for one, other in zip(plain, own, strict=True):
+        assert torch.linalg.norm(one - other) <= 3e-2 * torch.linalg.norm(one)
+
+
+def test_a_norm_that_they_are_not_for_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: every tensor counts as one on CUDA in half precision, and the kernel only says that it was called."""
+    monkeypatch.setattr(own_norm, "can_take", lambda _: True)
+    monkeypatch.setattr(own_norm, "bent_norm", lambda *given: ("own", given))
+    x = torch.randn(2, 16, 5, 5).to(memory_format=torch.channels_last)
+    fits, silu = torch.nn.GroupNorm(4, 16), torch.nn.SiLU()
+    assert isinstance(normed(fits, silu, x), Tensor), "not wanted"
+    with own_norms():
+        assert normed(fits, silu, x) == "own"
+        assert normed(fits, torch.nn.ReLU(), x) == "own"
+        others = {
+            "contiguous": (fits, silu, x.contiguous()),
+            "gelu": (fits, torch.nn.GELU(), x),
+            "batch norm": (torch.nn.BatchNorm2d(16), silu, x),
+            "no weights": (torch.nn.GroupNorm(4, 16, affine=False), silu, x),
+            "six channels": (torch.nn.GroupNorm(4, 24), silu, torch.randn(2, 24, 7, 7)),
+            "large": (torch.nn.GroupNorm(1, 16), silu, torch.randn(1, 16, 40, 40)),
+            "empty": (fits, silu, x[:0]),
+        }
+        for name, (norm, activation, given) in others.items():
+            given = given if name == "contiguous" else given.to(memory_format=torch.channels_last)
+            assert torch.equal(normed(norm, activation, given), activation(norm(given))), name
+        seen: list[bool] = []
+        watched = torch.nn.GroupNorm(4, 16)
+        watched.register_forward_hook(lambda *_: seen.append(True))
+        normed(watched, silu, x)
+        assert seen, "a hook is called"
+    assert isinstance(normed(fits, silu, x), Tensor), "no longer wanted"
+
+
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_results_and_gradients_are_torchs(dtype: torch.dtype) -> None:
@@ -96,6 +200,7 @@ def test_a_block_computes_the_same_with_them(is_compiled: bool) -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_interpreted_on_the_cpu_they_compute_the_same() -> None:
     call = "a._MANY = 1; t.check('cpu', torch.float32, rows=2, bound=1e-5, shapes=[(17, 3, 32)])"
+    call += "; t.check_norms('cpu', torch.float32, bound=1e-5); t.check_as_operator('cpu', torch.float32)"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, "-c", f"import test_own_kernels as t, torch, whet.device.own.attention as a; {call}"]
     done = subprocess.run(words, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)

@@ -19,6 +19,8 @@ from whet.plan.prediction import predict_bytes
 from whet.plan.rules import ALL
 from whet.plan.setting import Measured, Scalar
 from whet.plan.workload import Workload
+from whet.recipes.hex.config import HexConfig
+from whet.recipes.hex.config import describe as describe_hex
 from whet.recipes.text.config import TextConfig, describe
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "plans"
@@ -102,6 +104,26 @@ def test_half_precision_on_cuda_packs_to_few_totals_and_captures() -> None:
     older = machine.torch.model_copy(update={"version": "2.9.1"})
     assert ways(machine=machine.model_copy(update={"torch": older})) == ("off", "sorted")
     assert ways(device="cpu") == ("off", "packed")
+
+
+def test_group_norms_of_our_own_bring_channels_last_along() -> None:
+    machine = load_machine("h200")
+
+    def ways(machine: Machine = machine, config: HexConfig | None = None, **wishes: Scalar) -> tuple[Scalar, Scalar]:
+        workload = describe_hex(config or HexConfig(size=13))
+        plan = make_plan(machine, workload, wishes={"precision": "bf16", **wishes})
+        return plan.value("layout"), plan.value("norms")
+
+    assert ways() == ways(precision="fp16") == ("channels_last", "own")
+    assert ways(layout="contiguous") == ("contiguous", "torch")
+    assert ways(norms="torch") == ("channels_last", "torch")
+    older = tuple(gpu.model_copy(update={"capability": "8.0"}) for gpu in machine.accelerators)
+    neither = ("contiguous", "torch")
+    assert ways(precision="tf32") == ways(device="cpu") == neither
+    assert ways(machine.model_copy(update={"accelerators": older})) == neither
+    for arch in ({"norm": "batch"}, {"activation": "gelu"}, {"width": 48}):
+        assert ways(config=HexConfig(size=13, arch=arch)) == neither, arch
+    assert ways(machine.model_copy(update={"accelerators": older}), norms="own")[1] == "own", "asked for"
 
 
 def test_your_word_goes_before_a_measurement_and_that_before_a_rule() -> None:

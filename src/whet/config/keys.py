@@ -37,6 +37,7 @@ class CommonConfig(BaseModel):
         "activation_checkpointing",
         "layout",
         "attention",
+        "norms",
         "deterministic",
         "sharding",
         "bucket_mb",
@@ -109,6 +110,7 @@ class CommonConfig(BaseModel):
     attention: Literal["torch", "cudnn", "flash", "efficient", "math", "own"] | Auto = Field(
         "auto", description="which kernel torch's attention takes first"
     )
+    norms: Literal["torch", "own"] | Auto = Field("auto", description="whose kernels compute group norms (own: CUDA)")
     deterministic: Switch | Auto = Field("auto", description="only kernels that give the same bits each time")
     sharding: Literal["off", "full"] | Auto = Field(
         "auto", description="several processes each keep the whole model, or a part of every weight"

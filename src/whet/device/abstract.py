@@ -16,7 +16,7 @@ from whet.base.errors import UsageError
 from whet.device.attention import preferring
 from whet.device.graphs import AbstractGraphs
 from whet.device.oom import is_out_of_memory
-from whet.device.own.wanted import own_attention
+from whet.device.own.wanted import own_attention, own_norms
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -145,6 +145,19 @@ class AbstractDevice(ABC):
                 got=f"attention={kernel}",
                 try_="attention=" + " or ".join(("torch", *self.attention_kernels)),
             )
+
+    has_own_norms = False
+    """Whether whet's own group norms can be told to be taken here."""
+
+    def norms(self, kernels: str) -> AbstractContextManager[object]:
+        """While entered with "own", models that have a place for whet's own group norms use them."""
+        self.refuse_norms(kernels)
+        return own_norms() if kernels == "own" else contextlib.nullcontext()
+
+    def refuse_norms(self, kernels: str) -> None:
+        """Refuses kernels of group norms that this device does not have."""
+        if kernels == "own" and not self.has_own_norms:
+            raise UsageError(f"{self.kind} has no group norms of whet's own", got="norms=own", try_="norms=torch")
 
     def guard(self, *, has_fallback: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
         """What holds while a run trains here, e.g. a look-out for failures that raise nothing."""

@@ -15,6 +15,7 @@ from whet.device.cuda_graphs import CudaGraphs
 class Cuda(AbstractDevice):
     kind = "cuda"
     attention_kernels = ("cudnn", "flash", "efficient", "math", "own")
+    has_own_norms = True
 
     def __init__(self, index: int = 0, *, overlaps_copies: bool = False) -> None:
         self._place = torch.device("cuda", index)

@@ -93,6 +93,8 @@ def build(
     device.refuse_layout(str(plan.value("layout")))
     if "attention" in plan.settings:
         device.refuse_attention(str(plan.value("attention")))
+    if "norms" in plan.settings:
+        device.refuse_norms(str(plan.value("norms")))
     layout.use(str(plan.value("layout")), own)
     joining = _join(model, group, plan, device)
     graphs, why_no_graphs = _open_graphs(plan, device, group)

@@ -25,6 +25,7 @@ _SETTINGS = (
     "graph",
     "layout",
     "attention",
+    "norms",
     "causal_mask",
 )
 """Settings of the plan that change how sums are rounded, or what a sum is taken over."""

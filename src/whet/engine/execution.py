@@ -23,6 +23,7 @@ from whet.engine.while_training import Compiled
 from whet.engine.workload import calls_attention, measure_activation_bytes
 from whet.plan.lowering import with_smaller_eval_batch
 from whet.plan.own_attention import SHORT_TURNED
+from whet.plan.own_norms import BENT_GROUP_NORMS
 from whet.plan.plan import Plan, make_plan, with_learnt
 from whet.plan.setting import Measured
 from whet.step.loss import LossFunction
@@ -71,6 +72,8 @@ class Execution:
             self._closing.enter_context(explicit_masks())
         if "attention" in self.plan.settings:
             self._closing.enter_context(parts.device.attention(str(self.plan.value("attention"))))
+        if "norms" in self.plan.settings:
+            self._closing.enter_context(parts.device.norms(str(self.plan.value("norms"))))
         self._checks = StartChecks(
             parts=parts, recorder=recorder, outputs=outputs, closing=self._closing, note_inexact=note_inexact
         )
@@ -190,6 +193,8 @@ class Execution:
             self._try_to_plan_micro_batch(loss, batch)
         if self.plan.wishes.get("attention", "torch") != "torch":
             self._refuse_no_attention(loss, batch)
+        if self.plan.wishes.get("norms") == "own":
+            self._refuse_no_norms()
         plan = self._checks.run(loss, batch, self.plan, how=self._how, step=number - 1, moved_from=self.moved_from)
         if plan is not self.plan:
             self._use(plan)
@@ -216,6 +221,19 @@ class Execution:
                 "the model does not call torch's scaled_dot_product_attention",
                 got=f"attention={self.plan.value('attention')}",
                 try_="attention=torch",
+            )
+
+    def _refuse_no_norms(self) -> None:
+        layout, precision = self.plan.value("layout"), self.plan.value("precision")
+        if BENT_GROUP_NORMS not in self.plan.workload.layers:
+            raise UsageError(
+                "the model has no group norms that whet's own kernels are for", got="norms=own", try_="norms=torch"
+            )
+        if layout != "channels_last" or precision not in ("bf16", "fp16"):
+            raise UsageError(
+                "whet's own group norms are for channels_last in half precision",
+                got=f"norms=own layout={layout} precision={precision}",
+                try_="layout=channels_last precision=bf16, or norms=torch",
             )
 
     def _try_to_plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:

@@ -138,7 +138,7 @@ class StepRig:
             plan, device = parts.plan, parts.device
             self.move_to(device)
             micro = self.few_samples(parts, at_most=8).moved(device.put)
-            with device.attention(str(plan.value("attention"))):
+            with device.attention(str(plan.value("attention"))), device.norms(str(plan.value("norms"))):
                 found = precision_agreement(self.model, self.loss, micro, device, str(plan.value("precision")))
         return Agreement(
             loss_error=found.loss_error, gradient_error=found.gradient_error, bound=found.bound, agrees=found.agrees
@@ -328,6 +328,7 @@ class PreparedSteps:
         device.use_precision(str(plan.value("precision")))
         with ExitStack() as stack:
             stack.enter_context(device.attention(str(plan.value("attention"))))
+            stack.enter_context(device.norms(str(plan.value("norms"))))
             if plan.value("activation_checkpointing") == "on":
                 stack.enter_context(recompute_blocks(self._rig.model))
             if self._compiled is not None:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from whet.measure.rig import Settings
 from whet.plan.hazards import ROW_LIMIT, has_row_limit
+from whet.plan.own_norms import can_own_norms
 from whet.plan.plan import Plan, make_plan
 from whet.plan.prediction import predict_bytes
 from whet.plan.rules import ALL
@@ -70,8 +71,10 @@ def merged(settings: Settings, candidate: Candidate) -> Settings:
         kept.pop("micro_batch", None)
     if candidate.setting == "lengths":
         kept.pop("attention", None)
+    if candidate.setting in ("precision", "layout"):
+        kept.pop("norms", None)
     if candidate.setting == "device":
-        for name in ("threads", "lengths", "precision", "graph", "compile", "layout", "attention"):
+        for name in ("threads", "lengths", "precision", "graph", "compile", "layout", "attention", "norms"):
             kept.pop(name, None)
     return MappingProxyType({**kept, **candidate.changes})
 
@@ -207,6 +210,14 @@ def _layouts(plan: Plan) -> Iterator[Candidate]:
     return _only("layout", *(("channels_last", "contiguous") if is_tried else ()))
 
 
+def _norms(plan: Plan) -> Iterator[Candidate]:
+    kind, precision = device_kind(plan), plan.value("precision")
+    is_tried = plan.value("layout") == "channels_last" and can_own_norms(
+        plan.machine, plan.workload, device=kind, precision=precision
+    )
+    return _only("norms", *(("own", "torch") if is_tried else ()))
+
+
 def has_attention_choice(plan: Plan) -> bool:
     """Whether some device here has attention kernels worth comparing."""
     return any(kind in ATTENTION for kind in ("cpu", *(a.kind for a in plan.machine.accelerators)))
@@ -246,6 +257,7 @@ _ABOUT: Mapping[str, Callable[[Plan], Iterator[Candidate]]] = {
     "precision with micro_batch": _precisions_with_micro_batches,
     "layout": _layouts,
     "attention": _attention_kernels,
+    "norms": _norms,
     "graph": _graphs,
     "compile": _compiles,
 }

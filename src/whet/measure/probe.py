@@ -75,8 +75,8 @@ class Bench:
         )
 
     def agreement(self, contender: Contender, *, seconds: float) -> Agreement:
-        """Asked once for each precision on each device, and for each attention kernel."""
-        key = tuple(contender.plan.value(name) for name in ("device", "precision", "attention"))
+        """Asked once for each precision on each device, for each attention kernel, and for whose norms."""
+        key = tuple(contender.plan.value(name) for name in ("device", "precision", "attention", "norms"))
         if key not in self.agreements:
             self.agreements[key] = self.rig.agreement(contender.settings, seconds=seconds)
         return self.agreements[key]
@@ -188,7 +188,7 @@ def _weigh(
     cost = break_even(rival, best, duel)
     if not cost.pays:
         return "not worth it", break_even_words(candidate.setting, cost), duel
-    if {"precision", "attention"} & {*candidate.changes} and rival.plan.value("precision") not in _EXACT:
+    if {"precision", "attention", "norms"} & {*candidate.changes} and rival.plan.value("precision") not in _EXACT:
         try:
             agreement = bench.agreement(rival, seconds=max(0.0, until - clock()))
         except ProbeFailedError as error:

@@ -9,23 +9,37 @@ from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None
 
-_SWITCHES = {"attention": False}
+_SWITCHES = {"attention": False, "norms": False}
 
 
 @contextlib.contextmanager
-def own_attention() -> Iterator[None]:
-    """While entered, models that have a place for it use attention of our own (attention=own)."""
-    before = _SWITCHES["attention"]
-    _SWITCHES["attention"] = True
+def _on(what: str) -> Iterator[None]:
+    before = _SWITCHES[what]
+    _SWITCHES[what] = True
     try:
         yield
     finally:
-        _SWITCHES["attention"] = before
+        _SWITCHES[what] = before
+
+
+def own_attention() -> contextlib.AbstractContextManager[None]:
+    """While entered, models that have a place for it use attention of our own (attention=own)."""
+    return _on("attention")
+
+
+def own_norms() -> contextlib.AbstractContextManager[None]:
+    """While entered, models that have a place for them use group norms of our own (norms=own)."""
+    return _on("norms")
 
 
 def is_attention_wanted() -> bool:
     """Whether attention=own is in force."""
     return _SWITCHES["attention"]
+
+
+def are_norms_wanted() -> bool:
+    """Whether norms=own is in force."""
+    return _SWITCHES["norms"]
 
 
 def can_take(x: Tensor) -> bool:

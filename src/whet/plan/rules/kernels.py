@@ -1,5 +1,6 @@
 """Which implementation of the same arithmetic is used."""
 
+from whet.plan.own_norms import can_own_norms
 from whet.plan.rule import Decision, Facts, one_of, rule, whole
 from whet.plan.unpadded import has_unpadded_attention
 
@@ -91,13 +92,22 @@ def choose_layout(facts: Facts) -> Decision:
 
     Why: channels_last helps convolutions on CUDA and on some CPUs, and has a long list of crashes and wrong results on
     MPS up to torch 2.13. So it is off unless a measurement says that it is faster here, and on MPS it is refused.
+    torch's group norm copies to contiguous and back: a Hex net in bf16 on an H200 took 47.5 ms a step contiguous and
+    63.6 ms in channels_last. Group norms of whet's own (rule K8) do not, so where they can be used, channels_last is.
     Contiguous weights also avoid a wrong conv2d on macOS 15 and later, so on MPS parameters are made contiguous before
     the first step. The objects stay yours, checkpoints are the same, and afterwards weights lie as they did.
-    When wrong: convolutional nets in half precision on CUDA that are not measured.
+    When wrong: other convolutional nets in half precision on CUDA that are not measured; with norms=torch say
+    layout=contiguous too, unless the model is compiled.
     Override: layout=channels_last; or set the layout of your model yourself: with contiguous whet leaves it as it is,
     but for parameters on MPS.
-    Sources: pytorch/pytorch#188371, #192212, #180992.
+    Sources: pytorch/pytorch#188371, #192212, #180992; own measurement (H200, torch 2.11; docs/lab.md).
     """
+    precision = facts.value("precision")
+    if can_own_norms(facts.machine, facts.workload, device=facts.device, precision=precision):
+        reason = "convolutions are faster so in half precision, and group norms of whet's own copy nothing"
+        return Decision(
+            value="channels_last", reason=reason, evidence={"device": facts.device, "precision": str(precision)}
+        )
     if facts.device == "mps":
         reason = "channels_last gives crashes and wrong results on MPS up to torch 2.13"
     else:

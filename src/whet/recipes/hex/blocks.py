@@ -6,6 +6,7 @@ Shapes: B boards of N x N cells, W channels: every block takes and gives (B, W, 
 from torch import Tensor, nn
 from torch.nn import functional
 
+from whet.device.own.norm import normed
 from whet.recipes.hex.arch import Arch, num_groups
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "mish": nn.Mish}
@@ -26,13 +27,23 @@ def make_activation(arch: Arch) -> nn.Module:
     return _ACTIVATIONS[arch.activation]()
 
 
+class Bent(nn.Sequential):
+    """Norm, activation and convolution in turns; the first two in one kernel where there is one (norms=own)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = list(self)
+        for norm, activation, convolution in zip(layers[::3], layers[1::3], layers[2::3], strict=True):
+            x = convolution(normed(norm, activation, x))
+        return x
+
+
 class Plain(nn.Module):
     """Two 3x3 convolutions, added to what came in."""
 
     def __init__(self, arch: Arch) -> None:
         super().__init__()
         width = arch.width
-        self.layers = nn.Sequential(*bent(arch, width, width, kernel=3), *bent(arch, width, width, kernel=3))
+        self.layers = Bent(*bent(arch, width, width, kernel=3), *bent(arch, width, width, kernel=3))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.layers(x)
@@ -44,7 +55,7 @@ class Bottleneck(nn.Module):
     def __init__(self, arch: Arch) -> None:
         super().__init__()
         width, inner = arch.width, arch.inner_width
-        self.layers = nn.Sequential(
+        self.layers = Bent(
             *bent(arch, width, inner, kernel=1),
             *bent(arch, inner, inner, kernel=3),
             *bent(arch, inner, width, kernel=1),

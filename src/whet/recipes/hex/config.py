@@ -17,8 +17,9 @@ from pydantic import (
 
 from whet.base.errors import UsageError
 from whet.config.keys import Auto, CommonConfig
+from whet.plan.own_norms import BENT_GROUP_NORMS, has_own_norms
 from whet.plan.workload import Workload
-from whet.recipes.hex.arch import Arch, activation_bytes, count_parameters
+from whet.recipes.hex.arch import Arch, activation_bytes, count_parameters, num_groups
 
 DEFAULT_SIZE = 5
 _BYTES_BESIDE_CELLS = 8 + 4
@@ -126,7 +127,7 @@ def describe(config: HexConfig, *, size: int | None = None, num_samples: int | N
         activation_bytes=activation_bytes(config.arch, size=size),
         has_dropout=config.dropout > 0,
         has_batchnorm=config.arch.norm == "batch",
-        layers=_layers(config.arch),
+        layers=_layers(config.arch, num_cells=size * size),
     )
 
 
@@ -137,6 +138,11 @@ def _num_steps(config: HexConfig, num_samples: int | None) -> int | None:
     return min(steps, config.max_steps) if config.max_steps else steps
 
 
-def _layers(arch: Arch) -> tuple[str, ...]:
-    more = {"attention": arch.num_attention_blocks > 0, "gelu": arch.activation == "gelu"}
+def _layers(arch: Arch, *, num_cells: int) -> tuple[str, ...]:
+    is_plain = arch.norm == "group" and arch.activation in ("silu", "relu")
+    more = {
+        "attention": arch.num_attention_blocks > 0,
+        "gelu": arch.activation == "gelu",
+        BENT_GROUP_NORMS: is_plain and has_own_norms(num_cells, arch.width, num_groups(arch.width)),
+    }
     return tuple(sorted({"conv", "conv2d", "linear", *(name for name, is_there in more.items() if is_there)}))

@@ -1,0 +1,57 @@
+"""Which group norms have kernels of whet's own? Those before an activation, with sizes that fit a program."""
+
+from whet.machine.facts import Machine
+from whet.plan.setting import Scalar
+from whet.plan.workload import Workload
+
+BENT_GROUP_NORMS = "group norms before activations"
+"""What a workload's layers say about them."""
+_MOST_CHANNELS = 32
+"""Of a program, unless one group has more: 64 bytes in half precision, two of the pieces that memory gives."""
+_MOST_NUMBERS = 16_384
+"""What the registers of a program hold without spilling."""
+
+_WRITTEN_FOR = "9"
+"""The compute capability for which the kernels were written."""
+
+
+def can_own_norms(machine: Machine, workload: Workload, *, device: str, precision: Scalar) -> bool:
+    """Whether a workload's group norms have kernels here, if they lie in channels_last."""
+    accelerator = machine.accelerator(device)
+    capability = (accelerator.capability if accelerator else None) or ""
+    is_known = device == "cuda" and capability.partition(".")[0] == _WRITTEN_FOR
+    return is_known and precision in ("bf16", "fp16") and BENT_GROUP_NORMS in workload.layers
+
+
+def has_own_norms(num_cells: int, width: int, num_groups: int) -> bool:
+    """Whether the numbers of a group fit a program, whose tiles have powers of two as sides.
+
+    >>> has_own_norms(13 * 13, 128, 8), has_own_norms(7 * 7, 24, 4), has_own_norms(64 * 64, 512, 8)
+    (True, False, False)
+    """
+    size = width // num_groups
+    return size & (size - 1) == 0 and sum(cell_tiles(num_cells)) * size <= _MOST_NUMBERS
+
+
+def groups_together(num_cells: int, num_groups: int, size: int) -> int:
+    """How many groups of so many channels a program takes: a power of two that divides them.
+
+    >>> [groups_together(169, *groups) for groups in ((8, 16), (3, 16), (8, 128))], groups_together(676, 8, 16)
+    ([4, 1, 1], 1)
+    """
+    most = min(_MOST_CHANNELS, _MOST_NUMBERS // sum(cell_tiles(num_cells)))
+    together = 1
+    while num_groups % (2 * together) == 0 and 2 * together * size <= most:
+        together *= 2
+    return together
+
+
+def cell_tiles(num_cells: int) -> tuple[int, int]:
+    """The sides of two tiles that hold all cells: the first is full, the second may be empty.
+
+    >>> cell_tiles(169), cell_tiles(64), cell_tiles(1)
+    ((128, 64), (64, 0), (1, 0))
+    """
+    first = 1 << (num_cells.bit_length() - 1)
+    rest = num_cells - first
+    return first, 1 << (rest - 1).bit_length() if rest else 0
