@@ -16,14 +16,13 @@ from whet.data.order import mix
 from whet.engine.building import Parts
 from whet.engine.evaluating import Evaluate, Evaluator
 from whet.engine.guard import Guard
+from whet.engine.own_kernels import refuse_idle_attention, refuse_idle_norms
 from whet.engine.recorder import Recorder
 from whet.engine.recovery import let_go, need_less
 from whet.engine.start_checks import StartChecks
 from whet.engine.while_training import Compiled
 from whet.engine.workload import calls_attention, measure_activation_bytes
 from whet.plan.lowering import with_smaller_eval_batch
-from whet.plan.own_attention import SHORT_TURNED
-from whet.plan.own_norms import BENT_GROUP_NORMS
 from whet.plan.plan import Plan, make_plan, with_learnt
 from whet.plan.setting import Measured
 from whet.step.loss import LossFunction
@@ -194,7 +193,7 @@ class Execution:
         if self.plan.wishes.get("attention", "torch") != "torch":
             self._refuse_no_attention(loss, batch)
         if self.plan.wishes.get("norms") == "own":
-            self._refuse_no_norms()
+            refuse_idle_norms(self.plan)
         plan = self._checks.run(loss, batch, self.plan, how=self._how, step=number - 1, moved_from=self.moved_from)
         if plan is not self.plan:
             self._use(plan)
@@ -208,12 +207,7 @@ class Execution:
     def _refuse_no_attention(self, loss: LossFunction, batch: GlobalBatch) -> None:
         parts = self._parts
         if self.plan.value("attention") == "own":
-            if SHORT_TURNED not in self.plan.workload.layers:
-                raise UsageError(
-                    "the model has no attention that whet's own kernels are for",
-                    got="attention=own",
-                    try_="attention=torch",
-                )
+            refuse_idle_attention(self.plan)
             return
         few = next(iter(parts.source.micros(batch, micro_batch=min(4, len(batch)), how=self._how)))
         if not calls_attention(parts.stepper.model, loss, few.moved(parts.device.put), device=parts.device):
@@ -221,19 +215,6 @@ class Execution:
                 "the model does not call torch's scaled_dot_product_attention",
                 got=f"attention={self.plan.value('attention')}",
                 try_="attention=torch",
-            )
-
-    def _refuse_no_norms(self) -> None:
-        layout, precision = self.plan.value("layout"), self.plan.value("precision")
-        if BENT_GROUP_NORMS not in self.plan.workload.layers:
-            raise UsageError(
-                "the model has no group norms that whet's own kernels are for", got="norms=own", try_="norms=torch"
-            )
-        if layout != "channels_last" or precision not in ("bf16", "fp16"):
-            raise UsageError(
-                "whet's own group norms are for channels_last in half precision",
-                got=f"norms=own layout={layout} precision={precision}",
-                try_="layout=channels_last precision=bf16, or norms=torch",
             )
 
     def _try_to_plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:

@@ -1,0 +1,29 @@
+"""Is there something that whet's own kernels, which were asked for, are for? They would be passed by in silence."""
+
+from whet.base.errors import UsageError
+from whet.plan.own_attention import SHORT_TURNED
+from whet.plan.own_norms import BENT_GROUP_NORMS
+from whet.plan.plan import Plan
+
+
+def refuse_idle_attention(plan: Plan) -> None:
+    """Refuses attention=own for a model without such attention."""
+    if SHORT_TURNED not in plan.workload.layers:
+        raise UsageError(
+            "the model has no attention that whet's own kernels are for", got="attention=own", try_="attention=torch"
+        )
+
+
+def refuse_idle_norms(plan: Plan) -> None:
+    """Refuses norms=own for a model without such norms, or where they lie otherwise."""
+    if BENT_GROUP_NORMS not in plan.workload.layers:
+        raise UsageError(
+            "the model has no group norms that whet's own kernels are for", got="norms=own", try_="norms=torch"
+        )
+    layout, precision = plan.value("layout"), plan.value("precision")
+    if layout != "channels_last" or precision not in ("bf16", "fp16"):
+        raise UsageError(
+            "whet's own group norms are for channels_last in half precision",
+            got=f"norms=own layout={layout} precision={precision}",
+            try_="layout=channels_last precision=bf16, or norms=torch",
+        )
