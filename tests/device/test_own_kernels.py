@@ -69,7 +69,7 @@ def check(device: str, dtype: torch.dtype, *, rows: int, bound: float, shapes=SH
 
 
 def check_norms(device: str, dtype: torch.dtype, *, bound: float, shapes=NORMS) -> None:
-    """Results and the gradients of inputs, weight and bias, silu and relu, beside float64's."""
+    """Results and gradients, silu and relu, beside float64's; eps is large enough to show."""
     torch.manual_seed(0)
     for shape, groups in shapes:
         for is_silu in (True, False):
@@ -77,8 +77,8 @@ def check_norms(device: str, dtype: torch.dtype, *, bound: float, shapes=NORMS) 
             weight, bias = torch.randn(2, shape[1], device=device) + 1
             near = [t.clone().requires_grad_() for t in (x, weight, bias)]
             wide = [t.double().requires_grad_() for t in (x, weight, bias)]
-            found, _ = bent_norm(*near, groups, 1e-5, is_silu)
-            expected = own_norm.by_torch(*wide, groups, 1e-5, is_silu)
+            found, _ = bent_norm(*near, groups, 0.1, is_silu)
+            expected = own_norm.by_torch(*wide, groups, 0.1, is_silu)
             slopes = torch.randn_like(found)
             found.backward(slopes)
             expected.backward(slopes.double())
