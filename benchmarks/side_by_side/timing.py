@@ -133,10 +133,10 @@ def _compile_first(ways: dict[str, Way]) -> None:
 
 
 def _ready(way: Way, *, most_warmup: int) -> Taken:
-    """Until a way has met every batch of the data, or as many as it may."""
+    """Until a way has met every batch of the data twice, or as many as it may."""
     made = way.made
     first = way.first or way.steps(1)
-    warmup = min(most_warmup, int(made["epoch"]))
+    warmup = min(most_warmup, 2 * int(made["epoch"]))
     warm = way.steps(warmup)
     return Taken(
         way=way.spec.way,
