@@ -4,11 +4,11 @@
 
 Ways are a bare loop, an expert's, Hugging Face's Trainer, Accelerate, Lightning, Fabric and whet, each in a process of
 its own; only one computes at a time. Those whose package is not installed are named. Every way first makes one step,
-then two passes over the data, so that it has met every shape; then all make blocks of the same steps in tossed order, as
-long as the slowest needs `--seconds` for. "First step after" counts from a made model and read data, with the device
-woken up (on a GPU those that compile do so at once); "set-up in all" is what these passes took more than later ones
-do. No way writes anything. Ratios are taken inside a round. Memory is a peak: what the device holds for the process,
-and what tensors used of it (on a CPU: the whole process). In the end the losses of the first steps without dropout are
+then two passes over the data, so that it has met every shape; then all make blocks of the same steps in tossed order,
+as long as the slowest needs `--seconds` for. "First step after" counts from a made model and read data, with the device
+woken up (on a GPU those that compile do so at once); "set-up in all" is what these passes took more than later ones do.
+No way writes anything. Ratios are taken inside a round. Memory is a peak: what the device holds for the process, and
+what tensors used of it (on a CPU: the whole process). In the end the losses of the first steps without dropout are
 compared. `--small` tries this file itself; its times mean nothing. `--write` writes the result into docs/bench/.
 """
 
