@@ -1,4 +1,4 @@
-"""whet train --nproc and torchrun as a user says them: real launchers, real signals, one run folder."""
+"""whet train --nproc, whet export and torchrun as a user says them: real launchers, real signals, one run folder."""
 
 import json
 import os
@@ -6,14 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from tiny_bert import write_rows, write_tiny_bert
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
-WORDS = ("arch.hidden_size=16", "arch.heads=2", "dropout=0", "global_batch_size=7", "epochs=3", "threads=1")
+WORDS = ("dropout=0", "global_batch_size=7", "epochs=3", "threads=1")
+SMALL = ("arch.hidden_size=16", "arch.heads=2")
 MODULE = ("-m", "whet")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "whet")
 
@@ -27,9 +31,11 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def start(folder: Path, how: tuple[str, ...], table: Path, *words: str) -> subprocess.Popen[str]:
+def start(
+    folder: Path, how: tuple[str, ...], table: Path, *words: str, keys: Sequence[str] = SMALL
+) -> subprocess.Popen[str]:
     env = {**os.environ, "WHET_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
-    said = ["train", "text", f"data={table}", *WORDS, "--device", "cpu", "--no-measure", *words]
+    said = ["train", "text", f"data={table}", *keys, *WORDS, "--device", "cpu", "--no-measure", *words]
     return subprocess.Popen(
         [sys.executable, *how, *said], cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -82,3 +88,33 @@ def test_a_signal_to_the_launcher_saves_and_torchrun_goes_on(
     one, two = losses(tmp_path / "alone"), losses(tmp_path / "two")
     assert len(one) == len(two) > 20
     assert two == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_model_in_parts_is_exported_to_one_file(tmp_path: Path, tell: Callable[[str], None]) -> None:
+    """The logits of an export of two processes that share each weight are those of one process's."""
+    transformers = pytest.importorskip("transformers")
+    model = write_tiny_bert(tmp_path / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", num_rows=90)
+    keys = (f"model={model}", "lr=1e-3", "attention_dropout=0", "precision=fp32", "max_steps=20")
+    logits = {}
+    for name, more in (("one", ("--max-restarts", "0")), ("two", ("sharding=full", "--nproc", "2"))):
+        process = start(tmp_path, MODULE, rows, *more, "--run", name, keys=keys)
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        export = ("export", name, "--to", "transformers", "--checkpoint", "last", "--out", f"{name}-out")
+        done = subprocess.run([sys.executable, *MODULE, *export], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert [file.name for file in (tmp_path / f"{name}-out").glob("*.safetensors")] == ["model.safetensors"]
+        theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / f"{name}-out").eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / f"{name}-out")
+        batch = tokenizer(
+            ["the fox of fox red", "some flint of the flint four", "a"], padding=True, return_tensors="pt"
+        )
+        with torch.no_grad():
+            logits[name] = theirs(**batch).logits
+    shards = [*(tmp_path / "two" / "checkpoints").glob("*20/shard-*.safetensors")]
+    assert len(shards) == 2, "each process has written a part"
+    apart, size = float((logits["two"] - logits["one"]).abs().max()), float(logits["one"].abs().max())
+    tell(f"logits up to {size:.2f} differ by {apart:.1e} at most")
+    assert apart < 1e-4 < 0.05 < size
