@@ -12,6 +12,10 @@ import typer
 
 if TYPE_CHECKING:
     from whet.config.resolve import Resolved
+    from whet.engine.loop import Result
+    from whet.engine.progress_line import ProgressLine
+    from whet.engine.recorder import Show
+    from whet.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,17 +170,13 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
     from whet.base.errors import UsageError
     from whet.cli import ending, screen, several
     from whet.config.resolve import resolve
-    from whet.engine.supervise import tell_parent
-    from whet.plan.plan import read_plan
-    from whet.plan.words import plan_lines
     from whet.recipes.recipe import BUILT_IN, load_recipe
     from whet.run.durable import check_writable
-    from whet.run.folder import RUN_FILE, next_run_path, open_run, refuse_occupied
+    from whet.run.folder import RUN_FILE, next_run_path, refuse_occupied
 
     recipe = load_recipe(what)
     resolved = resolve(recipe.Config, words, file=how.config, can_measure=True)
     recipe.describe(resolved.config)
-    allowed = tuple(word.strip() for word in how.allow.split(",") if word.strip())
     path = several.agreed(run or next_run_path(Path("runs"), recipe=recipe.name))
     if not path.exists():
         check_writable(path)
@@ -197,47 +197,7 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
     if several.agreed_answer(is_done):
         screen.note(f"{path} is done; epochs or max_steps may grow, --fresh starts anew")
     else:
-        from whet.device.environment import before_torch
-
-        before_torch(
-            mps_fallback=resolved.config.mps_fallback == "on", deterministic=resolved.config.deterministic == "on"
-        )
-        # torch is loaded from here on, unless a recipe of yours has done so.
-        from whet.engine.notifying import Notifying
-        from whet.engine.progress_line import ProgressLine
-        from whet.recipes.measuring import rig_of
-        from whet.recipes.train import train_recipe
-
-        line = ProgressLine(recipe.name, epochs=resolved.config.epochs)
-
-        def show(kind: str, fields: dict[str, Any]) -> None:
-            if kind in ("start", "resume", "step"):
-                tell_parent(path, step=fields["step"])
-            if screen.quiet or screen.rank:
-                return
-            if kind == "data":
-                line.say("\n".join(f"data      {note}" for note in fields["notes"]))
-            if kind in ("start", "resume") and "went_back" not in fields:
-                plan = read_plan(open_run(path).plan, where=f"{path}/plan.json")
-                line.say("\n".join((f"run       {path}", *plan_lines(plan, width=screen.width()), "")))
-            line(kind, fields)
-
-        measures = how.measures and not several.is_one_of_several()
-        if how.measures and not measures and not path.exists():
-            screen.note("not measured: the steps of several processes are planned by rules")
-        if measures and not path.exists():
-            tell_parent(None)
-        with several.first_alone(_set_aside(path)) if how.fresh else contextlib.nullcontext():
-            result = train_recipe(
-                recipe,
-                resolved,
-                run=path,
-                device=how.device,
-                command=command,
-                show=Notifying(recipe.name, show=show, say=line.say) if how.notifies else show,
-                allow=allowed,
-                open_rig=partial(rig_of, what, resolved, device=how.device) if measures else None,
-            )
+        result = _train_now(what, recipe, resolved, path, command, how)
         if result.state == "stopped":
             why = "" if result.exit_code else " (epochs_per_sitting)"
             ending.say_stopped(path, step=result.step, why=why, command=command)
@@ -246,6 +206,63 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
         can = {name: recipe.name in BUILT_IN and hasattr(recipe, name) for name in ("predict", "hold_contest", "speak")}
         ending.say_done(path, can_predict=can["predict"], can_play=can["hold_contest"], can_speak=can["speak"])
     return 0
+
+
+def _train_now(
+    what: str, recipe: "Recipe", resolved: "Resolved[Any]", path: Path, command: list[str], how: _How
+) -> "Result":
+    """Trains what is not done yet; torch is loaded here, unless a recipe of yours has done so."""
+    from whet.cli import screen, several
+    from whet.device.environment import before_torch
+    from whet.engine.supervise import tell_parent
+
+    before_torch(mps_fallback=resolved.config.mps_fallback == "on", deterministic=resolved.config.deterministic == "on")
+    from whet.engine.notifying import Notifying
+    from whet.engine.progress_line import ProgressLine
+    from whet.recipes.measuring import rig_of
+    from whet.recipes.train import train_recipe
+
+    line = ProgressLine(recipe.name, epochs=resolved.config.epochs)
+    show = _show_in(line, path)
+    measures = how.measures and not several.is_one_of_several()
+    if how.measures and not measures and not path.exists():
+        screen.note("not measured: the steps of several processes are planned by rules")
+    if measures and not path.exists():
+        tell_parent(None)
+    with several.first_alone(_set_aside(path)) if how.fresh else contextlib.nullcontext():
+        return train_recipe(
+            recipe,
+            resolved,
+            run=path,
+            device=how.device,
+            command=command,
+            show=Notifying(recipe.name, show=show, say=line.say) if how.notifies else show,
+            allow=tuple(word.strip() for word in how.allow.split(",") if word.strip()),
+            open_rig=partial(rig_of, what, resolved, device=how.device) if measures else None,
+        )
+
+
+def _show_in(line: "ProgressLine", path: Path) -> "Show":
+    """What happens in a run, for the screen and for the process that watches over this one."""
+    from whet.cli import screen
+    from whet.engine.supervise import tell_parent
+    from whet.plan.plan import read_plan
+    from whet.plan.words import plan_lines
+    from whet.run.folder import open_run
+
+    def show(kind: str, fields: dict[str, Any]) -> None:
+        if kind in ("start", "resume", "step"):
+            tell_parent(path, step=fields["step"])
+        if screen.quiet or screen.rank:
+            return
+        if kind == "data":
+            line.say("\n".join(f"data      {note}" for note in fields["notes"]))
+        if kind in ("start", "resume") and "went_back" not in fields:
+            plan = read_plan(open_run(path).plan, where=f"{path}/plan.json")
+            line.say("\n".join((f"run       {path}", *plan_lines(plan, width=screen.width()), "")))
+        line(kind, fields)
+
+    return show
 
 
 def _with_a_batch(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from whet.engine.keeper import Keeper
 from whet.engine.pacing import Due
 from whet.world.group import Group
 
@@ -32,13 +33,32 @@ class Agreed:
 class Meeting:
     """Meets the other processes every few steps; alone, after every step and without a cost."""
 
-    def __init__(self, group: Group, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, group: Group, keeper: Keeper | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._group = group
+        self._keeper = keeper
         self._is_alone = group.is_alone
         self._clock = clock
         self._met_at = clock()
         self._met_step: int | None = None
         self._next_step = 0
+        self._is_save_wanted = False
+
+    def ask_to_save(self) -> None:
+        """A checkpoint for the sake of this process, when all meet."""
+        self._is_save_wanted = True
+
+    def due_here(self, step: int, *, epochs_done: int | None) -> Due:
+        """Whether this process wants a checkpoint after a step. Call it after each one."""
+        due: Due = "no" if self._keeper is None else self._keeper.is_due(step, epochs_done=epochs_done)
+        if due == "time" and not self._group.is_first:
+            # By the clock of the first process alone.
+            due = "no"
+        if due == "no" and self._is_save_wanted:
+            self._is_save_wanted = False
+            return "time"
+        return due
 
     def is_due(self, step: int) -> bool:
         """Whether all meet after this step."""

@@ -37,7 +37,6 @@ from whet.engine.keeper import Urgency
 from whet.engine.meeting import Meeting
 from whet.engine.open_batch import tell
 from whet.engine.opening import open_session
-from whet.engine.pacing import Due
 from whet.engine.progress import Progress
 from whet.engine.recorder import Show
 from whet.engine.refusals import (
@@ -141,7 +140,6 @@ class Session:
         self._set_rates: list[float] = []
         self._is_in_step = False
         self._is_best_unsaved = False
-        self._is_save_wanted = False
         self._went_back = False
 
     def tune(self, loss: LossFunction, *, open_rig: OpenRig | None = None) -> None:
@@ -174,7 +172,7 @@ class Session:
         self._closing.callback(lambda: set_rate(self._stepper.optimizer, 1.0, self._rates))
         self._soundness, self._recorder = opened.soundness, opened.recorder
         self._execution, self._keeper = opened.execution, opened.keeper
-        self._group, self._meeting = parts.group, Meeting(parts.group)
+        self._group, self._meeting = parts.group, Meeting(parts.group, opened.keeper)
         self._group.headway.is_compiled = self.plan.value("compile") != "off"
         self._steps = CarefulSteps(self._execution, self._stepper, self._soundness, self._recorder)
         self._closing.enter_context(no_garbage_collection())
@@ -199,7 +197,7 @@ class Session:
         self._epoch_began = time.monotonic()
         self._closing.enter_context(self._stop)
         self._governor = Governor(self.plan, self._recorder, self.device, reader=self._vitals)
-        self._governor.save = self._save_if_sound if self._group.is_alone else self._ask_to_save
+        self._governor.save = self._save_if_sound if self._group.is_alone else self._meeting.ask_to_save
         self._governor.should_stop = lambda: self._stop.signal is not None or self.is_finished
         self._closing.enter_context(self._governor)
         machine = self.plan.machine
@@ -253,7 +251,7 @@ class Session:
                 yield batch
                 epochs_done = batch.after.epoch if batch.is_last_of_epoch else None
                 is_last = self.is_finished or self._has_sat(epochs_done)
-                due = self._due(before + 1, epochs_done=epochs_done)
+                due = self._meeting.due_here(before + 1, epochs_done=epochs_done)
                 # What is a pure function of the step is known to all processes; the rest is told when they meet.
                 must_meet = is_last or epochs_done is not None or self._is_best_unsaved or due == "asked"
                 must_meet = must_meet or self._went_back
@@ -455,23 +453,9 @@ class Session:
         sitting = self.training.epochs_per_sitting
         return epochs_done is not None and sitting is not None and epochs_done - self._first_epoch >= sitting
 
-    def _due(self, step: int, *, epochs_done: int | None) -> Due:
-        due: Due = "no" if self._keeper is None else self._keeper.is_due(step, epochs_done=epochs_done)
-        if due == "time" and not self._group.is_first:
-            # By the clock of the first process alone.
-            due = "no"
-        if due == "no" and self._is_save_wanted:
-            self._is_save_wanted = False
-            return "time"
-        return due
-
     @property
     def _holds_all(self) -> bool:
         return self._stepper.joining.holds_all
-
-    def _ask_to_save(self) -> None:
-        """For when all processes meet."""
-        self._is_save_wanted = True
 
     def _is_sound(self, *, looks_closely: bool) -> bool:
         return self._steps.are_sound(self.progress.step, looks_closely=looks_closely)
