@@ -17,6 +17,7 @@ from whet.device.abstract import AbstractDevice
 from whet.device.environment import FALLBACK, has_fallback
 from whet.device.graphs import AbstractGraphs
 from whet.device.open import open_device, own_card
+from whet.engine.agreeing import refuse_disagreement
 from whet.engine.refusals import refuse_foreign_parameters, refuse_in_several
 from whet.engine.schedule import Schedule
 from whet.engine.training import Training
@@ -85,6 +86,7 @@ def build(
         share=Share(rank=group.world.rank, size=group.world.size),
     )
     refuse_too_short(source.num_samples, training.global_batch_size)
+    refuse_disagreement(group, model, optimizer, source, training)
     total_steps = training.total_steps(source.num_samples)
     schedule = training.make_schedule(total_steps)
     own = optimizer if isinstance(optimizer, Optimizer) else None
