@@ -3,8 +3,8 @@
 import pytest
 
 from places import Run
-from whet.base.errors import UsageError
-from whet.cli import several
+from whet.base.errors import LostRankError, UsageError
+from whet.cli import screen, several
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
@@ -83,9 +83,19 @@ def test_mps_is_refused_without_torch(whet: Run, way: str) -> None:
     assert " torch\n" not in ended.stderr, "torch was loaded"
 
 
-def test_only_the_first_process_says_what_all_find_wrong(whet: Run) -> None:
-    ended = whet("train", "text", "--device", "mps", **{**TORCHRUN, **ADDRESS})
-    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", "")
+def test_what_the_first_process_does_not_find_wrong_another_one_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two machines one lacks a file: who waits in vain to be ended with the first process has to speak."""
+    waited: list[float] = []
+    monkeypatch.setattr(screen.time, "sleep", waited.append)
+    monkeypatch.setattr(screen, "rank", 1)
+    screen.error(LostRankError("gone"))
+    assert (waited, capsys.readouterr().err) == ([], "")
+    screen.error(UsageError("the data is not there", got="data=/shared/talks", try_="a file"))
+    said = capsys.readouterr().err
+    assert waited == [screen._FIRST_SPEAKS_SECONDS]
+    assert said.splitlines()[:2] == ["error: rank 1: the data is not there", "  got: data=/shared/talks"]
 
 
 def test_puzzles_self_play_and_two_launchers_are_refused(whet: Run) -> None:

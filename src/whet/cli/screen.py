@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
-from whet.base.errors import LostRankError, UsageError, WhetError
+from whet.base.errors import LostRankError, WhetError
 from whet.base.units import printable
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ quiet = False
 debug = False
 """Set by the entry point: failures show where they come from."""
 
-_FIRST_SPEAKS_SECONDS = 2.0
+_FIRST_SPEAKS_SECONDS = 4.0
 
 rank = 0
 """Set once by a training of several processes: only the first one has the screen."""
@@ -114,10 +114,10 @@ def error(problem: WhetError) -> None:
     """A failure in three lines. What every process of a training finds wrong is said by the first one alone."""
     if not rank:
         _aside(f"error: {problem}")
-    elif isinstance(problem, UsageError):
-        # When this process is gone the launcher ends the first one, which may not have said it yet.
-        time.sleep(_FIRST_SPEAKS_SECONDS)
     elif not isinstance(problem, LostRankError):
+        # Has the first one failed too, it says so, and the launcher ends this one now. Else nobody but us knows why:
+        # a file, say, that is missing on this machine alone.
+        time.sleep(_FIRST_SPEAKS_SECONDS)
         _aside(f"error: rank {rank}: {problem}")
 
 

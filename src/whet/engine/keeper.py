@@ -248,7 +248,7 @@ class Keeper:
         try:
             return loading.load(path, self._parts.stepper.model, self._parts.group)
         except WhetError as error:
-            again = f"the newest weights, after step {progress.step:,}, are evaluated"
+            again = f"with the newest weights, after step {progress.step:,}"
             what = f"the best weights, after step {step:,}, cannot be read"
             self._recorder.warn(progress.step, what, error, path=path, again=again)
             return None
