@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -302,7 +303,14 @@ def test_recomputing_needs_blocks() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
-def test_a_compiled_model_is_asked_for_and_stays_the_same_object() -> None:
+def test_a_compiled_model_is_asked_for_and_stays_the_same_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def as_it_is(graph: torch.fx.GraphModule, _: object):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=as_it_is))
     x = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     y = (x[:, 0] > 0).long()
     finals = []
@@ -310,6 +318,7 @@ def test_a_compiled_model_is_asked_for_and_stays_the_same_object() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
         seen: list[list[str]] = []
+        graphs.clear()
 
         def loss(micro, model=model, seen=seen):
             seen.append([name for name, part in model.named_modules() if part._compiled_call_impl is not None])
@@ -318,10 +327,27 @@ def test_a_compiled_model_is_asked_for_and_stays_the_same_object() -> None:
         train(model, (x, y), loss=loss, wishes={"compile": switch, "micro_batch": 8})
         assert seen[-1] == {"off": [], "on": [""], "blocks": ["0", "1", "2"]}[switch]
         assert all(part._compiled_call_impl is None for part in model.modules())
+        assert bool(graphs) == (switch != "off"), "what torch passes over is not compiled"
         finals.append(model.state_dict())
     for name in finals[0]:
         torch.testing.assert_close(finals[0][name], finals[1][name])
         torch.testing.assert_close(finals[0][name], finals[2][name])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+def test_a_simulated_missing_compiler_is_said_in_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise RuntimeError("No working C++ compiler found\nand many lines more")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=missing))
+    model = nn.Linear(16, 2)
+    data = (torch.randn(16, 16), torch.zeros(16).long())
+    with pytest.raises(WhetError, match="could not be compiled") as caught:
+        train(model, data, loss=cross_entropy(model), wishes={"compile": "on", "micro_batch": 8})
+    assert "No working C++" in caught.value.got
+    assert "\n" not in caught.value.got
+    assert "compile=off" in caught.value.try_
+    assert model._compiled_call_impl is None
 
 
 def test_an_interrupted_cell_can_be_run_again(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from whet.step.blocks import find_blocks
 
 _MANY_SHAPES = ("sorted", "packed", "packed few")
 """How lengths are handled where steps have more shapes than are worth compiling one by one."""
+_COMPILER = ("torch._dynamo", "torch._inductor")
+"""Whose errors say that compiling failed, and not the model."""
 
 
 class Compiled:
@@ -43,9 +45,31 @@ class Compiled:
 
 def _compiled_call(part: nn.Module, is_dynamic: bool | None) -> Any:
     before = part._compiled_call_impl
-    part.compile(dynamic=is_dynamic)
-    call, part._compiled_call_impl = part._compiled_call_impl, before
+    if type(part).__module__.startswith("torch.nn."):
+        # torch's compiler passes over calls of torch's own modules, such as nn.Sequential, but looks into ours.
+        compiled: Any = torch.compile(lambda *words, **named: part._call_impl(*words, **named), dynamic=is_dynamic)
+    else:
+        part.compile(dynamic=is_dynamic)
+        compiled, part._compiled_call_impl = part._compiled_call_impl, before
+
+    def call(*words: Any, **named: Any) -> Any:
+        try:
+            return compiled(*words, **named)
+        except Exception as error:
+            if not type(error).__module__.startswith(_COMPILER):
+                raise
+            raise WhetError(
+                "the model could not be compiled",
+                got=_reason(error),
+                try_="compile=off; on a CPU compiling needs a C++ compiler (g++, Xcode's tools)",
+            ) from error
+
     return call
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith("Set TORCH"))[:300]
 
 
 @contextmanager
