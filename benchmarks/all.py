@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from results import head, write
+from results import FALLS_SHORT, head, write
 
 HERE = Path(__file__).parent
 PARTS = {
@@ -27,16 +27,22 @@ def run(name: str, *, device: str, is_small: bool) -> int:
     command = ["python", f"benchmarks/{name}.py", *words]
     print(f"--- {' '.join(command)}", flush=True)
     lines: list[str] = []
-    process = subprocess.Popen([sys.executable, HERE / f"{name}.py", *words], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        lines.append(line.rstrip())
-    if not is_small and lines:
+    started = [sys.executable, HERE / f"{name}.py", *words]
+    with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.rstrip())
+    code = process.returncode
+    if code not in (0, FALLS_SHORT):
+        print(f"--- {name} broke off with exit code {code}: nothing is written")
+    elif not is_small:
+        # What takes no device computes on the CPU.
+        where = device if told else "cpu"
         # The peers' is a page already.
-        page = lines if name == "peers" else [*head(title, device, " ".join(command)), "```", *lines, "```"]
-        print(f"--- {write(name, device, chr(10).join(page).rstrip() + chr(10))}")
-    return process.wait()
+        page = lines if name == "peers" else [*head(title, where, " ".join(command)), "```", *lines, "```"]
+        print(f"--- {write(name, where, chr(10).join(page).rstrip() + chr(10))}")
+    return code
 
 
 def main() -> None:

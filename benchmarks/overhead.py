@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from results import at_least
 from torch import nn
 
 import whet
@@ -128,8 +129,8 @@ def measure(width: int, x: torch.Tensor, y: torch.Tensor, *, rounds: int, steps:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=at_least(1), default=100)
+    parser.add_argument("--steps", type=at_least(2), default=40)
     parser.add_argument("--milliseconds", type=float, default=5.0)
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from results import head, write
+from results import FALLS_SHORT, at_least, head, write
 from side_by_side.losses import check
 from side_by_side.spec import WAYS, WORKS, Spec
 from side_by_side.table import agreement, table
@@ -54,6 +54,10 @@ def report(given: argparse.Namespace) -> Iterator[str]:
 
 
 def one_work(work: str, given: argparse.Namespace) -> Iterator[str]:
+    if not list(specs_of(work, given, takes_losses=False)):
+        yield f"### {work}: none of {', '.join(given.ways)} can train it on {given.device}"
+        yield ""
+        return
     if not given.only_losses:
         contest = hold(
             specs_of(work, given, takes_losses=False),
@@ -73,11 +77,11 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--seconds", type=float, default=2.0, help="of a block of the slowest way")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--warmup", type=int, default=256, help="steps before, at most")
-    parser.add_argument("--losses", type=int, default=30, help="how many are compared; 0: none")
+    parser.add_argument("--rounds", type=at_least(1), default=8)
+    parser.add_argument("--warmup", type=at_least(1), default=256, help="steps before, at most")
+    parser.add_argument("--losses", type=at_least(0), default=30, help="how many are compared; 0: none")
     parser.add_argument("--only-losses", action="store_true")
-    parser.add_argument("--at-once", type=int, help="processes while losses are compared")
+    parser.add_argument("--at-once", type=at_least(1), help="processes while losses are compared")
     parser.add_argument("--precision", choices=("fp32", "bf16"), help="fp32 on a CPU, else bf16")
     parser.add_argument("--workers", type=int, help="processes that read data for a DataLoader; 0 on a CPU, else 4")
     parser.add_argument("--threads", type=int, help="of every way on a CPU; as many as torch takes if not given")
@@ -105,7 +109,7 @@ def main() -> None:
         write("peers", given.device, text)
     if given.out:
         given.out.write_text(text)
-    sys.exit("NOT EQUAL" in text)
+    sys.exit(FALLS_SHORT if "NOT EQUAL" in text else 0)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from results import FALLS_SHORT, at_least
 from workloads import TASKS, remote_rig
 
 from whet.engine.rig import PreparedSteps, StepRig
@@ -148,7 +149,7 @@ def main() -> None:
     parser.add_argument("tasks", nargs="*", choices=[*TASKS, []], default=list(TASKS))
     parser.add_argument("--budget", type=float, default=60.0)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=at_least(1), default=10)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -162,7 +163,7 @@ def main() -> None:
             print(line, flush=True)
     if given.out:
         given.out.write_text("\n".join(lines) + "\n")
-    sys.exit(any("regret" in line and "FALLS SHORT" in line for line in lines))
+    sys.exit(FALLS_SHORT if any("regret" in line and "FALLS SHORT" in line for line in lines) else 0)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,18 @@
 """Where results are kept: docs/bench/, a file for each benchmark, machine and day, written by the benchmark itself."""
 
+import argparse
 import datetime as dt
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from whet.device.machine_here import machine_here
+
+FALLS_SHORT = 3
+"""The exit code of a whole result that is not as good as it shall be; a benchmark that broke off has another."""
 
 DOCS = Path(__file__).parent.parent / "docs" / "bench"
 
@@ -46,3 +51,15 @@ def write(name: str, device: str, text: str) -> Path:
 
 def today() -> dt.date:
     return dt.datetime.now(tz=dt.UTC).date()
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A whole number from there on, for an option."""
+
+    def read(word: str) -> int:
+        if int(word) < least:
+            raise argparse.ArgumentTypeError(f"{word} is less than {least}")
+        return int(word)
+
+    read.__name__ = "whole number"
+    return read

@@ -12,6 +12,8 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import all as together  # noqa: E402
+import peers as command  # noqa: E402
 from side_by_side import pace as pacing  # noqa: E402
 from side_by_side.losses import Agreement  # noqa: E402
 from side_by_side.spec import Spec  # noqa: E402
@@ -93,6 +95,29 @@ def test_the_table_compares_with_the_best_peer_inside_each_round() -> None:
     assert cells[6] == "13.3%"
     assert cells[8] == f"{3.0 + 2.0 - 10 * 0.075:.1f} s"
     assert "- Fabric: not there" in lines
+
+
+def test_a_contest_without_rounds_or_ways_is_none() -> None:
+    with pytest.raises(SystemExit):
+        command.parse(["--rounds", "0"])
+    lines = list(command.one_work("hex", command.parse(["--ways", "whet-graph", "trainer-fixed"])))
+    assert lines[0].endswith("none of whet-graph, trainer-fixed can train it on cpu")
+
+
+@pytest.mark.parametrize(
+    ("ending", "written"), [("sys.exit(0)", ["cpu"]), ("sys.exit(3)", ["cpu"]), ("raise RuntimeError", [])]
+)
+def test_a_result_that_broke_off_replaces_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, written: list[str]
+) -> None:
+    (tmp_path / "overhead.py").write_text(f"import sys\nprint('half a result')\n{ending}\n")
+    pages: list[str] = []
+    monkeypatch.setattr(together, "HERE", tmp_path)
+    # Its steps run on the CPU whatever device the others are asked for.
+    monkeypatch.setattr(together, "head", lambda title, device, told: [title, told])
+    monkeypatch.setattr(together, "write", lambda name, device, text: pages.append(device))
+    together.run("overhead", device="cuda", is_small=False)
+    assert pages == written
 
 
 @pytest.mark.slow
