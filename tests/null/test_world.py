@@ -1,5 +1,7 @@
 """Which of how many processes is this, and what several cannot do: said before torch is loaded."""
 
+from pathlib import Path
+
 import pytest
 
 from places import Run
@@ -96,6 +98,14 @@ def test_what_the_first_process_does_not_find_wrong_another_one_says(
     said = capsys.readouterr().err
     assert waited == [screen._FIRST_SPEAKS_SECONDS]
     assert said.splitlines()[:2] == ["error: rank 1: the data is not there", "  got: data=/shared/talks"]
+
+
+def test_torch_is_told_to_be_quiet_before_your_recipe_loads_it(whet: Run, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text("import os, sys\nsys.exit(os.environ.get('TORCH_CPP_LOG_LEVEL'))")
+    first = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0"}
+    ended = whet("train", str(recipe), "--device", "cpu", **first)
+    assert "ERROR" in ended.stderr
 
 
 def test_puzzles_self_play_and_two_launchers_are_refused(whet: Run) -> None:

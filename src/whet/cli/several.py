@@ -28,6 +28,10 @@ def refuse(what: str, words: Sequence[str], nproc: int, *, config: Path | None, 
 
     world = read_world()
     screen.rank = world.rank
+    if world.size > 1:
+        # Before torch is loaded, which a recipe of yours may do: it warns of what DDP is told to do on purpose, past
+        # Python's own warnings.
+        env.set_unless_set({"TORCH_CPP_LOG_LEVEL": "ERROR"})
     if world.size > 1 and nproc > 1:
         raise UsageError(
             "torchrun has started the processes already", got=f"--nproc {nproc} under torchrun", try_="no --nproc"
@@ -188,8 +192,6 @@ def first_alone(doing: contextlib.AbstractContextManager[object]) -> Iterator[No
 
 def stop_with_launcher() -> None:
     """Asks this process to save and stop when the one that has started it is gone."""
-    # Before torch is loaded: it warns of what DDP is told to do on purpose, past Python's own warnings.
-    env.set_unless_set({"TORCH_CPP_LOG_LEVEL": "ERROR"})
     parent = os.getppid()
 
     def watch() -> None:
