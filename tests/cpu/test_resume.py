@@ -122,19 +122,34 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(
     assert len(losses(run)) == 40
 
 
+def damage(checkpoint: Path) -> None:
+    """One bit, so that all sizes are right."""
+    data = bytearray((checkpoint / store.TENSORS).read_bytes())
+    data[-3] ^= 1
+    (checkpoint / store.TENSORS).write_bytes(data)
+
+
 def test_a_damaged_checkpoint_is_left_for_an_older_one(zygote: Zygote, uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "damaged"
     assert finish(zygote, run, "epochs_per_sitting=1", 'wishes={"checkpoint_steps": 4}') == 0
     folder = open_run(run).checkpoints
     newest = folder / store.name_of(max(store.steps(folder)))
-    data = bytearray((newest / store.TENSORS).read_bytes())
-    data[-3] ^= 1
-    (newest / store.TENSORS).write_bytes(data)
+    damage(newest)
     assert finish(zygote, run, 'wishes={"checkpoint_steps": 4}') == 0
     (resumed,) = read_events(open_run(run), kinds=("resume",))
     assert resumed.step == 8
     assert "damaged" in str(resumed.get("refused"))
     assert_same(run, uninterrupted)
+
+
+def test_a_damaged_checkpoint_does_not_push_a_whole_one_out(zygote: Zygote, tmp_path: Path) -> None:
+    run, wishes = tmp_path / "damaged", 'wishes={"checkpoint_steps": 40, "keep": 3}'
+    assert finish(zygote, run, "epochs_per_sitting=1", wishes) == 0
+    folder = open_run(run).checkpoints
+    assert store.steps(folder) == [0, 7, 10]
+    damage(folder / store.name_of(10))
+    assert finish(zygote, run, "epochs_per_sitting=2", wishes) == 0
+    assert store.steps(folder) == [7, 14, 20]
 
 
 def test_a_changed_key_is_refused_by_name(zygote: Zygote, tmp_path: Path) -> None:

@@ -201,6 +201,12 @@ def test_damaged_ones_do_not_count_among_the_last(tmp_path: Path) -> None:
     assert store.steps(tmp_path) == [2, 4]
 
 
+def test_nor_do_those_that_were_refused_though_their_sizes_are_right(tmp_path: Path) -> None:
+    save_all(tmp_path, 1, 2, 3, 4)
+    assert retention.retain(tmp_path, acknowledged=4, keep=2, best=None, total_steps=None, refused={3}) == [1, 3]
+    assert store.steps(tmp_path) == [2, 4]
+
+
 def test_a_nearly_full_disk_lets_milestones_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(tmp_path, 100, 200, 300, 310, 320)
     monkeypatch.setattr(retention.durable, "free_bytes", lambda path: 1000)

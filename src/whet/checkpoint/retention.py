@@ -1,5 +1,6 @@
 """Which checkpoints are kept? The last few, the best one, and some from long before, for a run that has gone wrong."""
 
+from collections.abc import Container
 from pathlib import Path
 
 from whet.base.errors import WhetError
@@ -29,18 +30,27 @@ def milestones(steps: list[int], *, total_steps: int | None) -> list[int]:
     return [step for tenth, step in first.items() if tenth > 0][-MOST_MILESTONES:]
 
 
-def retain(folder: Path, *, acknowledged: int, keep: int, best: int | None, total_steps: int | None) -> list[int]:
+def retain(
+    folder: Path,
+    *,
+    acknowledged: int,
+    keep: int,
+    best: int | None,
+    total_steps: int | None,
+    refused: Container[int] = (),
+) -> list[int]:
     """Removes what is not kept; the steps removed. `acknowledged` was written by this process a moment ago.
 
     Nothing goes unless that one is whole, so the only good checkpoint never does. Damaged folders do not count
-    among the last `keep`, and newer ones than `acknowledged` can only be damaged: the run went on from before them.
+    among the last `keep`, nor do those that were `refused` when they were read, whose sizes may be right; and newer
+    ones than `acknowledged` can only be damaged: the run went on from before them.
     """
     try:
         store.check_sizes(folder / store.name_of(acknowledged))
     except WhetError:
         return []
     there = store.steps(folder)
-    whole = [step for step in there if step <= acknowledged and _is_whole(folder, step)]
+    whole = [s for s in there if s <= acknowledged and s not in refused and _is_whole(folder, s)]
     kept = {*whole[-keep:], *milestones(whole, total_steps=total_steps), best, acknowledged}
     doomed = [step for step in there if step not in kept]
     for step in doomed:

@@ -52,6 +52,8 @@ class Keeper:
         self._stall = 0.0
         """Seconds that the training stood still for the write that is under way."""
         self._saved_step: int | None = None
+        self._refused: set[int] = set()
+        """Steps whose checkpoints were damaged when the run went on."""
         """The newest step that is safe; what is being written is not."""
         self._last_bytes = 0
         self._num_failures = 0
@@ -158,7 +160,10 @@ class Keeper:
             if not group.is_first:
                 return
             try:
-                retention.retain(folder, acknowledged=step, keep=keep, best=best, total_steps=total_steps)
+                self._refused.discard(step)
+                retention.retain(
+                    folder, acknowledged=step, keep=keep, best=best, total_steps=total_steps, refused=self._refused
+                )
             except WhetError as error:
                 write.tidying = error
 
@@ -280,6 +285,7 @@ class Keeper:
             # Other data, and shorter: what was left of the epoch is not there.
             progress.position = dataclasses.replace(progress.position, epoch=progress.position.epoch + 1, samples=0)
         self._saved_step = step
+        self._refused = {there for there in store.steps(self._folder) if there > step}
         before = snapshot.about
         self._about = self._about.model_copy(
             update={"attempt": before.attempt + 1, "parent": store.name_of(step), "exactness": before.exactness}
