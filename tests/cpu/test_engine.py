@@ -350,6 +350,39 @@ def test_a_simulated_missing_compiler_is_said_in_three_lines(monkeypatch: pytest
     assert model._compiled_call_impl is None
 
 
+COMPILED = """
+import torch, whet
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
+data = (torch.randn(16, 16), torch.zeros(16).long())
+loss = lambda micro: nn.functional.cross_entropy(model(micro.x), micro.y)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+whet.train(model, optimizer=sgd, data=data, loss=loss, device="cpu", wishes={"compile": "on"}, global_batch_size=8)
+print(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"])
+"""
+
+
+@pytest.mark.slow
+def test_what_was_compiled_is_there_at_the_next_start(tmp_path: Path) -> None:
+    """Two processes; the second finds in whet's own caches what the first one compiled."""
+    import os
+    import subprocess
+    import sys
+
+    others = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environment = {**others, "WHET_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+
+    def hits() -> int:
+        words = [sys.executable, "-c", COMPILED]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        return int(done.stdout.split()[-1])
+
+    assert hits() == 0
+    assert list((tmp_path / "compiled").iterdir())
+    assert hits() > 0
+
+
 def test_an_interrupted_cell_can_be_run_again(tmp_path: Path) -> None:
     """As in a notebook: the interrupt reaches the process, the call returns, and the same call goes on."""
     import os

@@ -1,7 +1,7 @@
 """The one room for the environment. Variables locate things; they never decide how a model is trained."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 HOME_VARIABLE = "WHET_HOME"
@@ -25,10 +25,13 @@ def for_child(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
-def set_unless_set(values: Mapping[str, str]) -> None:
-    """Sets variables that libraries read in this process; what the user has set stays, unless it is empty."""
+def set_unless_set(values: Mapping[str, str], *, defaults: Container[str] = ()) -> None:
+    """Sets variables that libraries read in this process; what the user has set stays, unless it is empty.
+
+    `defaults` are values that a library writes there itself, which nobody has chosen.
+    """
     for name, value in values.items():
-        if read(name) is None:
+        if read(name) is None or read(name) in defaults:
             os.environ[name] = value
 
 

@@ -3,6 +3,10 @@
 The MPS part was written from PyTorch's sources (MPSFallback.mm and MPSAllocator.mm of 2.13); never run on a real Mac.
 """
 
+import contextlib
+import tempfile
+from pathlib import Path
+
 from whet.base import env
 from whet.base.errors import UsageError
 
@@ -32,6 +36,19 @@ def before_first_allocation() -> None:
     """
     _set_watermarks()
     _refuse_watermarks()
+
+
+def before_compiling() -> None:
+    """What torch compiles is kept with whet's other caches, so that the next start of a run or a like one is fast.
+
+    torch's own place is a temporary folder, which a restart of the machine empties.
+    """
+    # Found by its name: importing torch's compiler, which others may have done, writes its place into the variable.
+    torchs = {str(path) for path in Path(tempfile.gettempdir()).glob("torchinductor_*")}
+    folder = env.home() / "compiled"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        env.set_unless_set({"TORCHINDUCTOR_CACHE_DIR": str(folder)}, defaults=torchs)
 
 
 def watermark_note() -> str | None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from whet.base.errors import WhetError
+from whet.device.environment import before_compiling
 from whet.plan.plan import Plan
 from whet.step.blocks import find_blocks
 
@@ -21,6 +22,7 @@ class Compiled:
     """Calls through torch.compile, to be used for a while; model and blocks stay the same objects."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
+        before_compiling()
         parts = find_blocks(model) if plan.value("compile") == "blocks" else [model]
         if not parts:
             raise WhetError(
