@@ -37,7 +37,7 @@ def groups_together(num_cells: int, num_groups: int, size: int) -> int:
     """How many groups of so many channels a program takes: a power of two that divides them.
 
     >>> [groups_together(169, *groups) for groups in ((8, 16), (3, 16), (8, 128))], groups_together(676, 8, 16)
-    ([4, 1, 1], 1)
+    ([2, 1, 1], 1)
     """
     most = min(_MOST_CHANNELS, _MOST_NUMBERS // sum(cell_tiles(num_cells)))
     together = 1
