@@ -228,7 +228,8 @@ def use_device(plan: Plan, world: World | None = None) -> tuple[Plan, AbstractDe
             try_=f"{FALLBACK}=1 python ..., or whet train, which sets it",
         )
     threads = plan.value("threads")
-    if isinstance(threads, int):
+    # Setting the number that holds already is not nothing: it made a CPU's attention a third slower (docs/lab.md).
+    if isinstance(threads, int) and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     opened.device.use_precision(str(plan.value("precision")))
     return plan, opened.device, reason
