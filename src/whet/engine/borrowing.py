@@ -72,4 +72,6 @@ def threads_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        # Not where nothing changed: setting it is not nothing (docs/lab.md).
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
