@@ -212,5 +212,7 @@ def test_a_nearly_full_disk_lets_milestones_go_first(tmp_path: Path, monkeypatch
     monkeypatch.setattr(retention.durable, "free_bytes", lambda path: 1000)
     retention.make_room(tmp_path, num_bytes=400, keep=2, best=100)
     assert len(store.steps(tmp_path)) == 5
+    retention.make_room(tmp_path, num_bytes=600, keep=2, best=100, refused={320})
+    assert store.steps(tmp_path) == [100, 300, 310, 320], "what was refused is none of the last two"
     retention.make_room(tmp_path, num_bytes=600, keep=2, best=100)
     assert store.steps(tmp_path) == [100, 310, 320]

@@ -14,6 +14,7 @@ from whet.base.units import GB
 from whet.machine.facts import Accelerator, Conditions, Cpu, Machine, OperatingSystem, Torch
 from whet.machine.known import known_names, load_machine
 from whet.plan.explain import diff, explain
+from whet.plan.own_attention import SHORT_TURNED
 from whet.plan.plan import Plan, make_plan, override, read_plan, setting_names
 from whet.plan.prediction import predict_bytes
 from whet.plan.rules import ALL
@@ -124,6 +125,29 @@ def test_group_norms_of_our_own_bring_channels_last_along() -> None:
     for arch in ({"norm": "batch"}, {"activation": "gelu"}, {"width": 48}):
         assert ways(config=HexConfig(size=13, arch=arch)) == neither, arch
     assert ways(machine.model_copy(update={"accelerators": older}), norms="own")[1] == "own", "asked for"
+
+
+def test_a_net_of_one_shape_and_many_small_kernels_is_captured() -> None:
+    def graph(layers: tuple[str, ...] | None = None, **changes: object) -> Scalar:
+        workload = describe_hex(HexConfig(size=13)).model_copy(update={"num_steps": 500, **changes})
+        workload = workload if layers is None else workload.model_copy(update={"layers": layers})
+        return make_plan(load_machine("h200"), workload).value("graph")
+
+    assert graph() == "on"
+    assert graph(num_steps=49) == graph(world_size=2) == graph(layers=("conv", "conv2d", "linear")) == "off"
+
+
+def test_attention_of_our_own_is_for_the_cards_it_was_measured_on() -> None:
+    machine = load_machine("h200")
+    older = tuple(gpu.model_copy(update={"capability": "8.9"}) for gpu in machine.accelerators)
+    short = TEXT.model_copy(update={"layers": ("attention", SHORT_TURNED)})
+
+    def attention(where: Machine, **wishes: Scalar) -> Scalar:
+        return make_plan(where, short, wishes={"precision": "bf16", **wishes}).value("attention")
+
+    elsewhere = machine.model_copy(update={"accelerators": older})
+    assert attention(machine) == attention(elsewhere, attention="own") == "own"
+    assert attention(elsewhere) != "own"
 
 
 def test_your_word_goes_before_a_measurement_and_that_before_a_rule() -> None:

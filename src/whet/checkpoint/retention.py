@@ -58,12 +58,12 @@ def retain(
     return doomed
 
 
-def make_room(folder: Path, *, num_bytes: int, keep: int, best: int | None) -> None:
+def make_room(folder: Path, *, num_bytes: int, keep: int, best: int | None, refused: Container[int] = ()) -> None:
     """Before a write: without free space for two more checkpoints and 5 %, milestones go first."""
     free = durable.free_bytes(folder)
     if free is None or free >= 2 * num_bytes * 1.05:
         return
-    whole = [step for step in store.steps(folder) if _is_whole(folder, step)]
+    whole = [step for step in store.steps(folder) if step not in refused and _is_whole(folder, step)]
     for step in whole[:-keep]:
         if step != best:
             durable.remove(folder / store.name_of(step))

@@ -4,6 +4,7 @@ The MPS part was written from PyTorch's sources (MPSFallback.mm and MPSAllocator
 """
 
 import contextlib
+import getpass
 import tempfile
 from pathlib import Path
 
@@ -43,12 +44,13 @@ def before_compiling() -> None:
 
     torch's own place is a temporary folder, which a restart of the machine empties.
     """
-    # Found by its name: importing torch's compiler, which others may have done, writes its place into the variable.
-    torchs = {str(path) for path in Path(tempfile.gettempdir()).glob("torchinductor_*")}
     folder = env.home() / "compiled"
-    with contextlib.suppress(OSError):
+    # A user without a name (KeyError) or a home that cannot be written: then torch's own place will do.
+    with contextlib.suppress(OSError, KeyError):
+        # Importing torch's compiler, which others may have done, writes its place into the variable.
+        torchs = Path(tempfile.gettempdir()).absolute() / f"torchinductor_{getpass.getuser()}"
         folder.mkdir(parents=True, exist_ok=True)
-        env.set_unless_set({"TORCHINDUCTOR_CACHE_DIR": str(folder)}, defaults=torchs)
+        env.set_unless_set({"TORCHINDUCTOR_CACHE_DIR": str(folder)}, defaults=(str(torchs),))
 
 
 def watermark_note() -> str | None:

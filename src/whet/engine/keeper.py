@@ -52,9 +52,9 @@ class Keeper:
         self._stall = 0.0
         """Seconds that the training stood still for the write that is under way."""
         self._saved_step: int | None = None
+        """The newest step that is safe; what is being written is not."""
         self._refused: set[int] = set()
         """Steps whose checkpoints were damaged when the run went on."""
-        """The newest step that is safe; what is being written is not."""
         self._last_bytes = 0
         self._num_failures = 0
         if parts.group.is_first:
@@ -182,7 +182,7 @@ class Keeper:
 
     def _refuse_full_disk(self, num_bytes: int, *, best: int | None) -> None:
         needed = max(num_bytes, self._last_bytes)
-        retention.make_room(self._folder, num_bytes=needed, keep=self._keep, best=best)
+        retention.make_room(self._folder, num_bytes=needed, keep=self._keep, best=best, refused=self._refused)
         free = durable.free_bytes(self._folder)
         if free is not None and free < 1.05 * needed:
             with durable.told("write", self._folder):
