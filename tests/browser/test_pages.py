@@ -204,6 +204,26 @@ def test_a_torn_last_line_waits_for_its_rest(stage: Stage) -> None:
     expect(page.get_by_role("status").first).to_contain_text("the run is gone")
 
 
+def test_news_between_press_and_release_lose_no_click(stage: Stage, sibling: Path) -> None:
+    visit = stage.visit()
+    page = visit.page
+    page.get_by_role("button", name="run", exact=True).click()
+    link = page.get_by_role("link", name="text-001")
+    link.hover()
+    page.mouse.down()
+    row = page.locator("tr", has=link)
+    steps = row.locator("td[data-label=steps]")
+    before = steps.inner_text()
+    log = sibling.with_name("text-001") / EVENTS_FILE
+    kept = log.read_bytes()
+    with log.open("ab") as file:
+        file.write(b'{"kind":"step","time":1794731600.5,"step":179,"epoch":1,"samples":5000,"loss":0.5}\n')
+    expect(steps).not_to_have_text(before)
+    page.mouse.up()
+    expect(page.locator(".hero h1")).to_have_text("text-001")
+    log.write_bytes(kept)
+
+
 def test_what_a_run_says_stays_text(stage: Stage) -> None:
     make_evil(stage.runs)
     visit = stage.visit()

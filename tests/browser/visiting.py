@@ -52,6 +52,13 @@ _UNREADABLE = """() => {
   return Object.fromEntries(found);
 }"""
 
+_TOGGLE = """(isOpen) => Promise.all([...document.querySelectorAll("details")].map((one) => {
+  if (one.open === isOpen) return null;
+  const done = new Promise((resolve) => one.addEventListener("toggle", resolve, { once: true }));
+  one.open = isOpen;
+  return done;
+})).then(() => null)"""
+
 
 class Visit:
     """One page; `faults` are errors on its console, failed scripts, dialogs, and requests to anywhere else."""
@@ -105,10 +112,8 @@ class Visit:
             self.page.locator(of).screenshot(path=path)
 
     def open_all(self, is_open: bool = True) -> None:
-        """Opens everything that can be opened, or closes it again."""
-        self.page.evaluate(
-            "(open) => document.querySelectorAll('details').forEach((one) => (one.open = open))", is_open
-        )
+        """Opens everything that can be opened, or closes it again; what is inside is there afterwards."""
+        self.page.evaluate(_TOGGLE, is_open)
 
     @property
     def too_wide(self) -> list[str]:

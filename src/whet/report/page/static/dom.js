@@ -31,6 +31,17 @@ export function fill(element, ...children) {
   return element;
 }
 
+/** Puts exactly these elements inside, in this order. Those in their place are not touched: a press that has begun on
+ * one still ends on it. */
+export function arrange(element, wanted) {
+  const kept = new Set(wanted);
+  for (const child of [...element.children]) if (!kept.has(child)) child.remove();
+  wanted.forEach((child, place) => {
+    const there = element.children[place] ?? null;
+    if (there !== child) element.insertBefore(child, there);
+  });
+}
+
 /** A table; cells are text or elements, the first of each row is its header. */
 export function table(header, rows, attributes = {}) {
   const head = el(

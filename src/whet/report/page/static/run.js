@@ -11,9 +11,16 @@ import { originPart } from "./origin.js";
 
 const PARTS = [storyPart, timePart, advicePart, findingsPart, evidencePart, planPart, foretoldPart, originPart];
 
-function linkTo(part) {
-  const go = (event) => (event.preventDefault(), part.scrollIntoView({ behavior: "smooth" }));
-  return el("a", { href: `#${part.id}`, onclick: go }, part.querySelector("h2").textContent);
+function linkTo({ id, title }) {
+  const go = (event) => (event.preventDefault(), document.getElementById(id).scrollIntoView({ behavior: "smooth" }));
+  return el("a", { href: `#${id}`, onclick: go }, title);
+}
+
+/** The links to the parts; those that are right stay, so that a press on one is not lost to news. */
+function showLinks(nav, parts) {
+  const wanted = parts.map((part) => ({ id: part.id, title: part.querySelector("h2").textContent }));
+  const titles = wanted.map(({ title }) => title);
+  if (titles.join() !== [...nav.children].map((link) => link.textContent).join()) fill(nav, wanted.map(linkTo));
 }
 
 /** Draws a run. Returns {settings, update(view), close()}. */
@@ -56,7 +63,7 @@ export function showRun(element, view) {
       part.seen = text;
     }
     curves.hidden = !charts.charts.size;
-    fill(nav, [...element.querySelectorAll("section.part:not([hidden])")].map(linkTo));
+    showLinks(nav, [...element.querySelectorAll("section.part:not([hidden])")]);
   };
   update(view);
   return { settings, update, close: () => charts.close() };

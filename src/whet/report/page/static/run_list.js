@@ -1,10 +1,12 @@
 // The list of runs: filtered, sorted, and with marks to choose which to compare.
-import { el, fill } from "./dom.js";
+import { arrange, el, fill } from "./dom.js";
 import { statePill } from "./head.js";
 import { showCount, showNumber, showSeconds } from "./words.js";
 
 const AT_ONCE = 200;
 const MOST_COMPARED = 12;
+// What a narrow screen writes before the cells from the state on.
+const FIGURES = [null, "steps", "loss", "", "changed"];
 const COLUMNS = [
   ["run", (line) => line.name.toLowerCase(), 1],
   ["state", (line) => line.state, 1],
@@ -17,6 +19,7 @@ const COLUMNS = [
 export class RunList {
   constructor(folder) {
     this.lines = new Map();
+    this.rows = new Map();
     this.chosen = new Set();
     this.sorted = ["changed", -1];
     this.shown = AT_ONCE;
@@ -66,6 +69,7 @@ export class RunList {
     if (isAll) this.lines.clear();
     for (const line of lines) this.lines.set(line.id, line);
     for (const id of removed) (this.lines.delete(id), this.chosen.delete(id));
+    for (const id of this.rows.keys()) if (!this.lines.has(id)) this.rows.delete(id);
     this.draw();
   }
 
@@ -95,7 +99,7 @@ export class RunList {
         column === name ? (direction > 0 ? "ascending" : "descending") : "none",
       ),
     );
-    fill(
+    arrange(
       this.body,
       found.slice(0, this.shown).map((line) => this.row(line)),
     );
@@ -111,49 +115,51 @@ export class RunList {
     this.compare.href = `#/compare/${[...this.chosen].join(",")}`;
   }
 
+  /** The row of a run, with its newest figures. What can be pressed in it stays the same element. */
   row(line) {
+    if (!this.rows.has(line.id)) this.rows.set(line.id, this.newRow(line));
+    const { element, mark, says, figures } = this.rows.get(line.id);
+    mark.checked = this.chosen.has(line.id);
+    fill(says, line.problem || (line.recipe ?? ""));
+    const newest = figuresOf(line);
+    figures.forEach((cell, place) => fill(cell, newest[place]));
+    return element;
+  }
+
+  newRow(line) {
     const mark = el("input", {
       type: "checkbox",
       "aria-label": `compare ${line.name}`,
       onchange: () => this.choose(line.id, mark.checked),
     });
-    mark.checked = this.chosen.has(line.id);
-    const share = line.total_steps ? Math.min(1, line.step / line.total_steps) : 0;
-    const steps = line.total_steps ? `${showCount(line.step)} of ${showCount(line.total_steps)}` : showCount(line.step);
-    return el(
+    const link = el("a", { href: `#/run/${line.id}` }, line.name);
+    const says = el("span", { class: "says block" });
+    const figures = FIGURES.map((label) => el("td", label === null ? {} : { "data-label": label }));
+    const element = el(
       "tr",
       {},
       el("td", { class: "mark" }, mark),
-      el(
-        "th",
-        { scope: "row" },
-        el("a", { href: `#/run/${line.id}` }, line.name),
-        line.problem
-          ? el("span", { class: "says block" }, line.problem)
-          : el("span", { class: "says block" }, line.recipe ?? ""),
-      ),
-      el("td", {}, statePill(line.state)),
-      el(
-        "td",
-        { "data-label": "steps" },
-        steps,
-        line.state === "running" && share
-          ? el("div", { class: "progress slim" }, el("div", { class: "done", style: { width: `${100 * share}%` } }))
-          : null,
-      ),
-      el("td", { "data-label": "loss" }, showNumber(line.loss)),
-      el(
-        "td",
-        { "data-label": "" },
-        line.goal_value === null ? el("span", { class: "none" }, "–") : `${line.goal} ${showNumber(line.goal_value)}`,
-      ),
-      el(
-        "td",
-        { "data-label": "changed" },
-        `${showSeconds(Math.max(0, Math.round(Date.now() / 1000 - line.changed)))} ago`,
-      ),
+      el("th", { scope: "row" }, link, says),
+      figures,
     );
+    return { element, mark, says, figures };
   }
+}
+
+function figuresOf(line) {
+  const share = line.total_steps ? Math.min(1, line.step / line.total_steps) : 0;
+  const steps = line.total_steps ? `${showCount(line.step)} of ${showCount(line.total_steps)}` : showCount(line.step);
+  const bar =
+    line.state === "running" && share
+      ? el("div", { class: "progress slim" }, el("div", { class: "done", style: { width: `${100 * share}%` } }))
+      : null;
+  return [
+    statePill(line.state),
+    [steps, bar],
+    showNumber(line.loss),
+    line.goal_value === null ? el("span", { class: "none" }, "–") : `${line.goal} ${showNumber(line.goal_value)}`,
+    `${showSeconds(Math.max(0, Math.round(Date.now() / 1000 - line.changed)))} ago`,
+  ];
 }
 
 function compareKeys(a, b) {
