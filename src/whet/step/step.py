@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from whet.base.errors import WhetError
 from whet.data.batch import Micro
 from whet.device.abstract import AbstractDevice, Mark
+from whet.step.clipping import clip_at_once, may_clip_at_once
 from whet.step.ema import Ema
 from whet.step.loss import LossFunction, at_least_tiny, split_loss
 from whet.world.joining import Joining
@@ -66,10 +67,11 @@ class Stepper:
         """Whether weights may have changed although the step is not done."""
         self.refusal: str | None = None
         """Why steps are not captured although that was planned, in words."""
-        self._has_gradients = False
+        self._has_gradients = self._clips_at_once = False
         self._precision = precision
         self._clip = clip
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._has_own_zero_grad = type(optimizer).zero_grad is not Optimizer.zero_grad
 
     def __call__(
         self, loss: LossFunction, micros: Iterable[Micro], *, num_samples: int, step: int, is_careful: bool = False
@@ -92,7 +94,7 @@ class Stepper:
         mark: Callable[[], Mark] | None = None,
     ) -> Outcome:
         mark, marks = mark or self.device.mark, []
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
 
         loss_sum: Tensor | None = None
         weight_sum: Tensor | float | None = None
@@ -133,6 +135,7 @@ class Stepper:
         loss_sum, weight_sum = self.joining.totals(loss_sum, weight_sum)
         if not self._has_gradients:
             self._refuse_no_gradients()
+            self._clips_at_once = may_clip_at_once(self._parameters)
         self.scaler.unscale_(self.optimizer)
         if weight_sum is not None:
             correction = loss_sum.new_full((), num_samples) / at_least_tiny(weight_sum)
@@ -140,7 +143,7 @@ class Stepper:
             loss_sum = loss_sum * correction
         grad_norm = None
         if self._clip is not None:
-            grad_norm = self.joining.whole(nn.utils.clip_grad_norm_(self._parameters, self._clip))
+            grad_norm = self._clip_gradients(self._clip)
         elif step and step % NORM_EVERY == 0:
             grad_norm = self._norm()
         if is_careful:
@@ -171,7 +174,7 @@ class Stepper:
     def forget(self) -> None:
         """Lets go of what a step that was not finished left behind; the weights are the caller's to put back."""
         self.is_updating = False
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         if self.scaler.is_enabled():
             # It would say that this step's gradients are unscaled already; only update() empties it otherwise.
             self.scaler._per_optimizer_states.clear()
@@ -194,6 +197,18 @@ class Stepper:
             raise NonFiniteError(f"the loss is {float(loss)}")
         if not bool(self._norm().isfinite()):
             raise NonFiniteError(f"the loss is {float(loss):.4g}, and the gradient is not finite")
+
+    def _drop_gradients(self) -> None:
+        """As the optimizer's own zero_grad does, which tells the profiler first: 12 us."""
+        if self._has_own_zero_grad:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _clip_gradients(self, most: float) -> Tensor:
+        clip = clip_at_once if self._clips_at_once else nn.utils.clip_grad_norm_
+        return self.joining.whole(clip(self._parameters, most))
 
     def _norm(self) -> Tensor:
         norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])

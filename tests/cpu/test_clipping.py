@@ -1,0 +1,62 @@
+"""Clipping at once: the bits of torch's own function, and only where they can be."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from whet.step.clipping import clip_at_once, may_clip_at_once
+
+
+def parameters_with_gradients(*, scale: float, missing: bool = False) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    made: list[Tensor] = []
+    for shape in ((7, 5), (5,), (), (1,), (3, 2, 4), (64, 33)):
+        parameter = nn.Parameter(torch.randn(shape, generator=draw))
+        if not (missing and len(made) % 2):
+            parameter.grad = scale * torch.randn(shape, generator=draw)
+        made.append(parameter)
+    return made
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["all gradients", "some gradients"])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4, float("inf"), float("nan"), 0.0])
+def test_norm_and_gradients_have_the_bits_of_torchs_function(scale: float, missing: bool) -> None:
+    ours, theirs = (parameters_with_gradients(scale=scale, missing=missing) for _ in range(2))
+    assert may_clip_at_once(ours)
+    norm, expected = clip_at_once(ours, 0.7), nn.utils.clip_grad_norm_(theirs, 0.7)
+    assert torch.equal(norm.view(torch.int32), expected.view(torch.int32))
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None and other.grad is not None:
+            assert torch.equal(one.grad.view(torch.int32), other.grad.view(torch.int32))
+
+
+def test_parameters_of_several_kinds_or_places_are_left_to_torch() -> None:
+    class Marked(nn.Parameter):
+        """A parameter that may behave otherwise."""
+
+    plain = nn.Parameter(torch.zeros(2))
+    assert may_clip_at_once([plain, nn.Parameter(torch.zeros(3))])
+    assert not may_clip_at_once([plain, nn.Parameter(torch.zeros(2, dtype=torch.float64))])
+    assert not may_clip_at_once([plain, nn.Parameter(torch.zeros(2, device="meta"))])
+    assert not may_clip_at_once([nn.Parameter(torch.zeros(2, device="meta"))])
+    assert not may_clip_at_once([plain, Marked(torch.zeros(2))])
+
+
+def test_an_optimizer_that_drops_gradients_its_own_way_is_asked_to() -> None:
+    import whet
+
+    class Counting(torch.optim.SGD):
+        dropped = 0
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.dropped += 1
+            super().zero_grad(set_to_none)
+
+    model = nn.Linear(3, 1)
+    optimizer = Counting(model.parameters(), lr=0.1)
+    data = torch.randn(8, 3), torch.randn(8, 1)
+    with whet.Session(model, optimizer, data, global_batch_size=4, wishes={"threads": 1}) as session:
+        for batch in session:
+            session.step(lambda micro: nn.functional.mse_loss(model(micro.x), micro.y), batch)
+    assert optimizer.dropped >= 2
