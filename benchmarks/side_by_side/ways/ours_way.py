@@ -20,6 +20,7 @@ TOLD = (
     "threads",
     "attention",
     "optimizer_kernels",
+    "freed_memory",
 )
 
 

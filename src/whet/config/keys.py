@@ -38,6 +38,7 @@ class CommonConfig(BaseModel):
         "layout",
         "attention",
         "norms",
+        "freed_memory",
         "deterministic",
         "sharding",
         "bucket_mb",
@@ -111,6 +112,9 @@ class CommonConfig(BaseModel):
         "auto", description="which kernel torch's attention takes first"
     )
     norms: Literal["torch", "own"] | Auto = Field("auto", description="whose kernels compute group norms (own: CUDA)")
+    freed_memory: Literal["kept", "returned"] | Auto = Field(
+        "auto", description="whether the C library keeps what a step on a CPU has freed for the next one"
+    )
     deterministic: Switch | Auto = Field("auto", description="only kernels that give the same bits each time")
     sharding: Literal["off", "full"] | Auto = Field(
         "auto", description="several processes each keep the whole model, or a part of every weight"

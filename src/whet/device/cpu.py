@@ -1,7 +1,7 @@
 """The CPU: always there, always in step with us."""
 
 import contextlib
-import ctypes
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import final
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from whet.device.abstract import AbstractDevice, Memory
+from whet.device.heap import give_back, kept_heap
 
 
 @final
@@ -28,10 +29,15 @@ class Cpu(AbstractDevice):
         process = psutil.Process().memory_info()
         return Memory(allocated=process.rss, peak=_peak_of_process(), limit=psutil.virtual_memory().total)
 
+    def freed_memory(self, what: str) -> AbstractContextManager[object]:
+        return kept_heap() if what == "kept" else contextlib.nullcontext()
+
+    def empty_cache(self) -> None:
+        give_back()
+
     def reset_peak(self) -> None:
         # What earlier work has freed and the C library keeps would count as this one's.
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back()
         # Linux counts a process's peak anew after this; other systems have no such counter.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")

@@ -71,6 +71,8 @@ class Execution:
             self._closing.enter_context(explicit_masks())
         if "attention" in self.plan.settings:
             self._closing.enter_context(parts.device.attention(str(self.plan.value("attention"))))
+        if "freed_memory" in self.plan.settings:
+            self._closing.enter_context(parts.device.freed_memory(str(self.plan.value("freed_memory"))))
         if "norms" in self.plan.settings:
             self._closing.enter_context(parts.device.norms(str(self.plan.value("norms"))))
         self._checks = StartChecks(

@@ -95,7 +95,9 @@ class StepRig:
             self._closing.enter_context(threads_kept())
             # As in a training: a pass of the collector would be counted as some step's time.
             self._closing.enter_context(no_garbage_collection())
-            self._closing.enter_context(undisturbed(open_device(str(self.plan.value("device"))).device))
+            device = open_device(str(self.plan.value("device"))).device
+            self._closing.enter_context(undisturbed(device))
+            self._closing.enter_context(device.freed_memory(str(self.plan.value("freed_memory"))))
             self._learn_what_a_sample_needs()
             undo.pop_all()
         return self

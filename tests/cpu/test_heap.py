@@ -1,0 +1,55 @@
+"""What steps on a CPU free is kept for the next one: real processes, faults of pages as the kernel counts them."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+JOB = """
+import json, resource, sys
+import psutil, torch, whet
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv2d(1, 64, 1), nn.ReLU(), nn.Conv2d(64, 16, 1))
+data = torch.randn(96, 1, 144, 144), torch.randn(96, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+wishes = {"threads": 1, "micro_batch": 8, "freed_memory": sys.argv[1]}
+loss = lambda micro: nn.functional.mse_loss(model(micro.x).mean((2, 3)), micro.y)
+faults = []
+with whet.Session(model, optimizer, data, global_batch_size=8, device="cpu", wishes=wishes) as session:
+    for batch in session:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        session.step(loss, batch)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    inside = psutil.Process().memory_info().rss
+weights = [round(float(p.detach().double().sum()), 12) for p in model.parameters()]
+print(json.dumps({
+    "faults": sum(faults[4:]) / len(faults[4:]), "weights": weights,
+    "returned_mb": (inside - psutil.Process().memory_info().rss) / 1e6,
+}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told to keep what is freed")
+def test_kept_memory_is_not_faulted_in_again_and_is_returned_in_the_end() -> None:
+    def train(freed: str, **environment: str) -> dict[str, float]:
+        made = subprocess.run(
+            [sys.executable, "-c", JOB, freed],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return dict(json.loads(made.stdout.splitlines()[-1]))
+
+    returned, kept = train("returned"), train("kept")
+    told = train("kept", MALLOC_TRIM_THRESHOLD_="131072")
+    print(f"faults of pages in a step: {returned['faults']:.0f} returned, {kept['faults']:.0f} kept")
+    assert kept["faults"] < 0.1 * returned["faults"]
+    assert kept["weights"] == returned["weights"] == told["weights"]
+    assert kept["returned_mb"] > 10
+    # Whoever has told the C library otherwise is heeded.
+    assert told["faults"] > 0.5 * returned["faults"]
