@@ -46,7 +46,8 @@ def specs_of(work: str, given: argparse.Namespace, *, takes_losses: bool) -> Ite
 
 
 def report(given: argparse.Namespace) -> Iterator[str]:
-    yield from head("Beside other loops", given.device, f"python benchmarks/peers.py {' '.join(sys.argv[1:])}")
+    words = [word for word in sys.argv[1:] if given.out is None or word not in ("--out", str(given.out))]
+    yield from head("Beside other loops", given.device, f"python benchmarks/peers.py {' '.join(words)}")
     yield "What the columns mean is said there."
     yield ""
     for work in given.workloads:
