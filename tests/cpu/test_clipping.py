@@ -31,6 +31,11 @@ def test_norm_and_gradients_have_the_bits_of_torchs_function(scale: float, missi
             assert torch.equal(one.grad.view(torch.int32), other.grad.view(torch.int32))
 
 
+def test_a_step_without_any_gradient_has_the_norm_that_torch_says() -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    assert torch.equal(clip_at_once(parameters, 1.0), nn.utils.clip_grad_norm_(parameters, 1.0))
+
+
 def test_parameters_of_several_kinds_or_places_are_left_to_torch() -> None:
     class Marked(nn.Parameter):
         """A parameter that may behave otherwise."""

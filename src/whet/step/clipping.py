@@ -22,6 +22,8 @@ def may_clip_at_once(parameters: Sequence[Tensor]) -> bool:
 def clip_at_once(parameters: Sequence[Tensor], most: float) -> Tensor:
     """Makes all gradients smaller by one factor if their norm is over `most`; the norm before."""
     gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+    if not gradients:
+        return torch.tensor(0.0)
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
     torch._foreach_mul_(gradients, torch.clamp(most / (norm + 1e-6), max=1.0))
     return norm
