@@ -114,6 +114,19 @@ def test_the_goal_may_be_low(tmp_path: Path) -> None:
     assert (goal.best, goal.best_step, goal.last) == (3.0, 2, 4.0)
 
 
+@pytest.mark.parametrize(
+    ("workload", "told"),
+    [({"world_size": 4}, ", 4 processes"), ({"world_size": 1}, ""), ({}, ""), ({"world_size": "x"}, ""), (None, "")],
+)
+def test_several_processes_are_told_behind_the_machine(tmp_path: Path, workload: object, told: str) -> None:
+    plan = {"settings": {}, "workload": workload}
+    run = create_run(tmp_path / "r", recipe="r", config={}, plan=plan, machine={"name": "C"}, versions={}, command=[])
+    assert (
+        summarize(run.path).machine
+        == f"unknown chip, unknown cores, unknown memory, unknown system, torch unknown{told}"
+    )
+
+
 def test_a_run_that_never_started(tmp_path: Path) -> None:
     report = summarize(make(tmp_path / "r"))
     assert (report.state, report.step, report.loss.last, report.sittings) == ("never started", 0, None, 0)

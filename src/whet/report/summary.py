@@ -178,7 +178,7 @@ def summarize(run: Run | Path | str, *, history: History | None = None) -> Repor
         classes=findings(history).classes,
         epochs=tuple(_epoch(event) for event in history.events(kinds=("epoch",))),
         settings=_settings(run.plan),
-        machine=_machine_line(run.machine),
+        machine=_machine_line(run.machine) + _processes(run.plan),
         checkpoints=_checkpoints(run.checkpoints),
         saving=saving_cost(history),
         proof=_proof(run.path),
@@ -348,6 +348,13 @@ def _settings(plan: Mapping[str, Any]) -> tuple[SettingLine, ...]:
         for name, setting in settings.items()
         if isinstance(setting, Mapping)
     )
+
+
+def _processes(plan: Mapping[str, Any]) -> str:
+    """How many trained together, where it was more than one."""
+    workload = plan.get("workload")
+    count = workload.get("world_size") if isinstance(workload, Mapping) else None
+    return f", {count:,} processes" if isinstance(count, int) and count > 1 else ""
 
 
 def _machine_line(machine: Mapping[str, Any]) -> str:
