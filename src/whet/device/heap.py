@@ -6,8 +6,9 @@ filled with zeros anew: 3 % of a text step, a fifth of a small convolutional net
 
 import contextlib
 import ctypes
-import os
 from collections.abc import Iterator
+
+from whet.base import env
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Of mallopt: how much may lie free at the end of the heap, and from which size on memory is asked for apart."""
@@ -16,6 +17,7 @@ _APART_FROM = 1 << 30
 _OWN_MOST = 32 << 20
 """The C library raises its own limit for memory apart up to here as it learns, and trims at twice that."""
 _OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+_TUNED = "glibc.malloc."
 
 
 @contextlib.contextmanager
@@ -25,7 +27,11 @@ def kept_heap() -> Iterator[None]:
     Whoever has told the C library otherwise by its variables is left alone.
     """
     set_limit = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_limit is None or any(name in os.environ for name in _OF_THE_USER):
+    if (
+        set_limit is None
+        or any(env.read(name) for name in _OF_THE_USER)
+        or _TUNED in (env.read("GLIBC_TUNABLES") or "")
+    ):
         yield
         return
     # Larger limits than its own most were refused before glibc 2.35.
