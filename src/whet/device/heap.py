@@ -17,7 +17,6 @@ _APART_FROM = 1 << 30
 _OWN_MOST = 32 << 20
 """The C library raises its own limit for memory apart up to here as it learns, and trims at twice that."""
 _OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
-_TUNED = "glibc.malloc."
 
 
 @contextlib.contextmanager
@@ -27,14 +26,10 @@ def kept_heap() -> Iterator[None]:
     Whoever has told the C library otherwise by its variables is left alone.
     """
     set_limit = getattr(ctypes.CDLL(None), "mallopt", None)
-    if (
-        set_limit is None
-        or any(env.read(name) for name in _OF_THE_USER)
-        or _TUNED in (env.read("GLIBC_TUNABLES") or "")
-    ):
+    if set_limit is None or _is_told_otherwise():
         yield
         return
-    # Larger limits than its own most were refused before glibc 2.35.
+    # Not every glibc takes a limit above its own most.
     if not set_limit(_MMAP_THRESHOLD, _APART_FROM):
         set_limit(_MMAP_THRESHOLD, _OWN_MOST)
     set_limit(_TRIM_THRESHOLD, _NEVER)
@@ -50,3 +45,7 @@ def give_back() -> None:
     """What is free and kept goes back to the system."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _is_told_otherwise() -> bool:
+    return any(env.read(name) for name in _OF_THE_USER) or "glibc.malloc." in (env.read("GLIBC_TUNABLES") or "")
