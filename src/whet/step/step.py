@@ -203,8 +203,9 @@ class Stepper:
         if self._has_own_zero_grad:
             self.optimizer.zero_grad(set_to_none=True)
             return
-        for parameter in self._parameters:
-            parameter.grad = None
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def _clip_gradients(self, most: float) -> Tensor:
         clip = clip_at_once if self._clips_at_once else nn.utils.clip_grad_norm_
