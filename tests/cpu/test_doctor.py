@@ -247,14 +247,14 @@ def test_the_exit_code_says_whether_something_was_found(
     check = Check(group="parity", name="planted", verdict=verdict, what="what was seen", seconds=1.0)
     found = Examination(
         whet="0", device="mps", is_virtual=True, is_quick=False, started="", finished="", budget_seconds=1,
-        machine=Machine(name="m"), conditions=Conditions(), conditions_after=Conditions(), num_busy_processes=0,
+        machine=Machine(name="m"), conditions=Conditions(), conditions_after=Conditions(), num_busy_processes=1,
         load_per_core=3.0, versions={}, checks=(check,),
     )  # fmt: skip
     monkeypatch.setattr("whet.doctor.examination.examine", lambda *_, **__: found)
     assert run_cli(["doctor", "--json", str(tmp_path / "doctor.json")]) == code
     out = capsys.readouterr().out
     assert "SIMULATED" in out
-    assert "load 3.0 for each core: speeds are lower" in out
+    assert "1 heavy process, load 3.0 for each core: speeds are lower" in out
     assert ("what was seen" in out) == (verdict not in ("good", "not applicable"))
     assert Examination.from_json(json.loads((tmp_path / "doctor.json").read_text()), where="file") == found
 

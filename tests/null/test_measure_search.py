@@ -267,6 +267,16 @@ def test_a_simulated_search_without_time_says_what_it_left_out() -> None:
     assert any("no time was left for" in line for line in found.words)
 
 
+def test_a_simulated_search_does_not_say_of_what_it_tried_that_no_time_was_left() -> None:
+    rig = SimulatedRig(PLAN, lambda _plan: 0.5, preparation=lambda _plan: 1.0)
+    found = search(PLAN, rig, budget_seconds=24)
+    assert {"precision": "bf16"} in [trial.settings for trial in found.trials]
+    (line,) = [line for line in found.words if line.startswith("no time was left for ")]
+    left_out = line.removeprefix("no time was left for ").split(", ")
+    assert "precision=bf16 with micro_batch=16" in left_out
+    assert "precision=bf16" not in left_out
+
+
 def test_a_simulated_machine_that_takes_long_to_start_is_told_why_nothing_was_tried() -> None:
     rig = SimulatedRig(PLAN, lambda _plan: 0.05, recovery_seconds=18.0)
     found = search(PLAN, rig, budget_seconds=20)

@@ -22,7 +22,8 @@ def examination_lines(examination: Examination) -> Iterator[str]:
     yield from conditions_lines(examination.conditions)
     if examination.num_busy_processes or (examination.load_per_core or 0) > _BUSY:
         load = "unknown" if examination.load_per_core is None else f"{examination.load_per_core:.1f}"
-        others = f"{examination.num_busy_processes} heavy processes, load {load} for each core"
+        count = examination.num_busy_processes
+        others = f"{count} heavy process{'' if count == 1 else 'es'}, load {load} for each core"
         yield f"busy      {others}: speeds are lower than they could be"
     if examination.conditions_after.thermal != examination.conditions.thermal:
         yield f"after     thermal pressure {examination.conditions_after.thermal or 'unknown'}"

@@ -12,7 +12,7 @@ from whet.measure.duel import Duel, fight
 from whet.measure.found import NOT_QUIET, Found, Gain, measured_settings
 from whet.measure.probe import Bench, Contender, break_even, micro_batch, record_duel, refuse, try_out
 from whet.measure.progress import Watch, Watched
-from whet.measure.rig import ProbeFailedError, Rig
+from whet.measure.rig import ProbeFailedError, Rig, Settings
 from whet.measure.words import interval_words
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
@@ -228,7 +228,11 @@ def _by_its_trials(state: _State, why: str) -> Found:
 
 
 def _shown(contender: Contender) -> str:
-    return ", ".join(f"{name}={show_value(value)}" for name, value in contender.settings.items())
+    return ", ".join(_pairs(contender.settings))
+
+
+def _pairs(settings: Settings) -> Iterator[str]:
+    return (f"{name}={show_value(value)}" for name, value in settings.items())
 
 
 def _found(
@@ -250,7 +254,7 @@ def _found(
 def _summary(state: _State, reason: str) -> Iterator[str]:
     tried = sum(trial.verdict != "not tried" for trial in state.trials)
     yield f"{tried} trial{'' if tried == 1 else 's'} in {show_seconds(state.bench.budget.spent)}: {reason}"
-    late = dict.fromkeys(f"{c.setting}={show_value(c.value)}" for c in state.out_of_time)
+    late = dict.fromkeys(" with ".join(_pairs(candidate.changes)) for candidate in state.out_of_time)
     if late:
         yield f"no time was left for {', '.join(late)}"
     recovery = _recovery(state)

@@ -197,7 +197,8 @@ def carry_out(
         if best and not should_stop() and question.seeds:
             settings = {trial.number: trial.params for trial in ledger.trials()}
             count = seeds.put_in_line(confirming, best, first_seed=question.seed, seeds=question.seeds)
-            say(f"the best {len(best)} are trained with {question.seeds} other seeds each ({count} runs)")
+            which, each = ("the best one is", "") if len(best) == 1 else (f"the best {len(best)} are", " each")
+            say(f"{which} trained with {question.seeds} other seeds{each} ({count} runs)")
             chosen = partial(_with_seed, settings)
             do(confirming, most=0, settings=chosen, part="seed")
         result = outcome(

@@ -59,6 +59,15 @@ def _spread(seconds: list[float]) -> float:
     return (high - low) / 2 / middle
 
 
+def show_speed(speed: float) -> str:
+    """Two figures at least: on a busy machine a product may take thousands of times as long, and no speed is 0.
+
+    >>> [show_speed(speed) for speed in (12_345.6, 9.98, 1.04, 0.0342)]
+    ['12,346', '10', '1.0', '0.034']
+    """
+    return f"{speed:,.0f}" if speed >= 9.95 else f"{speed:#.2g}"
+
+
 def _matmul(place: Place) -> Finding:
     device = place.device
 
@@ -81,7 +90,7 @@ def _matmul(place: Place) -> Finding:
         speed = work / statistics.median(taken)
         figures |= {f"{name}_gflops": speed, f"{name}_best_gflops": work / min(taken)}
         figures |= {f"{name}_size": sizes[name], f"{name}_spread": _spread(taken)}
-        shown.append(f"{name} {speed:,.0f}")
+        shown.append(f"{name} {show_speed(speed)}")
     return good(f"GFLOP/s: {', '.join(shown)}", **figures)
 
 

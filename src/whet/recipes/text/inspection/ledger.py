@@ -70,7 +70,11 @@ class Ledger:
 
 
 def spread(values: "array[int]") -> Spread | None:
-    """Least, median, 95th percentile and most; None of nothing."""
+    """Least, median, the least that 95 of 100 do not exceed, and most; None of nothing.
+
+    >>> spread(array("I", [20, 21])).most_of_95, spread(array("I", range(1, 101))).most_of_95
+    (21, 95)
+    """
     import numpy as np
 
     if not values:
@@ -80,7 +84,7 @@ def spread(values: "array[int]") -> Spread | None:
     return Spread(
         least=int(ordered[0]),
         median=int(ordered[last // 2]),
-        most_of_95=int(ordered[int(0.95 * last)]),
+        most_of_95=int(ordered[-(-95 * len(ordered) // 100) - 1]),
         most=int(ordered[last]),
     )
 
