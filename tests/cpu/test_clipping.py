@@ -1,9 +1,12 @@
 """Clipping at once: the bits of torch's own function, and only where they can be."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import whet
 from whet.step.clipping import clip_at_once, may_clip_at_once
 
 
@@ -48,20 +51,43 @@ def test_parameters_of_several_kinds_or_places_are_left_to_torch() -> None:
     assert not may_clip_at_once([plain, Marked(torch.zeros(2))])
 
 
-def test_an_optimizer_that_drops_gradients_its_own_way_is_asked_to() -> None:
-    import whet
+def train(model: nn.Linear, optimizer: torch.optim.Optimizer, *, before_step: Callable[[int], object]) -> None:
+    data = torch.randn(8, 3), torch.randn(8, 1)
+    with whet.Session(model, optimizer, data, global_batch_size=4, device="cpu", wishes={"threads": 1}) as session:
+        for number, batch in enumerate(session):
+            before_step(number)
+            session.step(lambda micro: nn.functional.mse_loss(model(micro.x), micro.y), batch)
+
+
+@pytest.mark.parametrize("is_of", ["class", "instance"])
+def test_an_optimizer_that_drops_gradients_its_own_way_is_asked_to(is_of: str) -> None:
+    dropped = []
 
     class Counting(torch.optim.SGD):
-        dropped = 0
-
         def zero_grad(self, set_to_none: bool = True) -> None:
-            self.dropped += 1
+            dropped.append(set_to_none)
             super().zero_grad(set_to_none)
 
     model = nn.Linear(3, 1)
-    optimizer = Counting(model.parameters(), lr=0.1)
-    data = torch.randn(8, 3), torch.randn(8, 1)
-    with whet.Session(model, optimizer, data, global_batch_size=4, wishes={"threads": 1}) as session:
-        for batch in session:
-            session.step(lambda micro: nn.functional.mse_loss(model(micro.x), micro.y), batch)
-    assert optimizer.dropped >= 2
+    optimizer = (Counting if is_of == "class" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    if is_of == "instance":
+        optimizer.zero_grad = Counting.zero_grad.__get__(Counting(model.parameters()))  # type: ignore[method-assign]
+    train(model, optimizer, before_step=lambda _number: None)
+    assert len(dropped) >= 2
+
+
+def test_gradients_of_a_parameter_that_was_replaced_do_not_add_up() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = []
+
+    def replace(number: int) -> None:
+        if number == 0:
+            model.weight = nn.Parameter(model.weight.detach().clone())
+            model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+            model.weight.register_hook(lambda gradient: torch.ones_like(gradient))
+            optimizer.param_groups[0]["params"][0] = model.weight
+
+    train(model, optimizer, before_step=replace)
+    assert len(seen) >= 2
+    assert all(torch.equal(gradient, torch.ones(1, 3)) for gradient in seen)

@@ -71,7 +71,6 @@ class Stepper:
         self._precision = precision
         self._clip = clip
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._has_own_zero_grad = type(optimizer).zero_grad is not Optimizer.zero_grad
 
     def __call__(
         self, loss: LossFunction, micros: Iterable[Micro], *, num_samples: int, step: int, is_careful: bool = False
@@ -200,9 +199,10 @@ class Stepper:
 
     def _drop_gradients(self) -> None:
         """As the optimizer's own zero_grad does, which tells the profiler first: 12 us."""
-        if self._has_own_zero_grad:
+        if getattr(self.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             self.optimizer.zero_grad(set_to_none=True)
             return
+        # Not of those at the start: a gradient that nobody drops would add up from step to step.
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
