@@ -53,3 +53,56 @@ def test_kept_memory_is_not_faulted_in_again_and_is_returned_in_the_end() -> Non
     assert kept["returned_mb"] > 10
     # Whoever has told the C library otherwise is heeded.
     assert told["faults"] > 0.5 * returned["faults"]
+
+
+SEVERAL = """
+import json, multiprocessing
+import psutil, torch
+from whet.device.heap import kept_heap
+
+torch.set_num_threads(1)  # a forked process has no others
+
+def kept_mb(size):
+    # Each is larger than what is free by then, so that the C library has to ask the system for it.
+    before = psutil.Process().memory_info().rss
+    torch.ones(size << 18)
+    return round((psutil.Process().memory_info().rss - before) / 2**20)
+
+def work(told):
+    told.put(kept_mb(192))
+
+with kept_heap():
+    with kept_heap():
+        found = {"inner": kept_mb(64)}
+    found["outer"] = kept_mb(128)
+    fork = multiprocessing.get_context("fork")
+    told = fork.SimpleQueue()
+    worker = fork.Process(target=work, args=(told,))
+    worker.start()
+    found["in a worker"] = told.get()
+    worker.join()
+    found["beside a worker"] = kept_mb(256)
+try:
+    with kept_heap():
+        raise KeyError
+except KeyError:
+    found["after an error"] = kept_mb(320)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc can be told to keep what is freed")
+def test_kept_until_the_last_session_is_over_never_in_workers_and_never_against_tunables() -> None:
+    def keeping(**environment: str) -> set[str]:
+        made = subprocess.run(
+            [sys.executable, "-c", SEVERAL],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        print(made.stdout)
+        return {where for where, kept_mb in json.loads(made.stdout.splitlines()[-1]).items() if kept_mb > 32}
+
+    assert keeping() == {"inner", "outer", "beside a worker"}
+    assert keeping(GLIBC_TUNABLES="glibc.malloc.mmap_threshold=131072") == set()

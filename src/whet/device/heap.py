@@ -6,7 +6,9 @@ filled with zeros anew: 3 % of a text step, a fifth of a small convolutional net
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+import functools
+import os
+from collections.abc import Callable, Iterator
 
 from whet.base import env
 
@@ -18,6 +20,9 @@ _OWN_MOST = 32 << 20
 """The C library raises its own limit for memory apart up to here as it learns, and trims at twice that."""
 _OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
+_keepers: list[object] = []
+"""The process has one heap: it is kept until the last of those who asked for it is done."""
+
 
 @contextlib.contextmanager
 def kept_heap() -> Iterator[None]:
@@ -25,10 +30,12 @@ def kept_heap() -> Iterator[None]:
 
     Whoever has told the C library otherwise by its variables is left alone.
     """
-    set_limit = getattr(ctypes.CDLL(None), "mallopt", None)
+    set_limit = _mallopt()
     if set_limit is None or _is_told_otherwise():
         yield
         return
+    keeper = object()
+    _keepers.append(keeper)
     # Not every glibc takes a limit above its own most.
     if not set_limit(_MMAP_THRESHOLD, _APART_FROM):
         set_limit(_MMAP_THRESHOLD, _OWN_MOST)
@@ -36,9 +43,12 @@ def kept_heap() -> Iterator[None]:
     try:
         yield
     finally:
-        set_limit(_MMAP_THRESHOLD, _OWN_MOST)
-        set_limit(_TRIM_THRESHOLD, 2 * _OWN_MOST)
-        give_back()
+        # In a process that was forked meanwhile it is gone already.
+        with contextlib.suppress(ValueError):
+            _keepers.remove(keeper)
+        if not _keepers:
+            _put_limits_back(set_limit)
+            give_back()
 
 
 def give_back() -> None:
@@ -47,5 +57,26 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+@functools.cache
+def _mallopt() -> Callable[[int, int], int] | None:
+    return getattr(ctypes.CDLL(None), "mallopt", None)
+
+
 def _is_told_otherwise() -> bool:
     return any(env.read(name) for name in _OF_THE_USER) or "glibc.malloc." in (env.read("GLIBC_TUNABLES") or "")
+
+
+def _put_limits_back(set_limit: Callable[[int, int], int]) -> None:
+    set_limit(_MMAP_THRESHOLD, _OWN_MOST)
+    set_limit(_TRIM_THRESHOLD, 2 * _OWN_MOST)
+
+
+def _leave_in_child() -> None:
+    """Workers that load data make no steps: what they free is not asked for again."""
+    set_limit = _mallopt()
+    if _keepers and set_limit is not None:
+        _keepers.clear()
+        _put_limits_back(set_limit)
+
+
+os.register_at_fork(after_in_child=_leave_in_child)
