@@ -224,6 +224,60 @@ def test_news_between_press_and_release_lose_no_click(stage: Stage, sibling: Pat
     log.write_bytes(kept)
 
 
+MANY_RUNS = """async () => {
+  const { RunList } = await import("/static/run_list.js");
+  const list = new RunList("runs");
+  document.body.append(list.element);
+  const line = (number, changed, more = {}) => ({
+    id: `id${number}`, name: `run-${String(number).padStart(3, "0")}`, state: "running", step: number, total_steps: 400,
+    loss: number, goal: "f1", goal_value: null, changed, recipe: "text", problem: null, ...more });
+  const names = () => [...list.body.querySelectorAll("th a")].map((link) => link.textContent);
+  const moved = [];
+  new MutationObserver((all) => all.forEach(({ addedNodes }) => addedNodes.forEach((row) => {
+    if (row.tagName === "TR") moved.push(row.querySelector("th a").textContent);
+  }))).observe(list.body, { childList: true });
+  const news = async (...what) => {
+    await null;
+    moved.length = 0;
+    list.set(...what);
+    await null;
+    return { first: names().slice(0, 3), last: names().at(-1), num: names().length, moved: [...new Set(moved)] };
+  };
+  const found = {};
+  const all = Array.from({ length: 300 }, (_, number) => line(number, 1000 - number));
+  found.all = await news(all, [], true);
+  for (const number of [1, 2, 3]) list.rows.get(`id${number}`).mark.click();
+  list.rows.get("id150").mark.focus();
+  found.up = await news([line(150, 2000)]);
+  found.focus = document.activeElement.getAttribute("aria-label");
+  list.sortBy("changed");
+  list.filter.value = "run-00";
+  list.draw();
+  found.down = await news([line(9, 3000)]);
+  found.gone = await news([], ["id2"]);
+  found.compare = list.compare.getAttribute("href");
+  found.anew = await news(all.filter(({ id }) => id !== "id3"), [], true);
+  found.compared = [...list.chosen];
+  list.element.remove();
+  return found;
+}"""
+
+
+def test_news_move_only_the_rows_that_have_another_place(stage: Stage) -> None:
+    found = stage.visit().page.evaluate(MANY_RUNS)
+    assert found["all"]["num"] == 200
+    assert found["up"]["first"] == ["run-150", "run-000", "run-001"]
+    assert found["up"]["moved"] == ["run-150"]
+    assert found["focus"] == "compare run-150"
+    # Sorted by the oldest change: the run with news goes from the top to the end.
+    assert found["down"]["first"] == ["run-008", "run-007", "run-006"]
+    assert (found["down"]["last"], found["down"]["moved"]) == ("run-009", ["run-009"])
+    assert (found["gone"]["num"], found["gone"]["moved"]) == (9, [])
+    assert found["compare"] == "#/compare/id1,id3"
+    # A run that went while the page was not connected is not compared.
+    assert found["compared"] == ["id1"]
+
+
 def test_what_a_run_says_stays_text(stage: Stage) -> None:
     make_evil(stage.runs)
     visit = stage.visit()

@@ -31,15 +31,20 @@ export function fill(element, ...children) {
   return element;
 }
 
-/** Puts exactly these elements inside, in this order. Those in their place are not touched: a press that has begun on
- * one still ends on it. */
+/** Puts exactly these elements inside, in this order. Those in their order are not touched: a press that has begun on
+ * one still ends on it. What had the focus has it still. */
 export function arrange(element, wanted) {
   const kept = new Set(wanted);
+  const focused = document.activeElement;
   for (const child of [...element.children]) if (!kept.has(child)) child.remove();
   wanted.forEach((child, place) => {
     const there = element.children[place] ?? null;
-    if (there !== child) element.insertBefore(child, there);
+    if (there === child) return;
+    // One that goes down passes the others; they need not all go up.
+    if (there?.nextElementSibling === child) element.append(there);
+    else element.insertBefore(child, there);
   });
+  if (focused !== document.activeElement && element.contains(focused)) focused.focus({ preventScroll: true });
 }
 
 /** A table; cells are text or elements, the first of each row is its header. */

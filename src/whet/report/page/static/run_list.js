@@ -68,8 +68,9 @@ export class RunList {
   set(lines, removed = [], isAll = false) {
     if (isAll) this.lines.clear();
     for (const line of lines) this.lines.set(line.id, line);
-    for (const id of removed) (this.lines.delete(id), this.chosen.delete(id));
-    for (const id of this.rows.keys()) if (!this.lines.has(id)) this.rows.delete(id);
+    for (const id of removed) this.lines.delete(id);
+    for (const known of [this.rows, this.chosen])
+      for (const id of known.keys()) if (!this.lines.has(id)) known.delete(id);
     this.draw();
   }
 
