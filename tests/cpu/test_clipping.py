@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import whet
+from whet.base.errors import UsageError
 from whet.step.clipping import clip_at_once, may_clip_at_once
 
 
@@ -91,3 +92,10 @@ def test_gradients_of_a_parameter_that_was_replaced_do_not_add_up() -> None:
     train(model, optimizer, before_step=replace)
     assert len(seen) >= 2
     assert all(torch.equal(gradient, torch.ones(1, 3)) for gradient in seen)
+
+
+def test_a_group_of_parameters_that_comes_later_is_refused_in_words() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    with pytest.raises(UsageError, match="other groups of parameters"):
+        train(model, optimizer, before_step=lambda number: number and optimizer.add_param_group({"params": model.bias}))

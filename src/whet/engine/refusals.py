@@ -59,6 +59,16 @@ def refuse_foreign_schedule(optimizer: Optimizer, rates_set: list[float]) -> Non
         )
 
 
+def refuse_other_groups(optimizer: Optimizer, rates: list[float]) -> None:
+    """Parameters that came later would have no base rate, and would not be clipped with the others."""
+    if len(optimizer.param_groups) != len(rates):
+        raise UsageError(
+            "the optimizer has other groups of parameters than when the session began",
+            got=f"{len(optimizer.param_groups)} groups; {len(rates)} at the beginning",
+            try_="all parameters in it from the beginning, with requires_grad_(False) until their time comes",
+        )
+
+
 def refuse_other_batch(batch: GlobalBatch, *, current: GlobalBatch | None, position: Position) -> None:
     """A batch is stepped once, when it comes: another order would not be the one that a resume repeats."""
     if batch is not current or position == batch.after:

@@ -42,6 +42,7 @@ from whet.engine.recorder import Show
 from whet.engine.refusals import (
     refuse_foreign_schedule,
     refuse_other_batch,
+    refuse_other_groups,
     refuse_outside,
     refuse_reserved,
     refuse_shorter_data,
@@ -296,6 +297,7 @@ class Session:
         progress = self.progress
         self._is_in_step = True
         number = progress.step + 1
+        refuse_other_groups(self._stepper.optimizer, self._rates)
         refuse_foreign_schedule(self._stepper.optimizer, self._set_rates)
         self._set_rates = set_rate(self._stepper.optimizer, self._schedule.factor(number), self._rates)
         try:

@@ -96,7 +96,8 @@ def atan2_groups(model: nn.Module, choice: OptimizerChoice) -> list[dict[str, An
 def set_rate(optimizer: Optimizer, factor: float, base_rates: list[float]) -> list[float]:
     """Sets every group's learning rate to `factor` times its base rate, in place where it is a tensor; the rates."""
     rates = [base * factor for base in base_rates]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    # A group that came later has no base rate; steps refuse it, and their error is the one to be seen.
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
         else:
