@@ -4,8 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+
+import whet
+from whet.base.errors import UsageError
+from whet.plan.explain import explain
+from whet.plan.plan import Plan
 
 JOB = """
 import json, resource, statistics, sys
@@ -106,3 +113,29 @@ def test_kept_until_the_last_session_is_over_never_in_workers_and_never_against_
 
     assert keeping() == {"inner", "outer", "beside a worker"}
     assert keeping(GLIBC_TUNABLES="glibc.malloc.mmap_threshold=131072") == set()
+
+
+def test_a_run_from_before_the_rule_goes_on_with_it_and_it_may_change(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def sit(**wishes: str | int) -> Plan:
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.ones(12, 3), torch.ones(12, 1)
+        wishes = {"threads": 1, **wishes}
+        with whet.Session(
+            model, optimizer, data, global_batch_size=4, device="cpu", run=folder, wishes=wishes
+        ) as session:
+            session.step(lambda micro: (model(micro.x) - micro.y).square().mean(), next(iter(session)))
+        return session.plan
+
+    new = sit()
+    file = folder / "plan.json"
+    saved = json.loads(file.read_text())
+    del saved["settings"]["freed_memory"]
+    file.write_text(json.dumps(saved))
+    assert sit().value("freed_memory") == new.value("freed_memory")
+    assert sit(freed_memory="returned").value("freed_memory") == "returned"
+    old = new.model_copy(update={"settings": {k: v for k, v in new.settings.items() if k != "freed_memory"}})
+    with pytest.raises(UsageError, match="older than that setting"):
+        explain(old, "freed_memory")

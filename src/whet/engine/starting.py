@@ -15,7 +15,7 @@ from whet.run.folder import RUN_FILE, Run, open_run
 GROWING_KEYS = ("epochs", "max_steps")
 """What may grow when a run goes on; None is without end."""
 
-_FREE_SETTINGS = ("on_heat", "verify")
+_FREE_SETTINGS = ("on_heat", "verify", "freed_memory")
 FREE_KEYS = ("epochs_per_sitting", *_FREE_SETTINGS)
 """What may change when a run goes on."""
 

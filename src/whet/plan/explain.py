@@ -37,6 +37,8 @@ def explain(plan: Plan, name: str) -> str:
         meant = nearest(name, plan.settings)
         hint = f"did you mean {meant!r}?" if meant else "one of " + ", ".join(plan.settings)
         raise UsageError("a plan has no such setting", got=name, try_=hint)
+    if name not in plan.settings:
+        raise UsageError("this plan is older than that setting", got=name, try_="one of " + ", ".join(plan.settings))
     setting = plan.settings[name]
     facts = [f"  {key} = {_show(value)}" for key, value in setting.evidence.items() if key != "rule"]
     return "\n".join(
