@@ -231,8 +231,11 @@ def choose_freed_memory(facts: Facts) -> Decision:
     faulted in and filled with zeros again, a thousand in a step of 70 ms. Kept, steps took 0.97 of the time for text,
     0.98 for chat and 0.78 for a small Hex net on two cores, with the same memory at its peak and the same bits. After
     the training, and when memory runs out, it is returned. GPUs have caches of their own.
-    When wrong: an evaluation that needs far more memory than a step, on a machine that is shared.
-    Override: freed_memory=returned; or MALLOC_TRIM_THRESHOLD_ and its sisters in the environment, which are heeded.
+    When wrong: an evaluation that needs far more memory than a step, on a machine that is shared; steps of very
+    different sizes, whose free pieces do not fit the next one: with layers of up to 200 MB that varied a thousandfold
+    from step to step, 1.1 to 1.2 GB at the peak became 1.7 to 2.2 GB.
+    Override: freed_memory=returned, also when a run goes on; or MALLOC_TRIM_THRESHOLD_ and its sisters, or
+    GLIBC_TUNABLES, in the environment, which are heeded.
     Sources: glibc manual, "Malloc Tunable Parameters"; own measurement (docs/lab.md).
     """
     evidence = {"device": facts.device, "os": facts.machine.os.name}
