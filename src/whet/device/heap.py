@@ -15,7 +15,8 @@ from whet.base import env
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Of mallopt: how much may lie free at the end of the heap, and from which size on memory is asked for apart."""
 _NEVER = -1
-_APART_FROM = 1 << 30
+_APART_FROM = 256 << 20
+"""Larger blocks of ever other sizes leave holes: with tensors up to 200 MB a limit of 1 GB doubled the peak."""
 _OWN_MOST = 32 << 20
 """The C library raises its own limit for memory apart up to here as it learns, and trims at twice that."""
 _OF_THE_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
