@@ -76,24 +76,24 @@ def kept_mb(size):
     return round((psutil.Process().memory_info().rss - before) / 2**20)
 
 def work(told):
-    told.put(kept_mb(192))
+    told.put(kept_mb(120))
 
 with kept_heap():
     with kept_heap():
-        found = {"inner": kept_mb(64)}
-    found["outer"] = kept_mb(128)
+        found = {"inner": kept_mb(40)}
+    found["outer"] = kept_mb(80)
     fork = multiprocessing.get_context("fork")
     told = fork.SimpleQueue()
     worker = fork.Process(target=work, args=(told,))
     worker.start()
     found["in a worker"] = told.get()
     worker.join()
-    found["beside a worker"] = kept_mb(256)
+    found["beside a worker"] = kept_mb(160)
 try:
     with kept_heap():
         raise KeyError
 except KeyError:
-    found["after an error"] = kept_mb(320)
+    found["after an error"] = kept_mb(200)
 print(json.dumps(found))
 """
 

@@ -233,7 +233,7 @@ def choose_freed_memory(facts: Facts) -> Decision:
     the training, and when memory runs out, it is returned. GPUs have caches of their own.
     When wrong: an evaluation that needs far more memory than a step, on a machine that is shared; steps of very
     different sizes, whose free pieces do not fit the next one: with layers of up to 200 MB that varied a thousandfold
-    from step to step, 1.1 to 1.2 GB at the peak became 1.7 to 2.2 GB.
+    from step to step, 1.1 GB at the peak became 1.2 to 1.5 GB. Blocks of over 256 MB are returned in any case.
     Override: freed_memory=returned, also when a run goes on; or MALLOC_TRIM_THRESHOLD_ and its sisters, or
     GLIBC_TUNABLES, in the environment, which are heeded.
     Sources: glibc manual, "Malloc Tunable Parameters"; own measurement (docs/lab.md).
