@@ -1,14 +1,15 @@
 """Is there something that whet's own kernels, which were asked for, are for? They would be passed by in silence."""
 
 from whet.base.errors import UsageError
-from whet.plan.own_attention import SHORT_TURNED
+from whet.plan.own_attention import own_attention_reason
 from whet.plan.own_norms import BENT_GROUP_NORMS
 from whet.plan.plan import Plan
 
 
 def refuse_idle_attention(plan: Plan) -> None:
-    """Refuses attention=own for a model without such attention."""
-    if SHORT_TURNED not in plan.workload.layers:
+    """Refuses attention=own for a model without such attention, or for batches that lie otherwise."""
+    workload, lengths = plan.workload, plan.value("lengths")
+    if own_attention_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths) is None:
         raise UsageError(
             "the model has no attention that whet's own kernels are for", got="attention=own", try_="attention=torch"
         )

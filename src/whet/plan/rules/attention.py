@@ -1,6 +1,6 @@
 """Which kernels compute attention."""
 
-from whet.plan.own_attention import SHORT_TURNED
+from whet.plan.own_attention import own_attention_reason
 from whet.plan.rule import Decision, Facts, one_of, rule
 
 _HALF = ("bf16", "fp16")
@@ -34,9 +34,10 @@ def choose_attention(facts: Facts) -> Decision:
     evidence = {"device": facts.device, "precision": precision, "lengths": lengths, "capability": capability or None}
     prefers_cudnn = facts.device == "cuda" and generation.isdecimal() and int(generation) >= _FIRST_WITH_CUDNN
     has_many_shapes = facts.workload.lengths_vary and lengths in ("sorted", "packed")
-    is_short = SHORT_TURNED in facts.workload.layers
-    if facts.device == "cuda" and precision in _HALF and is_short and generation == _MEASURED:
-        return Decision(value="own", reason="few places: one kernel turns and attends", evidence=evidence)
+    workload = facts.workload
+    own = own_attention_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths)
+    if facts.device == "cuda" and precision in _HALF and own and generation == _MEASURED:
+        return Decision(value="own", reason=own, evidence=evidence)
     if prefers_cudnn and precision in _HALF and has_many_shapes:
         return Decision(value="flash", reason="cuDNN's kernel costs 0.1 s for every new length", evidence=evidence)
     return Decision(value="torch", reason="torch chooses among its kernels", evidence=evidence)

@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from whet.base.errors import UsageError
 from whet.config.keys import CommonConfig
+from whet.plan.own_attention import SPANS, has_span_kernels
 from whet.plan.workload import Workload
 from whet.recipes.chat.arch import Arch
 
@@ -110,7 +111,7 @@ def describe(config: ChatConfig, *, vocab_size: int, longest: int, num_rows: int
         activation_bytes=activation_bytes(arch, arch.seq_len, vocab_size),
         has_dropout=config.dropout > 0,
         is_causal=True,
-        layers=("attention", "linear"),
+        layers=("attention", "linear", *((SPANS,) if has_span_kernels(arch.hidden_size // arch.num_heads) else ())),
     )
 
 

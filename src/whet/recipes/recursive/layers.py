@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from whet.device.own.attention import turned_attention
 from whet.device.own.gate import gated
+from whet.device.own.spans import Spans, attend_spans
 from whet.device.own.wanted import can_take, is_attention_wanted
 from whet.plan.own_attention import has_own_kernels
 from whet.recipes.recursive.initial import truncated_normal_
@@ -42,6 +43,9 @@ class Look:
     """Added to the scores, or bool and true where one may look; (S, S) or (B, 1, S, S)."""
     is_causal: bool = False
     """Each place at itself and earlier ones only; not together with a mask."""
+    spans: Spans | None = None
+    """The documents of all rows, one behind the other, each of which looks at itself alone; then `rotation` is one for
+    the places of a document, and there is no mask."""
     memory: Memory | None = None
 
 
@@ -116,6 +120,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, look: Look) -> Tensor:
         mixture = self.queries_keys_values(x)
+        if look.spans is not None:
+            turns, is_causal = look.rotation or (), look.is_causal
+            found = attend_spans(
+                mixture.flatten(0, 1), look.spans, num_heads=self.num_heads, is_causal=is_causal, turns=turns
+            )
+            return self.out(found.unflatten(0, x.shape[:2]))
         if look.rotation is not None and self._has_kernel(mixture, look):
             return self.out(turned_attention(mixture, *look.rotation, self.num_heads))
         parts = mixture.unflatten(-1, (3, self.num_heads, -1))

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from whet.data.ragged import Packed, Padded
 from whet.device import unpadded_attention
+from whet.device.own.spans import Spans, are_spans_taken, attend_spans
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,8 @@ class Layout:
     """(T): the cell of the B x L rectangle that each packed token belongs into; None when it is a rectangle already."""
     starts: Tensor | None
     """(B + 1): where each packed text begins."""
+    spans: Spans | None
+    """The same as each packed token knows it."""
     num_texts: int
     """Those that are asked for come first; the fillers behind them are not pooled."""
 
@@ -48,13 +51,15 @@ def layout_of(tokens: Padded | Packed) -> Layout:
     starts: Tensor | None
     if isinstance(tokens, Padded):
         lengths, longest = tokens.lengths, tokens.values.shape[1]
-        positions, cells, starts, num_texts = torch.arange(longest, device=device), None, None, tokens.values.shape[0]
+        positions, cells, starts, own = torch.arange(longest, device=device), None, None, None
+        num_texts = tokens.values.shape[0]
     else:
         starts, longest, num_texts = tokens.starts, tokens.max_length, tokens.num_samples
         lengths = starts.diff()
         everywhere = torch.arange(tokens.values.shape[0], device=device, dtype=starts.dtype)
-        owner = torch.bucketize(everywhere, starts[1:], right=True)
-        positions = everywhere - starts[owner]
+        # Not of starts[1:]: compiled for a GPU, a view that begins later is read from its first number on (torch 2.11).
+        owner = torch.bucketize(everywhere, starts, right=True) - 1
+        positions, own = everywhere - starts[owner], Spans.packed(starts, owner)
         cells = owner * longest + positions
     columns = torch.arange(longest, device=device)
     is_real = columns < lengths[:, None]
@@ -64,6 +69,7 @@ def layout_of(tokens: Padded | Packed) -> Layout:
         is_seen=is_real | (columns == 0),
         cells=cells,
         starts=starts,
+        spans=own,
         num_texts=num_texts,
     )
 
@@ -74,6 +80,9 @@ def attend(mixture: Tensor, layout: Layout, *, num_heads: int, dropout: float = 
     A packed batch stays as it is where the device has a kernel for it. Elsewhere it becomes a rectangle for this alone:
     B x L^2 scores, where a block-diagonal mask would take T^2.
     """
+    size = mixture.shape[-1] // 3 // num_heads
+    if layout.spans is not None and dropout == 0 and are_spans_taken(mixture, size):
+        return attend_spans(mixture, layout.spans, num_heads=num_heads)
     if layout.starts is not None and unpadded_attention.has_kernel(mixture, num_heads=num_heads):
         longest = layout.is_real.shape[1]
         return unpadded_attention.attend(mixture, layout.starts, num_heads=num_heads, longest=longest, dropout=dropout)

@@ -28,7 +28,7 @@ class CausalModel(nn.Module):
     def forward(self, tokens: Tensor, is_start: Tensor) -> tuple[Tensor, ...]:
         """The states of each supervised pass, (B, S, W); the last one is the answer. `is_start`: see looking.py."""
         x = self._read(tokens)
-        return self.states(x, look_in_documents(is_start, head_size=self.head_size, dtype=x.dtype))
+        return self.states(x, look_in_documents(is_start, head_size=self.head_size, like=x))
 
     def go_on(self, tokens: Tensor, positions: Tensor, *, memory: Memory | None, num_keys: int) -> Tensor:
         """The last states of new places, (B, S, W), in rows of one document each; `memory` knows earlier places."""

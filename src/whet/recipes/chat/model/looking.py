@@ -3,19 +3,23 @@
 import torch
 from torch import Tensor
 
+from whet.device.own.spans import Spans, are_spans_taken
 from whet.recipes.recursive.layers import Look, Memory, rotation
 
 
-def look_in_documents(is_start: Tensor, *, head_size: int, dtype: torch.dtype) -> Look:
+def look_in_documents(is_start: Tensor, *, head_size: int, like: Tensor) -> Look:
     """For rows that hold several documents; `is_start` is (B, S), true where one begins. Positions begin anew there.
 
-    What fills a row up is a document of its own at the end, so that nobody looks at it.
+    What fills a row up is a document of its own at the end, so that nobody looks at it. `like`: what is computed with.
     """
     document = is_start.cumsum(1)
+    if are_spans_taken(like, head_size):
+        places = torch.arange(is_start.shape[1], device=is_start.device)
+        return Look(rotation=rotation(places, head_size), spans=Spans.in_rows(document), is_causal=True)
     is_same = document[:, :, None] == document[:, None, :]
     may_look = is_same & _is_earlier(is_start.shape[1], is_start.device)
     positions = may_look.sum(2) - 1
-    return Look(rotation=rotation(positions, head_size), mask=_added(may_look, dtype)[:, None])
+    return Look(rotation=rotation(positions, head_size), mask=_added(may_look, like.dtype)[:, None])
 
 
 def look_back(positions: Tensor, num_keys: int, *, memory: Memory | None, head_size: int, dtype: torch.dtype) -> Look:

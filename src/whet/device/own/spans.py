@@ -1,0 +1,168 @@
+"""Attention of tokens that lie one behind the other: each looks at the tokens of its own span, and at no others.
+
+A span is a text of a packed batch, or a document of a row that holds several. Shapes: T tokens, H heads of size D.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whet.device.own.wanted import can_take, is_attention_wanted
+from whet.plan.own_attention import has_span_kernels
+
+_TILE, _PIECE, _WARPS = 64, 64, 4
+"""Tokens of a program, those that it reads at a time, and its warps: what was fastest on an H200 (docs/lab.md)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spans:
+    """Whose token is whose, made once per forward pass and without asking the device anything."""
+
+    firsts: Tensor
+    """The first token of each token's span, int32 (T)."""
+    tiles: Tensor
+    """What each program of a kernel takes, int32 (P, 4): its first token and the one behind its last, the first token
+    of the first one's span and the one behind the last one's. Those left over are empty."""
+
+    @classmethod
+    def packed(cls, starts: Tensor, owners: Tensor) -> "Spans":
+        """`starts`, (N + 1): where each span begins; `owners`, (T): which one a token belongs to.
+
+        Tiles begin where spans do, so that short ones are looked at in one piece.
+        """
+        spans, tokens = starts.shape[0] - 1, owners.shape[0]
+        counts = (starts.diff() + _TILE - 1) // _TILE
+        ends = counts.cumsum(0)
+        number = torch.arange(tokens // _TILE + spans, device=starts.device)
+        span = torch.bucketize(number, ends, right=True)
+        is_used, span = span < spans, span.clamp(max=spans - 1)
+        first, last = starts[span], starts[span + 1]
+        begin = first + _TILE * (number - (ends - counts)[span])
+        tiles = torch.stack((begin, torch.minimum(begin + _TILE, last), first, last), dim=1)
+        return cls(firsts=starts[owners].int(), tiles=torch.where(is_used[:, None], tiles, 0).int())
+
+    @classmethod
+    def in_rows(cls, document: Tensor) -> "Spans":
+        """For rows one behind the other that hold several documents; `document`, (B, S), counts them in each row."""
+        rows, length = document.shape
+        before = length * torch.arange(rows, device=document.device)[:, None]
+        firsts, lasts = (
+            (torch.searchsorted(document, document, right=right) + before).flatten() for right in (False, True)
+        )
+        begin = torch.arange(0, rows * length, _TILE, device=document.device)
+        end = (begin + _TILE).clamp(max=rows * length)
+        tiles = torch.stack((begin, end, firsts[begin], lasts[end - 1]), dim=1)
+        return cls(firsts=firsts.int(), tiles=tiles.int())
+
+
+def are_spans_taken(x: Tensor, head_size: int) -> bool:
+    """Whether attention=own is in force and has kernels for tensors like this one."""
+    return is_attention_wanted() and can_take(x) and has_span_kernels(head_size)
+
+
+def attend_spans(
+    mixture: Tensor, spans: Spans, *, num_heads: int, is_causal: bool = False, turns: Sequence[Tensor] = ()
+) -> Tensor:
+    """(T, H D) from (T, 3 H D): every token looks at the tokens of its own span, or at itself and earlier ones."""
+    found: Tensor = span_attention(mixture, spans.firsts, spans.tiles, list(turns), num_heads, is_causal)[0]
+    return found
+
+
+@torch.library.custom_op("whet::span_attention", mutates_args=())
+def span_attention(
+    mixture: Tensor, firsts: Tensor, tiles: Tensor, turns: list[Tensor], num_heads: int, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k / sqrt(D)) v, (T, H D), from queries, keys and values side by side, (T, 3 H D); and for the way back
+    the level of each softmax, (H, T).
+
+    `turns`: cosines and sines, float32 (places, D), by which queries and keys are turned in float32, and rounded; a
+    token's place is counted from its span's first one. Empty for none.
+    """
+    from whet.device.own.span_kernels import span_forward
+
+    mixture = mixture.contiguous()
+    tokens, width = mixture.shape
+    found, levels = mixture.new_empty(tokens, width // 3), mixture.new_empty(num_heads, tokens, dtype=torch.float32)
+    cosines, sines = turns or (mixture, mixture)
+    size = width // 3 // num_heads
+    sizes = tokens, 1 / math.sqrt(size), num_heads, size, is_causal, bool(turns), _TILE, _PIECE
+    grid = (len(tiles) * num_heads,)
+    span_forward[grid](mixture, firsts, tiles, cosines, sines, found, levels, *sizes, num_warps=_WARPS, num_stages=1)
+    return found, levels
+
+
+@torch.library.custom_op("whet::span_attention_backward", mutates_args=())
+def span_attention_backward(
+    mixture: Tensor,
+    firsts: Tensor,
+    tiles: Tensor,
+    turns: list[Tensor],
+    found: Tensor,
+    levels: Tensor,
+    slopes: Tensor,
+    num_heads: int,
+    is_causal: bool,
+) -> Tensor:
+    from whet.device.own.span_kernels import of_keys_and_values, of_queries
+
+    mixture, slopes = mixture.contiguous(), slopes.contiguous()
+    tokens, width = mixture.shape
+    result = torch.empty_like(mixture)
+    cosines, sines = turns or (mixture, mixture)
+    size = width // 3 // num_heads
+    means, grid = torch.empty_like(levels), (len(tiles) * num_heads,)
+    sizes = tokens, 1 / math.sqrt(size), num_heads, size, is_causal, bool(turns), _TILE, _PIECE
+    where = mixture, firsts, tiles, cosines, sines
+    of_queries[grid](*where, found, levels, means, slopes, result, *sizes, num_warps=_WARPS, num_stages=1)
+    of_keys_and_values[grid](*where, levels, means, slopes, result, *sizes, num_warps=_WARPS, num_stages=1)
+    return result
+
+
+@span_attention.register_fake
+def _(
+    mixture: Tensor,
+    firsts: Tensor,  # noqa: ARG001
+    tiles: Tensor,  # noqa: ARG001
+    turns: list[Tensor],  # noqa: ARG001
+    num_heads: int,
+    is_causal: bool,  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:
+    tokens, width = mixture.shape
+    return mixture.new_empty(tokens, width // 3), mixture.new_empty(num_heads, tokens, dtype=torch.float32)
+
+
+@span_attention_backward.register_fake
+def _(
+    mixture: Tensor,
+    firsts: Tensor,  # noqa: ARG001
+    tiles: Tensor,  # noqa: ARG001
+    turns: list[Tensor],  # noqa: ARG001
+    found: Tensor,  # noqa: ARG001
+    levels: Tensor,  # noqa: ARG001
+    slopes: Tensor,  # noqa: ARG001
+    num_heads: int,  # noqa: ARG001
+    is_causal: bool,  # noqa: ARG001
+) -> Tensor:
+    return torch.empty_like(mixture, memory_format=torch.contiguous_format)
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    mixture, firsts, tiles, turns, ctx.num_heads, ctx.is_causal = inputs
+    ctx.save_for_backward(mixture, firsts, tiles, *turns, *output)
+    # Nobody asks for slopes of the levels: no zeros are made for them.
+    ctx.set_materialize_grads(False)
+
+
+def _back(ctx, slopes, _):  # type: ignore[no-untyped-def]
+    mixture, firsts, tiles, *turns, found, levels = ctx.saved_tensors
+    without = [None] * len(turns)
+    if slopes is None:
+        return None, None, None, without, None, None
+    result = span_attention_backward(mixture, firsts, tiles, turns, found, levels, slopes, ctx.num_heads, ctx.is_causal)
+    return result, None, None, without, None, None
+
+
+span_attention.register_autograd(_back, setup_context=_keep)
