@@ -13,6 +13,8 @@ from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.config.resolve import resolve
 from whet.data.batch import Micro
+from whet.device.own import spans as own_spans
+from whet.device.own.wanted import own_attention
 from whet.recipes.chat.arch import PRESETS, Arch
 from whet.recipes.chat.builder import Options, build
 from whet.recipes.chat.config import ChatConfig
@@ -20,6 +22,7 @@ from whet.recipes.chat.dataset import open_dataset
 from whet.recipes.chat.judging import judge
 from whet.recipes.chat.loss import next_token_loss
 from whet.recipes.chat.model import causal
+from whet.recipes.chat.model.looking import look_in_documents
 from whet.recipes.chat.model.open import open_model
 from whet.recipes.chat.opening import read_chat
 from whet.recipes.chat.recipe import ChatRecipe
@@ -49,6 +52,34 @@ def test_what_comes_out_depends_on_earlier_tokens_of_its_document_alone(shape: d
         together = model.logits(model(micro.tokens, micro.is_start)[-1])
         alone = model.logits(model(micro.tokens[:1, 9:20], micro.is_start[:1, 9:20])[-1])
     assert torch.allclose(together[:1, 9:20], alone, atol=1e-5)
+
+
+def test_spans_say_what_the_mask_says_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: every tensor counts as one on CUDA in half precision."""
+    micro = rows_of_documents()
+    like = torch.zeros(1)
+    masked = look_in_documents(micro.is_start, head_size=32, like=like)
+    monkeypatch.setattr(own_spans, "can_take", lambda _: True)
+    with own_attention():
+        look = look_in_documents(micro.is_start, head_size=32, like=like)
+    assert look.spans is not None
+    assert masked.mask is not None
+    assert masked.rotation is not None
+    assert look.rotation is not None
+    rows, length = micro.is_start.shape
+    places = torch.arange(rows * length)
+    firsts = look.spans.firsts.long()
+    may_look = (firsts[:, None] == firsts) & (places[:, None] >= places)
+    assert torch.equal(may_look, torch.block_diag(*(masked.mask[:, 0] == 0)).bool())
+    for table, ours in zip(masked.rotation, look.rotation, strict=True):
+        assert torch.equal(table.flatten(0, 2), ours[places - firsts])
+    begin, end, first, last = look.spans.tiles.T.long()
+    assert (int(begin[0]), int(end[-1])) == (0, rows * length)
+    assert torch.equal(begin[1:], end[:-1])
+    assert torch.equal(first, firsts[begin])
+    for one, behind in zip(end.tolist(), last.tolist(), strict=True):
+        assert firsts[one - 1] == firsts[behind - 1], "of one span"
+        assert behind == len(firsts) or firsts[behind] == behind, "and that ends there"
 
 
 def test_attention_that_looks_ahead_or_around_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

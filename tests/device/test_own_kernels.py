@@ -16,7 +16,10 @@ from whet.device.own import norm as own_norm
 from whet.device.own.attention import turned_attention
 from whet.device.own.gate import gate
 from whet.device.own.norm import bent_norm, normed
+from whet.device.own.spans import Spans, attend_spans, span_attention
 from whet.device.own.wanted import own_attention, own_norms
+from whet.recipes.chat.arch import Arch as ChatArch
+from whet.recipes.chat.model.open import open_model
 from whet.recipes.hex.arch import Arch
 from whet.recipes.hex.net import HexNet
 from whet.recipes.recursive.layers import Look, PostNormBlock, Rotation, rotate, rotation
@@ -24,6 +27,7 @@ from whet.recipes.recursive.layers import Look, PostNormBlock, Rotation, rotate,
 WHY_NOT = _WHY_NOT["cuda"]()
 on_gpu = pytest.mark.skipif(WHY_NOT is not None, reason=f"no cuda: {WHY_NOT}")
 SHAPES = [(97, 8, 64), (17, 3, 32), (128, 2, 128), (1, 1, 64)]
+SPANS = [((5, 70, 1, 130, 3), 2, 32), ((200,), 1, 64), ((1,) * 70, 1, 32), ((64, 64, 10), 3, 64)]
 NORMS = [((2, 128, 13, 13), 8), ((2, 128, 13, 13), 32), ((3, 32, 5, 5), 8), ((1, 8, 19, 19), 1), ((2, 24, 8, 8), 3)]
 
 
@@ -66,6 +70,54 @@ def check(device: str, dtype: torch.dtype, *, rows: int, bound: float, shapes=SH
         )
         assert max(found) <= bound, (places, heads, size, found)
     assert max(errors(gate, by_formula, torch.randn(rows, 5, 2 * 700, device=device).to(dtype))) <= bound
+
+
+def spans_of(lengths: tuple[int, ...], device: str) -> tuple[Spans, Tensor]:
+    starts = torch.tensor((0, *lengths), device=device).cumsum(0)
+    owners = torch.repeat_interleave(torch.arange(len(lengths), device=device), starts.diff())
+    return Spans.of(starts[owners], starts[owners + 1]), starts[owners]
+
+
+def spans_by_torch(mixture: Tensor, firsts: Tensor, num_heads: int, *, is_causal: bool, is_turned: bool) -> Tensor:
+    queries, keys, values = mixture.unflatten(-1, (3, num_heads, -1)).permute(1, 2, 0, 3)
+    places = torch.arange(len(mixture), device=mixture.device)
+    if is_turned:
+        turns = rotation(places - firsts, queries.shape[-1])
+        turns = tuple(table.to(mixture.dtype) for table in turns)
+        queries, keys = (
+            x * turns[0] + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * turns[1] for x in (queries, keys)
+        )
+    may_look = firsts[:, None] == firsts
+    if is_causal:
+        may_look &= places[:, None] >= places
+    found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=may_look)
+    return found.transpose(0, 1).flatten(1)
+
+
+def check_spans(device: str, dtype: torch.dtype, *, bound: float) -> None:
+    """Results and gradients beside float64's, causal or not, turned or not; and the same bits every time."""
+    torch.manual_seed(0)
+    for lengths, heads, size in SPANS:
+        spans, firsts = spans_of(lengths, device)
+        tables = tuple(table.to(device) for table in rotation(torch.arange(max(lengths)), size))
+        for is_causal in (False, True):
+            for turns in ((), tables):
+                mixture = torch.randn(len(firsts), 3 * heads * size, device=device).to(dtype)
+                found = errors(
+                    lambda x, s=spans, h=heads, c=is_causal, t=turns: attend_spans(
+                        x, s, num_heads=h, is_causal=c, turns=t
+                    ),
+                    lambda x, f=firsts, h=heads, c=is_causal, t=turns: spans_by_torch(
+                        x, f, h, is_causal=c, is_turned=bool(t)
+                    ),
+                    mixture,
+                )
+                assert max(found) <= bound, (lengths, heads, size, is_causal, bool(turns), found)
+        twice = [attend_spans(mixture, spans, num_heads=heads, is_causal=True, turns=tables) for _ in range(2)]
+        assert torch.equal(*twice)
+    mixture = torch.randn(74, 3 * 64, device=device).to(dtype).requires_grad_()
+    spans, _ = spans_of((70, 4), device)
+    torch.library.opcheck(span_attention, (mixture, spans.firsts, spans.tiles, [], 2, True))
 
 
 def check_norms(device: str, dtype: torch.dtype, *, bound: float, shapes=NORMS) -> None:
@@ -197,10 +249,45 @@ def test_a_block_computes_the_same_with_them(is_compiled: bool) -> None:
         assert torch.linalg.norm(one - other) <= 2e-2 * torch.linalg.norm(one)
 
 
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_spans_are_attended_as_torch_does(dtype: torch.dtype) -> None:
+    check_spans("cuda", dtype, bound=2e-2)
+
+
+@on_gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns of torch's own
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("kind", ["trm", "gpt"])
+def test_a_chat_model_computes_the_same_with_spans(kind: str, is_compiled: bool) -> None:
+    torch.manual_seed(0)
+    arch = ChatArch(kind=kind, hidden_size=128, num_heads=2, seq_len=100)
+    model = open_model(arch, vocab_size=50).cuda()
+    tokens = torch.randint(0, 50, (3, 100), device="cuda")
+    is_start = torch.rand(3, 100, device="cuda") < 0.05
+    is_start[:, 0] = True
+    targets = tokens.roll(-1, 1)
+    call = torch.compile(model) if is_compiled else model
+
+    def run() -> list[Tensor]:
+        model.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            found = torch.stack(call(tokens, is_start, targets)).mean()
+        found.backward()
+        return [found.detach(), *(p.grad for p in model.parameters())]
+
+    plain = run()
+    with own_attention():
+        own = run()
+    for one, other in zip(plain, own, strict=True):
+        assert torch.linalg.norm(one - other) <= 5e-2 * torch.linalg.norm(one)
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_interpreted_on_the_cpu_they_compute_the_same() -> None:
     call = "a._MANY = 1; t.check('cpu', torch.float32, rows=2, bound=1e-5, shapes=[(17, 3, 32)])"
     call += "; t.check_norms('cpu', torch.float32, bound=1e-5); t.check_as_operator('cpu', torch.float32)"
+    call += "; t.check_spans('cpu', torch.float32, bound=1e-5)"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, "-c", f"import test_own_kernels as t, torch, whet.device.own.attention as a; {call}"]
     done = subprocess.run(words, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)

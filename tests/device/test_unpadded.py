@@ -1,5 +1,6 @@
 """On a real CUDA GPU: attention without padding computes what the rectangle does, and whole steps are captured."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import whet
 from whet.data.ragged import Packed, Ragged
 from whet.device import unpadded_attention
 from whet.device.open import _WHY_NOT
+from whet.device.own.wanted import own_attention
 from whet.plan.plan import read_plan
 from whet.recipes.text import attending
 from whet.recipes.text.bert import Bert
@@ -87,6 +89,21 @@ def test_the_kernel_computes_what_the_rectangle_does(make: Any, dtype: torch.dty
         for mine, theirs in zip(ours_gradients, gradients, strict=True):
             assert torch.isfinite(mine).all()
             assert (mine - theirs).norm() <= 0.05 * theirs.norm() + 1e-4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler warns of torch's own
+@pytest.mark.parametrize("is_own", [False, True])
+def test_compiled_it_is_the_same(is_own: bool) -> None:
+    """torch's compiler once read a view from its storage's begin on, so that all positions were wrong."""
+    model = bert(num_attention_heads=2).cuda()
+    with own_attention() if is_own else contextlib.nullcontext():
+        logits, gradients = answer(model, batch(192), torch.bfloat16)
+        compiled = torch.compile(model, dynamic=True)
+        found, found_gradients = answer(compiled, batch(192), torch.bfloat16)
+    assert (found - logits).abs().max() <= 2e-2 * logits.abs().max()
+    largest = max(gradient.norm() for gradient in gradients)
+    for one, other in zip(found_gradients, gradients, strict=True):
+        assert (one - other).norm() <= 5e-2 * other.norm() + 1e-3 * largest
 
 
 def test_attention_dropout_has_the_right_mean(monkeypatch: Any) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,8 @@ from whet.plan.prediction import predict_bytes
 from whet.plan.rules import ALL
 from whet.plan.setting import Measured, Scalar
 from whet.plan.workload import Workload
+from whet.recipes.chat.config import ChatConfig
+from whet.recipes.chat.config import describe as describe_chat
 from whet.recipes.hex.config import HexConfig
 from whet.recipes.hex.config import describe as describe_hex
 from whet.recipes.text.config import TextConfig, describe
@@ -148,6 +151,27 @@ def test_attention_of_our_own_is_for_the_cards_it_was_measured_on() -> None:
     elsewhere = machine.model_copy(update={"accelerators": older})
     assert attention(machine) == attention(elsewhere, attention="own") == "own"
     assert attention(elsewhere) != "own"
+
+
+def test_spans_have_attention_of_our_own_where_they_lie_side_by_side(tmp_path: Path) -> None:
+    machine = load_machine("h200")
+    bert = {"model_type": "bert", "hidden_size": 768, "num_attention_heads": 12}
+    (tmp_path / "config.json").write_text(json.dumps(bert))
+
+    def text(**config: Any) -> Workload:
+        return describe(TextConfig(**config)).model_copy(update={"num_samples": 10_000, "num_steps": 1_000})
+
+    def attention(workload: Workload, **wishes: Scalar) -> Scalar:
+        return make_plan(machine, workload, wishes={"precision": "bf16", **wishes}).value("attention")
+
+    chat = describe_chat(ChatConfig(arch={"preset": "medium"}), vocab_size=8_192, longest=512, num_rows=2_048)
+    assert attention(chat) == attention(text()) == "own"
+    assert attention(text(model=str(tmp_path), attention_dropout=0)) == "own"
+    assert attention(text(model=str(tmp_path))) == "torch", "attention is dropped out there"
+    assert attention(text(), lengths="sorted") == "flash"
+    assert attention(chat, precision="tf32") == "torch"
+    wide = describe_chat(ChatConfig(arch={"preset": "medium", "num_heads": 8}), vocab_size=9, longest=512, num_rows=64)
+    assert attention(wide) == "torch", "heads of 128"
 
 
 def test_your_word_goes_before_a_measurement_and_that_before_a_rule() -> None:

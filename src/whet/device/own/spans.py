@@ -25,35 +25,14 @@ class Spans:
     """The first token of each token's span, int32 (T)."""
     tiles: Tensor
     """What each program of a kernel takes, int32 (P, 4): its first token and the one behind its last, the first token
-    of the first one's span and the one behind the last one's. Those left over are empty."""
+    of the first one's span and the one behind the last one's."""
 
     @classmethod
-    def packed(cls, starts: Tensor, owners: Tensor) -> "Spans":
-        """`starts`, (N + 1): where each span begins; `owners`, (T): which one a token belongs to.
-
-        Tiles begin where spans do, so that short ones are looked at in one piece.
-        """
-        spans, tokens = starts.shape[0] - 1, owners.shape[0]
-        counts = (starts.diff() + _TILE - 1) // _TILE
-        ends = counts.cumsum(0)
-        number = torch.arange(tokens // _TILE + spans, device=starts.device)
-        span = torch.bucketize(number, ends, right=True)
-        is_used, span = span < spans, span.clamp(max=spans - 1)
-        first, last = starts[span], starts[span + 1]
-        begin = first + _TILE * (number - (ends - counts)[span])
-        tiles = torch.stack((begin, torch.minimum(begin + _TILE, last), first, last), dim=1)
-        return cls(firsts=starts[owners].int(), tiles=torch.where(is_used[:, None], tiles, 0).int())
-
-    @classmethod
-    def in_rows(cls, document: Tensor) -> "Spans":
-        """For rows one behind the other that hold several documents; `document`, (B, S), counts them in each row."""
-        rows, length = document.shape
-        before = length * torch.arange(rows, device=document.device)[:, None]
-        firsts, lasts = (
-            (torch.searchsorted(document, document, right=right) + before).flatten() for right in (False, True)
-        )
-        begin = torch.arange(0, rows * length, _TILE, device=document.device)
-        end = (begin + _TILE).clamp(max=rows * length)
+    def of(cls, firsts: Tensor, lasts: Tensor) -> "Spans":
+        """From the first token of each token's span, and the one behind its last, whole numbers (T)."""
+        tokens = firsts.shape[0]
+        begin = torch.arange(0, tokens, _TILE, device=firsts.device)
+        end = (begin + _TILE).clamp(max=tokens)
         tiles = torch.stack((begin, end, firsts[begin], lasts[end - 1]), dim=1)
         return cls(firsts=firsts.int(), tiles=tiles.int())
 

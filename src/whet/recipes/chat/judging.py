@@ -10,8 +10,8 @@ import torch
 from whet.data.batch import Micro
 from whet.recipes.chat.generation.decoding import Ask, Rules, decode
 from whet.recipes.chat.generation.sampling import Sampling
-from whet.recipes.chat.loss import inputs_of, surprise, targets_of
-from whet.recipes.chat.model.causal import CausalModel
+from whet.recipes.chat.loss import inputs_of, targets_of
+from whet.recipes.chat.model.causal import CausalModel, surprise
 from whet.recipes.chat.rows import ChatData, Question
 from whet.recipes.chat.tokenizer import ChatTokenizer
 

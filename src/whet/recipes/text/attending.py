@@ -12,6 +12,7 @@ from torch.nn import functional
 from whet.data.ragged import Packed, Padded
 from whet.device import unpadded_attention
 from whet.device.own.spans import Spans, are_spans_taken, attend_spans
+from whet.device.own.wanted import is_attention_wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +30,7 @@ class Layout:
     starts: Tensor | None
     """(B + 1): where each packed text begins."""
     spans: Spans | None
-    """The same as each packed token knows it."""
+    """The same as each packed token knows it; None where whet's own attention is not in force."""
     num_texts: int
     """Those that are asked for come first; the fillers behind them are not pooled."""
 
@@ -57,9 +58,10 @@ def layout_of(tokens: Padded | Packed) -> Layout:
         starts, longest, num_texts = tokens.starts, tokens.max_length, tokens.num_samples
         lengths = starts.diff()
         everywhere = torch.arange(tokens.values.shape[0], device=device, dtype=starts.dtype)
-        # Not of starts[1:]: compiled for a GPU, a view that begins later is read from its first number on (torch 2.11).
+        # Not in starts[1:]: compiled for a GPU, a view is read from its storage's begin on (pytorch#161609).
         owner = torch.bucketize(everywhere, starts, right=True) - 1
-        positions, own = everywhere - starts[owner], Spans.packed(starts, owner)
+        positions = everywhere - starts[owner]
+        own = Spans.of(starts[owner], starts[owner + 1]) if is_attention_wanted() else None
         cells = owner * longest + positions
     columns = torch.arange(longest, device=device)
     is_real = columns < lengths[:, None]

@@ -187,15 +187,13 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
     is_embedded = config.data is None and not config.data_paths
     num_samples = int(EMBEDDED_CLASSES * EMBEDDED_ROWS_PER_CLASS * TRAIN_SHARE) if is_embedded else None
     backbone = read_backbone(config.model if folder is None else str(folder)) if config.is_pretrained else None
-    arch, can_pack = config.arch, is_read_packed(config, backbone)
+    can_pack = is_read_packed(config, backbone)
     if config.lengths in ("packed", "packed few") and not can_pack:
         raise UsageError(
             "only model=small and a BERT or RoBERTa that is trained whole read packed batches",
             got=f"model={config.model} lora={config.lora} freeze={config.freeze}",
             try_="lengths=sorted, or auto",
         )
-    width, heads = (arch.hidden_size, arch.heads) if backbone is None else (backbone.width, backbone.heads)
-    has_spans = can_pack and width % heads == 0 and has_span_kernels(width // heads)
     max_length = config.arch.max_length if backbone is None else min(config.arch.max_length, backbone.most_tokens)
     return Workload(
         recipe="text",
@@ -209,8 +207,16 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
         sample_bytes=8 * (max_length + 1),
         activation_bytes=activation_bytes(config.arch) if backbone is None else backbone.activation_bytes(max_length),
         has_dropout=config.dropout > 0 or config.word_dropout > 0,
-        layers=("attention", "gelu", "layer norm", "linear", *((SPANS,) if has_spans else ())),
+        layers=("attention", "gelu", "layer norm", "linear", *((SPANS,) if _has_spans(config, backbone) else ())),
     )
+
+
+def _has_spans(config: TextConfig, backbone: Backbone | None) -> bool:
+    """Whether whet's own kernels can attend packed texts: they drop nothing."""
+    if backbone is None:
+        return has_span_kernels(config.arch.hidden_size // config.arch.heads)
+    dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
+    return dropped == 0 and is_read_packed(config, backbone) and has_span_kernels(backbone.width // backbone.heads)
 
 
 def describe_data(

@@ -14,6 +14,9 @@ from whet.recipes.chat.arch import Arch
 from whet.recipes.chat.model.looking import look_back, look_in_documents
 from whet.recipes.recursive.layers import Look, Memory, embedding, linear
 
+IGNORED = -100
+"""The target of a place at which nothing is to be predicted."""
+
 
 class CausalModel(nn.Module):
     """A language model: what comes out at a place depends on that place and earlier ones of its document."""
@@ -25,10 +28,14 @@ class CausalModel(nn.Module):
         self.tokens = embedding(vocab_size, arch.hidden_size)
         self.head = None if arch.tied else linear(arch.hidden_size, vocab_size)
 
-    def forward(self, tokens: Tensor, is_start: Tensor) -> tuple[Tensor, ...]:
-        """The states of each supervised pass, (B, S, W); the last one is the answer. `is_start`: see looking.py."""
+    def forward(self, tokens: Tensor, is_start: Tensor, targets: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The states of each supervised pass, (B, S, W); the last one is the answer. `is_start`: see looking.py.
+
+        With targets, (B, S), the surprise at them after each pass instead: so it is compiled along with the model.
+        """
         x = self._read(tokens)
-        return self.states(x, look_in_documents(is_start, head_size=self.head_size, like=x))
+        found = self.states(x, look_in_documents(is_start, head_size=self.head_size, like=x))
+        return found if targets is None else tuple(surprise(self.logits(states), targets) for states in found)
 
     def go_on(self, tokens: Tensor, positions: Tensor, *, memory: Memory | None, num_keys: int) -> Tensor:
         """The last states of new places, (B, S, W), in rows of one document each; `memory` knows earlier places."""
@@ -53,3 +60,10 @@ class CausalModel(nn.Module):
         x = self.dropout(math.sqrt(self.arch.hidden_size) * self.tokens(tokens))
         kind = x.device.type
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def surprise(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of -ln p over all targets that count."""
+    return functional.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )

@@ -15,11 +15,19 @@ def look_in_documents(is_start: Tensor, *, head_size: int, like: Tensor) -> Look
     document = is_start.cumsum(1)
     if are_spans_taken(like, head_size):
         places = torch.arange(is_start.shape[1], device=is_start.device)
-        return Look(rotation=rotation(places, head_size), spans=Spans.in_rows(document), is_causal=True)
+        return Look(rotation=rotation(places, head_size), spans=_spans(document), is_causal=True)
     is_same = document[:, :, None] == document[:, None, :]
     may_look = is_same & _is_earlier(is_start.shape[1], is_start.device)
     positions = may_look.sum(2) - 1
     return Look(rotation=rotation(positions, head_size), mask=_added(may_look, like.dtype)[:, None])
+
+
+def _spans(document: Tensor) -> Spans:
+    """Of all rows, one behind the other; documents are counted in each, (B, S)."""
+    rows, length = document.shape
+    before = length * torch.arange(rows, device=document.device)[:, None]
+    firsts, lasts = (torch.searchsorted(document, document, right=is_end) + before for is_end in (False, True))
+    return Spans.of(firsts.flatten(), lasts.flatten())
 
 
 def look_back(positions: Tensor, num_keys: int, *, memory: Memory | None, head_size: int, dtype: torch.dtype) -> Look:
