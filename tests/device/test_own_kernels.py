@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from whet.device.open import _WHY_NOT
+from whet.device.own import gate as own_gate
 from whet.device.own import norm as own_norm
 from whet.device.own.attention import turned_attention
 from whet.device.own.gate import gate
 from whet.device.own.norm import bent_norm, normed
 from whet.device.own.spans import Spans, attend_spans, span_attention
-from whet.device.own.wanted import own_attention, own_norms
+from whet.device.own.wanted import own_attention, own_gates, own_norms
 from whet.recipes.chat.arch import Arch as ChatArch
 from whet.recipes.chat.model.open import open_model
 from whet.recipes.hex.arch import Arch
@@ -217,6 +218,17 @@ def test_a_norm_that_they_are_not_for_is_torchs(monkeypatch: pytest.MonkeyPatch)
         normed(watched, silu, x)
         assert seen, "a hook is called"
     assert isinstance(normed(fits, silu, x), Tensor), "no longer wanted"
+
+
+def test_a_gate_of_our_own_is_used_while_whet_computes_alone_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: every tensor counts as one on CUDA in half precision, and the kernel only says that it was called."""
+    monkeypatch.setattr(own_gate, "can_take", lambda _: True)
+    monkeypatch.setattr(own_gate, "gate", lambda _: "own")
+    x = torch.randn(3, 8)
+    assert torch.equal(own_gate.gated(x), by_formula(x))
+    with own_gates():
+        assert own_gate.gated(x) == "own"
+    assert torch.equal(own_gate.gated(x), by_formula(x))
 
 
 @on_gpu

@@ -1,7 +1,7 @@
 """NVIDIA GPUs."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import final
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from whet.device.abstract import AbstractDevice, Memory
 from whet.device.cuda_graphs import CudaGraphs
+from whet.device.own.wanted import own_gates
 
 
 @final
@@ -80,6 +81,9 @@ class Cuda(AbstractDevice):
             yield
         finally:
             products.allow_tf32, convolutions.allow_tf32 = before
+
+    def computing(self, *, is_step: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
+        return own_gates()
 
     def graphs(self) -> CudaGraphs:
         return CudaGraphs(self._place)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from whet.device.own.wanted import can_take
+from whet.device.own.wanted import are_gates_wanted, can_take
 
 
 def gated(mixture: Tensor) -> Tensor:
     """(..., I) from (..., 2 I): the first half, through silu, times the second."""
-    if can_take(mixture):
+    if are_gates_wanted() and can_take(mixture):
         through: Tensor = gate(mixture)
         return through
     gates, up = mixture.chunk(2, dim=-1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None
 
-_SWITCHES = {"attention": False, "norms": False}
+_SWITCHES = {"attention": False, "norms": False, "gates": False}
 
 
 @contextlib.contextmanager
@@ -32,6 +32,11 @@ def own_norms() -> contextlib.AbstractContextManager[None]:
     return _on("norms")
 
 
+def own_gates() -> contextlib.AbstractContextManager[None]:
+    """While entered, models that have a place for it use a gate of our own: whenever whet computes on CUDA."""
+    return _on("gates")
+
+
 def is_attention_wanted() -> bool:
     """Whether attention=own is in force."""
     return _SWITCHES["attention"]
@@ -40,6 +45,11 @@ def is_attention_wanted() -> bool:
 def are_norms_wanted() -> bool:
     """Whether norms=own is in force."""
     return _SWITCHES["norms"]
+
+
+def are_gates_wanted() -> bool:
+    """Whether whet computes."""
+    return _SWITCHES["gates"]
 
 
 def can_take(x: Tensor) -> bool:
