@@ -268,6 +268,28 @@ def test_more_shapes_than_are_kept_run_as_they_are():
     assert graphed.refusal is None
 
 
+def test_a_larger_step_is_captured_before_smaller_ones(monkeypatch):
+    """Their memory would be in pieces too small for it; it has a pool of its own, and smaller ones follow there."""
+    plain, graphed = pair_of(lambda: Norm(0.0))
+    data, held = rows(64), []
+    monkeypatch.setattr(graphed._graphs, "forget", lambda: held.append(graphed.num_captured))
+
+    def losses(stepper):
+        loss, found = mean_loss(stepper.model), []
+        for number, size in enumerate((6, 6, 4, 4, 8, 8, 6, 6, 4, 4, 8), start=1):
+            micros = micros_of(data, np.arange(size), micro_batch=size)
+            found.append(float(stepper(loss, micros, num_samples=size, step=number).loss))
+            sizes.append(sorted(number for number, *_ in getattr(stepper, "_captured", ())))
+        return found
+
+    sizes: list[list[int]] = []
+    expected = losses(plain)
+    sizes.clear()
+    assert losses(graphed) == expected
+    assert held == [0, 0], "nothing is captured any more when a pool is begun"
+    assert sizes == [[], [6], [4, 6], [4, 6], [8], [8], [6, 8], [6, 8], [4, 6, 8], [4, 6, 8], [4, 6, 8]]
+
+
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_another_shape_is_captured_without_running_first_unless_it_must_compile(is_compiled):
     plain, graphed = pair_of(lambda: Norm(0.0))

@@ -53,6 +53,9 @@ class CudaGraphs(AbstractGraphs):
             raise
         return graph.replay, made
 
+    def forget(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """On our own stream, after all that was asked for so far, and before all that is asked for later."""

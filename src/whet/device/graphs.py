@@ -28,3 +28,7 @@ class AbstractGraphs(ABC):
 
         Raises what the work raised. Then nothing captured before may be replayed any more, and the device computes on.
         """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Nothing captured so far will be replayed any more: what comes next has a pool of its own."""

@@ -40,6 +40,9 @@ class SimulatedGraphs(AbstractGraphs):
             torch.set_rng_state(generator)
         return recording.replay, made
 
+    def forget(self) -> None:
+        """Each recording keeps its own."""
+
 
 class _Watch(TorchDispatchMode):
     def __init__(self) -> None:

@@ -206,6 +206,10 @@ class GraphedStepper(Stepper):
             return None
         start = time.perf_counter()
         before, statics = HostState(self.model), StaticMicros(made)
+        if all(statics.num_bytes > ready.statics.num_bytes for ready in self._captured.values()):
+            # What smaller steps gave back is in pieces too small for this one, and all of them fit into what it takes.
+            self._captured.clear()
+            self._graphs.forget()
         try:
             replay, outcome = self._graphs.capture(
                 lambda: self._step(loss, statics.micros, num_samples=num_samples, step=0, mark=lambda: None)

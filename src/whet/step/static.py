@@ -19,6 +19,11 @@ class StaticMicros:
         self.micros = [_copied(micro) for micro in micros]
         self._tensors = list(_tensors(self.micros))
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all their tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
     @torch.no_grad()
     def fill(self, micros: Sequence[Micro]) -> None:
         """Takes other values of the same shapes."""
