@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from whet.base.errors import UsageError
 from whet.data.batch import GlobalBatch, Micro, shapes_of
 from whet.data.cut import Lengths
+from whet.device.abstract import AbstractDevice
 from whet.engine.building import Parts
 from whet.engine.recovery import let_go
 from whet.plan.plan import Plan
@@ -17,6 +18,7 @@ from whet.verify.start.places import num_places
 from whet.verify.subject import Outputs
 from whet.verify.untouched import untouched
 
+_Answer = TypeVar("_Answer")
 _MOST_SAMPLES = 8
 """Of a micro-batch: as long as they are in training, and enough to try several places at once."""
 
@@ -114,15 +116,25 @@ class Examination:
         return (None, None, problem) if found is None else (*found, None)
 
     def _ask(self, question: Callable[[], Any], unanswered: str) -> tuple[Any, str | None]:
-        """An answer, or why there is none: a step may work where a question does not, and has the last word."""
         device = self.parts.device
-        try:
+
+        def asked() -> Any:
             with untouched(self.parts.stepper.model, device):
-                return question(), None
-        except UsageError:
-            raise
-        except Exception as error:
-            is_oom, problem = device.is_oom(error), let_go(error)
-        if is_oom:
-            device.empty_cache()
-        return None, f"{unanswered}: {problem}"
+                return question()
+
+        return ask(asked, device, unanswered=unanswered)
+
+
+def ask(
+    question: Callable[[], _Answer], device: AbstractDevice, *, unanswered: str
+) -> tuple[_Answer | None, str | None]:
+    """An answer, or why there is none: a step may work where a question does not, and has the last word."""
+    try:
+        return question(), None
+    except UsageError:
+        raise
+    except Exception as error:
+        is_oom, problem = device.is_oom(error), let_go(error)
+    if is_oom:
+        device.empty_cache()
+    return None, f"{unanswered}: {problem}"

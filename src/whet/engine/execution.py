@@ -20,7 +20,6 @@ from whet.engine.own_kernels import refuse_idle_attention, refuse_idle_norms
 from whet.engine.recorder import Recorder
 from whet.engine.recovery import let_go, need_less
 from whet.engine.start_checks import StartChecks
-from whet.engine.while_training import Compiled
 from whet.engine.workload import calls_attention, measure_activation_bytes
 from whet.plan.lowering import with_smaller_eval_batch
 from whet.plan.plan import Plan, make_plan, with_learnt
@@ -203,7 +202,9 @@ class Execution:
         if self.plan.value("activation_checkpointing") == "on":
             self._closing.enter_context(recompute_blocks(model))
         if self.plan.value("compile") != "off":
-            self._closing.enter_context(Compiled(model, self.plan).in_use())
+            plan = self._checks.use_compiled(loss, next(self._cut(batch)), self.plan, step=number - 1)
+            if plan is not self.plan:
+                self._use(plan)
         self._is_ready = True
 
     def _refuse_no_attention(self, loss: LossFunction, batch: GlobalBatch) -> None:

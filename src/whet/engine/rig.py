@@ -28,7 +28,9 @@ from whet.device.oom import is_out_of_memory
 from whet.device.open import open_device
 from whet.engine.borrowing import borrowed, threads_kept
 from whet.engine.building import Parts, build, open_planned_source
+from whet.engine.examining import ask
 from whet.engine.recovery import let_go
+from whet.engine.start_checks import left_out
 from whet.engine.training import Training
 from whet.engine.while_training import Compiled
 from whet.engine.workload import calls_attention, measure_activation_bytes
@@ -44,6 +46,7 @@ from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice, set_rate
 from whet.step.recompute import recompute_blocks
 from whet.verify.parity.precision_report import precision_agreement
+from whet.verify.start.compiled import compare
 
 NUM_BATCHES = 8
 """The global batches that are stepped on in turn: enough for the lengths of the data to show, and few enough that all
@@ -155,6 +158,7 @@ class StepRig:
         gc.collect()
         with _failing_alone():
             prepared = PreparedSteps(self, self._built(plan))
+            prepared.refuse_wrong()
             for index in range(NUM_BATCHES):
                 prepared.step_seconds = prepared.step(index)
                 limit = seconds if index + 1 < _WARMUP_STEPS else min(seconds, _WARMUP_SECONDS)
@@ -272,6 +276,22 @@ class PreparedSteps:
         self._number = 0
         # The arithmetic of an update without its effect: weights that wander off could become numbers that are slow.
         set_rate(parts.stepper.optimizer, 0.0, parts.base_rates)
+
+    def refuse_wrong(self) -> None:
+        """A compiled model that computes something else than its code wins nothing: a run would not use it."""
+        if self._compiled is None or left_out(self.plan) is not None:
+            return
+        device, micro = self._parts.device, next(self._cut(self._rig.batch(0)))
+        with self._in_force():
+            found, _ = ask(
+                lambda: compare(
+                    self._rig.model, device, self._rig.loss, micro, precision=str(self.plan.value("precision"))
+                ),
+                device,
+                unanswered="",
+            )
+        if found is not None and not found.holds:
+            raise ProbeFailedError(str(found), kind="error")
 
     def step(self, index: int) -> float:
         """The seconds of one optimizer step until the device is done, reading its data included."""

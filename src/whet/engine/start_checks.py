@@ -1,5 +1,6 @@
 """Before the first step of a sitting: is what this model computes here right? If not, a cure, or the run stops."""
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,16 +11,20 @@ import torch
 
 from whet.base.errors import WhetError
 from whet.base.version import VERSION
-from whet.data.batch import GlobalBatch
+from whet.data.batch import GlobalBatch, Micro
 from whet.data.cut import Lengths
 from whet.engine.building import Parts
 from whet.engine.cures import cures
-from whet.engine.examining import Examination, Findings
+from whet.engine.examining import Examination, Findings, ask
 from whet.engine.recorder import Recorder
+from whet.engine.while_training import Compiled
 from whet.plan.plan import Plan, with_learnt
+from whet.plan.setting import Measured
 from whet.step.loss import LossFunction
-from whet.verify.start import remembered
+from whet.verify.start import compiled, remembered
 from whet.verify.subject import Outputs
+
+_NOT_COMPARED = "not compared with the model's own code"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +46,9 @@ class StartChecks:
         opening = "" if moved_from is None else f"moved from {moved_from} to {here}; "
         if here == "cpu" and self.outputs is None:
             return plan
-        if _wanted(plan) == "off":
-            self.recorder.event("plan", step=step, changed=f"{opening}not verified: verify=off")
-            return plan
-        if plan.settings.get("sharding") and plan.value("sharding") == "full" and plan.workload.world_size > 1:
-            self.recorder.event("plan", step=step, changed=f"{opening}not verified: the model lies in parts")
+        why_not = left_out(plan)
+        if why_not is not None:
+            self.recorder.event("plan", step=step, changed=f"{opening}not verified: {why_not}")
             return plan
         start = time.perf_counter()
         examination = Examination.of(self.parts, plan, loss, self.outputs, batch, how)
@@ -62,6 +65,40 @@ class StartChecks:
             self._tell(said, start=start, step=step, error=findings.error)
             return plan
         return self._cured(examination, findings, plan, opening=opening, start=start, step=step, moved_from=moved_from)
+
+    def use_compiled(self, loss: LossFunction, micro: Micro, plan: Plan, *, step: int) -> Plan:
+        """Compiles the model and compares it with its own code; the plan that the run goes on with, after `step` steps.
+
+        A stepper that captures steps was told that the model is compiled: if it is not, that only makes it careful.
+        """
+        start, model, device = time.perf_counter(), self.parts.stepper.model, self.parts.device
+        with ExitStack() as undo:
+            undo.enter_context(Compiled(model, plan).in_use())
+            why_not = left_out(plan)
+            if why_not is not None:
+                self.closing.push(undo.pop_all())
+                self.recorder.event("plan", step=step, changed=f"compiled: {_NOT_COMPARED}: {why_not}")
+                return plan
+            precision = str(plan.value("precision"))
+            agreement, problem = ask(
+                lambda: compiled.compare(model, device, loss, micro, precision=precision),
+                device,
+                unanswered=_NOT_COMPARED,
+            )
+            is_wrong = agreement is not None and not agreement.holds
+            if not any(self.parts.group.most([float(is_wrong)])):
+                self.closing.push(undo.pop_all())
+                error = None if agreement is None else agreement.largest
+                self._tell(f"compiled: {problem or agreement}", start=start, step=step, error=error)
+                return plan
+        reason = str(agreement) if is_wrong else "in another process it computes something else"
+        changes = {"exact": False, "reason": "runs as it is written"} if step else {}
+        if step:
+            self.note_inexact(step, "runs as it is written")
+        error = agreement.error if agreement is not None and math.isfinite(agreement.error) else None
+        self._tell(f"not compiled: {reason}", start=start, step=step, error=error, **changes)
+        evidence = {"asked": plan.value("compile"), "step": step}
+        return with_learnt(plan, {"compile": Measured(value="off", reason=reason, evidence=evidence)})
 
     def _cured(
         self,
@@ -134,6 +171,14 @@ class StartChecks:
             "shapes": examination.shapes,
         }
         return remembered.key_of(facts, stepper.model, (examination.loss, self.outputs))
+
+
+def left_out(plan: Plan) -> str | None:
+    """Why nothing is verified, if so."""
+    if _wanted(plan) == "off":
+        return "verify=off"
+    is_in_parts = _value(plan, "sharding") == "full" and plan.workload.world_size > 1
+    return "the model lies in parts" if is_in_parts else None
 
 
 def _wanted(plan: Plan) -> str:

@@ -5,7 +5,7 @@ NaN and infinity are written as strict_json tells. Fields that readers know:
 
     start       total_steps, goal (the name of the metric that counts), goal_is ("max" or "min")
     plan        changed: why the plan is another one, or what was verified before the first step; then also seconds,
-                difference (the largest relative error beside the CPU)
+                difference (the largest relative error: beside the CPU, or of a compiled model beside its own code)
     step        loss; epoch, samples (so far), lr, grad_norm (before clipping; without clipping only in every
                 16th step, and in no replayed one), seconds: {"data", "transfer", "forward", "backward", "optimizer"}
                 on the device's own clock ("graph" for a step that is replayed as a whole), and what was spent since

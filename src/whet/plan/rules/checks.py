@@ -10,6 +10,7 @@ def choose_verify(facts: Facts) -> Decision:
     Why: wrong results of a device raise no error. On MPS and CUDA a tiny batch shows the loss and every gradient beside
     the CPU's, and whether the same bits come twice; a model whose outputs are given is tried for causality on every
     device. It takes a second or two for small models, leaves no trace in the training, and what passed is remembered.
+    A compiled model is compared with its own code on every device, each time (rule K2).
     When wrong: a large model whose first step cannot wait for the CPU.
     Override: verify=off, or verify=always; also when a run goes on.
     Sources: pytorch/pytorch#195910, #177116, #192212; docs/verify.md.

@@ -41,10 +41,13 @@ def choose_compile(facts: Facts) -> Decision:
     """Whether torch.compile rewrites the model (on), or each of its repeated blocks (blocks), which takes less time.
 
     Why: compiling costs seconds to minutes, and must earn them back in this run. On MPS it made a small ResNet 4.5 to
-    9 times slower unless a layout option was set.
-    When wrong: long runs of models with many pointwise operators.
-    Override: compile=on or compile=blocks.
-    Sources: pytorch/pytorch#192551, #150121.
+    9 times slower unless a layout option was set. A compiler can also compute something else, without an error: on CUDA
+    torch 2.11 read a view of bucketize's boundaries from the first number on. So before the first step the compiled
+    model's gradients are compared with those of its own code, on a micro-batch of the run; where they differ, the run
+    goes on uncompiled and says so, and in a measurement such a candidate has failed.
+    When wrong: long runs of models with many pointwise operators. Small faults behind strong dropout are not seen.
+    Override: compile=on or compile=blocks; without the comparison with verify=off.
+    Sources: pytorch/pytorch#192551, #150121, #161609 (fixed by #184043); docs/verify.md.
     """
     return Decision(
         value="off", reason="no measurement says that it would earn its time back", evidence={"device": facts.device}

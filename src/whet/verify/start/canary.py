@@ -21,14 +21,14 @@ _MOST_OPERATIONS = 4e10
 
 BOUNDS = {"fp32": (1e-4, 5e-3), "tf32": (5e-3, 2e-2), "bf16": (2e-2, 1e-1), "fp16": (5e-3, 5e-2)}
 """By how much the loss and a gradient may differ, relatively; more where the CPU itself errs in that number format."""
-_LEAST_LOSS = 1e-2
+LEAST_LOSS = 1e-2
 """A loss below is measured against this: what is left of it then is the rounding of larger numbers. Gradients tell."""
-_SCALE = 1024.0
+SCALE = 1024.0
 """fp16 gradients underflow without one."""
 
 
 class Found(NamedTuple):
-    """One forward and backward pass, on the CPU."""
+    """One forward and backward pass."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -81,20 +81,35 @@ def number_format(model: nn.Module, precision: str) -> str:
 
 
 def compute(model: nn.Module, device: AbstractDevice, loss: LossFunction, micro: Micro, *, precision: str) -> Found:
-    """The loss and every gradient of a micro-batch, without dropout. Only inside `untouched`."""
-    scale = _SCALE if precision == "fp16" else 1.0
+    """The loss and every gradient of a micro-batch, without dropout, on the CPU. Only inside `untouched`."""
+    scale = SCALE if precision == "fp16" else 1.0
     try:
-        with without_dropout(model, is_quiet=True), device.computing(), torch.enable_grad():
-            with device.autocast(precision):
-                total, weight = split_loss(loss(micro.moved(device.put)))
-            mean = total if weight is None else total / at_least_tiny(weight)
-            (mean * scale).backward()
-        named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        gradients = {name: _dense(gradient).cpu() / scale for name, gradient in named.items()}
-        return Found(mean.detach().cpu(), gradients)
+        with without_dropout(model, is_quiet=True):
+            mean = go_through(device, loss, micro, precision=precision, scale=scale)
+        return Found(mean.cpu(), {name: gradient.cpu() / scale for name, gradient in gradients_of(model).items()})
     finally:
-        for parameter in model.parameters():
-            parameter.grad = None
+        drop_gradients(model)
+
+
+def go_through(device: AbstractDevice, loss: LossFunction, micro: Micro, *, precision: str, scale: float) -> Tensor:
+    """The loss of a micro-batch; its gradients, times `scale`, are added to those that are there."""
+    with device.computing(), torch.enable_grad():
+        with device.autocast(precision):
+            total, weight = split_loss(loss(micro.moved(device.put)))
+        mean = total if weight is None else total / at_least_tiny(weight)
+        (mean * scale).backward()
+    return mean.detach()
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Where they are; sparse ones as dense ones."""
+    return {name: _dense(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """They are somebody else's now, or nobody's."""
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 def compare(model: nn.Module, loss: LossFunction, micro: Micro, found: Found, *, precision: str) -> Agreement:
@@ -136,7 +151,7 @@ def _agreement(found: Found, expected: Found, loss_bound: float, gradient_bound:
     return Agreement(
         here=float(found.loss),
         on_cpu=float(expected.loss),
-        loss_error=error_of(found.loss, expected.loss, floor=_LEAST_LOSS),
+        loss_error=error_of(found.loss, expected.loss, floor=LEAST_LOSS),
         loss_bound=loss_bound,
         gradient_error=errors.get(worst, 0.0),
         gradient_bound=gradient_bound,

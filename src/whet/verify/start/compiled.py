@@ -1,0 +1,257 @@
+"""Does a compiled model compute what its code says? One micro-batch, compiled and as written: loss and every gradient.
+
+The micro-batch has the shape that the run trains with: another one would be compiled again. Dropout stays on for the
+same reason, and a compiler draws it otherwise; so a compiled pass may differ from one as written by what others as
+written do, and by rounding. All stays on the device, two sets of gradients at most.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from whet.checkpoint.randomness import (
+    host_generators,
+    set_host_generators,
+    set_torch_generators,
+    torch_generators,
+    undisturbed,
+)
+from whet.data.batch import Micro
+from whet.device.abstract import HALF_TYPES, AbstractDevice
+from whet.step.buffers import Buffers
+from whet.step.loss import LossFunction
+from whet.verify.agreement import OWN_SCALE
+from whet.verify.start import canary
+from whet.verify.start.canary import BOUNDS, LEAST_LOSS, Found
+from whet.verify.untouched import as_before, as_type, in_memory_of, uncompiled
+
+_TIMES = 1.2
+"""How many times as far from the first pass as the farthest of others as written the nearest compiled one may lie."""
+_MOST_ROUNDS = 6
+"""Of one pass as written and one compiled, until none is too far off. All draw alike: of a right model the nearest of 6
+compiled passes is beyond the farthest of 6 others in one of 924 cases, and a fifth beyond it far more rarely. A wrong
+result is in every compiled pass."""
+_DRAWS = 4
+"""Of dropout in one pass, added up, where there is any: a tensor's scatter is half of what it is in one."""
+_TIMES_ROUNDED = 2.0
+"""The same for rounding: a compiled pass rounds no more than one as written, so both together are at most twice one."""
+_FEW = 256
+"""Numbers: tensors with fewer scatter most and are not judged where there is dropout; the loss is one number."""
+_LOSS = "the loss"
+
+_Distances = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreement:
+    """A compiled model beside its own code."""
+
+    holds: bool
+    worst: str
+    """The gradient that is farthest from its bound, or over it; or "the loss"."""
+    error: float
+    """Of that one, relative; NaN where it is not a number."""
+    bound: float
+    largest: float
+    """Error of all that were judged."""
+    drawn: float | None
+    """By how much another pass of the model's own code differs; None where that is rounding."""
+    compiled: float
+    written: float
+    """The losses."""
+    num_judged: int
+    num_gradients: int
+
+    def __str__(self) -> str:
+        if self.holds:
+            if self.drawn is None:
+                what, alone = f"loss and {self.num_judged} gradients", ""
+            else:
+                what, alone = (
+                    f"{self.num_judged} of {self.num_gradients} gradients",
+                    f", dropout alone {self.drawn:.0e}",
+                )
+            return f"{what} agree with the model's own code ({self.largest:.0e}{alone})"
+        what = self.worst if self.worst == _LOSS else f"the gradient of {self.worst}"
+        return (
+            f"{what} differs from the model's own code by {self.error:.1e} (at most {self.bound:.0e}); "
+            f"loss {self.compiled:.7g} compiled and {self.written:.7g} as written"
+        )
+
+
+def compare(model: nn.Module, device: AbstractDevice, loss: LossFunction, micro: Micro, *, precision: str) -> Agreement:
+    """The model as it is called now, and as it is written; nobody can tell afterwards.
+
+    What a loss keeps in Python objects of its own is not put back.
+    """
+    with as_before(model), undisturbed(device):
+        return _Comparison(model, device, loss, micro, precision).agreement()
+
+
+class _Comparison:
+    def __init__(
+        self, model: nn.Module, device: AbstractDevice, loss: LossFunction, micro: Micro, precision: str
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._loss = loss
+        self._micro = micro
+        self._precision = precision
+        self._format = canary.number_format(model, precision)
+        self._buffers = Buffers(model)
+        self._generators = torch_generators(device), host_generators()
+        self._num_draws = 1
+        self._first = self._as_written()
+        if not bool(self._first.loss.isfinite()):
+            raise ArithmeticError(f"its loss is {float(self._first.loss)}")
+
+    def agreement(self) -> Agreement:
+        drawn = _distances(self._as_written(), self._first)
+        if self._is_quiet(drawn):
+            return self._without_draws(drawn)
+        self._draw_more()
+        found: _Distances | None = None
+        drawn = {}
+        for _ in range(_MOST_ROUNDS):
+            drawn = _each(max, drawn, _distances(self._as_written(), self._first))
+            now, loss = self._as_called()
+            found = now if found is None else _each(min, found, now)
+            agreement = self._judge(found, drawn, loss, is_quiet=False)
+            if agreement.holds:
+                break
+        return agreement
+
+    def _without_draws(self, drawn: _Distances) -> Agreement:
+        """Only rounding differs; where that is more than usual, finer numbers say how much the first pass has of it."""
+        self._draw_again()
+        found, loss = self._as_called()
+        agreement = self._judge(found, drawn, loss, is_quiet=True)
+        if agreement.holds:
+            return agreement
+        try:
+            rounded = _distances(self._in_finer_numbers(), self._first)
+        except Exception:
+            # Not every model can be computed in another type, and there may be no memory for it.
+            return agreement
+        return self._judge(found, _each(max, drawn, rounded), loss, is_quiet=True, times=_TIMES_ROUNDED)
+
+    def _draw_more(self) -> None:
+        """From now on several draws are one pass: then dropout scatters less, and what is wrong stands out."""
+        self._num_draws = _DRAWS
+        del self._first
+        self._first = self._as_written()
+
+    def _is_quiet(self, drawn: _Distances) -> bool:
+        """Whether nothing but rounding tells two passes as written apart."""
+        return all(error <= self._bound(name) for name, error in drawn.items() if math.isfinite(error))
+
+    def _bound(self, name: str) -> float:
+        of_loss, of_gradient = BOUNDS[self._format]
+        return of_loss if name == _LOSS else of_gradient
+
+    def _judge(
+        self, found: _Distances, drawn: _Distances, loss: float, *, is_quiet: bool, times: float = _TIMES
+    ) -> Agreement:
+        sizes = {name: parameter.numel() for name, parameter in self._model.named_parameters()}
+        limits: _Distances = {}
+        for name in {**drawn, **found}:
+            own, error = drawn.get(name, 0.0), found.setdefault(name, 0.0)
+            is_judged = is_quiet or sizes.get(name, 1) >= _FEW or math.isnan(error)
+            # Where the model's own code gives no numbers, nothing can be said.
+            if is_judged and math.isfinite(own):
+                limits[name] = math.hypot(self._bound(name), times * own)
+        worst = max(limits, key=lambda name: _as_order(found[name] / limits[name]), default=_LOSS)
+        return Agreement(
+            # `<=`: a NaN is over every bound.
+            holds=all(found[name] <= limit for name, limit in limits.items()),
+            worst=worst,
+            error=found[worst],
+            bound=limits.get(worst, 0.0),
+            largest=max((found[name] for name in limits), default=0.0),
+            drawn=None if is_quiet else max((drawn.get(name, 0.0) for name in limits), default=0.0),
+            compiled=loss,
+            written=float(self._first.loss),
+            num_judged=sum(name != _LOSS for name in limits),
+            num_gradients=len(self._first.gradients),
+        )
+
+    # --- one pass -----------------------------------------------------------------------------------------------------
+
+    def _as_written(self) -> Found:
+        with uncompiled():
+            return self._pass(self._micro, self._precision)
+
+    def _as_called(self) -> tuple[_Distances, float]:
+        """How far the compiled model is off, and its loss."""
+        found = self._pass(self._micro, self._precision)
+        return _distances(found, self._first), float(found.loss)
+
+    def _in_finer_numbers(self) -> Found:
+        """The first pass once more: how far off it is itself by rounding."""
+        self._draw_again()
+        dtype = torch.float32 if self._format in HALF_TYPES else torch.float64
+        with uncompiled(), in_memory_of(self._model, self._device.place, dtype):
+            return self._pass(self._micro.moved(lambda tensor: as_type(tensor, dtype)), "fp32")
+
+    def _pass(self, micro: Micro, precision: str) -> Found:
+        model, scale = self._model, canary.SCALE if self._format == "fp16" else 1.0
+        losses: list[Tensor] = []
+        try:
+            for _ in range(self._num_draws):
+                mean = canary.go_through(self._device, self._loss, micro, precision=precision, scale=scale)
+                losses.append(mean)
+                # Every pass begins with the same.
+                self._buffers.put_back()
+            return Found(torch.stack(losses).mean(), canary.gradients_of(model))
+        finally:
+            canary.drop_gradients(model)
+
+    def _draw_again(self) -> None:
+        torchs, hosts = self._generators
+        set_torch_generators(torchs, self._device)
+        set_host_generators(hosts)
+
+
+def _distances(found: Found, first: Found) -> _Distances:
+    """In L2, relative to the size of each gradient in the first pass; waits for the device, once."""
+    zero = first.loss.new_zeros((), dtype=torch.float32)
+    names = [*first.gradients, *(name for name in found.gradients if name not in first.gradients)]
+    ours = [found.gradients.get(name) for name in names]
+    theirs = [first.gradients.get(name) for name in names]
+    sizes = torch.stack([zero, *(_size(tensor, zero) for tensor in theirs)])
+    apart = torch.stack([zero, *(_size(_difference(a, b), zero) for a, b in zip(ours, theirs, strict=True))])
+    floor = OWN_SCALE * sizes.nan_to_num(posinf=0.0).max()
+    sizes[0], apart[0] = first.loss.abs().clamp(min=LEAST_LOSS), (found.loss - first.loss).abs()
+    floors = floor.repeat(len(sizes))
+    floors[0] = LEAST_LOSS
+    errors = apart / torch.maximum(sizes, floors).clamp(min=1e-30)
+    return dict(zip([_LOSS, *names], errors.tolist(), strict=True))
+
+
+def _size(tensor: Tensor | None, zero: Tensor) -> Tensor:
+    if tensor is None or tensor.numel() == 0:
+        return zero
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    wide = torch.float64 if plain.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(plain, dtype=wide).float()
+
+
+def _difference(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
+    """No gradient is as good as one of zeros."""
+    if ours is None or theirs is None:
+        return theirs if ours is None else ours
+    return ours - theirs
+
+
+def _each(pick: Callable[[float, float], float], one: Mapping[str, float], other: Mapping[str, float]) -> _Distances:
+    """For every name; what has no gradient in one of them has none to differ, and a NaN stays."""
+    names = {**one, **other}
+    pairs = {name: (one.get(name, 0.0), other.get(name, 0.0)) for name in names}
+    return {name: math.nan if math.isnan(a + b) else pick(a, b) for name, (a, b) in pairs.items()}
+
+
+def _as_order(share: float) -> float:
+    return math.inf if math.isnan(share) else share
