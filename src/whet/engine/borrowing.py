@@ -64,14 +64,3 @@ def _filled(tensor: Tensor, values: Tensor) -> Tensor:
     else:
         tensor.data = values
     return tensor
-
-
-@contextmanager
-def threads_kept() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        # Not where nothing changed: setting it is not nothing (docs/lab.md).
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +16,7 @@ from whet.device.abstract import AbstractDevice
 from whet.device.environment import FALLBACK, has_fallback
 from whet.device.graphs import AbstractGraphs
 from whet.device.open import open_device, own_card
+from whet.device.threads import use_threads
 from whet.engine.agreeing import refuse_disagreement
 from whet.engine.refusals import refuse_foreign_parameters, refuse_in_several
 from whet.engine.schedule import Schedule
@@ -228,8 +228,7 @@ def use_device(plan: Plan, world: World | None = None) -> tuple[Plan, AbstractDe
             try_=f"{FALLBACK}=1 python ..., or whet train, which sets it",
         )
     threads = plan.value("threads")
-    # Setting the number that holds already is not nothing: it made a CPU's attention a third slower (docs/lab.md).
-    if isinstance(threads, int) and threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
+    if isinstance(threads, int):
+        use_threads(threads)
     opened.device.use_precision(str(plan.value("precision")))
     return plan, opened.device, reason

@@ -26,7 +26,8 @@ from whet.data.table import Table
 from whet.device.abstract import AbstractDevice
 from whet.device.oom import is_out_of_memory
 from whet.device.open import open_device
-from whet.engine.borrowing import borrowed, threads_kept
+from whet.device.threads import threads_kept, use_threads
+from whet.engine.borrowing import borrowed
 from whet.engine.building import Parts, build, open_planned_source
 from whet.engine.examining import ask
 from whet.engine.recovery import let_go
@@ -345,8 +346,8 @@ class PreparedSteps:
         self._rig.move_to(device)
         self._rig.layout.use(str(plan.value("layout")), self._parts.stepper.optimizer)
         threads = plan.value("threads")
-        if isinstance(threads, int) and threads != torch.get_num_threads():
-            torch.set_num_threads(threads)
+        if isinstance(threads, int):
+            use_threads(threads)
         device.use_precision(str(plan.value("precision")))
         with ExitStack() as stack:
             stack.enter_context(device.attention(str(plan.value("attention"))))
