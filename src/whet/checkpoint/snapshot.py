@@ -50,12 +50,16 @@ def take(
     step: int,
     progress: dict[str, Any],
     about: About,
+    num_groups: int,
 ) -> Snapshot:
-    """The state of everything that changes while training; `progress` is the caller's own part of it."""
+    """The state of everything that changes while training; `progress` is the caller's own part of it.
+
+    The first `num_groups` groups of the optimizer belong to the run; others came later.
+    """
     tensors = {f"model/{name}": tensor for name, tensor in named_tensors(model)}
     if ema is not None:
         tensors |= {f"ema/{name}": tensor for name, tensor in ema.average.items()}
-    optimizer_tensors, optimizer_facts = _optimizer_state(model, optimizer)
+    optimizer_tensors, optimizer_facts = _optimizer_state(model, optimizer, num_groups=num_groups)
     randomness, randomness_facts = read_randomness(device)
     tensors |= optimizer_tensors | randomness
     rows = {name: part for name, tensor in tensors.items() if (part := rows_of(tensor)) is not None}
@@ -187,7 +191,9 @@ def _part_for(target: Tensor, snapshot: Snapshot, name: str) -> Tensor:
     return snapshot.tensors[name]
 
 
-def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _optimizer_state(
+    model: nn.Module, optimizer: Optimizer, *, num_groups: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """State by the names of parameters, so that it does not depend on their order."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
@@ -204,7 +210,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, 
             "parameters": [names[p] for p in group["params"]],
             "values": {k: _plain(v) for k, v in group.items() if k != "params"},
         }
-        for group in optimizer.param_groups
+        for group in optimizer.param_groups[:num_groups]
     ]
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
 

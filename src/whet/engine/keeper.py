@@ -21,6 +21,7 @@ from whet.engine.circumstances import circumstances, differences, what_holds
 from whet.engine.pacing import Due, Pace, StepTimes, Ways
 from whet.engine.progress import Progress
 from whet.engine.recorder import Recorder
+from whet.engine.refusals import refuse_other_groups
 from whet.plan.plan import Plan
 from whet.run import durable
 from whet.run.folder import Run
@@ -109,6 +110,9 @@ class Keeper:
 
     def _take(self, progress: Progress, *, base_rates: list[float], plan: Plan) -> Snapshot:
         parts = self._parts
+        if len(parts.stepper.optimizer.param_groups) < len(base_rates):
+            # Nobody could go on without a group that is gone; one that came later is left out.
+            refuse_other_groups(parts.stepper.optimizer, base_rates)
         parameters, tied = describe_names(parts.stepper.model)
         position = progress.as_json()["position"]
         about = self._about.model_copy(
@@ -134,6 +138,7 @@ class Keeper:
                 "base_rates": base_rates,
             },
             about=about,
+            num_groups=len(base_rates),
         )
 
     def _begin(self, snapshot: Snapshot, progress: Progress, *, urgency: Urgency, start: float) -> None:

@@ -295,11 +295,12 @@ class Session:
         refuse_outside(self._state)
         refuse_other_batch(batch, current=self._current, position=self.progress.position)
         progress = self.progress
-        self._is_in_step = True
         number = progress.step + 1
         refuse_other_groups(self._stepper.optimizer, self._rates)
         refuse_foreign_schedule(self._stepper.optimizer, self._set_rates)
         self._set_rates = set_rate(self._stepper.optimizer, self._schedule.factor(number), self._rates)
+        # Not before: what was refused so far has changed nothing, and the steps before it are saved.
+        self._is_in_step = True
         try:
             with self._group.headway.working(f"step {number:,}"):
                 outcome = self._steps.make(loss, batch, number=number)
