@@ -33,7 +33,7 @@ def _commands() -> list[str]:
     return re.findall(r"^\$ (whet .*?)(?:\s+#.*)?$", readme, re.MULTILINE)
 
 
-def test_commands_of_the_readme_run_in_their_order(whet: Run, warm_whet: Run) -> None:
+def test_commands_of_the_readme_run_in_their_order(whet: Run, warm_whet: Run, tmp_path: Path) -> None:
     commands = _commands()
     assert len(commands) > 8
     started: set[str] = set()
@@ -50,6 +50,8 @@ def test_commands_of_the_readme_run_in_their_order(whet: Run, warm_whet: Run) ->
         shorter += ["--max-restarts=0"] if words[0] == "train" and run is warm_whet else []
         done = run(*words, *shorter)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
+    left = {f"/{path.name}/" if path.is_dir() else f"/{path.name}" for path in tmp_path.iterdir()}
+    assert left - {"/whet-home/"} <= set((ROOT / ".gitignore").read_text().split())
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/measure.md", "docs/hex.md"])
