@@ -1,11 +1,11 @@
 """What keeps a run's state safe: when a checkpoint is written, what it holds, and how a run goes on from one."""
 
 import contextlib
-import dataclasses
 import errno
 import gc
 import time
 from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from whet.base.errors import UsageError, WhetError
@@ -28,6 +28,16 @@ from whet.run.folder import Run
 
 Urgency = Literal["due", "now", "last"]
 """Skipped while another is written; waits for that one; waits for its own end too, and a failure is an error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """What a run goes on with, once its tensors are in place."""
+
+    progress: Progress
+    base_rates: list[float]
+    told: dict[str, Any]
+    """What the log should say."""
 
 
 class Keeper:
@@ -263,8 +273,16 @@ class Keeper:
             self._recorder.warn(progress.step, what, error, path=path, again=again)
             return None
 
-    def restore(self, found: store.Found, *, plan: Plan) -> tuple[Progress, list[float], dict[str, Any]]:
-        """Puts everything back as it was; how far the run was, its learning rates, and what the log should say."""
+    def newest(self) -> store.Found | None:
+        """The newest checkpoint, that which is being written included."""
+        self.close()
+        group = self._parts.group
+        # Not before the first process has written what it was writing.
+        group.wait()
+        return loading.newest(self._folder, self._parts.stepper.model, group, run_id=self._about.run_id)
+
+    def restore(self, found: store.Found, *, plan: Plan) -> Restored:
+        """Puts everything back as it was."""
         parts, (step, snapshot, refused) = self._parts, found
         reasons = self._changes_of_data(snapshot.about)
         if step > 0:
@@ -288,7 +306,7 @@ class Keeper:
         length = parts.source.num_samples
         if length is not None and progress.position.samples >= length:
             # Other data, and shorter: what was left of the epoch is not there.
-            progress.position = dataclasses.replace(progress.position, epoch=progress.position.epoch + 1, samples=0)
+            progress.position = replace(progress.position, epoch=progress.position.epoch + 1, samples=0)
         self._saved_step = step
         self._refused = {there for there in store.steps(self._folder) if there > step}
         before = snapshot.about
@@ -306,7 +324,7 @@ class Keeper:
             told["lost_steps"] = max(there for there in store.steps(self._folder)) - step
         if reasons:
             told |= {"exact": False, "reason": "; ".join(reasons)}
-        return progress, rates, told
+        return Restored(progress=progress, base_rates=rates, told=told)
 
     def _changes_of_data(self, saved: About) -> list[str]:
         """Whether the data or the global batch are others; refused unless that was allowed."""

@@ -24,7 +24,6 @@ from whet.base.errors import UsageError, WhetError
 from whet.base.garbage import no_garbage_collection
 from whet.checkpoint import store
 from whet.data.batch import GlobalBatch, Micro
-from whet.engine import loading
 from whet.engine.best_weights import best_weights
 from whet.engine.careful import CarefulSteps, MustGoBackError
 from whet.engine.circumstances import with_earlier_changes
@@ -33,16 +32,15 @@ from whet.engine.findings import metrics_of, read_findings
 from whet.engine.governor import Governor
 from whet.engine.health import Health
 from whet.engine.held_memory import held_memory
-from whet.engine.keeper import Urgency
+from whet.engine.keeper import Restored, Urgency
 from whet.engine.meeting import Meeting
 from whet.engine.open_batch import tell
 from whet.engine.opening import open_session
 from whet.engine.progress import Progress
+from whet.engine.rates import Rates
 from whet.engine.recorder import Show
 from whet.engine.refusals import (
-    refuse_foreign_schedule,
     refuse_other_batch,
-    refuse_other_groups,
     refuse_outside,
     refuse_reserved,
     refuse_shorter_data,
@@ -62,7 +60,7 @@ from whet.plan.workload import Workload
 from whet.run.events import History
 from whet.run.folder import Run, rewrite
 from whet.step.loss import LossFunction
-from whet.step.optimizer import OptimizerChoice, set_rate
+from whet.step.optimizer import OptimizerChoice
 from whet.verify.subject import Outputs
 from whet.world.group import here
 
@@ -138,7 +136,6 @@ class Session:
         self._closing = contextlib.ExitStack()
         self._state = "new"
         self._current: GlobalBatch | None = None
-        self._set_rates: list[float] = []
         self._is_in_step = False
         self._is_best_unsaved = False
         self._went_back = False
@@ -169,8 +166,9 @@ class Session:
         opened = open_session(self._request, show=self._show, closing=self._closing)
         parts = opened.parts
         self.run, self.device, self.source, self.total_steps = opened.run, parts.device, parts.source, parts.total_steps
-        self._stepper, self._schedule, self._rates = parts.stepper, parts.schedule, parts.base_rates
-        self._closing.callback(lambda: set_rate(self._stepper.optimizer, 1.0, self._rates))
+        self._stepper, self._schedule = parts.stepper, parts.schedule
+        self._rates = Rates(parts.stepper.optimizer, parts.schedule, parts.base_rates)
+        self._closing.callback(self._rates.put_back)
         self._soundness, self._recorder = opened.soundness, opened.recorder
         self._execution, self._keeper = opened.execution, opened.keeper
         self._group, self._meeting = parts.group, Meeting(parts.group, opened.keeper)
@@ -180,9 +178,10 @@ class Session:
         if self.run is not None and not opened.is_new and self._group.is_first:
             self.run = rewrite(self.run, plan=self.plan.as_json(), config=self._request.config)
         if opened.found is not None and self._keeper is not None:
-            self.progress, self._rates, told = self._keeper.restore(opened.found, plan=self.plan)
-            self._execution.moved_from = told.get("moved_from")
-            self._tell("resume", with_earlier_changes(told, self.run))
+            restored = self._keeper.restore(opened.found, plan=self.plan)
+            self._go_on_from(restored)
+            self._execution.moved_from = restored.told.get("moved_from")
+            self._tell("resume", with_earlier_changes(restored.told, self.run))
         else:
             # A run that was killed before its first checkpoint begins again, and its steps count no more.
             self._tell("start" if opened.is_new else "resume", {})
@@ -296,9 +295,7 @@ class Session:
         refuse_other_batch(batch, current=self._current, position=self.progress.position)
         progress = self.progress
         number = progress.step + 1
-        refuse_other_groups(self._stepper.optimizer, self._rates)
-        refuse_foreign_schedule(self._stepper.optimizer, self._set_rates)
-        self._set_rates = set_rate(self._stepper.optimizer, self._schedule.factor(number), self._rates)
+        lr = self._rates.set_for(number)
         # Not before: what was refused so far has changed nothing, and the steps before it are saved.
         self._is_in_step = True
         try:
@@ -322,7 +319,7 @@ class Session:
                 step=number,
                 epoch=batch.after.epoch - batch.is_last_of_epoch,
                 samples=progress.samples,
-                lr=self._set_rates[0],
+                lr=lr,
             )
             self._tell_news()
 
@@ -428,7 +425,7 @@ class Session:
 
     def _save(self, urgency: Urgency) -> None:
         if self._keeper is not None:
-            self._keeper.save(self.progress, base_rates=self._rates, plan=self.plan, urgency=urgency)
+            self._keeper.save(self.progress, base_rates=self._rates.base, plan=self.plan, urgency=urgency)
             self._is_best_unsaved = False
 
     def _save_if_sound(self) -> None:
@@ -463,22 +460,21 @@ class Session:
     def _is_sound(self, *, looks_closely: bool) -> bool:
         return self._steps.are_sound(self.progress.step, looks_closely=looks_closely)
 
+    def _go_on_from(self, restored: Restored) -> None:
+        self.progress = restored.progress
+        self._rates.go_on_with(restored.base_rates)
+
     def _go_back(self, reason: str) -> None:
         """Puts the run back to its newest checkpoint; the batches since then come again."""
-        if self._keeper is not None:
-            self._keeper.close()
-        # Not before the first process has written what it was writing.
-        self._group.wait()
-        run = self.run
-        found = None if run is None else loading.newest(run.checkpoints, self.model, self._group, run_id=run.header.id)
+        found = None if self._keeper is None else self._keeper.newest()
         if found is None or self._keeper is None:
             raise WhetError(
                 "the run cannot go back: it has no checkpoint", got=reason, try_="run=DIR, so that there is one"
             )
-        self.progress, self._rates, told = self._keeper.restore(found, plan=self.plan)
-        self._set_rates = []
+        restored = self._keeper.restore(found, plan=self.plan)
+        self._go_on_from(restored)
         self._execution.expect_changes()
         self._went_back = True
-        self._tell("resume", {**told, "went_back": reason})
+        self._tell("resume", {**restored.told, "went_back": reason})
         # Whatever was read of the abandoned steps since is void with them.
         self._soundness.broken = None
