@@ -4,12 +4,13 @@
 
 Ways are a bare loop, an expert's, Hugging Face's Trainer, Accelerate, Lightning, Fabric and whet, each in a process of
 its own; only one computes at a time. Those whose package is not installed are named. Every way first makes one step,
-then two passes over the data, so that it has met every shape; then all make blocks of the same steps in tossed order,
-as long as the slowest needs `--seconds` for. "First step after" counts from a made model and read data, with the device
-woken up (on a GPU those that compile do so at once); "set-up in all" is what these passes took more than later ones do.
-No way writes anything. Ratios are taken inside a round. Memory is a peak: what the device holds for the process, and
-what tensors used of it (on a CPU: the whole process). In the end the losses of the first steps without dropout are
-compared. `--small` tries this file itself; its times mean nothing. `--write` writes the result into docs/bench/.
+then a pass over the data, so that it has met every shape (four for whet, which captures them when they come again);
+then all make blocks of the same steps in tossed order, as long as the slowest needs `--seconds` for. "First step after"
+counts from a made model and read data, with the device woken up (on a GPU those that compile do so at once); "set-up in
+all" is what these passes took more than later ones do. No way writes anything. Ratios are taken inside a round. Memory
+is a peak: what the device holds for the process, and what tensors used of it (on a CPU: the whole process). In the end
+the losses of the first steps without dropout are compared. `--small` tries this file itself; its times mean nothing.
+`--write` writes the result into docs/bench/.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--seconds", type=float, default=2.0, help="of a block of the slowest way")
     parser.add_argument("--rounds", type=at_least(1), default=8)
-    parser.add_argument("--warmup", type=at_least(1), default=256, help="steps before, at most")
+    parser.add_argument("--warmup", type=at_least(1), default=1024, help="steps before, at most")
     parser.add_argument("--losses", type=at_least(0), default=30, help="how many are compared; 0: none")
     parser.add_argument("--only-losses", action="store_true")
     parser.add_argument("--at-once", type=at_least(1), help="processes while losses are compared")

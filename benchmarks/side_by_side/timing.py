@@ -12,6 +12,9 @@ from side_by_side.process import Way, WayFailedError
 from side_by_side.spec import Spec
 
 _LEAST_STEPS = 4
+_PASSES, _PASSES_CAPTURED = 1, 4
+"""Over the data before time is taken, so that every shape was met. whet captures a shape when it comes again, and all
+once more when a larger one comes."""
 
 
 @dataclass(kw_only=True)
@@ -133,10 +136,11 @@ def _compile_first(ways: dict[str, Way]) -> None:
 
 
 def _ready(way: Way, *, most_warmup: int) -> Taken:
-    """Until a way has met every batch of the data twice, or as many as it may."""
+    """Until a way has met every batch of the data, or as many as it may."""
     made = way.made
     first = way.first or way.steps(1)
-    warmup = min(most_warmup, 2 * int(made["epoch"]))
+    passes = _PASSES_CAPTURED if way.spec.way.startswith("whet") else _PASSES
+    warmup = min(most_warmup, passes * int(made["epoch"]))
     warm = way.steps(warmup)
     return Taken(
         way=way.spec.way,
