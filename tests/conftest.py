@@ -24,7 +24,10 @@ settings.load_profile("search" if os.environ.get("WHET_SEARCH") else "gate")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # pytest, its plugins and torch change these themselves.
-_IGNORED = {"PYTEST_CURRENT_TEST", "PYTEST_XDIST_TESTRUNUID", "COLUMNS", "LINES", "TORCHINDUCTOR_CACHE_DIR"}
+_OF_PYTEST = {"PYTEST_CURRENT_TEST", "PYTEST_XDIST_TESTRUNUID", "COLUMNS", "LINES"}
+_OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"}
+_OF_TORCH |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+_IGNORED = _OF_PYTEST | _OF_TORCH
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """A compiled model beside its own code: what agrees, what is noticed, and what the run does then."""
 
+import gc
 import operator
 import random
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from whet.plan.plan import make_plan
 from whet.run.events import read_events
 from whet.run.folder import open_run
 from whet.step.optimizer import OptimizerChoice
+from whet.verify.start import compiled
 from whet.verify.start.compiled import Agreement, compare
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
@@ -254,6 +256,23 @@ def test_what_float32_cannot_tell_is_no_disagreement(is_wrong: bool) -> None:
     assert found.largest > 5e-3, "more than the bound: finer numbers were asked"
 
 
+@pytest.mark.parametrize(("by", "is_judged"), [(1.25, False), (2.0, True), (torch.nan, True)])
+def test_without_memory_for_finer_numbers_only_what_is_far_off_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, by: float, is_judged: bool
+) -> None:
+    def no_memory(_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(compiled._Comparison, "_in_finer_numbers", no_memory)
+    model = made(act=Planted(lambda x: x.detach() + by * (x - x.detach())))
+    if is_judged:
+        assert not agreement(model, precision="bf16").holds
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            agreement(model, precision="bf16")
+    assert not agreement(model, precision="fp32").holds, "which rounds far less"
+
+
 # --- a wrong one -----------------------------------------------------------------------------------------------------
 
 
@@ -394,6 +413,26 @@ def test_a_loss_that_is_not_a_number_is_left_to_the_step() -> None:
     model = made(act=Planted(lambda x: x))
     with pytest.raises(ArithmeticError, match="its loss is nan"):
         agreement(model, loss=lambda micro: loss_of(model)(micro) * torch.nan)
+
+
+def test_what_the_first_step_made_is_no_garbage_to_look_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler keeps hundreds of thousands of objects: a pass over them at the end of each epoch took 0.15 s."""
+    compile_with(monkeypatch, as_it_is)
+    model, made_in_first, looked_at = made(), [], []
+
+    def loss(micro: Micro) -> Tensor:
+        if not made_in_first:
+            made_in_first.extend([[number] for number in range(1000)])
+        looked_at.append(sum(thing is made_in_first[-1] for thing in gc.get_objects()))
+        return loss_of(model)(micro)
+
+    assert gc.get_freeze_count() == 0
+    train(model, tmp_path / "run", loss=loss)
+    assert looked_at[-1] == 0, "set aside"
+    assert looked_at[0] == 1
+    assert gc.get_freeze_count() == 0, "and back afterwards"
 
 
 def test_blocks_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

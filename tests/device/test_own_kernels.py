@@ -301,6 +301,7 @@ def test_interpreted_on_the_cpu_they_compute_the_same() -> None:
     call += "; t.check_norms('cpu', torch.float32, bound=1e-5); t.check_as_operator('cpu', torch.float32)"
     call += "; t.check_spans('cpu', torch.float32, bound=1e-5)"
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(place) for place in sys.path)  # noqa: PTH100
     words = [sys.executable, "-c", f"import test_own_kernels as t, torch, whet.device.own.attention as a; {call}"]
     done = subprocess.run(words, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

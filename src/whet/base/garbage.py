@@ -20,3 +20,9 @@ def no_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
+
+
+def set_aside() -> None:
+    """What is there by now, and no garbage, is passed over as well until `no_garbage_collection` ends."""
+    gc.collect()
+    gc.freeze()

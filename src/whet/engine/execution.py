@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from whet.base.errors import NoMemoryError, UsageError
+from whet.base.garbage import set_aside
 from whet.checkpoint.randomness import seed_randomness
 from whet.data.batch import GlobalBatch, Micro, Shapes, shapes_of
 from whet.data.cut import Lengths
@@ -91,7 +92,8 @@ class Execution:
 
         A careful step raises NonFiniteError instead of an update with such numbers, and leaves everything as it was.
         """
-        if not self._is_ready:
+        is_first = not self._is_ready
+        if is_first:
             self._prepare(loss, batch, number=number)
         stepper, group = self._parts.stepper, self._parts.group
         if not group.is_alone:
@@ -129,6 +131,9 @@ class Execution:
                 raise CannotUndoError(f"step {number:,} ran out of memory while it changed the weights")
         self._tell_refusal(number)
         self._learn()
+        if is_first and self.plan.value("compile") != "off":
+            # A pass over all that the compiler keeps takes 0.15 s, and one is due at the end of every epoch.
+            set_aside()
         return outcome
 
     def _undo_in_all(self, error: StepAgainError, *, number: int) -> None:
