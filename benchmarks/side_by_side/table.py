@@ -86,10 +86,12 @@ def agreement(found: Agreement) -> Iterator[str]:
         yield "No losses to compare."
         return
     first = found.names[next(iter(found.losses))]
-    noise = "" if found.noise is None else f"; peers differ from each other by up to {found.noise:.1e}"
+    of, noise = first, ""
+    if found.noise is not None:
+        of, noise = f"{first} in fp32", f"; {found.precision} takes others up to {found.noise:.1e} away"
     yield (
         f"The first {found.steps} losses without dropout in {found.precision}, largest relative difference from the "
-        f"{first} (bound {found.bound:.1e}{noise}):"
+        f"{of} (bound {found.bound:.1e}{noise}):"
     )
     for way, losses in found.losses.items():
         verdict = "" if found.agrees(way) else " **NOT EQUAL**"

@@ -15,7 +15,7 @@ sys.path.append(str(BENCHMARKS))
 import all as together  # noqa: E402
 import peers as command  # noqa: E402
 from side_by_side import pace as pacing  # noqa: E402
-from side_by_side.losses import Agreement  # noqa: E402
+from side_by_side.losses import BOUND, Agreement  # noqa: E402
 from side_by_side.spec import Spec  # noqa: E402
 from side_by_side.table import agreement, table  # noqa: E402
 from side_by_side.timing import Contest, Taken  # noqa: E402
@@ -66,16 +66,19 @@ def test_a_way_that_trains_otherwise_is_found(peers: dict[str, list[float]], fau
     assert sum("NOT EQUAL" in line for line in agreement(found)) == 1
 
 
-def test_half_precision_is_judged_by_what_peers_differ() -> None:
+@pytest.mark.parametrize(("whet", "agrees"), [(0.985, True), (1.019, True), (1.03, False)])
+def test_half_precision_is_judged_by_how_far_it_takes_peers_from_float32(whet: float, agrees: bool) -> None:
     found = Agreement(
         names={},
         precision="bf16",
         steps=2,
-        losses={"bare": [1.0, 1.0], "expert": [1.0, 1.01], "whet": [1.0, 1.03]},
+        losses={"bare": [1.0, 1.01], "expert": [1.0, 1.009], "whet": [1.0, whet]},
         problems={},
+        exact=[1.0, 1.0],
     )
-    assert found.noise == pytest.approx(0.01, rel=0.02)
-    assert not found.agrees("whet")
+    assert found.noise == pytest.approx(0.01)
+    assert found.agrees("whet") == agrees
+    assert replace(found, exact=None).bound == BOUND["bf16"], "nobody to say"
 
 
 def test_the_table_compares_with_the_best_peer_inside_each_round() -> None:
