@@ -114,11 +114,22 @@ def check_spans(device: str, dtype: torch.dtype, *, bound: float) -> None:
                     mixture,
                 )
                 assert max(found) <= bound, (lengths, heads, size, is_causal, bool(turns), found)
-        twice = [attend_spans(mixture, spans, num_heads=heads, is_causal=True, turns=tables) for _ in range(2)]
-        assert torch.equal(*twice)
+        (one, its_slopes), (two, others) = (there_and_back(mixture, spans, heads, tables) for _ in range(2))
+        assert torch.equal(one, two)
+        assert torch.equal(its_slopes, others)
     mixture = torch.randn(74, 3 * 64, device=device).to(dtype).requires_grad_()
     spans, _ = spans_of((70, 4), device)
-    torch.library.opcheck(span_attention, (mixture, spans.firsts, spans.tiles, [], 2, True))
+    tables = [table.to(device) for table in rotation(torch.arange(70), 32)]
+    for turns in ([], tables):
+        torch.library.opcheck(span_attention, (mixture, spans.firsts, spans.tiles, turns, 2, True))
+
+
+def there_and_back(mixture: Tensor, spans: Spans, num_heads: int, turns: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    mixture = mixture.detach().clone().requires_grad_()
+    found = attend_spans(mixture, spans, num_heads=num_heads, is_causal=True, turns=turns)
+    found.backward(found.detach())
+    assert mixture.grad is not None
+    return found.detach(), mixture.grad
 
 
 def check_norms(device: str, dtype: torch.dtype, *, bound: float, shapes=NORMS) -> None:

@@ -23,7 +23,7 @@ def _read(mixture, few, is_real, half: tl.constexpr):
 
 
 @triton.jit
-def _turn(one, two, cosines, sines):
+def turn(one, two, cosines, sines):
     """The halves turned in float32, and rounded to the format they came in."""
     kind = one.dtype
     one, two = one.to(tl.float32), two.to(tl.float32)
@@ -31,11 +31,18 @@ def _turn(one, two, cosines, sines):
 
 
 @triton.jit
+def turn_back(one, two, cosines, sines):
+    """The slopes of halves from those of turned ones, float32."""
+    return one * cosines + two * sines, two * cosines - one * sines
+
+
+@triton.jit
 def _put_back(result, one, two, cosines, sines, few, is_real, half: tl.constexpr):
     """The slopes of halves that were turned, turned back, go where the halves came from."""
     kind = result.dtype.element_ty
-    tl.store(result + few, (one * cosines + two * sines).to(kind), mask=is_real)
-    tl.store(result + half + few, (two * cosines - one * sines).to(kind), mask=is_real)
+    one, two = turn_back(one, two, cosines, sines)
+    tl.store(result + few, one.to(kind), mask=is_real)
+    tl.store(result + half + few, two.to(kind), mask=is_real)
 
 
 @triton.jit
@@ -77,8 +84,8 @@ def attend_forward(
         queries1, queries2 = _read(mixture, few, is_real, half)
         keys1, keys2 = _read(mixture + width, few, is_real, half)
         values = tl.load(mixture + 2 * width + all_, mask=is_real, other=0.0)
-        queries1, queries2 = _turn(queries1, queries2, cosine, sine)
-        keys1, keys2 = _turn(keys1, keys2, cosine, sine)
+        queries1, queries2 = turn(queries1, queries2, cosine, sine)
+        keys1, keys2 = turn(keys1, keys2, cosine, sine)
         sizes, share = _sizes(queries1, queries2, keys1, keys2, is_seen, scale)
         answer = tl.dot(sizes.to(values.dtype), values) * share
         tl.store(found + all_, answer.to(values.dtype), mask=is_real)
@@ -118,8 +125,8 @@ def attend_backward(
         keys1, keys2 = _read(mixture + width, few, is_real, half)
         slope = tl.load(slopes + all_, mask=is_real, other=0.0)
         values = tl.load(mixture + 2 * width + all_, mask=is_real, other=0.0)
-        queries1, queries2 = _turn(queries1, queries2, cosine, sine)
-        keys1, keys2 = _turn(keys1, keys2, cosine, sine)
+        queries1, queries2 = turn(queries1, queries2, cosine, sine)
+        keys1, keys2 = turn(keys1, keys2, cosine, sine)
         kind = slope.dtype
         sizes, share = _sizes(queries1, queries2, keys1, keys2, is_seen, scale)
         shares = sizes * share

@@ -11,6 +11,8 @@ others as names of its own language.
 import triton
 import triton.language as tl
 
+from whet.device.own.kernels import turn, turn_back
+
 _IN_TWOS = tl.constexpr(1.4426950408889634)
 """Powers of e as powers of two, of which the GPU has an instruction."""
 _LOWEST = tl.constexpr(-1e30)
@@ -31,10 +33,8 @@ def _read(halves, offsets, is_real, cosines, sines, tokens, first, few, size: tl
     one = tl.load(halves + offsets, mask=is_real[:, None], other=0.0)
     two = tl.load(halves + size // 2 + offsets, mask=is_real[:, None], other=0.0)
     if is_turned:
-        kind = one.dtype
         cosine, sine = _turns(cosines, sines, tokens, first, few, is_real, size)
-        wide, other = one.to(tl.float32), two.to(tl.float32)
-        one, two = (wide * cosine - other * sine).to(kind), (other * cosine + wide * sine).to(kind)
+        one, two = turn(one, two, cosine, sine)
     return one, two
 
 
@@ -46,7 +46,7 @@ def _write(
     kind = halves.dtype.element_ty
     if is_turned:
         cosine, sine = _turns(cosines, sines, tokens, first, few, is_real, size)
-        one, two = one * cosine + two * sine, two * cosine - one * sine
+        one, two = turn_back(one, two, cosine, sine)
     tl.store(halves + offsets, one.to(kind), mask=is_real[:, None])
     tl.store(halves + size // 2 + offsets, two.to(kind), mask=is_real[:, None])
 

@@ -14,7 +14,7 @@ from whet.device.own.wanted import can_take, is_attention_wanted
 from whet.plan.own_attention import has_span_kernels
 
 _TILE, _PIECE, _WARPS = 64, 64, 4
-"""Tokens of a program, those that it reads at a time, and its warps: what was fastest on an H200 (docs/lab.md)."""
+"""Tokens of a program, those that it reads at a time, and its warps: the fastest over all on an H200 (docs/lab.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,14 +62,10 @@ def span_attention(
     """
     from whet.device.own.span_kernels import span_forward
 
-    mixture = mixture.contiguous()
-    tokens, width = mixture.shape
-    found, levels = mixture.new_empty(tokens, width // 3), mixture.new_empty(num_heads, tokens, dtype=torch.float32)
-    cosines, sines = turns or (mixture, mixture)
-    size = width // 3 // num_heads
-    sizes = tokens, 1 / math.sqrt(size), num_heads, size, is_causal, bool(turns), _TILE, _PIECE
-    grid = (len(tiles) * num_heads,)
-    span_forward[grid](mixture, firsts, tiles, cosines, sines, found, levels, *sizes, num_warps=_WARPS, num_stages=1)
+    mixture, grid = mixture.contiguous(), (len(tiles) * num_heads,)
+    found, levels = _room(mixture, num_heads)
+    tables, sizes = _tables(turns, mixture), _sizes(mixture, num_heads, is_causal=is_causal, is_turned=bool(turns))
+    span_forward[grid](mixture, firsts, tiles, *tables, found, levels, *sizes, num_warps=_WARPS, num_stages=1)
     return found, levels
 
 
@@ -85,19 +81,34 @@ def span_attention_backward(
     num_heads: int,
     is_causal: bool,
 ) -> Tensor:
+    """The slopes of mixture, (T, 3 H D), from those of found, (T, H D)."""
     from whet.device.own.span_kernels import of_keys_and_values, of_queries
 
-    mixture, slopes = mixture.contiguous(), slopes.contiguous()
-    tokens, width = mixture.shape
-    result = torch.empty_like(mixture)
-    cosines, sines = turns or (mixture, mixture)
-    size = width // 3 // num_heads
-    means, grid = torch.empty_like(levels), (len(tiles) * num_heads,)
-    sizes = tokens, 1 / math.sqrt(size), num_heads, size, is_causal, bool(turns), _TILE, _PIECE
-    where = mixture, firsts, tiles, cosines, sines
+    mixture, slopes, grid = mixture.contiguous(), slopes.contiguous(), (len(tiles) * num_heads,)
+    result, means = torch.empty_like(mixture), torch.empty_like(levels)
+    where = mixture, firsts, tiles, *_tables(turns, mixture)
+    sizes = _sizes(mixture, num_heads, is_causal=is_causal, is_turned=bool(turns))
     of_queries[grid](*where, found, levels, means, slopes, result, *sizes, num_warps=_WARPS, num_stages=1)
     of_keys_and_values[grid](*where, levels, means, slopes, result, *sizes, num_warps=_WARPS, num_stages=1)
     return result
+
+
+def _room(mixture: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    tokens, width = mixture.shape
+    return mixture.new_empty(tokens, width // 3), mixture.new_empty(num_heads, tokens, dtype=torch.float32)
+
+
+def _tables(turns: list[Tensor], mixture: Tensor) -> tuple[Tensor, Tensor]:
+    """A kernel that turns nothing reads none, but takes two."""
+    cosines, sines = turns or (mixture, mixture)
+    return cosines, sines
+
+
+def _sizes(mixture: Tensor, num_heads: int, *, is_causal: bool, is_turned: bool) -> tuple[float, ...]:
+    """What every kernel takes behind its tensors, in that order."""
+    tokens, width = mixture.shape
+    size = width // 3 // num_heads
+    return tokens, 1 / math.sqrt(size), num_heads, size, is_causal, is_turned, _TILE, _PIECE
 
 
 @span_attention.register_fake
@@ -109,8 +120,7 @@ def _(
     num_heads: int,
     is_causal: bool,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
-    tokens, width = mixture.shape
-    return mixture.new_empty(tokens, width // 3), mixture.new_empty(num_heads, tokens, dtype=torch.float32)
+    return _room(mixture, num_heads)
 
 
 @span_attention_backward.register_fake
