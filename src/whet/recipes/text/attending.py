@@ -52,7 +52,7 @@ def layout_of(tokens: Padded | Packed) -> Layout:
     starts: Tensor | None
     if isinstance(tokens, Padded):
         lengths, longest = tokens.lengths, tokens.values.shape[1]
-        positions, cells, starts, own = torch.arange(longest, device=device), None, None, None
+        positions, cells, starts, spans = torch.arange(longest, device=device), None, None, None
         num_texts = tokens.values.shape[0]
     else:
         starts, longest, num_texts = tokens.starts, tokens.max_length, tokens.num_samples
@@ -61,7 +61,7 @@ def layout_of(tokens: Padded | Packed) -> Layout:
         # Not in starts[1:]: compiled for a GPU, a view is read from its storage's begin on (pytorch#161609).
         owner = torch.bucketize(everywhere, starts, right=True) - 1
         positions = everywhere - starts[owner]
-        own = Spans.of(starts[owner], starts[owner + 1]) if is_attention_wanted() else None
+        spans = Spans.of(starts[owner], starts[owner + 1]) if is_attention_wanted() else None
         cells = owner * longest + positions
     columns = torch.arange(longest, device=device)
     is_real = columns < lengths[:, None]
@@ -71,7 +71,7 @@ def layout_of(tokens: Padded | Packed) -> Layout:
         is_seen=is_real | (columns == 0),
         cells=cells,
         starts=starts,
-        spans=own,
+        spans=spans,
         num_texts=num_texts,
     )
 
