@@ -29,7 +29,7 @@ _NOT_COMPARED = "not compared with the model's own code"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartChecks:
-    """Verifies once in a sitting; the CPU only for models whose outputs are given."""
+    """Verifies once in a sitting; the CPU only for models that are compiled or whose outputs are given."""
 
     parts: Parts
     recorder: Recorder
@@ -92,10 +92,8 @@ class StartChecks:
                 self._tell(f"compiled: {problem or agreement}", start=start, step=step, error=error)
                 return plan
         reason = str(agreement) if is_wrong else "in another process it computes something else"
-        changes = {"exact": False, "reason": "runs as it is written"} if step else {}
-        if step:
-            self.note_inexact(step, "runs as it is written")
         error = agreement.error if agreement is not None and math.isfinite(agreement.error) else None
+        changes = self._changed_since(step, "runs as it is written")
         self._tell(f"not compiled: {reason}", start=start, step=step, error=error, **changes)
         evidence = {"asked": plan.value("compile"), "step": step}
         return with_learnt(plan, {"compile": Measured(value="off", reason=reason, evidence=evidence)})
@@ -119,9 +117,7 @@ class StartChecks:
                 if again.is_good and again.is_complete >= findings.is_complete:
                     self.closing.push(undo.pop_all())
                     said = f"{opening}{findings}; {cure.words}: {again}"
-                    changes = {"exact": False, "reason": cure.words} if step else {}
-                    if step:
-                        self.note_inexact(step, cure.words)
+                    changes = self._changed_since(step, cure.words)
                     self._tell(said, start=start, step=step, error=again.error, **changes)
                     return with_learnt(plan, cure.learnt) if cure.learnt else plan
             tried.append(cure.words)
@@ -149,6 +145,13 @@ class StartChecks:
         if here != "cpu":
             ways.append("--device cpu")
         return WhetError(what, got=f"{opening}{findings}{in_vain}", try_="; ".join([*ways, "or verify=off"]))
+
+    def _changed_since(self, step: int, words: str) -> dict[str, Any]:
+        """What an event says besides where a run that has made steps goes on otherwise; a new one has only begun."""
+        if not step:
+            return {}
+        self.note_inexact(step, words)
+        return {"exact": False, "reason": words}
 
     def _tell(self, said: str, *, start: float, step: int, error: float | None, **fields: Any) -> None:
         seconds = time.perf_counter() - start

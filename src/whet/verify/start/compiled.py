@@ -2,7 +2,7 @@
 
 The micro-batch has the shape that the run trains with: another one would be compiled again. Dropout stays on for the
 same reason, and a compiler draws it otherwise; so a compiled pass may differ from one as written by what others as
-written do, and by rounding. All stays on the device, two sets of gradients at most.
+written do, and by rounding. Gradients stay on the device, two sets of them at most.
 """
 
 import math
@@ -38,8 +38,8 @@ _DRAWS = 4
 """Of dropout in one pass, added up, where there is any: a tensor's scatter is half of what it is in one."""
 _TIMES_ROUNDED = 2.0
 """The same for rounding: a compiled pass rounds no more than one as written, so both together are at most twice one."""
-_MAY_BE_ROUNDING = {"bf16": 0.5, "fp16": 0.5}
-"""Of a gradient, where nobody can say: recursive models had 0.2 in bf16."""
+_MAY_BE_ROUNDING = 0.5
+"""Of a gradient in half precision, where nobody can say: recursive models had 0.2 in bf16."""
 _FEW = 256
 """Numbers: tensors with fewer scatter most and are not judged where there is dropout; the loss is one number."""
 _LOSS = "the loss"
@@ -137,7 +137,7 @@ class _Comparison:
             rounded = _distances(self._in_finer_numbers(), self._first)
         except Exception:
             # Not every model can be computed in another type, and there may be no memory for it.
-            if agreement.error <= _MAY_BE_ROUNDING.get(self._format, 0.0):
+            if self._format in HALF_TYPES and agreement.error <= _MAY_BE_ROUNDING:
                 raise
             return agreement
         return self._judge(found, _each(max, drawn, rounded), loss, is_quiet=True, times=_TIMES_ROUNDED)
@@ -160,9 +160,10 @@ class _Comparison:
         self, found: _Distances, drawn: _Distances, loss: float, *, is_quiet: bool, times: float = _TIMES
     ) -> Agreement:
         sizes = {name: parameter.numel() for name, parameter in self._model.named_parameters()}
+        found = {**dict.fromkeys(drawn, 0.0), **found}
         limits: _Distances = {}
-        for name in {**drawn, **found}:
-            own, error = drawn.get(name, 0.0), found.setdefault(name, 0.0)
+        for name, error in found.items():
+            own = drawn.get(name, 0.0)
             is_judged = is_quiet or sizes.get(name, 1) >= _FEW or math.isnan(error)
             # Where the model's own code gives no numbers, nothing can be said.
             if is_judged and math.isfinite(own):
