@@ -32,7 +32,7 @@ class Agreement:
     @property
     def noise(self) -> float | None:
         """How far the farthest peer is, whet left out, where that is rounding to half precision."""
-        if self.precision == "fp32" or self.exact is None:
+        if self.exact is None:
             return None
         return max((self.difference(way) for way in self.losses if not way.startswith("whet")), default=None)
 

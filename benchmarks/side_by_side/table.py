@@ -81,14 +81,14 @@ def _ratio(found: Taken, rivals: list[Taken]) -> str:
 
 
 def agreement(found: Agreement) -> Iterator[str]:
-    """How far the losses of all ways are from the first one's."""
+    """How far the losses of all ways are from the first one's, in float32 where that was computed."""
     if not found.losses:
         yield "No losses to compare."
         return
-    first = found.names[next(iter(found.losses))]
-    of, noise = first, ""
-    if found.noise is not None:
-        of, noise = f"{first} in fp32", f"; {found.precision} takes others up to {found.noise:.1e} away"
+    # The first way of all was asked for float32, also where it fails in half precision.
+    of = found.names[next(iter(found.losses if found.exact is None else found.names))]
+    of += "" if found.exact is None else " in fp32"
+    noise = "" if found.noise is None else f"; {found.precision} takes others up to {found.noise:.1e} away"
     yield (
         f"The first {found.steps} losses without dropout in {found.precision}, largest relative difference from the "
         f"{of} (bound {found.bound:.1e}{noise}):"

@@ -81,6 +81,22 @@ def test_half_precision_is_judged_by_how_far_it_takes_peers_from_float32(whet: f
     assert replace(found, exact=None).bound == BOUND["bf16"], "nobody to say"
 
 
+@pytest.mark.parametrize("ways", [("expert", "whet"), ("whet",)])
+def test_the_yardstick_is_named_also_where_it_fails_in_half_precision(
+    ways: tuple[str, ...],
+) -> None:
+    found = Agreement(
+        names={way: f"{way} loop" for way in ("bare", "expert", "whet")},
+        precision="bf16",
+        steps=2,
+        losses={way: [1.0, 1.01] for way in ways},
+        problems={"bare loop": "no memory"},
+        exact=[1.0, 1.0],
+    )
+    assert "difference from the bare loop in fp32 (" in next(agreement(found))
+    assert f"difference from the {ways[0]} loop (" in next(agreement(replace(found, exact=None)))
+
+
 def test_the_table_compares_with_the_best_peer_inside_each_round() -> None:
     def taken(way: str, blocks: list[float]) -> Taken:
         facts = {"first_step": 3.0, "warmup_steps": 9, "warmup_seconds": 2.0, "rough": 0.1}
