@@ -1,7 +1,7 @@
 """Is there something that whet's own kernels, which were asked for, are for? They would be passed by in silence."""
 
 from whet.base.errors import UsageError
-from whet.plan.own_attention import own_attention_reason
+from whet.plan.own_attention import SPANS, own_attention_reason
 from whet.plan.own_norms import BENT_GROUP_NORMS
 from whet.plan.plan import Plan
 
@@ -9,10 +9,17 @@ from whet.plan.plan import Plan
 def refuse_idle_attention(plan: Plan) -> None:
     """Refuses attention=own for a model without such attention, or for batches that lie otherwise."""
     workload, lengths = plan.workload, plan.value("lengths")
-    if own_attention_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths) is None:
+    if own_attention_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths) is not None:
+        return
+    if SPANS in workload.layers:
         raise UsageError(
-            "the model has no attention that whet's own kernels are for", got="attention=own", try_="attention=torch"
+            "whet's own attention is for texts that lie one behind the other",
+            got=f"attention=own lengths={lengths}",
+            try_="lengths=packed, or attention=torch",
         )
+    raise UsageError(
+        "the model has no attention that whet's own kernels are for", got="attention=own", try_="attention=torch"
+    )
 
 
 def refuse_idle_norms(plan: Plan) -> None:

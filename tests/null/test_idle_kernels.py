@@ -1,0 +1,36 @@
+"""Kernels of whet's own that were asked for and would have nothing to do are refused, with what they are for."""
+
+import pytest
+
+from whet.base.errors import UsageError
+from whet.engine.own_kernels import refuse_idle_attention
+from whet.machine.known import load_machine
+from whet.plan.plan import Plan, make_plan
+from whet.plan.setting import Scalar
+from whet.plan.workload import Workload
+from whet.recipes.hex.config import HexConfig
+from whet.recipes.hex.config import describe as describe_hex
+from whet.recipes.text.config import TextConfig
+from whet.recipes.text.config import describe as describe_text
+
+
+def planned(workload: Workload, **wishes: Scalar) -> Plan:
+    workload = workload.model_copy(update={"num_samples": 10_000, "num_steps": 1_000})
+    return make_plan(load_machine("h200"), workload, wishes={"attention": "own", "precision": "bf16", **wishes})
+
+
+@pytest.mark.parametrize("lengths", ["packed", "packed few"])
+def test_texts_one_behind_the_other_have_such_attention(lengths: str) -> None:
+    refuse_idle_attention(planned(describe_text(TextConfig()), lengths=lengths))
+
+
+def test_texts_side_by_side_do_not_and_the_way_out_is_said() -> None:
+    with pytest.raises(UsageError, match="one behind the other") as refused:
+        refuse_idle_attention(planned(describe_text(TextConfig()), lengths="sorted"))
+    assert "lengths=sorted" in str(refused.value.got)
+    assert str(refused.value.try_).startswith("lengths=packed")
+
+
+def test_a_model_without_attention_has_none() -> None:
+    with pytest.raises(UsageError, match="the model has no attention"):
+        refuse_idle_attention(planned(describe_hex(HexConfig())))
