@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import whet
+from whet.checkpoint import store
+from whet.checkpoint.about import About
 from whet.data.batch import Micro
 from whet.device.fake import Fake
 from whet.device.machine_here import machine_here
@@ -89,17 +91,23 @@ def loss_of(model: nn.Module) -> Callable[[Micro], Tensor]:
     return lambda micro: functional.cross_entropy(model(micro.x), micro.y)
 
 
-def train(model: nn.Module, run: Path, *, loss: Any = None, **wishes: Any) -> Path:
+def train(model: nn.Module, run: Path, *, loss: Any = None, epochs: int = 2, **wishes: Any) -> Path:
     torch.manual_seed(1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     wishes = {"threads": 1, "compile": "on", "micro_batch": SAMPLES, **wishes}
-    options = {"global_batch_size": SAMPLES, "epochs": 2, "device": "cpu", "show": None, "run": run}
+    options = {"global_batch_size": SAMPLES, "epochs": epochs, "device": "cpu", "show": None, "run": run}
     whet.train(model, data(), optimizer=sgd, loss=loss or loss_of(model), wishes=wishes, **options)
     return run
 
 
 def said(run: Path) -> list[str]:
     return [event.get("changed") for event in read_events(open_run(run)) if event.kind == "plan"]
+
+
+def newest_about(run: Path) -> About:
+    found = store.newest(open_run(run).checkpoints)
+    assert found is not None
+    return found.snapshot.about
 
 
 def compile_with(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
@@ -298,6 +306,23 @@ def test_an_embedding_at_wrong_places_is_found_and_the_run_trains_uncompiled(
     assert is_compiled[0]
     for name, weights in plain.state_dict().items():
         assert torch.equal(weights, model.state_dict()[name]), name
+
+
+def test_a_run_that_goes_on_uncompiled_is_not_bit_exact_from_there_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with another torch, whose compiler is wrong; in a run's first step nothing was otherwise before."""
+    compile_with(monkeypatch, as_it_is)
+    run = train(made(), tmp_path / "run")
+    compile_with(monkeypatch, read_from_the_first_number)
+    train(made(), run, epochs=3)
+    train(made(), tmp_path / "new")
+    first, changed = (event for event in read_events(open_run(run)) if event.kind == "plan")
+    (new,) = (event for event in read_events(open_run(tmp_path / "new")) if event.kind == "plan")
+    assert [event.fields.get("exact") for event in (first, changed, new)] == [None, False, None]
+    assert (changed.step, changed.get("reason")) == (NUM_STEPS, "runs as it is written")
+    reasons = [newest_about(folder).reasons for folder in (run, tmp_path / "new")]
+    assert reasons == [(f"since step {NUM_STEPS}: runs as it is written",), ()]
 
 
 @pytest.mark.parametrize("seed", range(5))
