@@ -31,6 +31,12 @@ def test_texts_side_by_side_do_not_and_the_way_out_is_said() -> None:
     assert str(refused.value.try_).startswith("lengths=packed")
 
 
+def test_float32_has_none() -> None:
+    with pytest.raises(UsageError, match="half precision") as refused:
+        refuse_idle_attention(planned(describe_text(TextConfig()), lengths="packed", precision="fp32"))
+    assert "precision=fp32" in str(refused.value.got)
+
+
 def test_a_model_without_attention_has_none() -> None:
     with pytest.raises(UsageError, match="the model has no attention"):
         refuse_idle_attention(planned(describe_hex(HexConfig())))

@@ -5,11 +5,19 @@ from whet.plan.own_attention import SPANS, own_attention_reason
 from whet.plan.own_norms import BENT_GROUP_NORMS
 from whet.plan.plan import Plan
 
+_HALF = ("bf16", "fp16")
+
 
 def refuse_idle_attention(plan: Plan) -> None:
-    """Refuses attention=own for a model without such attention, or for batches that lie otherwise."""
-    workload, lengths = plan.workload, plan.value("lengths")
+    """Refuses attention=own for a model without such attention, or for batches or numbers that it is not for."""
+    workload, lengths, precision = plan.workload, plan.value("lengths"), plan.value("precision")
     if own_attention_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths) is not None:
+        if precision not in _HALF:
+            raise UsageError(
+                "whet's own attention is for half precision",
+                got=f"attention=own precision={precision}",
+                try_="precision=bf16, or attention=torch",
+            )
         return
     if SPANS in workload.layers:
         raise UsageError(
@@ -29,7 +37,7 @@ def refuse_idle_norms(plan: Plan) -> None:
             "the model has no group norms that whet's own kernels are for", got="norms=own", try_="norms=torch"
         )
     layout, precision = plan.value("layout"), plan.value("precision")
-    if layout != "channels_last" or precision not in ("bf16", "fp16"):
+    if layout != "channels_last" or precision not in _HALF:
         raise UsageError(
             "whet's own group norms are for channels_last in half precision",
             got=f"norms=own layout={layout} precision={precision}",

@@ -32,8 +32,8 @@ _TIMES = 1.2
 """How many times as far from the first pass as the farthest of others as written the nearest compiled one may lie."""
 _MOST_ROUNDS = 6
 """Of one pass as written and one compiled, until none is too far off. All draw alike: of a right model the nearest of 6
-compiled passes is beyond the farthest of 6 others in one of 924 cases, and a fifth beyond it far more rarely. A wrong
-result is in every compiled pass."""
+compiled passes is beyond the farthest of 6 others in one of 924 cases for each tensor, and a fifth beyond it so rarely
+that 1,200 tries had none. A wrong result is in every compiled pass."""
 _DRAWS = 4
 """Of dropout in one pass, added up, where there is any: a tensor's scatter is half of what it is in one."""
 _TIMES_ROUNDED = 2.0
