@@ -222,6 +222,36 @@ def test_every_pass_begins_with_the_same_buffers() -> None:
     assert found.largest == 0.0
 
 
+@pytest.mark.parametrize("every", [2, 3, 4, 5])
+def test_a_loss_that_counts_its_calls_is_not_blamed(every: int) -> None:
+    """In some calls it does something else, compiled or not."""
+    model, calls = made(), []
+
+    def loss(micro: Micro) -> Tensor:
+        calls.append(1)
+        found = loss_of(model)(micro)
+        return found if len(calls) % every else found + model.head.weight.square().sum()
+
+    found = agreement(model, loss=loss)
+    assert found.holds, str(found)
+
+
+def test_a_draw_that_is_rare_is_not_blamed() -> None:
+    """Two passes as written may have none of it, and the compiled one some."""
+
+    class Skipped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (torch.rand((3,))[2 if torch.compiler.is_compiling() else 0] > 0.2)
+
+    model = made(act=Skipped())
+    torch.compiler.reset()
+    model.compile(backend="eager")
+    for seed in range(30):
+        torch.manual_seed(seed)
+        found = compare(model, Fake(), loss_of(model), first_micro(), precision="fp32")
+        assert found.holds, f"{seed}: {found}"
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_rounding_is_no_disagreement(precision: str, dropout: float) -> None:
