@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import nn
 import whet
 from small_models import convnet, images
 from whet.base.errors import WhetError
+from whet.data.batch import Micro
 from whet.data.stream import Stateful
 from whet.device.fake import Fake
 from whet.device.open import open_device
@@ -207,6 +209,25 @@ def test_measuring_leaves_no_trace() -> None:
         finals.append(model.state_dict())
     for name in finals[0]:
         assert torch.equal(finals[0][name], finals[1][name]), name
+
+
+def test_a_loss_may_compute_gradients_itself_while_it_is_measured() -> None:
+    """As a penalty on the gradient of the inputs does; and nothing of it stays in memory."""
+    torch.manual_seed(0)
+    model, alive = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), []
+
+    def loss(micro: Micro) -> torch.Tensor:
+        x = micro.x.clone().requires_grad_()
+        inner = model[:2](x)
+        alive.append(weakref.ref(inner))
+        found = nn.functional.cross_entropy(model[2](inner), micro.y)
+        (slope,) = torch.autograd.grad(found, x, create_graph=True)
+        assert slope.requires_grad
+        return found + slope.square().sum()
+
+    train(model, (torch.randn(16, 3), torch.randint(0, 2, (16,))), loss=loss, global_batch_size=8)
+    assert len(alive) == 4, "measured twice, then two steps"
+    assert [reference() for reference in alive] == [None] * 4
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])

@@ -110,16 +110,23 @@ def calls_attention(model: nn.Module, loss: LossFunction, micro: Micro, *, devic
 def _saved_bytes(model: nn.Module, loss: LossFunction, micro: Micro) -> int:
     owned = {tensor.untyped_storage().data_ptr() for _, tensor in named_tensors(model)}
     saved: dict[int, Tensor] = {}
+    packed: list[Tensor] = []
 
-    def count(tensor: Tensor) -> Any:
+    def pack(tensor: Tensor) -> int:
         # Held here, so that no place is used twice, and without its history: a node that holds its own output is never
-        # freed. Nothing is returned for the backward pass, since there is none.
+        # freed.
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
             saved[storage.data_ptr()] = tensor.detach()
+        packed.append(tensor)
+        return len(packed) - 1
 
-    with torch.autograd.graph.saved_tensors_hooks(count, count):
-        returned = loss(micro)
+    try:
+        # Taken out only by a loss that computes gradients itself; there is no other backward pass.
+        with torch.autograd.graph.saved_tensors_hooks(pack, packed.__getitem__):
+            returned = loss(micro)
+    finally:
+        packed.clear()
     del returned
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
