@@ -1,6 +1,7 @@
 """Is a causal model causal? Leaks planted one by one, and how a run meets them."""
 
 import importlib
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -276,9 +277,12 @@ def test_what_passed_is_remembered_and_a_damaged_memory_is_ignored(tmp_path: Pat
 
 
 def test_the_key_changes_with_code_options_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "written.py"
+    source, real = tmp_path / "written.py", remembered._your_modules
     source.write_text("from torch import nn\nclass Net(nn.Linear):\n    heads = 2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(
+        remembered, "_your_modules", lambda: [m for m in real() if m.__name__ in ("written", "helping")]
+    )
     written = importlib.import_module("written")
 
     def key(model: nn.Module, functions=(), **facts: object) -> str | None:
@@ -305,7 +309,18 @@ def test_the_key_changes_with_code_options_and_numbers(tmp_path: Path, monkeypat
         model.window = window
         keys.append(key(model))
     del model.window
+    keys += [key(model, (carrying(window),)) for window in (SimpleNamespace(n=1), SimpleNamespace(n=2), [1])]
+    helper = tmp_path / "helping.py"
+    helper.write_text("IS_CAUSAL = True\n")
     assert key(model) == key(written.Net(2, 3)) == keys[0]
+    helping = importlib.import_module("helping")
+    keys.append(key(model))
+    helping.IS_CAUSAL = False
+    keys.append(key(model))
+    helper.write_text("IS_CAUSAL = True  # written anew\n")
+    keys.append(key(model))
+    monkeypatch.delitem(sys.modules, "helping")
+    assert key(model) == keys[0]
     source.write_text(source.read_text() + "# changed\n")
     keys.append(key(model))
     assert None not in keys

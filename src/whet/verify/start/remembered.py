@@ -9,10 +9,12 @@ import functools
 import hashlib
 import inspect
 import json
+import sys
+import sysconfig
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -21,21 +23,26 @@ from whet.base import env
 from whet.base.errors import WhetError
 from whet.run import durable
 
-_FORMAT = 1
+_FORMAT = 2
 _LONGEST = 10_000
-_DEEPEST = 4
+_DEEPEST, _MOST = 4, 1_000
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_LIBRARIES = {"site-packages", "dist-packages"}
+_STDLIB = Path(sysconfig.get_paths()["stdlib"])
 _SCALARS = (bool, int, float, str, type(None))
 
 
 def key_of(facts: Mapping[str, Any], model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]) -> str | None:
     """What stands for this model with these functions under these facts; None where not all of it can be known."""
+    mine = {*_your_modules()}
     try:
-        digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted({*_sources(model, functions)})]
+        files = {*_sources(model, functions), *(Path(str(module.__file__)) for module in mine)}
+        digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)]
     except (OSError, TypeError):
         return None
     carried = [(_which(function), _captured(function)) for function in functions]
-    parts = [_FORMAT, facts, _structure(model), digests, carried]
+    said = sorted((module.__name__, _globals(module)) for module in mine)
+    parts = [_FORMAT, facts, _structure(model), digests, carried, said]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
 
 
@@ -90,9 +97,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return _which(value)
     if isinstance(value, SimpleNamespace | Namespace):
         value = vars(value)
-    if isinstance(value, Mapping) and depth < _DEEPEST:
+    if isinstance(value, Mapping) and depth < _DEEPEST and len(value) <= _MOST:
         return [(str(key), _plain(inner, depth + 1)) for key, inner in value.items()]
-    if isinstance(value, list | tuple) and depth < _DEEPEST:
+    if isinstance(value, list | tuple) and depth < _DEEPEST and len(value) <= _MOST:
         return [_plain(inner, depth + 1) for inner in value]
     return type(value).__qualname__
 
@@ -103,6 +110,22 @@ def _sources(model: nn.Module, functions: tuple[Callable[..., Any] | None, ...])
     for thing in (*kinds, *filter(None, map(_unwrapped, functions))):
         if not str(getattr(thing, "__module__", "")).startswith("torch."):
             yield Path(inspect.getsourcefile(thing) or "")
+
+
+def _your_modules() -> Iterator[ModuleType]:
+    """What is loaded and no library: a mask may be made in a helper's file, by a switch that stands there."""
+    for name, module in list(sys.modules.items()):
+        path = Path(str(getattr(module, "__file__", None) or ""))
+        is_library = name.partition(".")[0] == "whet" or not {*path.parts}.isdisjoint(_LIBRARIES)
+        # Some of torch's modules name files that are not there.
+        is_file = isinstance(module, ModuleType) and path.suffix == ".py" and path.is_file()
+        if is_file and not is_library and _STDLIB not in path.parents:
+            yield module
+
+
+def _globals(module: ModuleType) -> list[tuple[str, Any]]:
+    known = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+    return sorted((name, value) for name, value in known.items() if isinstance(value, _SCALARS))
 
 
 def _unwrapped(function: Any) -> Any:
@@ -132,4 +155,4 @@ def _captured(function: Any) -> list[Any]:
             carried.append(cell.cell_contents)
     code = getattr(function, "__code__", None)
     carried += code.co_consts if code is not None else ()
-    return [value for value in carried if isinstance(value, _SCALARS)]
+    return [_plain(value) for value in carried]
