@@ -15,18 +15,14 @@ def choose_attention(facts: Facts) -> Decision:
     """Which kernels compute attention: those that torch chooses, one of torch's first (where it cannot, those that
     follow it in the order cudnn, flash, efficient, math), or whet's own.
 
-    Why: torch chooses well but for one case. On an H200 it prefers cuDNN's kernel in half precision, which prepares
-    itself for every new shape: 88 to 130 ms each time, where flash and efficient took none. Where every batch has
-    another length a run pays that hundreds of times, so cuDNN is left out there. At 2,048 tokens cuDNN's kernel was 1.5
-    times as fast as flash, so with few shapes torch's choice and the others are measured. Two kinds of attention have
-    kernels of whet's own, in half precision on CUDA. One that turns queries and keys by their places (rotary positions)
-    and has at most 128 places (the puzzle model): whet's turn them on the way, where torch's way writes and reads the
-    turned ones, and needs five kernels on the way back where whet's needs one. And one in spans, that is packed texts
-    (rule M6) and rows of several documents (the chat model), with heads of 32 or 64: no token of another span is read,
-    where torch's compute all pairs of a row under a mask, or tiles of 128 for texts of 50 tokens. The attention of one
-    layer of BERT base at a batch of 256 took 0.17 ms there and back instead of 0.41, that of the medium chat model 0.41
-    instead of 1.1 (torch's compiled). They were measured on an H200, so they are taken with compute capability 9; on
-    other CUDA GPUs they have to be asked for.
+    Why: torch chooses well but for one case. On an H200 it prefers cuDNN's kernel in half precision, which takes 88 to
+    130 ms for every new shape, where flash and efficient take none; so it is left out where every batch has another
+    length. At 2,048 tokens it was 1.5 times as fast as flash, so with few shapes torch's choice and the others are
+    measured. Two kinds of attention have kernels of whet's own, in half precision on CUDA: at most 128 places with
+    rotary positions (puzzles), which are turned on the way; and spans, that is packed texts (rule M6) and rows of
+    several documents (chat), with heads of 32 or 64, where no token of another span is read: 0.17 ms a layer instead of
+    0.41 for BERT base at a batch of 256. Measured on an H200, they are taken with compute capability 9, and elsewhere
+    if asked for.
     When wrong: long texts of all lengths in a long run, where flash is taken; lengths=few shapes is better for those.
     Attention that is dropped out is torch's: a pretrained model needs attention_dropout=0 for kernels of our own.
     Override: attention=torch (its own choice), cudnn, flash, efficient, math or own. The CPU has flash and math, MPS

@@ -2,12 +2,15 @@
 
 import hashlib
 from collections.abc import Sequence
+from itertools import chain
 
 from whet.recipes.chat.conversation import Turn
 from whet.recipes.chat.embedded.about_python import python_facts
 from whet.recipes.chat.embedded.about_whet import whet_facts
 
 PYTHON_FACTS = 1_200
+_MOST_CHARACTERS = 600
+"""Of a talk of several questions: one that came out longer by chance would set the length of every row."""
 _SYSTEM = "You answer questions about whet and Python, briefly."
 _BRIDGES = ("{}", "Thanks. {}", "And another question: {}", "I see. {}", "{}", "Good. {}")
 
@@ -24,6 +27,8 @@ def conversations() -> list[tuple[Turn, ...]]:
         start = 0
         while start < len(asked):
             size = 1 + _draw(f"{round_number} {asked[start][0]} size") % longest
+            while size > 1 and sum(map(len, chain(*asked[start : start + size]))) > _MOST_CHARACTERS:
+                size -= 1
             made.append(_talk(asked[start : start + size]))
             start += size
     return made
