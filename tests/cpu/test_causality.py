@@ -280,6 +280,7 @@ def test_the_key_changes_with_code_options_and_numbers(tmp_path: Path, monkeypat
     source, real = tmp_path / "written.py", remembered._your_modules
     source.write_text("from torch import nn\nclass Net(nn.Linear):\n    heads = 2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    assert {"torch", "torch.ops", "json", "whet"}.isdisjoint(module.__name__ for module in real()), "libraries"
     monkeypatch.setattr(
         remembered, "_your_modules", lambda: [m for m in real() if m.__name__ in ("written", "helping")]
     )
