@@ -20,7 +20,7 @@ from whet.engine.guard import Guard
 from whet.engine.own_kernels import refuse_idle_attention, refuse_idle_norms
 from whet.engine.recorder import Recorder
 from whet.engine.recovery import let_go, need_less
-from whet.engine.start_checks import StartChecks
+from whet.engine.start_checks import StartChecks, uncompiled_plan
 from whet.engine.workload import calls_attention, measure_activation_bytes
 from whet.plan.lowering import with_smaller_eval_batch
 from whet.plan.plan import Plan, make_plan, with_learnt
@@ -61,6 +61,8 @@ class Execution:
         self._write_plan = write_plan
         self._note_inexact = note_inexact
         self._closing = ExitStack()
+        self._compiled = self._closing.enter_context(ExitStack())
+        """While it is open, the model is called through the compiler, if at all."""
         if self.plan.value("layout") != "contiguous":
             # As the weights were found; what the optimizer keeps for them goes along.
             self._closing.callback(parts.layout.use, "contiguous", parts.stepper.optimizer)
@@ -207,7 +209,9 @@ class Execution:
         if self.plan.value("activation_checkpointing") == "on":
             self._closing.enter_context(recompute_blocks(model))
         if self.plan.value("compile") != "off":
-            plan = self._checks.use_compiled(loss, next(self._cut(batch)), self.plan, step=number - 1)
+            plan = self._checks.use_compiled(
+                loss, next(self._cut(batch)), self.plan, step=number - 1, until=self._compiled
+            )
             if plan is not self.plan:
                 self._use(plan)
         self._is_ready = True
@@ -297,8 +301,13 @@ class Execution:
         self._use(less)
         cure = f"micro batch {self.plan.value('micro_batch')} instead of {before.value('micro_batch')}"
         if self.plan.value("activation_checkpointing") != before.value("activation_checkpointing"):
-            self._closing.enter_context(recompute_blocks(model))
             cure = "activations are computed again in the backward pass"
+            if self.plan.value("compile") != "off":
+                # To compile once more, with a full memory and nothing compared, could fail or be wrong.
+                self._compiled.close()
+                self._use(uncompiled_plan(self.plan, reason=f"{cure} since step {number:,}", step=number))
+                cure = f"{cure}, and the model is no longer compiled"
+            self._closing.enter_context(recompute_blocks(model))
         self._recorder.event("oom", step=number, reason=problem, cure=cure, exact=False)
         self._note_inexact(number, cure)
 

@@ -33,7 +33,7 @@ from whet.engine.examining import ask
 from whet.engine.recovery import let_go
 from whet.engine.start_checks import left_out
 from whet.engine.training import Training
-from whet.engine.while_training import Compiled
+from whet.engine.while_training import Compiled, cannot_compile
 from whet.engine.workload import calls_attention, measure_activation_bytes
 from whet.measure.candidates import has_attention_choice, planned, predicted_bytes
 from whet.measure.rig import Agreement, FailureKind, ProbeFailedError
@@ -156,6 +156,9 @@ class StepRig:
         plan = self.plan_with(settings)
         if plan.value("compile") != "off" and not self.may_compile:
             raise ProbeFailedError("compiling cannot be cut short in this process", kind="refused")
+        why_not = cannot_compile(self.model, plan) if plan.value("compile") != "off" else None
+        if why_not is not None:
+            raise ProbeFailedError(why_not, kind="refused")
         gc.collect()
         with _failing_alone():
             prepared = PreparedSteps(self, self._built(plan))

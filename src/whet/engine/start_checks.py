@@ -17,7 +17,7 @@ from whet.engine.building import Parts
 from whet.engine.cures import cures
 from whet.engine.examining import Examination, Findings, ask
 from whet.engine.recorder import Recorder
-from whet.engine.while_training import Compiled
+from whet.engine.while_training import Compiled, cannot_compile
 from whet.plan.plan import Plan, with_learnt
 from whet.plan.setting import Measured
 from whet.step.loss import LossFunction
@@ -66,17 +66,22 @@ class StartChecks:
             return plan
         return self._cured(examination, findings, plan, opening=opening, start=start, step=step, moved_from=moved_from)
 
-    def use_compiled(self, loss: LossFunction, micro: Micro, plan: Plan, *, step: int) -> Plan:
+    def use_compiled(self, loss: LossFunction, micro: Micro, plan: Plan, *, step: int, until: ExitStack) -> Plan:
         """Compiles the model and compares it with its own code; the plan that the run goes on with, after `step` steps.
 
+        `until` ends it: a run may have to go on as its model is written.
         A stepper that captures steps was told that the model is compiled: if it is not, that only makes it careful.
         """
         start, model, device = time.perf_counter(), self.parts.stepper.model, self.parts.device
+        cannot = cannot_compile(model, plan)
+        if cannot is not None:
+            self._tell(f"not compiled: {cannot}", start=start, step=step, error=None, **self._as_written_since(step))
+            return uncompiled_plan(plan, reason=cannot, step=step)
         with ExitStack() as undo:
             undo.enter_context(Compiled(model, plan).in_use())
             why_not = left_out(plan)
             if why_not is not None:
-                self.closing.push(undo.pop_all())
+                until.push(undo.pop_all())
                 self.recorder.event("plan", step=step, changed=f"compiled: {_NOT_COMPARED}: {why_not}")
                 return plan
             precision = str(plan.value("precision"))
@@ -87,16 +92,14 @@ class StartChecks:
             )
             is_wrong = agreement is not None and not agreement.holds
             if not any(self.parts.group.most([float(is_wrong)])):
-                self.closing.push(undo.pop_all())
+                until.push(undo.pop_all())
                 error = None if agreement is None else agreement.largest
                 self._tell(f"compiled: {problem or agreement}", start=start, step=step, error=error)
                 return plan
         reason = str(agreement) if is_wrong else "in another process it computes something else"
         error = agreement.error if agreement is not None and math.isfinite(agreement.error) else None
-        changes = self._changed_since(step, "runs as it is written")
-        self._tell(f"not compiled: {reason}", start=start, step=step, error=error, **changes)
-        evidence = {"asked": plan.value("compile"), "step": step}
-        return with_learnt(plan, {"compile": Measured(value="off", reason=reason, evidence=evidence)})
+        self._tell(f"not compiled: {reason}", start=start, step=step, error=error, **self._as_written_since(step))
+        return uncompiled_plan(plan, reason=reason, step=step)
 
     def _cured(
         self,
@@ -146,6 +149,9 @@ class StartChecks:
             ways.append("--device cpu")
         return WhetError(what, got=f"{opening}{findings}{in_vain}", try_="; ".join([*ways, "or verify=off"]))
 
+    def _as_written_since(self, step: int) -> dict[str, Any]:
+        return self._changed_since(step, "runs as it is written")
+
     def _changed_since(self, step: int, words: str) -> dict[str, Any]:
         """What an event says besides where a run that has made steps goes on otherwise; a new one has only begun."""
         if not step:
@@ -174,6 +180,12 @@ class StartChecks:
             "shapes": examination.shapes,
         }
         return remembered.key_of(facts, stepper.model, (examination.loss, self.outputs))
+
+
+def uncompiled_plan(plan: Plan, *, reason: str, step: int) -> Plan:
+    """The plan of a run whose model runs as it is written from `step` on."""
+    evidence = {"asked": plan.value("compile"), "step": step}
+    return with_learnt(plan, {"compile": Measured(value="off", reason=reason, evidence=evidence)})
 
 
 def left_out(plan: Plan) -> str | None:

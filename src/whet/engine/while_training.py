@@ -11,11 +11,24 @@ from whet.base.errors import WhetError
 from whet.device.environment import before_compiling
 from whet.plan.plan import Plan
 from whet.step.blocks import find_blocks
+from whet.step.recompute import has_statistics
 
 _MANY_SHAPES = ("sorted", "packed", "packed few")
 """How lengths are handled where steps have more shapes than are worth compiling one by one."""
 _COMPILER = ("torch._dynamo", "torch._inductor")
 """Whose errors say that compiling failed, and not the model."""
+_ABOUT_CPP = ("C++", "Cxx", "Cpp")
+"""Words of errors about the compiler that torch's own calls."""
+
+
+def cannot_compile(model: nn.Module, plan: Plan) -> str | None:
+    """Why this model runs as it is written whatever the plan says, if so."""
+    if plan.value("activation_checkpointing") == "on" and has_statistics(model):
+        return (
+            "activation_checkpointing=on computes blocks with BatchNorm again without counting them twice, and torch's "
+            "compiler cannot do that"
+        )
+    return None
 
 
 class Compiled:
@@ -47,8 +60,9 @@ class Compiled:
 
 def _compiled_call(part: nn.Module, is_dynamic: bool | None) -> Any:
     before = part._compiled_call_impl
-    if type(part).__module__.startswith("torch.nn."):
-        # torch's compiler passes over calls of torch's own modules, such as nn.Sequential, but looks into ours.
+    if type(part).__module__.startswith("torch.nn.") or "forward" in part.__dict__:
+        # torch's compiler passes over calls of torch's own modules, such as nn.Sequential, but looks into ours; it also
+        # passes over a forward that is not the class's own, as blocks that are computed again have.
         compiled: Any = torch.compile(lambda *words, **named: part._call_impl(*words, **named), dynamic=is_dynamic)
     else:
         part.compile(dynamic=is_dynamic)
@@ -60,11 +74,10 @@ def _compiled_call(part: nn.Module, is_dynamic: bool | None) -> Any:
         except Exception as error:
             if not type(error).__module__.startswith(_COMPILER):
                 raise
-            raise WhetError(
-                "the model could not be compiled",
-                got=_reason(error),
-                try_="compile=off; on a CPU compiling needs a C++ compiler (g++, Xcode's tools)",
-            ) from error
+            reason = _reason(error)
+            lacks_compiler = any(word in reason for word in _ABOUT_CPP)
+            hint = "; on a CPU compiling needs a C++ compiler (g++, Xcode's tools)" if lacks_compiler else ""
+            raise WhetError("the model could not be compiled", got=reason, try_=f"compile=off{hint}") from error
 
     return call
 

@@ -26,8 +26,9 @@ def recompute_blocks(model: nn.Module) -> Iterator[None]:
         )
     before = [block.__dict__.get("forward") for block in blocks]
     for block in blocks:
-        contexts = partial(_contexts, block)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        # Only where it is needed: torch does not compile what has contexts of its own.
+        again = partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = partial(again, context_fn=partial(_contexts, block)) if _norms(block) else again
     try:
         yield
     finally:
@@ -38,6 +39,11 @@ def recompute_blocks(model: nn.Module) -> Iterator[None]:
                 block.forward = own
 
 
+def has_statistics(model: nn.Module) -> bool:
+    """Whether a block takes running statistics, which the repeated pass must leave alone."""
+    return any(_norms(block) for block in find_blocks(model))
+
+
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For the first pass and for the repeated one, which must not count in running statistics again."""
     return nullcontext(), _statistics_left_alone(block)
@@ -45,7 +51,7 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 
 @contextmanager
 def _statistics_left_alone(block: nn.Module) -> Iterator[None]:
-    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = _norms(block)
     kept = [dict(norm._buffers) for norm in norms]
     for norm in norms:
         norm._buffers.update({name: b if b is None else b.clone() for name, b in norm._buffers.items()})
@@ -54,3 +60,7 @@ def _statistics_left_alone(block: nn.Module) -> Iterator[None]:
     finally:
         for norm, buffers in zip(norms, kept, strict=True):
             norm._buffers.update(buffers)
+
+
+def _norms(block: nn.Module) -> list[nn.Module]:
+    return [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

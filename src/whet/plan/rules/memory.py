@@ -53,7 +53,8 @@ def choose_activation_checkpointing(facts: Facts) -> Decision:
 
     Why: it saves memory for about a third more arithmetic, so it is for models of which not even one sample fits; a
     smaller micro-batch costs less. With BatchNorm it comes first, since cutting the batch would change the statistics.
-    When wrong: when a larger micro-batch would gain more than the repeated forward pass costs.
+    When wrong: when a larger micro-batch would gain more than the repeated forward pass costs. Blocks with BatchNorm
+    are not compiled then: torch's compiler cannot leave their statistics alone in the repeated pass.
     Override: activation_checkpointing=on or off.
     Sources: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
     """
