@@ -22,6 +22,7 @@ from whet.doctor.cases.trying import draw, operator
 from whet.doctor.examination import GROUPS, Examination, as_bytes, choose_device, examine
 from whet.doctor.privacy import without_names
 from whet.doctor.ward import Ward
+from whet.doctor.words import examination_lines
 from whet.machine.facts import Accelerator, Conditions, Machine, Torch
 from whet.verify.agreement import error_of
 
@@ -257,6 +258,17 @@ def test_the_exit_code_says_whether_something_was_found(
     assert "1 heavy process, load 3.0 for each core: speeds are lower" in out
     assert ("what was seen" in out) == (verdict not in ("good", "not applicable"))
     assert Examination.from_json(json.loads((tmp_path / "doctor.json").read_text()), where="file") == found
+
+
+def test_a_load_without_heavy_processes_is_said_as_such() -> None:
+    found = Examination(
+        whet="0", device="cpu", is_virtual=False, is_quick=False, started="", finished="", budget_seconds=1,
+        machine=Machine(name="m"), conditions=Conditions(), conditions_after=Conditions(), num_busy_processes=0,
+        load_per_core=4.2, versions={}, checks=(),
+    )  # fmt: skip
+    (line,) = [line for line in examination_lines(found) if line.startswith("busy")]
+    assert "0 heavy" not in line
+    assert "load 4.2 for each core in the last minute, though no single process is heavy now: speeds are" in line
 
 
 # --- the real thing --------------------------------------------------------------------------------------------------

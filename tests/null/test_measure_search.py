@@ -12,6 +12,7 @@ from whet.base.units import GB
 from whet.machine.facts import Accelerator, Cpu, Machine, OperatingSystem, Torch
 from whet.machine.known import load_machine
 from whet.measure.candidates import ORDER, planned
+from whet.measure.finish import finish_line
 from whet.measure.found import Found
 from whet.measure.rig import ProbeFailedError
 from whet.measure.search import search
@@ -282,6 +283,20 @@ def test_a_simulated_machine_that_takes_long_to_start_is_told_why_nothing_was_tr
     found = search(PLAN, rig, budget_seconds=20)
     assert found.trials == ()
     assert "starting took 18 s here" in found.words[-1]
+
+
+def test_a_simulated_search_without_a_trial_does_not_look_like_a_measurement() -> None:
+    none = search(PLAN, SimulatedRig(PLAN, lambda _plan: 0.05, recovery_seconds=18.0), budget_seconds=20)
+    assert none.words[0].startswith("nothing was compared in ")
+    assert "rough guess, not a measurement" in finish_line(PLAN, none)
+    some = search(PLAN, SimulatedRig(PLAN, lambda _plan: 0.05), budget_seconds=20)
+    assert "trials in" in some.words[0]
+    assert "guess" not in finish_line(PLAN, some)
+
+
+@pytest.mark.parametrize(("seconds", "speed"), [(0.001, "32,000 samples/s"), (0.1, "320 samples/s")])
+def test_a_fast_speed_is_a_number_to_read(seconds: float, speed: str) -> None:
+    assert f" at {speed}, " in finish_line(PLAN, Found(step_seconds=seconds))
 
 
 def test_a_simulated_rule_plan_that_cannot_be_tried_ends_the_search() -> None:

@@ -21,10 +21,7 @@ def examination_lines(examination: Examination) -> Iterator[str]:
     yield f"device    {examination.device}{simulated}"
     yield from conditions_lines(examination.conditions)
     if examination.num_busy_processes or (examination.load_per_core or 0) > _BUSY:
-        load = "unknown" if examination.load_per_core is None else f"{examination.load_per_core:.1f}"
-        count = examination.num_busy_processes
-        others = f"{count} heavy process{'' if count == 1 else 'es'}, load {load} for each core"
-        yield f"busy      {others}: speeds are lower than they could be"
+        yield f"busy      {_others(examination)}: speeds are lower than they could be"
     if examination.conditions_after.thermal != examination.conditions.thermal:
         yield f"after     thermal pressure {examination.conditions_after.thermal or 'unknown'}"
     yield ""
@@ -40,6 +37,15 @@ def examination_lines(examination: Examination) -> Iterator[str]:
     if missing:
         yield ""
         yield f"missing on {examination.device}: {', '.join(missing)}"
+
+
+def _others(examination: Examination) -> str:
+    load = "unknown" if examination.load_per_core is None else f"{examination.load_per_core:.1f}"
+    count = examination.num_busy_processes
+    if not count:
+        # A load is a mean over a minute, and many small processes make one too.
+        return f"load {load} for each core in the last minute, though no single process is heavy now"
+    return f"{count} heavy process{'' if count == 1 else 'es'}, load {load} for each core"
 
 
 def group_line(name: str, checks: Sequence[Check]) -> str:

@@ -11,7 +11,10 @@ def finish_line(plan: Plan, found: Found) -> str:
     step, steps = found.step_seconds, plan.workload.num_steps
     if step is None or step <= 0:
         return "no estimate of the time: no step could be measured"
-    speed = f"{plan.workload.global_batch_size / step:,.3g} samples/s"
+    rate = plan.workload.global_batch_size / step
+    speed = f"{rate:,.0f} samples/s" if rate >= 1000 else f"{rate:.3g} samples/s"
+    if not any(trial.repeats for trial in found.trials):
+        speed += ", by the last of its first steps alone: a rough guess, not a measurement"
     peak = max((trial.peak_bytes or 0 for trial in found.trials if trial.settings == found.settings), default=0)
     memory = f", {show_bytes(peak)}" if peak else ""
     if steps is None:

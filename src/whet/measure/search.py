@@ -253,7 +253,11 @@ def _found(
 
 def _summary(state: _State, reason: str) -> Iterator[str]:
     tried = sum(trial.verdict != "not tried" for trial in state.trials)
-    yield f"{tried} trial{'' if tried == 1 else 's'} in {show_seconds(state.bench.budget.spent)}: {reason}"
+    spent = show_seconds(state.bench.budget.spent)
+    if not tried:
+        yield f"nothing was compared in {spent}: the rules' plan stays, and no setting of it was measured"
+    else:
+        yield f"{tried} trial{'' if tried == 1 else 's'} in {spent}: {reason}"
     late = dict.fromkeys(" with ".join(_pairs(candidate.changes)) for candidate in state.out_of_time)
     if late:
         yield f"no time was left for {', '.join(late)}"
