@@ -173,6 +173,11 @@ def test_a_run_in_sittings_ends_with_the_same_bits_slots_included(tmp_path: Path
     assert torch.equal(model.slots.halted, torch.tensor([True]))
     (verdict,) = answer(["1... ..2. .3.. ...4"])
     assert len(verdict["label"]) == 16
+    # What a training proposes to ask can be answered; of arrays nothing can be asked in a line.
+    question = recipe.question(kept)
+    assert question is not None
+    assert len(answer([question])) == 1
+    assert recipe.question({**kept, "is_sudoku": False}) is None
 
 
 def test_measuring_leaves_the_slots_as_they_were() -> None:

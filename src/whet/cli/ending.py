@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from whet.report.summary import Report
 
 
-def say_done(path: Path, *, can_predict: bool, can_play: bool = False, can_speak: bool = False) -> None:
-    """The report of a run, then what is next."""
+def say_done(path: Path, *, question: str | None, can_play: bool = False, can_speak: bool = False) -> None:
+    """The report of a run, then what is next; `question` is one that `whet predict` can answer."""
     from whet.cli import screen
     from whet.report.summary import summarize
     from whet.report.text import render
@@ -19,9 +19,7 @@ def say_done(path: Path, *, can_predict: bool, can_play: bool = False, can_speak
     report = summarize(path)
     screen.result(render(report, width=screen.width(), unicode=screen.speaks_unicode(), has_settings=False))
     screen.note(
-        "\n".join(
-            ("", f"kept      {path}", *_next(path, can_predict=can_predict, can_play=can_play, can_speak=can_speak))
-        )
+        "\n".join(("", f"kept      {path}", *_next(path, question=question, can_play=can_play, can_speak=can_speak)))
     )
 
 
@@ -76,11 +74,11 @@ def _so_far(report: "Report") -> str:
     return f" ({', '.join(parts)})"
 
 
-def _next(path: Path, *, can_predict: bool, can_play: bool, can_speak: bool) -> list[str]:
+def _next(path: Path, *, question: str | None, can_play: bool, can_speak: bool) -> list[str]:
     run = shlex.quote(str(path))
     commands = [
         (f"whet report {run} --html", "one page with its curves and decisions, to keep or to share"),
-        *([(f'whet predict {run} "some text"', "uses it")] if can_predict else []),
+        *([(f'whet predict {run} "{question}"', "uses it")] if question else []),
         *([(f"whet play {run}", "a game against it in the browser")] if can_play else []),
         *([(f"whet chat {run}", "talks with it; whet serve does so for other programs")] if can_speak else []),
         (f"whet watch {shlex.quote(str(path.parent))}", "this run and its neighbours in the browser"),

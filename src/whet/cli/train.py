@@ -172,7 +172,7 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
     from whet.config.resolve import resolve
     from whet.recipes.recipe import BUILT_IN, load_recipe
     from whet.run.durable import check_writable
-    from whet.run.folder import RUN_FILE, next_run_path, refuse_occupied
+    from whet.run.folder import RUN_FILE, next_run_path, open_run, refuse_occupied
 
     recipe = load_recipe(what)
     resolved = resolve(recipe.Config, words, file=how.config, can_measure=True)
@@ -203,8 +203,10 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
             ending.say_stopped(path, step=result.step, why=why, command=command)
             return result.exit_code
     if not screen.rank:
-        can = {name: recipe.name in BUILT_IN and hasattr(recipe, name) for name in ("predict", "hold_contest", "speak")}
-        ending.say_done(path, can_predict=can["predict"], can_play=can["hold_contest"], can_speak=can["speak"])
+        can = {name: recipe.name in BUILT_IN and hasattr(recipe, name) for name in ("hold_contest", "speak")}
+        ask = getattr(recipe, "question", None) if recipe.name in BUILT_IN else None
+        question = ask(open_run(path).kept) if ask else None
+        ending.say_done(path, question=question, can_play=can["hold_contest"], can_speak=can["speak"])
     return 0
 
 

@@ -64,6 +64,10 @@ class PuzzleRecipe:
     def keep(self, config: PuzzleConfig, data: "PuzzleData") -> dict[str, Any]:  # noqa: ARG002
         return {**data.sizes.model_dump(), "is_sudoku": data.is_sudoku}
 
+    def question(self, kept: dict[str, Any]) -> str | None:
+        """A Sudoku that it can be asked, nearly empty."""
+        return f"{1:.<{Sizes.model_validate(kept).length}}" if kept["is_sudoku"] else None
+
     def predict(self, config: PuzzleConfig, kept: dict[str, Any]) -> "tuple[PuzzleModel, Answer]":
         """A model without its weights, and what to call with Sudokus in lines once it has them."""
         if not kept["is_sudoku"]:

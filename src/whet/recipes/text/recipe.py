@@ -117,6 +117,10 @@ class TextRecipe:
 
         return look_at_data(config, path, fix=fix, leave=leave)
 
+    def question(self, kept: dict[str, Any]) -> str:  # noqa: ARG002
+        """What it can be asked."""
+        return "some text"
+
     def predict(self, config: TextConfig, kept: dict[str, Any]) -> "tuple[Classifier, Answering]":
         """A model without its weights, and what to ask once it has them."""
         from whet.recipes.text.choosing import kept_model, kept_tokenizer
