@@ -210,6 +210,13 @@ def test_training_generating_and_talking(
     monkeypatch.setattr("sys.stdin", io.StringIO(f"/save {tmp_path / 'nothing.jsonl'}\n"))
     assert whet(["chat", run, "--system", "Be brief.", "--device", "cpu"]) == 0
     assert not (tmp_path / "nothing.jsonl").exists()
+    # A word that is not known is named; /quit leaves, and what stands behind it is not asked.
+    capsys.readouterr()
+    read.clear()
+    monkeypatch.setattr("sys.stdin", io.StringIO("/rest\n/quit\nWhat?\n"))
+    assert whet(["chat", run, "--device", "cpu"]) == 0
+    assert "/rest is not known here:\n/reset " in capsys.readouterr().err
+    assert not read
     for words, code in ((["chat", run, "--device", "cpu"], 0), (["generate", run], 2)):
         monkeypatch.setattr("sys.stdin", None)
         assert whet(words) == code

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 _HELP = """/reset       forget what was said, and start anew
 /save FILE   write the conversation to FILE, as whet data chat reads it
 /help        this
-Ctrl-C stops an answer, Ctrl-D ends the conversation."""
+/quit        end the conversation, as Ctrl-D does
+Ctrl-C stops an answer."""
+_LEAVING = ("/quit", "/exit")
 
 
 def chat(
@@ -46,6 +48,8 @@ def chat(
     talk = _Talk(speaker, readable(system) if system else None, sampling, max_new_tokens=max_new_tokens)
     screen.note(f"{run}: {speaker.num_places} tokens to look back on; /help, Ctrl-D ends")
     for line in _lines():
+        if line in _LEAVING:
+            return
         if line.startswith("/"):
             talk.command(line)
         else:
@@ -83,7 +87,7 @@ class _Talk:
         elif word == "/save":
             screen.note("/save FILE: which file?")
         else:
-            screen.note(_HELP)
+            screen.note(_HELP if word == "/help" else f"{word} is not known here:\n{_HELP}")
 
     def answer(self, text: str) -> None:
         """Streams an answer; the question and it are remembered, unless the question cannot be asked."""
