@@ -110,9 +110,10 @@ def test_what_cannot_be_answered_is_told(
 def test_only_the_key_and_this_machine(told: dict[str, Any]) -> None:
     with (
         openai.OpenAI(base_url=told["base_url"], api_key="wrong", max_retries=0) as stranger,
-        pytest.raises(openai.AuthenticationError),
+        pytest.raises(openai.AuthenticationError) as refused,
     ):
         stranger.models.list()
+    assert "try: the key or the link that the command printed" in str(refused.value.body)
     host = told["base_url"].split("/")[2]
     good = {"Authorization": f"Bearer {told['api_key']}", "Content-Type": "application/json"}
     for headers, body, status in (

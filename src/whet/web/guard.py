@@ -123,8 +123,8 @@ class Guard:
         if scheme.lower() == "bearer" and self._key.opens_as_bearer(given.strip()):
             return
         if not self._has_cookie(asked):
-            what = "this server opens with its link or its token"
-            refusal = RefusedError(401, what, try_="the link that the command printed")
+            what = "this server opens with its key"
+            refusal = RefusedError(401, what, try_="the key or the link that the command printed")
             refusal.headers.append((b"www-authenticate", b"Bearer"))
             raise refusal
         if (asked.method not in READING or asked.is_websocket) and not is_from_our_page(asked):
