@@ -26,6 +26,14 @@ WORDS = ("epochs=4", "threads=1") if IS_FOR_SHOW else (*SMALL, "threads=1")
 OTHER_RATE = "lr=0.0005"
 
 
+ENDS_WITH_THE_WORK = """() => {
+  const tile = [...document.querySelectorAll(".tile")].find((one) => one.textContent.includes("time at work"));
+  const end = document.querySelector(".timeline-ends span:last-child");
+  return tile.querySelector("strong").textContent === end.textContent;
+}"""
+BROKEN_WORDS = """(table) => [...table.querySelectorAll("code, b")]
+  .filter((node) => !/\\s/.test(node.textContent) && node.getClientRects().length > 1)
+  .map((node) => node.textContent)"""
 REACH = """(canvas) => {
   const { width, height } = canvas;
   const ink = getComputedStyle(document.documentElement).getPropertyValue("--series-1").trim();
@@ -129,6 +137,9 @@ def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
     expect(page.locator(".hero .pill")).to_have_text("running")
     steps = page.locator(".tile", has_text="steps").locator("strong")
     held_at = int(steps.inner_text())
+    # The line of what happened ends where the work does, not with the last thing that was told.
+    page.wait_for_function(ENDS_WITH_THE_WORK)
+    assert page.locator(".settled").evaluate(BROKEN_WORDS) == []
     training.go_on()
     page.wait_for_function(HAS_MOVED, arg=300 if IS_FOR_SHOW else held_at)
     assert plot.evaluate(REACH) > 0.9

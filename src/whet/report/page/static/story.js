@@ -11,6 +11,7 @@ export function storyPart(view) {
   const saves = moments.length - telling.length;
   const end = Math.max(
     1e-9,
+    view.report.training_seconds,
     ...moments.map((moment) => moment.seconds),
     ...view.sittings.map((sitting) => sitting.begins_at),
   );
