@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def search(
-    what: Annotated[str, typer.Argument(metavar="RECIPE|FILE", help="text, or a Python file with recipe().")],
+    what: Annotated[
+        str, typer.Argument(metavar="RECIPE|FILE", help="text, chat, puzzle, hex, or a Python file with recipe().")
+    ],
     space: Annotated[
         list[str] | None,
         typer.Argument(metavar="SPACE", help="lr=1e-5..1e-3:log, arch.layers=[1,2]; epochs=2 holds for all."),
