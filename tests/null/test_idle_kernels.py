@@ -3,7 +3,7 @@
 import pytest
 
 from whet.base.errors import UsageError
-from whet.engine.own_kernels import refuse_idle_attention
+from whet.engine.own_kernels import refuse_idle_attention, refuse_idle_norms
 from whet.machine.known import load_machine
 from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
@@ -46,3 +46,17 @@ def test_float32_has_none() -> None:
 def test_a_model_without_attention_has_none() -> None:
     with pytest.raises(UsageError, match="the model has no attention"):
         refuse_idle_attention(planned(describe_hex(HexConfig())))
+
+
+def test_norms_of_our_own_are_refused_where_they_have_nothing_to_do() -> None:
+    bert, hex_net = describe_text(TextConfig(model="bert-base-uncased")), describe_hex(HexConfig(size=13))
+    refuse_idle_norms(planned(bert, attention="torch", norms="own"))
+    refuse_idle_norms(planned(hex_net, attention="torch", norms="own"))
+    refused = {
+        "no norms that": planned(describe_text(TextConfig()), norms="own"),
+        "for channels_last": planned(hex_net, norms="own", layout="contiguous"),
+        "for half precision": planned(bert, norms="own", precision="fp32"),
+    }
+    for words, plan in refused.items():
+        with pytest.raises(UsageError, match=words):
+            refuse_idle_norms(plan)

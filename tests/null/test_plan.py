@@ -15,7 +15,7 @@ from whet.base.units import GB
 from whet.machine.facts import Accelerator, Conditions, Cpu, Machine, OperatingSystem, Torch
 from whet.machine.known import known_names, load_machine
 from whet.plan.explain import diff, explain
-from whet.plan.own_attention import SHORT_TURNED
+from whet.plan.own_attention import SHORT_TURNED, SPANS
 from whet.plan.plan import Plan, make_plan, override, read_plan, setting_names
 from whet.plan.prediction import predict_bytes
 from whet.plan.rules import ALL
@@ -25,6 +25,8 @@ from whet.recipes.chat.config import ChatConfig
 from whet.recipes.chat.config import describe as describe_chat
 from whet.recipes.hex.config import HexConfig
 from whet.recipes.hex.config import describe as describe_hex
+from whet.recipes.puzzle.config import PuzzleConfig
+from whet.recipes.puzzle.config import describe as describe_puzzle
 from whet.recipes.text.config import TextConfig, describe
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "plans"
@@ -130,6 +132,25 @@ def test_group_norms_of_our_own_bring_channels_last_along() -> None:
     assert ways(machine.model_copy(update={"accelerators": older}), norms="own")[1] == "own", "asked for"
 
 
+def test_norms_over_sums_of_our_own_are_for_half_precision_on_the_gpu_they_were_written_for() -> None:
+    machine = load_machine("h200")
+    older = tuple(gpu.model_copy(update={"capability": "8.0"}) for gpu in machine.accelerators)
+
+    def norms(workload: Workload, machine: Machine = machine, **wishes: Scalar) -> Scalar:
+        return make_plan(machine, workload, wishes={"precision": "bf16", **wishes}).value("norms")
+
+    bert, chat = (
+        TextConfig(model="bert-base-uncased"),
+        describe_chat(ChatConfig(), vocab_size=500, longest=100, num_rows=1_000),
+    )
+    for workload in (describe(bert), chat, describe_puzzle(PuzzleConfig())):
+        assert norms(workload) == norms(workload, precision="fp16") == "own", workload.recipe
+        assert norms(workload, precision="tf32") == norms(workload, device="cpu") == "torch"
+        assert norms(workload, machine.model_copy(update={"accelerators": older})) == "torch"
+    for without in (TextConfig(), TextConfig(model="bert-base-uncased", lora=8)):
+        assert norms(describe(without)) == "torch", "another model computes these"
+
+
 def test_a_net_of_one_shape_and_many_small_kernels_is_captured() -> None:
     def graph(layers: tuple[str, ...] | None = None, **changes: object) -> Scalar:
         workload = describe_hex(HexConfig(size=13)).model_copy(update={"num_steps": 500, **changes})
@@ -137,6 +158,9 @@ def test_a_net_of_one_shape_and_many_small_kernels_is_captured() -> None:
         return make_plan(load_machine("h200"), workload).value("graph")
 
     assert graph() == "on"
+    documents = ("attention", "linear", SPANS)
+    assert graph(layers=documents) == "on", "rows of several documents each"
+    assert graph(layers=documents, lengths_vary=True) == "off"
     assert graph(num_steps=49) == graph(world_size=2) == graph(layers=("conv", "conv2d", "linear")) == "off"
 
 

@@ -111,7 +111,7 @@ class CommonConfig(BaseModel):
     attention: Literal["torch", "cudnn", "flash", "efficient", "math", "own"] | Auto = Field(
         "auto", description="which kernel torch's attention takes first"
     )
-    norms: Literal["torch", "own"] | Auto = Field("auto", description="whose kernels compute group norms (own: CUDA)")
+    norms: Literal["torch", "own"] | Auto = Field("auto", description="whose kernels compute norms (own: CUDA)")
     freed_memory: Literal["kept", "returned"] | Auto = Field(
         "auto", description="whether the C library keeps what a step on a CPU has freed for the next one"
     )

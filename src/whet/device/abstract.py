@@ -151,17 +151,17 @@ class AbstractDevice(ABC):
             )
 
     has_own_norms = False
-    """Whether whet's own group norms can be told to be taken here."""
+    """Whether whet's own norms can be told to be taken here."""
 
     def norms(self, kernels: str) -> AbstractContextManager[object]:
-        """While entered with "own", models that have a place for whet's own group norms use them."""
+        """While entered with "own", models that have a place for whet's own norms use them."""
         self.refuse_norms(kernels)
         return own_norms() if kernels == "own" else contextlib.nullcontext()
 
     def refuse_norms(self, kernels: str) -> None:
-        """Refuses kernels of group norms that this device does not have."""
+        """Refuses kernels of norms that this device does not have."""
         if kernels == "own" and not self.has_own_norms:
-            raise UsageError(f"{self.kind} has no group norms of whet's own", got="norms=own", try_="norms=torch")
+            raise UsageError(f"{self.kind} has no norms of whet's own", got="norms=own", try_="norms=torch")
 
     def guard(self, *, has_fallback: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
         """What holds while a run trains here, e.g. a look-out for failures that raise nothing."""

@@ -2,7 +2,7 @@
 
 from whet.base.errors import UsageError
 from whet.plan.own_attention import SPANS, own_attention_reason
-from whet.plan.own_norms import BENT_GROUP_NORMS
+from whet.plan.own_norms import BENT_GROUP_NORMS, own_norms_reason
 from whet.plan.plan import Plan
 
 _HALF = ("bf16", "fp16")
@@ -32,14 +32,20 @@ def refuse_idle_attention(plan: Plan) -> None:
 
 def refuse_idle_norms(plan: Plan) -> None:
     """Refuses norms=own for a model without such norms, or where they lie otherwise."""
-    if BENT_GROUP_NORMS not in plan.workload.layers:
+    layers, layout, precision = plan.workload.layers, plan.value("layout"), plan.value("precision")
+    if own_norms_reason(layers, layout=layout) is None:
+        if BENT_GROUP_NORMS not in layers:
+            raise UsageError(
+                "the model has no norms that whet's own kernels are for", got="norms=own", try_="norms=torch"
+            )
         raise UsageError(
-            "the model has no group norms that whet's own kernels are for", got="norms=own", try_="norms=torch"
+            "whet's own group norms are for channels_last",
+            got=f"norms=own layout={layout}",
+            try_="layout=channels_last, or norms=torch",
         )
-    layout, precision = plan.value("layout"), plan.value("precision")
-    if layout != "channels_last" or precision not in _HALF:
+    if precision not in _HALF:
         raise UsageError(
-            "whet's own group norms are for channels_last in half precision",
-            got=f"norms=own layout={layout} precision={precision}",
-            try_="layout=channels_last precision=bf16, or norms=torch",
+            "whet's own norms are for half precision",
+            got=f"norms=own precision={precision}",
+            try_="precision=bf16, or norms=torch",
         )

@@ -90,6 +90,8 @@ class StartChecks:
                 device,
                 unanswered=_NOT_COMPARED,
             )
+            # Steps hold less than the comparison did.
+            device.empty_cache()
             is_wrong = agreement is not None and not agreement.holds
             if not any(self.parts.group.most([float(is_wrong)])):
                 until.push(undo.pop_all())

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from whet.measure.rig import Settings
 from whet.plan.hazards import ROW_LIMIT, has_row_limit
-from whet.plan.own_norms import can_own_norms
+from whet.plan.own_norms import has_norm_kernels, own_norms_reason
 from whet.plan.plan import Plan, make_plan
 from whet.plan.prediction import predict_bytes
 from whet.plan.rules import ALL
@@ -211,10 +211,9 @@ def _layouts(plan: Plan) -> Iterator[Candidate]:
 
 
 def _norms(plan: Plan) -> Iterator[Candidate]:
-    kind, precision = device_kind(plan), plan.value("precision")
-    is_tried = plan.value("layout") == "channels_last" and can_own_norms(
-        plan.machine, plan.workload, device=kind, precision=precision
-    )
+    kind, precision, layout = device_kind(plan), plan.value("precision"), plan.value("layout")
+    has_kernels = has_norm_kernels(plan.machine, device=kind, precision=precision)
+    is_tried = has_kernels and own_norms_reason(plan.workload.layers, layout=layout) is not None
     return _only("norms", *(("own", "torch") if is_tried else ()))
 
 

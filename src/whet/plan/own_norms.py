@@ -1,26 +1,40 @@
-"""Which group norms have kernels of whet's own? Those before an activation, with sizes that fit a program."""
+"""Which norms have kernels of whet's own? Group norms before an activation, and layer norms over sums."""
 
 from whet.machine.facts import Machine
 from whet.plan.setting import Scalar
-from whet.plan.workload import Workload
 
 BENT_GROUP_NORMS = "group norms before activations"
 """What a workload's layers say about them."""
+SUM_NORMS = "layer norms over sums"
+"""What they say about norms of what a layer found, dropped out, and what came in before it."""
 _MOST_CHANNELS = 32
 """Of a program, unless one group has more: 64 bytes in half precision, two of the pieces that memory gives."""
 _MOST_NUMBERS = 16_384
 """What the registers of a program hold without spilling."""
+_MOST_WIDTH = 4096
+"""Of a row that a program holds with its slopes."""
 
 _WRITTEN_FOR = "9"
 """The compute capability for which the kernels were written."""
 
 
-def can_own_norms(machine: Machine, workload: Workload, *, device: str, precision: Scalar) -> bool:
-    """Whether a workload's group norms have kernels here, if they lie in channels_last."""
+def has_norm_kernels(machine: Machine, *, device: str, precision: Scalar) -> bool:
+    """Whether norms of whet's own are known to be fast here."""
     accelerator = machine.accelerator(device)
     capability = (accelerator.capability if accelerator else None) or ""
     is_known = device == "cuda" and capability.partition(".")[0] == _WRITTEN_FOR
-    return is_known and precision in ("bf16", "fp16") and BENT_GROUP_NORMS in workload.layers
+    return is_known and precision in ("bf16", "fp16")
+
+
+def own_norms_reason(layers: tuple[str, ...], *, layout: object) -> str | None:
+    """Why kernels of whet's own can compute norms of such layers; None where they have nothing to do.
+
+    >>> own_norms_reason((BENT_GROUP_NORMS,), layout="channels_last")
+    'norm and activation in one kernel that copies nothing'
+    """
+    if BENT_GROUP_NORMS in layers and layout == "channels_last":
+        return "norm and activation in one kernel that copies nothing"
+    return "sum and norm in one kernel" if SUM_NORMS in layers else None
 
 
 def has_own_norms(num_cells: int, width: int, num_groups: int) -> bool:
@@ -55,3 +69,12 @@ def cell_tiles(num_cells: int) -> tuple[int, int]:
     first = 1 << (num_cells.bit_length() - 1)
     rest = num_cells - first
     return first, 1 << (rest - 1).bit_length() if rest else 0
+
+
+def has_sum_norms(width: int) -> bool:
+    """Whether a layer norm over so many numbers has kernels: a row fits a program, and is drawn for in fours.
+
+    >>> [has_sum_norms(width) for width in (768, 384, 30, 16_384)]
+    [True, True, False, False]
+    """
+    return width % 4 == 0 and 16 <= width <= _MOST_WIDTH

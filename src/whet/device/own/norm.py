@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.device.own.wanted import are_norms_wanted, can_take
+from whet.device.own.wanted import are_norms_wanted, can_take, has_hooks
 from whet.plan.own_norms import cell_tiles, groups_together, has_own_norms
 
 
@@ -24,8 +24,8 @@ def normed(norm: nn.Module, activation: nn.Module, x: Tensor) -> Tensor:
         and x.numel() > 0
         and x.is_contiguous(memory_format=torch.channels_last)
         and norm.affine
-        and not _has_hooks(norm)
-        and not _has_hooks(activation)
+        and not has_hooks(norm)
+        and not has_hooks(activation)
         and has_own_norms(int(x.shape[2] * x.shape[3]), norm.num_channels, norm.num_groups)
     ):
         is_silu = isinstance(activation, nn.SiLU)
@@ -33,13 +33,6 @@ def normed(norm: nn.Module, activation: nn.Module, x: Tensor) -> Tensor:
         return through
     result: Tensor = activation(norm(x))
     return result
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at what this module gets or gives, so that it has to be called."""
-    return bool(
-        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
-    )
 
 
 def by_torch(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, is_silu: bool) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -28,7 +28,7 @@ def own_attention() -> contextlib.AbstractContextManager[None]:
 
 
 def own_norms() -> contextlib.AbstractContextManager[None]:
-    """While entered, models that have a place for them use group norms of our own (norms=own)."""
+    """While entered, models that have a place for them use norms of our own (norms=own)."""
     return _on("norms")
 
 
@@ -55,3 +55,10 @@ def are_gates_wanted() -> bool:
 def can_take(x: Tensor) -> bool:
     """Whether kernels of our own are written for this tensor."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and HAS_TRITON
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody looks at what this module gets or gives, so that it has to be called."""
+    return bool(
+        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    )

@@ -1,6 +1,7 @@
 """Which implementation of the same arithmetic is used."""
 
-from whet.plan.own_norms import BENT_GROUP_NORMS, can_own_norms
+from whet.plan.own_attention import SPANS
+from whet.plan.own_norms import BENT_GROUP_NORMS, has_norm_kernels
 from whet.plan.rule import Decision, Facts, one_of, rule, whole
 from whet.plan.unpadded import has_unpadded_attention
 
@@ -66,7 +67,8 @@ def choose_graph(facts: Facts) -> Decision:
     measurement steps are captured where samples are packed to few totals (rule M6): a sketch of BERT base's shape made
     4,603 samples a second so, an expert's loop 975, with a global batch of 32 on an H200, after a second of set-up. The
     net of Hex has one shape and many small kernels: with 18 blocks it made 59,153 positions a second captured and
-    36,032 without.
+    36,032 without. So have a chat model's rows: the kernels of a step of the medium preset, launched one by one, were
+    63.3 ms of its 67.3, and smaller ones wait longer.
     When wrong: a loss that looks at numbers on the host, draws on the host, or has shapes that depend on values cannot
     be captured: it is seen, said, and the step runs as it is. A loss that depends on something in Python which changes
     while training is found out only by comparing replayed losses with its own, at each shape's first replay and at
@@ -88,7 +90,7 @@ def choose_graph(facts: Facts) -> Decision:
             return Decision(value="off", reason=reason, evidence=evidence)
         reason = "packed samples have few totals, and launching kernels one by one dominates"
         return Decision(value="on", reason=reason, evidence=evidence)
-    if BENT_GROUP_NORMS in facts.workload.layers and not facts.workload.lengths_vary:
+    if {BENT_GROUP_NORMS, SPANS} & set(facts.workload.layers) and not facts.workload.lengths_vary:
         evidence["num_steps"] = facts.workload.num_steps
         if (facts.workload.num_steps or _WORTH_CAPTURING) >= _WORTH_CAPTURING:
             reason = "one shape, many small kernels: launching them one by one dominates"
@@ -113,7 +115,8 @@ def choose_layout(facts: Facts) -> Decision:
     Sources: pytorch/pytorch#188371, #192212, #180992; own measurement (H200, torch 2.11; docs/lab.md).
     """
     precision = facts.value("precision")
-    if can_own_norms(facts.machine, facts.workload, device=facts.device, precision=precision):
+    has_kernels = has_norm_kernels(facts.machine, device=facts.device, precision=precision)
+    if has_kernels and BENT_GROUP_NORMS in facts.workload.layers:
         reason = "convolutions are faster so in half precision, and group norms of whet's own copy nothing"
         return Decision(
             value="channels_last", reason=reason, evidence={"device": facts.device, "precision": str(precision)}

@@ -1,32 +1,32 @@
-"""Whose kernels compute group norms."""
+"""Whose kernels compute norms."""
 
-from whet.plan.own_norms import can_own_norms
+from whet.plan.own_norms import has_norm_kernels, own_norms_reason
 from whet.plan.rule import Decision, Facts, one_of, rule
 
 
 @rule("K8", "norms", one_of("torch", "own"))
 def choose_norms(facts: Facts) -> Decision:
-    """Whose kernels compute group norms together with the activation behind them: torch's, or whet's own.
+    """Whose kernels compute norms together with what stands beside them: torch's, or whet's own.
 
-    Why: in channels_last torch's group norm copies to contiguous and back, reads everything once more for its
-    statistics, and under autocast writes float32. In a Hex net of 18 blocks of 128 channels on 13x13 boards, compiled,
-    norms and their copies were 13.0 ms of a step, convolutions 8.3 ms (bf16, 1,024 boards, H200). One kernel of whet's
-    own there and one back read and write every number once: 140 us a norm there and back, torch's compiled 594 us;
-    means, variances and what lies between are float32. It is
-    for SiLU and ReLU, and groups of a power of two of channels. It was written for compute capability 9 (H100, H200);
-    elsewhere it has to be asked for.
-    When wrong: nothing slower is known, but one net was looked at.
-    Override: norms=torch or norms=own. Only CUDA has own ones; they need layout=channels_last and half precision, and
-    where a norm does not fit them torch's are used.
+    Why: a norm computes little and reads much, so what it costs is how often its numbers go through the memory. Three
+    kinds have kernels of whet's own on CUDA in half precision, one there and one back, which read and write every
+    number once; means, variances and what lies between are float32. Group norms before SiLU or ReLU in channels_last
+    (Hex), where torch's copies to contiguous and back: 140 us there and back, torch's compiled 594 us (128 channels,
+    1,024 boards of 13x13, H200). Layer norms of what came in and what a linear layer found, dropped out (BERT): 95 us,
+    torch's 261 us, compiled 137 us without the slopes of the linear layer's bias (768 wide, 11,900 tokens). Norms of
+    sums without weights (chat, puzzles): 51 us (1,024 wide, 16,384 tokens); not in compiled models, where torch's
+    compiler does the same. They were written for compute capability 9 (H100, H200); elsewhere they must be asked for.
+    When wrong: nothing slower is known, but few shapes were looked at.
+    Override: norms=torch or norms=own. Only CUDA has own ones; group norms need layout=channels_last, all need half
+    precision, and where a norm does not fit them torch's are used.
     Sources: own measurement (H200, torch 2.11; docs/lab.md).
     """
     layout, precision = str(facts.value("layout")), facts.value("precision")
     evidence = {"device": facts.device, "precision": str(precision), "layout": layout}
-    if not can_own_norms(facts.machine, facts.workload, device=facts.device, precision=precision):
-        return Decision(value="torch", reason="kernels of our own are not for this workload here", evidence=evidence)
-    if layout != "channels_last":
-        return Decision(value="torch", reason=f"kernels of our own are not for {layout}", evidence=evidence)
-    return Decision(value="own", reason="norm and activation in one kernel that copies nothing", evidence=evidence)
+    own = own_norms_reason(facts.workload.layers, layout=layout)
+    if own and has_norm_kernels(facts.machine, device=facts.device, precision=precision):
+        return Decision(value="own", reason=own, evidence=evidence)
+    return Decision(value="torch", reason="kernels of our own are not for this workload here", evidence=evidence)
 
 
 RULES = (choose_norms,)

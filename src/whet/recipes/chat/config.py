@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from whet.base.errors import UsageError
 from whet.config.keys import CommonConfig
 from whet.plan.own_attention import SPANS, has_span_kernels
+from whet.plan.own_norms import SUM_NORMS, has_sum_norms
 from whet.plan.workload import Workload
 from whet.recipes.chat.arch import Arch
 
@@ -111,8 +112,16 @@ def describe(config: ChatConfig, *, vocab_size: int, longest: int, num_rows: int
         activation_bytes=activation_bytes(arch, arch.seq_len, vocab_size),
         has_dropout=config.dropout > 0,
         is_causal=True,
-        layers=("attention", "linear", *((SPANS,) if has_span_kernels(arch.hidden_size // arch.num_heads) else ())),
+        layers=_layers(arch),
     )
+
+
+def _layers(arch: Arch) -> tuple[str, ...]:
+    more = {
+        SPANS: has_span_kernels(arch.hidden_size // arch.num_heads),
+        SUM_NORMS: has_sum_norms(arch.hidden_size),
+    }
+    return ("attention", "linear", *(name for name, is_there in more.items() if is_there))
 
 
 def activation_bytes(arch: Arch, length: int, vocab_size: int) -> int:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 from whet.base.errors import UsageError
 from whet.config.keys import Auto, CommonConfig
 from whet.plan.own_attention import SHORT_TURNED, has_own_kernels
+from whet.plan.own_norms import SUM_NORMS, has_sum_norms
 from whet.plan.workload import Workload
 
 TRAIN_GRIDS_4X4 = 200
@@ -197,10 +198,13 @@ def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int 
 
 
 def _layers(arch: Arch, *, num_places: int) -> tuple[str, ...]:
-    if arch.mlp_t:
-        return ("linear",)
-    is_short = arch.pos_encodings == "rope" and has_own_kernels(num_places, arch.hidden_size // arch.num_heads)
-    return ("attention", "linear", *((SHORT_TURNED,) if is_short else ()))
+    has_turns = not arch.mlp_t and arch.pos_encodings == "rope"
+    more = {
+        "attention": not arch.mlp_t,
+        SHORT_TURNED: has_turns and has_own_kernels(num_places, arch.hidden_size // arch.num_heads),
+        SUM_NORMS: has_sum_norms(arch.hidden_size),
+    }
+    return ("linear", *(name for name, is_there in more.items() if is_there))
 
 
 def count_parameters(arch: Arch, sizes: Sizes) -> int:

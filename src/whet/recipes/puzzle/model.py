@@ -149,7 +149,7 @@ class MixerBlock(nn.Module):
     def forward(self, x: Tensor, look: Look) -> Tensor:  # noqa: ARG002 (as a block with attention)
         turned = x.transpose(1, 2)
         x = rms_norm(turned + self.mix(turned)).transpose(1, 2)
-        return rms_norm(x + self.feed_forward(x))
+        return rms_norm(x, self.feed_forward(x))
 
 
 def _block(shape: Shape) -> nn.Module:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from whet.device.own.attention import turned_attention
 from whet.device.own.gate import gated
+from whet.device.own.rms_norm import is_rms_taken, rms_sum
 from whet.device.own.spans import Spans, attend_spans
 from whet.device.own.wanted import can_take, is_attention_wanted
 from whet.plan.own_attention import has_own_kernels
@@ -58,8 +59,15 @@ def inner_width(width: int, expansion: float) -> int:
     return _GRAIN * math.ceil(round(expansion * width * 2 / 3) / _GRAIN)
 
 
-def rms_norm(x: Tensor, *, epsilon: float = _EPSILON) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) over the last axis, computed in float32 and given in the format of x."""
+def rms_norm(x: Tensor, added: Tensor | None = None, *, epsilon: float = _EPSILON) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) over the last axis, computed in float32 and given in the format of x.
+
+    What is added comes to x before.
+    """
+    if is_rms_taken(x, added):
+        found: Tensor = rms_sum(x, added, epsilon)[0]
+        return found
+    x = x if added is None else x + added
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
@@ -160,5 +168,5 @@ class PostNormBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, look: Look) -> Tensor:
-        x = rms_norm(x + self.dropout(self.attention(x, look)))
-        return rms_norm(x + self.dropout(self.feed_forward(x)))
+        x = rms_norm(x, self.dropout(self.attention(x, look)))
+        return rms_norm(x, self.dropout(self.feed_forward(x)))

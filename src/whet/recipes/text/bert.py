@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from whet.data.ragged import Packed, Padded
+from whet.device.own.sum_norm import normed_sum
 from whet.recipes.text.attending import Layout, attend, first, layout_of
 from whet.recipes.text.backbone import BERT_ACTIVATIONS
 from whet.recipes.text.pretrained_tokenizer import SEGMENT
@@ -57,10 +58,10 @@ class _Body(nn.Module):
             self.pooler = nn.ModuleDict({"dense": _linear(config, config.hidden_size)})
 
     def forward(self, tokens: Padded | Packed, layout: Layout) -> Tensor:
-        x = self.embeddings(tokens.values, layout)
+        x = whole = self.embeddings(tokens.values, layout)
         for block in self._blocks():
-            x = block(x, layout)
-        found = first(x, layout)
+            whole, x = block(whole, x, layout)
+        found = first(whole, layout)
         return self.pooler["dense"](found).tanh() if hasattr(self, "pooler") else found
 
     def _blocks(self) -> nn.ModuleList:
@@ -106,7 +107,10 @@ class _Embeddings(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention, then a feed-forward layer; what each adds is normed together with what came in."""
+    """Attention, then a feed-forward layer; what each adds is normed together with what came in.
+
+    What came in comes twice, as sums and as products need it (`normed_sum`), and leaves so.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -119,17 +123,17 @@ class _Block(nn.Module):
         self.intermediate = nn.ModuleDict({"dense": _linear(config, config.intermediate_size)})
         self.output = _Added(config, config.intermediate_size)
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+    def forward(self, whole: Tensor, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         dropout = self.attention_dropout if self.training else 0.0
         found = attend(self._mix(x), layout, num_heads=self.num_heads, dropout=dropout)
-        x = self.attention["output"](found, x)
+        whole, x = self.attention["output"](found, whole)
         inner = self.intermediate["dense"](x)
         inner = (
             functional.relu(inner)
             if self.activation == "relu"
             else functional.gelu(inner, approximate=self.approximate)
         )
-        added: Tensor = self.output(inner, x)
+        added: tuple[Tensor, Tensor] = self.output(inner, whole)
         return added
 
     def _mix(self, x: Tensor) -> Tensor:
@@ -148,9 +152,8 @@ class _Added(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x: Tensor, before: Tensor) -> Tensor:
-        normed: Tensor = self.LayerNorm(self.dropout(self.dense(x)) + before)
-        return normed
+    def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        return normed_sum(self.dense, self.dropout, self.LayerNorm, x, before)
 
 
 class _Head(nn.Module):

@@ -19,6 +19,7 @@ from pydantic import (
 from whet.base.errors import UsageError
 from whet.config.keys import CommonConfig
 from whet.plan.own_attention import SPANS, has_span_kernels
+from whet.plan.own_norms import SUM_NORMS, has_sum_norms
 from whet.plan.workload import Workload
 from whet.recipes.text.backbone import SMALL, Backbone, read_backbone
 from whet.recipes.text.rows.columns import Wishes
@@ -207,8 +208,14 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
         sample_bytes=8 * (max_length + 1),
         activation_bytes=activation_bytes(config.arch) if backbone is None else backbone.activation_bytes(max_length),
         has_dropout=config.dropout > 0 or config.word_dropout > 0,
-        layers=("attention", "gelu", "layer norm", "linear", *((SPANS,) if _has_spans(config, backbone) else ())),
+        layers=_layers(config, backbone),
     )
+
+
+def _layers(config: TextConfig, backbone: Backbone | None) -> tuple[str, ...]:
+    has_sums = backbone is not None and is_read_packed(config, backbone) and has_sum_norms(backbone.width)
+    more = {SPANS: _has_spans(config, backbone), SUM_NORMS: has_sums}
+    return ("attention", "gelu", "layer norm", "linear", *(name for name, is_there in more.items() if is_there))
 
 
 def _has_spans(config: TextConfig, backbone: Backbone | None) -> bool:

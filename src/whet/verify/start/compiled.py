@@ -204,6 +204,8 @@ class _Comparison:
     def _in_finer_numbers(self) -> Found:
         """The first pass once more: how far off it is itself by rounding."""
         self._draw_again()
+        # What passes in half precision gave back is in pieces too small for this one.
+        self._device.empty_cache()
         dtype = torch.float32 if self._format in HALF_TYPES else torch.float64
         with uncompiled(), in_memory_of(self._model, self._device.place, dtype):
             return self._pass(self._micro.moved(lambda tensor: as_type(tensor, dtype)), "fp32")

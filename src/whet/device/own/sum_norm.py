@@ -1,0 +1,164 @@
+"""A layer norm over what a linear layer found, thinned by dropout, and what came in: one kernel there and one back.
+
+Under autocast torch's dropout, sum, norm and the rounding for the next product are four kernels; on the way back they
+are six, with the slopes of the linear layer's bias; each reads again what the one before it wrote. Shapes: T tokens in
+as many dimensions as there are, W width.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from whet.device.own.wanted import are_norms_wanted, can_take, has_hooks
+from whet.plan.own_norms import has_sum_norms
+
+_ROWS, _WARPS = 1, 2
+"""Of a program: the fastest on an H200 (docs/lab.md)."""
+_PROGRAMS = 1584
+"""On the way back, at most: twelve for each processor of an H200, of which it holds six at a time."""
+
+
+def normed_sum(
+    dense: nn.Linear, dropout: nn.Dropout, norm: nn.LayerNorm, x: Tensor, before: Tensor
+) -> tuple[Tensor, Tensor]:
+    """norm(dropout(dense(x)) + before) as later sums need it, and as the next product does.
+
+    They are the same tensor but where norms=own is in force: there one in float32 and one in half precision.
+    """
+    if (
+        are_norms_wanted()
+        and can_take(x)
+        and x.numel() > 0
+        and dense.bias is not None
+        and norm.bias is not None
+        and before.dtype == dense.bias.dtype == norm.weight.dtype == torch.float32
+        and dropout.p < 1
+        and has_sum_norms(norm.weight.numel())
+        and not any(map(has_hooks, (dense, dropout, norm)))
+    ):
+        product = functional.linear(x, dense.weight)
+        share = dropout.p if dropout.training else 0.0
+        # As torch's compiler does: a seed is drawn by torch, so that a captured step draws a new one each time.
+        seed = torch.randint(2**62, (1,), device=x.device) if share else None
+        wide, narrow, _, _ = sum_norm(product, dense.bias, before, norm.weight, norm.bias, seed, share, norm.eps)
+        return wide, narrow
+    found = norm(dropout(dense(x)) + before)
+    return found, found
+
+
+@torch.library.custom_op("whet::sum_norm", mutates_args=())
+def sum_norm(
+    x: Tensor, plus: Tensor, before: Tensor, weight: Tensor, bias: Tensor, seed: Tensor | None, share: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The norm of dropout(x + plus) + before, in float32 and as x is; and for the way back the sums, and (T, 2) their
+    means and 1 / deviations."""
+    from whet.device.own.sum_norm_kernels import sum_norm_forward
+
+    x, before = x.contiguous(), before.contiguous()
+    wide, narrow, sums, statistics = _room(x)
+    tokens = len(statistics)
+    sum_norm_forward[-(-tokens // _ROWS),](
+        *(x, plus, before, weight, bias, seed, wide, narrow, sums, statistics, tokens, eps),
+        *_dropping(share),
+        *_sizes(x),
+        num_warps=_WARPS,
+    )
+    return wide, narrow, sums, statistics
+
+
+@torch.library.custom_op("whet::sum_norm_backward", mutates_args=())
+def sum_norm_backward(
+    sums: Tensor,
+    statistics: Tensor,
+    weight: Tensor,
+    seed: Tensor | None,
+    of_wide: Tensor | None,
+    of_narrow: Tensor | None,
+    share: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The slopes of x and of before; and (P, 3, W), what P programs add to those of weight, bias and plus."""
+    from whet.device.own import sum_norm_kernels
+
+    of_wide, of_narrow = (slopes if slopes is None else slopes.contiguous() for slopes in (of_wide, of_narrow))
+    of_x, of_before, of_weights = _room_back(sums, dtype)
+    sum_norm_kernels.sum_norm_backward[len(of_weights),](
+        *(sums, statistics, weight, seed, of_wide, of_narrow, of_x, of_before, of_weights, len(statistics)),
+        *_dropping(share),
+        *_sizes(sums),
+        num_warps=_WARPS,
+    )
+    return of_x, of_before, of_weights
+
+
+def _dropping(share: float) -> tuple[int, float]:
+    """The number of 31 bits below which a drawn one drops, and how many times as large what stays becomes."""
+    return round(share * 2**31), 1 / (1 - share)
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """The width, the power of two that it fits, and the rows of a tile."""
+    width = x.shape[-1]
+    return width, 1 << (width - 1).bit_length(), _ROWS
+
+
+def _room(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+    narrow = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return wide, narrow, torch.empty_like(wide), wide.new_empty(x.numel() // x.shape[-1], 2)
+
+
+def _room_back(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    *_, width = sums.shape
+    programs = min(_PROGRAMS, -(-(sums.numel() // width) // _ROWS))
+    return torch.empty_like(sums, dtype=dtype), torch.empty_like(sums), sums.new_empty(programs, 3, width)
+
+
+@sum_norm.register_fake
+def _(
+    x: Tensor,
+    plus: Tensor,  # noqa: ARG001
+    before: Tensor,  # noqa: ARG001
+    weight: Tensor,  # noqa: ARG001
+    bias: Tensor,  # noqa: ARG001
+    seed: Tensor | None,  # noqa: ARG001
+    share: float,  # noqa: ARG001
+    eps: float,  # noqa: ARG001
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _room(x)
+
+
+@sum_norm_backward.register_fake
+def _(
+    sums: Tensor,
+    statistics: Tensor,  # noqa: ARG001
+    weight: Tensor,  # noqa: ARG001
+    seed: Tensor | None,  # noqa: ARG001
+    of_wide: Tensor | None,  # noqa: ARG001
+    of_narrow: Tensor | None,  # noqa: ARG001
+    share: float,  # noqa: ARG001
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _room_back(sums, dtype)
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, _, _, weight, _, seed, ctx.share, _ = inputs
+    _, _, sums, statistics = output
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(sums, statistics, weight, *(() if seed is None else (seed,)))
+    # Nobody asks for slopes of the sums: no zeros are made for them.
+    ctx.set_materialize_grads(False)
+
+
+def _back(ctx, of_wide, of_narrow, _sums, _statistics):  # type: ignore[no-untyped-def]
+    if of_wide is None and of_narrow is None:
+        return None, None, None, None, None, None, None, None
+    sums, statistics, weight, *seeds = ctx.saved_tensors
+    seed = seeds[0] if seeds else None
+    of_x, of_before, parts = sum_norm_backward(sums, statistics, weight, seed, of_wide, of_narrow, ctx.share, ctx.dtype)
+    of_weight, of_bias, of_plus = parts.sum(0).unbind(0)
+    return of_x, of_plus, of_before, of_weight, of_bias, None, None, None
+
+
+sum_norm.register_autograd(_back, setup_context=_keep)
