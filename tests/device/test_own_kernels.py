@@ -1,13 +1,8 @@
 """whet's own kernels compute what torch's formulas do: on a real CUDA GPU, and interpreted where triton is there."""
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import interpret, needs_triton
 from torch import Tensor
 from torch.nn import functional
 
@@ -306,13 +301,9 @@ def test_a_chat_model_computes_the_same_with_spans(kind: str, is_compiled: bool)
         assert torch.linalg.norm(one - other) <= 5e-2 * torch.linalg.norm(one)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_interpreted_on_the_cpu_they_compute_the_same() -> None:
     call = "a._MANY = 1; t.check('cpu', torch.float32, rows=2, bound=1e-5, shapes=[(17, 3, 32)])"
     call += "; t.check_norms('cpu', torch.float32, bound=1e-5); t.check_as_operator('cpu', torch.float32)"
     call += "; t.check_spans('cpu', torch.float32, bound=1e-5)"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(place) for place in sys.path)  # noqa: PTH100
-    words = [sys.executable, "-c", f"import test_own_kernels as t, torch, whet.device.own.attention as a; {call}"]
-    done = subprocess.run(words, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpret(f"import test_own_kernels as t, torch, whet.device.own.attention as a; {call}")

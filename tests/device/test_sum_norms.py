@@ -1,13 +1,8 @@
 """Norms over sums by whet's own kernels are torch's: on a real CUDA GPU, and interpreted where triton is there."""
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 import torch
+from interpreted import interpret, needs_triton
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -229,14 +224,8 @@ def test_a_norm_without_weights_that_they_are_not_for_is_torchs_simulated(monkey
         assert torch.allclose(compiled(x), by_formula(x)), "the compiler makes one kernel of it itself"
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_interpreted_on_the_cpu_they_compute_the_same() -> None:
     call = "t.check_rms_sums('cpu', torch.float32, bound=1e-5)"
     call += "; s._PROGRAMS = 3; t.check_sum_norms('cpu', torch.float32, bound=1e-5); t.check_draws('cpu', 40, 128)"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(place) for place in sys.path)  # noqa: PTH100
-    words = [sys.executable, "-c", f"import test_sum_norms as t, torch, whet.device.own.sum_norm as s; {call}"]
-    done = subprocess.run(words, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
-    if "only 0-dimensional arrays can be converted" in done.stderr:
-        pytest.skip("this triton's interpreter cannot count loops with this numpy")
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpret(f"import test_sum_norms as t, torch, whet.device.own.sum_norm as s; {call}")

@@ -1,0 +1,22 @@
+"""Kernels in triton's interpreter: what they compute can be seen without a GPU, in a process of its own."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+def interpret(program: str) -> None:
+    """Runs a program beside these tests; fails with what it said, skips where the interpreter itself does not run."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(place) for place in sys.path)  # noqa: PTH100
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True)
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("this triton's interpreter cannot count loops with this numpy")
+    assert done.returncode == 0, done.stderr[-2000:]
