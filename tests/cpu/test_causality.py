@@ -270,10 +270,25 @@ def test_what_passed_is_remembered_and_a_damaged_memory_is_ignored(tmp_path: Pat
     assert said(tmp_path / "always")[0].startswith("verified: causal")
     train(tmp_path / "other", wishes={"micro_batch": 4})
     assert said(tmp_path / "other")[0].startswith("verified: causal"), "other shapes"
+    train(tmp_path / "kernels", wishes={"attention": "math"})
+    assert said(tmp_path / "kernels")[0].startswith("verified: causal"), "other kernels"
     for kept in (tmp_path / "home" / "verified").iterdir():
         kept.write_text('{"found": 3')
     train(tmp_path / "damaged")
     assert said(tmp_path / "damaged")[0].startswith("verified: causal")
+
+
+def test_norms_of_our_own_simulated_were_not_verified_by_a_run_with_torchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Simulated: the CPU says that it has such kernels, and the model that they are for it."""
+    monkeypatch.setattr(Cpu, "has_own_norms", True)
+    monkeypatch.setattr("whet.engine.execution.refuse_idle_norms", lambda _: None)
+    train(tmp_path / "first")
+    train(tmp_path / "own", wishes={"norms": "own"})
+    assert said(tmp_path / "own")[0].startswith("verified: causal")
+    train(tmp_path / "again", wishes={"norms": "own"})
+    assert said(tmp_path / "again") == ["verified before: causal"]
 
 
 def test_the_key_changes_with_code_options_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,7 @@ class StartChecks:
             "whet": VERSION,
             "device": str(stepper.device.place),
             "precision": plan.value("precision"),
+            "kernels": [_value(plan, name) for name in ("attention", "norms", "layout")],
             "deterministic": torch.are_deterministic_algorithms_enabled(),
             "causal_mask": _value(plan, "causal_mask"),
             "is_causal": self.outputs is not None,
