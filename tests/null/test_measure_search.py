@@ -294,7 +294,9 @@ def test_a_simulated_search_without_a_trial_does_not_look_like_a_measurement() -
     assert "guess" not in finish_line(PLAN, some)
 
 
-@pytest.mark.parametrize(("seconds", "speed"), [(0.001, "32,000 samples/s"), (0.1, "320 samples/s")])
+@pytest.mark.parametrize(
+    ("seconds", "speed"), [(0.001, "32,000 samples/s"), (0.03201, "1,000 samples/s"), (0.1, "320 samples/s")]
+)
 def test_a_fast_speed_is_a_number_to_read(seconds: float, speed: str) -> None:
     assert f" at {speed}, " in finish_line(PLAN, Found(step_seconds=seconds))
 

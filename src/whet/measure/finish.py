@@ -12,7 +12,7 @@ def finish_line(plan: Plan, found: Found) -> str:
     if step is None or step <= 0:
         return "no estimate of the time: no step could be measured"
     rate = plan.workload.global_batch_size / step
-    speed = f"{rate:,.0f} samples/s" if rate >= 1000 else f"{rate:.3g} samples/s"
+    speed = f"{rate:,.0f} samples/s" if round(rate) >= 1000 else f"{rate:.3g} samples/s"
     if not any(trial.repeats for trial in found.trials):
         speed += ", by the last of its first steps alone: a rough guess, not a measurement"
     peak = max((trial.peak_bytes or 0 for trial in found.trials if trial.settings == found.settings), default=0)
