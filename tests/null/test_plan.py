@@ -161,6 +161,9 @@ def test_a_net_of_one_shape_and_many_small_kernels_is_captured() -> None:
     documents = ("attention", "linear", SPANS)
     assert graph(layers=documents) == "on", "rows of several documents each"
     assert graph(layers=documents, lengths_vary=True) == "off"
+    chat = describe_chat(ChatConfig(), vocab_size=500, longest=100, num_rows=10_000)
+    why = make_plan(load_machine("h200"), chat).settings["graph"].reason
+    assert why == "one shape: in a graph no kernel waits for its launch", "nothing dominates there"
     assert graph(num_steps=49) == graph(world_size=2) == graph(layers=("conv", "conv2d", "linear")) == "off"
 
 

@@ -67,8 +67,8 @@ def choose_graph(facts: Facts) -> Decision:
     measurement steps are captured where samples are packed to few totals (rule M6): a sketch of BERT base's shape made
     4,603 samples a second so, an expert's loop 975, with a global batch of 32 on an H200, after a second of set-up. The
     net of Hex has one shape and many small kernels: with 18 blocks it made 59,153 positions a second captured and
-    36,032 without. So have a chat model's rows: the kernels of a step of the medium preset, launched one by one, were
-    63.3 ms of its 67.3, and smaller ones wait longer.
+    36,032 without. A chat model's rows have one shape too, and its kernels wait for their launch now and then: those of
+    a step of the medium preset were 63.3 ms of its 67.3, and smaller ones wait longer.
     When wrong: a loss that looks at numbers on the host, draws on the host, or has shapes that depend on values cannot
     be captured: it is seen, said, and the step runs as it is. A loss that depends on something in Python which changes
     while training is found out only by comparing replayed losses with its own, at each shape's first replay and at
@@ -93,7 +93,9 @@ def choose_graph(facts: Facts) -> Decision:
     if {BENT_GROUP_NORMS, SPANS} & set(facts.workload.layers) and not facts.workload.lengths_vary:
         evidence["num_steps"] = facts.workload.num_steps
         if (facts.workload.num_steps or _WORTH_CAPTURING) >= _WORTH_CAPTURING:
-            reason = "one shape, many small kernels: launching them one by one dominates"
+            reason = "one shape: in a graph no kernel waits for its launch"
+            if BENT_GROUP_NORMS in facts.workload.layers:
+                reason = "one shape, many small kernels: launching them one by one dominates"
             return Decision(value="on", reason=reason, evidence=evidence)
     return Decision(value="off", reason="not measured yet", evidence=evidence)
 
