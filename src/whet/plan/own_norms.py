@@ -1,12 +1,12 @@
-"""Which norms have kernels of whet's own? Group norms before an activation, and layer norms over sums."""
+"""Which norms have kernels of whet's own? Group norms before an activation, and norms over sums."""
 
 from whet.machine.facts import Machine
 from whet.plan.setting import Scalar
 
 BENT_GROUP_NORMS = "group norms before activations"
 """What a workload's layers say about them."""
-SUM_NORMS = "layer norms over sums"
-"""What they say about norms of what a layer found, dropped out, and what came in before it."""
+SUM_NORMS = "norms over sums"
+"""What they say about norms of what a layer found, dropped out, and what came in before it; with weights or without."""
 _MOST_CHANNELS = 32
 """Of a program, unless one group has more: 64 bytes in half precision, two of the pieces that memory gives."""
 _MOST_NUMBERS = 16_384
@@ -72,7 +72,7 @@ def cell_tiles(num_cells: int) -> tuple[int, int]:
 
 
 def has_sum_norms(width: int) -> bool:
-    """Whether a layer norm over so many numbers has kernels: a row fits a program, and is drawn for in fours.
+    """Whether a norm over so many numbers has kernels: a row fits a program, and its dropout is drawn in fours.
 
     >>> [has_sum_norms(width) for width in (768, 384, 30, 16_384)]
     [True, True, False, False]
