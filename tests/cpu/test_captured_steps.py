@@ -21,6 +21,9 @@ from whet.device.fake import Fake
 from whet.device.simulated_graphs import SimulatedGraphs
 from whet.engine.rig import StepRig
 from whet.measure.rig import ProbeFailedError
+from whet.recipes.chat.arch import Arch
+from whet.recipes.chat.loss import next_token_loss
+from whet.recipes.chat.model.open import open_model
 from whet.run.events import History
 from whet.step.ema import Ema
 from whet.step.graphed import MOST_SHAPES, GraphedStepper
@@ -142,6 +145,24 @@ def token_loss(model):
         return (losses * is_real.flatten()).sum(), is_real.sum()
 
     return loss
+
+
+@pytest.mark.parametrize("kind", ["trm", "gpt"])
+@pytest.mark.parametrize("micro_batch", [8, 3])
+def test_simulated_replays_train_a_chat_model_in_all_its_passes(kind, micro_batch):
+    """Rule K3 captures chat: with documents of any place in a row, dropout, an average and several passes."""
+    arch = Arch(kind=kind, hidden_size=32, num_heads=2, seq_len=12, supervision=2 if kind == "trm" else 1)
+    plain, graphed = pair_of(lambda: open_model(arch, vocab_size=20, dropout=0.2), ema=True)
+    torch.manual_seed(2)
+    is_start = torch.rand(40, 13) < 0.2
+    is_start[:, 0] = True
+    data = {"tokens": torch.randint(0, 20, (40, 13)), "is_start": is_start, "is_loss": torch.rand(40, 13) < 0.7}
+    expected = train(plain, functools.partial(next_token_loss, plain.model), data, steps=12, micro_batch=micro_batch)
+    ends = state_of(plain)
+    loss = functools.partial(next_token_loss, graphed.model)
+    assert train(graphed, loss, data, steps=12, micro_batch=micro_batch) == expected
+    assert_same(state_of(graphed), ends)
+    assert (graphed.num_captured, graphed.refusal) == (1, None)
 
 
 def test_a_simulated_replay_scales_losses_as_a_step_does():
