@@ -18,6 +18,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.data.batch import Micro
 from whet.data.ragged import Padded
 from whet.device.cpu import Cpu
+from whet.device.own.wanted import are_norms_wanted
 from whet.run.events import read_events
 from whet.run.folder import open_run
 from whet.verify.start import remembered
@@ -366,6 +367,31 @@ def test_a_leak_is_cured_by_an_explicit_mask_and_the_run_goes_on_simulated(tmp_p
     asked = train(None, wishes={"causal_mask": "explicit"})
     for ours, theirs in zip(cured.state_dict().values(), asked.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_own_norms_that_are_wrong_are_left_to_torch_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated: the CPU says that it has such kernels, rules take them, and where they are in force the model leaks."""
+    monkeypatch.setattr(Cpu, "has_own_norms", True)
+    monkeypatch.setattr("whet.engine.execution.refuse_idle_norms", lambda _: None)
+    monkeypatch.setattr("whet.plan.rules.norms.has_norm_kernels", lambda *_, **__: True)
+    monkeypatch.setattr("whet.plan.rules.norms.own_norms_reason", lambda *_, **__: "simulated")
+    real = Gpt.forward
+
+    def leaking(self: Gpt, tokens: torch.Tensor) -> torch.Tensor:
+        seen = real(self, tokens)
+        return seen + 0.01 * self.embed(tokens).mean((1, 2), keepdim=True) if are_norms_wanted() else seen
+
+    asked = train(None, wishes={"norms": "torch"})
+    monkeypatch.setattr(Gpt, "forward", leaking)
+    cured = train(tmp_path / "run")
+    assert value(tmp_path / "run", "norms") == "torch"
+    assert "norms by torch's kernels instead of whet's own: causal" in said(tmp_path / "run")[0]
+    for ours, theirs in zip(cured.state_dict().values(), asked.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(WhetError, match="not causal") as refused:
+        train(None, wishes={"norms": "own"})
+    assert "norms=torch instead of the norms=own that you asked for" in str(refused.value)
+    assert not are_norms_wanted()
 
 
 def test_a_leak_in_bf16_alone_keeps_the_precision_that_was_asked_for_simulated(tmp_path: Path) -> None:

@@ -208,6 +208,7 @@ def test_a_sum_that_they_are_not_for_is_torchs_simulated(monkeypatch: pytest.Mon
         watched = nn.LayerNorm(16)
         watched.register_forward_hook(lambda *_: None)
         others = {
+            "another layer": {"dense": type("Thick", (nn.Linear,), {})(24, 16)},
             "no bias": {"dense": nn.Linear(24, 16, bias=False)},
             "no shift": {"norm": nn.LayerNorm(16, bias=False)},
             "nothing stays": {"dropout": nn.Dropout(1.0)},

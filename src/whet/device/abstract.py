@@ -16,7 +16,7 @@ from whet.base.errors import UsageError
 from whet.device.attention import preferring
 from whet.device.graphs import AbstractGraphs
 from whet.device.oom import is_out_of_memory
-from whet.device.own.wanted import own_attention, own_norms
+from whet.device.own.wanted import by_torch, own_attention, own_norms
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -136,7 +136,7 @@ class AbstractDevice(ABC):
         self.refuse_attention(kernel)
         if kernel == "own":
             return own_attention()
-        return contextlib.nullcontext() if kernel == "torch" else preferring(kernel)
+        return by_torch("attention") if kernel == "torch" else preferring(kernel)
 
     def refuse_attention(self, kernel: str) -> None:
         """Refuses an attention kernel that this device does not have."""
@@ -156,7 +156,7 @@ class AbstractDevice(ABC):
     def norms(self, kernels: str) -> AbstractContextManager[object]:
         """While entered with "own", models that have a place for whet's own norms use them."""
         self.refuse_norms(kernels)
-        return own_norms() if kernels == "own" else contextlib.nullcontext()
+        return own_norms() if kernels == "own" else by_torch("norms")
 
     def refuse_norms(self, kernels: str) -> None:
         """Refuses kernels of norms that this device does not have."""

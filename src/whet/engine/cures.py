@@ -1,15 +1,22 @@
-"""What helps where a device computes wrongly: contiguous weights, explicit masks, float32. Each undoes itself."""
+"""What helps where a device computes wrongly: torch's kernels, contiguous weights, explicit masks, float32.
+
+Each undoes itself.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from whet.device.contiguous import make_contiguous
+from whet.device.own.wanted import by_torch
 from whet.engine.examining import Findings
 from whet.plan.plan import Plan
 from whet.plan.setting import Measured
 from whet.step.step import Stepper
 from whet.verify.start.masks import explicit_masks
+
+_KERNELS = ("attention", "norms")
+"""Settings that may take whet's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +39,14 @@ def cures(findings: Findings, stepper: Stepper, plan: Plan) -> Iterator[Cure]:
     def learnt(value: str, reason: str) -> Measured:
         return Measured(value=value, reason=reason, evidence=evidence)
 
+    own = [name for name in _KERNELS if _is_own(plan, name) and name not in plan.wishes]
+    if own:
+        yield Cure(
+            words=f"{' and '.join(own)} by torch's kernels instead of whet's own",
+            applied=lambda: by_torch(*own),
+            precision=precision,
+            learnt={name: learnt("torch", "whet's own kernels were wrong here before the first step") for name in own},
+        )
     is_contiguous = all(parameter.is_contiguous() for parameter in stepper.model.parameters())
     if not is_contiguous and plan.wishes.get("layout") != "channels_last":
         yield Cure(
@@ -59,6 +74,16 @@ def cures(findings: Findings, stepper: Stepper, plan: Plan) -> Iterator[Cure]:
                 "loss_scaling": learnt("off", "fp32 does not need it"),
             },
         )
+
+
+def asked_kernels(plan: Plan) -> list[str]:
+    """The settings with which whet's own kernels were asked for."""
+    return [name for name in _KERNELS if _is_own(plan, name) and name in plan.wishes]
+
+
+def _is_own(plan: Plan, name: str) -> bool:
+    # A plan that an older whet saved may not know the setting.
+    return name in plan.settings and plan.value(name) == "own"
 
 
 def _contiguous(stepper: Stepper) -> AbstractContextManager[object]:

@@ -14,7 +14,7 @@ from whet.base.version import VERSION
 from whet.data.batch import GlobalBatch, Micro
 from whet.data.cut import Lengths
 from whet.engine.building import Parts
-from whet.engine.cures import cures
+from whet.engine.cures import asked_kernels, cures
 from whet.engine.examining import Examination, Findings, ask
 from whet.engine.recorder import Recorder
 from whet.engine.while_training import Compiled, cannot_compile
@@ -137,6 +137,7 @@ class StartChecks:
         ways = []
         if precision != "fp32" and "precision" in plan.wishes:
             ways.append(f"precision=fp32 instead of the precision={precision} that you asked for")
+        ways += [f"{name}=torch instead of the {name}=own that you asked for" for name in asked_kernels(plan)]
         if findings.leak is not None:
             what = f"the model is not causal on {here} in {precision}"
             if plan.wishes.get("causal_mask") == "flag":

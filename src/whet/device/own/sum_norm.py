@@ -29,6 +29,7 @@ def normed_sum(
         are_norms_wanted()
         and can_take(x)
         and x.numel() > 0
+        and type(dense) is nn.Linear
         and dense.bias is not None
         and norm.bias is not None
         and before.dtype == dense.bias.dtype == norm.weight.dtype == torch.float32

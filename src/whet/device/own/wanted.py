@@ -13,28 +13,33 @@ _SWITCHES = {"attention": False, "norms": False, "gates": False}
 
 
 @contextlib.contextmanager
-def _on(what: str) -> Iterator[None]:
-    before = _SWITCHES[what]
-    _SWITCHES[what] = True
+def _switched(*names: str, is_on: bool) -> Iterator[None]:
+    before = {name: _SWITCHES[name] for name in names}
+    _SWITCHES.update(dict.fromkeys(names, is_on))
     try:
         yield
     finally:
-        _SWITCHES[what] = before
+        _SWITCHES.update(before)
 
 
 def own_attention() -> contextlib.AbstractContextManager[None]:
     """While entered, models that have a place for it use attention of our own (attention=own)."""
-    return _on("attention")
+    return _switched("attention", is_on=True)
 
 
 def own_norms() -> contextlib.AbstractContextManager[None]:
     """While entered, models that have a place for them use norms of our own (norms=own)."""
-    return _on("norms")
+    return _switched("norms", is_on=True)
 
 
 def own_gates() -> contextlib.AbstractContextManager[None]:
     """While entered, models that have a place for it use a gate of our own: whenever whet computes on CUDA."""
-    return _on("gates")
+    return _switched("gates", is_on=True)
+
+
+def by_torch(*settings: str) -> contextlib.AbstractContextManager[None]:
+    """While entered, torch's kernels compute what these settings are for: attention, norms."""
+    return _switched(*settings, is_on=False)
 
 
 def is_attention_wanted() -> bool:
