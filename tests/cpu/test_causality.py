@@ -370,7 +370,7 @@ def test_a_leak_is_cured_by_an_explicit_mask_and_the_run_goes_on_simulated(tmp_p
 
 
 def test_own_norms_that_are_wrong_are_left_to_torch_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulated: the CPU says that it has such kernels, rules take them, and where they are in force the model leaks."""
+    """Simulated: the CPU says that it has such kernels, rules take them, and with them in force the model leaks."""
     monkeypatch.setattr(Cpu, "has_own_norms", True)
     monkeypatch.setattr("whet.engine.execution.refuse_idle_norms", lambda _: None)
     monkeypatch.setattr("whet.plan.rules.norms.has_norm_kernels", lambda *_, **__: True)
