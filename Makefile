@@ -48,10 +48,10 @@ lint: $(READY)
 	@$(BIN)/python tools/docs.py --check
 
 test: lint
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: lint
-	@WHET_SEARCH=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	@WHET_SEARCH=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf .venv dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -29,6 +29,27 @@ _OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"}
 _OF_TORCH |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 _IGNORED = _OF_PYTEST | _OF_TORCH
 
+_LONG = (
+    "cpu/test_several_processes.py",
+    "virtual_mac/test_operators.py",
+    "faults/test_prove.py",
+    "virtual_mac/test_apple_device.py",
+    "cpu/test_docs.py",
+    "cpu/test_supervise.py",
+    "faults/test_search_kills.py",
+    "faults/test_hostile.py",
+    "virtual_mac/test_plugin.py",
+    "browser/test_pages.py",
+    "cpu/test_measure_command.py",
+    "cpu/test_heap.py",
+    "null/test_measure_search.py",
+)
+"""Files of half a minute and more. A file is one worker's: a long one that comes last keeps the others waiting."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.path.as_posix().endswith(_LONG))
+
 
 @pytest.fixture(autouse=True)
 def _leaves_no_trace() -> Iterator[None]:

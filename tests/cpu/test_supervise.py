@@ -36,8 +36,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def words(table: Path, run: Path) -> list[str]:
-    keys = (f"data={table}", "epochs=2", "global_batch_size=8", "checkpoint_steps=25", "dropout=0.2", *SMALL)
+def words(table: Path, run: Path, *, epochs: int = 2) -> list[str]:
+    keys = (f"data={table}", f"epochs={epochs}", "global_batch_size=8", "checkpoint_steps=25", "dropout=0.2", *SMALL)
     return ["train", "text", *keys, "--run", str(run)]
 
 
@@ -79,7 +79,8 @@ def test_a_killed_training_goes_on_by_itself_and_ends_the_same(
 
 def test_one_ctrl_c_to_the_parent_saves_and_stops(table: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start(*words(table, run))
+    # Far longer than it takes to stop it.
+    process = start(*words(table, run, epochs=100))
     child = child_after(process, run, step=25)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
