@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from whet.base.stopping import stop_at_once
+
 
 def forward(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of a live or a finished run.")],
@@ -38,7 +40,7 @@ def forward(
         asked.append(number)
         stop.set()
         if len(asked) > 1:
-            raise KeyboardInterrupt
+            stop_at_once(number)
 
     with screen.yours_aside():
         target = open_target(to)

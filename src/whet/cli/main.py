@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 
 from whet.base.errors import UsageError, WhetError, nearest
+from whet.base.stopping import StoppedError
 from whet.cli import (
     arena,
     bench,
@@ -137,6 +138,8 @@ def _run(words: list[str], *, debug: bool) -> int:
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
+    except StoppedError as error:
+        return error.exit_code
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # What typer makes of one.
             return _without_reader()

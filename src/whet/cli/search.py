@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whet.base.stopping import first_words, stop_at_once
+
 if TYPE_CHECKING:
     from whet.trials.worker import Ended
 
@@ -119,13 +121,18 @@ def _tell(ended: "Ended") -> None:
 @contextlib.contextmanager
 def _stopped_by_signals(stop: threading.Event) -> Iterator[list[int]]:
     """While entered, Ctrl-C and SIGTERM let running trials save and wait in line; the list holds those that came."""
+    from whet.cli import screen
+
     heard: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
         if heard:
-            raise KeyboardInterrupt
+            stop_at_once(number)
         heard.append(number)
         stop.set()
+        # In the middle of another note Python refuses a second one.
+        with contextlib.suppress(RuntimeError):
+            screen.note(first_words(number, when="once the running trials are saved"))
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

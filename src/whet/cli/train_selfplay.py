@@ -9,6 +9,7 @@ from typing import Any
 def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, command: Sequence[str]) -> int:
     """Plays, learns and judges in a folder, or goes on there; the exit code."""
     from whet.base.errors import UsageError
+    from whet.base.stopping import StoppedError
     from whet.cli import screen
     from whet.device.environment import before_torch
 
@@ -24,7 +25,7 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
     # Killed from here on, it is started again.
     tell_parent(path)
     line = ProgressLine(recipe.name)
-    told = {"start", "step", "warning", "oom", "skip"}
+    told = {"start", "step", "warning", "oom", "skip", "stopping"}
 
     def show(kind: str, fields: dict[str, Any]) -> None:
         nonlocal line
@@ -44,6 +45,8 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
     except KeyboardInterrupt:
         # While it played: what was under way is played again.
         code = 130
+    except StoppedError as error:
+        code = error.exit_code
     finally:
         line.close()
     if code:

@@ -60,6 +60,8 @@ class ProgressLine:
             left_out = " is left out" if fields.get("verdict") == "reproducible" else ""
             samples = f" (samples {', '.join(map(str, fields['samples'][:8]))} ...)" if fields.get("samples") else ""
             self.say(f"{self._name}: step {fields['step']:,}{left_out}: {fields['reason']}{samples}")
+        elif kind == "stopping":
+            self.say(f"{self._name}: {fields['words']}")
         elif kind in ("plan", "fallback"):
             self.say(f"{self._name}: {fields.get('changed') or fields['reason']}")
         elif kind == "eval":

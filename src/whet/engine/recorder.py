@@ -59,6 +59,8 @@ class Recorder:
         self._waiting: list[tuple[str, dict[str, Any]]] = []
         self._extra_seconds: dict[str, float] = {}
         self._is_log_refused = False
+        self._is_showing = False
+        self._interjections: list[tuple[str, dict[str, Any]]] = []
         self.aside_seconds = 0.0
         """All seconds so far that went neither to steps nor to their data."""
         self.watch: Watch | None = None
@@ -104,11 +106,35 @@ class Recorder:
         if self._show is None:
             return
         try:
-            self._show(kind, fields)
+            self._show_alone(kind, fields)
         except Exception as error:
             self._show = None
             reason = f"showing the run failed, so nothing more is shown: {type(error).__name__}: {error}"
             self._append("warning", step=fields.get("step", 0), reason=reason, again="never")
+        self._tell_interjections()
+
+    def interject(self, kind: str, **fields: Any) -> None:
+        """Shows what a signal handler has to say: at once, or, where it came in the middle of showing, right after."""
+        self._interjections.append((kind, fields))
+        if not self._is_showing:
+            self._tell_interjections()
+
+    def _tell_interjections(self) -> None:
+        while self._interjections and self._show is not None:
+            try:
+                self._show_alone(*self._interjections[0])
+            except Exception:
+                # A handler may come in the middle of any write, and Python refuses a second one into the same stream.
+                return
+            del self._interjections[0]
+
+    def _show_alone(self, kind: str, fields: dict[str, Any]) -> None:
+        assert self._show is not None
+        self._is_showing = True
+        try:
+            self._show(kind, fields)
+        finally:
+            self._is_showing = False
 
     def warn(self, step: int, what: str, error: WhetError, *, path: Path, again: str) -> None:
         """Writes down that the disk refused something, and that training goes on."""

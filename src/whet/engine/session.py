@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.garbage import no_garbage_collection
+from whet.base.stopping import first_words
 from whet.checkpoint import store
 from whet.data.batch import GlobalBatch, Micro
 from whet.engine.best_weights import best_weights
@@ -195,6 +196,7 @@ class Session:
         self._tell_news()
         self._first_epoch = self.progress.position.epoch
         self._epoch_began = time.monotonic()
+        self._stop.say = self._tell_stopping
         self._closing.enter_context(self._stop)
         self._governor = Governor(self.plan, self._recorder, self.device, reader=self._vitals)
         self._governor.save = self._save_if_sound if self._group.is_alone else self._meeting.ask_to_save
@@ -422,6 +424,12 @@ class Session:
         for kind, fields in (*self.device.news(), *self.source.news()):
             self._recorder.event(kind, step=self.progress.step, **fields)
         self.device.refuse_failure()
+
+    def _tell_stopping(self, number: int) -> None:
+        """From a signal handler, in the middle of whatever it is."""
+        when = "after this step" if self._group.is_alone else "after the next step at which all processes meet"
+        when = "once all is evaluated and saved" if self.is_finished else when
+        self._recorder.interject("stopping", step=self.progress.step, words=first_words(number, when=when))
 
     def _save(self, urgency: Urgency) -> None:
         if self._keeper is not None:

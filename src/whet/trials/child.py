@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from whet.base.errors import DivergedError, NoMemoryError, WhetError
+from whet.base.stopping import StoppedError
 from whet.measure.lifeline import questions
 
 MARK = "whet-trial "
@@ -61,6 +62,8 @@ def _told(error: BaseException, line: Line) -> int:
 
     if isinstance(error, KeyboardInterrupt):
         return 130
+    if isinstance(error, StoppedError):
+        return error.exit_code
     traceback.print_exc()
     words = f"{error.what}: {error.got}" if isinstance(error, WhetError) else f"{type(error).__name__}: {error}"
     line.say({"failure": " ".join(words.split())[:500]})
