@@ -1,8 +1,11 @@
 """A compiled model beside its own code: what agrees, what is noticed, and what the run does then."""
 
+import contextlib
 import gc
+import io
 import operator
 import random
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +33,7 @@ from whet.run.folder import open_run
 from whet.step.optimizer import OptimizerChoice
 from whet.verify.start import compiled
 from whet.verify.start.compiled import Agreement, compare
+from whet.verify.start.graphs import num_graphs, runs_compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 
@@ -514,14 +518,74 @@ def test_blocks_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_a_wrong_one_wins_no_measurement(monkeypatch: pytest.MonkeyPatch, is_wrong: bool) -> None:
     compile_with(monkeypatch, as_it_is)
-    model = made(act=Planted(lambda x: x * 1.1 if is_wrong else x))
-    training = read_training({"global_batch_size": SAMPLES, "epochs": 1})
-    machine, conditions = machine_here()
-    plan = make_plan(machine, describe(model, data(), training, recipe="net"), wishes={}, conditions=conditions)
-    rig = StepRig(model, OptimizerChoice(lr=1e-2), data(), training, loss=loss_of(model), plan=plan, may_compile=True)
-    with rig:
+    with rig_of(made(act=Planted(lambda x: x * 1.1 if is_wrong else x))) as rig:
         if not is_wrong:
             rig.prepare({"compile": "on"}, seconds=60.0).close()
             return
         with pytest.raises(ProbeFailedError, match="differs from the model's own code"):
             rig.prepare({"compile": "on"}, seconds=60.0)
+
+
+def rig_of(model: nn.Module) -> StepRig:
+    training = read_training({"global_batch_size": SAMPLES, "epochs": 1})
+    machine, conditions = machine_here()
+    plan = make_plan(machine, describe(model, data(), training, recipe="net"), wishes={}, conditions=conditions)
+    optimizer = OptimizerChoice(lr=1e-2)
+    return StepRig(model, optimizer, data(), training, loss=loss_of(model), plan=plan, may_compile=True)
+
+
+# --- nothing to compare ----------------------------------------------------------------------------------------------
+
+
+class Unfollowed(Reader):
+    """torch's compiler gives up a function that breaks its graph inside of a context it does not know."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with contextlib.closing(io.StringIO()) as aside:
+            print("read", file=aside)
+            return self.head(self.word(tokens).amax(1))
+
+
+class Forbidden(Reader):
+    @torch.compiler.disable
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize("kind", [Unfollowed, Forbidden])
+def test_where_nothing_is_compiled_nothing_is_said_to_agree(tmp_path: Path, kind: type[Reader]) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    run = train(kind(), tmp_path / "run", epochs=1)
+    (line,) = said(run)
+    assert line.startswith("not compiled: torch's compiler found nothing to compile here  (")
+    plan = open_run(run).plan["settings"]["compile"]
+    assert (plan["value"], plan["reason"]) == ("off", "torch's compiler found nothing to compile here")
+
+
+def test_what_was_compiled_for_an_earlier_training_counts(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    for name in ("first", "second"):
+        before = num_graphs()
+        (line,) = said(train(made(), tmp_path / name, epochs=1))
+        assert line.startswith("compiled: loss and 8 gradients agree")
+    assert num_graphs() == before, "or the second one shows nothing"
+
+
+def test_a_profiler_of_yours_stays_and_nothing_is_held_against_the_model() -> None:
+    def yours(*_words: Any) -> None:
+        pass
+
+    sys.setprofile(yours)
+    try:
+        assert runs_compiled(lambda: None)
+        assert sys.getprofile() is yours
+    finally:
+        sys.setprofile(None)
+
+
+def test_what_is_not_compiled_wins_no_measurement() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    with rig_of(Unfollowed()) as rig, pytest.raises(ProbeFailedError, match="found nothing to compile"):
+        rig.prepare({"compile": "on"}, seconds=60.0)

@@ -282,7 +282,7 @@ class PreparedSteps:
         set_rate(parts.stepper.optimizer, 0.0, parts.base_rates)
 
     def refuse_wrong(self) -> None:
-        """A compiled model that computes something else than its code wins nothing: a run would not use it."""
+        """A compiled model that computes something else than its code, or just its code, wins nothing: no run uses it."""
         if self._compiled is None or left_out(self.plan) is not None:
             return
         device, micro = self._parts.device, next(self._cut(self._rig.batch(0)))
@@ -294,7 +294,7 @@ class PreparedSteps:
                 device,
                 unanswered="",
             )
-        if found is not None and not found.holds:
+        if found is not None and not found.is_usable:
             raise ProbeFailedError(str(found), kind="error")
 
     def step(self, index: int) -> float:

@@ -92,13 +92,13 @@ class StartChecks:
             )
             # Steps hold less than the comparison did.
             device.empty_cache()
-            is_wrong = agreement is not None and not agreement.holds
-            if not any(self.parts.group.most([float(is_wrong)])):
+            is_useless = agreement is not None and not agreement.is_usable
+            if not any(self.parts.group.most([float(is_useless)])):
                 until.push(undo.pop_all())
                 error = None if agreement is None else agreement.largest
                 self._tell(f"compiled: {problem or agreement}", start=start, step=step, error=error)
                 return plan
-        reason = str(agreement) if is_wrong else "in another process it computes something else"
+        reason = str(agreement) if is_useless else "in another process it computes something else, or is not compiled"
         error = agreement.error if agreement is not None and math.isfinite(agreement.error) else None
         self._tell(f"not compiled: {reason}", start=start, step=step, error=error, **self._as_written_since(step))
         return uncompiled_plan(plan, reason=reason, step=step)

@@ -45,7 +45,8 @@ def choose_compile(facts: Facts) -> Decision:
     9 times slower unless a layout option was set. A compiler can also compute something else, without an error: on CUDA
     torch 2.11 read bucketize's boundaries, a view, from the beginning of their storage. So before the first step the
     compiled model's gradients are compared with those of its own code, on a micro-batch of the run; where they differ,
-    the run goes on uncompiled and says so, and in a measurement such a candidate has failed.
+    or the compiler found nothing to compile, the run goes on uncompiled and says so, and in a measurement such a
+    candidate has failed.
     When wrong: long runs of models with many pointwise operators. Small faults behind strong dropout are not seen.
     Override: compile=on, compile=blocks or compile=off; verify=off leaves the comparison out.
     Sources: pytorch/pytorch#192551, #150121, #161609 (fixed by #184043); docs/verify.md.

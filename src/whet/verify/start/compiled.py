@@ -7,7 +7,7 @@ written do, and by rounding. Gradients stay on the device, two sets of them at m
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from whet.step.loss import LossFunction
 from whet.verify.agreement import OWN_SCALE
 from whet.verify.start import canary
 from whet.verify.start.canary import BOUNDS, LEAST_LOSS, Found
+from whet.verify.start.graphs import num_graphs, runs_compiled
 from whet.verify.untouched import as_before, as_type, in_memory_of, uncompiled
 
 _TIMES = 1.2
@@ -66,8 +67,17 @@ class Agreement:
     """The losses."""
     num_judged: int
     num_gradients: int
+    is_compiled: bool = True
+    """Whether the compiler made anything of it; where it did not, equal numbers say nothing."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a run should go on with the compiled model."""
+        return self.holds and self.is_compiled
 
     def __str__(self) -> str:
+        if not self.is_compiled:
+            return "torch's compiler found nothing to compile here"
         if self.holds:
             if self.drawn is None:
                 what, alone = f"loss and {self.num_judged} gradients", ""
@@ -90,7 +100,13 @@ def compare(model: nn.Module, device: AbstractDevice, loss: LossFunction, micro:
     What a loss keeps in Python objects of its own is not put back.
     """
     with as_before(model), undisturbed(device):
-        return _Comparison(model, device, loss, micro, precision).agreement()
+        before = num_graphs()
+        comparison = _Comparison(model, device, loss, micro, precision)
+        agreement = comparison.agreement()
+        # An earlier training in this process may have had all of it compiled already.
+        if num_graphs() > before or comparison.runs_compiled():
+            return agreement
+        return replace(agreement, is_compiled=False)
 
 
 class _Comparison:
@@ -117,6 +133,9 @@ class _Comparison:
         agreement = self._without_draws(drawn)
         # Two passes are few: what is drawn rarely, or done in every fifth call of a loss, may be in the third alone.
         return agreement if agreement.holds else self._with_draws(seemed=agreement)
+
+    def runs_compiled(self) -> bool:
+        return runs_compiled(self._as_called)
 
     def _with_draws(self, *, seemed: Agreement | None = None) -> Agreement:
         """The nearest of the compiled passes beside the farthest as written; `seemed`, if none of these differ."""
