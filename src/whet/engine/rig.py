@@ -282,7 +282,7 @@ class PreparedSteps:
         set_rate(parts.stepper.optimizer, 0.0, parts.base_rates)
 
     def refuse_wrong(self) -> None:
-        """A compiled model that computes something else than its code, or just its code, wins nothing: no run uses it."""
+        """A compiled model that computes something else than its code, or is not compiled at all, wins nothing."""
         if self._compiled is None or left_out(self.plan) is not None:
             return
         device, micro = self._parts.device, next(self._cut(self._rig.batch(0)))
