@@ -39,8 +39,8 @@ def small_speaker(**shape: object) -> Speaker:
     return Speaker(small_model(vocab_size=tokenizer.vocab_size, **shape), tokenizer, num_places=48)
 
 
-def prepared(folder: Path) -> Path:
-    """Thirty-two short conversations, whose second answer is in the first question."""
+def prepared(folder: Path, *, num_talks: int = 32) -> Path:
+    """As many short conversations, whose second answer is in the first question."""
     talks = [
         [f"I want {thing}.", "Yes.", f"What? {number}", f"You want {thing}."] for number in range(4) for thing in THINGS
     ]
@@ -48,7 +48,7 @@ def prepared(folder: Path) -> Path:
     roles = ("user", "assistant") * 2
     lines = [
         json.dumps({"messages": [{"role": r, "content": t} for r, t in zip(roles, talk, strict=True)]})
-        for talk in talks
+        for talk in talks[:num_talks]
     ]
     file.write_text("\n".join(lines))
     options = Options(vocab_size=512, max_length=64, train_split=0.75)

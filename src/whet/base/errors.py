@@ -2,6 +2,7 @@
 
 WhetError            something failed; exit code 1
 +-- UsageError       the command, a key or a file given to it is wrong; exit code 2
+|   +-- OtherDataError  a run was started with other data
 +-- NoMemoryError    what is to be trained does not fit, however it is cut
 +-- DivergedError    the loss is not a number, and no way leads on
 +-- LostRankError    another process of the training is gone, or hangs; exit code 75
@@ -41,6 +42,10 @@ class UsageError(WhetError):
     """The user asked for something that cannot be meant."""
 
     exit_code = 2
+
+
+class OtherDataError(UsageError):
+    """The data of a run is not what it was; a recipe may know why."""
 
 
 class NoMemoryError(WhetError):

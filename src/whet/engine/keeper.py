@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from whet.base.errors import UsageError, WhetError
+from whet.base.errors import OtherDataError, UsageError, WhetError
 from whet.checkpoint import retention, store
 from whet.checkpoint.about import About
 from whet.checkpoint.snapshot import Snapshot, describe_names, restore, take
@@ -340,7 +340,7 @@ class Keeper:
         # Where one is unknown (a sample that differs each time, a worker that was killed) the length must do.
         is_other = then["num_samples"] != now["num_samples"] or (None not in prints and prints[0] != prints[1])
         if is_other and "data" not in self._allow:
-            raise UsageError(
+            raise OtherDataError(
                 "the data is not what the run was started with",
                 got=f"{now['num_samples']} samples; the run has {then['num_samples']}"
                 + (", of other content" if now["num_samples"] == then["num_samples"] else ""),

@@ -38,7 +38,8 @@ class Recipe(Protocol):
     all learn alike has a method optimizer(config), which gives an OptimizerChoice. One that several processes cannot
     train together says why in an attribute only_one_process. Several processes share an evaluation where there are
     methods tally(model, micros), what is known of these samples as plain JSON, and conclude(model, tallies), the
-    metrics of all; else the first one evaluates everything while the others wait.
+    metrics of all; else the first one evaluates everything while the others wait. One that knows why its data may be
+    other than when a run was started says so in explain_other_data(error, config, versions), which gives a WhetError.
     """
 
     name: str

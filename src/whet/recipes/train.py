@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from whet.base.errors import OtherDataError
 from whet.checkpoint.randomness import seed_randomness
 from whet.config.resolve import Resolved
 from whet.data.subset import num_samples
@@ -17,7 +18,7 @@ from whet.engine.workload import num_trained, seen_layers
 from whet.plan.workload import Workload
 from whet.recipes.learning import optimizer_of
 from whet.recipes.recipe import Recipe, Splits
-from whet.run.folder import KEPT_FILE
+from whet.run.folder import KEPT_FILE, open_run
 from whet.step.loss import LossFunction
 from whet.step.optimizer import OptimizerChoice
 
@@ -116,6 +117,36 @@ def train_recipe(
     """Trains a recipe in a run folder, or goes on with it; measured before if `open_rig` says how."""
     config = resolved.config
     made = ingredients(recipe, config, data=data)
+    try:
+        return _train(
+            recipe,
+            resolved,
+            made,
+            run=run,
+            device=device,
+            command=command,
+            show=show,
+            allow=allow,
+            open_rig=open_rig,
+        )
+    except OtherDataError as error:
+        explain = getattr(recipe, "explain_other_data", None)
+        raise error if explain is None else explain(error, config, open_run(run).versions) from None
+
+
+def _train(
+    recipe: Recipe,
+    resolved: Resolved[Any],
+    made: Ingredients,
+    *,
+    run: Path,
+    device: str,
+    command: Sequence[str],
+    show: Show | None,
+    allow: Sequence[str],
+    open_rig: OpenRig | None,
+) -> Result:
+    config = resolved.config
     if notes := getattr(made.data, "notes", ()):
         show_if_it_can(show, "data", {"notes": notes})
     outputs = getattr(recipe, "outputs", None)

@@ -1,9 +1,9 @@
 """The chat recipe: a causal model that learns to answer. torch is imported when it is needed, so a plan needs none."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from whet.base.errors import UsageError
+from whet.base.errors import OtherDataError, UsageError
 from whet.plan.workload import Workload
 from whet.recipes.chat import config as chat_config
 from whet.recipes.chat.arch import PRESETS
@@ -79,6 +79,14 @@ class ChatRecipe:
         from whet.recipes.chat.generation.speaking import kept_of
 
         return {**kept_of(data.tokenizer, data.arch), "data": data.fingerprint}
+
+    def explain_other_data(
+        self, error: OtherDataError, config: ChatConfig, versions: Mapping[str, str | None]
+    ) -> UsageError:
+        """Only the embedded conversations change by themselves."""
+        from whet.recipes.chat.embedded.changed import explained
+
+        return error if chat_config.data_folders(config) else explained(error, versions)
 
     def speak(self, kept: dict[str, Any]) -> "Speaker":
         """Who answers, without weights yet."""
