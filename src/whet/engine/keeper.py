@@ -1,43 +1,34 @@
-"""What keeps a run's state safe: when a checkpoint is written, what it holds, and how a run goes on from one."""
+"""What keeps a run's state safe: when a checkpoint is written, what it holds, and which one a run goes on from."""
 
 import contextlib
 import errno
 import gc
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
-from whet.base.errors import OtherDataError, UsageError, WhetError
+from whet.base.errors import WhetError
 from whet.checkpoint import retention, store
 from whet.checkpoint.about import About
-from whet.checkpoint.snapshot import Snapshot, describe_names, restore, take
+from whet.checkpoint.snapshot import Snapshot, describe_names, take
 from whet.checkpoint.staging import Staging
 from whet.checkpoint.together import own_part, save_together
 from whet.checkpoint.writer import Write, Writer
 from whet.engine import loading
 from whet.engine.building import Parts
-from whet.engine.circumstances import circumstances, differences, what_holds
+from whet.engine.circumstances import circumstances
 from whet.engine.pacing import Due, Pace, StepTimes, Ways
 from whet.engine.progress import Progress
 from whet.engine.recorder import Recorder
 from whet.engine.refusals import refuse_other_groups
+from whet.engine.restoring import Restored, put_back
 from whet.plan.plan import Plan
 from whet.run import durable
 from whet.run.folder import Run
 
 Urgency = Literal["due", "now", "last"]
 """Skipped while another is written; waits for that one; waits for its own end too, and a failure is an error."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Restored:
-    """What a run goes on with, once its tensors are in place."""
-
-    progress: Progress
-    base_rates: list[float]
-    told: dict[str, Any]
-    """What the log should say."""
 
 
 class Keeper:
@@ -283,72 +274,21 @@ class Keeper:
 
     def restore(self, found: store.Found, *, plan: Plan) -> Restored:
         """Puts everything back as it was."""
-        parts, (step, snapshot, refused) = self._parts, found
-        reasons = self._changes_of_data(snapshot.about)
-        if step > 0:
-            now = circumstances(plan, parts.device, world_size=parts.group.world.size)
-            reasons += differences(snapshot.about.circumstances, now)
-        saved = restore(
-            snapshot,
-            parts.stepper.model,
-            parts.stepper.optimizer,
-            parts.device,
-            scaler=parts.stepper.scaler,
-            ema=parts.stepper.ema,
-        )
-        try:
-            parts.schedule.load_state(saved["schedule"])
-            parts.source.load_state(saved["source"])
-            progress, rates = Progress.from_json(saved["progress"]), [float(rate) for rate in saved["base_rates"]]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            got = f"{type(error).__name__} {error}"
-            raise WhetError("the checkpoint's progress has another structure", got=got, try_="an older one") from None
-        length = parts.source.num_samples
-        if length is not None and progress.position.samples >= length:
-            # Other data, and shorter: what was left of the epoch is not there.
-            progress.position = replace(progress.position, epoch=progress.position.epoch + 1, samples=0)
+        step, snapshot, refused = found
+        put = put_back(snapshot, self._parts, step=step, plan=plan, data=self._data_facts(), allow=self._allow)
         self._saved_step = step
-        self._refused = {there for there in store.steps(self._folder) if there > step}
+        there = store.steps(self._folder)
+        self._refused = {number for number in there if number > step}
         before = snapshot.about
         self._about = self._about.model_copy(
             update={"attempt": before.attempt + 1, "parent": store.name_of(step), "exactness": before.exactness}
         )
-        if not parts.source.is_exact:
-            reasons.append("a stream without a state")
-        for reason in reasons:
+        for reason in put.reasons:
             self.note_inexact(step, reason)
-        told: dict[str, Any] = {"exactness": what_holds(reasons, parts.device), "refused": refused}
-        if snapshot.facts["device"] != parts.device.kind:
-            told["moved_from"] = snapshot.facts["device"]
+        told = {**put.told, "refused": refused}
         if refused:
-            told["lost_steps"] = max(there for there in store.steps(self._folder)) - step
-        if reasons:
-            told |= {"exact": False, "reason": "; ".join(reasons)}
-        return Restored(progress=progress, base_rates=rates, told=told)
-
-    def _changes_of_data(self, saved: About) -> list[str]:
-        """Whether the data or the global batch are others; refused unless that was allowed."""
-        now = self._data_facts()
-        then = {name: saved.data.get(name) for name in now}
-        if then["global_batch_size"] != now["global_batch_size"] and "batch" not in self._allow:
-            raise UsageError(
-                "the global batch is not what the run was started with",
-                got=f"{now['global_batch_size']}; the run has {then['global_batch_size']}",
-                try_='the same global batch, or --allow batch (allow=("batch",)) to go on, not bit-exact',
-            )
-        prints = then["fingerprint"], now["fingerprint"]
-        # Where one is unknown (a sample that differs each time, a worker that was killed) the length must do.
-        is_other = then["num_samples"] != now["num_samples"] or (None not in prints and prints[0] != prints[1])
-        if is_other and "data" not in self._allow:
-            raise OtherDataError(
-                "the data is not what the run was started with",
-                got=f"{now['num_samples']} samples; the run has {then['num_samples']}"
-                + (", of other content" if now["num_samples"] == then["num_samples"] else ""),
-                try_='the same data, another run folder, or --allow data (allow=("data",)) to go on, not bit-exact',
-            )
-        batch = differences(*({"global_batch_size": facts["global_batch_size"]} for facts in (then, now)))
-        data = [f"other data ({then['num_samples']} -> {now['num_samples']} samples)"] if is_other else []
-        return [*batch, *data]
+            told["lost_steps"] = max(there) - step
+        return replace(put, told=told)
 
     def _data_facts(self) -> dict[str, Any]:
         source = self._parts.source

@@ -33,7 +33,7 @@ from whet.engine.findings import metrics_of, read_findings
 from whet.engine.governor import Governor
 from whet.engine.health import Health
 from whet.engine.held_memory import held_memory
-from whet.engine.keeper import Restored, Urgency
+from whet.engine.keeper import Urgency
 from whet.engine.meeting import Meeting
 from whet.engine.open_batch import tell
 from whet.engine.opening import open_session
@@ -49,6 +49,7 @@ from whet.engine.refusals import (
     refuse_wrong_kinds,
 )
 from whet.engine.request import make_request
+from whet.engine.restoring import Restored
 from whet.engine.signals import StopRequests
 from whet.engine.starting import exists
 from whet.engine.training import read_training
