@@ -1,13 +1,13 @@
 """How a recipe is trained: with the public `train`, and nothing behind its back."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from whet.base.errors import OtherDataError
+from whet.base.errors import OtherDataError, UsageError
 from whet.checkpoint.randomness import seed_randomness
 from whet.config.resolve import Resolved
 from whet.data.subset import num_samples
@@ -76,6 +76,10 @@ def ingredients(recipe: Recipe, config: Any, *, data: Splits | None = None) -> I
             "epochs_per_sitting": config.epochs_per_sitting,
         },
     )
+
+
+_MEANINGS = ("tokenizer", "classes")
+"""What a model's numbers stand for, as recipes keep it."""
 
 
 class SharedEvaluation:
@@ -147,6 +151,8 @@ def _train(
     open_rig: OpenRig | None,
 ) -> Result:
     config = resolved.config
+    if "data" in allow and (run / KEPT_FILE).exists():
+        _refuse_other_meanings(open_run(run).kept, recipe.keep(config, made.data))
     if notes := getattr(made.data, "notes", ()):
         show_if_it_can(show, "data", {"notes": notes})
     outputs = getattr(recipe, "outputs", None)
@@ -177,3 +183,14 @@ def _train(
         outputs=None if outputs is None else partial(outputs, made.model),
         **made.training,
     )
+
+
+def _refuse_other_meanings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Weights that go on know the tokens and classes that they began with, whatever data is allowed."""
+    others = [name for name in _MEANINGS if name in before and before[name] != json.loads(json.dumps(now.get(name)))]
+    if others:
+        raise UsageError(
+            f"this data does not have the {' and '.join(others)} of the run",
+            got="--allow data",
+            try_="a new run, or data with the same; the numbers that the model has learnt would mean something else",
+        )
