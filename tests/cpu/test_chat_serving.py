@@ -23,6 +23,7 @@ from whet.recipes.chat.serving.answering import Answering
 from whet.recipes.chat.serving.asking import BadRequestError
 from whet.recipes.train import train_recipe
 
+_ERROR = {"message", "type", "param", "code"}
 HELLO: Any = [{"role": "user", "content": "I want tea."}]
 
 
@@ -113,13 +114,15 @@ def test_only_the_key_and_this_machine(told: dict[str, Any]) -> None:
         pytest.raises(openai.AuthenticationError) as refused,
     ):
         stranger.models.list()
-    assert "try: the key or the link that the command printed" in str(refused.value.body)
+    assert "try: the key or the link that the command printed" in str(refused.value)
+    assert (refused.value.code, refused.value.type) == ("invalid_api_key", "invalid_request_error")
     host = told["base_url"].split("/")[2]
     good = {"Authorization": f"Bearer {told['api_key']}", "Content-Type": "application/json"}
     for headers, body, status in (
         ({**good, "Host": "evil.example"}, b"{}", 421),
         ({**good, "Origin": "https://evil.example"}, b"{}", 403),
         ({**good, "Content-Type": "text/plain"}, b"{}", 415),
+        (good, b"[" * 300_000, 413),
         (good, b"{", 400),
         (good, b"[" * 100_000, 400),
         (good, b'{"\\ud800": 1}', 400),
@@ -127,8 +130,18 @@ def test_only_the_key_and_this_machine(told: dict[str, Any]) -> None:
     ):
         connection = HTTPConnection(host, timeout=30)
         connection.request("POST", "/v1/chat/completions", body, headers)
-        assert connection.getresponse().status == status
+        answer = connection.getresponse()
+        assert answer.status == status
+        told_error = json.loads(answer.read())["error"]
+        assert (answer.getheader("Content-Type"), set(told_error)) == ("application/json", _ERROR)
+        assert told_error["message"]
         connection.close()
+    connection = HTTPConnection(host, timeout=30)
+    connection.request("GET", "/", headers={"Host": "evil.example"})
+    answer = connection.getresponse()
+    assert (answer.status, answer.getheader("Content-Type")) == (421, "text/plain; charset=utf-8")
+    assert answer.read().startswith(b"this server has another name\n  got: evil.example\n")
+    connection.close()
 
 
 def test_many_at_once_are_answered_or_told_to_wait(client: openai.OpenAI) -> None:

@@ -38,6 +38,7 @@ def serve(
     require_libraries()
     speaker = open_speaker(run, checkpoint=checkpoint, device=device)
     from whet.recipes.chat.serving.routes import Routes
+    from whet.recipes.chat.serving.shapes import refusal_shape
 
     called = name or run.resolve().name
     routes = Routes(speaker, name=called, most_tokens=max_new_tokens)
@@ -49,6 +50,7 @@ def serve(
             port=port,
             methods=("GET", "HEAD", "POST"),
             limits=Limits(body_bytes=256 * 1024),
+            refusal_shape=refusal_shape,
             on_ready=lambda running: _tell(running, model=called, as_json=json),
             on_failure=_failed,
         )

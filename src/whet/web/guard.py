@@ -1,10 +1,11 @@
 """What stands before every page and server of whet? All checks, in this order, around any ASGI application.
 
 host, path, number of headers, method, origin, key, kind and size of the body; then the application; then the headers
-that every answer carries. Whatever goes wrong is three lines of plain text for the client, and the whole of it for
-`on_failure`.
+that every answer carries. Whatever goes wrong is three lines of plain text for the client, or JSON where its programs
+read that, and the whole of it for `on_failure`.
 """
 
+import json
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
@@ -19,6 +20,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
+Shape = Callable[[str, RefusedError], object | None]
+"""The JSON of a refusal at a path; None for plain text."""
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -50,6 +53,7 @@ class Guard:
         hosts: Collection[str],
         methods: Collection[str] = READING,
         limits: Limits | None = None,
+        refusal_shape: Shape | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         """`hosts` are the names with port that are ours; a request by any other `methods` is refused."""
@@ -58,6 +62,7 @@ class Guard:
         self._hosts = frozenset(host.lower() for host in hosts)
         self._methods = frozenset(methods)
         self._limits = limits or Limits()
+        self._refusal_shape = refusal_shape
         self._on_failure = on_failure
         ports = {host.rpartition(":")[2] for host in self._hosts}
         # The servers of one host share its cookies, whatever their ports.
@@ -158,7 +163,8 @@ class Guard:
         elif answer.has_begun:
             raise ConnectionAbortedError(refusal.what)  # Too late to say it: the connection is cut.
         else:
-            await answer.refuse(refusal)
+            shape = self._refusal_shape
+            await answer.refuse(refusal, None if shape is None else shape(scope["path"], refusal))
 
 
 class _Capped:
@@ -198,9 +204,11 @@ class _Answer:
         set_cookie = (b"set-cookie", f"{cookie}; Path=/; HttpOnly; SameSite=Strict".encode())
         await self._whole(200, html.encode(), [(b"content-type", b"text/html; charset=utf-8"), set_cookie])
 
-    async def refuse(self, refusal: RefusedError) -> None:
-        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close"), *refusal.headers]
-        await self._whole(refusal.status, refusal.body(), headers)
+    async def refuse(self, refusal: RefusedError, shaped: object | None) -> None:
+        kind = b"text/plain; charset=utf-8" if shaped is None else b"application/json"
+        body = refusal.body() if shaped is None else json.dumps(shaped).encode()
+        headers = [(b"content-type", kind), (b"connection", b"close"), *refusal.headers]
+        await self._whole(refusal.status, body, headers)
 
     async def _whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         headers = [*headers, (b"content-length", str(len(body)).encode())]

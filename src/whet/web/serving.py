@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import UsageError, WhetError
 from whet.web.browser import open_page, page_that_opens
-from whet.web.guard import App, Guard, Message, Receive, Send
+from whet.web.guard import App, Guard, Message, Receive, Send, Shape
 from whet.web.key import Key
 from whet.web.limits import Limits
 from whet.web.listening import LOOPBACK, Place, listen
@@ -35,6 +35,7 @@ def serve(
     open_browser: bool = False,
     methods: Collection[str] = READING,
     limits: Limits | None = None,
+    refusal_shape: Shape | None = None,
     on_ready: Callable[[Running], None] | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> int:
@@ -42,7 +43,8 @@ def serve(
 
     `name` and `about` let another command find this server (`running.find_running`). `port` is where it begins to look
     for a free one; 0 takes any. `on_ready` is told address and link once it listens. Handlers raise `RefusedError`;
-    what else they raise is told to `on_failure`, and to the client in three lines without details.
+    what else they raise is told to `on_failure`, and to the client in three lines without details. `refusal_shape` makes
+    JSON of refusals where clients expect it.
     """
     require_libraries()
     limits = limits or Limits()
@@ -61,6 +63,7 @@ def serve(
             hosts=place.hosts,
             methods=methods,
             limits=limits,
+            refusal_shape=refusal_shape,
             on_failure=on_failure,
         )
         with contextlib.ExitStack() as stack:

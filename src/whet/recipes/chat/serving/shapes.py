@@ -6,7 +6,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from whet.base.units import printable
 from whet.recipes.chat.serving.asking import BadRequestError
+from whet.web.refusal import RefusedError
+
+_CODES = {401: "invalid_api_key"}
+"""What OpenAI's server calls it where a client might look."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,5 +66,19 @@ def usage_of(num_read: int, num_said: int) -> dict[str, int]:
 
 def error_of(error: BadRequestError) -> dict[str, Any]:
     """What is wrong with a request."""
-    kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    return _error(str(error), status=error.status, param=error.param, code=error.code)
+
+
+def refusal_shape(path: str, refusal: RefusedError) -> dict[str, Any] | None:
+    """What the guard refuses; plain text where no client of OpenAI's asks."""
+    if not f"{path}/".startswith("/v1/"):
+        return None
+    got = "" if refusal.got is None else f"; got: {refusal.got}"
+    try_ = "" if refusal.try_ is None else f"; try: {refusal.try_}"
+    message = printable(refusal.what + got + try_).replace("\n", " ")
+    return _error(message, status=refusal.status, code=_CODES.get(refusal.status))
+
+
+def _error(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = {429: "rate_limit_error", 500: "server_error"}.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
