@@ -16,7 +16,7 @@ from whet.base.errors import UsageError
 from whet.checkpoint import store
 from whet.cli import main
 from whet.cli.seeds import wanted_seeds
-from whet.report.seeds import refuse_other_data, spread
+from whet.report.seeds import Seeds, refuse_other_data, seeds_lines, spread
 from whet.report.summary import summarize
 from whet.run.folder import KEPT_FILE, create_run, open_run
 
@@ -185,3 +185,10 @@ def test_an_interval_is_students() -> None:
     assert many.high - many.mean == pytest.approx(2.0003 * many.deviation / 61**0.5, rel=1e-3)
     assert spread("a", [0.5]).deviation is None
     assert spread("a", [0.5, float("nan")]).low is None
+
+
+def test_the_interval_of_a_share_is_shown_between_0_and_1() -> None:
+    metrics = (spread("test_accuracy", [0.7, 0.8, 0.9]), spread("test_brier", [0.0, 0.1, 0.6]))
+    shown = "\n".join(seeds_lines(Seeds(recipe="text", seeds=(1, 2, 3), done=(1, 2, 3), metrics=metrics)))
+    assert "0.5516 to 1.0000" in shown
+    assert "-0.5653 to 1.0319" in shown

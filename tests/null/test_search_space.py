@@ -222,6 +222,16 @@ def test_a_result_reads_as_text_markdown_and_page(tmp_path):
     assert search_pictures(RESULT)["Settings"].count('class="best"') == 1
 
 
+def test_the_interval_of_a_share_stays_between_0_and_1_and_that_of_another_metric_is_left():
+    wide = RESULT.candidates[0].model_copy(update={"mean": 0.21, "low": -0.1906, "high": 1.6179})
+    result = RESULT.model_copy(update={"candidates": (wide, RESULT.candidates[1])})
+    told = (verdict(result), render_search(result), search_markdown(result), search_page(result))
+    assert all("0 to 1" in one and "-0.1906" not in one for one in told)
+    assert "-0.1906 to 1.618" in verdict(result.model_copy(update={"goal": "reward"}))
+    percent = wide.model_copy(update={"mean": 87.0, "low": 85.0, "high": 89.0})
+    assert "85 to 89" in verdict(result.model_copy(update={"candidates": (percent,)}))
+
+
 def test_choices_that_need_quotes_are_drawn_and_rows_that_are_left_out_are_counted():
     odd = ("7", "a,b")
     trials = tuple(

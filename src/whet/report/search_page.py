@@ -10,7 +10,8 @@ from whet.run.search_result import SearchResult
 
 _OWN = """
 main.search { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-main.search pre { overflow-x: auto; }
+main.search pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+main.search pre span { display: block; min-height: 1.5em; padding-left: 10ch; text-indent: -10ch; }
 """
 
 
@@ -37,9 +38,14 @@ def search_page(result: SearchResult) -> str:
             f"<p><strong>Winner:</strong> {html.escape(verdict(result))}</p>",
             *pictures,
             "<section><h2>Trials</h2>",
-            f"<pre>{html.escape(render_search(result))}</pre></section>",
+            f"<pre>{_lines(render_search(result))}</pre></section>",
             "</main></body>",
             "</html>",
             "",
         ]
     )
+
+
+def _lines(text: str) -> str:
+    """Each by itself: where one is too long for the page its rest stands below its words, not below its label."""
+    return "".join(f"<span>{html.escape(line)}</span>" for line in text.splitlines())

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from whet.base.units import show_seconds
+from whet.report.interval import interval_words
 from whet.report.markdown import code, escaped, table
 from whet.run.search_result import Candidate, SearchResult, SearchTrial
 
@@ -19,7 +20,7 @@ def render_search(result: SearchResult) -> str:
     if result.importance:
         lines += ["", "mattered  " + ", ".join(f"{key} {100 * share:.0f} %" for key, share in _shares(result))]
     if result.candidates:
-        lines += ["", *(f"{'seeds' if n == 0 else '':<10}{_over_seeds(c)}" for n, c in enumerate(result.candidates))]
+        lines += ["", *(f"{'seeds' if n == 0 else '':<10}{_over_seeds(result, c)}" for n, c in enumerate(result.candidates))]
     return "\n".join([*lines, "", f"winner    {verdict(result)}"])
 
 
@@ -33,7 +34,7 @@ def search_markdown(result: SearchResult) -> str:
         table(
             ("candidate", "settings", result.goal, "95 %"),
             [
-                (f"trial {c.number}", escaped(settings_words(c.settings)), f"{c.mean:.4g}", escaped(_interval(c)))
+                (f"trial {c.number}", escaped(settings_words(c.settings)), f"{c.mean:.4g}", escaped(_interval(result, c)))
                 for c in result.candidates
             ],
         ),
@@ -55,7 +56,7 @@ def verdict(result: SearchResult) -> str:
         return f"{named} by {len(winner.values)} of {result.seeds} seeds; the same search goes on"
     if winner.low is None:
         return f"{named} with one other seed; two or more give an interval"
-    said = f"{named}, {_interval(winner)} with {len(winner.values)} seeds"
+    said = f"{named}, {_interval(result, winner)} with {len(winner.values)} seeds"
     said += f"; {_lost(winner)}" if winner.lost else ""
     if len(result.candidates) < 2:
         return said
@@ -115,9 +116,10 @@ def _shares(result: SearchResult) -> list[tuple[str, float]]:
     return sorted(result.importance.items(), key=lambda item: -item[1])
 
 
-def _over_seeds(candidate: Candidate) -> str:
+def _over_seeds(result: SearchResult, candidate: Candidate) -> str:
+    around = _interval(result, candidate)
     values = ", ".join(f"{value:.4g}" for value in candidate.values.values())
-    told = f"{candidate.mean:.4g} ({_interval(candidate)}; {values})" if values else f"{candidate.mean:.4g} (one run)"
+    told = f"{candidate.mean:.4g} ({around}; {values})" if values else f"{candidate.mean:.4g} (one run)"
     told += f", {_lost(candidate)}" if candidate.lost else ""
     return f"trial {candidate.number}  {told}  {settings_words(candidate.settings)}"
 
@@ -126,7 +128,7 @@ def _lost(candidate: Candidate) -> str:
     return f"no value with {candidate.lost} other seed{'s' if candidate.lost > 1 else ''}"
 
 
-def _interval(candidate: Candidate) -> str:
+def _interval(result: SearchResult, candidate: Candidate) -> str:
     if candidate.low is None or candidate.high is None:
         return "no interval"
-    return f"{candidate.low:.4g} to {candidate.high:.4g}"
+    return interval_words(result.goal, mean=candidate.mean, low=candidate.low, high=candidate.high, form=".4g")

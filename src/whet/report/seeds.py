@@ -7,6 +7,7 @@ from pathlib import Path
 
 from whet.base.errors import UsageError
 from whet.base.record import Record
+from whet.report.interval import interval_words
 from whet.report.summary import Report, summarize
 from whet.run import durable, strict_json
 from whet.run.folder import RUN_FILE, open_run
@@ -129,13 +130,13 @@ def seeds_lines(found: Seeds) -> list[str]:
         return lines
     rows = [("metric", "mean", "deviation", "95 % of the mean", "each")]
     for metric in found.metrics:
-        has_spread = metric.deviation is not None and metric.low is not None and metric.high is not None
+        name, mean, low, high = metric.name, metric.mean, metric.low, metric.high
         rows.append(
             (
-                metric.name,
-                f"{metric.mean:.4f}",
-                f"{metric.deviation:.4f}" if has_spread else "-",
-                f"{metric.low:.4f} to {metric.high:.4f}" if has_spread else "-",
+                name,
+                f"{mean:.4f}",
+                "-" if metric.deviation is None else f"{metric.deviation:.4f}",
+                "-" if low is None or high is None else interval_words(name, mean=mean, low=low, high=high, form=".4f"),
                 " ".join(f"{value:.4f}" for value in metric.values[:10]) + (" ..." if len(metric.values) > 10 else ""),
             )
         )
