@@ -151,16 +151,19 @@ def test_a_model_that_is_not_whole_or_not_safe_is_refused(tmp_path: Path, model:
 
 
 def test_what_is_missing_is_named_with_a_way_out(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
+    import huggingface_hub.errors
 
     def unreachable(*_: object, **__: object) -> str:
-        raise ConnectionError("Name or service not known")
+        try:
+            raise OSError(-2, "Name or service not known")
+        except OSError as error:
+            raise huggingface_hub.errors.LocalEntryNotFoundError("Got: ConnectError") from error
 
     with monkeypatch.context() as patched:
         patched.setattr(huggingface_hub, "snapshot_download", unreachable)
-        with pytest.raises(WhetError, match="could not be had from the hub") as error:
-            model_folder("allenai/scibert_scivocab_uncased")
-        assert "Name or service not known" in str(error.value.got)
+        with pytest.raises(WhetError, match="^no folder models/none is here, and the hub cannot be reached") as error:
+            model_folder("models/none")
+        assert str(error.value.got).endswith("looked up on the hub since it may be a name there: Name or service not known")
         assert "model=FOLDER" in str(error.value.try_)
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "peft", None)

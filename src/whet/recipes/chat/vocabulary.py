@@ -4,6 +4,7 @@ from pathlib import Path
 
 from whet.base.errors import UsageError, WhetError
 from whet.recipes.chat.tokenizer import ChatTokenizer
+from whet.recipes.hub_words import why_not
 from whet.run.plain_file import read_plain
 
 BYTE_PAIRS = "bpe"
@@ -32,7 +33,7 @@ def _from_hub(word: str) -> Path:
     from huggingface_hub.utils import logging
 
     name, _, revision = word.partition("@")
-    reason: Exception | None = None
+    reason = Exception()
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # Without a network it would tell of each of six tries.
     try:
@@ -43,9 +44,9 @@ def _from_hub(word: str) -> Path:
                 reason = error
     finally:
         logging.set_verbosity(verbosity)
-    lines = str(reason).strip().partition(". ")[0].splitlines() or [""]
+    what, detail = why_not(reason)
     raise WhetError(
-        "the tokenizer could not be had from the hub",
-        got=f"{word}: {type(reason).__name__}: {lines[0][:160]}",
+        f"no file or folder {name} is here, and {what}",
+        got=f"{word}, looked up on the hub since it may be a name there: {detail}",
         try_=f"--tokenizer {BYTE_PAIRS}, learned from the data; or a {_FILE}",
     )

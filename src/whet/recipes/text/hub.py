@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.base.errors import UsageError, WhetError
+from whet.recipes.hub_words import why_not
 from whet.recipes.text.backbone import folder_of
 
 WANTED = (
@@ -70,9 +71,12 @@ def _from_hub(word: str) -> Path:
     try:
         return ask(is_local=False)
     except Exception as error:  # Many kinds: no network, no such name, no leave to read it, a full disk.
-        reason = str(error).strip().splitlines() or [""]
-        got = f"model={word}, which is no folder here; {type(error).__name__}: {reason[0][:160]}"
-        raise WhetError("the model could not be had from the hub", got=got, try_=WAY_OUT) from None
+        what, detail = why_not(error)
+        raise WhetError(
+            f"no folder {name} is here, and {what}",
+            got=f"model={word}, looked up on the hub since it may be a name there: {detail}",
+            try_=WAY_OUT,
+        ) from None
 
 
 @contextlib.contextmanager
