@@ -303,6 +303,17 @@ def test_what_a_run_says_stays_text(stage: Stage) -> None:
     visit.picture("evil", whole=True)
 
 
+def test_a_search_below_the_runs_is_mentioned_as_it_comes(stage: Stage) -> None:
+    visit = stage.visit()
+    expect(visit.page.locator(".group")).to_have_count(0)
+    make_evil(stage.runs / "my search")
+    told = "runs/my search holds 1 more: whet watch 'runs/my search'"
+    expect(visit.page.locator(".group")).to_have_text(told)
+    visit.picture("runs-and-a-search")
+    shutil.rmtree(stage.runs / "my search")
+    expect(visit.page.locator(".group")).to_have_count(0)
+
+
 @pytest.mark.parametrize(("scheme", "size"), [("light", PHONE), ("dark", DESK)], ids=["phone light", "desk dark"])
 def test_it_is_readable_on_a_phone_and_at_night(
     stage: Stage, sibling: Path, scheme: str, size: tuple[int, int]

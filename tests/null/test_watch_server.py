@@ -5,6 +5,7 @@ import http.client
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -669,6 +670,34 @@ def test_a_run_that_takes_long_to_open_tells_how_far_it_is_simulated(
     may_go_on.set()
     assert until(lambda: looking.version(ident) != version)
     assert looking.view(ident).view.report.step == 2
+
+
+def test_folders_with_runs_of_their_own_are_told_once(tmp_path: Path) -> None:
+    train(make(tmp_path / "search", "trial-0"), steps=2)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "search")
+    listing = Listing(tmp_path)
+    changes = listing.look(seconds=60)
+    assert (changes.changed, changes.groups) == ((), {"search": 1})
+    assert not listing.look(), "as before"
+    train(make(tmp_path / "search", "trial-1"), steps=2)
+    assert listing.look().groups == listing.groups == {"search": 2}
+    shutil.rmtree(tmp_path / "search")
+    assert listing.look().groups == {}
+    assert Listing(make(tmp_path, "one").path).look(seconds=60).groups is None
+
+
+def test_a_page_is_told_of_a_search_below_its_runs(server: Served, runs: Path) -> None:
+    with contextlib.closing(Stream(server, "")) as stream:
+        stream.next("hello")
+        trial = make(runs / "live-search", "trial-0")
+        while "groups" not in (news := stream.next("runs")):
+            pass
+        assert news["groups"] == [{"name": "live-search", "number": 1}]
+        assert server.ask("/api/runs").json()["groups"] == news["groups"]
+        shutil.rmtree(trial.path.parent)
+        while stream.next("runs").get("groups") != []:
+            pass
 
 
 def test_one_run_can_be_watched_alone(tmp_path: Path) -> None:

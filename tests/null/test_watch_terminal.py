@@ -113,11 +113,26 @@ def test_without_a_terminal_it_is_told_once_in_plain_lines(whet: RunWhet, tmp_pa
     assert "no runs in runs/none" in wrong.stdout
 
 
+def test_a_search_below_the_runs_is_mentioned(tmp_path: Path, whet: RunWhet) -> None:
+    for number in range(7):
+        make(tmp_path / "runs" / "my search" / f"trial-{number}", steps=1)
+    told = "runs/my search holds 7 more: whet watch 'runs/my search' --terminal"
+    alone = whet("watch", "--once").stdout.splitlines()
+    assert [line.strip() for line in alone] == ["no runs in runs itself", told]
+    make(tmp_path / "runs" / "text-001")
+    assert told in whet("watch", "--once").stdout
+    assert "more" not in whet("watch", "runs/text-001", "--once").stdout
+    for number in range(4):
+        make(tmp_path / "runs" / f"search-{number}" / "trial-0", steps=1)
+    assert "and 2 more such folders" in whet("watch", "--once").stdout
+
+
 @pytest.mark.parametrize("unicode", [True, False], ids=["unicode", "ascii"])
 def test_it_fits_every_size(tmp_path: Path, unicode: bool) -> None:
     for number, name in enumerate(("a" * 90, "\u65e5\u672c" * 20, "c", "d")):
         make(tmp_path / name, steps=number + 1, state=None if number % 2 else "failed")
     (tmp_path / "c" / "plan.json").write_text("{")
+    make(tmp_path / ("\u65e5\u672c" * 20 + "a") / "trial", steps=1)
     lookout = Lookout(tmp_path)
     for width in (24, 40, 61, 80, 200):
         for height in (4, 7, 12, 24, 60):

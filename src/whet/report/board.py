@@ -8,16 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import Field
+
 from whet.base.errors import WhetError
 from whet.base.record import Record
 from whet.report.glance import Glance, glance, unreadable
-from whet.run.folder import EVENTS_FILE, RUN_FILE, open_run, run_folders
+from whet.run.folder import EVENTS_FILE, RUN_FILE, groups_of_runs, open_run, run_folders
 from whet.run.live import LiveHistory
 from whet.run.lock import is_locked
 
 LIVELY_SECONDS = 120.0
 """Runs that changed since stand first, by name, so that their rows keep their place."""
 _CURVE_POINTS = 200
+_GROUPS_SECONDS = 5.0
 
 Stamp = tuple[int, int, int]
 
@@ -34,6 +37,8 @@ class Board(Record):
     """Which of all runs the first row is."""
     chosen: int | None = None
     """Which of the rows is shown in full."""
+    groups: dict[Path, int] = Field(default_factory=dict)
+    """Folders beside the runs that hold some, as those of a search do, and how many each."""
 
 
 @dataclass(slots=True)
@@ -53,6 +58,8 @@ class Lookout:
         self._seen: dict[Path, _Seen] = {}
         self._chosen: Path | None = None
         self._num_lively = 0
+        self._groups: dict[Path, int] = {}
+        self._grouped_at = -_GROUPS_SECONDS
 
     def look(self, *, rows: int, move: int = 0) -> Board:
         """The runs as they are now, `rows` of them; `move` chooses the one that many places further down."""
@@ -70,7 +77,16 @@ class Lookout:
             rows=tuple(seen[path].glance for path in shown),
             first=first,
             chosen=position - first if shown else None,
+            groups=self._groups_of(now),
         )
+
+    def _groups_of(self, now: float) -> dict[Path, int]:
+        """Looked for now and then: it is a look into every folder that is no run."""
+        if (self._folder / RUN_FILE).is_file():
+            return {}
+        if not 0 <= now - self._grouped_at < _GROUPS_SECONDS:
+            self._groups, self._grouped_at = groups_of_runs(self._folder), now
+        return self._groups
 
     def _choose(self, paths: list[Path], move: int) -> int:
         """Until somebody chooses, it is the run that was made last of those at work."""

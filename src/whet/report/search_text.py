@@ -20,7 +20,10 @@ def render_search(result: SearchResult) -> str:
     if result.importance:
         lines += ["", "mattered  " + ", ".join(f"{key} {100 * share:.0f} %" for key, share in _shares(result))]
     if result.candidates:
-        lines += ["", *(f"{'seeds' if n == 0 else '':<10}{_over_seeds(result, c)}" for n, c in enumerate(result.candidates))]
+        lines += [
+            "",
+            *(f"{'seeds' if n == 0 else '':<10}{_over_seeds(result, c)}" for n, c in enumerate(result.candidates)),
+        ]
     return "\n".join([*lines, "", f"winner    {verdict(result)}"])
 
 
@@ -34,7 +37,12 @@ def search_markdown(result: SearchResult) -> str:
         table(
             ("candidate", "settings", result.goal, "95 %"),
             [
-                (f"trial {c.number}", escaped(settings_words(c.settings)), f"{c.mean:.4g}", escaped(_interval(result, c)))
+                (
+                    f"trial {c.number}",
+                    escaped(settings_words(c.settings)),
+                    f"{c.mean:.4g}",
+                    escaped(_interval(result, c)),
+                )
                 for c in result.candidates
             ],
         ),

@@ -4,6 +4,7 @@ Every text of a run passes `clean`: a run folder may come from anywhere, and its
 terminal.
 """
 
+import shlex
 import time
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ _STATES = {"running": "bold green", "done": "cyan", "stopped": "yellow", "failed
 _SILENT_SECONDS = 60.0
 _LABEL = 9
 _BAR = 24
+_MOST_GROUPS, _LEAST_WITH_GROUPS = 3, 16
 _SPARK = 16
 _CURVE_WIDTH, _CURVE_HEIGHT, _LEAST_CURVE = 120, 14, 3
 _KEYS = "q leaves   up and down choose a run"
@@ -51,7 +53,7 @@ def num_rows(height: int) -> int:
 
 def lines(board: Board, paper: Paper, *, has_keys: bool = False) -> list[Text]:
     """The board: a heading, the runs, the chosen one in full."""
-    drawn = [_heading(board, paper), *_table(board, paper)]
+    drawn = [_heading(board, paper), *_table(board, paper), *_groups(board, paper)]
     foot = [Text(_KEYS, style="dim")] if has_keys else []
     room = None if paper.height is None else paper.height - len(drawn) - len(foot)
     chosen = board.rows[board.chosen] if board.chosen is not None else None
@@ -69,7 +71,8 @@ def lines(board: Board, paper: Paper, *, has_keys: bool = False) -> list[Text]:
 
 def _heading(board: Board, paper: Paper) -> Text:
     if board.num_runs == 0:
-        return Text(paper.clean(f"no runs in {board.folder} yet; `whet train text` makes one"))
+        words = "itself" if board.groups else "yet; `whet train text` makes one"
+        return Text(paper.clean(f"no runs in {board.folder} {words}"))
     shown = f", {board.first + 1:,} to {board.first + len(board.rows):,}" if len(board.rows) < board.num_runs else ""
     count = f"{board.num_runs:,} run{'s' if board.num_runs != 1 else ''}{shown}"
     clock = time.strftime("%H:%M:%S", time.localtime(board.now))
@@ -109,6 +112,18 @@ def _table(board: Board, paper: Paper) -> list[Text]:
             line.append(paper.fit(text, width), style=style)
         table.append(line)
     return table
+
+
+def _groups(board: Board, paper: Paper) -> list[Text]:
+    """Where more runs lie; a small screen has no room for it."""
+    if paper.height is not None and paper.height < _LEAST_WITH_GROUPS:
+        return []
+    told = []
+    for path, number in list(board.groups.items())[:_MOST_GROUPS]:
+        command = f"whet watch {shlex.quote(str(path))} --terminal"
+        told.append(Text(paper.clean(f"  {path} holds {number:,} more: {command}"), style="dim"))
+    left = len(board.groups) - len(told)
+    return [*told, Text(f"  and {left:,} more such folders", style="dim")] if left else told
 
 
 def _cell(row: Glance, heading: str, *, now: float, paper: Paper) -> tuple[str, str]:

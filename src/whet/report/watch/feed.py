@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from whet.report.watch.line import RunLine
 from whet.report.watch.listing import Changes, Listing
 from whet.report.watch.looking import Looking
+from whet.report.watch.shorten import shorten
 from whet.run import strict_json
 from whet.web.refusal import RefusedError
 
@@ -21,6 +22,7 @@ _POLL_SECONDS = 1.0
 _SHARE = 0.05
 """Of the time at most is spent on looking for changes."""
 _HEARTBEAT_SECONDS = 15.0
+_MOST_GROUPS = 20
 
 T = TypeVar("T")
 InThread = Callable[[Callable[[], T]], Awaitable[T]]
@@ -34,6 +36,7 @@ class _Listener:
         self.versions: dict[str, str] = {}
         self._lines: dict[str, RunLine] = {}
         self._removed: set[str] = set()
+        self._groups: dict[str, int] | None = None
         self._runs: dict[str, str] = {}
         self._wake = asyncio.Event()
 
@@ -44,6 +47,8 @@ class _Listener:
         for ident in changes.removed:
             self._lines.pop(ident, None)
             self._removed.add(ident)
+        if changes.groups is not None:
+            self._groups = changes.groups
         if changes:
             self._wake.set()
 
@@ -57,12 +62,13 @@ class _Listener:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), _HEARTBEAT_SECONDS)
         self._wake.clear()
-        lines, removed, runs = self._lines, self._removed, self._runs
-        self._lines, self._removed, self._runs = {}, set(), {}
+        lines, removed, groups, runs = self._lines, self._removed, self._groups, self._runs
+        self._lines, self._removed, self._groups, self._runs = {}, set(), None, {}
         said = []
-        if lines or removed:
+        if lines or removed or groups is not None:
             changed = [line.as_json() for line in lines.values()]
-            said.append(_event("runs", {"changed": changed, "removed": sorted(removed)}))
+            told = {} if groups is None else {"groups": shown_groups(groups)}
+            said.append(_event("runs", {"changed": changed, "removed": sorted(removed), **told}))
         said += [_event("run", {"id": ident, "version": version}) for ident, version in runs.items()]
         return said or [b": still here\n\n"]
 
@@ -125,6 +131,11 @@ class Feed:
             with contextlib.suppress(RefusedError, OSError):
                 found[ident] = self._looking.version(ident)
         return found
+
+
+def shown_groups(groups: dict[str, int]) -> list[dict[str, Any]]:
+    """As a page shows them: by name, a few."""
+    return [{"name": shorten(name), "number": number} for name, number in sorted(groups.items())[:_MOST_GROUPS]]
 
 
 def _event(name: str, data: dict[str, Any]) -> bytes:

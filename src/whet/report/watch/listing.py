@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from whet.report.watch.line import LineReader, Mark, RunLine, run_id
-from whet.run.folder import RUN_FILE
+from whet.run.folder import RUN_FILE, run_folders
 
 _LOOK_SECONDS = 0.3
 """So long one look reads at most; what is left is read at the next one."""
@@ -20,9 +20,11 @@ class Changes:
     changed: tuple[RunLine, ...] = ()
     removed: tuple[str, ...] = ()
     """Ids of runs that are gone."""
+    groups: dict[str, int] | None = None
+    """Folders that hold runs of their own, and how many; None where that is as before."""
 
     def __bool__(self) -> bool:
-        return bool(self.changed or self.removed)
+        return bool(self.changed or self.removed or self.groups is not None)
 
 
 class Listing:
@@ -38,6 +40,8 @@ class Listing:
         self.is_complete = False
         """Whether every run was read as it is now; reading thousands for the first time takes a few looks."""
         self.looked_at = 0.0
+        self.groups: dict[str, int] = {}
+        """Folders beside the runs that hold some, as those of a search do, and how many each."""
 
     def folder(self, ident: str) -> Path | None:
         """The folder of a run; None for any id that was not listed."""
@@ -51,7 +55,8 @@ class Listing:
     def look(self, *, seconds: float = _LOOK_SECONDS) -> Changes:
         """Finds what changed: two stats for each run, reading only for those that did, new ones first."""
         with self._looking:
-            marks = self._marks()
+            marks, groups = self._marks()
+            is_other, self.groups = groups != self.groups, groups
             removed = tuple(ident for ident in self._readers if ident not in marks)
             for ident in removed:
                 del self._readers[ident]
@@ -69,23 +74,31 @@ class Listing:
                 elif reader.refresh(mark):
                     changed.append(reader.line)
             self.looked_at = time.monotonic()
-            return Changes(changed=tuple(changed), removed=removed)
+            return Changes(changed=tuple(changed), removed=removed, groups=groups if is_other else None)
 
-    def _marks(self) -> dict[str, Mark]:
-        """Of every folder that is a run, or was before something damaged it; links and hidden ones are none."""
+    def _marks(self) -> tuple[dict[str, Mark], dict[str, int]]:
+        """Of every folder that is a run, or was before something damaged it, and those that hold runs instead.
+
+        Links and hidden ones are neither.
+        """
         found: dict[str, Mark] = {}
+        groups: dict[str, int] = {}
         folders: dict[str, Path] = {}
         try:
             with os.scandir(self._root) as entries:
                 for entry in entries:
                     if entry.name.startswith(".") or (self._only and entry.name != self._only):
                         continue
-                    if entry.is_dir(follow_symlinks=False) and (mark := Mark.of(entry.path)).newest:
+                    if not entry.is_dir(follow_symlinks=False):
+                        continue
+                    if (mark := Mark.of(entry.path)).newest:
                         ident = self._idents.get(entry.name) or run_id(entry.name)
                         self._idents[entry.name] = ident
                         found[ident] = mark
                         folders[ident] = self._folders.get(ident) or self._root / entry.name
+                    elif number := len(run_folders(Path(entry.path))):
+                        groups[entry.name] = number
         except OSError:
-            return {}
+            return {}, {}
         self._folders = folders
-        return found
+        return found, groups

@@ -2,14 +2,15 @@
 
     GET /                                  the page
     GET /static/NAME                       its files
-    GET /api/runs                          {"runs": [RunLine...], "is_complete", "folder", "now"}; the newest first
+    GET /api/runs                          {"runs": [RunLine...], "groups": [{"name", "number"}...], "is_complete", "folder",
+                                           "now"}; the newest first
     GET /api/runs/ID                       RunView (report/view.py)
     GET /api/runs/ID/events                {"events": [{kind, time, step, fields}...], "before"}; the newest first
         ?before=PLACE&kinds=a,b&limit=N        the page after; without `kinds` all but steps and health
     GET /api/compare?ids=ID,ID             Comparison (report/comparing.py)
     GET /api/stream?run=ID,ID              server-sent events:
         hello  {"runs": [ids]}                 fetch all that is shown (also after a connection was lost)
-        runs   {"changed": [RunLine...], "removed": [ids]}
+        runs   {"changed": [RunLine...], "removed": [ids]}, and "groups" where they changed
         run    {"id", "version"}               this run has something new: fetch it again
 
 Answers of runs and files carry an ETag. A run whose log is read for the first time, which can take a minute, answers
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from whet.report.comparing import MOST_RUNS
-from whet.report.watch.feed import Feed
+from whet.report.watch.feed import Feed, shown_groups
 from whet.report.watch.files import ICON, PAGE, page_files
 from whet.report.watch.line import run_id
 from whet.report.watch.listing import Listing
@@ -102,6 +103,7 @@ class Routes:
             await self._in_thread(self._listing.look)
         answer = {
             "runs": [line.as_json() for line in self._listing.lines()],
+            "groups": shown_groups(self._listing.groups),
             "is_complete": self._listing.is_complete,
             "folder": shorten(self._name),
             "now": time.time(),

@@ -31,6 +31,8 @@ export class RunList {
     });
     this.count = el("span", { class: "says", role: "status" });
     this.compare = el("a", { class: "quiet go", hidden: true }, "compare");
+    this.folder = folder;
+    this.groups = el("div", {});
     this.body = el("tbody", {});
     this.heads = COLUMNS.map(([name]) =>
       el(
@@ -61,17 +63,26 @@ export class RunList {
         ),
       ),
       this.more,
+      this.groups,
     );
   }
 
-  /** All lines anew, or only those that changed. */
-  set(lines, removed = [], isAll = false) {
+  /** All lines anew, or only those that changed; the folders with runs of their own where they are told. */
+  set(lines, removed = [], isAll = false, groups = null) {
+    if (groups) fill(this.groups, groups.map((one) => this.group(one)));
     if (isAll) this.lines.clear();
     for (const line of lines) this.lines.set(line.id, line);
     for (const id of removed) this.lines.delete(id);
     for (const known of [this.rows, this.chosen])
       for (const id of known.keys()) if (!this.lines.has(id)) known.delete(id);
     this.draw();
+  }
+
+  /** Where more runs lie, such as those of a search, and how to see them. */
+  group({ name, number }) {
+    const path = `${this.folder}/${name}`;
+    const quoted = /^[\w@%+=:,./-]+$/.test(path) ? path : `'${path.replaceAll("'", `'"'"'`)}'`;
+    return el("p", { class: "says group" }, `${path} holds ${showCount(number)} more: `, el("code", {}, `whet watch ${quoted}`));
   }
 
   sortBy(name) {

@@ -130,7 +130,7 @@ class List {
     fill(page, el("p", { class: "lead wait" }, "looking for runs ..."));
     this.listening = new Listening([], {
       hello: () => this.fetch(),
-      runs: ({ changed, removed }) => this.list?.set(changed, removed),
+      runs: ({ changed, removed, groups }) => this.list?.set(changed, removed, false, groups),
       run: () => {},
       lost: () => say("not connected; trying again"),
     });
@@ -138,13 +138,13 @@ class List {
 
   async fetch() {
     try {
-      const { runs, folder } = await ask("/api/runs");
+      const { runs, folder, groups } = await ask("/api/runs");
       if (this.isClosed) return;
       if (!this.list) {
         this.list = new RunList(folder);
         fill(page, this.list.element);
       }
-      this.list.set(runs, [], true);
+      this.list.set(runs, [], true, groups);
       say("live");
     } catch (failure) {
       if (!this.isClosed) fill(page, el("p", { class: "notice bad" }, failure.message));
