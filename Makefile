@@ -1,6 +1,14 @@
 # Two commands do everything on a fresh machine with Python 3.11+, make and a C++ compiler:
-#   make demo   set up, run the main job, print its report
-#   make test   set up, lint, test
+#   make demo      set up, run the main job, print its report
+#   make test      set up, lint, test: the gate
+# The others:
+#   make setup     whet with all extras and tools into .venv; the others do it first
+#   make lint      ruff, import-linter, mypy, generated docs; a minute the first time, then seconds
+#   make test-all  the same as test, with the slow tests
+#   make docs      write the generated docs, after a change to a rule
+#   make pictures  take the pictures of the docs, in the system's chromium
+#   make encoder   a real pretrained encoder (84 MB) for tests and benchmarks
+#   make clean     remove .venv and what tools left
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -9,7 +17,7 @@ LINTED := src tests tools examples benchmarks docs README.md
 .PHONY: help setup encoder demo docs pictures lint test test-all clean
 
 help:
-	@sed -n '1,3s/^# \{0,1\}//p' Makefile
+	@sed -n '/^PYTHON/q;s/^# \{0,1\}//p' Makefile
 
 setup: $(READY)
 

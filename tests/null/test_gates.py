@@ -1,6 +1,7 @@
 """The gates of `make lint` close: each fault is planted in a copy of the source and must be found."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -157,3 +158,16 @@ def test_a_wrong_type_fails(copy: Path) -> None:
     result = check(copy, sys.executable, "-m", "mypy", "--cache-dir", str(copy / "cache"), "-p", "whet.base")
     assert result.returncode != 0
     assert "Incompatible types" in result.stdout
+
+
+def test_make_help_names_every_target() -> None:
+    listed = (ROOT / "Makefile").read_text().partition(".PHONY: ")[2].partition("\n")[0].split()
+    told = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    lines = [line.split() for line in told.stdout.splitlines() if line.startswith("  make ")]
+    assert sorted(line[1] for line in lines) == sorted(set(listed) - {"help"})
+    assert all(len(line) > 4 for line in lines), "each with what it does"
+
+
+def test_percent_is_written_in_one_way() -> None:
+    found = [path for path in (ROOT / "src").rglob("*.py") if re.search(r"[:\d]%\}", path.read_text())]
+    assert found == [], "show_share writes 13 %, Python's own format 13%"
