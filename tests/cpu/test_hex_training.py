@@ -109,6 +109,7 @@ def test_players_meet(place: Place, whole: Path) -> None:
     code, out, errors = place.run(*words)
     assert code == 0, errors
     assert "40 games, 20 random openings of 2 stones" in out
+    assert "games are over" not in errors, "it would stay"
     won, lost, shared = map(int, re.findall(r"openings +(\d+) won with both colours, (\d+) lost, (\d+) shared", out)[0])
     assert won + lost + shared == 20
     assert f"won       {2 * won + shared} of 40" in out

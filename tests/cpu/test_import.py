@@ -100,6 +100,7 @@ class TestHere:
         torch.save({"model": model.state_dict(), "ema": {"shadow": average.state_dict()}, "other": 1}, file)
         for key, expected in ((None, model), ("ema.shadow", average)):
             import_weights(file, tmp_path / f"out-{key}", key=key)
+            assert (tmp_path / f"out-{key}" / "import.json").read_bytes().endswith(b"}\n")
             other = make_model(1)
             load_weights(tmp_path / f"out-{key}", other)
             assert_same(expected, other)

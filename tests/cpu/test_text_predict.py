@@ -142,7 +142,7 @@ def test_bad_rows_are_named_and_the_others_answered(run: Path, tmp_path: Path, c
     assert [answer["row"] for answer in answers if "error" in answer] == [2, 3, 5, 6, 8]
     for line in ("row 2 is not JSON", "row 3 has an empty text", "row 5 is not UTF-8", "row 6 has half a character"):
         assert f"\n{line}" in noted
-    assert "1 rows have a label that the run does not know" in noted
+    assert "not scored: 1 row with a label that the run does not know" in noted
     assert "2 rows with labels: accuracy" in noted
     assert main.run(["predict", str(run), str(file), "--format", "csv", "--out", str(tmp_path / "a.txt")]) == 1
     rows = list(csv.DictReader(io.StringIO((tmp_path / "a.txt").read_text())))
@@ -228,7 +228,7 @@ def test_labels_are_scored_though_the_first_row_lacks_one(run: Path, tmp_path: P
     ):
         (tmp_path / name).write_text(content)
         assert main.run(["predict", str(run), str(tmp_path / name)]) == 0
-        assert "\n1 rows with labels: accuracy" in capfd.readouterr().err
+        assert "\n1 row with labels: accuracy" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["| head -1", "<&- >/dev/null"])

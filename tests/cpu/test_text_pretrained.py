@@ -161,7 +161,7 @@ def test_what_is_missing_is_named_with_a_way_out(model: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patched:
         patched.setattr(huggingface_hub, "snapshot_download", unreachable)
-        with pytest.raises(WhetError, match="^no folder models/none is here, and the hub cannot be reached") as error:
+        with pytest.raises(WhetError, match=r"^no folder models/none is here, and the hub cannot be reached") as error:
             model_folder("models/none")
         assert str(error.value.got).endswith(
             "looked up on the hub since it may be a name there: Name or service not known"

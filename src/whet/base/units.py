@@ -10,15 +10,15 @@ _COUNT_STEPS = ((" B", 1e9), (" M", 1e6))
 
 
 def show_bytes(num_bytes: float) -> str:
-    """Bytes with one decimal below 100 of a unit.
+    """Bytes with one decimal below 100 of a unit, where it says anything.
 
-    >>> show_bytes(5726623061), show_bytes(8 * GB), show_bytes(512)
-    ('5.3 GB', '8 GB', '512 B')
+    >>> show_bytes(5726623061), show_bytes(8 * GB), show_bytes(6.01 * 1024**2), show_bytes(512)
+    ('5.3 GB', '8 GB', '6 MB', '512 B')
     """
     for unit, size in _BYTE_STEPS:
         if abs(num_bytes) >= size:
             value = num_bytes / size
-            text = f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+            text = f"{value:.0f}" if value >= 100 else f"{value:.1f}".removesuffix(".0")
             return f"{text} {unit}"
     return f"{num_bytes:.0f} B"
 
@@ -54,6 +54,24 @@ def show_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.1f}{unit}"
     return f"{count:,.0f}"
+
+
+def show_some(count: int, noun: str) -> str:
+    """A count of something.
+
+    >>> show_some(1, "row"), show_some(1200, "row")
+    ('1 row', '1,200 rows')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def show_share(share: float, digits: int = 0) -> str:
+    """A share in percent.
+
+    >>> show_share(0.5), show_share(0.1304, 1)
+    ('50 %', '13.0 %')
+    """
+    return f"{100 * share:.{digits}f} %"
 
 
 def printable(text: str) -> str:

@@ -90,7 +90,8 @@ def _fill(draft: Path, file: BufferedReader, source: Path, *, key: str | None) -
         taken={name: Taken(dtype=dtype_name(t.dtype), shape=tuple(t.shape)) for name, t in tensors.items()},
         left_out=_texts(said.get("left_out")),
     )
-    durable.write_draft(draft / ABOUT, data=strict_json.encode(about.as_json(), pretty=True).encode(), is_last=True)
+    told = strict_json.encode(about.as_json(), pretty=True) + "\n"
+    durable.write_draft(draft / ABOUT, data=told.encode(), is_last=True)
     return about
 
 

@@ -1,10 +1,14 @@
 """whet arena: which of two players is better, and how sure is that?"""
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import typer
+
+_LONG_SECONDS = 10.0
 
 
 def arena(
@@ -72,7 +76,14 @@ def _watched() -> Iterator[Callable[[int, int], None] | None]:
     from whet.engine.progress_line import ProgressLine
 
     line = ProgressLine("arena")
+    is_redrawn, begun = sys.stderr is not None and sys.stderr.isatty(), time.monotonic()
+
+    def tell(over: int, games: int) -> None:
+        # Where a line stays, a short contest is over before it would be of use.
+        if is_redrawn or time.monotonic() - begun > _LONG_SECONDS:
+            line("measuring", {"words": f"{over:,} of {games:,} games are over"})
+
     try:
-        yield lambda over, games: line("measuring", {"words": f"{over:,} of {games:,} games are over"})
+        yield tell
     finally:
         line.close()

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, redirect_stdout, 
 from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import LostRankError, WhetError
-from whet.base.units import printable
+from whet.base.units import printable, show_share
 
 if TYPE_CHECKING:
     from whet.measure.progress import Watch
@@ -101,7 +101,7 @@ def progress(name: str) -> "Iterator[Callable[[str, int, int | None], None]]":
     line = ProgressLine(name)
 
     def show(what: str, done: int, total: int | None) -> None:
-        through = f" {done:,}" + (f" of {total:,} ({done / total:.0%})" if total else "") if done else ""
+        through = f" {done:,}" + (f" of {total:,} ({show_share(done / total)})" if total else "") if done else ""
         line("measuring", {"words": what + through})
 
     try:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from whet.base.errors import UsageError
+from whet.base.units import show_share
 from whet.plan.chosen_batch import Scaling
 
 _WITHIN = 0.10
@@ -65,7 +66,7 @@ class Knee:
         """One line."""
         if self.batch == self.best_batch:
             return f"{self.batch}: the fastest of those measured, and none smaller comes within 10 % of it"
-        share = f"{self.samples_per_second / self.best_samples_per_second:.0%}".replace("%", " %")
+        share = show_share(self.samples_per_second / self.best_samples_per_second)
         return f"{self.batch}: the smallest within 10 % of the fastest ({share} of {self.best_batch})"
 
 

@@ -1,6 +1,6 @@
 """What did a trial show? In one line, with the numbers that stand behind it."""
 
-from whet.base.units import show_seconds
+from whet.base.units import show_seconds, show_share
 from whet.measure.duel import Duel
 from whet.measure.objective import BreakEven
 from whet.measure.statistics import Estimate, is_slower
@@ -69,7 +69,7 @@ def short_words(trial: Trial) -> str:
 
 def _slower(found: Estimate) -> str:
     times = 1 / found.speedup
-    return f"{times:.1f}x slower" if times >= 2 else f"{times - 1:.0%} slower".replace("%", " %")
+    return f"{times:.1f}x slower" if times >= 2 else f"{show_share(times - 1)} slower"
 
 
 def _count(found: Estimate) -> str:
@@ -77,4 +77,4 @@ def _count(found: Estimate) -> str:
 
 
 def _repeats(found: Estimate) -> str:
-    return f"{_count(found)}, spread {found.spread:.0%}".replace("%", " %")
+    return f"{_count(found)}, spread {show_share(found.spread)}"

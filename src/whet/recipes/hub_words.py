@@ -1,4 +1,4 @@
-"""Why did the hub not give something? In a few words: what its library raises names its own classes, not the trouble."""
+"""Why did the hub not give something? In words of a user: what its library raises names its own classes."""
 
 _KINDS = (
     ("GatedRepoError", "the hub gives it only to those who were let in"),

@@ -127,7 +127,7 @@ def _closing_table(sweep: Sweep) -> Cells:
         change = f"{1 / speedup.middle:.2f}x ({1 / speedup.high:.2f} to {1 / speedup.low:.2f})"
     less = ""
     if plain.peak_bytes and plan.peak_bytes:
-        less = f"{plan.peak_bytes / plain.peak_bytes - 1:+.0%}".replace("%", " %")
+        less = f"{100 * (plan.peak_bytes / plain.peak_bytes - 1):+.0f} %"
     both = (plain, plan)
     return [
         ("what", "plain loop", "plan", "plan against plain"),

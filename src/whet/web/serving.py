@@ -43,8 +43,8 @@ def serve(
 
     `name` and `about` let another command find this server (`running.find_running`). `port` is where it begins to look
     for a free one; 0 takes any. `on_ready` is told address and link once it listens. Handlers raise `RefusedError`;
-    what else they raise is told to `on_failure`, and to the client in three lines without details. `refusal_shape` makes
-    JSON of refusals where clients expect it.
+    what else they raise is told to `on_failure`, and to the client in three lines without details. Where clients
+    expect JSON, `refusal_shape` makes it of refusals.
     """
     require_libraries()
     limits = limits or Limits()

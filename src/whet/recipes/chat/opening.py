@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from whet.base.errors import UsageError
-from whet.base.units import show_count
+from whet.base.units import show_count, show_some
 from whet.recipes.chat.config import ChatConfig, data_folders, read_manifests, settled
 from whet.recipes.chat.dataset import ChatDataset, Sample, open_dataset
 from whet.recipes.chat.judging import NUM_QUESTIONS
@@ -32,8 +32,8 @@ def read_chat(config: ChatConfig) -> ChatData:
             raise UsageError(f"the {name} part is empty", got="0 rows", try_="more conversations, or --train-split 0.9")
     num_tokens = sum(each.train.facts.tokens for each in datasets)
     notes = (
-        f"{sum(each.train.facts.conversations for each in datasets):,} conversations to train on, "
-        f"{show_count(num_tokens)} tokens in {len(train):,} rows of {arch.seq_len}",
+        f"{show_some(sum(each.train.facts.conversations for each in datasets), 'conversation')} to train on, "
+        f"{show_count(num_tokens)} tokens in {show_some(len(train), 'row')} of {arch.seq_len}",
         arch.words(tokenizer.vocab_size),
         *_shared(datasets),
     )

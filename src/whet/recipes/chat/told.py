@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from whet.base.units import show_bytes
+from whet.base.units import show_bytes, show_share, show_some
 from whet.recipes.chat.manifest import PARTS, Manifest
 
 _SHOWN_BAD = 5
@@ -12,7 +12,7 @@ def lines(manifest: Manifest, folder: Path) -> tuple[str, ...]:
     """What was read, what became of it, and what to do next."""
     told = manifest.told
     read = ", ".join(f"{source['name']} ({source['shape']})" for source in manifest.made_from)
-    rows = [("read", f"{told['conversations_found']:,} conversations: {read}")]
+    rows = [("read", f"{show_some(told['conversations_found'], 'conversation')}: {read}")]
     for number, (where, why) in enumerate(told["bad_records_shown"][:_SHOWN_BAD]):
         rows.append(("" if number else "skipped", f"{where}: {why}"))
     if told["bad_records"] > _SHOWN_BAD:
@@ -30,8 +30,9 @@ def lines(manifest: Manifest, folder: Path) -> tuple[str, ...]:
         rows.append(
             (
                 part,
-                f"{facts.conversations:,} conversations, {facts.tokens:,} tokens, {facts.loss_tokens:,} of them learned"
-                f"; {facts.rows:,} rows of {manifest.max_length:,}, {fill:.1%} full",
+                f"{show_some(facts.conversations, 'conversation')}, {show_some(facts.tokens, 'token')}, "
+                f"{facts.loss_tokens:,} of them learned; {show_some(facts.rows, 'row')} of {manifest.max_length:,}, "
+                f"{show_share(fill, 1)} full",
             )
         )
     rows.append(("tokens", f"{manifest.tokenizer}, {manifest.vocab_size:,} ids; loss on {_LOSS[manifest.loss]}"))

@@ -2,8 +2,8 @@
 
     GET /                                  the page
     GET /static/NAME                       its files
-    GET /api/runs                          {"runs": [RunLine...], "groups": [{"name", "number"}...], "is_complete", "folder",
-                                           "now"}; the newest first
+    GET /api/runs                          {"runs": [RunLine...], "groups": [{"name", "number"}...], "is_complete",
+                                           "folder", "now"}; the newest first
     GET /api/runs/ID                       RunView (report/view.py)
     GET /api/runs/ID/events                {"events": [{kind, time, step, fields}...], "before"}; the newest first
         ?before=PLACE&kinds=a,b&limit=N        the page after; without `kinds` all but steps and health

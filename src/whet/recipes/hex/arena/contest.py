@@ -1,6 +1,7 @@
 """What is a contest in an arena? Two words for players, how many games, and what came out, ready to be shown."""
 
 from whet.base.record import Record
+from whet.base.units import show_share
 from whet.device.open import open_device
 from whet.recipes.hex.arena.match import Watch, play_match
 from whet.recipes.hex.arena.openings import NUM_STONES, Kind, draw_openings
@@ -31,8 +32,8 @@ class Contest(Record):
         games = f"{rating.num_games} games, {num_pairs} {self.openings} openings of {self.num_stones} stones"
         return (
             f"{self.one} against {self.two} on {self.size}x{self.size}: {games}, both colours",
-            f"won       {rating.num_wins} of {rating.num_games}: {rating.win_rate:.1%}, 95 % interval "
-            f"{rating.low:.1%} to {rating.high:.1%}",
+            f"won       {rating.num_wins} of {rating.num_games}: {show_share(rating.win_rate, 1)}, 95 % interval "
+            f"{show_share(rating.low, 1)} to {show_share(rating.high, 1)}",
             f"openings  {rating.num_pairs_won} won with both colours, {rating.num_pairs_lost} lost, {shared} shared",
             f"Elo       {_signed(rating.elo, rating.win_rate)}, {_signed(rating.elo_low, 0)} to "
             f"{_signed(rating.elo_high, 1)}",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from whet.base.errors import UsageError
+from whet.base.units import show_share
 from whet.config.resolve import Resolved
 from whet.device.abstract import AbstractDevice
 from whet.device.open import open_device
@@ -94,10 +95,10 @@ class Improvement:
             return result, None
         rating = self._gate(number, state.champion, device)
         is_better = rating.win_rate >= loop.gate
-        verdict = "is champion" if is_better else f"does not reach {loop.gate:.0%}: the champion stays"
+        verdict = "is champion" if is_better else f"does not reach {show_share(loop.gate)}: the champion stays"
         self.say(
-            f"generation {number} wins {rating.win_rate:.1%} ({rating.low:.1%} to {rating.high:.1%}) of "
-            f"{rating.num_games} games against generation {state.champion}, and {verdict}"
+            f"generation {number} wins {show_share(rating.win_rate, 1)} "
+            f"({show_share(rating.low, 1)} to {show_share(rating.high, 1)}) of {rating.num_games} games against generation {state.champion}, and {verdict}"
         )
         return result, Generation(
             number=number,

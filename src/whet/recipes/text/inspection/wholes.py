@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from whet.base.units import show_some
 from whet.recipes.text.inspection import label_checks
 from whet.recipes.text.inspection.label_in_text import Names
 from whet.recipes.text.inspection.ledger import Ledger, merged
@@ -51,7 +52,7 @@ def look_at_labels(
             tell("single-label", name, repr(name))
             doomed[name] = "single-label"
         if name in alone:
-            tell("one-part-label", name, f"{name!r} only in {alone[name]} ({totals[name]:,} rows)")
+            tell("one-part-label", name, f"{name!r} only in {alone[name]} ({show_some(totals[name], 'row')})")
     return Verdict(meant, doomed)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from whet.base.units import show_some
 from whet.recipes.text.inspection.report import DataReport, Example, Finding, Fixed, Spread
 
 _MOST_LABELS = 12
@@ -14,7 +15,7 @@ def report_lines(report: DataReport) -> list[str]:
 
 
 def _facts(report: DataReport) -> Iterator[str]:
-    yield f"data      {report.rows:,} rows of {' and '.join(report.forms)}; {report.columns}"
+    yield f"data      {show_some(report.rows, 'row')} of {' and '.join(report.forms)}; {report.columns}"
     if len(report.parts) > 1 or report.parts[0].name != "all":
         yield "parts     " + ", ".join(f"{part.name} {part.rows:,}" for part in report.parts)
     shown = [f"{name} {count:,}" for name, count in list(report.labels.items())[:_MOST_LABELS]]
@@ -52,7 +53,7 @@ def fixed_lines(fixed: Fixed) -> list[str]:
     """What became of it."""
     removed = fixed.rows - fixed.kept
     return [
-        f"wrote     {', '.join(fixed.files)}: {fixed.kept:,} of {fixed.rows:,} rows, {fixed.changed:,} of them changed",
+        f"wrote     {', '.join(fixed.files)}: {fixed.kept:,} of {show_some(fixed.rows, 'row')}, {fixed.changed:,} of them changed",
         f"          {fixed.list_file} lists the {removed:,} removed and every change, with the reason",
     ]
 

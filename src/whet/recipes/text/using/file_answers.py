@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from whet.base.errors import UsageError
+from whet.base.units import show_some
 from whet.recipes.text.rows.columns import Wishes
 from whet.recipes.text.using.predictions import FORMS, Form, prediction_lines
 from whet.recipes.text.using.questions import Questions
@@ -45,11 +46,11 @@ class FileAnswers:
 
     def told(self) -> list[str]:
         """How the file was understood, and which rows could not be judged."""
-        lines = [f"read {self.num_rows:,} rows of {self._questions.told}", *self._bad_rows]
+        lines = [f"read {show_some(self.num_rows, 'row')} of {self._questions.told}", *self._bad_rows]
         if self.num_bad > len(self._bad_rows):
-            lines.append(f"and {self.num_bad - len(self._bad_rows):,} more rows that could not be judged")
+            lines.append(f"and {show_some(self.num_bad - len(self._bad_rows), 'more row')} that could not be judged")
         if self._num_unknown:
-            lines.append(f"{self._num_unknown:,} rows have a label that the run does not know, and are not scored")
+            lines.append(f"not scored: {show_some(self._num_unknown, 'row')} with a label that the run does not know")
         return lines
 
     def scored(self) -> list[str]:
@@ -63,7 +64,7 @@ class FileAnswers:
         for name, *numbers in zip(self._answering.classes, *classes.values(), strict=True):
             cells.append((name, *(f"{value:,}" if isinstance(value, int) else f"{value:.3f}" for value in numbers)))
         widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-        lines = [f"{scores.num_texts:,} rows with labels: {shown}"]
+        lines = [f"{show_some(scores.num_texts, 'row')} with labels: {shown}"]
         for name, *numbers in cells:
             shown = "  ".join(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))
             lines.append(f"  {name:<{widths[0]}}  {shown}")

@@ -11,7 +11,7 @@ export function showBytes(bytes) {
   for (const [unit, size] of BYTES) {
     if (Math.abs(bytes) >= size) {
       const value = bytes / size;
-      return `${value >= 100 || Number.isInteger(value) ? value.toFixed(0) : value.toFixed(1)} ${unit}`;
+      return `${value >= 100 ? value.toFixed(0) : value.toFixed(1).replace(/\.0$/, "")} ${unit}`;
     }
   }
   return `${bytes.toFixed(0)} B`;
