@@ -96,9 +96,10 @@ class Improvement:
         rating = self._gate(number, state.champion, device)
         is_better = rating.win_rate >= loop.gate
         verdict = "is champion" if is_better else f"does not reach {show_share(loop.gate)}: the champion stays"
+        interval = f"{show_share(rating.low, 1)} to {show_share(rating.high, 1)}"
         self.say(
-            f"generation {number} wins {show_share(rating.win_rate, 1)} "
-            f"({show_share(rating.low, 1)} to {show_share(rating.high, 1)}) of {rating.num_games} games against generation {state.champion}, and {verdict}"
+            f"generation {number} wins {show_share(rating.win_rate, 1)} ({interval}) of "
+            f"{rating.num_games} games against generation {state.champion}, and {verdict}"
         )
         return result, Generation(
             number=number,

@@ -51,9 +51,9 @@ def _example(example: Example) -> str:
 
 def fixed_lines(fixed: Fixed) -> list[str]:
     """What became of it."""
-    removed = fixed.rows - fixed.kept
+    removed, kept = fixed.rows - fixed.kept, f"{fixed.kept:,} of {show_some(fixed.rows, 'row')}"
     return [
-        f"wrote     {', '.join(fixed.files)}: {fixed.kept:,} of {show_some(fixed.rows, 'row')}, {fixed.changed:,} of them changed",
+        f"wrote     {', '.join(fixed.files)}: {kept}, {fixed.changed:,} of them changed",
         f"          {fixed.list_file} lists the {removed:,} removed and every change, with the reason",
     ]
 
