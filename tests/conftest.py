@@ -23,6 +23,10 @@ settings.load_profile("search" if os.environ.get("WHET_SEARCH") else "gate")
 # Threads that wait for work would else spin, and take the cores from the tests beside them. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# A user has neither: with them nothing is held back that has to be written in the end, and no file is left beside code.
+for _name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
+    os.environ.pop(_name, None)
+
 # pytest, its plugins and torch change these themselves.
 _OF_PYTEST = {"PYTEST_CURRENT_TEST", "PYTEST_XDIST_TESTRUNUID", "COLUMNS", "LINES"}
 _OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"}

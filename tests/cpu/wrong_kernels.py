@@ -68,7 +68,7 @@ def main(operator: str, program: str, device: str = "cpu") -> None:
     )
     stdout, sys.stdout = sys.stdout, sys.stderr
     code = exit_code(program)
-    print(json.dumps({**found.as_json(), "exit_code": code}), file=stdout)
+    print(json.dumps({**found.as_json(), "exit_code": code}), file=stdout, flush=True)
 
 
 if __name__ == "__main__":

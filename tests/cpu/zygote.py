@@ -123,6 +123,7 @@ def _fork(request: dict) -> int:
 
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 

@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import typer
 
@@ -99,7 +100,7 @@ def whet(version: bool = typer.Option(False, "--version", help="Print the versio
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits with its code."""
     _hold_standard_streams()
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    sys.exit(_written(run(sys.argv[1:] if arguments is None else arguments)))
 
 
 def _hold_standard_streams() -> None:
@@ -159,8 +160,30 @@ def _run(words: list[str], *, debug: bool) -> int:
 
 def _without_reader() -> int:
     """The reader went away (whet plan | head): a flush at exit would fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _drop(sys.stdout)
     return 0
+
+
+def _written(code: int) -> int:
+    """What is still held back is written, and the exit code: at the interpreter's end a failure could not be told."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop(sys.stdout)
+    except OSError as error:
+        _drop(sys.stdout)
+        screen.error(_as_failure(error))
+        code = code or 1
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _drop(sys.stderr)
+    return code
+
+
+def _drop(stream: TextIO) -> None:
+    """What it holds, and all that comes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _as_failure(error: BaseException) -> WhetError:

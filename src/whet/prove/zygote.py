@@ -90,7 +90,9 @@ def _fork(order: Order) -> int:
         alone()
         code = live(order)
     finally:
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 
