@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from interpreted import interpret, needs_triton
+from interpreted import complaints, needs_triton
 from torch import Tensor
 from torch.nn import functional
 
@@ -306,4 +306,4 @@ def test_interpreted_on_the_cpu_they_compute_the_same() -> None:
     call = "a._MANY = 1; t.check('cpu', torch.float32, rows=2, bound=1e-5, shapes=[(17, 3, 32)])"
     call += "; t.check_norms('cpu', torch.float32, bound=1e-5); t.check_as_operator('cpu', torch.float32)"
     call += "; t.check_spans('cpu', torch.float32, bound=1e-5)"
-    interpret(f"import test_own_kernels as t, torch, whet.device.own.attention as a; {call}")
+    assert complaints(f"import test_own_kernels as t, torch, whet.device.own.attention as a; {call}") == ""

@@ -174,10 +174,11 @@ def _written(code: int) -> int:
         _drop(sys.stdout)
         screen.error(_as_failure(error))
         code = code or 1
-    try:
-        sys.stderr.flush()
-    except OSError:
-        _drop(sys.stderr)
+    if sys.stderr is not None:  # Closed by the caller.
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _drop(sys.stderr)
     return code
 
 

@@ -1,7 +1,8 @@
 """How a recipe is trained: with the public `train`, and nothing behind its back."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,68 +122,50 @@ def train_recipe(
     """Trains a recipe in a run folder, or goes on with it; measured before if `open_rig` says how."""
     config = resolved.config
     made = ingredients(recipe, config, data=data)
-    try:
-        return _train(
-            recipe,
-            resolved,
-            made,
-            run=run,
-            device=device,
-            command=command,
-            show=show,
-            allow=allow,
-            open_rig=open_rig,
-        )
-    except OtherDataError as error:
-        explain = getattr(recipe, "explain_other_data", None)
-        raise error if explain is None else explain(error, config, open_run(run).versions) from None
-
-
-def _train(
-    recipe: Recipe,
-    resolved: Resolved[Any],
-    made: Ingredients,
-    *,
-    run: Path,
-    device: str,
-    command: Sequence[str],
-    show: Show | None,
-    allow: Sequence[str],
-    open_rig: OpenRig | None,
-) -> Result:
-    config = resolved.config
-    if "data" in allow and (run / KEPT_FILE).exists():
+    goes_on = (run / KEPT_FILE).exists()
+    if "data" in allow and goes_on:
         _refuse_other_meanings(open_run(run).kept, recipe.keep(config, made.data))
     if notes := getattr(made.data, "notes", ()):
         show_if_it_can(show, "data", {"notes": notes})
     outputs = getattr(recipe, "outputs", None)
     goal = getattr(config, "goal", recipe.goal)
-    return train(
-        made.model,
-        made.data.train,
-        loss=made.loss,
-        optimizer=made.optimizer,
-        evaluate=evaluation_of(recipe),
-        dev=made.data.dev,
-        test=made.data.test,
-        attach={} if (run / KEPT_FILE).exists() else {KEPT_FILE: json.dumps(recipe.keep(config, made.data)).encode()},
-        run=run,
-        device=device,
-        wishes=resolved.wishes,
-        workload=made.workload.model_copy(update={"batch": resolved.batch}),
-        goal=goal,
-        goal_is="min" if goal in getattr(recipe, "lower_is_better", ()) else "max",
-        recipe=recipe.name,
-        config=config.model_dump(mode="json"),
-        command=list(command),
-        init_from=config.init_from,
-        show=show,
-        measure=open_rig is not None,
-        open_rig=open_rig,
-        allow=allow,
-        outputs=None if outputs is None else partial(outputs, made.model),
-        **made.training,
-    )
+    with _explained(recipe, config, run):
+        return train(
+            made.model,
+            made.data.train,
+            loss=made.loss,
+            optimizer=made.optimizer,
+            evaluate=evaluation_of(recipe),
+            dev=made.data.dev,
+            test=made.data.test,
+            attach={} if goes_on else {KEPT_FILE: json.dumps(recipe.keep(config, made.data)).encode()},
+            run=run,
+            device=device,
+            wishes=resolved.wishes,
+            workload=made.workload.model_copy(update={"batch": resolved.batch}),
+            goal=goal,
+            goal_is="min" if goal in getattr(recipe, "lower_is_better", ()) else "max",
+            recipe=recipe.name,
+            config=config.model_dump(mode="json"),
+            command=list(command),
+            init_from=config.init_from,
+            show=show,
+            measure=open_rig is not None,
+            open_rig=open_rig,
+            allow=allow,
+            outputs=None if outputs is None else partial(outputs, made.model),
+            **made.training,
+        )
+
+
+@contextmanager
+def _explained(recipe: Recipe, config: Any, run: Path) -> Iterator[None]:
+    """A refusal of other data with the reason that the recipe may know."""
+    try:
+        yield
+    except OtherDataError as error:
+        explain = getattr(recipe, "explain_other_data", None)
+        raise error if explain is None else explain(error, config, open_run(run).versions) from None
 
 
 def _refuse_other_meanings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
