@@ -14,21 +14,40 @@ from whet.run.folder import EVENTS_FILE, create_run
 
 EVIL = '<img src=x onerror="window.owned=1">'
 EVIL_NAME = f"evil {EVIL} \u202e\x1b[2J"
+AS_INSTALLED = ("-m", "whet")
+SLOW_TO_OPEN = (
+    "-c",
+    """
+import time
+from whet.cli.main import main
+from whet.report.watch import opening
+
+opening.PATIENCE_SECONDS = 0.1
+really = opening.LiveHistory
+opening.LiveHistory = lambda *given, **named: (time.sleep(3), really(*given, **named))[1]
+main()
+""",
+)
+"""whet where reading a log for the first time takes longer than a request waits."""
 RECORDED_PLAN = Path(__file__).parent / "recordings" / "measured_plan.json"
 
 
-def start(*words: str, folder: Path, **options: object) -> subprocess.Popen[str]:
+def start(
+    *words: str, folder: Path, program: tuple[str, ...] = AS_INSTALLED, **options: object
+) -> subprocess.Popen[str]:
     """`whet WORDS` as a process of its own."""
     environment = {**os.environ, "WHET_HOME": str(folder / "home")}
-    command = [sys.executable, "-m", "whet", *words]
+    command = [sys.executable, *program, *words]
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **options)  # type: ignore[call-overload]
 
 
-def start_server(folder: Path) -> tuple[subprocess.Popen[str], dict[str, str]]:
+def start_server(
+    folder: Path, *, program: tuple[str, ...] = AS_INSTALLED
+) -> tuple[subprocess.Popen[str], dict[str, str]]:
     """`whet watch`, and what it says about itself."""
     words = ("watch", "--no-browser", "--json", "--port", "0")
     with (folder / "server.log").open("w") as log:
-        server = start(*words, folder=folder, stdout=subprocess.PIPE, stderr=log)
+        server = start(*words, folder=folder, program=program, stdout=subprocess.PIPE, stderr=log)
     assert server.stdout is not None
     with server.stdout:
         told = server.stdout.readline()
@@ -105,9 +124,9 @@ def make_torn(runs: Path) -> Path:
 
 def make_sibling(run: Path) -> Path:
     """A finished run once more, with another learning rate, and the recorded plan of a run that was measured."""
-    sibling = run.with_name("text-002")
-    shutil.copytree(run, sibling)
+    draft = run.with_name(".text-002")
+    shutil.copytree(run, draft)
     config = json.loads((run / "config.json").read_text())
-    (sibling / "config.json").write_text(json.dumps({**config, "lr": 0.0005}))
-    shutil.copy(RECORDED_PLAN, sibling / "plan.json")
-    return sibling
+    (draft / "config.json").write_text(json.dumps({**config, "lr": 0.0005}))
+    shutil.copy(RECORDED_PLAN, draft / "plan.json")
+    return draft.rename(run.with_name("text-002"))

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, StorageState, expect
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from stage import EVIL, EVIL_NAME, Training, make_evil, make_sibling, make_torn, start, start_server
+from stage import EVIL, EVIL_NAME, SLOW_TO_OPEN, Training, make_evil, make_sibling, make_torn, start, start_server
 from visiting import DESK, PHONE, Visit
 from whet.report.board import Lookout
 from whet.report.terminal import Paper, lines, num_rows
@@ -198,6 +198,27 @@ def test_two_runs_are_compared(stage: Stage, sibling: Path) -> None:
     visit.picture("compare")
     page.reload()
     expect(page.get_by_role("heading", name="2 runs side by side")).to_be_visible()
+
+
+def test_a_run_that_takes_long_to_open_is_waited_for_simulated(
+    browser: Browser, pictures: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    make_torn(tmp_path / "runs")
+    server, told = start_server(tmp_path, program=SLOW_TO_OPEN)
+    try:
+        visit = Visit(browser, pictures, home=told["url"])
+        visit.page.goto(told["link"])
+        visit.page.get_by_role("link", name="torn", exact=True).click()
+        expect(visit.page.get_by_text("read for the first time: 0 %")).to_be_visible()
+        expect(visit.page.locator("#bar .status")).to_have_text("reading the run")
+        expect(visit.page.locator(".tile", has_text="steps").locator("strong")).to_have_text("30")
+        expect(visit.page.locator("#bar .status")).to_have_text("live")
+        assert visit.faults == []
+        visit.close()
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
 
 
 def test_a_torn_last_line_waits_for_its_rest(stage: Stage) -> None:

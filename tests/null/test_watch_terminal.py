@@ -180,6 +180,18 @@ def test_a_torn_line_is_not_counted_and_a_dead_process_is_told(tmp_path: Path) -
     assert row.resume is not None
 
 
+def test_a_run_that_is_being_copied_here_is_shown_once_it_is_whole(tmp_path: Path) -> None:
+    path = make(tmp_path / "copied").path
+    config = path / "config.json"
+    config.rename(tmp_path / "config.json")
+    lookout = Lookout(tmp_path)
+    (row,) = lookout.look(rows=5).rows
+    assert (row.state, row.changed) == ("unreadable", pytest.approx((path / EVENTS_FILE).stat().st_mtime))
+    (tmp_path / "config.json").rename(config)
+    (row,) = lookout.look(rows=5).rows
+    assert (row.state, row.step) == ("done", 40)
+
+
 def test_memory_load_and_heat_are_those_read_last(tmp_path: Path) -> None:
     run = make(tmp_path / "healthy", state=None)
     memory = {"allocated": 2**30, "reserved": 3 * 2**30, "limit": 2**32, "used": 6e9, "available": 2e9, "swap": 2**20}

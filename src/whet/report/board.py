@@ -112,17 +112,19 @@ class Lookout:
 
     def _glance(self, path: Path) -> _Seen:
         stamp, before = stamp_of(path), self._seen.get(path)
-        if before is not None and before.stamp == stamp and not _is_other_state(before.glance):
+        history = before.history if before else None
+        # What could not be read is looked at each time: it may be on its way here, file by file.
+        if before and history is not None and before.stamp == stamp and not _is_other_state(before.glance):
             return before
         try:
-            run, history = open_run(path), before.history if before else None
+            run = open_run(path)
             if history is None:
                 history = LiveHistory(run)
             else:
                 history.refresh()
             return _Seen(stamp, glance(run, history, points=_CURVE_POINTS), history)
         except (WhetError, OSError) as error:
-            return _Seen(stamp, unreadable(path, error), None)
+            return _Seen(stamp, unreadable(path, error, changed=stamp[2] / 1e9), None)
 
 
 def stamp_of(path: Path) -> Stamp:

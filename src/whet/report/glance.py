@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -106,10 +105,10 @@ def glance(run: Run, history: History, *, points: int) -> Glance:
     )
 
 
-def unreadable(path: Path, problem: WhetError | OSError) -> Glance:
+def unreadable(path: Path, problem: WhetError | OSError, *, changed: float) -> Glance:
     """A folder that cannot be read as a run, with the reason."""
     reason = problem.what if isinstance(problem, WhetError) else str(problem)
-    return Glance(path=path, state="unreadable", problem=reason, changed=time.time())
+    return Glance(path=path, state="unreadable", problem=reason, changed=changed)
 
 
 def vitals_of(history: History, *, is_running: bool) -> Vitals:

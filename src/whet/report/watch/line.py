@@ -99,13 +99,15 @@ class LineReader:
         try:
             if not self._read_news(mark):
                 self._look_anew()
+            self._mark = mark
         except (WhetError, OSError) as error:
             told = f"{error.what}: {error.got}" if isinstance(error, WhetError) else str(error)
             problem = without_place(told, self._folder)
             self.line = RunLine(
                 id=before.id, name=before.name, state="unreadable", changed=mark.newest / 1e9, problem=_shown(problem)
             )
-        self._mark = mark
+            # Looked at again each time: it may be on its way here, file by file.
+            self._mark = None
         return self.line != before
 
     def _look_anew(self) -> None:

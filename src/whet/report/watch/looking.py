@@ -81,9 +81,7 @@ class Looking:
             entries, is_running = folder.stat().st_mtime_ns, is_locked(folder)
         except OSError:
             entries, is_running = 0, False
-        look = self._looks.get(ident)
-        percent = look.opening.percent if look else None
-        known = repr((ident, Mark.of(folder), entries, is_running, percent)).encode()
+        known = repr((ident, Mark.of(folder), entries, is_running)).encode()
         return hashlib.sha256(self._salt + known).hexdigest()[:20]
 
     def view(self, ident: str) -> Seen:

@@ -8,6 +8,8 @@ from whet.web.refusal import RefusedError
 
 PATIENCE_SECONDS = 2.0
 """So long a request waits; most runs are open by then."""
+ACCEPTED = 202
+"""Not a failure: whoever asks again later gets the run."""
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -16,8 +18,7 @@ class Opening:
 
     def __init__(self, folder: Path) -> None:
         self.history: LiveHistory | None = None
-        self.percent: int | None = 0
-        """How much of it was read; None once it is open, or could not be."""
+        self._percent = 0
         self._folder = folder
         self._error: Exception | None = None
         self._is_cancelled = False
@@ -28,7 +29,8 @@ class Opening:
     def wait(self) -> LiveHistory:
         """The history, if it does not take too long; then a refusal that tells how far it is."""
         if not self._done.wait(PATIENCE_SECONDS):
-            raise RefusedError(503, f"the log of this run is read for the first time: {self.percent} %", try_="wait")
+            told = f"the log of this run is read for the first time: {self._percent} %"
+            raise RefusedError(ACCEPTED, told, try_="again in a second")
         if self._error is not None:
             raise self._error
         assert self.history is not None
@@ -45,10 +47,9 @@ class Opening:
         except Exception as error:
             self._error = error
         finally:
-            self.percent = None
             self._done.set()
 
     def _tell(self, done: int, total: int) -> None:
         if self._is_cancelled:
             raise InterruptedError("nobody asks for this run any more")
-        self.percent = 100 * done // max(1, total)
+        self._percent = 100 * done // max(1, total)

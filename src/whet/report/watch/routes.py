@@ -14,7 +14,7 @@
         run    {"id", "version"}               this run has something new: fetch it again
 
 Answers of runs and files carry an ETag. A run whose log is read for the first time, which can take a minute, answers
-503 with how far that is, and `run` tells when to ask again.
+202 with how far that is, until somebody who asks again gets it.
 """
 
 import asyncio

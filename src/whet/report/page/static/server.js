@@ -1,12 +1,12 @@
 // How does the live page talk to its server? It asks for JSON, and listens for what changed.
 import { restored } from "./strict.js";
 
-/** The answer of the server to a GET; an Error with its own words where it refuses. */
+/** The answer of the server to a GET; an Error with its own words where it refuses, or has not finished reading. */
 export async function ask(path) {
   const answer = await fetch(path, { credentials: "same-origin", cache: "no-cache" });
-  if (!answer.ok) {
+  if (answer.status !== 200) {
     const failure = new Error((await answer.text()).slice(0, 500) || `the server answered ${answer.status}`);
-    failure.status = answer.status;
+    failure.isEarly = answer.status === 202;
     throw failure;
   }
   return restored(await answer.json());

@@ -7,6 +7,7 @@ import { showRun } from "./run.js";
 import { Listening, ask } from "./server.js";
 import { themeButton } from "./theme.js";
 
+const AGAIN_MS = 1000;
 const page = document.getElementById("page");
 const status = el("span", { class: "status", role: "status" });
 let shown = null;
@@ -92,16 +93,22 @@ class Shown {
       try {
         this.show(await this.fetchNewest());
       } catch (failure) {
-        if (!this.isClosed && !this.drawn)
-          fill(
-            page,
-            el("p", { class: "notice bad" }, failure.message),
-            el("p", {}, el("a", { href: "#/" }, "all runs")),
-          );
-        say("the run could not be read");
+        if (!this.isClosed) this.explain(failure);
       }
     }
     this.isFetching = false;
+  }
+
+  /** Says why there is nothing to show; what the server is still reading is asked for again. */
+  explain({ message, isEarly }) {
+    if (!this.drawn)
+      fill(
+        page,
+        el("p", { class: isEarly ? "lead wait" : "notice bad" }, message),
+        el("p", {}, el("a", { href: "#/" }, "all runs")),
+      );
+    say(isEarly ? "reading the run" : "the run could not be read");
+    if (isEarly) setTimeout(() => this.fetch(), AGAIN_MS);
   }
 
   show(newest) {
