@@ -4,10 +4,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from whet.base.errors import OtherDataError, UsageError
+from whet.base.version import VERSION
 from whet.plan.workload import Workload
 from whet.recipes.chat import config as chat_config
 from whet.recipes.chat.arch import PRESETS
 from whet.recipes.chat.config import ChatConfig
+from whet.recipes.updated import Embedded, explained
 from whet.run.folder import open_run
 
 if TYPE_CHECKING:
@@ -17,6 +19,14 @@ if TYPE_CHECKING:
     from whet.recipes.chat.generation.speaking import Speaker
     from whet.recipes.chat.model.causal import CausalModel
     from whet.recipes.chat.rows import ChatData
+
+
+_EMBEDDED = Embedded(
+    is_made="the embedded talks are made from whet itself and from Python's library",
+    sources={"whet": "whet", "python": "Python"},
+    otherwise=f"whet has changed since (still {VERSION}, with other files)",
+    instead="talks of your own (whet data chat)",
+)
 
 
 class ChatRecipe:
@@ -84,9 +94,7 @@ class ChatRecipe:
         self, error: OtherDataError, config: ChatConfig, versions: Mapping[str, str | None]
     ) -> UsageError:
         """Only the embedded conversations change by themselves."""
-        from whet.recipes.chat.embedded.changed import explained
-
-        return error if chat_config.data_folders(config) else explained(error, versions)
+        return error if chat_config.data_folders(config) else explained(error, _EMBEDDED, versions)
 
     def speak(self, kept: dict[str, Any]) -> "Speaker":
         """Who answers, without weights yet."""

@@ -123,6 +123,11 @@ class TextConfig(CommonConfig):
         """Whether a model of transformers is fine-tuned."""
         return self.model != SMALL
 
+    @property
+    def is_embedded(self) -> bool:
+        """Whether no data is given."""
+        return self.data is None and not self.data_paths
+
     @model_validator(mode="before")
     @classmethod
     def start_from_fitting_defaults(cls, given: Any) -> Any:
@@ -185,8 +190,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
     `folder` is where the files of a name on the hub lie, once they are here.
     """
     _refuse_missing_data(config)
-    is_embedded = config.data is None and not config.data_paths
-    num_samples = int(EMBEDDED_CLASSES * EMBEDDED_ROWS_PER_CLASS * TRAIN_SHARE) if is_embedded else None
+    num_samples = int(EMBEDDED_CLASSES * EMBEDDED_ROWS_PER_CLASS * TRAIN_SHARE) if config.is_embedded else None
     backbone = read_backbone(config.model if folder is None else str(folder)) if config.is_pretrained else None
     can_pack = is_read_packed(config, backbone)
     if config.lengths in ("packed", "packed few") and not can_pack:

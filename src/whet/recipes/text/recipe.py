@@ -1,15 +1,16 @@
 """The text recipe: which class a text belongs to. torch is imported when it is needed, so that a plan needs none."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.base.errors import UsageError
+from whet.base.errors import OtherDataError, UsageError
 from whet.plan.workload import Workload
 from whet.recipes.text import config as text_config
 from whet.recipes.text.backbone import folder_of
 from whet.recipes.text.config import TextConfig
+from whet.recipes.updated import Embedded, explained
 from whet.run.folder import open_run
 
 if TYPE_CHECKING:
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
     from whet.recipes.text.choosing import Classifier
     from whet.recipes.text.data import TextData
     from whet.recipes.text.using.answering import Answering
+
+
+_EMBEDDED = Embedded(
+    is_made="the embedded texts are docstrings of six installed libraries",
+    sources={"python": "Python", "torch": "torch", "transformers": "transformers", "numpy": "numpy"},
+    otherwise="one of them has changed since, sympy or networkx perhaps",
+    instead="texts of your own (data=FILE)",
+)
 
 
 class TextRecipe:
@@ -111,6 +120,12 @@ class TextRecipe:
             "has_pairs": data.has_pairs,
             **kept_of(config, data),
         }
+
+    def explain_other_data(
+        self, error: OtherDataError, config: TextConfig, versions: Mapping[str, str | None]
+    ) -> UsageError:
+        """Only the embedded texts change by themselves."""
+        return explained(error, _EMBEDDED, versions) if config.is_embedded else error
 
     def look_at_data(self, config: TextConfig, path: Path, *, fix: Path | None, leave: tuple[str, ...]) -> "DataLook":
         from whet.recipes.text.inspection.look import look_at_data
