@@ -42,10 +42,10 @@ def start(
 
 
 def start_server(
-    folder: Path, *, program: tuple[str, ...] = AS_INSTALLED
+    folder: Path, *, program: tuple[str, ...] = AS_INSTALLED, port: int = 0
 ) -> tuple[subprocess.Popen[str], dict[str, str]]:
     """`whet watch`, and what it says about itself."""
-    words = ("watch", "--no-browser", "--json", "--port", "0")
+    words = ("watch", "--no-browser", "--json", "--port", str(port))
     with (folder / "server.log").open("w") as log:
         server = start(*words, folder=folder, program=program, stdout=subprocess.PIPE, stderr=log)
     assert server.stdout is not None

@@ -7,7 +7,8 @@ list of the runs; one that takes nothing at all is cut off by the guard.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from whet.report.watch.line import RunLine
@@ -20,12 +21,13 @@ from whet.web.refusal import RefusedError
 MOST_LISTENERS = 64
 _POLL_SECONDS = 1.0
 _SHARE = 0.05
-"""Of the time at most is spent on looking for changes."""
+"""Of the time at most is spent on looking for changes,"""
+_LONGEST_PAUSE = 20.0
+"""unless that would leave every page behind for minutes after one slow moment of the disk."""
 _HEARTBEAT_SECONDS = 15.0
 _MOST_GROUPS = 20
 
 T = TypeVar("T")
-InThread = Callable[[Callable[[], T]], Awaitable[T]]
 
 
 class _Listener:
@@ -70,16 +72,17 @@ class _Listener:
             told = {} if groups is None else {"groups": shown_groups(groups)}
             said.append(_event("runs", {"changed": changed, "removed": sorted(removed), **told}))
         said += [_event("run", {"id": ident, "version": version}) for ident, version in runs.items()]
-        return said or [b": still here\n\n"]
+        return said or [_event("still", {})]
 
 
 class Feed:
     """Looks at the runs while anybody listens, and tells each what is new for it."""
 
-    def __init__(self, listing: Listing, looking: Looking, in_thread: InThread[Any]) -> None:
+    def __init__(self, listing: Listing, looking: Looking, lister: Executor) -> None:
         self._listing = listing
         self._looking = looking
-        self._in_thread = in_thread
+        self._lister = lister
+        self._turn = asyncio.Lock()
         self._listeners: set[_Listener] = set()
         self._polling: asyncio.Task[None] | None = None
 
@@ -101,6 +104,8 @@ class Feed:
             while True:
                 for said in await listener.news():
                     yield said
+                if self._polling is not None and self._polling.done():
+                    self._polling.result()  # Whatever ended it is told, and a page that comes again starts it anew.
         finally:
             self._listeners.discard(listener)
 
@@ -109,21 +114,31 @@ class Feed:
         if self.num_listeners >= MOST_LISTENERS:
             raise RefusedError(503, "too many pages are open", got=self.num_listeners, try_="close some of them")
 
-    async def _poll(self) -> None:
-        while self._listeners:
-            begun = time.monotonic()
-            changes, versions = await self._in_thread(self._look)
+    async def look(self) -> float:
+        """Looks at the runs now, for whomever, and tells everybody what changed; the seconds that took."""
+        async with self._turn:  # What is told last is what was seen last.
+            changes, versions, spent = await self._in_thread(self._look)
             for listener in self._listeners:
                 listener.tell(changes)
                 for ident, version in versions.items():
                     listener.tell_run(ident, version)
-            spent = time.monotonic() - begun
-            await asyncio.sleep(max(_POLL_SECONDS, spent / _SHARE) if self._listing.is_complete else spent)
+        return spent
 
-    def _look(self) -> tuple[Changes, dict[str, str]]:
+    async def _poll(self) -> None:
+        while self._listeners:
+            spent = await self.look()
+            pause = min(max(_POLL_SECONDS, spent / _SHARE), _LONGEST_PAUSE) if self._listing.is_complete else spent
+            await asyncio.sleep(pause)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._lister, work)
+
+    def _look(self) -> tuple[Changes, dict[str, str], float]:
+        begun = time.monotonic()
         changes = self._listing.look()
         watched = {ident for listener in tuple(self._listeners) for ident in listener.idents}
-        return changes, self._versions(ident for ident in watched if not self._looking.is_at_rest(ident))
+        versions = self._versions(ident for ident in watched if not self._looking.is_at_rest(ident))
+        return changes, versions, time.monotonic() - begun
 
     def _versions(self, idents: Iterable[str]) -> dict[str, str]:
         found = {}

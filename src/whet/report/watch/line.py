@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from whet.report.watch.shorten import shorten
 from whet.run.event import SITTINGS, Event, read_line
 from whet.run.events import History
 from whet.run.folder import EVENTS_FILE, RUN_FILE, Run, open_run
-from whet.run.lock import is_locked
+from whet.run.lock import LOCK_FILE, is_locked
 from whet.run.plain_file import open_plain
 from whet.run.runs import State, goal_name, run_state, total_steps
 from whet.run.strict_json import StrictRecord
@@ -20,6 +21,10 @@ _MOST_NEWS = 1024**2
 """Bytes that are read as news; behind more, the run is looked at anew, with its index."""
 _MOST_READ = 8 * 1024**2
 """Bytes of a log that are read for its line in a list; of more without an index, only the ends."""
+_SLOW_SECONDS = 0.2
+"""What takes longer only to fail is left alone"""
+_REST_SECONDS = 30.0
+"""for so long, unless it changes."""
 _LONGEST_TEXT = 300
 
 
@@ -48,11 +53,14 @@ class Mark:
 
     events: tuple[int, int, int] | None
     header: tuple[int, int, int] | None
+    lock: tuple[int, int, int] | None
+    """Whoever takes or releases it writes in it: a run is under way long before its first word."""
 
     @classmethod
     def of(cls, folder: Path | str) -> "Mark":
         """The mark of a run folder now; of thousands every second, so without making paths."""
-        return cls(events=_stat(f"{folder}/{EVENTS_FILE}"), header=_stat(f"{folder}/{RUN_FILE}"))
+        names = {"events": EVENTS_FILE, "header": RUN_FILE, "lock": LOCK_FILE}
+        return cls(**{part: stamp(f"{folder}/{name}") for part, name in names.items()})
 
     @property
     def newest(self) -> int:
@@ -85,29 +93,34 @@ class LineReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._mark: Mark | None = None
+        self._unread: Mark | None = None
+        self._rests_until = 0.0
         self._position = 0
         self._last_turn: Event | None = None
         self.line = RunLine(id=run_id(folder.name), name=_shown(folder.name), state="never started")
 
     def refresh(self, mark: Mark) -> bool:
         """Reads what is new, if anything; whether the line is another one now."""
-        before = self.line
-        if mark == self._mark:
-            if self.line.state == "running" and not is_locked(self._folder):
-                self._set_state(is_running=False)
-            return self.line != before
+        before, begun = self.line, time.monotonic()
+        if mark == self._unread and begun < self._rests_until:
+            return False
         try:
-            if not self._read_news(mark):
-                self._look_anew()
-            self._mark = mark
+            if mark != self._mark:
+                if not self._read_news(mark):
+                    self._look_anew()
+                self._mark = mark
+            elif self.line.state == "running" and not is_locked(self._folder):
+                self._set_state(is_running=False)  # It died without a word.
         except (WhetError, OSError) as error:
             told = f"{error.what}: {error.got}" if isinstance(error, WhetError) else str(error)
             problem = without_place(told, self._folder)
             self.line = RunLine(
                 id=before.id, name=before.name, state="unreadable", changed=mark.newest / 1e9, problem=_shown(problem)
             )
-            # Looked at again each time: it may be on its way here, file by file.
-            self._mark = None
+            # Looked at again each time: it may be on its way here, file by file. But a disk may need seconds to fail.
+            self._mark, self._unread = None, mark
+            if time.monotonic() - begun > _SLOW_SECONDS:
+                self._rests_until = begun + _REST_SECONDS
         return self.line != before
 
     def _look_anew(self) -> None:
@@ -195,7 +208,8 @@ class LineReader:
         return told if told in ("stopped", "failed") else "done"
 
 
-def _stat(path: str) -> tuple[int, int, int] | None:
+def stamp(path: str) -> tuple[int, int, int] | None:
+    """Another one whenever a file is; None where there is none."""
     try:
         found = os.lstat(path)
     except OSError:

@@ -62,9 +62,11 @@ class Listing:
                 del self._readers[ident]
             changed: list[RunLine] = []
             until, self.is_complete = time.monotonic() + seconds, True
-            for ident, mark in sorted(marks.items(), key=lambda one: -one[1].newest):
+            # What could not be read comes last: it is tried at every look, and nothing should wait for it.
+            unreadable = {ident for ident, reader in self._readers.items() if reader.line.state == "unreadable"}
+            for ident, mark in sorted(marks.items(), key=lambda one: (one[0] in unreadable, -one[1].newest)):
                 if time.monotonic() > until:
-                    self.is_complete = False
+                    self.is_complete = ident in unreadable
                     break
                 reader = self._readers.get(ident)
                 if reader is None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from whet.base.errors import WhetError
 from whet.report.comparing import MOST_RUNS, compare_view
 from whet.report.view import RunView, run_view
-from whet.report.watch.line import Mark, without_place
+from whet.report.watch.line import Mark, stamp, without_place
 from whet.report.watch.listing import Listing
 from whet.report.watch.opening import Opening
 from whet.report.watch.shorten import shorten
 from whet.run import strict_json
-from whet.run.folder import open_run
+from whet.run.folder import CHECKPOINTS, PARTS, open_run
 from whet.run.live import LiveHistory
 from whet.run.lock import is_locked
 from whet.web.refusal import RefusedError
@@ -27,7 +27,9 @@ _KEPT_RUNS = 16
 _KEPT_BLOCKS = 40_000
 """Of 256 events each, over all runs that are kept open: a run of 5 million events has half of them."""
 _SHARE = 0.03
-"""Of the time at most is spent on one run."""
+"""Of the time at most is spent on one run,"""
+_LONGEST_REST = 60.0
+"""unless that would leave a page behind for minutes after one slow moment of the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,11 @@ class Looking:
         folder = self.folder(ident)
         try:
             entries, is_running = folder.stat().st_mtime_ns, is_locked(folder)
-        except OSError:
+        except (WhetError, OSError):
             entries, is_running = 0, False
-        known = repr((ident, Mark.of(folder), entries, is_running)).encode()
+        # What is copied here comes into a file after its name is there, and checkpoints come and go without a word.
+        parts = [stamp(f"{folder}/{name}") for name in (*(f"{part}.json" for part in PARTS), CHECKPOINTS)]
+        known = repr((ident, Mark.of(folder), parts, entries, is_running)).encode()
         return hashlib.sha256(self._salt + known).hexdigest()[:20]
 
     def view(self, ident: str) -> Seen:
@@ -93,7 +97,8 @@ class Looking:
                 history.refresh()
                 view = run_view(open_run(folder), history=history)
                 look.seen = Seen(version, view, strict_json.compact(shorten(view.as_json())).encode())
-                look.rests_until = begun + (time.monotonic() - begun) / _SHARE
+                spent = time.monotonic() - begun
+                look.rests_until = begun + min(spent / _SHARE, spent + _LONGEST_REST)
             return look.seen
 
     def comparison(self, idents: list[str]) -> bytes:

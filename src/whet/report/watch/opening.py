@@ -1,13 +1,14 @@
 """How is a run opened that takes a minute to read? In a thread of its own, while others are told how far it is."""
 
 import threading
+import time
 from pathlib import Path
 
 from whet.run.live import LiveHistory
 from whet.web.refusal import RefusedError
 
 PATIENCE_SECONDS = 2.0
-"""So long a request waits; most runs are open by then."""
+"""So long requests wait after the first; most runs are open by then. Later ones would only keep others waiting."""
 ACCEPTED = 202
 """Not a failure: whoever asks again later gets the run."""
 _ONE_AT_A_TIME = threading.Lock()
@@ -23,12 +24,13 @@ class Opening:
         self._error: Exception | None = None
         self._is_cancelled = False
         self._done = threading.Event()
+        self._patient_until = time.monotonic() + PATIENCE_SECONDS
         # Nobody waits for it when the server ends.
         threading.Thread(target=self._open, name="opener", daemon=True).start()
 
     def wait(self) -> LiveHistory:
         """The history, if it does not take too long; then a refusal that tells how far it is."""
-        if not self._done.wait(PATIENCE_SECONDS):
+        if not self._done.wait(max(0.0, self._patient_until - time.monotonic())):
             told = f"the log of this run is read for the first time: {self._percent} %"
             raise RefusedError(ACCEPTED, told, try_="again in a second")
         if self._error is not None:

@@ -12,6 +12,7 @@
         hello  {"runs": [ids]}                 fetch all that is shown (also after a connection was lost)
         runs   {"changed": [RunLine...], "removed": [ids]}, and "groups" where they changed
         run    {"id", "version"}               this run has something new: fetch it again
+        still  {}                              nothing new, every 15 seconds
 
 Answers of runs and files carry an ETag. A run whose log is read for the first time, which can take a minute, answers
 202 with how far that is, until somebody who asks again gets it.
@@ -54,9 +55,11 @@ class Routes:
         self._name = folder.name
         self._listing = Listing(folder)
         self._looking = Looking(self._listing)
-        # Two, so that a large run that is opened does not keep the list waiting.
+        # Two, so that a large run does not keep another one waiting.
         self._readers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reader")
-        self._feed = Feed(self._listing, self._looking, self._in_thread)
+        # The list waits for no run, however many pages wait for theirs.
+        self._lister = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lister")
+        self._feed = Feed(self._listing, self._looking, self._lister)
         self._files = page_files()
 
     def routes(self) -> list["BaseRoute"]:
@@ -77,7 +80,8 @@ class Routes:
     def close(self) -> None:
         """Leaves whatever is being read."""
         self._looking.close()
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._readers, self._lister):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._readers, work)
@@ -100,7 +104,7 @@ class Routes:
 
     async def _runs(self, request: "Request") -> "Response":  # noqa: ARG002
         if time.monotonic() - self._listing.looked_at > _FRESH_SECONDS:
-            await self._in_thread(self._listing.look)
+            await self._feed.look()
         answer = {
             "runs": [line.as_json() for line in self._listing.lines()],
             "groups": shown_groups(self._listing.groups),

@@ -32,6 +32,7 @@ export class RunList {
     this.count = el("span", { class: "says", role: "status" });
     this.compare = el("a", { class: "quiet go", hidden: true }, "compare");
     this.folder = folder;
+    this.ahead = 0;
     this.groups = el("div", {});
     this.body = el("tbody", {});
     this.heads = COLUMNS.map(([name]) =>
@@ -67,11 +68,18 @@ export class RunList {
     );
   }
 
-  /** All lines anew, or only those that changed; the folders with runs of their own where they are told. */
-  set(lines, removed = [], isAll = false, groups = null) {
+  /** All lines anew. */
+  set({ runs, groups, now }) {
+    // The clock of the server, which may be another machine, wrote the times.
+    this.ahead = now - Date.now() / 1000;
+    this.lines.clear();
+    this.hear({ changed: runs, removed: [], groups });
+  }
+
+  /** Lines that changed; the folders with runs of their own where they are told. */
+  hear({ changed, removed, groups }) {
     if (groups) fill(this.groups, groups.map((one) => this.group(one)));
-    if (isAll) this.lines.clear();
-    for (const line of lines) this.lines.set(line.id, line);
+    for (const line of changed) this.lines.set(line.id, line);
     for (const id of removed) this.lines.delete(id);
     for (const known of [this.rows, this.chosen])
       for (const id of known.keys()) if (!this.lines.has(id)) known.delete(id);
@@ -127,13 +135,22 @@ export class RunList {
     this.compare.href = `#/compare/${[...this.chosen].join(",")}`;
   }
 
+  /** Time goes on where nothing else does. */
+  tick() {
+    for (const [id, { figures }] of this.rows) fill(figures.at(-1), this.ageOf(this.lines.get(id)));
+  }
+
+  ageOf(line) {
+    return `${showSeconds(Math.max(0, Math.round(Date.now() / 1000 + this.ahead - line.changed)))} ago`;
+  }
+
   /** The row of a run, with its newest figures. What can be pressed in it stays the same element. */
   row(line) {
     if (!this.rows.has(line.id)) this.rows.set(line.id, this.newRow(line));
     const { element, mark, says, figures } = this.rows.get(line.id);
     mark.checked = this.chosen.has(line.id);
     fill(says, line.problem || (line.recipe ?? ""));
-    const newest = figuresOf(line);
+    const newest = [...figuresOf(line), this.ageOf(line)];
     figures.forEach((cell, place) => fill(cell, newest[place]));
     return element;
   }
@@ -170,7 +187,6 @@ function figuresOf(line) {
     [steps, bar],
     showNumber(line.loss),
     line.goal_value === null ? el("span", { class: "none" }, "–") : `${line.goal} ${showNumber(line.goal_value)}`,
-    `${showSeconds(Math.max(0, Math.round(Date.now() / 1000 - line.changed)))} ago`,
   ];
 }
 

@@ -7,7 +7,13 @@ import { showRun } from "./run.js";
 import { Listening, ask } from "./server.js";
 import { themeButton } from "./theme.js";
 
-const AGAIN_MS = 1000;
+const SOON_MS = 1000;
+const LATER_MS = 5000;
+const TICK_MS = 10000;
+// Statuses of the server: it is still reading; it has no such run.
+const EARLY = 202;
+const GONE = 404;
+const GONE_WORDS = "the run is gone; this was read before";
 const page = document.getElementById("page");
 const status = el("span", { class: "status", role: "status" });
 let shown = null;
@@ -34,8 +40,8 @@ function go() {
   shown = null;
   scrollTo(0, 0);
   const [, kind, ids = ""] = location.hash.match(/^#\/(run|compare)\/([0-9a-f,]+)$/) ?? [];
-  if (kind === "run") shown = new Shown([ids], () => ask(`/api/runs/${ids}`), drawRun);
-  else if (kind === "compare") shown = new Shown(ids.split(","), () => ask(`/api/compare?ids=${ids}`), drawComparison);
+  if (kind === "run") shown = new Shown([ids], `/api/runs/${ids}`, drawRun);
+  else if (kind === "compare") shown = new Shown(ids.split(","), `/api/compare?ids=${ids}`, drawComparison);
   else shown = new List();
 }
 
@@ -59,28 +65,23 @@ function drawComparison(comparison) {
   return made;
 }
 
-/** One run, or several, fetched again whenever the server says that there is something new. */
-class Shown {
-  constructor(ids, fetchNewest, draw) {
-    this.ids = ids;
-    this.fetchNewest = fetchNewest;
-    this.draw = draw;
-    this.drawn = null;
+/** Something that is fetched again whenever the server says that there is something new. */
+class Kept {
+  constructor(ids, path) {
+    this.path = path;
     this.isClosed = this.isFetching = this.isStale = false;
-    fill(page, el("p", { class: "lead wait" }, "reading the run ..."));
-    const fetchIt = () => this.fetch();
     this.listening = new Listening(ids, {
-      hello: fetchIt,
-      run: fetchIt,
-      runs: ({ removed }) => {
-        if (ids.some((id) => removed.includes(id))) say("the run is gone; this was read before");
-      },
-      lost: () => say("not connected; trying again"),
+      hello: () => this.begin(),
+      run: () => this.fetch(),
+      runs: (news) => this.hear(news),
+      lost: say,
     });
   }
 
-  get settings() {
-    return this.drawn?.settings;
+  /** What was asked before the connection was lost may never be answered. */
+  begin() {
+    this.asking?.abort();
+    this.fetch();
   }
 
   /** One request at a time; what changed meanwhile is fetched after it. */
@@ -88,32 +89,67 @@ class Shown {
     this.isStale = true;
     if (this.isFetching) return;
     this.isFetching = true;
+    clearTimeout(this.timer);
     while (this.isStale && !this.isClosed) {
       this.isStale = false;
+      this.asking = new AbortController();
       try {
-        this.show(await this.fetchNewest());
+        const newest = await ask(this.path, this.asking.signal);
+        if (this.isClosed) break;
+        this.show(newest);
+        say("live");
       } catch (failure) {
-        if (!this.isClosed) this.explain(failure);
+        if (!this.isClosed && failure.name !== "AbortError") this.explain(failure);
       }
     }
     this.isFetching = false;
   }
 
-  /** Says why there is nothing to show; what the server is still reading is asked for again. */
-  explain({ message, isEarly }) {
-    if (!this.drawn)
+  /** Says why there is nothing to show, and asks again: what keeps it from us may pass without a word. */
+  explain({ message, status }) {
+    const isEarly = status === EARLY;
+    if (!this.isDrawn)
       fill(
         page,
         el("p", { class: isEarly ? "lead wait" : "notice bad" }, message),
         el("p", {}, el("a", { href: "#/" }, "all runs")),
       );
-    say(isEarly ? "reading the run" : "the run could not be read");
-    if (isEarly) setTimeout(() => this.fetch(), AGAIN_MS);
+    const isGone = status === GONE && this.isDrawn;
+    say(isEarly ? "reading the run" : isGone ? GONE_WORDS : status ? "could not be read" : "not connected; trying again");
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.fetch(), isEarly ? SOON_MS : LATER_MS);
+  }
+
+  close() {
+    this.isClosed = true;
+    clearTimeout(this.timer);
+    this.listening.close();
+  }
+}
+
+/** One run, or several. */
+class Shown extends Kept {
+  constructor(ids, path, draw) {
+    super(ids, path);
+    this.ids = ids;
+    this.draw = draw;
+    this.drawn = null;
+    fill(page, el("p", { class: "lead wait" }, "reading the run ..."));
+  }
+
+  get settings() {
+    return this.drawn?.settings;
+  }
+
+  get isDrawn() {
+    return this.drawn !== null;
+  }
+
+  hear({ removed }) {
+    if (this.ids.some((id) => removed.includes(id))) say(GONE_WORDS);
   }
 
   show(newest) {
-    if (this.isClosed) return;
-    say("live");
     if (this.drawn) this.drawn.update(newest);
     else {
       this.drawn = this.draw(newest, this.ids);
@@ -122,45 +158,44 @@ class Shown {
   }
 
   close() {
-    this.isClosed = true;
-    this.listening.close();
+    super.close();
     this.drawn?.close();
   }
 }
 
 /** The list of all runs. */
-class List {
+class List extends Kept {
   constructor() {
+    super([], "/api/runs");
     this.list = null;
-    this.isClosed = false;
+    this.missed = [];
+    this.ticking = setInterval(() => this.list?.tick(), TICK_MS);
     document.title = "runs - whet";
     fill(page, el("p", { class: "lead wait" }, "looking for runs ..."));
-    this.listening = new Listening([], {
-      hello: () => this.fetch(),
-      runs: ({ changed, removed, groups }) => this.list?.set(changed, removed, false, groups),
-      run: () => {},
-      lost: () => say("not connected; trying again"),
-    });
   }
 
-  async fetch() {
-    try {
-      const { runs, folder, groups } = await ask("/api/runs");
-      if (this.isClosed) return;
-      if (!this.list) {
-        this.list = new RunList(folder);
-        fill(page, this.list.element);
-      }
-      this.list.set(runs, [], true, groups);
-      say("live");
-    } catch (failure) {
-      if (!this.isClosed) fill(page, el("p", { class: "notice bad" }, failure.message));
+  get isDrawn() {
+    return this.list !== null;
+  }
+
+  /** An answer that is on its way may be older than what is heard. */
+  hear(news) {
+    if (this.isFetching) this.missed.push(news);
+    this.list?.hear(news);
+  }
+
+  show(answer) {
+    if (!this.list) {
+      this.list = new RunList(answer.folder);
+      fill(page, this.list.element);
     }
+    this.list.set(answer);
+    for (const news of this.missed.splice(0)) this.list.hear(news);
   }
 
   close() {
-    this.isClosed = true;
-    this.listening.close();
+    super.close();
+    clearInterval(this.ticking);
   }
 }
 

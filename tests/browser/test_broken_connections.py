@@ -1,0 +1,214 @@
+"""The live page where connections break or fall silent, answers are late or refused, and runs are replaced."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
+
+from stage import start_server
+from whet.report.watch.line import run_id
+from whet.run.events import EventLog
+from whet.run.folder import create_run
+
+SILENT_MS, LATER_MS, MINUTE_MS = 46_000, 5_100, 60_000
+AT_ONCE = 15_000
+COUNTS_NEWS = """() => {
+  const add = EventSource.prototype.addEventListener;
+  window.heard = "";
+  EventSource.prototype.addEventListener = function (kind, handle) {
+    add.call(this, kind, (event) => (handle(event), (window.heard += event.data)));
+  };
+}"""
+HIDE = """(isHidden) => {
+  Object.defineProperty(document, "visibilityState", { value: isHidden ? "hidden" : "visible", configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
+@dataclass
+class Place:
+    """A folder with one run, its server, and a browser that may be there."""
+
+    folder: Path
+    server: subprocess.Popen[str]
+    told: dict[str, str]
+    context: BrowserContext
+    held: list[Route] = field(default_factory=list)
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs" / "one"
+
+    def make(self, *, steps: int, **end: object) -> None:
+        made = create_run(self.run, recipe="text", config={}, plan={}, machine={}, versions={}, command=["whet"])
+        with EventLog(made) as log:
+            log.append("start", step=0, total_steps=9)
+            for step in range(1, steps + 1):
+                log.append("step", step=step, epoch=0, samples=step, loss=1 / step)
+
+    def finish(self) -> None:
+        with EventLog(self.run) as log:
+            log.append("end", step=2, state="done")
+
+    def page(self) -> Page:
+        """A new page, whose clock can be put forward."""
+        page = self.context.new_page()
+        page.clock.install()
+        return page
+
+    def open(self, page: Page, place: str = "") -> Page:
+        page.goto(self.told["url"] + place)
+        return page
+
+    def enter(self) -> None:
+        """Once, by the link."""
+        page = self.context.new_page()
+        page.goto(self.told["link"])
+        page.wait_for_url(lambda url: "token" not in url)
+        page.close()
+
+    def start(self, *, port: int = 0) -> None:
+        self.server, self.told = start_server(self.folder, port=port)
+
+    def end(self) -> None:
+        self.server.send_signal(signal.SIGCONT)
+        self.server.terminate()
+        self.server.wait(timeout=30)
+
+
+@pytest.fixture
+def place(browser: Browser, tmp_path: Path) -> Iterator[Place]:
+    server, told = start_server(tmp_path)
+    made = Place(tmp_path, server, told, browser.new_context())
+    made.make(steps=2)
+    made.enter()
+    yield made
+    made.context.close()
+    made.end()
+
+
+def status(page: Page):
+    return expect(page.locator(".status").first)
+
+
+def test_a_server_that_is_held_still_is_not_called_live(place: Place) -> None:
+    page = place.open(place.page())
+    status(page).to_have_text("live")
+    os.kill(place.server.pid, signal.SIGSTOP)
+    page.clock.fast_forward(SILENT_MS)
+    status(page).to_have_text("not connected; trying again", timeout=AT_ONCE)
+    place.finish()
+    os.kill(place.server.pid, signal.SIGCONT)
+    expect(page.locator(".runs .pill")).to_have_text("done", timeout=AT_ONCE)
+    status(page).to_have_text("live")
+
+
+def test_an_answer_that_never_comes_is_asked_for_again(place: Place) -> None:
+    """A request through a tunnel that died in the computer's sleep stays open for ever."""
+    page = place.page()
+    page.route("**/api/runs/*", lambda route: place.held.append(route), times=1)
+    place.open(page, f"#/run/{run_id('one')}")
+    page.wait_for_timeout(500)
+    assert len(place.held) == 1
+    page.clock.fast_forward(SILENT_MS)
+    expect(page.locator(".hero .pill")).to_have_text("stopped", timeout=AT_ONCE)
+
+
+@pytest.mark.parametrize("what", ["", f"#/run/{run_id('one')}"])
+def test_a_failure_that_passes_is_not_the_end(place: Place, what: str) -> None:
+    page = place.page()
+    page.route("**/api/runs*", lambda route: route.fulfill(status=503, body="too many at once"), times=1)
+    page.route("**/api/runs/*", lambda route: route.abort(), times=1)
+    place.open(page, what)
+    expect(page.locator(".notice.bad")).to_be_visible(timeout=AT_ONCE)
+    page.clock.fast_forward(LATER_MS)
+    expect(page.locator(".pill").first).to_have_text("stopped", timeout=AT_ONCE)
+    expect(page.locator(".notice.bad")).to_have_count(0)
+    status(page).to_have_text("live")
+
+
+def test_a_list_that_was_shown_stays_when_a_later_answer_fails(place: Place) -> None:
+    page = place.open(place.page())
+    row = page.get_by_role("link", name="one", exact=True)
+    expect(row).to_be_visible()
+    page.route("**/api/runs", lambda route: route.fulfill(status=503, body="too many at once"), times=1)
+    page.clock.fast_forward(SILENT_MS)
+    status(page).to_have_text("could not be read", timeout=AT_ONCE)
+    expect(row).to_be_visible()
+    page.clock.fast_forward(LATER_MS)
+    status(page).to_have_text("live", timeout=AT_ONCE)
+    expect(row).to_be_visible()
+
+
+def test_a_late_list_does_not_undo_what_was_heard_since(place: Place) -> None:
+    page = place.page()
+    page.add_init_script(f"({COUNTS_NEWS})()")
+    answers = []
+
+    def hold(route: Route) -> None:
+        answers.append(route.fetch())
+        place.held.append(route)
+
+    page.route("**/api/runs", hold, times=1)
+    place.open(page)
+    while not place.held:
+        page.wait_for_timeout(50)
+    place.finish()
+    page.wait_for_function("""() => window.heard.includes('"done"')""")
+    place.held[0].fulfill(response=answers[0])
+    expect(page.locator(".runs .pill")).to_have_text("done", timeout=AT_ONCE)
+
+
+def test_after_a_restart_the_page_says_what_to_do_and_goes_on_once_it_is_done(place: Place) -> None:
+    page = place.open(place.page())
+    status(page).to_have_text("live")
+    place.end()
+    status(page).to_have_text("not connected; trying again", timeout=AT_ONCE)
+    place.start(port=int(place.told["url"].rpartition(":")[2].strip("/")))
+    told = "not connected: the server was started anew; open the link that it printed"
+    for _ in range(3):  # First the browser tries by itself.
+        page.clock.fast_forward(LATER_MS)
+        page.wait_for_timeout(1_200)
+    status(page).to_have_text(told, timeout=AT_ONCE)
+    place.enter()
+    page.clock.fast_forward(LATER_MS)
+    status(page).to_have_text("live", timeout=AT_ONCE)
+
+
+def test_pages_that_nobody_sees_leave_connections_to_the_others(place: Place) -> None:
+    """A browser has six to one server: with as many pages open, a seventh came never."""
+    pages = [place.open(place.page()) for _ in range(6)]
+    for page in pages:
+        page.evaluate(HIDE, True)
+        page.clock.fast_forward(LATER_MS)
+    seventh = place.open(place.page())
+    status(seventh).to_have_text("live", timeout=AT_ONCE)
+    place.finish()
+    expect(seventh.locator(".runs .pill")).to_have_text("done", timeout=AT_ONCE)
+    pages[0].evaluate(HIDE, False)
+    expect(pages[0].locator(".runs .pill")).to_have_text("done", timeout=AT_ONCE)
+
+
+def test_time_goes_on_in_a_list_where_nothing_changes(place: Place) -> None:
+    page = place.open(place.page())
+    changed = page.locator(".runs td").last
+    expect(changed).to_contain_text(" s ago")
+    page.clock.fast_forward(3 * MINUTE_MS)
+    expect(changed).to_contain_text("3 min", timeout=AT_ONCE)
+
+
+def test_a_run_that_is_removed_and_trained_again_is_the_new_one(place: Place) -> None:
+    page = place.open(place.page(), f"#/run/{run_id('one')}")
+    steps = page.locator(".tile", has_text="steps").locator("strong")
+    expect(steps).to_have_text("2")
+    shutil.rmtree(place.run)
+    status(page).to_have_text("the run is gone; this was read before", timeout=AT_ONCE)
+    place.make(steps=7)
+    expect(steps).to_have_text("7", timeout=AT_ONCE)
+    status(page).to_have_text("live")
