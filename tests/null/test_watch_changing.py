@@ -13,7 +13,7 @@ import pytest
 from whet.report.watch import feed as feed_module
 from whet.report.watch import line as line_module
 from whet.report.watch import looking as looking_module
-from whet.report.watch import opening
+from whet.report.watch import opening, pace
 from whet.report.watch.line import run_id
 from whet.report.watch.listing import Listing
 from whet.report.watch.looking import Looking
@@ -80,7 +80,6 @@ def test_what_is_found_for_one_page_is_told_to_the_others(
 ) -> None:
     """A page that is opened has the runs looked at: the change that this finds is found only once."""
     monkeypatch.setattr(feed_module, "_POLL_SECONDS", NEVER)
-    monkeypatch.setattr(feed_module, "_LONGEST_PAUSE", NEVER)
     run = make(tmp_path)
 
     async def watch() -> None:
@@ -99,9 +98,9 @@ def test_a_slow_moment_of_the_disk_leaves_no_page_behind_simulated(
 ) -> None:
     run = make(tmp_path)
     train(run)
-    for module, longest in ((feed_module, "_LONGEST_PAUSE"), (looking_module, "_LONGEST_REST")):
+    for module in (feed_module, looking_module):
         monkeypatch.setattr(module, "_SHARE", 1e-9)  # As if each look had taken minutes.
-        monkeypatch.setattr(module, longest, 0.2)
+    monkeypatch.setattr(pace, "_LONGEST_REST", 0.2)
 
     async def watch() -> None:
         async with Page(routes, run_id("run")) as page:
@@ -112,6 +111,17 @@ def test_a_slow_moment_of_the_disk_leaves_no_page_behind_simulated(
             await page.hear(b"event: run\n")
 
     asyncio.run(watch())
+
+
+def test_waiting_for_a_turn_is_not_the_work_of_a_page() -> None:
+    """On a machine that trains, the first look at a small run took 50 ms of a core, and 700 ms in all."""
+    work = pace.Work()
+    time.sleep(0.3)
+    assert 1.5 <= work.rest(share=0.03) < 5
+    until = time.thread_time() + 0.1
+    while time.thread_time() < until:
+        pass
+    assert work.rest(share=0.01) >= 10
 
 
 def test_whatever_ends_the_looking_is_told_and_the_next_page_starts_it_anew(

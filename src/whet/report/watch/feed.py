@@ -6,7 +6,6 @@ list of the runs; one that takes nothing at all is cut off by the guard.
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 from whet.report.watch.line import RunLine
 from whet.report.watch.listing import Changes, Listing
 from whet.report.watch.looking import Looking
+from whet.report.watch.pace import Work
 from whet.report.watch.shorten import shorten
 from whet.run import strict_json
 from whet.web.refusal import RefusedError
@@ -21,9 +21,7 @@ from whet.web.refusal import RefusedError
 MOST_LISTENERS = 64
 _POLL_SECONDS = 1.0
 _SHARE = 0.05
-"""Of the time at most is spent on looking for changes,"""
-_LONGEST_PAUSE = 20.0
-"""unless that would leave every page behind for minutes after one slow moment of the disk."""
+"""Of a core at most is spent on looking for changes."""
 _HEARTBEAT_SECONDS = 15.0
 _MOST_GROUPS = 20
 
@@ -115,30 +113,29 @@ class Feed:
             raise RefusedError(503, "too many pages are open", got=self.num_listeners, try_="close some of them")
 
     async def look(self) -> float:
-        """Looks at the runs now, for whomever, and tells everybody what changed; the seconds that took."""
+        """Looks at the runs now, for whomever, and tells everybody what changed; how long to rest then."""
         async with self._turn:  # What is told last is what was seen last.
-            changes, versions, spent = await self._in_thread(self._look)
+            changes, versions, rest = await self._in_thread(self._look)
             for listener in self._listeners:
                 listener.tell(changes)
                 for ident, version in versions.items():
                     listener.tell_run(ident, version)
-        return spent
+        return rest
 
     async def _poll(self) -> None:
         while self._listeners:
-            spent = await self.look()
-            pause = min(max(_POLL_SECONDS, spent / _SHARE), _LONGEST_PAUSE) if self._listing.is_complete else spent
-            await asyncio.sleep(pause)
+            await asyncio.sleep(await self.look())
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._lister, work)
 
     def _look(self) -> tuple[Changes, dict[str, str], float]:
-        begun = time.monotonic()
+        work = Work()
         changes = self._listing.look()
         watched = {ident for listener in tuple(self._listeners) for ident in listener.idents}
         versions = self._versions(ident for ident in watched if not self._looking.is_at_rest(ident))
-        return changes, versions, time.monotonic() - begun
+        rest = max(_POLL_SECONDS, work.rest(share=_SHARE)) if self._listing.is_complete else work.seconds
+        return changes, versions, rest
 
     def _versions(self, idents: Iterable[str]) -> dict[str, str]:
         found = {}

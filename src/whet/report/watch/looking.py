@@ -16,6 +16,7 @@ from whet.report.view import RunView, run_view
 from whet.report.watch.line import Mark, stamp, without_place
 from whet.report.watch.listing import Listing
 from whet.report.watch.opening import Opening
+from whet.report.watch.pace import Work
 from whet.report.watch.shorten import shorten
 from whet.run import strict_json
 from whet.run.folder import CHECKPOINTS, PARTS, open_run
@@ -27,9 +28,7 @@ _KEPT_RUNS = 16
 _KEPT_BLOCKS = 40_000
 """Of 256 events each, over all runs that are kept open: a run of 5 million events has half of them."""
 _SHARE = 0.03
-"""Of the time at most is spent on one run,"""
-_LONGEST_REST = 60.0
-"""unless that would leave a page behind for minutes after one slow moment of the disk."""
+"""Of a core at most is spent on one run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +91,12 @@ class Looking:
         """The run as it is now."""
         folder = self.folder(ident)
         with self._opened(ident) as (look, history):
-            version, begun = self.version(ident), time.monotonic()
+            version, work = self.version(ident), Work()
             if look.seen is None or look.seen.version != version:
                 history.refresh()
                 view = run_view(open_run(folder), history=history)
                 look.seen = Seen(version, view, strict_json.compact(shorten(view.as_json())).encode())
-                spent = time.monotonic() - begun
-                look.rests_until = begun + min(spent / _SHARE, spent + _LONGEST_REST)
+                look.rests_until = time.monotonic() + work.rest(share=_SHARE)
             return look.seen
 
     def comparison(self, idents: list[str]) -> bytes:
