@@ -323,6 +323,10 @@ def test_another_command_finds_the_server_and_forgets_a_dead_one(home: Path, ser
     dead.write_text(found.model_copy(update={"pid": 2**22 + 5, "about": "dead"}).model_dump_json())
     assert find_running(name="guarded", about="dead") is None
     assert not dead.exists()
+    # On Linux the time at which a process began is another one after the clock was set.
+    began = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: began(process) + 3600)
+    assert find_running(name="guarded", about="a test") == found
 
 
 def test_a_folder_for_tokens_that_others_can_read_is_closed_first(

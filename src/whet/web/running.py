@@ -1,14 +1,13 @@
 """Which servers of this user run now? Each leaves a file, which only its owner can read, with what opens it."""
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-
-import psutil
 
 from whet.base import env
 from whet.base.errors import WhetError
@@ -27,8 +26,6 @@ class Running(Record):
     """Name and port."""
     token: str
     pid: int
-    started: float
-    """When the process began, as the system counts: a number is given to another process some day."""
 
     @property
     def url(self) -> str:
@@ -48,24 +45,30 @@ class Running(Record):
 
 @contextlib.contextmanager
 def announced(*, name: str, about: str, host: str, key: Key) -> Iterator[Running]:
-    """Tells other commands of this user that a server runs, as long as it does."""
-    process = psutil.Process()
-    running = Running(
-        name=name, about=about, host=host, token=key.token, pid=process.pid, started=process.create_time()
-    )
-    path = private_folder() / f"{name}-{process.pid}-{secrets.token_hex(4)}.json"
-    write_private(path, json.dumps(running.as_json()))
-    try:
-        yield running
-    finally:
-        path.unlink(missing_ok=True)
+    """Tells other commands of this user that a server runs, as long as it does.
+
+    It holds a lock on its file, which ends with it however it ends. When a process began tells less: on Linux that
+    changes when the clock is set, and a server that runs would be taken for dead.
+    """
+    running = Running(name=name, about=about, host=host, token=key.token, pid=os.getpid())
+    path = private_folder() / f"{name}-{running.pid}-{secrets.token_hex(4)}.json"
+    draft = path.with_suffix(".draft")
+    write_private(draft, json.dumps(running.as_json()))
+    with draft.open() as held:
+        with contextlib.suppress(OSError):  # A disk without locks: the next command starts a server of its own.
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        draft.rename(path)
+        try:
+            yield running
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def find_running(*, name: str, about: str) -> Running | None:
     """The server of that kind that serves that; files of servers that were killed are removed."""
     for path in sorted(private_folder().glob(f"{name}-*.json")):
         running = _read(path)
-        if running is None or not _is_alive(running):
+        if running is None or not _is_held(path):
             path.unlink(missing_ok=True)
         elif running.about == about:
             return running
@@ -101,8 +104,12 @@ def _read(path: Path) -> Running | None:
         return None
 
 
-def _is_alive(running: Running) -> bool:
+def _is_held(path: Path) -> bool:
     try:
-        return abs(psutil.Process(running.pid).create_time() - running.started) < 2.0
-    except psutil.Error:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
         return False
+    return False
