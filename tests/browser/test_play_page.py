@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, StorageState, expect
+from playwright.sync_api import Browser, Page, Route, StorageState, expect
 
 from stage import start
 from visiting import DESK, PHONE, Visit
@@ -174,3 +174,25 @@ def test_a_wrong_address_is_told_and_a_new_game_goes_on(club: Club) -> None:
     begin(page, size=5, colour="both")
     expect(page.locator(".board .cell.free")).to_have_count(25)
     expect(page.locator(".notice")).to_be_hidden()
+
+
+def test_an_answer_that_fails_is_asked_for_again(club: Club) -> None:
+    """The page said that the player was thinking, for ever."""
+    visit = club.visit()
+    page, asked = visit.page, []
+
+    def fail_twice(route: Route) -> None:
+        asked.append(route.request.url)
+        route.abort() if len(asked) in (1, 4) else route.continue_()
+
+    page.route("**/api/about", lambda route: route.abort(), times=1)
+    page.route("**/api/game*", fail_twice)
+    page.goto("about:blank")
+    page.goto(club.told["url"])
+    expect(page.get_by_text("Failed to fetch")).to_be_visible()
+    expect(page.locator(".standing")).to_contain_text("blue to move")
+    page.locator('[data-cell="a1"]').click()
+    expect(page.get_by_text("Failed to fetch")).to_be_visible()
+    expect(page.locator(".standing")).to_contain_text("blue to move")
+    assert stones(page, "blue") + stones(page, "red") == 2
+    visit.faults.clear()  # What the browser said of requests that failed.

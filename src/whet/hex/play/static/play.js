@@ -4,8 +4,10 @@ import { el, fill } from "./dom.js";
 import { ask } from "./server.js";
 import { themeButton } from "./theme.js";
 
+const AGAIN_MS = 3000;
+const BAD_GAME = 400;
 const page = document.getElementById("page");
-const about = await ask("/api/about");
+const about = await answered("/api/about");
 const game = { size: about.size, colour: about.colour, moves: [], seed: 0 };
 Object.assign(game, { view: null, resigned: null, isThinking: false });
 let showsHints = false;
@@ -84,6 +86,17 @@ function begin(size, colour) {
   look();
 }
 
+/** Asks until there is an answer, and says meanwhile why there is none. */
+async function answered(path) {
+  for (;;)
+    try {
+      return await ask(path);
+    } catch (failure) {
+      fill(page, el("p", { class: "notice bad" }, failure.message));
+      await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+    }
+}
+
 /** Asks what is to be seen; then lets the player answer, if it is its turn. */
 async function look() {
   const mine = ++asked;
@@ -102,7 +115,11 @@ async function look() {
   } catch (error) {
     if (mine !== asked) return;
     fill(note, error.message).hidden = false;
-    game.moves = game.view ? [...game.view.moves] : [];
+    const isBad = error.status === BAD_GAME;
+    if (game.view) game.moves = [...game.view.moves];
+    else if (isBad) game.moves = [];
+    // Where it is for the person to move, a stone that was taken back can be put again; else nobody else would ask.
+    if (!isBad && !(game.view && plays(game.view.mover))) setTimeout(() => mine === asked && look(), AGAIN_MS);
   }
   game.isThinking = false;
   remember();
