@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 
 from whet.base.errors import WhetError
 from whet.cli import main
+from whet.report.watch.listing import Listing
 from whet.run import durable, lock
+from whet.run import runs as runs_module
 from whet.run.events import EventLog
-from whet.run.folder import Run, create_run
+from whet.run.folder import Run, create_run, groups_of_runs, run_folders
 from whet.run.runs import list_runs, prune
 
 
@@ -192,3 +195,41 @@ def test_what_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(durable.disk, "unlink", fail)
     with pytest.raises(WhetError, match="cannot remove"):
         prune(tmp_path)
+
+
+def test_runs_that_are_removed_meanwhile_or_came_without_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("bare", "gone", "kept"):
+        train(make(tmp_path, name), steps=2)
+    shutil.rmtree(tmp_path / "bare" / "checkpoints")
+    make_old(tmp_path)
+
+    def remove(folder: Path) -> list[Path]:
+        found = run_folders(folder)
+        shutil.rmtree(tmp_path / "gone", ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(runs_module, "run_folders", remove)
+    assert prune(tmp_path, dry=True) == ()
+    train(make(tmp_path, "gone"), steps=2)
+    assert [(run.path.name, run.state) for run in list_runs(tmp_path)] == [("bare", "stopped"), ("kept", "stopped")]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_folder_that_is_closed_to_us_hides_no_other() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        root.chmod(0o755)
+        train(make(root, "open"), steps=2)
+        train(make(root / "search", "closed"), steps=2)
+        train(make(root, "closed"), steps=2)
+        (root / "closed").chmod(0)
+        (root / "search" / "closed").chmod(0)
+        os.seteuid(65534)
+        try:
+            assert [run.path.name for run in list_runs(root)] == ["open"]
+            assert [line.name for line in Listing(root).look().changed] == ["open"]
+            assert groups_of_runs(root) == {}
+        finally:
+            os.seteuid(0)

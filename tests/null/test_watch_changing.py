@@ -234,6 +234,23 @@ def test_runs_that_are_slow_to_fail_keep_nothing_waiting_simulated(
     assert len(tried) == 3
 
 
+def test_a_disk_that_does_not_answer_removes_no_run_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(make(tmp_path / "runs"))
+    listing = Listing(tmp_path / "runs")
+    assert len(listing.look().changed) == 1
+
+    def fail(path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "scandir", fail)
+        assert not listing.look()
+    assert not listing.look()
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    assert listing.look().removed == (run_id("run"),)
+    assert listing.folder(run_id("run")) is None
+
+
 class Slow(LiveHistory):
     """A run on a disk that answers when it is told to."""
 

@@ -14,6 +14,7 @@
 """
 
 import importlib.metadata
+import os
 import platform
 import re
 import secrets
@@ -182,8 +183,8 @@ def folder_of(run: Run | Path) -> Path:
 
 
 def run_folders(root: Path) -> list[Path]:
-    """The folders in `root` that are runs, or were before something damaged them; by name."""
-    return [p for p in _children(root) if (p / RUN_FILE).exists() or (p / EVENTS_FILE).exists()]
+    """The folders in `root` that are runs, or were before something damaged them; by name. Closed ones are not."""
+    return [p for p in _children(root) if os.path.exists(p / RUN_FILE) or os.path.exists(p / EVENTS_FILE)]
 
 
 def groups_of_runs(root: Path) -> dict[Path, int]:

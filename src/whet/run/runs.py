@@ -75,7 +75,9 @@ class Pruned(Record):
 def list_runs(root: Path) -> tuple[RunSummary, ...]:
     """The runs in a folder, by name."""
     now = time.time()
-    return tuple(_summary(path, now=now) for path in run_folders(root))
+    found = (_summary(path, now=now) for path in run_folders(root))
+    # One that was removed while it was read is no damaged run.
+    return tuple(run for run in found if run.state != "unreadable" or run.path.exists())
 
 
 def run_state(run: Run | Path, *, history: History) -> State:
@@ -115,8 +117,9 @@ def prune(root: Path, *, dry: bool = False) -> tuple[Pruned, ...]:
     """
     found = [_Find(path, _INTERRUPTED) for path in _leftovers(root)]
     for run in run_folders(root):
-        if _is_old(run) and not lock.is_locked(run):
-            found.extend(_worthless(run))
+        with contextlib.suppress(FileNotFoundError):  # Somebody removes it meanwhile.
+            if _is_old(run) and not lock.is_locked(run):
+                found.extend(_worthless(run))
     return tuple(pruned for find in found if (pruned := _remove(find, dry=dry)) is not None)
 
 
@@ -139,7 +142,8 @@ def _worthless(run: Path) -> Iterator[_Find]:
 
 
 def _leftovers(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.iterdir()) if durable.is_leftover(path) and _is_old(path)]
+    found = sorted(folder.iterdir()) if folder.is_dir() else []  # A copy may have left the checkpoints behind.
+    return [path for path in found if durable.is_leftover(path) and _is_old(path)]
 
 
 def _is_worth_keeping(checkpoint: Path) -> bool:

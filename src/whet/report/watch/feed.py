@@ -134,7 +134,7 @@ class Feed:
         changes = self._listing.look()
         watched = {ident for listener in tuple(self._listeners) for ident in listener.idents}
         versions = self._versions(ident for ident in watched if not self._looking.is_at_rest(ident))
-        rest = max(_POLL_SECONDS, work.rest(share=_SHARE)) if self._listing.is_complete else work.seconds
+        rest = max(_POLL_SECONDS, work.rest(share=_SHARE)) if self._listing.is_complete else max(0.1, work.seconds)
         return changes, versions, rest
 
     def _versions(self, idents: Iterable[str]) -> dict[str, str]:

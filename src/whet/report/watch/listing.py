@@ -53,9 +53,15 @@ class Listing:
         return tuple(sorted(lines, key=lambda line: -line.changed))
 
     def look(self, *, seconds: float = _LOOK_SECONDS) -> Changes:
-        """Finds what changed: two stats for each run, reading only for those that did, new ones first."""
+        """Finds what changed: three stats for each run, reading only for those that did, new ones first."""
         with self._looking:
-            marks, groups = self._marks()
+            self.looked_at = time.monotonic()
+            try:
+                marks, groups = self._marks()
+            except (FileNotFoundError, NotADirectoryError):
+                marks, groups, self._folders = {}, {}, {}
+            except OSError:
+                return Changes()  # The disk does not answer: what was there may be there still.
             is_other, self.groups = groups != self.groups, groups
             removed = tuple(ident for ident in self._readers if ident not in marks)
             for ident in removed:
@@ -86,21 +92,18 @@ class Listing:
         found: dict[str, Mark] = {}
         groups: dict[str, int] = {}
         folders: dict[str, Path] = {}
-        try:
-            with os.scandir(self._root) as entries:
-                for entry in entries:
-                    if entry.name.startswith(".") or (self._only and entry.name != self._only):
-                        continue
-                    if not entry.is_dir(follow_symlinks=False):
-                        continue
-                    if (mark := Mark.of(entry.path)).newest:
-                        ident = self._idents.get(entry.name) or run_id(entry.name)
-                        self._idents[entry.name] = ident
-                        found[ident] = mark
-                        folders[ident] = self._folders.get(ident) or self._root / entry.name
-                    elif number := len(run_folders(Path(entry.path))):
-                        groups[entry.name] = number
-        except OSError:
-            return {}, {}
+        with os.scandir(self._root) as entries:
+            for entry in entries:
+                if entry.name.startswith(".") or (self._only and entry.name != self._only):
+                    continue
+                if not entry.is_dir(follow_symlinks=False):
+                    continue
+                if (mark := Mark.of(entry.path)).newest:
+                    ident = self._idents.get(entry.name) or run_id(entry.name)
+                    self._idents[entry.name] = ident
+                    found[ident] = mark
+                    folders[ident] = self._folders.get(ident) or self._root / entry.name
+                elif number := len(run_folders(Path(entry.path))):
+                    groups[entry.name] = number
         self._folders = folders
         return found, groups
