@@ -268,27 +268,28 @@ MANY_RUNS = """async () => {
   new MutationObserver((all) => all.forEach(({ addedNodes }) => addedNodes.forEach((row) => {
     if (row.tagName === "TR") moved.push(row.querySelector("th a").textContent);
   }))).observe(list.body, { childList: true });
-  const news = async (...what) => {
+  const news = async ({ all, changed = [], removed = [] }) => {
     await null;
     moved.length = 0;
-    list.set(...what);
+    if (all) list.set({ runs: all, now: 0 });
+    else list.hear({ changed, removed });
     await null;
     return { first: names().slice(0, 3), last: names().at(-1), num: names().length, moved: [...new Set(moved)] };
   };
   const found = {};
   const all = Array.from({ length: 300 }, (_, number) => line(number, 1000 - number));
-  found.all = await news(all, [], true);
+  found.all = await news({ all });
   for (const number of [1, 2, 3]) list.rows.get(`id${number}`).mark.click();
   list.rows.get("id150").mark.focus();
-  found.up = await news([line(150, 2000)]);
+  found.up = await news({ changed: [line(150, 2000)] });
   found.focus = document.activeElement.getAttribute("aria-label");
   list.sortBy("changed");
   list.filter.value = "run-00";
   list.draw();
-  found.down = await news([line(9, 3000)]);
-  found.gone = await news([], ["id2"]);
+  found.down = await news({ changed: [line(9, 3000)] });
+  found.gone = await news({ removed: ["id2"] });
   found.compare = list.compare.getAttribute("href");
-  found.anew = await news(all.filter(({ id }) => id !== "id3"), [], true);
+  found.anew = await news({ all: all.filter(({ id }) => id !== "id3") });
   found.compared = [...list.chosen];
   list.element.remove();
   return found;

@@ -14,7 +14,6 @@
 """
 
 import importlib.metadata
-import os
 import platform
 import re
 import secrets
@@ -184,7 +183,7 @@ def folder_of(run: Run | Path) -> Path:
 
 def run_folders(root: Path) -> list[Path]:
     """The folders in `root` that are runs, or were before something damaged them; by name. Closed ones are not."""
-    return [p for p in _children(root) if os.path.exists(p / RUN_FILE) or os.path.exists(p / EVENTS_FILE)]
+    return [p for p in _children(root) if _is_there(p / RUN_FILE) or _is_there(p / EVENTS_FILE)]
 
 
 def groups_of_runs(root: Path) -> dict[Path, int]:
@@ -200,6 +199,13 @@ def _children(root: Path) -> list[Path]:
         return sorted(p for p in root.iterdir() if not p.name.startswith(".") and p.is_dir() and not p.is_symlink())
     except OSError:
         return []
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # Somebody else's folder, which we may not look into.
+        return False
 
 
 def _file_bytes(value: Mapping[str, Any]) -> bytes:
