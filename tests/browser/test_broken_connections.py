@@ -17,7 +17,7 @@ from whet.run.events import EventLog
 from whet.run.folder import create_run
 
 SILENT_MS, LATER_MS, MINUTE_MS = 46_000, 5_100, 60_000
-AT_ONCE = 15_000
+AT_ONCE = 60_000
 COUNTS_NEWS = """() => {
   const add = EventSource.prototype.addEventListener;
   window.heard = "";
