@@ -1,6 +1,5 @@
 """The live page where connections break or fall silent, answers are late or refused, and runs are replaced."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -9,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
+from playwright.sync_api import Browser, BrowserContext, LocatorAssertions, Page, Route, StorageState, expect
 
 from stage import start_server
 from whet.report.watch.line import run_id
@@ -32,20 +31,36 @@ HIDE = """(isHidden) => {
 
 
 @dataclass
-class Place:
-    """A folder with one run, its server, and a browser that may be there."""
+class Served:
+    """A folder of runs and its server, which may be started anew."""
 
     folder: Path
     server: subprocess.Popen[str]
     told: dict[str, str]
+    state: StorageState | None = None
+    """Of a browser that has come by the link."""
+
+    def start(self, *, port: int) -> None:
+        self.server, self.told = start_server(self.folder, port=port)
+
+    def end(self) -> None:
+        self.server.terminate()
+        self.server.wait(timeout=30)
+
+
+@dataclass
+class Place:
+    """One run, and a browser that may look at it."""
+
+    served: Served
     context: BrowserContext
     held: list[Route] = field(default_factory=list)
 
     @property
     def run(self) -> Path:
-        return self.folder / "runs" / "one"
+        return self.served.folder / "runs" / "one"
 
-    def make(self, *, steps: int, **end: object) -> None:
+    def make(self, *, steps: int) -> None:
         made = create_run(self.run, recipe="text", config={}, plan={}, machine={}, versions={}, command=["whet"])
         with EventLog(made) as log:
             log.append("start", step=0, total_steps=9)
@@ -63,48 +78,52 @@ class Place:
         return page
 
     def open(self, page: Page, place: str = "") -> Page:
-        page.goto(self.told["url"] + place)
+        page.goto(self.served.told["url"] + place)
         return page
 
     def enter(self) -> None:
-        """Once, by the link."""
+        """Once for each server, by the link."""
         page = self.context.new_page()
-        page.goto(self.told["link"])
+        page.goto(self.served.told["link"])
         page.wait_for_url(lambda url: "token" not in url)
         page.close()
-
-    def start(self, *, port: int = 0) -> None:
-        self.server, self.told = start_server(self.folder, port=port)
-
-    def end(self) -> None:
-        self.server.send_signal(signal.SIGCONT)
-        self.server.terminate()
-        self.server.wait(timeout=30)
+        self.served.state = self.context.storage_state()
 
 
-@pytest.fixture
-def place(browser: Browser, tmp_path: Path) -> Iterator[Place]:
-    server, told = start_server(tmp_path)
-    made = Place(tmp_path, server, told, browser.new_context())
-    made.make(steps=2)
-    made.enter()
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    made = Served(folder, *start_server(folder))
     yield made
-    made.context.close()
     made.end()
 
 
-def status(page: Page):
+@pytest.fixture
+def place(browser: Browser, served: Served) -> Iterator[Place]:
+    made = Place(served, browser.new_context(storage_state=served.state))
+    made.make(steps=2)
+    if served.state is None:
+        made.enter()
+    yield made
+    made.context.close()
+    shutil.rmtree(made.run)
+
+
+def status(page: Page) -> LocatorAssertions:
     return expect(page.locator(".status").first)
 
 
 def test_a_server_that_is_held_still_is_not_called_live(place: Place) -> None:
     page = place.open(place.page())
     status(page).to_have_text("live")
-    os.kill(place.server.pid, signal.SIGSTOP)
-    page.clock.fast_forward(SILENT_MS)
-    status(page).to_have_text("not connected; trying again", timeout=AT_ONCE)
-    place.finish()
-    os.kill(place.server.pid, signal.SIGCONT)
+    server = place.served.server
+    server.send_signal(signal.SIGSTOP)
+    try:
+        page.clock.fast_forward(SILENT_MS)
+        status(page).to_have_text("not connected; trying again", timeout=AT_ONCE)
+        place.finish()
+    finally:
+        server.send_signal(signal.SIGCONT)
     expect(page.locator(".runs .pill")).to_have_text("done", timeout=AT_ONCE)
     status(page).to_have_text("live")
 
@@ -114,8 +133,8 @@ def test_an_answer_that_never_comes_is_asked_for_again(place: Place) -> None:
     page = place.page()
     page.route("**/api/runs/*", lambda route: place.held.append(route), times=1)
     place.open(page, f"#/run/{run_id('one')}")
-    page.wait_for_timeout(500)
-    assert len(place.held) == 1
+    while not place.held:
+        page.wait_for_timeout(50)
     page.clock.fast_forward(SILENT_MS)
     expect(page.locator(".hero .pill")).to_have_text("stopped", timeout=AT_ONCE)
 
@@ -168,9 +187,9 @@ def test_a_late_list_does_not_undo_what_was_heard_since(place: Place) -> None:
 def test_after_a_restart_the_page_says_what_to_do_and_goes_on_once_it_is_done(place: Place) -> None:
     page = place.open(place.page())
     status(page).to_have_text("live")
-    place.end()
+    place.served.end()
     status(page).to_have_text("not connected; trying again", timeout=AT_ONCE)
-    place.start(port=int(place.told["url"].rpartition(":")[2].strip("/")))
+    place.served.start(port=int(place.served.told["url"].rpartition(":")[2].strip("/")))
     told = "not connected: the server was started anew; open the link that it printed"
     for _ in range(3):  # First the browser tries by itself.
         page.clock.fast_forward(LATER_MS)
@@ -181,7 +200,7 @@ def test_after_a_restart_the_page_says_what_to_do_and_goes_on_once_it_is_done(pl
     status(page).to_have_text("live", timeout=AT_ONCE)
 
 
-def test_pages_that_nobody_sees_leave_connections_to_the_others(place: Place) -> None:
+def test_pages_that_nobody_sees_leave_connections_to_the_others_simulated(place: Place) -> None:
     """A browser has six to one server: with as many pages open, a seventh came never."""
     pages = [place.open(place.page()) for _ in range(6)]
     for page in pages:
