@@ -1,6 +1,7 @@
 """`whet prove` tells a training that resumes exactly from one that does not, and knows when it has shown nothing."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,21 @@ def test_a_disk_that_is_not_watched_proves_nothing(prove_it: Prove, monkeypatch:
     proof = prove_it(num_kills=3)
     assert proof.verdict == "cannot be proved"
     assert "no kill at a disk call" in str(proof.reason)
+
+
+def test_a_machine_that_is_busier_than_it_was_is_proved_on_all_the_same(
+    prove_it: Prove, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pace of a machine ten times as fast: by the clock every kill would come before a first checkpoint."""
+
+    def faster(life: Life) -> kills.Pace:
+        pace = kills.pace_of(life)
+        tenth = {field.name: getattr(pace, field.name) / 10 for field in fields(pace) if field.name != "draft_seconds"}
+        return kills.Pace(**tenth, draft_seconds=tuple(seconds / 10 for seconds in pace.draft_seconds))
+
+    monkeypatch.setattr(proving, "pace_of", faster)
+    proof = prove_it(num_kills=4, disk_seconds=1.0)
+    assert (proof.verdict, proof.reason) == ("proved", None)
 
 
 def test_kills_that_all_hit_the_start_prove_nothing(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:

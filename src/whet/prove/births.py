@@ -44,11 +44,11 @@ class Life:
         lines = self.order.diary.read_bytes().split(b"\n")[:-1] if self.order.diary.exists() else []
         return [entry for entry in map(json.loads, lines) if entry["word"] == word]
 
-    def wait_until_ready(self, seconds: float) -> bool:
-        """Whether it has begun to train; False when it ended before, or is not ready after `seconds`."""
+    def wait_until(self, word: str, seconds: float, *, times: int = 1) -> bool:
+        """Whether it has told that word so many times; False when it ended before, or has not after `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if self.told("ready"):
+            if len(self.told(word)) >= times:
                 return True
             if self.told("failed") or self.told("end"):
                 return False

@@ -31,14 +31,17 @@ class Pace:
     """From there to the end."""
     save_seconds: float
     """From there to the first checkpoint after a step; a first step may take longer than all others together."""
+    draft_seconds: tuple[float, ...] = ()
+    """From there to the begin of each checkpoint, that of step 0 included."""
 
 
 def pace_of(life: Life) -> Pace:
     """From the times of a life that nobody disturbed."""
     ready = life.ready_after()
     train = max(0.05, life.seconds - ready)
-    saves = [entry["time"] - life.began - ready for entry in life.told("draft")]
-    return Pace(start_seconds=ready, train_seconds=train, save_seconds=saves[1] if len(saves) > 1 else 0.0)
+    drafts = tuple(entry["time"] - life.began - ready for entry in life.told("draft"))
+    save = drafts[1] if len(drafts) > 1 else 0.0
+    return Pace(start_seconds=ready, train_seconds=train, save_seconds=save, draft_seconds=drafts)
 
 
 class Counting:
@@ -90,7 +93,7 @@ def kill_at_random(bench: Bench, pace: Pace, counting: Counting, *, kills: int, 
             if not _wants_more(counting.tally, kills):
                 break
             life = bench.begin(run)
-            when = _strike(life, pace, draw, has_resumable=max(remains.whole, default=0) > 0)
+            when = _strike(life, pace, draw, whole=remains.whole)
             code = life.wait(bench.limit_seconds)
             if code != -signal.SIGKILL:
                 misses += 1
@@ -114,22 +117,32 @@ def _wants_more(tally: Tally, kills: int) -> bool:
     return has_shown_little and tally.kills < kills + max(kills, MOST_EXTRA)
 
 
-def _strike(life: Life, pace: Pace, draw: random.Random, *, has_resumable: bool) -> str:
-    """Waits for a random instant and kills; when that was, in words."""
+def _strike(life: Life, pace: Pace, draw: random.Random, *, whole: tuple[int, ...]) -> str:
+    """Waits for a random instant and kills; when that was, in words. `whole` are the checkpoints before this life."""
     is_early, share = draw.random() < EARLY_SHARE, draw.random()
     if is_early:
         seconds = share * pace.start_seconds
         time.sleep(seconds)
         life.kill()
         return f"killed {seconds:.2f} s after its birth"
-    life.wait_until_ready(max(60.0, 20 * pace.start_seconds))
+    patience = max(60.0, 20 * (pace.start_seconds + pace.train_seconds))
+    life.wait_until("ready", patience)
     # Where there is no checkpoint to go on from yet, the kill waits for one: else every life would begin anew.
+    has_resumable = max(whole, default=0) > 0
     first = 0.0 if has_resumable else pace.save_seconds
     last = pace.save_seconds + REACH * (pace.train_seconds - pace.save_seconds)
     seconds = first + share * (last - first)
-    time.sleep(seconds)
+    drafts = sum(draft <= seconds for draft in pace.draft_seconds)
+    if drafts > 1 and not has_resumable:
+        # Counted in checkpoints, not in seconds: the machine may be busier now than it was for the life that set the
+        # pace. Where a life has left none but the first, this one leaves another: the one before that which it begins.
+        drafts = min(max(3, drafts), len(pace.draft_seconds)) if whole else drafts
+        life.wait_until("draft", patience, times=drafts - (0 in whole))
+        seconds -= pace.draft_seconds[drafts - 1]
+    time.sleep(max(0.0, seconds))
+    into = time.monotonic() - life.began - life.ready_after()
     life.kill()
-    return f"killed {seconds:.2f} s into its training"
+    return f"killed {into:.2f} s into its training"
 
 
 def _names(first: int, last: int) -> str:
