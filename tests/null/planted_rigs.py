@@ -12,6 +12,9 @@ from whet.measure.rig import Agreement, ProbeFailedError
 from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
 
+HANGS_SECONDS = 600
+"""Far longer than anything here waits."""
+
 
 class Rig:
     plan = make_plan(load_machine("linux-2core"), Workload(recipe="planted", num_parameters=1000, global_batch_size=32))
@@ -41,10 +44,10 @@ class Rig:
             case "aborts":
                 os.abort()
             case "hangs":
-                time.sleep(60)
+                time.sleep(HANGS_SECONDS)
             case "takes too much":
                 self.taken = bytearray(600 * 1024**2)
-                time.sleep(60)
+                time.sleep(HANGS_SECONDS)
             case "out of memory":
                 raise ProbeFailedError("MPS backend out of memory", kind="oom")
             case "raises":
@@ -55,7 +58,7 @@ class Rig:
                 assert sys.stdin.readline() == "", "a question"
             case "forks":
                 if os.fork() == 0:
-                    time.sleep(60)
+                    time.sleep(HANGS_SECONDS)
                     os._exit(0)
         return Prepared(settings)
 
@@ -83,7 +86,7 @@ def open_rig(arguments: dict[str, Any]) -> Rig:
     if arguments.get("refused"):
         raise UsageError("no such data", got="nothing", try_="data=FILE")
     if arguments.get("hangs"):
-        time.sleep(60)
+        time.sleep(HANGS_SECONDS)
     if arguments.get("dies"):
         os.abort()
     return Rig()

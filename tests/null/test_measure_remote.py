@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from planted_rigs import HANGS_SECONDS
 
 from whet.base import env
 from whet.base.errors import UsageError, WhetError
@@ -17,6 +18,8 @@ from whet.measure.remote import RemoteRig
 from whet.measure.rig import ProbeFailedError
 
 MB = 1024**2
+PATIENCE_SECONDS = 120
+"""For what happens at once: only a hang takes so long."""
 
 
 def a_rig(*, most_bytes: int | None = None, **arguments: object) -> RemoteRig:
@@ -33,9 +36,9 @@ def rig():
 def test_a_remote_rig_answers_as_the_rig_in_the_child_does(rig):
     assert rig.plan.workload.recipe == "planted"
     assert rig.predicted_bytes({"micro_batch": 4}) is None
-    assert rig.agreement({"precision": "tf32"}, seconds=5).agrees
-    assert not rig.agreement({"precision": "bf16"}, seconds=5).agrees
-    prepared = rig.prepare({"misdeed": "prints"}, seconds=5)
+    assert rig.agreement({"precision": "tf32"}, seconds=PATIENCE_SECONDS).agrees
+    assert not rig.agreement({"precision": "bf16"}, seconds=PATIENCE_SECONDS).agrees
+    prepared = rig.prepare({"misdeed": "prints"}, seconds=PATIENCE_SECONDS)
     assert (prepared.preparation_seconds, prepared.step_seconds) == (0.5, 0.1)
     assert prepared.step(2) == 2.1
     assert prepared.peak_bytes() == 7
@@ -54,10 +57,10 @@ def test_a_remote_rig_answers_as_the_rig_in_the_child_does(rig):
     ],
 )
 def test_a_probe_that_goes_wrong_is_reported_and_the_next_one_works(rig, misdeed, kind, words):
-    before = rig.prepare({}, seconds=5)
+    before = rig.prepare({}, seconds=PATIENCE_SECONDS)
     assert before.step(0) == 0.1
     with pytest.raises(ProbeFailedError) as failed:
-        rig.prepare({"misdeed": misdeed}, seconds=30 if misdeed == "takes too much" else 1)
+        rig.prepare({"misdeed": misdeed}, seconds=1 if misdeed == "hangs" else PATIENCE_SECONDS)
     assert failed.value.kind == kind
     assert words in failed.value.reason
     # What was ready before is made ready again if its process is gone.
@@ -66,7 +69,7 @@ def test_a_probe_that_goes_wrong_is_reported_and_the_next_one_works(rig, misdeed
 
 
 def test_a_process_that_dies_between_steps_is_reported_too(rig):
-    prepared = rig.prepare({"misdeed": "dies later"}, seconds=5)
+    prepared = rig.prepare({"misdeed": "dies later"}, seconds=PATIENCE_SECONDS)
     assert prepared.step(2) == 2.1
     with pytest.raises(ProbeFailedError, match="SIGABRT"):
         prepared.step(3)
@@ -75,24 +78,24 @@ def test_a_process_that_dies_between_steps_is_reported_too(rig):
 
 
 def test_what_a_probe_reads_from_stdin_is_not_our_questions(rig):
-    assert rig.prepare({"misdeed": "reads stdin"}, seconds=5).step(2) == 2.1
+    assert rig.prepare({"misdeed": "reads stdin"}, seconds=PATIENCE_SECONDS).step(2) == 2.1
 
 
 def test_what_a_probe_has_started_ends_with_it():
     before = {*psutil.Process().children(recursive=True)}
     with a_rig() as rig:
-        rig.prepare({"misdeed": "forks"}, seconds=5)
+        rig.prepare({"misdeed": "forks"}, seconds=PATIENCE_SECONDS)
         _, grandchild = (p for p in psutil.Process().children(recursive=True) if p not in before)
-    grandchild.wait(timeout=10)
+    grandchild.wait(timeout=PATIENCE_SECONDS)
     assert not grandchild.is_running()
 
 
 @pytest.mark.parametrize(("when", "arguments"), [("opening", {"hangs": True}), ("preparing", {})])
 def test_a_probe_that_hangs_ends_with_its_parent_however_that_ends(when, arguments):
     code = (
-        "from test_measure_remote import a_rig\n"
+        "from test_measure_remote import HANGS_SECONDS, a_rig\n"
         f"with a_rig(**{arguments}) as rig:\n"
-        "    rig.prepare({'misdeed': 'hangs'}, seconds=50)\n"
+        "    rig.prepare({'misdeed': 'hangs'}, seconds=HANGS_SECONDS)\n"
     )
     environment = env.for_child(PYTHONPATH=f"{Path(__file__).parent}:{env.read('PYTHONPATH') or ''}")
     parent = psutil.Popen([sys.executable, "-c", code], env=environment)
@@ -103,7 +106,7 @@ def test_a_probe_that_hangs_ends_with_its_parent_however_that_ends(when, argumen
     finally:
         parent.kill()
         parent.wait()
-    child.wait(timeout=10)
+    child.wait(timeout=PATIENCE_SECONDS)
     assert not child.is_running()
 
 
@@ -111,12 +114,12 @@ def test_an_interrupt_is_not_kept_waiting_and_ends_the_probe():
     threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     started, before = time.monotonic(), psutil.Process().children()
     with pytest.raises(KeyboardInterrupt), a_rig() as rig:  # noqa: PT012 - whatever is raised first, all is closed
-        ready = rig.prepare({}, seconds=5)
+        ready = rig.prepare({}, seconds=PATIENCE_SECONDS)
         try:
-            rig.prepare({"misdeed": "hangs"}, seconds=30)
+            rig.prepare({"misdeed": "hangs"}, seconds=HANGS_SECONDS)
         finally:
             ready.close()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < HANGS_SECONDS / 2
     assert psutil.Process().children() == before
 
 
@@ -124,7 +127,7 @@ def test_nothing_is_waited_for_much_longer_than_the_budget():
     with a_rig() as rig:
         rig.ends_at = rig.clock() + 1
         with pytest.raises(ProbeFailedError) as failed:
-            rig.prepare({"misdeed": "hangs"}, seconds=30)
+            rig.prepare({"misdeed": "hangs"}, seconds=HANGS_SECONDS)
     assert failed.value.kind == "timeout"
 
 
@@ -135,7 +138,7 @@ def test_a_budget_without_an_end_is_one():
 
 
 def the_child(parent: psutil.Process) -> psutil.Process:
-    ends_at = time.monotonic() + 20
+    ends_at = time.monotonic() + PATIENCE_SECONDS
     while not (found := parent.children()):
         assert time.monotonic() < ends_at, "it started none"
         time.sleep(0.05)
