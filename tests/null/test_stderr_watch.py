@@ -133,12 +133,13 @@ def test_a_relay_that_is_killed_gives_standard_error_back() -> None:
 def test_a_forked_process_may_outlive_it() -> None:
     """Like a worker that ends later than the run; its words still arrive."""
     done = run(
+        "has_left, leaves = os.pipe()\n"
         "with StderrWatch('x') as watch:\n"
         "    child = os.fork()\n"
         "    if child == 0:\n"
-        "        time.sleep(3.0); os.write(2, b'late\\n'); os._exit(0)\n"
+        "        os.read(has_left, 1); os.write(2, b'late\\n'); os._exit(0)\n"
         "    relay = watch._relay\n"
-        "print('left', file=sys.stderr); os.waitpid(child, 0); relay.wait()\n"
+        "print('left', file=sys.stderr, flush=True); os.write(leaves, b'x'); os.waitpid(child, 0); relay.wait()\n"
     )
     assert done.stderr == b"left\nlate\n", done.stderr
 
