@@ -30,7 +30,7 @@ def start(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert err == ""
     return out
 
@@ -43,7 +43,7 @@ def test_a_second_process_is_refused_and_told_who_and_since_when(tmp_path: Path)
     began = time.monotonic()
     with pytest.raises(WhetError, match="another process is using the run") as caught:
         lock.acquire(tmp_path)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < lock._PATIENCE_SECONDS, "a live owner is not waited for"
     found = lock.holder(tmp_path)
     assert found is not None
     assert found.pid == child.pid
@@ -66,7 +66,7 @@ def test_a_killed_holder_lets_go_at_once(tmp_path: Path) -> None:
     assert not lock.is_locked(tmp_path)  # and yet nobody holds it.
     began = time.monotonic()
     with lock.acquire(tmp_path) as held:
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < lock._PATIENCE_SECONDS
         assert held.holder.pid == os.getpid()
 
 
@@ -77,7 +77,7 @@ def test_looking_at_the_lock_does_not_lose_it(tmp_path: Path) -> None:
         with pytest.raises(WhetError, match="another process"):
             lock.acquire(tmp_path)
         child = start(HOLD, tmp_path)
-        out, err = child.communicate(timeout=30)
+        out, err = child.communicate(timeout=120)
         assert out == ""
         assert f"process {os.getpid()}" in err
     assert not lock.is_locked(tmp_path)
@@ -142,7 +142,7 @@ from whet.run import lock
 folder, won = Path(sys.argv[1]), 0
 print("ready", flush=True)
 sys.stdin.readline()
-until = time.monotonic() + 20.0
+until = time.monotonic() + 100.0
 while won < 20 and time.monotonic() < until:
     try:
         with lock.acquire(folder):
@@ -183,6 +183,23 @@ def test_a_lock_that_is_free_again_in_a_moment_is_waited_for(tmp_path: Path, mon
     monkeypatch.setattr(fcntl, "lockf", lockf)
     with lock.acquire(tmp_path):
         assert refusals == [0]
+
+
+LOOK = """
+import fcntl, os, sys, time
+fcntl.lockf(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_SH)
+print("on", flush=True)
+time.sleep(0.6)
+"""
+
+
+def test_an_onlooker_that_a_busy_machine_stops_is_waited_for(tmp_path: Path) -> None:
+    lock.acquire(tmp_path).release()
+    looking = start(LOOK, tmp_path / lock.LOCK_FILE)
+    assert looking.stdout is not None
+    assert looking.stdout.readline() == "on\n"
+    lock.acquire(tmp_path).release()
+    finish(looking)
 
 
 def test_an_onlooker_does_not_get_a_real_owner_refused(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ from whet.run.durable import told
 LOCK_FILE = "lock"
 
 _BUSY = (errno.EACCES, errno.EAGAIN)
-_PATIENCE_SECONDS = 0.3  # `holder` takes the lock for some microseconds to look; that must not refuse a real owner.
+_PATIENCE_SECONDS = 5.0
+"""`holder` takes the lock for some microseconds to look, and longer where a busy machine stops it right then; that must
+not refuse a real owner. Where another owner is alive, nothing is waited for."""
 
 _held: dict[tuple[int, int], "RunLock"] = {}
 """The locks of this process by (device, inode) of their file; a forked child finds its parent's here, see `_ours`."""
