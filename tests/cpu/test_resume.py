@@ -4,6 +4,7 @@ import dataclasses
 import json
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from whet.checkpoint import store
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from zygote import Zygote
+from zygote import Life, Zygote
 
 JOB = Path(__file__).parent / "training_job.py"
 
@@ -23,14 +24,28 @@ def finish(zygote: Zygote, run: Path, *words: str) -> int:
     return code
 
 
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not is_so():
+        assert time.monotonic() < deadline, "the training did not get there"
+        time.sleep(0.01)
+
+
 def wait_for_step(run: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        # The log reaches the disk once a second.
-        if (run / "events.jsonl").exists() and any(e.step >= step for e in read_events(open_run(run), kinds=("step",))):
-            return
-        time.sleep(0.02)
-    raise AssertionError("the training did not get there")
+    """Until the log tells of it, which reaches the disk once a second."""
+    log = run / "events.jsonl"
+    until(lambda: log.exists() and any(e.step >= step for e in read_events(open_run(run), kinds=("step",))))
+
+
+def held(zygote: Zygote, run: Path, step: int, *words: str) -> Life:
+    """A training that stays in the middle of a step until it is let go."""
+    process = zygote.start(JOB, run, f"hold={step}", *words)
+    until(Path(f"{run}.holds").exists)
+    return process
+
+
+def let_go(run: Path) -> None:
+    Path(f"{run}.goes").touch()
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -64,9 +79,9 @@ def test_an_interrupted_run_ends_as_if_nothing_had_happened(
     zygote: Zygote, uninterrupted: Path, tmp_path: Path, number: int, code: int
 ) -> None:
     run = tmp_path / "cut"
-    process = zygote.start(JOB, run, "--slow")
-    wait_for_step(run, 12)
+    process = held(zygote, run, 13)
     process.send(number)
+    let_go(run)
     ended, errors = process.wait()
     assert ended == code, errors
     stopped = json.loads((run / "result.json").read_text())
@@ -97,12 +112,11 @@ def test_sittings_add_up(zygote: Zygote, uninterrupted: Path, tmp_path: Path) ->
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(zygote: Zygote, uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "killed"
-    process = zygote.start(JOB, run, "--slow", 'wishes={"checkpoint_steps": 3}')
-    wait_for_step(run, 14)
+    process = held(zygote, run, 14, 'wishes={"checkpoint_steps": 3}')
+    # It may still be written beside the steps after it.
+    until(lambda: 12 in store.steps(run / "checkpoints"))
     process.send(signal.SIGKILL)
     assert process.wait().code == -signal.SIGKILL
-    resumed_from = max(store.steps(open_run(run).checkpoints))
-    assert resumed_from >= 12
     assert finish(zygote, run, 'wishes={"checkpoint_steps": 3}') == 0
     assert_same(run, uninterrupted)
 
@@ -112,8 +126,8 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(
 ) -> None:
     run = tmp_path / "killed"
     # Evaluations would save the best state: none comes this early.
-    process = zygote.start(JOB, run, "--slow", "eval_every=30")
-    wait_for_step(run, 3)
+    process = held(zygote, run, 3, "eval_every=30")
+    until(lambda: 0 in store.steps(run / "checkpoints"))
     process.send(signal.SIGKILL)
     process.wait()
     assert store.steps(open_run(run).checkpoints) == [0], "the first state only"

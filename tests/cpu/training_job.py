@@ -1,8 +1,10 @@
 """A small training that tests run as a process of its own.
 
-`python training_job.py RUN [--slow] [--hot] [key=value...]`; with --hot a simulated sensor says so.
+`python training_job.py RUN [--slow] [--hot] [hold=STEP] [key=value...]`; with --hot a simulated sensor says so. With
+hold it makes RUN.holds in the middle of that step, and stays there until there is RUN.goes.
 """
 
+import itertools
 import json
 import sys
 import time
@@ -19,6 +21,8 @@ from whet.machine.facts import Conditions
 def main(arguments: list[str]) -> int:
     path, *words = arguments
     options = {key: json.loads(value) for key, value in (w.split("=", 1) for w in words if "=" in w)}
+    # Two losses are computed to verify the model first.
+    hold, calls = options.pop("hold", 0) + 2, itertools.count(1)
     torch.manual_seed(5)
     model = convnet(dropout=0.3)
     x, y = images(160, seed=0)
@@ -26,6 +30,10 @@ def main(arguments: list[str]) -> int:
     def loss(micro):
         if "--slow" in words:
             time.sleep(0.05)
+        if next(calls) == hold > 2:
+            Path(f"{path}.holds").touch()
+            while not Path(f"{path}.goes").exists():
+                time.sleep(0.01)
         return nn.functional.cross_entropy(model(micro.x), micro.y)
 
     def evaluate(model, micros):
