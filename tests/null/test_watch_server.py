@@ -21,7 +21,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from web_client import Served, serving, until
+from web_client import PATIENCE_SECONDS, Served, serving, until
 
 from places import Tell
 from whet.report.watch import line as line_module
@@ -477,7 +477,7 @@ class Stream:
     """Listens to server-sent events."""
 
     def __init__(self, server: Served, query: str = "") -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_SECONDS)
         self._connection.request("GET", f"/api/stream{query}", headers=server.bearer)
         self._response = self._connection.getresponse()
         assert self._response.status == 200
@@ -594,7 +594,7 @@ def test_a_run_goes_on_whatever_happens_to_the_server(tmp_path: Path) -> None:
             assert served.ask(f"/api/runs/{run_id('trained')}").status == 200
         served.process.send_signal(signal.SIGKILL)
         served.process.wait()
-        assert training.wait(60) == 0
+        assert training.wait(PATIENCE_SECONDS) == 0
     (line,) = Listing(tmp_path / "runs").look(seconds=60).changed
     assert (line.state, line.step, line.total_steps) == ("done", 1000, 1000)
 
@@ -671,7 +671,7 @@ def test_a_run_that_takes_long_to_open_tells_how_far_it_is_simulated(
     class Slow(LiveHistory):
         def __init__(self, run: Path, *, progress: Callable[[int, int], None]) -> None:
             progress(37, 100)
-            assert may_go_on.wait(30)
+            assert may_go_on.wait(PATIENCE_SECONDS)
             super().__init__(run)
 
     monkeypatch.setattr(opening, "LiveHistory", Slow)
@@ -727,7 +727,9 @@ def test_one_run_can_be_watched_alone(tmp_path: Path) -> None:
 def test_a_second_watch_gives_a_new_link_to_the_first(server: Served, runs: Path) -> None:
     home = Path(psutil.Process(server.process.pid).environ()["WHET_HOME"])
     words = [sys.executable, "-m", "whet", "watch", str(runs), "--no-browser", "--json"]
-    done = subprocess.run(words, env={**os.environ, "WHET_HOME": str(home)}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        words, env={**os.environ, "WHET_HOME": str(home)}, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     told = json.loads(done.stdout)
     assert (told["is_new"], told["pid"]) == (False, server.process.pid)
     with socket.create_connection(("127.0.0.1", server.port)):

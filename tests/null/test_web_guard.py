@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from guarded_server import LIMITS, PATHS, SECRET
-from web_client import Answer, Served, exchange, serving, until
+from web_client import PATIENCE_SECONDS, Answer, Served, exchange, serving, until
 
 from places import Run, Tell
 from whet.base.errors import UsageError, WhetError
@@ -414,12 +414,12 @@ def test_a_thousand_connections_at_once_leave_the_server_alive(server: Served, t
 
 
 def test_a_quick_client_keeps_its_connection_between_requests_and_during_a_stream(server: Served) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_SECONDS)
     for _ in range(5):
         connection.request("GET", "/", headers=server.bearer)
         assert connection.getresponse().read()
         time.sleep(LIMITS.receive_seconds / 4)
-    other = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    other = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_SECONDS)
     other.request("GET", "/stream", headers=server.bearer)
     stream = other.getresponse()
     end = time.monotonic() + 2.5 * max(LIMITS.receive_seconds, LIMITS.stall_seconds)
@@ -471,5 +471,5 @@ def test_ctrl_c_ends_it_in_order(tmp_path: Path) -> None:
         connection.sendall(f"{head}Authorization: Bearer {served.token}\r\n\r\n".encode())
         assert b"hello" in connection.recv(10_000) + connection.recv(10_000)
         served.process.send_signal(2)
-        assert served.process.wait(20) == 0
+        assert served.process.wait(PATIENCE_SECONDS) == 0
     assert list((tmp_path / "home" / "servers").iterdir()) == []

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+PATIENCE_SECONDS = 120
+"""For an answer that comes: a server of low priority on a busy machine is slow, and only a hang takes so long."""
 Headers = Mapping[str, str] | list[tuple[str, str]]
 
 
@@ -47,7 +49,7 @@ class Served:
         return {"Authorization": f"Bearer {self.token}"}
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_SECONDS)
 
     def ask(self, path: str = "/", method: str = "GET", headers: Headers = (), *, body: bytes = b"") -> Answer:
         """A request by the owner of the token."""
@@ -107,9 +109,9 @@ def serving(*words: str, home: Path, cwd: Path, **environment: str) -> Iterator[
         yield Served(process=process, port=port, token=token, link=told["link"], said=said)
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(PATIENCE_SECONDS)
         if listening.ident is not None:
-            listening.join(10)
+            listening.join(PATIENCE_SECONDS)
         if process.stdout is not None:
             process.stdout.close()
 
@@ -126,7 +128,7 @@ def _pairs(headers: Headers) -> list[tuple[str, str]]:
     return list(headers.items()) if isinstance(headers, Mapping) else list(headers)
 
 
-def until(is_so, *, seconds: float = 30.0) -> bool:
+def until(is_so, *, seconds: float = PATIENCE_SECONDS) -> bool:
     """Waits for something to become true."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
