@@ -62,7 +62,9 @@ def test_a_worker_that_harms_itself(life: Lives, undisturbed: str, amount: str, 
             mark = life.folder / f"mark-{how}-{sample}"
             # None of the eight samples that are looked at before the training.
             harm = {"sample": sample, "how": how, "times": 2 if sample == 41 else 1, "mark": str(mark)}
-            life.finish(run, harm=harm, worker_timeout=1.0)
+            # Only who says nothing is waited for: on a busy machine a sample may take a second by itself.
+            patience = {"worker_timeout": 1.0} if "no sample" in said else {}
+            life.finish(run, harm=harm, **patience)
             assert digest(run) == undisturbed, how
             told = warnings_of(run)
             assert len(told) == harm["times"], (how, told)
@@ -152,7 +154,7 @@ print(int(total))
     command = ["unshare", "-m", "sh", "-c", mounted, sys.executable, code]
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
         pytest.skip("no unshare here")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout.strip() == str(65536 * 120), done.stderr
 
 
