@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from places import Run
 from warm import WarmPython
-from zygote import Zygote
+from zygote import PATIENCE_SECONDS, Zygote
 
 # The gate draws the same examples each time, so that it fails for a change and not for luck; `make test-all` searches.
 for _profile, _is_fixed in (("gate", True), ("search", False)):
@@ -73,7 +73,7 @@ def whet(tmp_path: Path) -> Run:
         if path is not None:
             env["PYTHONPATH"] = str(path)
         command = [sys.executable, "-m", "whet", *words]
-        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
 
     return run
 

@@ -66,7 +66,7 @@ class PseudoTerminal:
         """Control characters that came from elsewhere than a live view."""
         return [char for char in _OURS.sub("", self.sent) if not char.isprintable() and char not in "\r\n"]
 
-    def wait_for(self, is_seen: Callable[[str], bool], *, seconds: float = 20.0) -> str:
+    def wait_for(self, is_seen: Callable[[str], bool], *, seconds: float = 120.0) -> str:
         """The screen as soon as it shows something; fails with what it shows instead."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -76,7 +76,7 @@ class PseudoTerminal:
             time.sleep(0.05)
         raise AssertionError("not seen in time; the screen is\n" + "\n".join(self.screen))
 
-    def end(self, *, seconds: float = 20.0) -> int:
+    def end(self, *, seconds: float = 120.0) -> int:
         """The exit code, when it has ended by itself."""
         deadline = time.monotonic() + seconds
         while self._process.poll() is None and time.monotonic() < deadline:

@@ -13,7 +13,7 @@ import torch
 from whet.checkpoint import store
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from zygote import Life, Zygote
+from zygote import PATIENCE_SECONDS, Life, Zygote
 
 JOB = Path(__file__).parent / "training_job.py"
 
@@ -25,7 +25,7 @@ def finish(zygote: Zygote, run: Path, *words: str) -> int:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not is_so():
         assert time.monotonic() < deadline, "the training did not get there"
         time.sleep(0.01)

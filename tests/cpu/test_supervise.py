@@ -24,6 +24,7 @@ from whet.plan.workload import Workload
 from whet.report.summary import summarize
 from whet.run.events import EventLog, read_events
 from whet.run.folder import create_run, open_run
+from zygote import PATIENCE_SECONDS
 
 SMALL = ("arch.hidden_size=32", "arch.layers=1", "arch.max_length=24", "arch.vocab_size=600", "threads=1")
 
@@ -47,7 +48,7 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def child_after(process: subprocess.Popen[str], run: Path, *, step: int) -> psutil.Process:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         if (run / "checkpoints").exists() and any(there >= step for there in store.steps(run / "checkpoints")):
             return psutil.Process(process.pid).children()[0]
@@ -63,7 +64,7 @@ def test_a_killed_training_goes_on_by_itself_and_ends_the_same(
     assert undisturbed.returncode == 0, undisturbed.stderr
     process = start(*words(table, cut))
     child_after(process, cut, step=50).kill()
-    out, errors = process.communicate(timeout=300)
+    out, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors
     assert "the training was killed by SIGKILL; it goes on with the same plan" in errors
     assert "2 sittings" in out
@@ -83,7 +84,7 @@ def test_one_ctrl_c_to_the_parent_saves_and_stops(table: Path, tmp_path: Path) -
     process = start(*words(table, run, epochs=100))
     child = child_after(process, run, step=25)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130, errors
     assert "saved at step" in errors
     assert "to go on:" in errors
@@ -97,7 +98,7 @@ def test_who_kills_the_parent_kills_the_training(table: Path, tmp_path: Path) ->
     child = child_after(process, run, step=25)
     process.kill()
     process.communicate()
-    psutil.wait_procs([child], timeout=10)
+    psutil.wait_procs([child], timeout=120)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
@@ -166,17 +167,17 @@ def test_under_nohup_a_lost_terminal_changes_nothing(table: Path, tmp_path: Path
     process = start(*words(table, run), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     child_after(process, run, step=25)
     process.send_signal(signal.SIGHUP)
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors
 
 
 def test_who_is_killed_before_it_began_says_so(table: Path, tmp_path: Path) -> None:
     process = start(*words(table, tmp_path / "run"), "--quiet")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not psutil.Process(process.pid).children() and time.monotonic() < deadline:
         time.sleep(0.01)
     psutil.Process(process.pid).children()[0].kill()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 137
     assert "the training was killed before it began" in errors
 
@@ -229,7 +230,7 @@ def test_a_training_that_is_killed_while_it_is_measured_starts_without(tmp_path:
         str(tmp_path / "run"),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors
     assert counter.read_text() == "x"
     assert "the training was killed by SIGKILL while it was measured; it starts without" in errors
@@ -251,7 +252,7 @@ def test_a_training_that_dies_again_and_again_is_given_up(tmp_path: Path) -> Non
         "--no-measure",
     ]
     process = start(*command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 137, errors
     assert len(counter.read_text()) == 3
     assert errors.count("was killed by SIGKILL") == 2

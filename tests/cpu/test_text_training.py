@@ -25,6 +25,7 @@ from whet.recipes.text.recipe import recipe as text_recipe
 from whet.report.summary import summarize
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from zygote import PATIENCE_SECONDS
 
 SMALL = ("arch.hidden_size=32", "arch.layers=1", "arch.max_length=24", "arch.vocab_size=600", "threads=1")
 
@@ -176,11 +177,11 @@ def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(cli: Cli, tabl
     assert code == 0, errors
     process = cli.start(*words, "--run", "cut")
     cut = cli.folder / "cut"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline and not ((cut / "events.jsonl").exists() and len(losses(cut)) > 20):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    stopped = process.wait(timeout=60)
+    stopped = process.wait()
     errors = stopped.stderr
     assert stopped.returncode == 130, errors
     assert f"saved at step {max(losses(cut))} in cut (" in errors

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
-from zygote import Life, Zygote
+from zygote import PATIENCE_SECONDS, Life, Zygote
 
 
 class Program:
@@ -27,7 +27,7 @@ class Program:
         self.send_signal = life.send
         self._words, self._life, self._out = words, life, out
 
-    def wait(self, *, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def wait(self, *, timeout: float = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
         code, errors = self._life.wait(seconds=timeout)
         return subprocess.CompletedProcess(self._words, code, self._out.read_text(), errors)
 
@@ -45,7 +45,7 @@ class WarmPython:
         return Program(said, self._zygote.start(Path(__file__), json.dumps(asked)), out)
 
     def run(
-        self, *words: object, cwd: Path, env: dict[str, str] | None = None, timeout: float = 120
+        self, *words: object, cwd: Path, env: dict[str, str] | None = None, timeout: float = PATIENCE_SECONDS
     ) -> subprocess.CompletedProcess[str]:
         return self.start(*words, cwd=cwd, env=env).wait(timeout=timeout)
 

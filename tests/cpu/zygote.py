@@ -15,6 +15,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+PATIENCE_SECONDS = 600
+"""For what ends by itself, however busy the machine is: only a hang takes so long."""
+
 
 class Ended(NamedTuple):
     code: int
@@ -33,7 +36,7 @@ class Life:
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait(self, *, seconds: float = 60) -> Ended:
+    def wait(self, *, seconds: float = PATIENCE_SECONDS) -> Ended:
         answer = self._zygote.ask({"wait": self.pid, "seconds": seconds})
         assert answer["code"] is not None, f"the process did not end in {seconds} s: {self._errors.read_text()}"
         return Ended(answer["code"], self._errors.read_text())
@@ -70,7 +73,7 @@ class Zygote:
         return json.loads(self._parent.stdout.readline())
 
     def close(self) -> None:
-        self._parent.communicate(timeout=30)
+        self._parent.communicate(timeout=PATIENCE_SECONDS)
         self._folder.cleanup()
 
 

@@ -16,7 +16,7 @@ from whet.checkpoint import plain_json, store
 from whet.checkpoint.layout import as_bytes
 from whet.run.events import read_events
 from whet.run.folder import RUN_FILE, open_run
-from zygote import Ended, Life, Zygote
+from zygote import PATIENCE_SECONDS, Ended, Life, Zygote
 
 JOB = Path(__file__).parent / "job.py"
 
@@ -34,7 +34,7 @@ class Started:
     def lines(self) -> list[str]:
         return self.side.read_text().splitlines() if self.side.exists() else []
 
-    def wait_for(self, word: str, *, seconds: float = 60) -> bool:
+    def wait_for(self, word: str, *, seconds: float = PATIENCE_SECONDS) -> bool:
         """Whether the life has told a line that begins so, before it ended."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -13,7 +13,7 @@ import torch
 
 from whet.checkpoint import store
 from whet.run.folder import open_run
-from zygote import Life, Zygote
+from zygote import PATIENCE_SECONDS, Life, Zygote
 
 JOB = Path(__file__).parent / "rank_job.py"
 _NUMBERS = itertools.count()
@@ -32,7 +32,7 @@ class Ranks:
         start = f"{rank} {word} "
         return [line[len(start) :] for line in lines if f"{line} ".startswith(start)]
 
-    def wait(self, *, seconds: float = 60) -> list[int]:
+    def wait(self, *, seconds: float = PATIENCE_SECONDS) -> list[int]:
         try:
             return [life.wait(seconds=seconds).code for life in self.lives]
         except AssertionError:

@@ -101,7 +101,7 @@ def test_a_proof_that_is_stopped_leaves_nothing_behind(tmp_path: Path, number: i
     words = [sys.executable, "-m", "whet", "prove", RECIPE, "threads=1", "--kills", "500", "--budget", "1"]
     with (tmp_path / "errors").open("w+") as errors:
         process = subprocess.Popen(words, cwd=tmp_path, stderr=errors, env={**os.environ, "WHET_HOME": str(tmp_path)})
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 600
         while "kill   3 of" not in (tmp_path / "errors").read_text():
             assert time.monotonic() < deadline
             assert process.poll() is None, (tmp_path / "errors").read_text()
@@ -109,8 +109,8 @@ def test_a_proof_that_is_stopped_leaves_nothing_behind(tmp_path: Path, number: i
         lives = psutil.Process(process.pid).children(recursive=True)
         assert lives
         process.send_signal(number)
-        assert process.wait(30) == code
-    _, alive = psutil.wait_procs(lives, timeout=10)
+        assert process.wait(120) == code
+    _, alive = psutil.wait_procs(lives, timeout=120)
     assert alive == []
     assert not (tmp_path / "runs").exists()
 

@@ -16,7 +16,8 @@ from whet.checkpoint import store
 from whet.engine.reading import load_weights
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from zygote import Zygote
+from whet.world.pulse import LOST_SECONDS
+from zygote import PATIENCE_SECONDS, Zygote
 
 KINDS = ("off", "full")
 CASES = (("off", 0), ("full", 0), ("full", 1))
@@ -39,7 +40,7 @@ def files_of(run: Path, step: int) -> set[str]:
     return {path.name for path in (open_run(run).checkpoints / store.name_of(step)).iterdir()}
 
 
-def wait_for(sitting: Ranks, word: str, *, rank: int, seconds: float = 60) -> None:
+def wait_for(sitting: Ranks, word: str, *, rank: int, seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not any(True for _ in sitting.said(word, rank=rank)):
         assert time.monotonic() < deadline, f"no {word!r}"
@@ -51,7 +52,7 @@ def kill(sitting: Ranks, *, rank: int, where: str) -> float:
     wait_for(sitting, where, rank=rank)
     sitting.lives[rank].send(signal.SIGKILL)
     start = time.monotonic()
-    codes = sitting.wait(seconds=30)
+    codes = sitting.wait()
     assert codes[rank] == -signal.SIGKILL
     assert all(code != 0 for code in codes)
     return time.monotonic() - start
@@ -151,7 +152,7 @@ def test_a_lost_process_costs_no_bit(
     pause = {} if place == "step" else {"pause": f"{place} {rank}"}
     where = "step 5" if place == "step" else f"inside {place}"
     sitting = ranks.start(zygote, run, 2, sharding=kind, seconds=0.02, **pause)
-    assert kill(sitting, rank=rank, where=where) < 10
+    assert kill(sitting, rank=rank, where=where) < LOST_SECONDS, "sooner than by its silence"
     if place == "save":
         assert store.steps(open_run(run).checkpoints)[-1] == 2, "what was not finished has no name"
     ranks.train(zygote, run, 2, sharding=kind)
@@ -170,7 +171,7 @@ def test_a_process_that_loops_is_ended_and_costs_no_bit(
     sitting = ranks.start(zygote, run, 2, sharding=kind, least_seconds=2.0, loops=[rank, 9])
     wait_for(sitting, "step 8", rank=rank)
     start = time.monotonic()
-    codes = sitting.wait(seconds=30)
+    codes = sitting.wait()
     assert time.monotonic() - start < 15
     assert all(code != 0 for code in codes)
     (said,) = sitting.said("lost")

@@ -75,7 +75,7 @@ def trials_of(url: str | None, folder: Path) -> list[optuna.trial.FrozenTrial]:
         return storage.get_all_trials(storage.get_study_id_from_name("s"))
 
 
-def until(condition, *, seconds: float = 90.0) -> None:
+def until(condition, *, seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -99,9 +99,9 @@ def test_a_search_that_is_killed_and_stopped_goes_on_prunes_and_knows_what_is_in
     second = made.start()
     until(lambda: list(folder.glob("trial-*/checkpoints/step-*6/manifest.json")))
     second.send_signal(signal.SIGTERM)
-    assert second.wait(timeout=60) == 143, made.said()
+    assert second.wait(timeout=600) == 143, made.said()
     assert not [t for t in trials_of(None, folder) if t.state == RUNNING], "what was stopped waits in line"
-    assert made.start().wait(timeout=120) == 0, made.said()
+    assert made.start().wait(timeout=600) == 0, made.said()
 
     result = read_search(folder)
     assert len(result.trials) == 4

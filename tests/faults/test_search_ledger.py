@@ -101,7 +101,7 @@ def check_a_killed_trial_goes_on(folder: Path, url: str | None) -> None:
 
 def check_racing_processes_make_no_trial_twice(folder: Path, url: str | None) -> None:
     racers = [process(folder, url, count=20, most=7, finishes=True, sleeps=0) for _ in range(2)]
-    told = [int(word) for racer in racers for word in racer.communicate(timeout=120)[0].split()]
+    told = [int(word) for racer in racers for word in racer.communicate(timeout=600)[0].split()]
     assert sorted(told) == sorted(set(told))
     assert len(told) == 7
     with open_storage(url, folder=folder) as storage:
