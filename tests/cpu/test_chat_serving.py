@@ -183,8 +183,10 @@ def test_an_answer_ends_when_nobody_listens() -> None:
         with pytest.raises(BadRequestError, match="too many"):
             answering.pieces(endless)
         del waiting
-        await asyncio.sleep(0.1)
-        # The place is free again.
+        # The place is free again, as soon as the thread is.
+        async with asyncio.timeout(120):
+            while answering._num_asked:
+                await asyncio.sleep(0.005)
         async with aclosing(answering.pieces(lambda: iter([Piece("y", 1, "stop")]))) as pieces:
             assert [piece.text async for piece in pieces] == ["y"]
         answering.close()
