@@ -59,8 +59,9 @@ def test_the_batch_is_measured_once_and_a_run_goes_on_with_it(tmp_path):
     chosen = plan_of(tmp_path / "run").workload.batch
     assert whet.open_run(tmp_path / "run").config["global_batch_size"] == chosen.batch
     assert len(chosen.points) >= 2
-    # Steps of so many samples were made: eight for a first look, and eight that were timed.
-    assert all(made.get(point.batch, 0) >= 16 for point in chosen.points if point.samples_per_second)
+    # Steps of so many samples were made: two at least for a first look, and all that are said to have been timed, which
+    # are fewer than eight of each where a busy machine leaves no time.
+    assert all(made[point.batch] >= 2 + point.steps for point in chosen.points if point.samples_per_second)
     assert ("plan", {"changed": chosen.lines[0]}) in told
     assert any(kind == "measuring" and fields["doing"].startswith("global batch ") for kind, fields in told)
     rates = {e.get("lr") for e in History(whet.open_run(tmp_path / "run")).events(kinds=("step",))}

@@ -47,6 +47,7 @@ def test_the_knee_of_a_simulated_curve_is_found_and_the_rig_is_left_at_it(at: in
     assert rig.alive == 0
     assert found.rates[0] == pytest.approx(1e-3 * math.sqrt(found.batch / 32))
     assert len(found.points) >= 3
+    assert all(point.steps >= 8 for point in found.points if point.samples_per_second), "where there is time for them"
     assert [point.batch for point in found.points] == sorted(point.batch for point in found.points)
 
 
