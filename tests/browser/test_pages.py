@@ -101,7 +101,7 @@ def stage(browser: Browser, pictures: Path, tmp_path_factory: pytest.TempPathFac
     if made.training is not None:
         made.training.end()
     server.terminate()
-    server.wait(timeout=30)
+    server.wait(timeout=600)
 
 
 @pytest.fixture(autouse=True)
@@ -218,7 +218,7 @@ def test_a_run_that_takes_long_to_open_is_waited_for_simulated(
         visit.close()
     finally:
         server.terminate()
-        server.wait(timeout=30)
+        server.wait(timeout=600)
 
 
 def test_a_torn_last_line_waits_for_its_rest(stage: Stage) -> None:
@@ -367,7 +367,7 @@ def test_a_report_opens_from_a_file_without_a_network(stage: Stage, sibling: Pat
         make_evil(stage.runs)
     file = stage.folder / "report.html"
     told = start("report", f"runs/{name}", "--html", str(file), folder=stage.folder)
-    assert told.wait(timeout=60) == 0
+    assert told.wait(timeout=600) == 0
     assert file.stat().st_size < 400_000
     visit = Visit(stage.browser, stage.pictures, home=file.as_uri(), is_offline=True)
     stage.visits.append(visit)
@@ -385,7 +385,7 @@ def test_a_page_whose_server_has_gone_says_so(stage: Stage) -> None:
     page = visit.page
     expect(page.get_by_role("status").first).to_contain_text("live")
     stage.server.terminate()
-    stage.server.wait(timeout=30)
+    stage.server.wait(timeout=600)
     expect(page.get_by_text("not connected")).to_be_visible()
     # The browser itself tells on the console that nobody answers, each time it tries.
     page.goto("about:blank")

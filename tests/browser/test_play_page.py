@@ -49,7 +49,7 @@ def club(browser: Browser, pictures: Path, tmp_path_factory: pytest.TempPathFact
         told = json.loads(server.stdout.readline())
     yield Club(browser, pictures, told)
     server.terminate()
-    server.wait(timeout=30)
+    server.wait(timeout=600)
 
 
 @pytest.fixture(autouse=True)

@@ -74,7 +74,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=600)
     return process.returncode, out, errors
 
 
@@ -83,7 +83,7 @@ def test_seeds_stopped_in_the_middle_end_as_if_never_stopped(tmp_path: Path) -> 
     words = ("epochs=4", "seeds=3", "seed=5", "--run", "all")
     process = start(tmp_path, *words)
     second = tmp_path / "all" / "seed-6"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline and not (second / "events.jsonl").exists():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)

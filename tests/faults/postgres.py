@@ -39,7 +39,7 @@ class Server:
                 stdout=told,
                 stderr=told,
                 cwd=self._home,
-                timeout=120,
+                timeout=600,
                 **as_user,
             )
 

@@ -133,7 +133,7 @@ def test_postgresql_keeps_the_same_promises_and_may_be_restarted(tmp_path):
             with ThreadPoolExecutor(1) as pool:
                 done = pool.submit(ledger.finish, taken, state="complete", value=0.25)
                 server.start()
-                assert done.result(timeout=60)
+                assert done.result(timeout=600)
             assert ledger.trials()[taken.number].value == 0.25
 
 

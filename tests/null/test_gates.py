@@ -28,7 +28,7 @@ def plant(copy: Path, file: str, line: str) -> None:
 
 def check(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(copy / "src")}
-    return subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=600)
 
 
 def lint_imports(copy: Path) -> subprocess.CompletedProcess[str]:
@@ -162,7 +162,7 @@ def test_a_wrong_type_fails(copy: Path) -> None:
 
 def test_make_help_names_every_target() -> None:
     listed = (ROOT / "Makefile").read_text().partition(".PHONY: ")[2].partition("\n")[0].split()
-    told = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    told = subprocess.run(["make", "-s", "help"], cwd=ROOT, capture_output=True, text=True, timeout=600)
     lines = [line.split() for line in told.stdout.splitlines() if line.startswith("  make ")]
     assert sorted(line[1] for line in lines) == sorted(set(listed) - {"help"})
     assert all(len(line) > 4 for line in lines), "each with what it does"

@@ -119,7 +119,7 @@ def test_the_board_is_drawn_with_the_last_stone_marked() -> None:
 def test_play_in_the_terminal(tmp_path: Path) -> None:
     """As a process: lines in, lines out, and an end without a word is an end."""
     command = [sys.executable, "-m", "whet", "play", "two-distance", "--size", "4", "--terminal"]
-    done = subprocess.run(command, input="b2\nhint\n", capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run(command, input="b2\nhint\n", capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("your move (blue)") == 2
     assert "two-distance likes" in done.stdout

@@ -119,7 +119,7 @@ def test_in_a_real_kernel_there_is_one_display() -> None:
         "line('end', {'step': 900, 'state': 'done'})\n"
     )
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
-    nbclient.NotebookClient(notebook, timeout=60).execute()
+    nbclient.NotebookClient(notebook, timeout=600).execute()
     (output,) = notebook.cells[0].outputs
     assert output.output_type == "display_data"
     assert output.data["text/plain"].splitlines()[-1].startswith("text  epoch 900/900 took")

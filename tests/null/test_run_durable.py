@@ -249,7 +249,7 @@ def test_a_file_that_may_not_grow_is_refused_and_the_old_one_stays(tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 
     command = [sys.executable, "-c", LIMITED, str(target)]
-    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, timeout=600, check=True)
     assert "EFBIG" in done.stdout
     assert "ulimit -f" in done.stdout
     assert target.read_bytes() == b"old"
@@ -268,7 +268,7 @@ cat "$1/a.json"
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs a private mount")
 def test_a_full_disk_is_told_and_the_old_file_stays(tmp_path: Path) -> None:
     command = ["unshare", "-m", "sh", "-c", FULL, "sh", str(tmp_path), sys.executable, LIMITED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode and "ENOSPC" not in done.stdout:
         pytest.skip("may not mount here")
     assert "No space left on device (ENOSPC)" in done.stdout

@@ -25,7 +25,7 @@ def home(pytestconfig: pytest.Config) -> Path:
 @pytest.fixture(scope="session")
 def _built(home: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", INSTALL], env=environment(home), capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", INSTALL], env=environment(home), capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
 
@@ -50,6 +50,6 @@ def run_pytest(home: Path, _built: None) -> Start:
     def run(*words: object, cwd: Path = ROOT, **changes: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, *map(str, words)]
         env = environment(home, **changes)
-        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 
     return run

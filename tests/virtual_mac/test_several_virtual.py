@@ -27,7 +27,7 @@ def test_several_processes_are_refused_on_a_simulated_mac(tmp_path: Path, home: 
         env=environment(home),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert ended.stdout.strip() == "[2, 2, 2] []", ended.stderr
     assert ended.stderr.count("several processes cannot train together on MPS") == 3

@@ -200,7 +200,7 @@ def test_events_measure_time() -> None:
     end.record()
     end.synchronize()
     assert end.query()
-    assert 20 <= start.elapsed_time(end) < 1_000
+    assert 20 <= start.elapsed_time(end) < 10_000, "milliseconds"
 
 
 def test_waits_are_counted() -> None:
