@@ -25,7 +25,7 @@ def home(pytestconfig: pytest.Config) -> Path:
 @pytest.fixture(scope="session")
 def _built(home: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", INSTALL], env=environment(home), capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", INSTALL], env=environment(home), capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr
 
