@@ -1,11 +1,12 @@
-"""What whet costs: the bare PyTorch loop against Session and train() on the same step, interleaved in one run.
+"""What whet costs: Session and train() beside the bare PyTorch loop on the same step, in turns.
 
-    python benchmarks/overhead.py [--rounds 15] [--steps 60] [--milliseconds 5]
+    python benchmarks/overhead.py [--rounds 20] [--steps 200] [--milliseconds 5]
 
-Each round runs every way once, in an order that turns around (A B C, C B A, ...). A step is the time from one call of
-the loss function to the next, so that set-up does not count and everything between steps does; the slowest tenth of
-each way's steps is left out. A ratio is taken
-inside a round; the table shows the median over rounds and the interval that holds it in 95 % of resamplings.
+Before each step of whet's a bare loop makes one, on a model of its own, so that both meet the same moment of the
+machine. The time of whet's is from there to the begin of the next step: set-up does not count, everything between
+steps does. The slowest tenth of each side's steps is left out. In each round a second bare loop takes whet's place too:
+what the place itself costs is known from it, and taken away. The table shows the median over rounds and the interval
+that holds it in 95 % of resamplings.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,24 +28,36 @@ from whet.data.order import epoch_order
 
 BATCH = 32
 
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-class Stopwatch:
-    """A loss function that notes when it is called."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.calls: list[float] = []
+class Turns:
+    """A loss function that lets the bare loop make a step first, and notes when both began."""
+
+    def __init__(self, model: nn.Module, bare: Iterator[None]) -> None:
+        self._model = model
+        self._bare = bare
+        self._begun: list[float] = []
+        self._done: list[float] = []
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        self.calls.append(time.perf_counter())
-        return nn.functional.cross_entropy(self.model(x), y)
+        self._begun.append(time.perf_counter())
+        next(self._bare)
+        self._done.append(time.perf_counter())
+        return nn.functional.cross_entropy(self._model(x), y)
 
-    @property
-    def seconds_per_step(self) -> float:
-        """Without the slowest tenth of steps: those are the machine's other work, on whichever way they fall."""
-        steps = sorted(later - earlier for earlier, later in itertools.pairwise(self.calls))
-        kept = steps[: -(-len(steps) * 9 // 10)]
-        return sum(kept) / len(kept)
+    def seconds(self, steps: int) -> tuple[float, float]:
+        """A step of the bare loop, and one of ours; calls before the first step measured the memory of a sample."""
+        begun, done = self._begun[-steps:], self._done[-steps:]
+        theirs = [end - start for start, end in zip(begun, done, strict=True)]
+        ours = [following - end for end, following in zip(done, begun[1:], strict=False)]
+        return _without_slowest(theirs), _without_slowest(ours)
+
+
+def _without_slowest(steps: list[float]) -> float:
+    """The mean of all but the slowest tenth: those are the machine's other work, on whichever side they fall."""
+    kept = sorted(steps)[: -(-len(steps) * 9 // 10)]
+    return sum(kept) / len(kept)
 
 
 def make_model(width: int) -> nn.Module:
@@ -51,33 +65,34 @@ def make_model(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10))
 
 
-def bare(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, _: Path) -> float:
-    loss_of = Stopwatch(model)
+def bare_loop(model: nn.Module, x: torch.Tensor, y: torch.Tensor, loss_of: Loss | None = None) -> Iterator[None]:
+    """Makes a step whenever it is asked for one."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     order = torch.from_numpy(epoch_order(len(x), seed=0, epoch=0))
-    for rows in order.split(BATCH)[:steps]:
+    for rows in itertools.cycle(order.split(BATCH)):
         optimizer.zero_grad()
-        loss = loss_of(x[rows], y[rows])
+        inputs, targets = x[rows], y[rows]
+        loss = loss_of(inputs, targets) if loss_of else nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return loss_of.seconds_per_step
+        yield
 
 
-def by_session(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run: Path) -> float:
-    loss_of = Stopwatch(model)
+def by_hand(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, _: Path, loss_of: Turns) -> None:
+    for _ in itertools.islice(bare_loop(model, x, y, loss_of), steps):
+        pass
+
+
+def by_session(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run: Path, loss_of: Turns) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     options = {"global_batch_size": BATCH, "max_steps": steps, "clip": 1.0, "wishes": WISHES}
     with whet.Session(model, optimizer, (x, y), run=run, **options) as session:
         for batch in session:
             session.step(lambda micro: loss_of(micro.x, micro.y), batch)
-    # Two calls before the first step measure the memory of a sample.
-    del loss_of.calls[:-steps]
-    return loss_of.seconds_per_step
 
 
-def by_train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run: Path) -> float:
-    loss_of = Stopwatch(model)
+def by_train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run: Path, loss_of: Turns) -> None:
     whet.train(
         model,
         (x, y),
@@ -90,19 +105,23 @@ def by_train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run
         wishes=WISHES,
         show=None,
     )
-    del loss_of.calls[:-steps]
-    return loss_of.seconds_per_step
 
 
 WISHES = {"threads": 1, "micro_batch": BATCH, "device": "cpu"}
-WAYS = {"bare loop": bare, "Session": by_session, "train()": by_train}
+PLACE = "bare loop"
+WAYS = {PLACE: by_hand, "Session": by_session, "train()": by_train}
 
 
 def width_for(milliseconds: float, x: torch.Tensor, y: torch.Tensor) -> int:
     """The width at which a bare step takes about that long."""
     width = 64
     while width < 4_096:
-        if bare(make_model(width), x, y, 12, Path()) * 1e3 >= milliseconds:
+        loop, times = bare_loop(make_model(width), x, y), []
+        for _ in range(12):
+            begun = time.perf_counter()
+            next(loop)
+            times.append(time.perf_counter() - begun)
+        if statistics.median(times) * 1e3 >= milliseconds:
             break
         width = int(width * 1.2)
     return width
@@ -114,43 +133,53 @@ def interval(values: list[float]) -> tuple[float, float]:
     return medians[50], medians[-51]
 
 
-def measure(width: int, x: torch.Tensor, y: torch.Tensor, *, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds per step of each way, round by round."""
+def measure(
+    width: int, x: torch.Tensor, y: torch.Tensor, *, rounds: int, steps: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of a step of the bare loop and of each way in its turn, round by round."""
     first = make_model(width)
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds + 1):
             for name in list(WAYS) if number % 2 else list(WAYS)[::-1]:
-                spent = WAYS[name](copy.deepcopy(first), x, y, steps, Path(folder) / f"{number}-{name}")
+                model = copy.deepcopy(first)
+                turns = Turns(model, bare_loop(copy.deepcopy(first), x, y))
+                WAYS[name](model, x, y, steps, Path(folder) / f"{number}-{name}", turns)
                 if number:  # the first round warms up
-                    seconds[name].append(spent)
+                    seconds[name].append(turns.seconds(steps))
     return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=at_least(1), default=100)
-    parser.add_argument("--steps", type=at_least(2), default=40)
+    parser.add_argument("--rounds", type=at_least(1), default=20)
+    parser.add_argument("--steps", type=at_least(2), default=200)
     parser.add_argument("--milliseconds", type=float, default=5.0)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    # A step of almost nothing is timed ten times as often: what is done once in a while counts then.
-    x = torch.randn(BATCH * 10 * given.steps, 64)
+    # A step of almost nothing is timed twice as often: what is done once in a while counts then.
+    x = torch.randn(BATCH * 2 * given.steps, 64)
     y = torch.randint(0, 10, (len(x),))
     width = width_for(given.milliseconds, x, y)
     seconds = measure(width, x, y, rounds=given.rounds, steps=given.steps)
     print(f"{given.rounds} rounds of {given.steps} steps, width {width}, one thread, torch {torch.__version__}")
     print(f"{'way':10} {'ms per step':>12} {'ratio to the bare loop':>24} {'95 % interval':>18}")
     for name, times in seconds.items():
-        ratios = [ours / theirs for ours, theirs in zip(times, seconds["bare loop"], strict=True)]
+        ratios = [
+            (ours / theirs) / (again / bare)
+            for (theirs, ours), (bare, again) in zip(times, seconds[PLACE], strict=True)
+        ]
         low, high = interval(ratios)
-        middle = statistics.median(ratios)
-        print(f"{name:10} {statistics.median(times) * 1e3:12.3f} {middle:24.4f}    {low:.4f} to {high:.4f}")
+        ours = statistics.median(ours for _, ours in times) * 1e3
+        print(f"{name:10} {ours:12.3f} {statistics.median(ratios):24.4f}    {low:.4f} to {high:.4f}")
 
-    seconds = measure(8, x, y, rounds=max(2, given.rounds // 5), steps=10 * given.steps)
+    seconds = measure(8, x, y, rounds=given.rounds, steps=2 * given.steps)
     print("\nwhat a step costs more than in the bare loop, on a step of almost nothing")
     for name in ("Session", "train()"):
-        more = [1e6 * (ours - bare) for ours, bare in zip(seconds[name], seconds["bare loop"], strict=True)]
+        more = [
+            1e6 * ((ours - theirs) - (again - bare))
+            for (theirs, ours), (bare, again) in zip(seconds[name], seconds[PLACE], strict=True)
+        ]
         low, high = interval(more)
         share = statistics.median(more) / (given.milliseconds * 1e3)
         print(
