@@ -1,5 +1,6 @@
 """The live page where connections break or fall silent, answers are late or refused, and runs are replaced."""
 
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from whet.report.watch.line import run_id
 from whet.run.events import EventLog
 from whet.run.folder import create_run
 
-SILENT_MS, LATER_MS, MINUTE_MS = 46_000, 5_100, 60_000
+SILENT_MS, LATER_MS = 46_000, 5_100
 AT_ONCE = 60_000
 COUNTS_NEWS = """() => {
   const add = EventSource.prototype.addEventListener;
@@ -218,8 +219,9 @@ def test_time_goes_on_in_a_list_where_nothing_changes(place: Place) -> None:
     page = place.open(place.page())
     changed = page.locator(".runs td").last
     expect(changed).to_contain_text(" s ago")
-    page.clock.fast_forward(3 * MINUTE_MS)
-    expect(changed).to_contain_text("3 min", timeout=AT_ONCE)
+    # Less than after which it asks the server anew, whose clock was not put forward.
+    page.clock.fast_forward(40_000)
+    expect(changed).to_have_text(re.compile(r"[4-9]\d s|min"), timeout=2 * AT_ONCE)
 
 
 def test_a_run_that_is_removed_and_trained_again_is_the_new_one(place: Place) -> None:

@@ -24,7 +24,7 @@ _INSTALL = "pip install 'whet[virtual-mac]' and a C++ compiler (Debian: apt inst
 
 
 def load_extension(torch_version: str) -> ModuleType:
-    """The compiled part; the first call for a torch version builds it, which takes about a minute."""
+    """The compiled part; the first call for a torch version builds it, which takes half a minute."""
     library = _folder(torch_version) / f"{NAME}.so"
     if not library.exists():
         with _only_one(library.parent):

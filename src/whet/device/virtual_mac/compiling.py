@@ -12,11 +12,15 @@ def compile_extension(name: str, sources: Path, folder: Path) -> None:
     import torch  # noqa: F401 - the extension needs its libraries
     from torch.utils.cpp_extension import load
 
+    # One after the other in one file: torch's headers, which take most of the time, are read once and not ten times.
+    together = folder / "together.cpp"
+    together.write_text("".join(f'#include "{path.name}"\n' for path in sorted(sources.glob("*.cpp"))))
     load(
         name,
-        [str(path) for path in sorted(sources.glob("*.cpp"))],
+        [str(together)],
         # Little optimization: built in half the time, and the work is done in torch's own kernels.
         extra_cflags=["-O1", "-w"],
+        extra_include_paths=[str(sources)],
         build_directory=str(folder),
         with_cuda=False,
     )
