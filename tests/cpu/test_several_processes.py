@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from small_chat import prepared
-from whet.world.pulse import LOST_SECONDS
 from world_job import STEPS
 from zygote import PATIENCE_SECONDS, Life, Zygote
 
@@ -180,7 +179,7 @@ def test_a_process_that_fails_takes_the_others_along(zygote: Zygote, tmp_path: P
     begun = time.monotonic()
     lost = first.wait()
     assert (failed.code, lost.code) == (1, 1)
-    assert time.monotonic() - begun < LOST_SECONDS, "sooner than by its silence"
+    assert time.monotonic() - begun < 10
     assert "the disk of the second process is gone" in failed.errors
     # Its connection is closed, or its pulse is missed first.
     assert "another process of this training is gone" in lost.errors or "rank 1 of 2 has ended" in lost.errors

@@ -16,7 +16,6 @@ from whet.checkpoint import store
 from whet.engine.reading import load_weights
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from whet.world.pulse import LOST_SECONDS
 from zygote import PATIENCE_SECONDS, Zygote
 
 KINDS = ("off", "full")
@@ -152,7 +151,7 @@ def test_a_lost_process_costs_no_bit(
     pause = {} if place == "step" else {"pause": f"{place} {rank}"}
     where = "step 5" if place == "step" else f"inside {place}"
     sitting = ranks.start(zygote, run, 2, sharding=kind, seconds=0.02, **pause)
-    assert kill(sitting, rank=rank, where=where) < LOST_SECONDS, "sooner than by its silence"
+    assert kill(sitting, rank=rank, where=where) < 10
     if place == "save":
         assert store.steps(open_run(run).checkpoints)[-1] == 2, "what was not finished has no name"
     ranks.train(zygote, run, 2, sharding=kind)
