@@ -224,10 +224,15 @@ def test_time_goes_on_in_a_list_where_nothing_changes(place: Place) -> None:
     expect(changed).to_have_text(re.compile(r"[4-9]\d s|min"), timeout=2 * AT_ONCE)
 
 
-def test_a_run_that_is_removed_and_trained_again_is_the_new_one(place: Place) -> None:
+def test_a_run_that_comes_back_is_shown_and_one_trained_again_is_the_new_one(place: Place) -> None:
     page = place.open(place.page(), f"#/run/{run_id('one')}")
     steps = page.locator(".tile", has_text="steps").locator("strong")
     expect(steps).to_have_text("2")
+    away = place.run.with_name(".away")
+    place.run.rename(away)
+    status(page).to_have_text("the run is gone; this was read before", timeout=AT_ONCE)
+    away.rename(place.run)
+    status(page).to_have_text("live", timeout=AT_ONCE)
     shutil.rmtree(place.run)
     status(page).to_have_text("the run is gone; this was read before", timeout=AT_ONCE)
     place.make(steps=7)

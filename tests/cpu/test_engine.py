@@ -1,8 +1,10 @@
 """Session, schedules, evaluation, and what is refused before the first step."""
 
 import dataclasses
+import itertools
 import json
 import math
+import shutil
 import weakref
 from functools import partial
 from pathlib import Path
@@ -402,6 +404,19 @@ def test_what_was_compiled_is_there_at_the_next_start(tmp_path: Path) -> None:
     assert hits() == 0
     assert list((tmp_path / "compiled").iterdir())
     assert hits() > 0
+
+
+def test_no_checkpoint_is_vouched_for_that_was_removed(tmp_path: Path) -> None:
+    model, calls = convnet(), itertools.count()
+
+    def loss(micro: Micro) -> torch.Tensor:
+        if next(calls) == 4:
+            shutil.rmtree(tmp_path / "run")
+        return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+    with pytest.raises(WhetError, match="after step 4, could not be saved") as refused:
+        train(model, images(32, seed=0), loss=loss, run=tmp_path / "run")
+    assert "checkpoints/step-000000000 is gone too; 4 steps are lost" in str(refused.value)
 
 
 def test_an_interrupted_cell_can_be_run_again(tmp_path: Path) -> None:

@@ -38,6 +38,13 @@ def test_thousands_of_short_epochs_are_few_plain_lines() -> None:
     assert lines[-1] == "text: stopped after step 3,000; the same call goes on"
 
 
+def test_who_stops_at_once_is_told_that_nothing_more_was_saved() -> None:
+    stream = io.StringIO()
+    ProgressLine("text", stream=stream)("end", {"step": 3, "state": "stopped", "reason": "KeyboardInterrupt: "})
+    told = "text: stopped after step 3, and nothing more was saved; the same call goes on from the last checkpoint\n"
+    assert stream.getvalue() == told
+
+
 def test_an_answer_that_is_written_is_shown_and_a_class_is_not() -> None:
     stream = io.StringIO()
     line = ProgressLine("chat", stream=stream)

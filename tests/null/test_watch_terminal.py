@@ -205,6 +205,16 @@ def test_memory_load_and_heat_are_those_read_last(tmp_path: Path) -> None:
         assert words in text
 
 
+def test_slower_steps_are_not_called_hot_without_a_sensor(tmp_path: Path) -> None:
+    run = make(tmp_path / "slow", state=None)
+    with EventLog(run) as log:
+        log.append("throttle", step=40, about="heat", state="hot", factor=2.4, since_step=20)
+        log.append("health", step=40, heat="hot", memory={"process": 2**30})
+    with acquire(run.path):
+        (row,) = Lookout(tmp_path).look(rows=3).rows
+    assert row.vitals.heat == "2.4x slower, no heat sensor"
+
+
 def test_a_spark_is_as_wide_as_asked_and_shows_where_there_was_no_number(tmp_path: Path) -> None:
     run = make(tmp_path / "sparkling", steps=50)
     with EventLog(run) as log:

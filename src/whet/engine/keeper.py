@@ -238,8 +238,10 @@ class Keeper:
                 write.step, f"the state after step {write.step:,} is not saved", error, path=self._folder, again=again
             )
         if is_last:
-            safe = self._saved_step
-            kept = "no checkpoint of this sitting" if safe is None else f"{self._folder / store.name_of(safe)} is whole"
+            safe, kept = self._saved_step, "no checkpoint of this sitting"
+            if safe is not None:
+                path = self._folder / store.name_of(safe)
+                safe, kept = (safe, f"{path} is whole") if path.is_dir() else (None, f"{path} is gone too")
             lost = write.step - (safe or 0)
             raise WhetError(
                 f"the last state, after step {write.step:,}, could not be saved",

@@ -89,7 +89,10 @@ class ProgressLine:
         elif kind == "end":
             self._say_withheld()
             if fields["state"] == "stopped":
-                self.say(f"{self._name}: stopped after step {fields['step']:,}; the same call goes on")
+                # With a reason it was not left in order, but at once.
+                how = ", and nothing more was saved; the same call goes on from the last checkpoint"
+                how = how if "reason" in fields else "; the same call goes on"
+                self.say(f"{self._name}: stopped after step {fields['step']:,}{how}")
             self.close()
 
     def say(self, line: str) -> None:

@@ -144,11 +144,14 @@ def _share(percent: float | None) -> float | None:
 
 
 def _heat(history: History, event: Event) -> str | None:
-    said = (event.get("heat"), event.get("thermal"))
+    """Without a sensor steps that became slower are no heat, only slower."""
+    thermal = event.get("thermal")
+    said = () if thermal is None else (event.get("heat"), thermal)
     words = list(dict.fromkeys(str(word) for word in said if isinstance(word, str | int) and word is not False))
     told = next((e for e in history.backwards(kinds=("throttle",)) if e.get("about") == "heat"), None)
     factor = told.number("factor") if told and told.get("state") != "cool" and event.get("heat") != "cool" else None
     words += [f"{factor:.1f}x slower"] if factor else []
+    words += ["no heat sensor"] if factor and thermal is None else []
     return ", ".join(words) or None
 
 

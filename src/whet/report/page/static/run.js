@@ -36,7 +36,7 @@ export function showRun(element, view) {
       "header",
       { class: "part-head" },
       el("h2", { id: "curves-title" }, "Curves"),
-      el("p", { class: "says" }, "How the run went. Shaded stretches: the machine was hot, or short of memory."),
+      el("p", { class: "says" }, "How the run went. Shaded stretches: steps became slower, as by heat, or memory was short."),
     ),
     settingsBar(settings),
     charts.element,
