@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, LocatorAssertions, Page, Route, StorageState, expect
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, StorageState, expect
 
 from stage import start_server
 from whet.report.watch.line import run_id
@@ -110,23 +110,23 @@ def place(browser: Browser, served: Served) -> Iterator[Place]:
     shutil.rmtree(made.run)
 
 
-def status(page: Page) -> LocatorAssertions:
-    return expect(page.locator(".status").first)
+def status(page: Page) -> Locator:
+    return page.locator(".status").first
 
 
 def test_a_server_that_is_held_still_is_not_called_live(place: Place) -> None:
     page = place.open(place.page())
-    status(page).to_have_text("live")
+    expect(status(page)).to_have_text("live")
     server = place.served.server
     server.send_signal(signal.SIGSTOP)
     try:
         page.clock.fast_forward(SILENT_MS)
-        status(page).to_have_text("not connected; trying again", timeout=AT_ONCE)
+        expect(status(page)).to_have_text("not connected; trying again", timeout=AT_ONCE)
         place.finish()
     finally:
         server.send_signal(signal.SIGCONT)
     expect(page.locator(".runs .pill")).to_have_text("done", timeout=AT_ONCE)
-    status(page).to_have_text("live")
+    expect(status(page)).to_have_text("live")
 
 
 def test_an_answer_that_never_comes_is_asked_for_again(place: Place) -> None:
@@ -150,7 +150,7 @@ def test_a_failure_that_passes_is_not_the_end(place: Place, what: str) -> None:
     page.clock.fast_forward(LATER_MS)
     expect(page.locator(".pill").first).to_have_text("stopped", timeout=AT_ONCE)
     expect(page.locator(".notice.bad")).to_have_count(0)
-    status(page).to_have_text("live")
+    expect(status(page)).to_have_text("live")
 
 
 def test_a_list_that_was_shown_stays_when_a_later_answer_fails(place: Place) -> None:
@@ -159,10 +159,10 @@ def test_a_list_that_was_shown_stays_when_a_later_answer_fails(place: Place) -> 
     expect(row).to_be_visible()
     page.route("**/api/runs", lambda route: route.fulfill(status=503, body="too many at once"), times=1)
     page.clock.fast_forward(SILENT_MS)
-    status(page).to_have_text("could not be read", timeout=AT_ONCE)
+    expect(status(page)).to_have_text("could not be read", timeout=AT_ONCE)
     expect(row).to_be_visible()
     page.clock.fast_forward(LATER_MS)
-    status(page).to_have_text("live", timeout=AT_ONCE)
+    expect(status(page)).to_have_text("live", timeout=AT_ONCE)
     expect(row).to_be_visible()
 
 
@@ -187,18 +187,18 @@ def test_a_late_list_does_not_undo_what_was_heard_since(place: Place) -> None:
 
 def test_after_a_restart_the_page_says_what_to_do_and_goes_on_once_it_is_done(place: Place) -> None:
     page = place.open(place.page())
-    status(page).to_have_text("live")
+    expect(status(page)).to_have_text("live")
     place.served.end()
-    status(page).to_have_text("not connected; trying again", timeout=AT_ONCE)
+    expect(status(page)).to_have_text("not connected; trying again", timeout=AT_ONCE)
     place.served.start(port=int(place.served.told["url"].rpartition(":")[2].strip("/")))
     told = "not connected: the server was started anew; open the link that it printed"
     for _ in range(3):  # First the browser tries by itself.
         page.clock.fast_forward(LATER_MS)
         page.wait_for_timeout(1_200)
-    status(page).to_have_text(told, timeout=AT_ONCE)
+    expect(status(page)).to_have_text(told, timeout=AT_ONCE)
     place.enter()
     page.clock.fast_forward(LATER_MS)
-    status(page).to_have_text("live", timeout=AT_ONCE)
+    expect(status(page)).to_have_text("live", timeout=AT_ONCE)
 
 
 def test_pages_that_nobody_sees_leave_connections_to_the_others_simulated(place: Place) -> None:
@@ -208,7 +208,7 @@ def test_pages_that_nobody_sees_leave_connections_to_the_others_simulated(place:
         page.evaluate(HIDE, True)
         page.clock.fast_forward(LATER_MS)
     seventh = place.open(place.page())
-    status(seventh).to_have_text("live", timeout=AT_ONCE)
+    expect(status(seventh)).to_have_text("live", timeout=AT_ONCE)
     place.finish()
     expect(seventh.locator(".runs .pill")).to_have_text("done", timeout=AT_ONCE)
     pages[0].evaluate(HIDE, False)
@@ -230,11 +230,11 @@ def test_a_run_that_comes_back_is_shown_and_one_trained_again_is_the_new_one(pla
     expect(steps).to_have_text("2")
     away = place.run.with_name(".away")
     place.run.rename(away)
-    status(page).to_have_text("the run is gone; this was read before", timeout=AT_ONCE)
+    expect(status(page)).to_have_text("the run is gone; this was read before", timeout=AT_ONCE)
     away.rename(place.run)
-    status(page).to_have_text("live", timeout=AT_ONCE)
+    expect(status(page)).to_have_text("live", timeout=AT_ONCE)
     shutil.rmtree(place.run)
-    status(page).to_have_text("the run is gone; this was read before", timeout=AT_ONCE)
+    expect(status(page)).to_have_text("the run is gone; this was read before", timeout=AT_ONCE)
     place.make(steps=7)
     expect(steps).to_have_text("7", timeout=AT_ONCE)
-    status(page).to_have_text("live")
+    expect(status(page)).to_have_text("live")

@@ -89,9 +89,9 @@ class ProgressLine:
         elif kind == "end":
             self._say_withheld()
             if fields["state"] == "stopped":
-                # With a reason it was not left in order, but at once.
-                how = ", and nothing more was saved; the same call goes on from the last checkpoint"
-                how = how if "reason" in fields else "; the same call goes on"
+                # A reason is given where it was left in the middle of something.
+                at_once = ", and nothing more was saved; the same call goes on from the last checkpoint"
+                how = at_once if "reason" in fields else "; the same call goes on"
                 self.say(f"{self._name}: stopped after step {fields['step']:,}{how}")
             self.close()
 

@@ -47,6 +47,7 @@ class _Listener:
         for ident in changes.removed:
             self._lines.pop(ident, None)
             self._removed.add(ident)
+            self.versions.pop(ident, None)  # It is news when it comes back, even as it was.
         if changes.groups is not None:
             self._groups = changes.groups
         if changes:
@@ -90,7 +91,7 @@ class Feed:
         return len(self._listeners)
 
     async def listen(self, idents: Collection[str]) -> AsyncIterator[bytes]:
-        """Server-sent events: `hello` (fetch all that you show), `runs` (lines of the list), `run` (fetch it again)."""
+        """Server-sent events: `hello` (fetch what you show), `runs` (lines of the list), `run` (fetch it), `still`."""
         listener = _Listener(idents)
         self._listeners.add(listener)
         try:

@@ -134,7 +134,6 @@ class Shown extends Kept {
     this.ids = ids;
     this.draw = draw;
     this.drawn = null;
-    this.isGone = false;
     fill(page, el("p", { class: "lead wait" }, "reading the run ..."));
   }
 
@@ -146,15 +145,8 @@ class Shown extends Kept {
     return this.drawn !== null;
   }
 
-  hear({ changed, removed }) {
-    if (this.ids.some((id) => removed.includes(id))) {
-      this.isGone = true;
-      say(GONE_WORDS);
-    } else if (this.isGone && changed.some(({ id }) => this.ids.includes(id))) {
-      // It was moved away and back: as it was, so nobody tells of news.
-      this.isGone = false;
-      this.fetch();
-    }
+  hear({ removed }) {
+    if (this.ids.some((id) => removed.includes(id))) say(GONE_WORDS);
   }
 
   show(newest) {
