@@ -25,10 +25,9 @@ import torch
 from byte_ngram import ByteModel
 
 from whet.base import env
-from whet.config.resolve import resolve
-from whet.data.batch import Micro
+from whet.config.resolve import resolve_config
+from whet.data.batch import MicroBatch
 from whet.device.open import open_device
-from whet.engine.reading import load_weights
 from whet.recipes.chat.builder import Options, build
 from whet.recipes.chat.conversation import Turn
 from whet.recipes.chat.dataset import ChatDataset, ChatPart, open_dataset
@@ -38,9 +37,10 @@ from whet.recipes.chat.judging import judge
 from whet.recipes.chat.opening import read_chat
 from whet.recipes.chat.recipe import ChatRecipe
 from whet.recipes.chat.tokenizer import ChatTokenizer
-from whet.recipes.train import train_recipe
+from whet.recipes.runner import train_recipe
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from whet.training.weights import load_weights
 
 BAR = 0.8
 """At most so much of the 5-gram's bits per byte."""
@@ -137,7 +137,7 @@ def measure(kind: str, folder: Path, scratch: Path, bar: float, given: argparse.
     ]
     probe = train(kind, [*words, f"max_steps={PROBE_STEPS}", "eval_every=1000000"], scratch / f"{kind}-probe", given)
     step_seconds = pace(probe)
-    config = resolve(ChatRecipe.Config, words).config
+    config = resolve_config(ChatRecipe.Config, words).config
     data = read_chat(config)
     steps_of_epoch = math.ceil(data.num_rows / config.global_batch_size)
     left = 60 * given.minutes - (time.perf_counter() - began)
@@ -174,7 +174,7 @@ def measure(kind: str, folder: Path, scratch: Path, bar: float, given: argparse.
 
 def train(kind: str, words: list[str], run: Path, given: argparse.Namespace) -> Path:
     """A run as `whet train chat` makes it."""
-    resolved = resolve(ChatRecipe.Config, words)
+    resolved = resolve_config(ChatRecipe.Config, words)
     train_recipe(ChatRecipe(), resolved, run=run, device=given.device, command=["chat_quality", kind])
     return run
 
@@ -182,18 +182,22 @@ def train(kind: str, words: list[str], run: Path, given: argparse.Namespace) -> 
 def pace(run: Path) -> float:
     """Seconds of a step, by the second half of a run: the first steps prepare."""
     taken = [
-        sum(seconds for phase, seconds in event.fields["seconds"].items() if phase not in ("evaluate", "save", "rest"))
+        sum(
+            seconds
+            for phase, seconds in event.fields["seconds"].items()
+            if phase not in ("evaluate", "save", "cooldown")
+        )
         for event in read_events(run, kinds=("step",))
     ]
     return float(np.median(taken[len(taken) // 2 :]))
 
 
-def batches(columns: dict[str, torch.Tensor], device: Any, *, size: int = 16) -> Iterator[Micro]:
+def batches(columns: dict[str, torch.Tensor], device: Any, *, size: int = 16) -> Iterator[MicroBatch]:
     """A part as micro-batches."""
     total = len(columns["tokens"])
     for start in range(0, total, size):
         fields = {name: device.put(column[start : start + size]) for name, column in columns.items()}
-        yield Micro(fields=fields, ids=np.arange(start, min(total, start + size)))
+        yield MicroBatch(fields=fields, ids=np.arange(start, min(total, start + size)))
 
 
 def dialogue(speaker: Speaker, part: ChatPart, name: str) -> None:

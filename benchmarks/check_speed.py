@@ -24,7 +24,7 @@ ONE = """
 import json, sys, time
 import torch
 start, cpu = time.perf_counter(), time.process_time()
-from whet.recipes.checking import check
+from whet.api.verify import check
 found = check(sys.argv[1], machine="m3-max-64gb")
 print(json.dumps([time.perf_counter() - start, time.process_time() - cpu, found.num_weights, found.num_operators]))
 """

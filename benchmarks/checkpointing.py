@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 import whet
-from whet.engine.pacing import Ways, best_interval
 from whet.run.event import Event
 from whet.run.events import read_events
+from whet.training.callbacks.checkpoint_schedule import WriteMode, best_interval
 
 BATCH = 32
 WIDTH = 1024
@@ -42,14 +42,14 @@ def train(run: Path, *, blocks: int, seconds: float, every: float, device: str) 
     torch.manual_seed(0)
     model = make_model(blocks)
     data = (torch.randn(4096, WIDTH), torch.randint(10, (4096,)))
-    wishes = {"checkpoint_minutes": every / 60}
+    overrides = {"checkpoint_minutes": every / 60}
     begin = 0.0
     with whet.Session(
         model,
         whet.OptimizerChoice(lr=1e-4),
         data,
         run=run,
-        wishes=wishes,
+        overrides=overrides,
         device=device,
         global_batch_size=BATCH,
         epochs=10_000,
@@ -104,7 +104,7 @@ def main() -> None:
         costs: dict[str, float] = {}
         for name, held in (("as the run chooses", None), ("beside the training", True), ("in a pause", False)):
             way = mock.PropertyMock(return_value=held)
-            with contextlib.nullcontext() if held is None else mock.patch.object(Ways, "is_beside", way):
+            with contextlib.nullcontext() if held is None else mock.patch.object(WriteMode, "is_background", way):
                 took, steps = train(folder / name, **settings)
             saves = on_the_clock(folder / name)
             if held is None:

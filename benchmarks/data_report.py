@@ -20,8 +20,8 @@ from pathlib import Path
 MEASURED = """
 import json, resource, sys, time
 from pathlib import Path
-from whet.recipes.text.inspection.inspect import Inspection
-from whet.recipes.text.inspection.fixing import fix
+from whet.recipes.text.data_report.inspector import Inspection
+from whet.recipes.text.data_report.clean_copy import fix
 began, used = time.perf_counter(), time.process_time()
 inspection = Inspection(Path(sys.argv[1]))
 report = inspection.run()

@@ -22,21 +22,21 @@ import torch
 import torch.distributed as dist  # noqa: TID251 - a group of one, which whet never opens
 from graphs import TASKS, lengths_of
 
+from whet.autotune.statistics import median_interval
 from whet.data.batch import GlobalBatch, Position
-from whet.device.machine_here import machine_here
-from whet.engine.building import Parts, build
-from whet.engine.training import read_training
-from whet.engine.workload import describe
-from whet.measure.series import median_interval
+from whet.device.open import current_machine
+from whet.distributed.group import RankGroup
+from whet.distributed.ranks import RankInfo
 from whet.plan.plan import make_plan
-from whet.world.group import Group
-from whet.world.world import World
+from whet.training.building import TrainingParts, build
+from whet.training.training_config import parse_training_config
+from whet.training.workload import describe_workload
 
 NUM_BATCHES = 16
 ROW_STEPS = 20
 
 
-class GroupOfOne(Group):
+class GroupOfOne(RankGroup):
     """Goes all the way, as a process among several does."""
 
     @property
@@ -44,27 +44,29 @@ class GroupOfOne(Group):
         return False
 
 
-def parts_of(name: str, *, device: str, is_large: bool, precision: str, group: Group | None) -> tuple[Parts, Any]:
+def parts_of(
+    name: str, *, device: str, is_large: bool, precision: str, group: RankGroup | None
+) -> tuple[TrainingParts, Any]:
     torch.manual_seed(0)
     task = TASKS[name](is_large=is_large)
-    training = read_training(task.training)
-    machine, conditions = machine_here()
-    wishes = {"device": device, "precision": precision, "threads": 1, **lengths_of(name)}
-    workload = task.workload or describe(task.model, task.data, training, recipe=name)
-    plan = make_plan(machine, workload, wishes=wishes, conditions=conditions)
+    training = parse_training_config(task.training)
+    machine, conditions = current_machine()
+    overrides = {"device": device, "precision": precision, "threads": 1, **lengths_of(name)}
+    workload = task.workload or describe_workload(task.model, task.data, training, recipe=name)
+    plan = make_plan(machine, workload, overrides=overrides, conditions=conditions)
     return build(task.model, task.optimizer, task.data, training, plan, group=group), task.loss
 
 
-def step(parts: Parts, loss: Any, batch: GlobalBatch, number: int) -> None:
-    how = str(parts.plan.value("lengths"))
-    micros = parts.source.micros(batch, micro_batch=len(batch), how=how)  # type: ignore[arg-type]
-    parts.stepper(loss, micros, num_samples=len(batch), step=number)
+def step(parts: TrainingParts, loss: Any, batch: GlobalBatch, number: int) -> None:
+    how = parts.plan.lengths
+    micro_batches = parts.source.micro_batches(batch, micro_batch=len(batch), how=how)  # type: ignore[arg-type]
+    parts.stepper(loss, micro_batches, num_samples=len(batch), step=number)
 
 
 Clock = Callable[[], float]
 
 
-def timed(parts: Parts, loss: Any, batches: list[GlobalBatch], numbers: range, *, clock: Clock) -> float:
+def timed(parts: TrainingParts, loss: Any, batches: list[GlobalBatch], numbers: range, *, clock: Clock) -> float:
     parts.device.sync()
     start = clock()
     for number in numbers:
@@ -78,8 +80,8 @@ def compare(name: str, *, device: str, precision: str, seconds: float, clock: Cl
     settings: dict[str, Any] = {"device": device, "is_large": is_large, "precision": precision}
     ways = {
         "plain": parts_of(name, group=None, **settings),
-        "torchrun": parts_of(name, group=Group(World()), **settings),
-        "machinery": parts_of(name, group=GroupOfOne(World()), **settings),
+        "torchrun": parts_of(name, group=RankGroup(RankInfo()), **settings),
+        "machinery": parts_of(name, group=GroupOfOne(RankInfo()), **settings),
     }
     batches = {}
     for way, (parts, loss) in ways.items():

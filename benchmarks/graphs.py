@@ -24,15 +24,14 @@ from torch.nn import functional
 from workloads import Task, chat, conv
 
 import whet
-from whet.base.units import show_bytes
-from whet.data.batch import Micro
-from whet.data.ragged import Ragged
-from whet.device.cpu import Cpu
-from whet.device.simulated_graphs import SimulatedGraphs
-from whet.engine.rig import NUM_BATCHES, PreparedSteps
-from whet.measure.rig import ProbeFailedError
-from whet.measure.series import median_interval, ratio_interval
+from whet.autotune.statistics import median_interval, ratio_interval
+from whet.autotune.step_bench import ProbeFailedError
+from whet.base.units import format_bytes
+from whet.data.batch import MicroBatch, Ragged
+from whet.device.cpu import CpuDevice
+from whet.device.fake import SimulatedGraphs
 from whet.run.events import History
+from whet.training.step_bench import NUM_BATCHES, LocalPreparedStep
 
 
 class Layer(nn.Module):
@@ -79,7 +78,7 @@ def text(*, is_large: bool, dropout: float = 0.1) -> Task:
     lengths = (longest * (0.08 + 0.92 * torch.distributions.Beta(2.0, 4.6).sample((1600,)))).long().clamp(2, longest)
     samples = Ragged.of([torch.randint(0, vocabulary, (int(length),)) for length in lengths])
 
-    def loss(micro: Micro) -> Tensor:
+    def loss(micro: MicroBatch) -> Tensor:
         return functional.cross_entropy(model(micro.tokens.values, micro.tokens.lengths), micro.label)
 
     data = {"tokens": samples, "label": torch.randint(0, 6, (1600,))}
@@ -97,7 +96,7 @@ def lengths_of(name: str) -> dict[str, Any]:
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
-def in_a_row(prepared: PreparedSteps, rig: Any, steps: int) -> float:
+def in_a_row(prepared: LocalPreparedStep, rig: Any, steps: int) -> float:
     """Seconds of one step when nobody waits in between."""
     parts = prepared._parts
     parts.device.sync()
@@ -145,7 +144,7 @@ def compare(name: str, *, device: str, is_large: bool, precision: str, seconds: 
             print(
                 f"      {way}: {1e3 * found.middle:8.3f} ms a step ({1e3 * found.low:.3f} to {1e3 * found.high:.3f}), "
                 f"in a row {1e3 * pace:8.3f} ms, {batch / pace:8.0f} samples/s, "
-                f"peak {show_bytes(prepared.peak_bytes() or 0)}"
+                f"peak {format_bytes(prepared.peak_bytes() or 0)}"
             )
         print(f"      {gain.middle:.2f}x ({gain.low:.2f} to {gain.high:.2f}) in {gain.repeats} pairs")
 
@@ -154,8 +153,8 @@ def compare(name: str, *, device: str, is_large: bool, precision: str, seconds: 
 
 
 def run(name: str, folder: Path, *, device: str, graph: str, is_large: bool, max_steps: int, **how: Any) -> nn.Module:
-    wishes = {"graph": graph, "precision": "fp32", "verify": "off", "micro_batch": 64, **lengths_of(name)}
-    wishes |= how.pop("wishes", {})
+    overrides = {"graph": graph, "precision": "fp32", "verify": "off", "micro_batch": 64, **lengths_of(name)}
+    overrides |= how.pop("wishes", {})
     task = TASKS[name](is_large=is_large, **how)
     whet.train(
         task.model,
@@ -166,7 +165,7 @@ def run(name: str, folder: Path, *, device: str, graph: str, is_large: bool, max
         device=device,
         measure=False,
         show=None,
-        wishes=wishes,
+        overrides=overrides,
         max_steps=max_steps,
         seed=1,
         ema=True,
@@ -186,7 +185,7 @@ def replayed(folder: Path) -> int:
 def tell_changes(folder: Path) -> None:
     """Whatever was not as planned."""
     for event in History(whet.open_run(folder)).events(kinds=("plan", "oom", "skip", "resume")):
-        told = {key: event.fields[key] for key in ("changed", "reason", "went_back") if event.fields.get(key)}
+        told = {key: event.fields[key] for key in ("changed", "reason", "rollback_reason") if event.fields.get(key)}
         if told:
             print(f"      {folder.name}, step {event.step}: {told}")
 
@@ -238,7 +237,7 @@ def main() -> None:
     given = parser.parse_args()
     device = "cpu" if given.simulated else "cuda"
     if given.simulated:
-        Cpu.graphs = lambda _: SimulatedGraphs()  # type: ignore[method-assign]
+        CpuDevice.graphs = lambda _: SimulatedGraphs()  # type: ignore[method-assign]
         print("simulated on the CPU: times mean nothing")
     precision = "fp32" if given.simulated else given.precision
     is_large = not given.simulated

@@ -26,7 +26,7 @@ from whet.hex.two_distance import TwoDistancePlayer
 from whet.recipes.hex.judging import metrics
 from whet.recipes.hex.opponents import load_net
 from whet.recipes.hex.players import NetPlayer
-from whet.report.summary import summarize
+from whet.report.run_report import summarize
 
 WORDS = (
     "arch.preset=18",
@@ -57,7 +57,9 @@ def main() -> None:
         parser.error("--data DIR, or WHET_TEST_DATA")
     with tempfile.TemporaryDirectory() as scratch:
         positions = Path(scratch) / "positions"
-        import_records(Path(given.data) / "hex-neurohex-13x13" / "raw_games.dat", into=positions, wishes=ImportWishes())
+        import_records(
+            Path(given.data) / "hex-neurohex-13x13" / "raw_games.dat", into=positions, overrides=ImportWishes()
+        )
         path = given.run or Path(scratch) / "run"
         words = [*WORDS, *given.words, f"data={positions}", "--device", given.device, "--run", str(path)]
         start = time.perf_counter()

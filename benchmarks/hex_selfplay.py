@@ -72,7 +72,7 @@ def improve(folder: Path, words: list[str], *, minutes: float, device: str, home
     """A self-play that is killed when its time is over."""
     command = [sys.executable, "-m", "whet", "train", "hex", "selfplay=True", "loop.generations=1000", *words]
     command += ["--device", device, "--run", str(folder), "--max-restarts", "0"]
-    child = subprocess.Popen(command, env=env.for_child(WHET_HOME=str(home / "fresh")))
+    child = subprocess.Popen(command, env=env.child_environment(WHET_HOME=str(home / "fresh")))
     try:
         child.wait(timeout=60 * minutes)
     except subprocess.TimeoutExpired:

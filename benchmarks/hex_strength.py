@@ -50,7 +50,7 @@ def main() -> None:
 def train(path: Path, words: list[str], *, device: str, home: Path) -> None:
     """The games are made too: the cache is empty."""
     command = [sys.executable, "-m", "whet", "train", "hex", *words, "--device", device, "--run", str(path)]
-    subprocess.run(command, env=env.for_child(WHET_HOME=str(home / "cache")), check=True)
+    subprocess.run(command, env=env.child_environment(WHET_HOME=str(home / "cache")), check=True)
 
 
 def show(contest: Contest) -> bool:

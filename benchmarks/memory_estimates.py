@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 from memory_models import CASES, Case, small
 
-from whet.base.units import show_bytes
+from whet.base.units import format_bytes
 from whet.device.abstract import AbstractDevice
 from whet.device.open import open_device
-from whet.step.optimizer import make_optimizer
-from whet.step.recompute import recompute_blocks
+from whet.step.model_contexts import checkpoint_activations
+from whet.step.optimizers import build_optimizer
 from whet.step.step import Stepper
-from whet.verify.memory.estimate import PARTS, Estimate, estimate, estimate_specimen
-from whet.verify.subject import Subject
+from whet.verify.memory.estimate import PARTS, MemoryEstimate, estimate_memory, estimate_trainable
+from whet.verify.trainable import TrainableSpec
 
 TOLERANCE = 0.10
 LEAST_BYTES = 500 * 1024**2
@@ -40,7 +40,7 @@ class Row:
     case: Case
     precision: str
     is_checkpointed: bool
-    guess: Estimate | None = None
+    guess: MemoryEstimate | None = None
     seconds: float = 0.0
     measured: int = 0
     at_rest: int = 0
@@ -91,8 +91,8 @@ def rows(cases: list[Case], precisions: list[str], device: AbstractDevice, steps
 
 def _row(case: Case, precision: str, is_checkpointed: bool, device: AbstractDevice, steps: int) -> Row:
     begin = time.monotonic()
-    subject = Subject(name=case.name, make=case.specimen)
-    guess = estimate(subject, device=device.kind, activation_checkpointing=is_checkpointed, precision=precision)
+    subject = TrainableSpec(name=case.name, make=case.specimen)
+    guess = estimate_memory(subject, device=device.kind, activation_checkpointing=is_checkpointed, precision=precision)
     seconds = time.monotonic() - begin
     _forget(device)
     measured, at_rest = _measure(case, precision, is_checkpointed, device, steps)
@@ -107,12 +107,12 @@ def _measure(case: Case, precision: str, is_checkpointed: bool, device: Abstract
     if device.kind == "cpu":
         # No allocator counts there: real tensors are followed instead.
         ways = {"device": "cpu", "precision": precision, "activation_checkpointing": is_checkpointed}
-        return estimate_specimen(specimen, name=case.name, **ways).bytes_at(case.size), 0
+        return estimate_trainable(specimen, name=case.name, **ways).bytes_at(case.size), 0
     device.put_model(specimen.model)
-    optimizer = make_optimizer(specimen.optimizer, specimen.model, device, kernels="fused")
+    optimizer = build_optimizer(specimen.optimizer, specimen.model, device, kernels="fused")
     stepper = Stepper(specimen.model, optimizer, device, precision=precision, clip=1.0)
     micro = specimen.micro(case.size)
-    with recompute_blocks(specimen.model) if is_checkpointed else nullcontext():
+    with checkpoint_activations(specimen.model) if is_checkpointed else nullcontext():
         for step in range(1, steps + 1):
             outcome = stepper(specimen.loss, [micro], num_samples=len(micro), step=step)
             device.sync()
@@ -163,7 +163,7 @@ def _workspaces(device: AbstractDevice) -> list[str]:
     y.sum().backward()
     backward = (device.memory().allocated or 0) - before - y.nbytes - weight.nbytes - forward
     return [
-        f"- cuBLAS keeps {show_bytes(forward)} after a product, {show_bytes(backward)} more after its backward pass"
+        f"- cuBLAS keeps {format_bytes(forward)} after a product, {format_bytes(backward)} more after its backward pass"
     ]
 
 

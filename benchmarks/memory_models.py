@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.verify.subject import Specimen, specimen_of
+from whet.verify.trainable import Trainable, make_trainable
 
 Made = tuple[nn.Module, tuple[Tensor, ...], Callable[..., Tensor]]
 
@@ -20,9 +20,9 @@ class Case:
     make: Callable[[int], Made]
     has_blocks: bool = True
 
-    def specimen(self) -> Specimen:
+    def specimen(self) -> Trainable:
         """The model with `size` samples; fake where it is made among fake tensors."""
-        return specimen_of(self.make(self.size), word=self.name)
+        return make_trainable(self.make(self.size), word=self.name)
 
 
 class Encoder(nn.Module):

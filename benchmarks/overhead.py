@@ -102,7 +102,7 @@ def by_train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run
         max_steps=steps,
         clip=1.0,
         run=run,
-        wishes=WISHES,
+        overrides=WISHES,
         show=None,
     )
 

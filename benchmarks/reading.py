@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from whet.base.env import for_child
+from whet.base.env import child_environment
 from whet.run.events import EventLog
-from whet.run.folder import EVENTS_FILE, INDEX_FILE, create_run, versions
+from whet.run.folder import EVENTS_FILE, INDEX_FILE, create_run, installed_versions
 
 MEASURED = """
 import json, resource, sys, time
@@ -33,24 +33,24 @@ cpu = time.process_time()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 print(json.dumps({{"seconds": seconds, "cpu": cpu, "peak": peak, "found": found}}))
 """
-LIST = "from whet.run.runs import list_runs; found = len(list_runs(Path(sys.argv[1])))"
+LIST = "from whet.run.prune import list_runs; found = len(list_runs(Path(sys.argv[1])))"
 OPEN = """
 from whet.run.events import History
-from whet.run.thin import thin_curves
+from whet.run.curve import thin_curves
 history = History(Path(sys.argv[1]))
 curves = thin_curves(history, points=400)
 found = [len(curves), sum(len(curve.points) for curve in curves.values()), history.layout.num_indexed]
 """
-REPORT = "from whet.report.summary import summarize; found = summarize(Path(sys.argv[1])).step"
+REPORT = "from whet.report.run_report import summarize; found = summarize(Path(sys.argv[1])).step"
 REBUILD = """
-from whet.run.index import read_layout
+from whet.run.event_index import read_layout
 path, told = Path(sys.argv[1]), []
 layout = read_layout(path / "events.jsonl", index=path / "none", progress=lambda done, total: told.append(done))
 found = [len(layout.blocks), len(told)]
 """
 LIVE = """
-from whet.run.live import LiveHistory
-from whet.run.thin import thin_curves
+from whet.run.follow import LiveHistory
+from whet.run.curve import thin_curves
 from whet.run.events import EventLog
 history = LiveHistory(Path(sys.argv[1]))
 thin_curves(history, points=400, is_growing=True)
@@ -107,7 +107,7 @@ def main() -> None:
 
 def measure(code: str, folder: Path) -> dict[str, Any]:
     """What a process of its own needed."""
-    home = for_child(WHET_HOME=str(folder / "home"))
+    home = child_environment(WHET_HOME=str(folder / "home"))
     program = MEASURED.format(code=code)
     done = subprocess.run([sys.executable, "-c", program, folder], check=True, capture_output=True, env=home)
     return json.loads(done.stdout)
@@ -122,7 +122,7 @@ def make_run(path: Path, steps: int) -> Path:
         config=config,
         plan={"settings": settings},
         machine={"name": "here"},
-        versions=versions(),
+        versions=installed_versions(),
         command=["whet"],
     )
     return path
@@ -152,7 +152,7 @@ def write_events(folder: Path, events: int) -> None:
     draw = random.Random(0)
     now = 1.7e9
     with EventLog(folder, clock=lambda: now, stopwatch=lambda: now) as log:
-        log.append("start", step=0, total_steps=events, goal="accuracy", goal_is="max")
+        log.append("start", step=0, total_steps=events, goal="accuracy", mode="max")
         step, back_at = 0, events * 2 // 3
         while step < events:
             step += 1
@@ -185,7 +185,7 @@ def write_events(folder: Path, events: int) -> None:
             if step == back_at and events > 3_000:
                 step, back_at = step - 1_000, 0
                 now += 3_600
-                log.drop_after(step, total_steps=events, goal="accuracy", goal_is="max")
+                log.drop_after(step, total_steps=events, goal="accuracy", mode="max")
         log.append("end", step=step, state="done")
 
 

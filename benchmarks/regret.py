@@ -24,11 +24,11 @@ import torch
 from results import FALLS_SHORT, at_least
 from workloads import TASKS, remote_rig
 
-from whet.engine.rig import PreparedSteps, StepRig
-from whet.measure.candidates import device_kind
-from whet.measure.rig import ProbeFailedError
-from whet.measure.search import search
+from whet.autotune.candidates import device_kind
+from whet.autotune.search import search
+from whet.autotune.step_bench import ProbeFailedError
 from whet.plan.setting import Scalar
+from whet.training.step_bench import LocalPreparedStep, LocalStepBench
 
 STEPS = 8
 BEST = 3
@@ -43,7 +43,7 @@ class Cell:
     problem: str = ""
 
 
-def grid(rig: StepRig) -> list[Settings]:
+def grid(rig: LocalStepBench) -> list[Settings]:
     """All combinations that are worth listing on the device."""
     plan = rig.plan
     kind, whole = device_kind(plan), plan.workload.global_batch_size
@@ -62,7 +62,7 @@ def grid(rig: StepRig) -> list[Settings]:
     return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def measure(rig: StepRig, settings: Settings) -> Cell:
+def measure(rig: LocalStepBench, settings: Settings) -> Cell:
     try:
         prepared = rig.prepare(settings, seconds=120)
         seconds = statistics.median(prepared.step(index) for index in range(STEPS))
@@ -72,7 +72,7 @@ def measure(rig: StepRig, settings: Settings) -> Cell:
     return Cell(settings, seconds)
 
 
-def usable(rig: StepRig, cells: list[Cell]) -> list[Cell]:
+def usable(rig: LocalStepBench, cells: list[Cell]) -> list[Cell]:
     """Without those in a precision that does not compute the same."""
     verdicts: dict[Scalar, bool] = {"fp32": True}
     for cell in cells:
@@ -82,7 +82,7 @@ def usable(rig: StepRig, cells: list[Cell]) -> list[Cell]:
     return [cell for cell in cells if verdicts[cell.settings["precision"]] and not cell.problem]
 
 
-def take_turns(ready: list[PreparedSteps], *, rounds: int, seed: int) -> list[list[float]]:
+def take_turns(ready: list[LocalPreparedStep], *, rounds: int, seed: int) -> list[list[float]]:
     """For each, the seconds of a step in each round."""
     coin, found = random.Random(seed), [[] for _ in ready]
     for number in range(rounds):

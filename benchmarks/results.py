@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from whet.device.machine_here import machine_here
+from whet.device.open import current_machine
 
 FALLS_SHORT = 3
 """The exit code of a whole result that is not as good as it shall be; a benchmark that broke off has another."""
@@ -20,7 +20,7 @@ DOCS = Path(__file__).parent.parent / "docs" / "bench"
 def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()  # noqa: TID251 - peers are measured as they are
-    machine, _ = machine_here()
+    machine, _ = current_machine()
     chip = machine.chip or platform.machine()
     return f"{chip}, {torch.get_num_threads()} threads" if device == "cpu" else chip
 

@@ -12,8 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from whet.recipes.searching import search
-from whet.report.search_text import verdict
+from whet.api.search import search
+from whet.report.search_report import winner_text
 from whet.run.search_result import SearchResult
 
 LOW, HIGH = 1e-5, 1e-2
@@ -49,7 +49,7 @@ def against_grid(options: argparse.Namespace, root: Path) -> None:
     seconds = time.monotonic() - began
     winner = found.winner
     assert winner is not None
-    print(f"search: {options.trials} trials and their seeds in {seconds:.0f} s; {verdict(found)}", flush=True)
+    print(f"search: {options.trials} trials and their seeds in {seconds:.0f} s; {winner_text(found)}", flush=True)
     rates = [LOW * (HIGH / LOW) ** (number / (options.grid - 1)) for number in range(options.grid)]
     grid = search(
         options.recipe,

@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from whet.engine.drift import Drift
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from whet.training.callbacks.drift import SlowdownDetector
 
 BLOCK = 100
 """Steps that stay together when a recording is drawn from: about two seconds of it."""
@@ -44,7 +44,7 @@ def slowed(seconds: list[float], *, factor: float, start: int, ramp: int = 1) ->
 
 def first_report(seconds: Iterator[float] | list[float]) -> int | None:
     """The place of the step at which a slow-down was reported; None: never."""
-    drift = Drift()
+    drift = SlowdownDetector()
     return next((place for place, value in enumerate(seconds) if drift.observe(place, value)), None)
 
 

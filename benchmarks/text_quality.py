@@ -28,10 +28,10 @@ import numpy as np
 from tfidf import scores, tfidf_scores
 
 from whet.base import env
-from whet.config.resolve import resolve
-from whet.recipes.text.reading import read_corpus
+from whet.config.resolve import resolve_config
+from whet.recipes.runner import train_recipe
+from whet.recipes.text.corpus_reader import read_corpus
 from whet.recipes.text.recipe import recipe as text_recipe
-from whet.recipes.train import train_recipe
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
@@ -78,7 +78,7 @@ def measure(model: str, data: Path | None, given: argparse.Namespace) -> dict[st
     """What a kind of model reaches on a set."""
     words = [] if data is None else [f"data={data}"]
     if model == "tfidf":
-        corpus = read_corpus(resolve(text_recipe().Config, words).config)
+        corpus = read_corpus(resolve_config(text_recipe().Config, words).config)
         return {"runs": [tfidf_scores(corpus)]}
     if model == "scratch":
         chosen = [*words, *(() if data is None else SCRATCH), *given.words]
@@ -95,7 +95,7 @@ def measure(model: str, data: Path | None, given: argparse.Namespace) -> dict[st
 def trained(words: list[str], *, seed: int, device: str) -> dict[str, Any]:
     """One training, judged by what its own evaluations counted."""
     recipe = text_recipe()
-    resolved = resolve(recipe.Config, [*words, f"seed={seed}"])
+    resolved = resolve_config(recipe.Config, [*words, f"seed={seed}"])
     with tempfile.TemporaryDirectory() as scratch:
         began = time.perf_counter()
         result = train_recipe(recipe, resolved, run=Path(scratch) / "run", device=device)
@@ -107,9 +107,9 @@ def trained(words: list[str], *, seed: int, device: str) -> dict[str, Any]:
         plan = json.loads((opened.path / "plan.json").read_text())
         baseline = opened.kept["baseline"]
     gc.collect()
-    dev, test = (scores(np.array(told[name].fields[name]["counts"])) for name in ("confusion", "test_confusion"))
+    val, test = (scores(np.array(told[name].fields[name]["counts"])) for name in ("confusion", "test_confusion"))
     shown = {setting: plan_value(plan, setting) for setting in ("device", "precision", "lengths", "micro_batch")}
-    return {**test, "dev_macro_f1": dev["macro_f1"], "seed": seed, "seconds": seconds, "plan": shown, **baseline}
+    return {**test, "dev_macro_f1": val["macro_f1"], "seed": seed, "seconds": seconds, "plan": shown, **baseline}
 
 
 def plan_value(plan: dict[str, Any], setting: str) -> object:

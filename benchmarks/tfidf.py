@@ -23,15 +23,15 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 def tfidf_scores(corpus: Corpus) -> dict[str, object]:
     """Accuracy and macro-F1 on the test part, and what was chosen on the dev part."""
     num_classes = len(corpus.classes)
-    tables = [_table(texts, corpus) for texts in (corpus.train.texts, corpus.dev.texts, corpus.test.texts)]
-    train, dev, test = _features(tables)
+    tables = [_table(texts, corpus) for texts in (corpus.train.texts, corpus.val.texts, corpus.test.texts)]
+    train, val, test = _features(tables)
     labels = torch.tensor(corpus.train.labels)
     best: tuple[float, float, bool, Tensor] | None = None
     for is_balanced in (False, True):
         weights = torch.zeros(train.shape[1], num_classes)
         for penalty in PENALTIES:  # Each starts where the one before has ended.
             weights = _fit(train, labels, weights, penalty=penalty, is_balanced=is_balanced)
-            score = scores(confusion((dev @ weights).argmax(1).tolist(), corpus.dev.labels, num_classes))["macro_f1"]
+            score = scores(confusion((val @ weights).argmax(1).tolist(), corpus.val.labels, num_classes))["macro_f1"]
             if best is None or score > best[0]:
                 best = (score, penalty, is_balanced, weights.clone())
     assert best is not None

@@ -27,21 +27,19 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from whet.base.units import show_bytes
-from whet.config.resolve import resolve
-from whet.data.batch import Micro
-from whet.device.machine_here import machine_here
-from whet.engine.rig import StepRig
-from whet.engine.training import read_training
-from whet.measure.rig import ProbeFailedError
-from whet.measure.series import median_interval, ratio_interval
+from whet.autotune.statistics import median_interval, ratio_interval
+from whet.autotune.step_bench import ProbeFailedError
+from whet.base.units import format_bytes
+from whet.config.resolve import resolve_config
+from whet.data.batch import MicroBatch
+from whet.device.open import current_machine
 from whet.plan.plan import make_plan
 from whet.recipes.puzzle.config import PuzzleConfig, Sizes, describe
-from whet.recipes.puzzle.exchange import their_name
-from whet.recipes.puzzle.loss import puzzle_loss
-from whet.recipes.puzzle.model import PuzzleModel
+from whet.recipes.puzzle.model import PuzzleModel, official_name, puzzle_loss
 from whet.recipes.puzzle.recipe import PuzzleRecipe, make_model
-from whet.step.adam_atan2 import AdamATan2
+from whet.step.optimizers import AdamATan2
+from whet.training.step_bench import LocalStepBench
+from whet.training.training_config import parse_training_config
 
 WAYS = (
     "compile=on attention=torch",
@@ -65,25 +63,27 @@ def made_up(config: PuzzleConfig) -> dict[str, Tensor]:
     return {"inputs": inputs, "labels": labels, "puzzles": torch.zeros(len(inputs), dtype=torch.int32)}
 
 
-def our_rig(config: PuzzleConfig, model: PuzzleModel, data: dict[str, Tensor], device: str, precision: str) -> StepRig:
-    machine, conditions = machine_here()
+def our_rig(
+    config: PuzzleConfig, model: PuzzleModel, data: dict[str, Tensor], device: str, precision: str
+) -> LocalStepBench:
+    machine, conditions = current_machine()
     size = config.global_batch_size
     workload = describe(config, SUDOKU).model_copy(update={"num_samples": 8 * size, "num_steps": 8})
     plan = make_plan(
         machine,
         workload,
-        wishes={"device": device, "precision": precision, "micro_batch": size, "verify": "off"},
+        overrides={"device": device, "precision": precision, "micro_batch": size, "verify": "off"},
         conditions=conditions,
     )
-    training = read_training({"global_batch_size": size})
+    training = parse_training_config({"global_batch_size": size})
     choice = PuzzleRecipe().optimizer(config)
-    return StepRig(model, choice, data, training, loss=partial(puzzle_loss, model), plan=plan, may_compile=True)
+    return LocalStepBench(model, choice, data, training, loss=partial(puzzle_loss, model), plan=plan, may_compile=True)
 
 
 @torch.no_grad()
 def first_loss(model: PuzzleModel, data: dict[str, Tensor], device: Any, *, size: int, precision: str) -> float:
     """Of the first batch, from the beginning."""
-    micro = Micro({name: column[:size] for name, column in data.items()}, np.arange(size)).moved(device.put)
+    micro = MicroBatch({name: column[:size] for name, column in data.items()}, np.arange(size)).moved(device.put)
     model.eval()
     with device.autocast(precision):
         loss = float(puzzle_loss(model, micro))
@@ -179,7 +179,7 @@ def take_weights(head: Any, ours: PuzzleModel) -> None:
     state = head.state_dict()
     for name, tensor in ours.state_dict().items():
         if not name.startswith("slots."):
-            state[f"model.inner.{their_name(name)}"].copy_(tensor)
+            state[f"model.inner.{official_name(name)}"].copy_(tensor)
 
 
 def stand_in_for_einops() -> None:
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="then tell which kernels take the time")
     parser.add_argument("--small", action="store_true")
     told = parser.parse_args()
-    config = resolve(PuzzleConfig, ["size=9", *(SMALL if told.small else LARGE), *told.keys]).config
+    config = resolve_config(PuzzleConfig, ["size=9", *(SMALL if told.small else LARGE), *told.keys]).config
     options = settings_of(told.inductor)
     torch.manual_seed(0)
     model = make_model(config, SUDOKU, num_slots=config.global_batch_size)
@@ -254,7 +254,7 @@ def main() -> None:
             except ProbeFailedError as error:
                 print(f"{way}: {error.reason}")
                 continue
-            peak = show_bytes(prepared.peak_bytes() or 0)
+            peak = format_bytes(prepared.peak_bytes() or 0)
             print(f"{way}: ready after {prepared.preparation_seconds:.1f} s, peak {peak}")
             arms[f"whet {way}"] = prepared.step
         base = "reference" if told.reference is not None else next(iter(arms))

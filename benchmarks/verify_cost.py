@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import whet
-from whet.config.resolve import resolve
-from whet.data.batch import Micro
+from whet.config.resolve import resolve_config
+from whet.data.batch import MicroBatch
 from whet.device import virtual_mac
-from whet.device.open import _WHY_NOT
+from whet.device.open import _UNAVAILABLE_REASONS
 from whet.recipes.recipe import load_recipe
-from whet.recipes.train import train_recipe
+from whet.recipes.runner import train_recipe
 
 VOCABULARY, LENGTH = 256, 128
 
@@ -50,10 +50,10 @@ class Gpt(nn.Module):
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
         self.head = nn.Linear(width, VOCABULARY)
 
-    def outputs(self, micro: Micro) -> Tensor:
+    def outputs(self, micro: MicroBatch) -> Tensor:
         return self.head(self.blocks(self.embed(micro.tokens[:, :-1]) + self.place.weight))
 
-    def loss(self, micro: Micro) -> Tensor:
+    def loss(self, micro: MicroBatch) -> Tensor:
         return functional.cross_entropy(self.outputs(micro).flatten(0, 1), micro.tokens[:, 1:].flatten())
 
 
@@ -71,7 +71,7 @@ def verify_gpt(width: int, layers: int, *, device: str, threads: int) -> str:
         max_steps=1,
         device=device,
         outputs=model.outputs,
-        wishes={"verify": "always", "threads": threads, "micro_batch": 16},
+        overrides={"verify": "always", "threads": threads, "micro_batch": 16},
         show=lambda kind, fields: told.append(str(fields.get("changed"))) if kind == "plan" else None,
     )
     return next(line for line in told if "verified" in line)
@@ -80,7 +80,7 @@ def verify_gpt(width: int, layers: int, *, device: str, threads: int) -> str:
 def verify_text(*, device: str, threads: int) -> str:
     recipe = load_recipe("text")
     told: list[str] = []
-    resolved = resolve(recipe.Config, ("max_steps=1", "verify=always", f"threads={threads}"))
+    resolved = resolve_config(recipe.Config, ("max_steps=1", "verify=always", f"threads={threads}"))
     with tempfile.TemporaryDirectory() as folder:
         train_recipe(
             recipe,
@@ -100,7 +100,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.virtual_mac:
         virtual_mac.install("m2-air-8gb")
-    devices = ["cpu", *(kind for kind, why_not in _WHY_NOT.items() if why_not() is None)]
+    devices = ["cpu", *(kind for kind, why_not in _UNAVAILABLE_REASONS.items() if why_not() is None)]
     print(f"torch {torch.__version__}, {asked.threads} threads, {asked.repeats} repeats")
     subjects = {
         "text recipe": lambda device: verify_text(device=device, threads=asked.threads),

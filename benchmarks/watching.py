@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from whet.base.env import for_child
+from whet.base.env import child_environment
 
 CLIENTS = 5
 BATCH = 32
@@ -61,9 +61,9 @@ def train(run: Path, told: Path, *, milliseconds: float, core: int) -> None:
         begun.append((time.monotonic(), time.process_time()))
         return nn.functional.cross_entropy(model(micro.x), micro.y)
 
-    wishes = {"threads": 1, "micro_batch": BATCH, "device": "cpu"}
+    overrides = {"threads": 1, "micro_batch": BATCH, "device": "cpu"}
     with whet.Session(
-        model, optimizer, (x, y), global_batch_size=BATCH, epochs=10**6, run=run, wishes=wishes
+        model, optimizer, (x, y), global_batch_size=BATCH, epochs=10**6, run=run, overrides=overrides
     ) as session:
         for batch in session:
             session.step(loss, batch)
@@ -124,7 +124,7 @@ class Page(threading.Thread):
 @contextlib.contextmanager
 def watching(folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen, int, str]]:
     words = [sys.executable, "-m", "whet", "watch", str(folder), "--port", "0", "--json", "--no-browser"]
-    server = subprocess.Popen(words, env=for_child(WHET_HOME=str(home)), stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(words, env=child_environment(WHET_HOME=str(home)), stdout=subprocess.PIPE, text=True)
     try:
         told = json.loads(server.stdout.readline())
         file = next((home / "servers").glob("watch-*.json"))
@@ -171,10 +171,10 @@ def shown(ratios: list[float]) -> str:
 def measure(folder: Path, *, pairs: int, seconds: float, milliseconds: float, cores: tuple[int, int]) -> None:
     run, told = folder / "runs" / "trained", folder / "told.json"
     pin(cores[1])
-    from whet.report.watch.line import run_id
+    from whet.report.watch.status_reader import run_id
 
     words = [sys.executable, __file__, "--train", str(run), str(told), str(milliseconds), str(cores[0])]
-    training = subprocess.Popen(words, env=for_child(WHET_HOME=str(folder / "home")))
+    training = subprocess.Popen(words, env=child_environment(WHET_HOME=str(folder / "home")))
     windows: list[list[tuple[str, float, float]]] = []
     fetched = 0
     toss = random.Random(0)

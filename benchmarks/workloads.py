@@ -13,20 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from whet.autotune.process_bench import ProcessStepBench
 from whet.base import env
-from whet.config.resolve import resolve
-from whet.data.batch import Micro
-from whet.data.ragged import Ragged
-from whet.device.machine_here import machine_here
-from whet.engine.rig import StepRig
-from whet.engine.training import read_training
-from whet.engine.workload import describe
-from whet.measure.remote import RemoteRig
+from whet.config.resolve import resolve_config
+from whet.data.batch import MicroBatch, Ragged
+from whet.device.open import current_machine
 from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
 from whet.recipes.recipe import load_recipe
-from whet.recipes.train import ingredients
-from whet.step.optimizer import OptimizerChoice
+from whet.recipes.runner import prepare_recipe
+from whet.step.optimizers import OptimizerChoice
+from whet.training.step_bench import LocalStepBench
+from whet.training.training_config import parse_training_config
+from whet.training.workload import describe_workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +34,20 @@ class Task:
 
     model: nn.Module
     data: Any
-    loss: Callable[[Micro], Any]
+    loss: Callable[[MicroBatch], Any]
     training: dict[str, Any]
     optimizer: OptimizerChoice = OptimizerChoice()  # noqa: RUF009 - frozen
     workload: Workload | None = None
 
-    def rig(self, *, device: str, name: str, **wishes: Any) -> StepRig:
-        training = read_training(self.training)
-        machine, conditions = machine_here()
-        workload = self.workload or describe(self.model, self.data, training, recipe=name)
-        chosen = {**wishes, **({} if device == "auto" else {"device": device})}
-        plan = make_plan(machine, workload, wishes=chosen, conditions=conditions)
-        return StepRig(self.model, self.optimizer, self.data, training, loss=self.loss, plan=plan, may_compile=True)
+    def rig(self, *, device: str, name: str, **overrides: Any) -> LocalStepBench:
+        training = parse_training_config(self.training)
+        machine, conditions = current_machine()
+        workload = self.workload or describe_workload(self.model, self.data, training, recipe=name)
+        chosen = {**overrides, **({} if device == "auto" else {"device": device})}
+        plan = make_plan(machine, workload, overrides=chosen, conditions=conditions)
+        return LocalStepBench(
+            self.model, self.optimizer, self.data, training, loss=self.loss, plan=plan, may_compile=True
+        )
 
 
 def text(*, is_large: bool) -> Task:
@@ -54,7 +55,7 @@ def text(*, is_large: bool) -> Task:
     recipe = load_recipe("text")
     words = ["arch.layers=12", "arch.hidden_size=768", "arch.heads=12"] if is_large else []
     # Long enough for anything to pay: what is compared is the time of a step.
-    made = ingredients(recipe, resolve(recipe.Config, [*words, "dropout=0", "epochs=1000"]).config)
+    made = prepare_recipe(recipe, resolve_config(recipe.Config, [*words, "dropout=0", "epochs=1000"]).config)
     return Task(
         model=made.model,
         data=made.data.train,
@@ -106,7 +107,7 @@ def chat(*, is_large: bool) -> Task:
     lengths = (torch.rand(1600).square() * (longest - 16)).long() + 16
     samples = Ragged.of([torch.randint(0, vocabulary, (int(length),)) for length in lengths])
 
-    def loss(micro: Micro) -> tuple[Tensor, Tensor]:
+    def loss(micro: MicroBatch) -> tuple[Tensor, Tensor]:
         values, counts = micro.tokens.values, micro.tokens.lengths
         logits = model(values[:, :-1])
         is_real = torch.arange(values.shape[1] - 1, device=values.device) < (counts - 1)[:, None]
@@ -138,7 +139,7 @@ def conv(*, is_large: bool) -> Task:
     )
     data = (torch.randn(4096, 3, 13, 13), torch.randint(0, 169, (4096,)))
 
-    def loss(micro: Micro) -> Tensor:
+    def loss(micro: MicroBatch) -> Tensor:
         return functional.cross_entropy(model(micro.x), micro.y)
 
     return Task(model=model, data=data, loss=loss, training={"global_batch_size": 64, "epochs": 100})
@@ -147,15 +148,15 @@ def conv(*, is_large: bool) -> Task:
 TASKS: dict[str, Callable[..., Task]] = {"text": text, "chat": chat, "conv": conv}
 
 
-def open_rig(arguments: dict[str, Any]) -> StepRig:
+def open_bench(arguments: dict[str, Any]) -> LocalStepBench:
     """For a process of its own."""
     task = TASKS[arguments["task"]](is_large=arguments["device"] != "cpu")
     return task.rig(device=arguments["device"], name=arguments["task"])
 
 
-def remote_rig(name: str, *, device: str) -> RemoteRig:
+def remote_rig(name: str, *, device: str) -> ProcessStepBench:
     """The same task in a child, as whet measures a recipe."""
     paths = f"{Path(__file__).parent}:{env.read('PYTHONPATH') or ''}"
-    return RemoteRig(
-        "workloads:open_rig", {"task": name, "device": device}, environment=env.for_child(PYTHONPATH=paths)
+    return ProcessStepBench(
+        "workloads:open_rig", {"task": name, "device": device}, environment=env.child_environment(PYTHONPATH=paths)
     )

@@ -34,11 +34,11 @@ def epoch_order(seed, epoch, count):
     return torch.randperm(count, generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
 
 
-def step(model, optimizer, micros, num_samples):
+def step(model, optimizer, micro_batches, num_samples):
     """One optimizer step. Each micro-batch weighs as many samples as it has, so any cut gives the same gradient."""
     optimizer.zero_grad()
     total = 0.0
-    for x, y in micros:
+    for x, y in micro_batches:
         loss = nn.functional.cross_entropy(model(x), y) * (len(x) / num_samples)
         loss.backward()
         total += loss.detach()
@@ -72,8 +72,8 @@ def train(model, x, y, plan, folder, *, global_batch, epochs, seed):
         for number in range(done + 1, epochs * per_epoch + 1):
             epoch, place = divmod(number - 1, per_epoch)
             rows = epoch_order(seed, epoch, len(x))[place * global_batch : (place + 1) * global_batch]
-            micros = [(x[r].to(device), y[r].to(device)) for r in rows.split(plan["micro_batch"][0])]
-            loss = step(model, optimizer, micros, len(rows))
+            micro_batches = [(x[r].to(device), y[r].to(device)) for r in rows.split(plan["micro_batch"][0])]
+            loss = step(model, optimizer, micro_batches, len(rows))
             log.write(json.dumps({"step": number, "time": time.time(), "loss": float(loss)}) + "\n")
             if number % plan["save_every"][0] == 0:
                 parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

@@ -5,8 +5,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from whet.measure.candidates import planned
-from whet.measure.rig import Agreement, FailureKind, ProbeFailedError, Settings
+from whet.autotune.candidates import plan_with
+from whet.autotune.step_bench import FailureKind, ProbeFailedError, Settings, SettingsAgreement
 from whet.plan.plan import Plan, make_plan
 
 Noise = Callable[[float, random.Random], float]
@@ -92,7 +92,7 @@ class SimulatedRig:
     def planned(self, settings: Settings) -> Plan:
         key = frozenset(settings.items())
         if key not in self._plans:
-            self._plans[key] = planned(self.plan, settings)
+            self._plans[key] = plan_with(self.plan, settings)
         return self._plans[key]
 
     def clock(self) -> float:
@@ -102,7 +102,7 @@ class SimulatedRig:
         assert self.alive == 0, "another batch while something is ready"
         workload = self.plan.workload
         changed = {"global_batch_size": size, "num_steps": 3 * -(-(workload.num_samples or 1) // size)}
-        self.plan = make_plan(self.plan.machine, workload.model_copy(update=changed), wishes=self.plan.wishes)
+        self.plan = make_plan(self.plan.machine, workload.model_copy(update=changed), overrides=self.plan.overrides)
         self._plans.clear()
 
     def _recover(self) -> None:
@@ -113,13 +113,13 @@ class SimulatedRig:
     def predicted_bytes(self, settings: Settings) -> int | None:
         return self.predicted(self.planned(settings))
 
-    def agreement(self, settings: Settings, *, seconds: float) -> Agreement:
+    def agreement(self, settings: Settings, *, seconds: float) -> SettingsAgreement:
         if self.agreement_seconds > seconds:
             self.now += seconds
             raise ProbeFailedError("no time", kind="timeout")
         self.now += self.agreement_seconds
         agrees = self.agrees(self.planned(settings))
-        return Agreement(agrees=agrees, loss_error=0.001 if agrees else 0.4, gradient_error=0.002, bound=0.02)
+        return SettingsAgreement(agrees=agrees, loss_error=0.001 if agrees else 0.4, gradient_error=0.002, bound=0.02)
 
     def prepare(self, settings: Settings, *, seconds: float) -> SimulatedPrepared:
         self._recover()
@@ -167,7 +167,7 @@ def landscape(seed: int):
     cache = {"fp32": 0.8, "bf16": 0.1}
 
     def seconds(plan: Plan) -> float:
-        micro, precision = plan.value("micro_batch"), plan.value("precision")
+        micro, precision = plan.micro_batch, plan.precision
         pieces = 1 + launch[precision] * 4 / micro + cache[precision] * (micro / 32) ** 2
         total = 0.03 * pieces * factor["precision", precision]
         for name in ("threads", "lengths", "optimizer_kernels", "compile"):

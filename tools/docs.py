@@ -11,7 +11,7 @@ from docs_hazards import hazards_page
 
 from whet.config.resolve import known_keys
 from whet.plan.rule import Rule
-from whet.plan.rules import ALL
+from whet.plan.rules import ALL_RULES
 from whet.recipes.recipe import BUILT_IN, load_recipe
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -22,7 +22,7 @@ UNTRIED = "\nWhat is said of MPS and Macs was read in PyTorch's sources and issu
 def pages() -> dict[Path, str]:
     """Every generated page with its text."""
     rules = DOCS / "rules"
-    made = {rules / f"{rule.id}-{rule.setting}.md": rule_page(rule) for rule in ALL}
+    made = {rules / f"{rule.id}-{rule.setting}.md": rule_page(rule) for rule in ALL_RULES}
     made[rules / "README.md"] = rules_index()
     made[DOCS / "keys.md"] = keys_page()
     made[DOCS / "hazards.md"] = hazards_page()
@@ -43,7 +43,7 @@ def _sentence(text: str) -> str:
 
 
 def rules_index() -> str:
-    rows = [f"| [{rule.id}]({rule.id}-{rule.setting}.md) | `{rule.setting}` | {rule.what} |" for rule in ALL]
+    rows = [f"| [{rule.id}]({rule.id}-{rule.setting}.md) | `{rule.setting}` | {rule.what} |" for rule in ALL_RULES]
     head = "# The rules of a plan\n\nIn the order of decision; `whet plan RECIPE --why SETTING` prints the same.\n\n"
     return head + "| rule | setting | decides |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n"
 

@@ -1,8 +1,8 @@
-"""The page of known wrong results, from `whet.plan.known_hazards`."""
+"""The page of known wrong results, from `whet.plan.hazard_table`."""
 
 from collections.abc import Sequence
 
-from whet.plan.known_hazards import BEFORE_2_11, KNOWN, Hazard
+from whet.plan.hazard_table import BEFORE_2_11, HAZARDS, Hazard
 
 _HEAD = """# Known wrong results on Apple's GPUs
 
@@ -19,7 +19,7 @@ may still be met. An unknown version counts as affected.
 
 def hazards_page() -> str:
     """One row for each fault; then why older versions of torch are not taken."""
-    rows = [(f"`{h.id}`", h.what, _where(h), _version(h.fixed_in), _links(h.issue), h.answer) for h in KNOWN]
+    rows = [(f"`{h.id}`", h.what, _where(h), _version(h.fixed_in), _links(h.issue), h.answer) for h in HAZARDS]
     older = [(version, what, _links(issue)) for version, issue, what in BEFORE_2_11]
     return (
         _HEAD

@@ -29,7 +29,7 @@ MOST_BYTES = 1_500_000
 def main() -> None:
     """Takes them all, or leaves those that are there."""
     with tempfile.TemporaryDirectory() as taken:
-        environment = env.for_child(WHET_SCREENSHOTS=taken, WHET_FOR_SHOW="1")
+        environment = env.child_environment(WHET_SCREENSHOTS=taken, WHET_FOR_SHOW="1")
         command = [sys.executable, "-m", "pytest", "-q", "tests/browser"]
         if subprocess.run(command, cwd=ROOT, env=environment).returncode:
             sys.exit("the tests did not pass: the pictures stay as they are")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-UNPACKER = "checkpoint/unpacking.py"
+UNPACKER = "checkpoint/unpickle.py"
 """The one file that reads a pickle, with weights_only=True spelled out: the default can be changed from outside."""
 
 BANNED = {
@@ -47,7 +47,7 @@ def wrong(call: ast.Call, names: dict[str, str], path: Path) -> Iterator[str]:
         yield f"{name} {BANNED[name]}"
     if name in ("torch.load", "torch.serialization.load"):
         if "whet" in path.parts and not path.as_posix().endswith(UNPACKER):
-            yield "torch.load belongs in whet/checkpoint/unpacking.py alone"
+            yield "torch.load belongs in whet/checkpoint/unpickle.py alone"
         if not any(word.arg == "weights_only" and is_true(word.value) for word in call.keywords):
             yield "torch.load without weights_only=True, literally"
     for word in call.keywords:

@@ -26,7 +26,7 @@ class Way:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._said = Path(self._folder.name) / "said.txt"
         # What one way has compiled must not save time to another; and all it leaves behind lies in one place.
-        environment = env.for_child(
+        environment = env.child_environment(
             PYTHONPATH=f"{HERE}:{env.read('PYTHONPATH') or ''}",
             TORCHINDUCTOR_CACHE_DIR=self._folder.name,
             TMPDIR=self._folder.name,

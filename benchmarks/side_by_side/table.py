@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from side_by_side.losses import Agreement
 from side_by_side.timing import Contest, Taken
-from whet.base.units import show_bytes
-from whet.measure.series import median_interval, ratio_interval
+from whet.autotune.statistics import median_interval, ratio_interval
+from whet.base.units import format_bytes
 
 HEAD = (
     "way",
@@ -46,8 +46,8 @@ def table(contest: Contest) -> Iterator[str]:
                     f"{contest.flops / seconds.middle / contest.ceiling:.1%}",
                     f"{found.first_step:.1f} s",
                     f"{found.setup:.1f} s",
-                    show_bytes(found.held),
-                    show_bytes(found.used),
+                    format_bytes(found.held),
+                    format_bytes(found.used),
                 )
             )
             + " |"

@@ -19,7 +19,7 @@ class ForWhet:
     loss: Callable[[Any], Any]
     workload: Any
     outputs: Callable[[Any], Any] | None = None
-    wishes: dict[str, Any] | None = None
+    overrides: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,14 @@ import whet
 
 x = torch.randn(1_200, 10, generator=torch.Generator().manual_seed(0))
 y = (x[:, 0] * x[:, 1] > 0).long()
-train, dev = (x[:1_000], y[:1_000]), (x[1_000:], y[1_000:])
+train, val = (x[:1_000], y[:1_000]), (x[1_000:], y[1_000:])
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
 
 
-def accuracy(model, micros):
-    right = [(model(micro.x).argmax(1) == micro.y).float() for micro in micros]
+def accuracy(model, micro_batches):
+    right = [(model(micro.x).argmax(1) == micro.y).float() for micro in micro_batches]
     return {"accuracy": torch.cat(right).mean()}
 
 
@@ -29,7 +29,7 @@ result = whet.train(
     loss=lambda micro: nn.functional.cross_entropy(model(micro.x), micro.y),
     optimizer=whet.OptimizerChoice(name="adamw", lr=3e-3),
     evaluate=accuracy,
-    dev=dev,
+    val=val,
     goal="accuracy",
     patience=3,
     ema=True,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import whet
-from whet.data.ragged import Ragged
+from whet.data.batch import Ragged
 
 draw = torch.Generator().manual_seed(0)
 lengths = torch.randint(2, 20, (400,), generator=draw).tolist()
@@ -38,6 +38,6 @@ for micro_batch in (16, 5):
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
         global_batch_size=16,
         epochs=2,
-        wishes={"micro_batch": micro_batch, "device": "cpu"},
+        overrides={"micro_batch": micro_batch, "device": "cpu"},
     )
     print(f"micro-batch {micro_batch:2}: sum of weights {sum(p.sum().item() for p in model.parameters()):.4f}")

@@ -33,33 +33,33 @@ from whet.base.version import VERSION
 __version__ = VERSION
 
 _PUBLIC = {
-    "OptimizerChoice": "whet.step.optimizer",
-    "Session": "whet.engine.session",
+    "OptimizerChoice": "whet.step.optimizers",
+    "Session": "whet.training.session",
     "WhetError": "whet.base.errors",
-    "check": "whet.recipes.checking",
-    "compare": "whet.recipes.comparing",
+    "check": "whet.api.verify",
+    "compare": "whet.api.verify",
     "make_plan": "whet.plan.plan",
-    "open_run": "whet.report.opened",
+    "open_run": "whet.report.opened_run",
     "probe": "whet.machine.probe",
-    "search": "whet.recipes.searching",
-    "summarize": "whet.report.summary",
-    "train": "whet.engine.loop",
-    "tune": "whet.engine.tuning",
+    "search": "whet.api.search",
+    "summarize": "whet.report.run_report",
+    "train": "whet.training.loop",
+    "tune": "whet.training.tune",
 }
 
 if TYPE_CHECKING:
+    from whet.api.search import search as search
+    from whet.api.verify import check as check
+    from whet.api.verify import compare as compare
     from whet.base.errors import WhetError as WhetError
-    from whet.engine.loop import train as train
-    from whet.engine.session import Session as Session
-    from whet.engine.tuning import tune as tune
     from whet.machine.probe import probe as probe
     from whet.plan.plan import make_plan as make_plan
-    from whet.recipes.checking import check as check
-    from whet.recipes.comparing import compare as compare
-    from whet.recipes.searching import search as search
-    from whet.report.opened import open_run as open_run
-    from whet.report.summary import summarize as summarize
-    from whet.step.optimizer import OptimizerChoice as OptimizerChoice
+    from whet.report.opened_run import open_run as open_run
+    from whet.report.run_report import summarize as summarize
+    from whet.step.optimizers import OptimizerChoice as OptimizerChoice
+    from whet.training.loop import train as train
+    from whet.training.session import Session as Session
+    from whet.training.tune import tune as tune
 
 __all__ = [
     "OptimizerChoice",

@@ -101,7 +101,7 @@ def make_evil(runs: Path) -> Path:
     )
     script = "</script><script>window.owned=1</script>"
     with EventLog(run) as log:
-        log.append("start", step=0, total_steps=50, goal=EVIL, goal_is="max")
+        log.append("start", step=0, total_steps=50, goal=EVIL, mode="max")
         for step in range(1, 41):
             log.append("step", step=step, epoch=0, samples=step, loss=1 / step, **{EVIL: 1.0}, seconds={EVIL: 0.1})
         log.append("eval", step=40, **{EVIL: 0.5, "samples": [{"input": script, "expected": EVIL, "predicted": EVIL}]})

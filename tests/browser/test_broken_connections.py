@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, StorageState, expect
 
 from stage import start_server
-from whet.report.watch.line import run_id
+from whet.report.watch.status_reader import run_id
 from whet.run.events import EventLog
 from whet.run.folder import create_run
 

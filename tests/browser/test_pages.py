@@ -15,8 +15,7 @@ from rich.terminal_theme import MONOKAI
 
 from stage import EVIL, EVIL_NAME, SLOW_TO_OPEN, Training, make_evil, make_sibling, make_torn, start, start_server
 from visiting import DESK, PHONE, Visit
-from whet.report.board import Lookout
-from whet.report.terminal import Paper, lines, num_rows
+from whet.report.watch.terminal import BoardReader, TerminalArea, board_rows, render_board
 from whet.run.folder import EVENTS_FILE
 
 IS_FOR_SHOW = "WHET_FOR_SHOW" in os.environ
@@ -157,8 +156,8 @@ def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
 def draw_terminal(stage: Stage) -> None:
     """A picture of what `whet watch --terminal` shows of the same runs."""
     console = Console(record=True, file=io.StringIO(), width=110, color_system="truecolor", force_terminal=True)
-    board = Lookout(stage.runs).look(rows=num_rows(34)).model_copy(update={"folder": Path("runs")})
-    console.print(*lines(board, Paper(width=110, height=34), has_keys=True), sep="\n")
+    board = BoardReader(stage.runs).look(rows=board_rows(34)).model_copy(update={"folder": Path("runs")})
+    console.print(*render_board(board, TerminalArea(width=110, height=34), has_keys=True), sep="\n")
     visit = Visit(stage.browser, stage.pictures, home="data:", size=(1120, 700), scheme="dark")
     visit.page.set_content(console.export_html(inline_styles=True, theme=MONOKAI))
     visit.picture("terminal", of="pre")

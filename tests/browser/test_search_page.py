@@ -6,8 +6,8 @@ import pytest
 from playwright.sync_api import Browser
 
 from visiting import DESK, PHONE, Visit
-from whet.report.search_page import search_page
-from whet.run.search_result import Candidate, SearchResult, SearchTrial
+from whet.report.search_report import search_page
+from whet.run.search_result import SearchCandidate, SearchResult, SearchTrial
 
 CUT = "(nodes) => nodes.filter((node) => node.scrollWidth > node.clientWidth + 1).map((node) => node.textContent)"
 SETTINGS = {"lr": 0.002137, "arch.layers": 2, "dropout": 0.1313, "weight_decay": 0.0123}
@@ -15,7 +15,9 @@ SETTINGS = {"lr": 0.002137, "arch.layers": 2, "dropout": 0.1313, "weight_decay":
 
 def result() -> SearchResult:
     candidates = [
-        Candidate(number=n, settings=SETTINGS, values={"1": 0.80123, "2": 0.81, "3": 0.79}, mean=0.8, low=0.7, high=0.9)
+        SearchCandidate(
+            number=n, settings=SETTINGS, values={"1": 0.80123, "2": 0.81, "3": 0.79}, mean=0.8, low=0.7, high=0.9
+        )
         for n in (7, 4)
     ]
     trials = [SearchTrial(number=n, state="complete", value=n / 10, settings=SETTINGS, steps=1_650) for n in range(8)]

@@ -7,47 +7,47 @@ import sys
 import time
 from pathlib import Path
 
-from whet.doctor.case import Case, Finding, Place, good
+from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, good
 
 SECRET = (
     f"{getpass.getuser()} on {platform.node()} reads {Path.home()}/venv/lib/secret.so and /Users/anna/thesis/data.csv"
 )
 
 
-def fine(_: Place) -> Finding:
+def fine(_: DeviceUnderTest) -> CheckFinding:
     return good("fine", error=float("nan"), speed=1 / 3)
 
 
-def raises(_: Place) -> Finding:
+def raises(_: DeviceUnderTest) -> CheckFinding:
     raise RuntimeError(f"{SECRET}\nand a second line")
 
 
-def aborts(_: Place) -> Finding:
+def aborts(_: DeviceUnderTest) -> CheckFinding:
     print(f"failed assertion `commandBuffer != nil' at {Path.home()}/x/y.mm", file=sys.stderr, flush=True)
     os.abort()
 
 
-def hangs(_: Place) -> Finding:
+def hangs(_: DeviceUnderTest) -> CheckFinding:
     time.sleep(600)
     return good("never")
 
 
-def complains(_: Place) -> Finding:
+def complains(_: DeviceUnderTest) -> CheckFinding:
     """As Metal does when the GPU runs out of memory: a line on stderr, and the program goes on."""
     print("Error: command buffer exited with error status.", file=sys.stderr, flush=True)
     return good("all is well, it thinks")
 
 
 CASES = [
-    Case(name="fine", run=fine, is_quick=True, issue=1),
-    Case(name="raises", run=raises, is_quick=True),
-    Case(name="complains", run=complains),
-    Case(name="aborts", run=aborts),
-    Case(name="hangs", run=hangs, limit_seconds=1.0),
-    Case(name="fine again", run=fine),
+    Check(name="fine", run=fine, is_quick=True, issue=1),
+    Check(name="raises", run=raises, is_quick=True),
+    Check(name="complains", run=complains),
+    Check(name="aborts", run=aborts),
+    Check(name="hangs", run=hangs, limit_seconds=1.0),
+    Check(name="fine again", run=fine),
 ]
 SLOW = [
-    Case(name="fine", run=fine),
-    Case(name="hangs", run=hangs, limit_seconds=600),
-    Case(name="behind", run=fine),
+    Check(name="fine", run=fine),
+    Check(name="hangs", run=hangs, limit_seconds=600),
+    Check(name="behind", run=fine),
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.data.batch import Micro
+from whet.data.batch import MicroBatch
 
 VOCABULARY = 23
 
@@ -45,10 +45,10 @@ class Gpt(nn.Module):
             x = block(x)
         return self.head(self.norm(x))
 
-    def outputs(self, micro: Micro) -> Tensor:
+    def outputs(self, micro: MicroBatch) -> Tensor:
         return self(micro.tokens[:, :-1])
 
-    def loss(self, micro: Micro) -> Tensor:
+    def loss(self, micro: MicroBatch) -> Tensor:
         return functional.cross_entropy(self.outputs(micro).flatten(0, 1), micro.tokens[:, 1:].flatten())
 
 
@@ -57,8 +57,8 @@ def sentences(num_samples: int, *, length: int = 17, seed: int = 0) -> dict[str,
     return {"tokens": torch.randint(0, VOCABULARY, (num_samples, length), generator=draw)}
 
 
-def micro_of(num_samples: int = 8, *, length: int = 17) -> Micro:
-    return Micro(fields=sentences(num_samples, length=length), ids=np.arange(num_samples))
+def micro_of(num_samples: int = 8, *, length: int = 17) -> MicroBatch:
+    return MicroBatch(fields=sentences(num_samples, length=length), ids=np.arange(num_samples))
 
 
 @contextmanager

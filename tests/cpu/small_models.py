@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.data.batch import Micro
-from whet.data.ragged import Packed, Padded, Ragged
+from whet.data.batch import MicroBatch, Packed, Padded, Ragged
 
 VOCABULARY = 31
 WIDTH = 8
@@ -20,7 +19,7 @@ class TokenModel(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.out = nn.Linear(WIDTH, VOCABULARY)
 
-    def loss(self, micro: Micro) -> tuple[Tensor, Tensor]:
+    def loss(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """(sum over tokens, number of tokens), from either form."""
         values, starts = _as_packed(micro.tokens)
         place = torch.arange(len(values), device=values.device)

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from whet.device.cpu import Cpu
+from whet.device.cpu import CpuDevice
 from whet.recipes.puzzle.model import PuzzleTable
-from whet.step.adam_atan2 import AdamATan2
-from whet.step.optimizer import OptimizerChoice, make_optimizer, set_rate
+from whet.step.optimizers import AdamATan2, OptimizerChoice, build_optimizer, set_learning_rate
 
 SHAPES = ((3, 5), (7,), (2, 2, 4))
 
@@ -56,10 +55,10 @@ def test_a_table_learns_by_sign_in_the_rows_seen_and_with_a_rate_of_its_own() ->
         table.copy_(torch.arange(15.0).reshape(5, 3))
     before = table.detach().clone()
     choice = OptimizerChoice(name="adam_atan2", lr=1e-3, weight_decay=0.5, table_lr=0.1, table_weight_decay=1.0)
-    optimizer = make_optimizer(choice, model, Cpu())
+    optimizer = build_optimizer(choice, model, CpuDevice())
     rates = choice.base_rates(optimizer)
     assert rates == [1e-3, 0.1]
-    set_rate(optimizer, 0.5, rates)
+    set_learning_rate(optimizer, 0.5, rates)
     # Row 1 is seen twice: its gradients are summed before the sign is taken.
     seen = model["table"](torch.tensor([1, 1, 4]))
     (seen * torch.tensor([[1.0], [-3.0], [2.0]])).sum().backward()

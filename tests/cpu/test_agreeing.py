@@ -8,21 +8,21 @@ import torch
 from torch import nn
 
 from whet.base.errors import UsageError
-from whet.data.open import open_source
+from whet.data.adapters import open_source
 from whet.data.source import AbstractSource
-from whet.device.cpu import Cpu
-from whet.engine.agreeing import refuse_disagreement
-from whet.engine.training import Training
-from whet.step.optimizer import OptimizerChoice
-from whet.world.group import Group
-from whet.world.world import World
+from whet.device.cpu import CpuDevice
+from whet.distributed.group import RankGroup
+from whet.distributed.ranks import RankInfo
+from whet.step.optimizers import OptimizerChoice
+from whet.training.checks import check_ranks_agree
+from whet.training.training_config import TrainingConfig
 
 
-class Told(Group):
+class Told(RankGroup):
     """Gathers what an earlier process has told."""
 
     def __init__(self) -> None:
-        super().__init__(World(rank=1, size=2))
+        super().__init__(RankInfo(rank=1, size=2))
         self.first: Any = None
 
     def gather(self, value: Any) -> list[Any]:
@@ -31,14 +31,14 @@ class Told(Group):
 
 
 def source_of(data: torch.Tensor) -> AbstractSource:
-    return open_source({"x": data}, Cpu(), global_batch_size=2, seed=0)
+    return open_source({"x": data}, CpuDevice(), global_batch_size=2, seed=0)
 
 
 SAME: dict[str, Any] = {
     "model": nn.Linear(3, 2),
     "optimizer": OptimizerChoice(lr=0.1),
     "data": torch.arange(12.0).reshape(4, 3),
-    "training": Training(global_batch_size=2, epochs=3),
+    "training": TrainingConfig(global_batch_size=2, epochs=3),
 }
 
 
@@ -56,8 +56,8 @@ SAME: dict[str, Any] = {
 def test_what_a_simulated_process_would_train_differently_is_named(named: str, other: dict[str, Any]) -> None:
     group = Told()
 
-    def ask(model: nn.Module, optimizer: Any, data: torch.Tensor, training: Training) -> None:
-        refuse_disagreement(group, model, optimizer, source_of(data), training)
+    def ask(model: nn.Module, optimizer: Any, data: torch.Tensor, training: TrainingConfig) -> None:
+        check_ranks_agree(group, model, optimizer, source_of(data), training)
 
     ask(**SAME)
     ask(**SAME)

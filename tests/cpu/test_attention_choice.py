@@ -6,20 +6,20 @@ from torch import nn
 from torch.nn import functional
 
 import whet
+from whet.autotune import candidates as choices
+from whet.autotune.candidates import apply_candidate, candidates
 from whet.base.errors import UsageError
-from whet.device.cpu import Cpu
-from whet.device.fake import Fake
-from whet.device.machine_here import machine_here
-from whet.engine.rig import StepRig
-from whet.engine.training import read_training
-from whet.engine.workload import calls_attention, describe
+from whet.device.cpu import CpuDevice
+from whet.device.fake import FakeDevice
+from whet.device.open import current_machine
 from whet.machine.known import load_machine
-from whet.measure import candidates as choices
-from whet.measure.candidates import candidates, merged
 from whet.plan.plan import make_plan
-from whet.plan.setting import Measured
+from whet.plan.setting import MeasuredSetting
 from whet.run.events import History
-from whet.step.optimizer import OptimizerChoice
+from whet.step.optimizers import OptimizerChoice
+from whet.training.step_bench import LocalStepBench
+from whet.training.training_config import parse_training_config
+from whet.training.workload import calls_attention, describe_workload
 
 TRAINING = {"global_batch_size": 8, "epochs": 1}
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
@@ -70,8 +70,8 @@ def train(kernel: str, *, how: str = "layer", run=None):
 
     whet.train(
         model, data, loss=watched, optimizer=OptimizerChoice(lr=1e-2), run=run, show=None, measure=False,
-        evaluate=lambda model, micros: {"n": len([model(m.x) for m in micros])}, dev=data,
-        wishes={"attention": kernel, "threads": 1}, **TRAINING,
+        evaluate=lambda model, micro_batches: {"n": len([model(m.x) for m in micro_batches])}, val=data,
+        overrides={"attention": kernel, "threads": 1}, **TRAINING,
     )  # fmt: skip
     return operators.seen, model
 
@@ -91,7 +91,7 @@ def test_the_wanted_kernel_computes_while_a_run_trains_and_torch_chooses_again_a
 
 def test_what_a_kernel_cannot_do_goes_to_the_next_one():
     q = torch.randn(2, 2, 8, 16, requires_grad=True)
-    with Cpu().attention("flash"):
+    with CpuDevice().attention("flash"):
         functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5).sum().backward()
     assert q.grad is not None
 
@@ -101,7 +101,7 @@ def test_a_kernel_is_refused_where_the_device_or_the_model_has_none(tmp_path):
         train("efficient", run=tmp_path / "never")
     assert not (tmp_path / "never").exists()
     with pytest.raises(UsageError, match="no choice of attention kernels"):
-        Fake().attention("flash")
+        FakeDevice().attention("flash")
     with pytest.raises(UsageError, match="does not call torch's scaled_dot_product_attention"):
         train("math", how="weights")
 
@@ -111,7 +111,7 @@ def test_one_pass_shows_whether_attention_is_called(how, expected):
     model, data, loss = a_training(how)
     micro = type("Micro", (), {"x": data[0][:2], "y": data[1][:2]})
     original = functional.scaled_dot_product_attention
-    assert calls_attention(model, loss, micro, device=Cpu()) is expected
+    assert calls_attention(model, loss, micro, device=CpuDevice()) is expected
     assert functional.scaled_dot_product_attention is original
 
 
@@ -123,12 +123,12 @@ def test_a_rig_learns_that_attention_is_called_and_steps_with_each_kernel(monkey
         with operators:
             return loss(micro)
 
-    training = read_training(TRAINING)
-    machine, conditions = machine_here()
-    plan = make_plan(machine, describe(model, data, training, recipe="attends"), conditions=conditions)
+    training = parse_training_config(TRAINING)
+    machine, conditions = current_machine()
+    plan = make_plan(machine, describe_workload(model, data, training, recipe="attends"), conditions=conditions)
     # A CPU has nothing worth comparing; here it shall.
     monkeypatch.setitem(choices.ATTENTION, "cpu", ("math",))
-    with StepRig(model, OptimizerChoice(), data, training, loss=watched, plan=plan) as rig:
+    with LocalStepBench(model, OptimizerChoice(), data, training, loss=watched, plan=plan) as rig:
         assert "sdpa" in rig.plan.workload.layers
         assert "sdpa" not in rig.about["workload"]["layers"], "what is learnt on the way is no part of the key"
         plain, math = rig.prepare({}, seconds=10), rig.prepare({"attention": "math"}, seconds=10)
@@ -137,19 +137,19 @@ def test_a_rig_learns_that_attention_is_called_and_steps_with_each_kernel(monkey
             prepared.step(0)
             assert (FUSED in operators.seen) is is_fused
         monkeypatch.delitem(choices.ATTENTION, "cpu")
-    with StepRig(model, OptimizerChoice(), data, training, loss=watched, plan=plan) as rig:
+    with LocalStepBench(model, OptimizerChoice(), data, training, loss=watched, plan=plan) as rig:
         assert "sdpa" not in rig.plan.workload.layers
 
 
 def test_kernels_are_offered_in_half_precision_where_attention_is_called():
     model, data, _ = a_training()
-    workload = describe(model, data, read_training(TRAINING), recipe="attends")
-    half = {"precision": Measured(value="bf16", reason="tried", evidence={})}
+    workload = describe_workload(model, data, parse_training_config(TRAINING), recipe="attends")
+    half = {"precision": MeasuredSetting(value="bf16", reason="tried", evidence={})}
 
     def offered(machine="h200", measured=half, **changes):
         changed = workload.model_copy(update={"layers": (*workload.layers, "sdpa"), **changes})
         plan = make_plan(load_machine(machine), changed, measured=measured)
-        return plan.value("attention"), [c.value for c in candidates(plan, "attention")]
+        return plan.attention, [c.value for c in candidates(plan, "attention")]
 
     assert offered() == ("torch", ["flash", "efficient"])
     assert offered(layers=("linear",)) == ("torch", [])
@@ -157,17 +157,19 @@ def test_kernels_are_offered_in_half_precision_where_attention_is_called():
     assert offered("linux-2core") == ("torch", [])
     assert offered("m2-air-8gb") == ("torch", [])
     many = {"lengths_vary": True, "max_length": 512, "mean_length": 100.0}
-    few = {**half, "lengths": Measured(value="few shapes", reason="tried", evidence={})}
-    sorted_ones = {**half, "lengths": Measured(value="sorted", reason="tried", evidence={})}
+    few = {**half, "lengths": MeasuredSetting(value="few shapes", reason="tried", evidence={})}
+    sorted_ones = {**half, "lengths": MeasuredSetting(value="sorted", reason="tried", evidence={})}
     assert offered(measured=sorted_ones, **many) == ("flash", ["efficient"])
     assert offered(measured={"lengths": sorted_ones["lengths"]}, **many) == ("torch", [])
     assert offered(measured=few, **many) == ("torch", ["flash", "efficient"])
 
 
 def test_a_kernel_that_was_taken_for_few_shapes_is_not_kept_for_many():
-    plan = make_plan(load_machine("h200"), describe(*a_training()[:2], read_training(TRAINING), recipe="attends"))
-    lengths = choices.Candidate(setting="lengths", changes={"lengths": "sorted"})
-    assert dict(merged({"attention": "torch", "precision": "bf16"}, lengths)) == {
+    plan = make_plan(
+        load_machine("h200"), describe_workload(*a_training()[:2], parse_training_config(TRAINING), recipe="attends")
+    )
+    lengths = choices.PlanCandidate(setting="lengths", changes={"lengths": "sorted"})
+    assert dict(apply_candidate({"attention": "torch", "precision": "bf16"}, lengths)) == {
         "precision": "bf16",
         "lengths": "sorted",
     }

@@ -12,7 +12,7 @@ from places import Run
 TINY = """
 import torch
 from torch import nn
-from whet.config.keys import CommonConfig
+from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
 
 class Config(CommonConfig):

@@ -8,21 +8,21 @@ from torch import nn
 
 import whet
 from whet.checkpoint import store
-from whet.report.view import run_view
+from whet.report.run_view import run_view
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
 
-def train(run: Path, *, ema: bool = False, has_test: bool = True, goal_is: str = "max") -> list[float]:
+def train(run: Path, *, ema: bool = False, has_test: bool = True, mode: str = "max") -> list[float]:
     """Trains a line; dev says that step 8 of 24 was best. What the test part saw: the weight, once."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     data = {"x": torch.linspace(-1, 1, 32)[:, None], "y": torch.linspace(-3, 3, 32)[:, None]}
-    seen, scores = [], iter((0.5, 0.2, 0.1) if goal_is == "max" else (0.1, 0.2, 0.5))
+    seen, scores = [], iter((0.5, 0.2, 0.1) if mode == "max" else (0.1, 0.2, 0.5))
 
-    def evaluate(model: nn.Module, micros: object) -> dict[str, float]:
+    def evaluate(model: nn.Module, micro_batches: object) -> dict[str, float]:
         weight = model.weight.item()
-        if next(iter(micros)).x.shape[1] == 2:
+        if next(iter(micro_batches)).x.shape[1] == 2:
             seen.append(weight)
             return {"score": 0.9}
         return {"score": next(scores), "weight": weight}
@@ -30,28 +30,28 @@ def train(run: Path, *, ema: bool = False, has_test: bool = True, goal_is: str =
     wide = {"x": torch.zeros(4, 2), "y": torch.zeros(4, 1)}
     whet.train(
         model, data, loss=lambda micro: ((model(micro.x) - micro.y) ** 2).mean(), run=run, ema=ema, show=None,
-        optimizer=whet.OptimizerChoice(name="sgd", lr=0.05), evaluate=evaluate, dev=data, measure=False,
-        test=wide if has_test else None, goal="score", goal_is=goal_is, global_batch_size=4, epochs=3, device="cpu",
-        wishes={"keep": 2},
+        optimizer=whet.OptimizerChoice(name="sgd", lr=0.05), evaluate=evaluate, val=data, measure=False,
+        test=wide if has_test else None, goal="score", mode=mode, global_batch_size=4, epochs=3, device="cpu",
+        overrides={"keep": 2},
     )  # fmt: skip
     return seen
 
 
-@pytest.mark.parametrize(("ema", "goal_is"), [(False, "max"), (True, "min")])
-def test_the_test_part_is_judged_by_the_best_weights(tmp_path: Path, ema: bool, goal_is: str) -> None:
-    (seen,) = train(tmp_path / "run", ema=ema, goal_is=goal_is)
+@pytest.mark.parametrize(("ema", "mode"), [(False, "max"), (True, "min")])
+def test_the_test_part_is_judged_by_the_best_weights(tmp_path: Path, ema: bool, mode: str) -> None:
+    (seen,) = train(tmp_path / "run", ema=ema, mode=mode)
     evaluations = list(read_events(open_run(tmp_path / "run"), kinds=("eval",)))
     assert [event.step for event in evaluations] == [8, 16, 24, 24]
     first, _, third, tested = evaluations
     assert seen == first.number("weight") != third.number("weight")
-    assert tested.get("weights") == store.name_of(8)
+    assert tested.get("weights") == store.checkpoint_name(8)
     report = whet.summarize(tmp_path / "run")
     assert report.tested_step == 8
     assert {line.name for line in run_view(tmp_path / "run").track("eval").lines} == {"score", "weight", "test_score"}
     assert report.goal is not None
     assert report.goal.best_step == 8
-    train(tmp_path / "untested", ema=ema, goal_is=goal_is, has_test=False)
-    ours, theirs = (store.newest(open_run(tmp_path / name).checkpoints) for name in ("run", "untested"))
+    train(tmp_path / "untested", ema=ema, mode=mode, has_test=False)
+    ours, theirs = (store.load_newest(open_run(tmp_path / name).checkpoints) for name in ("run", "untested"))
     assert ours is not None
     assert theirs is not None
     assert ours[0] == theirs[0] == 24
@@ -62,18 +62,18 @@ def test_the_test_part_is_judged_by_the_best_weights(tmp_path: Path, ema: bool, 
 def test_a_best_checkpoint_that_is_damaged_is_told_and_the_newest_weights_are_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = store.load
+    real = store.load_checkpoint
 
     def load(path: Path) -> object:
-        if path.name == store.name_of(8):
+        if path.name == store.checkpoint_name(8):
             (path / "manifest.json").write_text("{")
         return real(path)
 
-    monkeypatch.setattr(store, "load", load)
+    monkeypatch.setattr(store, "load_checkpoint", load)
     (seen,) = train(tmp_path / "run")
     events = list(read_events(open_run(tmp_path / "run"), kinds=("eval", "warning")))
     last_dev = [event for event in events if event.get("weight") is not None][-1]
     assert seen == last_dev.number("weight")
-    assert events[-1].get("weights") == store.name_of(24)
+    assert events[-1].get("weights") == store.checkpoint_name(24)
     (warning,) = [event for event in events if event.kind == "warning"]
     assert "the best weights, after step 8, cannot be read" in str(warning.get("reason"))

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import whet.verify.untouched as real_untouched
+import whet.verify.isolation as real_untouched
 from small_gpt import Gpt, micro_of
 from small_models import convnet, images
-from whet.data.batch import Micro
-from whet.device.cpu import Cpu
-from whet.device.fake import Fake
-from whet.verify.start import canary, repeat
-from whet.verify.start.canary import Found, compare, compute
+from whet.data.batch import MicroBatch
+from whet.device.cpu import CpuDevice
+from whet.device.fake import FakeDevice
+from whet.verify.start import device_parity
+from whet.verify.start.device_parity import LossAndGradients, compare_with_cpu, loss_and_gradients
 
 
 def restless_model() -> nn.Module:
@@ -47,16 +47,16 @@ def restless_model() -> nn.Module:
     return Restless()
 
 
-def small_images(num_samples: int = 6) -> Micro:
+def small_images(num_samples: int = 6) -> MicroBatch:
     x, y = images(num_samples, seed=0)
-    return Micro(fields={"x": x, "y": y}, ids=np.arange(num_samples))
+    return MicroBatch(fields={"x": x, "y": y}, ids=np.arange(num_samples))
 
 
-def loss_of(model: nn.Module) -> Callable[[Micro], Tensor]:
+def loss_of(model: nn.Module) -> Callable[[MicroBatch], Tensor]:
     return lambda micro: functional.cross_entropy(model(micro.x), micro.y)
 
 
-def trace_of(model: nn.Module, device: Fake) -> dict[str, Any]:
+def trace_of(model: nn.Module, device: FakeDevice) -> dict[str, Any]:
     """All that must be as before, as plain values."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
@@ -77,19 +77,19 @@ def trace_of(model: nn.Module, device: Fake) -> dict[str, Any]:
     }
 
 
-def verify(model: nn.Module, device: Fake, untouched: Callable[..., Any]) -> None:
+def verify(model: nn.Module, device: FakeDevice, untouched: Callable[..., Any]) -> None:
     loss, micro = loss_of(model), small_images()
     with untouched(model, device):
-        found = compute(model, device, loss, micro, precision="fp32")
-        compare(model, loss, micro, found, precision="fp32")
+        found = loss_and_gradients(model, device, loss, micro, precision="fp32")
+        compare_with_cpu(model, loss, micro, found, precision="fp32")
         torch.rand((), generator=device._generator)
         model.eval()
-        real_untouched.wake_zeros(model)
+        real_untouched.perturb_zero_weights(model)
 
 
 @pytest.fixture
-def restless() -> tuple[nn.Module, Fake]:
-    model, device = restless_model(), Fake()
+def restless() -> tuple[nn.Module, FakeDevice]:
+    model, device = restless_model(), FakeDevice()
     nn.init.zeros_(model.body[0].bias)
     parameters = list(model.parameters())
     # As a loop of one's own may leave it: some gradients are there.
@@ -101,7 +101,7 @@ def restless() -> tuple[nn.Module, Fake]:
 def test_nothing_is_left_behind(restless) -> None:
     model, device = restless
     before = trace_of(model, device)
-    verify(model, device, real_untouched.untouched)
+    verify(model, device, real_untouched.preserve_model_and_rng)
     assert trace_of(model, device) == before
 
 
@@ -109,12 +109,12 @@ def test_nothing_is_left_behind_by_a_loss_that_raises(restless) -> None:
     model, device = restless
     before = trace_of(model, device)
 
-    def loss(micro: Micro) -> Tensor:
+    def loss(micro: MicroBatch) -> Tensor:
         model(micro.x)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), real_untouched.untouched(model, device):
-        compute(model, device, loss, small_images(), precision="fp32")
+    with pytest.raises(KeyboardInterrupt), real_untouched.preserve_model_and_rng(model, device):
+        loss_and_gradients(model, device, loss, small_images(), precision="fp32")
     assert trace_of(model, device) == before
 
 
@@ -149,13 +149,15 @@ def test_planted_faults_are_noticed(restless, name: str) -> None:
 # --- what agrees -----------------------------------------------------------------------------------------------------
 
 
-def agreement(model: nn.Module, loss: Any, micro: Micro, *, precision: str, tamper: Any = None) -> canary.Agreement:
-    device = Cpu()
-    with real_untouched.untouched(model, device):
-        found = compute(model, device, loss, micro, precision=precision)
+def agreement(
+    model: nn.Module, loss: Any, micro: MicroBatch, *, precision: str, tamper: Any = None
+) -> device_parity.DeviceParity:
+    device = CpuDevice()
+    with real_untouched.preserve_model_and_rng(model, device):
+        found = loss_and_gradients(model, device, loss, micro, precision=precision)
         if tamper is not None:
             found = tamper(found)
-        return compare(model, loss, micro, found, precision=precision)
+        return compare_with_cpu(model, loss, micro, found, precision=precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -185,11 +187,11 @@ def test_dropout_is_off_and_batchnorm_as_in_training() -> None:
     assert found.here == pytest.approx(float(loss_of(model)(small_images()).detach()), rel=1e-5)
 
 
-def tampered(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Found], Found]:
-    def tamper(found: Found) -> Found:
+def tampered(change: Callable[[dict[str, Tensor]], None]) -> Callable[[LossAndGradients], LossAndGradients]:
+    def tamper(found: LossAndGradients) -> LossAndGradients:
         gradients = dict(found.gradients)
         change(gradients)
-        return Found(found.loss, gradients)
+        return LossAndGradients(found.loss, gradients)
 
     return tamper
 
@@ -225,7 +227,7 @@ def test_a_wrong_loss_is_noticed_planted() -> None:
     torch.manual_seed(0)
     model = Gpt()
     wrong = agreement(
-        model, model.loss, micro_of(), precision="fp32", tamper=lambda f: Found(f.loss * 1.001, f.gradients)
+        model, model.loss, micro_of(), precision="fp32", tamper=lambda f: LossAndGradients(f.loss * 1.001, f.gradients)
     )
     assert not wrong.holds
     assert "the loss is" in str(wrong)
@@ -236,24 +238,27 @@ def test_what_float32_cannot_tell_is_no_disagreement() -> None:
     weight = nn.Parameter(torch.full((1000,), 1.0))
     model = nn.ParameterList([weight])
     noise = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e6
-    micro = Micro(fields={"x": noise}, ids=np.arange(1))
+    micro = MicroBatch(fields={"x": noise}, ids=np.arange(1))
 
-    def in_order(seed: int) -> Callable[[Micro], Tensor]:
+    def in_order(seed: int) -> Callable[[MicroBatch], Tensor]:
         order = torch.randperm(1000, generator=torch.Generator().manual_seed(seed))
         return lambda m: (weight * m.x)[order].sum() - (weight * m.x).sum() + weight.square().sum() * 1e-3
 
     loss, other = in_order(1), in_order(2)
-    with real_untouched.untouched(model, Cpu()):
-        found = compute(model, Cpu(), other, micro, precision="fp32")
-        seen = compare(model, loss, micro, found, precision="fp32")
-    assert seen.loss_error > canary.BOUNDS["fp32"][0] or seen.gradient_error > canary.BOUNDS["fp32"][1]
+    with real_untouched.preserve_model_and_rng(model, CpuDevice()):
+        found = loss_and_gradients(model, CpuDevice(), other, micro, precision="fp32")
+        seen = compare_with_cpu(model, loss, micro, found, precision="fp32")
+    assert (
+        seen.loss_error > device_parity.PARITY_BOUNDS["fp32"][0]
+        or seen.gradient_error > device_parity.PARITY_BOUNDS["fp32"][1]
+    )
     assert seen.holds, str(seen)
 
 
 def test_pairs_of_sum_and_weight_and_sparse_gradients() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3))
-    micro = Micro(fields={"x": torch.randint(0, 50, (5, 6))}, ids=np.arange(5))
+    micro = MicroBatch(fields={"x": torch.randint(0, 50, (5, 6))}, ids=np.arange(5))
     found = agreement(model, lambda m: (model(m.x).square().sum(), m.x.numel()), micro, precision="fp32")
     assert found.holds
     assert found.num_gradients == 3
@@ -261,20 +266,22 @@ def test_pairs_of_sum_and_weight_and_sparse_gradients() -> None:
 
 def test_the_same_bits_twice_or_how_many_differ() -> None:
     torch.manual_seed(0)
-    model, device = Gpt(), Cpu()
-    with real_untouched.untouched(model, device):
-        one, two = (compute(model, device, model.loss, micro_of(), precision="fp32") for _ in range(2))
-    assert repeat.difference(one, two) is None
+    model, device = Gpt(), CpuDevice()
+    with real_untouched.preserve_model_and_rng(model, device):
+        one, two = (loss_and_gradients(model, device, model.loss, micro_of(), precision="fp32") for _ in range(2))
+    assert device_parity.repeat_difference(one, two) is None
     two.gradients["head.bias"][3] *= 1 + 1e-6
-    assert f"other bits the second time in 1 of {len(one.gradients) + 1} tensors" in (repeat.difference(one, two) or "")
+    assert f"other bits the second time in 1 of {len(one.gradients) + 1} tensors" in (
+        device_parity.repeat_difference(one, two) or ""
+    )
     one.gradients["norm.bias"][0] = two.gradients["norm.bias"][0] = torch.nan
-    assert "in 1 of" in (repeat.difference(one, two) or "")
+    assert "in 1 of" in (device_parity.repeat_difference(one, two) or "")
 
 
 def test_large_models_get_fewer_samples() -> None:
-    assert canary.num_samples(100_000, 64) == 8
-    assert canary.num_samples(10_000_000, 128) == 5
-    assert canary.num_samples(124_000_000, 1024) == 2
+    assert device_parity.parity_batch_size(100_000, 64) == 8
+    assert device_parity.parity_batch_size(10_000_000, 128) == 5
+    assert device_parity.parity_batch_size(124_000_000, 1024) == 2
 
 
 @pytest.fixture(autouse=True)

@@ -14,21 +14,20 @@ from torch.nn import functional
 
 import whet
 from small_models import TokenModel, convnet, images, ragged_tokens
+from whet.autotune.step_bench import ProbeFailedError
 from whet.data.columns import as_columns
-from whet.data.source import Cutter
-from whet.device.cpu import Cpu
-from whet.device.fake import Fake
-from whet.device.simulated_graphs import SimulatedGraphs
-from whet.engine.rig import StepRig
-from whet.measure.rig import ProbeFailedError
+from whet.data.source import BatchSplitter
+from whet.device.cpu import CpuDevice
+from whet.device.fake import FakeDevice, SimulatedGraphs
 from whet.recipes.chat.arch import Arch
 from whet.recipes.chat.loss import next_token_loss
 from whet.recipes.chat.model.open import open_model
 from whet.run.events import History
 from whet.step.ema import Ema
-from whet.step.graphed import MOST_SHAPES, GraphedStepper
-from whet.step.optimizer import OptimizerChoice, make_optimizer, set_rate
+from whet.step.graphs import MAX_CAPTURED_SHAPES, GraphedStepper
+from whet.step.optimizers import OptimizerChoice, build_optimizer, set_learning_rate
 from whet.step.step import Stepper, WrongReplayError
+from whet.training.step_bench import LocalStepBench
 
 RATES = [1.0, 0.5, 0.25, 0.9, 0.1, 0.7, 0.3, 0.6]
 
@@ -45,8 +44,8 @@ class Norm(nn.Module):
 
 
 def a_stepper(model, *, is_graphed, optimizer=None, ema=False, choice="adamw", **how):
-    device = Fake()
-    made = make_optimizer(OptimizerChoice(name=choice, lr=1e-2), model, device, is_captured=is_graphed)
+    device = FakeDevice()
+    made = build_optimizer(OptimizerChoice(name=choice, lr=1e-2), model, device, is_captured=is_graphed)
     how = {"clip": 1.0, "ema": Ema(model) if ema else None, **how}
     if not is_graphed:
         return Stepper(model, optimizer or made, device, **how)
@@ -54,7 +53,9 @@ def a_stepper(model, *, is_graphed, optimizer=None, ema=False, choice="adamw", *
 
 
 def micros_of(data, ids, *, micro_batch, how="fixed"):
-    return Cutter(as_columns(data), send=lambda rows: rows).micros(ids, ids, micro_batch=micro_batch, how=how)
+    return BatchSplitter(as_columns(data), send=lambda rows: rows).micro_batches(
+        ids, ids, micro_batch=micro_batch, how=how
+    )
 
 
 def train(stepper, loss, data, *, steps, batch=8, micro_batch=8, how="fixed", prepare=lambda _: None):
@@ -64,7 +65,7 @@ def train(stepper, loss, data, *, steps, batch=8, micro_batch=8, how="fixed", pr
     for number in range(1, steps + 1):
         prepare(number)
         ids = np.random.default_rng(number).permutation(len(next(iter(as_columns(data).values()))))[:batch]
-        set_rate(stepper.optimizer, RATES[number % len(RATES)], [1e-2] * len(stepper.optimizer.param_groups))
+        set_learning_rate(stepper.optimizer, RATES[number % len(RATES)], [1e-2] * len(stepper.optimizer.param_groups))
         cut = micros_of(data, ids, micro_batch=micro_batch, how=how)
         # A careful step looks at its numbers, so it runs as it is.
         outcome = stepper(loss, cut, num_samples=batch, step=number, is_careful=number in (6, 7))
@@ -133,7 +134,7 @@ def test_simulated_replays_weigh_tokens_over_few_shapes(micro_batch):
     ends = state_of(plain)
     assert train(graphed, token_loss(graphed.model), data, **how) == expected
     assert_same(state_of(graphed), ends)
-    assert 1 < graphed.num_captured <= MOST_SHAPES
+    assert 1 < graphed.num_captured <= MAX_CAPTURED_SHAPES
 
 
 def token_loss(model):
@@ -278,14 +279,14 @@ def test_more_shapes_than_are_kept_run_as_they_are():
     def lengths(stepper):
         found = []
         for number in range(1, 60):
-            size = 2 + number % (MOST_SHAPES + 4)
-            micros = micros_of(data, np.arange(size), micro_batch=size)
-            found.append(float(stepper(loss_of[stepper], micros, num_samples=size, step=number).loss))
+            size = 2 + number % (MAX_CAPTURED_SHAPES + 4)
+            micro_batches = micros_of(data, np.arange(size), micro_batch=size)
+            found.append(float(stepper(loss_of[stepper], micro_batches, num_samples=size, step=number).loss))
         return found
 
     loss_of = {stepper: mean_loss(stepper.model) for stepper in (plain, graphed)}
     assert lengths(graphed) == lengths(plain)
-    assert graphed.num_captured == MOST_SHAPES
+    assert graphed.num_captured == MAX_CAPTURED_SHAPES
     assert graphed.refusal is None
 
 
@@ -298,8 +299,8 @@ def test_a_larger_step_is_captured_before_smaller_ones(monkeypatch):
     def losses(stepper):
         loss, found = mean_loss(stepper.model), []
         for number, size in enumerate((6, 6, 4, 4, 8, 8, 6, 6, 4, 4, 8), start=1):
-            micros = micros_of(data, np.arange(size), micro_batch=size)
-            found.append(float(stepper(loss, micros, num_samples=size, step=number).loss))
+            micro_batches = micros_of(data, np.arange(size), micro_batch=size)
+            found.append(float(stepper(loss, micro_batches, num_samples=size, step=number).loss))
             sizes.append(sorted(number for number, *_ in getattr(stepper, "_captured", ())))
         return found
 
@@ -325,8 +326,8 @@ def test_another_shape_is_captured_without_running_first_unless_it_must_compile(
             return loss(micro)
 
         for number, size in enumerate((8, 8, 6, 6), start=1):
-            micros = micros_of(data, np.arange(size), micro_batch=size)
-            found.append(float(stepper(counted, micros, num_samples=size, step=number).loss))
+            micro_batches = micros_of(data, np.arange(size), micro_batch=size)
+            found.append(float(stepper(counted, micro_batches, num_samples=size, step=number).loss))
         return found
 
     expected = losses(plain)
@@ -350,8 +351,8 @@ def test_a_shape_that_cannot_be_captured_at_once_runs_first():
             return loss(micro)
 
         for number, size in enumerate((8, 8, 6, 6, 8, 6), start=1):
-            micros = micros_of(data, np.arange(size), micro_batch=size)
-            found.append(float(stepper(fails_once, micros, num_samples=size, step=number).loss))
+            micro_batches = micros_of(data, np.arange(size), micro_batch=size)
+            found.append(float(stepper(fails_once, micro_batches, num_samples=size, step=number).loss))
         return found
 
     expected = losses(plain)
@@ -485,10 +486,10 @@ def test_shapes_that_never_come_again_are_given_up():
 @pytest.fixture
 def graphs(monkeypatch):
     """Simulated: the CPU captures steps too."""
-    monkeypatch.setattr(Cpu, "graphs", lambda _: SimulatedGraphs())
+    monkeypatch.setattr(CpuDevice, "graphs", lambda _: SimulatedGraphs())
 
 
-def run(path, model=None, *, loss=None, graph="on", wishes=None, show=None, **options):
+def run(path, model=None, *, loss=None, graph="on", overrides=None, show=None, **options):
     torch.manual_seed(0)
     model = model or convnet(dropout=0.2)
     whet.train(
@@ -505,7 +506,7 @@ def run(path, model=None, *, loss=None, graph="on", wishes=None, show=None, **op
             "epochs": 4,
             "ema": True,
             "seed": 1,
-            "wishes": {"threads": 1, "micro_batch": 12, "graph": graph, **(wishes or {})},
+            "wishes": {"threads": 1, "micro_batch": 12, "graph": graph, **(overrides or {})},
             **options,
         },
     )
@@ -554,7 +555,7 @@ def test_a_device_without_graphs_says_so_and_trains(tmp_path):
 
 
 def test_activations_that_are_computed_again_are_not_captured(graphs, tmp_path):
-    run(tmp_path / "run", max_steps=3, wishes={"activation_checkpointing": "on"})
+    run(tmp_path / "run", max_steps=3, overrides={"activation_checkpointing": "on"})
     assert "computing activations again puts generators back" in changes_of(tmp_path / "run")[0]
 
 
@@ -577,7 +578,7 @@ def test_a_simulated_run_goes_back_from_bad_numbers_with_graphs(graphs, tmp_path
             global_batch_size=16,
             epochs=4,
             seed=1,
-            wishes={"threads": 1, "micro_batch": 16, "graph": graph, "checkpoint_steps": 4},
+            overrides={"threads": 1, "micro_batch": 16, "graph": graph, "checkpoint_steps": 4},
         ) as session:
             has_broken = False
             for batch in session:
@@ -588,7 +589,7 @@ def test_a_simulated_run_goes_back_from_bad_numbers_with_graphs(graphs, tmp_path
                         model[0].weight.fill_(float("nan"))
         assert session.progress.step == 16
     events = History(whet.open_run(tmp_path / "on")).events(kinds=("resume", "skip"))
-    assert any(event.fields.get("went_back") for event in events)
+    assert any(event.fields.get("rollback_reason") for event in events)
     assert dict(losses_of(tmp_path / "on")) == dict(losses_of(tmp_path / "off"))
 
 
@@ -613,7 +614,7 @@ def test_a_wrong_replay_goes_back_to_the_checkpoint_and_the_run_ends_as_it_shoul
             global_batch_size=16,
             epochs=4,
             seed=1,
-            wishes={"threads": 1, "micro_batch": 16, "graph": graph, "checkpoint_steps": 3},
+            overrides={"threads": 1, "micro_batch": 16, "graph": graph, "checkpoint_steps": 3},
         ) as session:
             for batch in session:
                 # From the fourth step on, deep in an object: replay 4, of step 5, is looked at.
@@ -651,17 +652,20 @@ def test_memory_that_runs_out_gives_graphs_back(graphs, tmp_path, samples, faili
 
 
 def a_rig(model, loss, data):
-    from whet.device.machine_here import machine_here
-    from whet.engine.training import read_training
-    from whet.engine.workload import describe
+    from whet.device.open import current_machine
     from whet.plan.plan import make_plan
+    from whet.training.training_config import parse_training_config
+    from whet.training.workload import describe_workload
 
-    training = read_training({"global_batch_size": 16, "epochs": 2, "ema": True})
-    machine, conditions = machine_here()
+    training = parse_training_config({"global_batch_size": 16, "epochs": 2, "ema": True})
+    machine, conditions = current_machine()
     plan = make_plan(
-        machine, describe(model, data, training, recipe="net"), wishes={"device": "cpu"}, conditions=conditions
+        machine,
+        describe_workload(model, data, training, recipe="net"),
+        overrides={"device": "cpu"},
+        conditions=conditions,
     )
-    return StepRig(model, OptimizerChoice(lr=1e-2), data, training, loss=loss, plan=plan)
+    return LocalStepBench(model, OptimizerChoice(lr=1e-2), data, training, loss=loss, plan=plan)
 
 
 def test_a_rig_measures_simulated_graphs_and_a_refusal_is_the_trials_reason(graphs):
@@ -683,4 +687,4 @@ def test_a_rig_measures_simulated_graphs_and_a_refusal_is_the_trials_reason(grap
 
 
 def test_other_devices_say_that_they_have_no_graphs():
-    assert Cpu().graphs() is None
+    assert CpuDevice().graphs() is None

@@ -15,16 +15,14 @@ import whet
 from small_gpt import VOCABULARY, Gpt, leaking_attention, micro_of, sentences
 from small_models import TokenModel, ragged_tokens
 from whet.base.errors import UsageError, WhetError
-from whet.data.batch import Micro
-from whet.data.ragged import Padded
-from whet.device.cpu import Cpu
-from whet.device.own.wanted import are_norms_wanted
+from whet.data.batch import MicroBatch, Padded
+from whet.device.cpu import CpuDevice
+from whet.device.kernels.switches import are_own_norms_on
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from whet.verify.start import remembered
-from whet.verify.start.causality import Leak, NothingShownError, leaks, probe
-from whet.verify.start.masks import explicit_masks
-from whet.verify.untouched import untouched
+from whet.verify.isolation import preserve_model_and_rng
+from whet.verify.start import cache
+from whet.verify.start.causality import CausalityLeak, InconclusiveError, check_causality, find_leak, use_explicit_masks
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +30,9 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
 
 
-def probed(model: nn.Module, outputs, micro: Micro, precision: str = "fp32") -> Leak | None:
-    with untouched(model, Cpu()):
-        return probe(model, Cpu(), outputs, micro, precision=precision)
+def probed(model: nn.Module, outputs, micro: MicroBatch, precision: str = "fp32") -> CausalityLeak | None:
+    with preserve_model_and_rng(model, CpuDevice()):
+        return check_causality(model, CpuDevice(), outputs, micro, precision=precision)
 
 
 # --- the probe -------------------------------------------------------------------------------------------------------
@@ -78,7 +76,7 @@ def test_layers_that_mix_places_are_found_planted(how: str) -> None:
     torch.manual_seed(0)
     embed, out = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
 
-    def outputs(micro: Micro) -> torch.Tensor:
+    def outputs(micro: MicroBatch) -> torch.Tensor:
         x = embed(micro.tokens)
         mixed = {
             "mean over places": lambda: x.mean(1, keepdim=True).expand_as(x),
@@ -88,34 +86,34 @@ def test_layers_that_mix_places_are_found_planted(how: str) -> None:
         }[how]()
         return out(x + 0.1 * mixed)
 
-    assert leaks(outputs, micro_of(4, length=40)) is not None
-    assert leaks(lambda micro: out(embed(micro.tokens)), micro_of(4, length=40)) is None
+    assert find_leak(outputs, micro_of(4, length=40)) is not None
+    assert find_leak(lambda micro: out(embed(micro.tokens)), micro_of(4, length=40)) is None
 
 
 def test_floating_point_inputs_get_noise() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(3, 3)
-    micro = Micro(fields={"x": torch.randn(4, 9, 3)}, ids=np.arange(4))
-    assert leaks(lambda m: layer(m.x).cumsum(1), micro) is None
-    assert leaks(lambda m: layer(m.x).flip(1).cumsum(1).flip(1), micro) is not None
+    micro = MicroBatch(fields={"x": torch.randn(4, 9, 3)}, ids=np.arange(4))
+    assert find_leak(lambda m: layer(m.x).cumsum(1), micro) is None
+    assert find_leak(lambda m: layer(m.x).flip(1).cumsum(1).flip(1), micro) is not None
 
 
 def test_padded_samples() -> None:
     torch.manual_seed(0)
     embed = nn.Embedding(31, 4)
     tokens = ragged_tokens(8, longest=12, seed=0).padded(torch.arange(8), length=12)
-    micro = Micro(fields={"tokens": tokens}, ids=np.arange(8))
+    micro = MicroBatch(fields={"tokens": tokens}, ids=np.arange(8))
 
-    def causal(m: Micro) -> torch.Tensor:
+    def causal(m: MicroBatch) -> torch.Tensor:
         return embed(m.tokens.values).cumsum(1)
 
-    def looks_at_the_end(m: Micro) -> torch.Tensor:
+    def looks_at_the_end(m: MicroBatch) -> torch.Tensor:
         x = causal(m)
         return x + x[torch.arange(8), m.tokens.lengths - 1][:, None]
 
     assert isinstance(tokens, Padded)
-    assert leaks(causal, micro) is None
-    found = leaks(looks_at_the_end, micro)
+    assert find_leak(causal, micro) is None
+    found = find_leak(looks_at_the_end, micro)
     assert found is not None
     assert found.place < found.changed_from
 
@@ -125,61 +123,64 @@ def test_packed_samples() -> None:
     model = TokenModel()
     ragged = ragged_tokens(6, longest=9, seed=0)
     packed = ragged.packed(torch.arange(6), max_length=9, total=int(ragged.lengths.sum()))
-    micro = Micro(fields={"tokens": packed}, ids=np.arange(6))
-    assert leaks(lambda m: model.embed(m.tokens.values), micro) is None
-    found = leaks(lambda m: model.embed(m.tokens.values) + model.embed(m.tokens.values.roll(-1)), micro)
+    micro = MicroBatch(fields={"tokens": packed}, ids=np.arange(6))
+    assert find_leak(lambda m: model.embed(m.tokens.values), micro) is None
+    found = find_leak(lambda m: model.embed(m.tokens.values) + model.embed(m.tokens.values.roll(-1)), micro)
     assert found is not None
 
 
 def test_rounding_is_no_leak_and_its_size_is_said() -> None:
     embed = nn.Embedding(VOCABULARY, 4)
 
-    def outputs(m: Micro) -> torch.Tensor:
+    def outputs(m: MicroBatch) -> torch.Tensor:
         return embed(m.tokens) + 1e-7 * embed(m.tokens).mean()
 
-    assert leaks(outputs, micro_of()) is None
-    found = leaks(outputs, micro_of(), tolerance=1e-12)
+    assert find_leak(outputs, micro_of()) is None
+    found = find_leak(outputs, micro_of(), tolerance=1e-12)
     assert found is not None
     assert found.moved < 1e-6
     assert f"{found.moved:.1e} (at most 1e-12)" in str(found)
 
 
 def test_a_nan_that_comes_from_later_is_a_leak_planted() -> None:
-    def outputs(m: Micro) -> torch.Tensor:
+    def outputs(m: MicroBatch) -> torch.Tensor:
         last = (m.tokens[:, -1:] == first[:, -1:]).float()
         return functional.one_hot(m.tokens, VOCABULARY) / last[..., None] * 0
 
     first = micro_of().tokens
-    found = leaks(lambda m: torch.nan_to_num(outputs(m), nan=torch.nan) + m.tokens[..., None] + 1, micro_of())
+    found = find_leak(lambda m: torch.nan_to_num(outputs(m), nan=torch.nan) + m.tokens[..., None] + 1, micro_of())
     assert found is not None
     assert found.moved == float("inf")
 
 
 def test_what_cannot_be_shown_is_said() -> None:
     micro = micro_of()
-    with pytest.raises(NothingShownError, match="do not depend"):
-        leaks(lambda m: torch.ones(*m.tokens.shape, 3), micro)
-    with pytest.raises(NothingShownError, match="all zero"):
-        leaks(lambda m: torch.zeros(*m.tokens.shape, 3), micro)
-    with pytest.raises(NothingShownError, match="all places hold the same"):
-        leaks(lambda m: m.tokens[..., None] + 1.0, Micro(fields={"tokens": torch.ones(2, 5).long()}, ids=np.arange(2)))
+    with pytest.raises(InconclusiveError, match="do not depend"):
+        find_leak(lambda m: torch.ones(*m.tokens.shape, 3), micro)
+    with pytest.raises(InconclusiveError, match="all zero"):
+        find_leak(lambda m: torch.zeros(*m.tokens.shape, 3), micro)
+    with pytest.raises(InconclusiveError, match="all places hold the same"):
+        find_leak(
+            lambda m: m.tokens[..., None] + 1.0,
+            MicroBatch(fields={"tokens": torch.ones(2, 5).long()}, ids=np.arange(2)),
+        )
     with pytest.raises(UsageError, match="tell places apart"):
-        leaks(lambda m: m.tokens.float().sum(), micro)
+        find_leak(lambda m: m.tokens.float().sum(), micro)
     with pytest.raises(UsageError, match="no field of the data has the places"):
-        leaks(lambda m: m.tokens[:, ::3, None].float(), micro)
+        find_leak(lambda m: m.tokens[:, ::3, None].float(), micro)
     with pytest.raises(UsageError, match="must be a tensor"):
-        leaks(lambda m: (m.tokens,), micro)  # type: ignore[arg-type,return-value]
+        find_leak(lambda m: (m.tokens,), micro)  # type: ignore[arg-type,return-value]
 
 
 def test_chosen_places() -> None:
     embed = nn.Embedding(VOCABULARY, 4)
 
-    def the_last_place(m: Micro) -> torch.Tensor:
+    def the_last_place(m: MicroBatch) -> torch.Tensor:
         x = embed(m.tokens)
         return torch.cat([x[:, :5], x[:, 5:6] + x[:, 9:10], x[:, 6:]], 1)
 
-    assert leaks(the_last_place, micro_of(), places=[3, 5, 10]) is None
-    assert leaks(the_last_place, micro_of(), places=[8]) is not None
+    assert find_leak(the_last_place, micro_of(), places=[3, 5, 10]) is None
+    assert find_leak(the_last_place, micro_of(), places=[8]) is not None
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def test_an_explicit_mask_computes_the_same() -> None:
     model, micro = Gpt(), micro_of()
     expected = model.outputs(micro)
     original = functional.scaled_dot_product_attention
-    with explicit_masks():
+    with use_explicit_masks():
         found = model.outputs(micro)
         assert functional.scaled_dot_product_attention is not original
         layer = nn.MultiheadAttention(8, 2, batch_first=True)
@@ -210,7 +211,7 @@ def test_gradients_through_an_explicit_mask_are_the_same() -> None:
         model.loss(micro).backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
         if len(found) == 1:
-            masks = explicit_masks()
+            masks = use_explicit_masks()
             masks.__enter__()
     masks.__exit__(None, None, None)
     for name in found[0]:
@@ -220,7 +221,7 @@ def test_gradients_through_an_explicit_mask_are_the_same() -> None:
 # --- in a run --------------------------------------------------------------------------------------------------------
 
 
-def train(run: Path | None, *, is_causal: bool = True, max_steps: int = 3, wishes=None, **options):
+def train(run: Path | None, *, is_causal: bool = True, max_steps: int = 3, overrides=None, **options):
     torch.manual_seed(0)
     model = Gpt()
     whet.train(
@@ -235,7 +236,7 @@ def train(run: Path | None, *, is_causal: bool = True, max_steps: int = 3, wishe
         show=None,
         device="cpu",
         outputs=model.outputs if is_causal else None,
-        wishes={"threads": 1, **(wishes or {})},
+        overrides={"threads": 1, **(overrides or {})},
         **options,
     )
     return model
@@ -252,7 +253,7 @@ def value(run: Path, name: str) -> str:
 def test_on_the_cpu_a_causal_model_is_tried_and_the_training_has_the_same_bits(tmp_path: Path) -> None:
     models = [
         train(tmp_path / "on"),
-        train(tmp_path / "off", wishes={"verify": "off"}),
+        train(tmp_path / "off", overrides={"verify": "off"}),
         train(tmp_path / "none", is_causal=False),
     ]
     assert [line.rpartition("  (")[0] for line in said(tmp_path / "on")] == ["verified: causal"]
@@ -267,11 +268,11 @@ def test_what_passed_is_remembered_and_a_damaged_memory_is_ignored(tmp_path: Pat
     train(tmp_path / "first")
     train(tmp_path / "second")
     assert said(tmp_path / "second") == ["verified before: causal"]
-    train(tmp_path / "always", wishes={"verify": "always"})
+    train(tmp_path / "always", overrides={"verify": "always"})
     assert said(tmp_path / "always")[0].startswith("verified: causal")
-    train(tmp_path / "other", wishes={"micro_batch": 4})
+    train(tmp_path / "other", overrides={"micro_batch": 4})
     assert said(tmp_path / "other")[0].startswith("verified: causal"), "other shapes"
-    train(tmp_path / "kernels", wishes={"attention": "math"})
+    train(tmp_path / "kernels", overrides={"attention": "math"})
     assert said(tmp_path / "kernels")[0].startswith("verified: causal"), "other kernels"
     for kept in (tmp_path / "home" / "verified").iterdir():
         kept.write_text('{"found": 3')
@@ -283,27 +284,25 @@ def test_norms_of_our_own_simulated_were_not_verified_by_a_run_with_torchs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulated: the CPU says that it has such kernels, and the model that they are for it."""
-    monkeypatch.setattr(Cpu, "has_own_norms", True)
-    monkeypatch.setattr("whet.engine.execution.refuse_idle_norms", lambda _: None)
+    monkeypatch.setattr(CpuDevice, "has_own_norms", True)
+    monkeypatch.setattr("whet.training.executor.check_own_norms", lambda _: None)
     train(tmp_path / "first")
-    train(tmp_path / "own", wishes={"norms": "own"})
+    train(tmp_path / "own", overrides={"norms": "own"})
     assert said(tmp_path / "own")[0].startswith("verified: causal")
-    train(tmp_path / "again", wishes={"norms": "own"})
+    train(tmp_path / "again", overrides={"norms": "own"})
     assert said(tmp_path / "again") == ["verified before: causal"]
 
 
 def test_the_key_changes_with_code_options_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, real = tmp_path / "written.py", remembered._your_modules
+    source, real = tmp_path / "written.py", cache._your_modules
     source.write_text("from torch import nn\nclass Net(nn.Linear):\n    heads = 2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert {"torch", "torch.ops", "json", "whet"}.isdisjoint(module.__name__ for module in real()), "libraries"
-    monkeypatch.setattr(
-        remembered, "_your_modules", lambda: [m for m in real() if m.__name__ in ("written", "helping")]
-    )
+    monkeypatch.setattr(cache, "_your_modules", lambda: [m for m in real() if m.__name__ in ("written", "helping")])
     written = importlib.import_module("written")
 
     def key(model: nn.Module, functions=(), **facts: object) -> str | None:
-        return remembered.key_of(facts, model, functions)
+        return cache.cache_key(facts, model, functions)
 
     def carrying(value: int):
         return lambda micro: value
@@ -348,10 +347,10 @@ def test_the_key_changes_with_code_options_and_numbers(tmp_path: Path, monkeypat
 
 
 def test_each_sitting_is_verified(tmp_path: Path) -> None:
-    train(tmp_path / "run", max_steps=2, wishes={"verify": "always"})
-    train(tmp_path / "run", max_steps=4, wishes={"verify": "always"})
+    train(tmp_path / "run", max_steps=2, overrides={"verify": "always"})
+    train(tmp_path / "run", max_steps=4, overrides={"verify": "always"})
     assert len(said(tmp_path / "run")) == 2
-    train(tmp_path / "run", max_steps=5, wishes={"verify": "off"})
+    train(tmp_path / "run", max_steps=5, overrides={"verify": "off"})
     assert said(tmp_path / "run")[2] == "not verified: verify=off", "it may change when a run goes on"
 
 
@@ -364,24 +363,24 @@ def test_a_leak_is_cured_by_an_explicit_mask_and_the_run_goes_on_simulated(tmp_p
         assert "causal attention has an explicit mask now: causal" in line
         train(tmp_path / "run", max_steps=5)
     assert said(tmp_path / "run")[1].startswith("verified: causal")
-    asked = train(None, wishes={"causal_mask": "explicit"})
+    asked = train(None, overrides={"causal_mask": "explicit"})
     for ours, theirs in zip(cured.state_dict().values(), asked.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_own_norms_that_are_wrong_are_left_to_torch_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: the CPU says that it has such kernels, rules take them, and with them in force the model leaks."""
-    monkeypatch.setattr(Cpu, "has_own_norms", True)
-    monkeypatch.setattr("whet.engine.execution.refuse_idle_norms", lambda _: None)
+    monkeypatch.setattr(CpuDevice, "has_own_norms", True)
+    monkeypatch.setattr("whet.training.executor.check_own_norms", lambda _: None)
     monkeypatch.setattr("whet.plan.rules.norms.has_norm_kernels", lambda *_, **__: True)
-    monkeypatch.setattr("whet.plan.rules.norms.own_norms_reason", lambda *_, **__: "simulated")
+    monkeypatch.setattr("whet.plan.rules.norms.norm_kernel_reason", lambda *_, **__: "simulated")
     real = Gpt.forward
 
     def leaking(self: Gpt, tokens: torch.Tensor) -> torch.Tensor:
         seen = real(self, tokens)
-        return seen + 0.01 * self.embed(tokens).mean((1, 2), keepdim=True) if are_norms_wanted() else seen
+        return seen + 0.01 * self.embed(tokens).mean((1, 2), keepdim=True) if are_own_norms_on() else seen
 
-    asked = train(None, wishes={"norms": "torch"})
+    asked = train(None, overrides={"norms": "torch"})
     monkeypatch.setattr(Gpt, "forward", leaking)
     cured = train(tmp_path / "run")
     assert value(tmp_path / "run", "norms") == "torch"
@@ -389,14 +388,14 @@ def test_own_norms_that_are_wrong_are_left_to_torch_simulated(tmp_path: Path, mo
     for ours, theirs in zip(cured.state_dict().values(), asked.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)
     with pytest.raises(WhetError, match="not causal") as refused:
-        train(None, wishes={"norms": "own"})
+        train(None, overrides={"norms": "own"})
     assert "norms=torch instead of the norms=own that you asked for" in str(refused.value)
-    assert not are_norms_wanted()
+    assert not are_own_norms_on()
 
 
 def test_a_leak_in_bf16_alone_keeps_the_precision_that_was_asked_for_simulated(tmp_path: Path) -> None:
     with leaking_attention(torch.bfloat16):
-        train(tmp_path / "run", wishes={"precision": "bf16"})
+        train(tmp_path / "run", overrides={"precision": "bf16"})
     assert (value(tmp_path / "run", "causal_mask"), value(tmp_path / "run", "precision")) == ("explicit", "bf16")
 
 
@@ -433,7 +432,7 @@ def test_outputs_that_raise_stop_no_training(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Gpt()
 
-    def broken(micro: Micro) -> torch.Tensor:
+    def broken(micro: MicroBatch) -> torch.Tensor:
         raise ValueError("no logits today")
 
     whet.train(

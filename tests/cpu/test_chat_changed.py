@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 
 from small_chat import WORDS, prepared
-from whet.base.errors import OtherDataError, UsageError
-from whet.config.resolve import resolve
-from whet.engine.loop import Result
+from whet.base.errors import DataChangedError, UsageError
+from whet.config.resolve import resolve_config
 from whet.recipes.chat.builder import Options
 from whet.recipes.chat.embedded import opening
 from whet.recipes.chat.embedded.composing import conversations
 from whet.recipes.recipe import load_recipe
-from whet.recipes.train import train_recipe
-from whet.run.folder import versions
+from whet.recipes.runner import train_recipe
+from whet.run.folder import installed_versions
+from whet.training.loop import TrainResult
 
 SMALL = Options(format="openai", vocab_size=512, max_length=64, train_split=0.75, max_bad=0)
 
 
-def train(run: Path, *words: str, **options: Any) -> Result:
+def train(run: Path, *words: str, **options: Any) -> TrainResult:
     recipe = load_recipe("chat")
     said = (*WORDS, "max_steps=2", "global_batch_size=4", "epochs_per_sitting=1", *words)
-    return train_recipe(recipe, resolve(recipe.Config, said), run=run, device="cpu", **options)
+    return train_recipe(recipe, resolve_config(recipe.Config, said), run=run, device="cpu", **options)
 
 
 @functools.cache
@@ -42,9 +42,9 @@ def embed(monkeypatch: pytest.MonkeyPatch, home: Path, *, num: int) -> None:
 @pytest.mark.parametrize(
     ("then", "why"),
     [
-        ({}, f"whet has changed since (still {versions()['whet']}, with other files)"),
-        ({"whet": "0.0.1"}, f"whet has changed since (0.0.1 -> {versions()['whet']})"),
-        ({"python": "3.10.0"}, f"Python has changed since (3.10.0 -> {versions()['python']})"),
+        ({}, f"whet has changed since (still {installed_versions()['whet']}, with other files)"),
+        ({"whet": "0.0.1"}, f"whet has changed since (0.0.1 -> {installed_versions()['whet']})"),
+        ({"python": "3.10.0"}, f"Python has changed since (3.10.0 -> {installed_versions()['python']})"),
     ],
 )
 def test_other_embedded_talks_are_refused_with_their_reason(
@@ -53,7 +53,7 @@ def test_other_embedded_talks_are_refused_with_their_reason(
     run = tmp_path / "run"
     embed(monkeypatch, tmp_path / "home", num=60)
     train(run)
-    started = {**versions(), **then}
+    started = {**installed_versions(), **then}
     (run / "versions.json").write_text(json.dumps(started))
     embed(monkeypatch, tmp_path / "home", num=50)
     with pytest.raises(UsageError) as refused:
@@ -74,6 +74,6 @@ def test_other_talks_of_your_own_are_not_blamed_on_whet(tmp_path: Path) -> None:
     two = prepared(tmp_path / "two", num_talks=20)
     one.rename(tmp_path / "away")
     two.rename(one)
-    with pytest.raises(OtherDataError) as refused:
+    with pytest.raises(DataChangedError) as refused:
         train(run, f"data={one}", "max_steps=3")
     assert "whet itself" not in str(refused.value)

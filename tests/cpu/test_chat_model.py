@@ -11,10 +11,10 @@ import torch
 from small_chat import SHAPES, SIZES, THINGS, WORDS, prepared, small_model
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
-from whet.config.resolve import resolve
-from whet.data.batch import Micro
-from whet.device.own import spans as own_spans
-from whet.device.own.wanted import own_attention
+from whet.config.resolve import resolve_config
+from whet.data.batch import MicroBatch
+from whet.device.kernels import spans as own_spans
+from whet.device.kernels.switches import use_own_attention
 from whet.recipes.chat.arch import PRESETS, Arch
 from whet.recipes.chat.builder import Options, build
 from whet.recipes.chat.config import ChatConfig
@@ -26,12 +26,12 @@ from whet.recipes.chat.model.looking import look_in_documents
 from whet.recipes.chat.model.open import open_model
 from whet.recipes.chat.opening import read_chat
 from whet.recipes.chat.recipe import ChatRecipe
-from whet.recipes.recursive.layers import Look
-from whet.recipes.train import train_recipe
-from whet.verify.start.causality import leaks
+from whet.recipes.layers import AttentionArgs
+from whet.recipes.runner import train_recipe
+from whet.verify.start.causality import find_leak
 
 
-def rows_of_documents() -> Micro:
+def rows_of_documents() -> MicroBatch:
     """Three rows of two documents and padding."""
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, 59, (3, 25), generator=draw, dtype=torch.int32)
@@ -41,13 +41,13 @@ def rows_of_documents() -> Micro:
         tokens[row, padding:] = 0
     is_loss = (torch.rand(3, 25, generator=draw) < 0.5) & ~is_start & (tokens != 0)
     fields = {"tokens": tokens, "is_start": is_start, "is_loss": is_loss}
-    return Micro(fields=fields, ids=np.arange(3))
+    return MicroBatch(fields=fields, ids=np.arange(3))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_what_comes_out_depends_on_earlier_tokens_of_its_document_alone(shape: dict[str, object]) -> None:
     model, micro = small_model(**shape), rows_of_documents()
-    assert leaks(partial(ChatRecipe().outputs, model), micro) is None
+    assert find_leak(partial(ChatRecipe().outputs, model), micro) is None
     with torch.no_grad():
         together = model.logits(model(micro.tokens, micro.is_start)[-1])
         alone = model.logits(model(micro.tokens[:1, 9:20], micro.is_start[:1, 9:20])[-1])
@@ -59,8 +59,8 @@ def test_spans_say_what_the_mask_says_simulated(monkeypatch: pytest.MonkeyPatch)
     micro = rows_of_documents()
     like = torch.zeros(1)
     masked = look_in_documents(micro.is_start, head_size=32, like=like)
-    monkeypatch.setattr(own_spans, "can_take", lambda _: True)
-    with own_attention():
+    monkeypatch.setattr(own_spans, "is_supported", lambda _: True)
+    with use_own_attention():
         look = look_in_documents(micro.is_start, head_size=32, like=like)
     assert look.spans is not None
     assert masked.mask is not None
@@ -85,11 +85,11 @@ def test_spans_say_what_the_mask_says_simulated(monkeypatch: pytest.MonkeyPatch)
 def test_attention_that_looks_ahead_or_around_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: no mask at all."""
 
-    def everywhere(is_start: torch.Tensor, **_: object) -> Look:
-        return Look()
+    def everywhere(is_start: torch.Tensor, **_: object) -> AttentionArgs:
+        return AttentionArgs()
 
     monkeypatch.setattr(causal, "look_in_documents", everywhere)
-    found = leaks(partial(ChatRecipe().outputs, small_model()), rows_of_documents())
+    found = find_leak(partial(ChatRecipe().outputs, small_model()), rows_of_documents())
     assert found is not None
     assert found.moved > 0.01
 
@@ -98,8 +98,8 @@ def test_attention_that_looks_ahead_or_around_is_found_out(monkeypatch: pytest.M
 def test_a_leaking_model_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same fault on the way of `whet train chat`."""
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(causal, "look_in_documents", lambda is_start, **_: Look())
-    resolved = resolve(ChatRecipe.Config, [f"data={prepared(tmp_path)}", *WORDS, "global_batch_size=4"])
+    monkeypatch.setattr(causal, "look_in_documents", lambda is_start, **_: AttentionArgs())
+    resolved = resolve_config(ChatRecipe.Config, [f"data={prepared(tmp_path)}", *WORDS, "global_batch_size=4"])
     with pytest.raises(WhetError, match="causal"):
         train_recipe(ChatRecipe(), resolved, run=tmp_path / "run", device="cpu")
 
@@ -128,18 +128,18 @@ def test_a_gpt_has_the_same_parameters_or_the_same_cost() -> None:
 )
 def test_what_cannot_be_a_language_model_is_refused_at_once(words: list[str], what: str) -> None:
     with pytest.raises(UsageError, match=what):
-        resolve(ChatRecipe.Config, words)
+        resolve_config(ChatRecipe.Config, words)
 
 
 def test_arch_by_name_and_presets() -> None:
-    config = resolve(ChatRecipe.Config, ["arch=gpt", "arch.preset=small", "arch.num_heads=8"]).config
+    config = resolve_config(ChatRecipe.Config, ["arch=gpt", "arch.preset=small", "arch.num_heads=8"]).config
     assert (config.arch.kind, config.arch.hidden_size, config.arch.num_heads) == ("gpt", 768, 8)
 
 
 def test_the_loss_weighs_tokens_however_it_is_cut() -> None:
     model, micro = small_model(supervision=2), rows_of_documents()
     parts = [
-        Micro(fields={name: field[rows] for name, field in micro.fields.items()}, ids=micro.ids[rows])
+        MicroBatch(fields={name: field[rows] for name, field in micro.fields.items()}, ids=micro.ids[rows])
         for rows in (slice(0, 1), slice(1, 3))
     ]
     total, weight = next_token_loss(model, micro)
@@ -151,7 +151,7 @@ def test_the_loss_weighs_tokens_however_it_is_cut() -> None:
 def test_rows_count_the_assistants_tokens_and_judging_weighs_them_alike(tmp_path: Path) -> None:
     """A model that knows nothing is as surprised at each token as there are tokens."""
     data, dataset = prepared(tmp_path), open_dataset(tmp_path / "prepared")
-    read = read_chat(resolve(ChatRecipe.Config, [f"data={data}", *WORDS]).config)
+    read = read_chat(resolve_config(ChatRecipe.Config, [f"data={data}", *WORDS]).config)
     facts, tokenizer = dataset.train.facts, dataset.tokenizer
     assert int(read.train["is_loss"].sum()) == facts.loss_tokens
     assert int(read.train["loss_bytes"].sum()) == facts.loss_bytes
@@ -164,8 +164,8 @@ def test_rows_count_the_assistants_tokens_and_judging_weighs_them_alike(tmp_path
     model = small_model(vocab_size=tokenizer.vocab_size, tied=True)
     with torch.no_grad():
         model.tokens.weight.zero_()
-        micros = iter([Micro(fields=dict(read.train), ids=np.arange(read.num_rows))])
-        found = judge(model, micros, None)
+        micro_batches = iter([MicroBatch(fields=dict(read.train), ids=np.arange(read.num_rows))])
+        found = judge(model, micro_batches, None)
     bits = facts.loss_tokens * math.log2(tokenizer.vocab_size)
     assert found["perplexity"] == pytest.approx(tokenizer.vocab_size, rel=1e-4)
     assert found["bits_per_byte"] == pytest.approx(bits / facts.loss_bytes, rel=1e-5)
@@ -209,11 +209,11 @@ def test_a_training_in_two_sittings_ends_with_the_same_bits(
     common = [f"data={prepared(tmp_path)}", *WORDS, *words, "global_batch_size=4", "epochs=2", "verify=off"]
     ends = []
     for name, more in (("whole", []), ("halves", ["epochs_per_sitting=1"])):
-        resolved = resolve(ChatRecipe.Config, [*common, *more])
+        resolved = resolve_config(ChatRecipe.Config, [*common, *more])
         for _ in range(1 + len(more)):
             result = train_recipe(ChatRecipe(), resolved, run=tmp_path / name, device="cpu")
         assert result.state == "done"
-        found = store.newest(tmp_path / name / "checkpoints")
+        found = store.load_newest(tmp_path / name / "checkpoints")
         assert found is not None
         ends.append(found[1].tensors)
     whole, halves = ends

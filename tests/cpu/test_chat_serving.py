@@ -16,12 +16,12 @@ import openai
 import pytest
 
 from small_chat import WORDS, prepared
-from whet.config.resolve import resolve
+from whet.config.resolve import resolve_config
 from whet.recipes.chat.generation.speaking import Piece
 from whet.recipes.chat.recipe import ChatRecipe
 from whet.recipes.chat.serving.answering import Answering
 from whet.recipes.chat.serving.asking import BadRequestError
-from whet.recipes.train import train_recipe
+from whet.recipes.runner import train_recipe
 
 _ERROR = {"message", "type", "param", "code"}
 HELLO: Any = [{"role": "user", "content": "I want tea."}]
@@ -32,7 +32,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """A server of a model that was trained for a step, and what it says of itself."""
     folder = tmp_path_factory.mktemp("served")
     words = [f"data={prepared(folder)}", *WORDS, "global_batch_size=4", "max_steps=1", "verify=off"]
-    train_recipe(ChatRecipe(), resolve(ChatRecipe.Config, words), run=folder / "run", device="cpu")
+    train_recipe(ChatRecipe(), resolve_config(ChatRecipe.Config, words), run=folder / "run", device="cpu")
     command = [sys.executable, "-m", "whet", "serve", str(folder / "run"), "--port", "0", "--device", "cpu", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -11,14 +11,13 @@ import torch
 import flawed_models
 import sound_models
 from places import ROOT, Run
+from whet.api.verify import check, load_subject
 from whet.base.errors import UsageError
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
-from whet.recipes.checking import check
-from whet.recipes.subject import load_subject
-from whet.verify.preflight.check import Checked
-from whet.verify.preflight.finding import Finding
-from whet.verify.preflight.words import as_sarif, check_lines, github_lines
+from whet.verify.preflight.check import CheckResult
+from whet.verify.preflight.findings import CheckFinding
+from whet.verify.preflight.render import render_github, render_sarif, render_text
 
 FLAWED, SOUND = Path(flawed_models.__file__), Path(sound_models.__file__)
 
@@ -52,12 +51,12 @@ def marked(name: str) -> tuple[str, int]:
     raise AssertionError(name)
 
 
-def checked(name: str, **options: object) -> Checked:
+def checked(name: str, **options: object) -> CheckResult:
     options = {"machine": "m2-air-8gb", "is_causal": name == "mlp_mixer", **options}
     return check(getattr(flawed_models, name), **options)  # type: ignore[arg-type]
 
 
-def matters(found: Checked) -> set[tuple[str, int | None]]:
+def matters(found: CheckResult) -> set[tuple[str, int | None]]:
     return {(finding.id, finding.place.line if finding.place else None) for finding in found.findings}
 
 
@@ -66,7 +65,7 @@ def test_what_was_planted_is_found_on_its_line(name: str) -> None:
     found = checked(name)
     kind, line = marked(name)
     told = [finding for finding in found.findings if finding.id == kind]
-    assert [finding.severity for finding in told][:1] == [PLANTED[name]], check_lines(found)
+    assert [finding.severity for finding in told][:1] == [PLANTED[name]], render_text(found)
     assert {Path(finding.place.file).name for finding in told if finding.place} == {FLAWED.name}
     assert line in {finding.place.line for finding in told if finding.place}
     assert found.passes() == (PLANTED[name] != "error" and name != "decides_by_value")
@@ -126,11 +125,11 @@ def test_a_recipe_is_traced_with_the_micro_batch_that_is_planned_for_the_machine
     words = ["global_batch_size=4096"]
     anywhere, there = (check("text", words, device="mps", machine=machine) for machine in (None, "m2-air-8gb"))
     assert anywhere.num_samples == 4096
-    planned = make_plan(load_machine("m2-air-8gb"), load_subject("text", words).workload).value("micro_batch")
+    planned = make_plan(load_machine("m2-air-8gb"), load_subject("text", words).workload).micro_batch
     assert there.num_samples == planned < 4096
     assert "known-fault/linear-rows" in {finding.id for finding in anywhere.findings}
     assert "known-fault/linear-rows" not in {finding.id for finding in there.findings}
-    assert f"micro-batch {planned}" in "\n".join(check_lines(there))
+    assert f"micro-batch {planned}" in "\n".join(render_text(there))
 
 
 def test_a_large_head_is_told_with_a_way_out() -> None:
@@ -169,7 +168,7 @@ def test_real_samples_help_where_fake_ones_cannot_go_on() -> None:
 def test_nothing_is_told_of_sound_models(name: str, device: str) -> None:
     machine = {"mps": "m2-air-8gb", "cuda": "h200", "cpu": "linux-2core"}[device]
     found = check(getattr(sound_models, name), device=device, machine=machine)
-    assert found.findings == (), check_lines(found)
+    assert found.findings == (), render_text(found)
     assert found.is_fake
     assert found.num_operators > 100
 
@@ -185,7 +184,7 @@ def test_a_causal_model_is_causal() -> None:
     found = check(sound_models.causal_gpt, is_causal=True)
     assert not found.findings
     assert found.is_causal
-    assert any(line.startswith("causal    yes") for line in check_lines(found))
+    assert any(line.startswith("causal    yes") for line in render_text(found))
     assert checked("mlp_mixer").is_causal is False
     assert check(sound_models.causal_gpt).is_causal is None
 
@@ -213,7 +212,7 @@ def test_the_command_says_it_in_every_form(warm_whet: Run, tmp_path: Path) -> No
     assert "MPS has no operator aten::_ctc_loss" in text.stdout
 
     findings = json.loads(warm_whet("check", word, *machine, "--json").stdout)["findings"]
-    assert [Finding.model_validate(finding).id for finding in findings] == ["missing-operator"] * 2
+    assert [CheckFinding.model_validate(finding).id for finding in findings] == ["missing-operator"] * 2
 
     sarif = json.loads(warm_whet("check", word, *machine, "--sarif").stdout)
     result = sarif["runs"][0]["results"][0]
@@ -236,14 +235,14 @@ def test_forms_are_escaped() -> None:
     found = checked("item_in_the_loop")
     odd = found.findings[0].model_copy(update={"what": "100 %\nof it"})
     other = found.model_copy(update={"findings": (odd,)})
-    assert "100 %25%0Aof it" in github_lines(other)[0]
-    assert as_sarif(other)["runs"][0]["results"][0]["message"]["text"].startswith("100 %\nof it")
+    assert "100 %25%0Aof it" in render_github(other)[0]
+    assert render_sarif(other)["runs"][0]["results"][0]["message"]["text"].startswith("100 %\nof it")
 
 
 def test_every_sarif_result_has_a_place() -> None:
     found = checked("item_in_the_loop")
     homeless = found.findings[0].model_copy(update={"place": None, "during": "the step"})
-    (result,) = as_sarif(found.model_copy(update={"findings": (homeless,)}))["runs"][0]["results"]
+    (result,) = render_sarif(found.model_copy(update={"findings": (homeless,)}))["runs"][0]["results"]
     place = result["locations"][0]["physicalLocation"]
     assert place["artifactLocation"]["uri"].endswith(".py")
     assert place["region"]["startLine"] > 0

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from places import Run
+from whet.api.verify import check
 from whet.base.errors import UsageError
-from whet.recipes.checking import check
-from whet.verify.preflight.check import Checked
-from whet.verify.preflight.finding import Finding, Place
-from whet.verify.preflight.words import as_sarif
+from whet.verify.preflight.check import CheckResult
+from whet.verify.preflight.findings import CheckFinding, SourceLocation
+from whet.verify.preflight.render import render_sarif
 
 
 def test_a_model_that_the_factory_keeps_is_left_as_it_was() -> None:
@@ -121,9 +121,9 @@ def test_prints_exits_and_odd_names_do_no_harm(warm_whet: Run, tmp_path: Path) -
     ended = warm_whet("check", f"{file}:ends")
     assert ended.returncode == 1
     assert "SystemExit: 0 (my model, 5% #1.py:" in ended.stderr
-    place = Place(file="my model, 5% #1.py", line=3)
-    finding = Finding(id="x", severity="error", what="w", try_="t", place=place)
-    sarif = as_sarif(Checked(subject="s", device="mps", torch="2", findings=(finding,)))
+    place = SourceLocation(file="my model, 5% #1.py", line=3)
+    finding = CheckFinding(id="x", severity="error", what="w", try_="t", place=place)
+    sarif = render_sarif(CheckResult(subject="s", device="mps", torch="2", findings=(finding,)))
     location = sarif["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
     assert location["artifactLocation"]["uri"] == "my%20model%2C%205%25%20%231.py"
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import whet
 from whet.base.errors import UsageError
-from whet.step.clipping import clip_at_once, may_clip_at_once
+from whet.step.step import can_clip_foreach, clip_foreach
 
 
 def parameters_with_gradients(*, scale: float, missing: bool = False) -> list[Tensor]:
@@ -26,8 +26,8 @@ def parameters_with_gradients(*, scale: float, missing: bool = False) -> list[Te
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4, float("inf"), float("nan"), 0.0])
 def test_norm_and_gradients_have_the_bits_of_torchs_function(scale: float, missing: bool) -> None:
     ours, theirs = (parameters_with_gradients(scale=scale, missing=missing) for _ in range(2))
-    assert may_clip_at_once(ours)
-    norm, expected = clip_at_once(ours, 0.7), nn.utils.clip_grad_norm_(theirs, 0.7)
+    assert can_clip_foreach(ours)
+    norm, expected = clip_foreach(ours, 0.7), nn.utils.clip_grad_norm_(theirs, 0.7)
     assert torch.equal(norm.view(torch.int32), expected.view(torch.int32))
     for one, other in zip(ours, theirs, strict=True):
         assert (one.grad is None) == (other.grad is None)
@@ -37,7 +37,7 @@ def test_norm_and_gradients_have_the_bits_of_torchs_function(scale: float, missi
 
 def test_a_step_without_any_gradient_has_the_norm_that_torch_says() -> None:
     parameters = [nn.Parameter(torch.ones(3))]
-    assert torch.equal(clip_at_once(parameters, 1.0), nn.utils.clip_grad_norm_(parameters, 1.0))
+    assert torch.equal(clip_foreach(parameters, 1.0), nn.utils.clip_grad_norm_(parameters, 1.0))
 
 
 def test_parameters_of_several_kinds_or_places_are_left_to_torch() -> None:
@@ -45,16 +45,16 @@ def test_parameters_of_several_kinds_or_places_are_left_to_torch() -> None:
         """A parameter that may behave otherwise."""
 
     plain = nn.Parameter(torch.zeros(2))
-    assert may_clip_at_once([plain, nn.Parameter(torch.zeros(3))])
-    assert not may_clip_at_once([plain, nn.Parameter(torch.zeros(2, dtype=torch.float64))])
-    assert not may_clip_at_once([plain, nn.Parameter(torch.zeros(2, device="meta"))])
-    assert not may_clip_at_once([nn.Parameter(torch.zeros(2, device="meta"))])
-    assert not may_clip_at_once([plain, Marked(torch.zeros(2))])
+    assert can_clip_foreach([plain, nn.Parameter(torch.zeros(3))])
+    assert not can_clip_foreach([plain, nn.Parameter(torch.zeros(2, dtype=torch.float64))])
+    assert not can_clip_foreach([plain, nn.Parameter(torch.zeros(2, device="meta"))])
+    assert not can_clip_foreach([nn.Parameter(torch.zeros(2, device="meta"))])
+    assert not can_clip_foreach([plain, Marked(torch.zeros(2))])
 
 
 def train(model: nn.Linear, optimizer: torch.optim.Optimizer, *, before_step: Callable[[int], object]) -> None:
     data = torch.randn(8, 3), torch.randn(8, 1)
-    with whet.Session(model, optimizer, data, global_batch_size=4, device="cpu", wishes={"threads": 1}) as session:
+    with whet.Session(model, optimizer, data, global_batch_size=4, device="cpu", overrides={"threads": 1}) as session:
         for number, batch in enumerate(session):
             before_step(number)
             session.step(lambda micro: nn.functional.mse_loss(model(micro.x), micro.y), batch)

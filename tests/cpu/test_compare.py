@@ -18,24 +18,21 @@ import whet
 from places import Run
 from small_models import TokenModel, convnet, images, ragged_tokens
 from warm import WarmPython
+from whet.api.verify import model_subject
 from whet.base.errors import UsageError
 from whet.cli.compare import _lines as comparison_lines
-from whet.data.batch import Micro
+from whet.data.batch import MicroBatch
 from whet.device.abstract import AbstractDevice
-from whet.device.cpu import Cpu
-from whet.recipes.comparing import subject_of
-from whet.verify.agreement import bound_of, errors_by_name
-from whet.verify.parity.comparing import compare_subject
-from whet.verify.parity.locating import locate
-from whet.verify.parity.modules import first_wrong_module
-from whet.verify.parity.placing import Bench
-from whet.verify.parity.precision_report import precision_agreement
+from whet.device.cpu import CpuDevice
+from whet.verify.isolation import disable_dropout
+from whet.verify.parity.compare import compare_devices, compare_precision
+from whet.verify.parity.locate import first_wrong_module, locate
 from whet.verify.parity.references import FORMULAS
-from whet.verify.parity.replay import Layout
-from whet.verify.parity.reproducer import MARK, _memory
-from whet.verify.parity.training import Compared, compare_training
-from whet.verify.subject import Specimen, Subject
-from whet.verify.without_dropout import without_dropout
+from whet.verify.parity.replay import TensorLayout
+from whet.verify.parity.reproducer import MARKER, _memory
+from whet.verify.parity.training import ParityRow, ReplicaFactory, compare_training
+from whet.verify.tolerance import error_bound, relative_errors
+from whet.verify.trainable import Trainable, TrainableSpec
 
 WRONG_KERNELS = Path(__file__).parent / "wrong_kernels.py"
 
@@ -48,19 +45,19 @@ def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def tokens_subject() -> Subject:
-    def make() -> Specimen:
+def tokens_subject() -> TrainableSpec:
+    def make() -> Trainable:
         torch.manual_seed(0)
         model = TokenModel()
         tokens = ragged_tokens(8, longest=9, seed=0)
 
-        def micro(size: int) -> Micro:
+        def micro(size: int) -> MicroBatch:
             rows = torch.arange(size)
-            return Micro(fields={"tokens": tokens.padded(rows, length=9)}, ids=np.arange(size))
+            return MicroBatch(fields={"tokens": tokens.padded(rows, length=9)}, ids=np.arange(size))
 
-        return Specimen(model=model, loss=model.loss, micro=micro, size=8)
+        return Trainable(model=model, loss=model.loss, micro=micro, size=8)
 
-    return Subject(name="tokens", make=make)
+    return TrainableSpec(name="tokens", make=make)
 
 
 class Functional(nn.Module):
@@ -84,14 +81,14 @@ class Functional(nn.Module):
     "subject",
     [
         tokens_subject(),
-        subject_of(convnet(), images(8, seed=0), lambda model, x, y: f.cross_entropy(model(x), y)),
-        subject_of(norm_net(), (torch.randn(16, 6),), mean_square),
-        subject_of(Functional(), (torch.randn(3, 5, 8),)),
+        model_subject(convnet(), images(8, seed=0), lambda model, x, y: f.cross_entropy(model(x), y)),
+        model_subject(norm_net(), (torch.randn(16, 6),), mean_square),
+        model_subject(Functional(), (torch.randn(3, 5, 8),)),
     ],
     ids=["tokens", "conv", "norm", "dropout"],
 )
-def test_sound_models_agree(subject: Subject) -> None:
-    found = compare_subject(subject, devices=["cpu"], steps=5)
+def test_sound_models_agree(subject: TrainableSpec) -> None:
+    found = compare_devices(subject, devices=["cpu"], steps=5)
     assert found.agrees, found
     assert found.reference == "cpu float64"
     assert {"loss", "gradients", "update", "trajectory"} <= {row.what for row in found.rows}
@@ -108,7 +105,7 @@ def test_dropout_is_off_in_all_its_disguises_and_back_afterwards() -> None:
         torch.manual_seed(seed)
         return model(x).detach()
 
-    with without_dropout(model):
+    with disable_dropout(model):
         assert torch.equal(drawn(1), drawn(2))
         assert model[2].training
     assert not torch.equal(drawn(1), drawn(2))
@@ -124,13 +121,13 @@ class StochasticDepth(nn.Module):
 def test_quiet_modules_draw_nothing_and_batchnorm_trains() -> None:
     model, x = nn.Sequential(Functional(), StochasticDepth(), nn.BatchNorm1d(5)), torch.randn(3, 5, 8)
     before = torch.get_rng_state()
-    with without_dropout(model, is_quiet=True):
+    with disable_dropout(model, is_quiet=True):
         assert not model[1].training
         assert model[2].training
         model(x)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(module.training for module in model.modules())
-    with without_dropout(model):
+    with disable_dropout(model):
         model(x)
     assert not torch.equal(torch.get_rng_state(), before), "only quiet modules draw nothing"
 
@@ -250,7 +247,7 @@ class SlyGradient(nn.Linear):
 @pytest.mark.parametrize(("kind", "phase"), [(Sly, "forward"), (SlyGradient, "backward")])
 def test_where_no_operator_is_wrong_the_module_is_named(kind: type[nn.Linear], phase: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), kind(4, 4)), nn.Linear(4, 2))
-    bench = Bench(subject_of(model, (torch.randn(6, 4),)))
+    bench = ReplicaFactory(model_subject(model, (torch.randn(6, 4),)))
     rows = compare_training(bench, Elsewhere(), steps=2).rows
     assert not all(row.agrees for row in rows)
     found = locate(bench, Elsewhere())
@@ -261,7 +258,7 @@ def test_where_no_operator_is_wrong_the_module_is_named(kind: type[nn.Linear], p
 
 def test_no_module_of_a_sound_model_is_blamed() -> None:
     for model, x in ((norm_net(), torch.randn(16, 6)), (Functional(), torch.randn(3, 5, 8))):
-        assert first_wrong_module(Bench(subject_of(model, (x,))), Elsewhere()) is None
+        assert first_wrong_module(ReplicaFactory(model_subject(model, (x,))), Elsewhere()) is None
 
 
 def test_a_model_that_is_not_deterministic_is_found(warm_whet: Run, tmp_path: Path) -> None:
@@ -286,7 +283,7 @@ def test_what_draws_is_told() -> None:
         def forward(self, x):
             return super().forward(x) + torch.rand_like(x)
 
-    found = locate(Bench(subject_of(Noisy(3, 3), (torch.randn(4, 3),))), Cpu())
+    found = locate(ReplicaFactory(model_subject(Noisy(3, 3), (torch.randn(4, 3),))), CpuDevice())
     assert found.draws == ("aten::rand_like",)
     assert found.culprit is None
 
@@ -319,19 +316,19 @@ def test_the_formula_for_attention_is_that_of_autograd(is_causal: bool, has_bias
 def test_the_measure_of_agreement() -> None:
     one = {"a": torch.tensor([1.0, 2.0]), "zero": torch.tensor([0.0])}
     noisy = {"a": torch.tensor([1.0, 2.0]), "zero": torch.tensor([1e-9])}
-    assert errors_by_name(noisy, one) == {"a": 0.0, "zero": pytest.approx(5e-8)}
-    assert errors_by_name({"a": one["a"]}, one)["zero"] == math.inf
-    assert errors_by_name({**one, "a": torch.tensor([1.0, math.nan])}, one)["a"] == math.inf
-    assert not Compared(what="loss", error=math.nan, bound=1.0).agrees
-    assert bound_of(1e-4, 1e-3) == pytest.approx(2e-2)
-    assert bound_of(1e-4, None) == bound_of(1e-4, 1e-9) == 1e-4
+    assert relative_errors(noisy, one) == {"a": 0.0, "zero": pytest.approx(5e-8)}
+    assert relative_errors({"a": one["a"]}, one)["zero"] == math.inf
+    assert relative_errors({**one, "a": torch.tensor([1.0, math.nan])}, one)["a"] == math.inf
+    assert not ParityRow(what="loss", error=math.nan, bound=1.0).agrees
+    assert error_bound(1e-4, 1e-3) == pytest.approx(2e-2)
+    assert error_bound(1e-4, None) == error_bound(1e-4, 1e-9) == 1e-4
 
 
 # --- precision -------------------------------------------------------------------------------------------------------
 
 
-def micro_of(x: torch.Tensor) -> Micro:
-    return Micro(fields={"x": x}, ids=np.arange(len(x)))
+def micro_of(x: torch.Tensor) -> MicroBatch:
+    return MicroBatch(fields={"x": x}, ids=np.arange(len(x)))
 
 
 def test_bf16_agrees_where_it_is_good_enough_and_leaves_no_trace() -> None:
@@ -344,7 +341,7 @@ def test_bf16_agrees_where_it_is_good_enough_and_leaves_no_trace() -> None:
     buffers = [id(buffer) for buffer in model.buffers()]
     x = torch.randn(16, 6)
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    found = precision_agreement(model, lambda m: model(m.x).square().mean(), micro_of(x), Cpu(), "bf16")
+    found = compare_precision(model, lambda m: model(m.x).square().mean(), micro_of(x), CpuDevice(), "bf16")
     assert found.agrees
     assert 0 < found.gradient_error < found.bound
     assert found.loss_error > 0
@@ -363,7 +360,7 @@ def test_bf16_is_refused_where_it_cancels() -> None:
     model = nn.Linear(4, 1)
     nn.init.constant_(model.bias, 1000.0)
     loss = lambda m: (model(m.x).float() - 1000).square().mean()  # noqa: E731
-    found = precision_agreement(model, loss, micro_of(torch.randn(16, 4)), Cpu(), "bf16")
+    found = compare_precision(model, loss, micro_of(torch.randn(16, 4)), CpuDevice(), "bf16")
     assert not found.agrees
 
 
@@ -371,7 +368,7 @@ def test_tiny_gradients_agree_in_fp16_thanks_to_scaling() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     loss = lambda m: model(m.x).float().square().mean() * 1e-6  # noqa: E731
-    found = precision_agreement(model, loss, micro_of(torch.randn(16, 6)), Cpu(), "fp16")
+    found = compare_precision(model, loss, micro_of(torch.randn(16, 6)), CpuDevice(), "fp16")
     assert found.agrees, "without a scale every gradient would be 0"
 
 
@@ -395,7 +392,7 @@ def layouts() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", list(layouts()))
 def test_a_program_keeps_how_a_tensor_lay_in_memory(name: str) -> None:
     tensor = layouts()[name]
-    was = Layout(size=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()))
+    was = TensorLayout(size=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()))
     flat, layout = _memory(tensor.clone(), was)
     again = flat.as_strided(layout.size, layout.stride, layout.offset)
     assert torch.equal(again, tensor)
@@ -406,7 +403,7 @@ def test_a_program_keeps_how_a_tensor_lay_in_memory(name: str) -> None:
 
 def test_overlapping_memory_becomes_contiguous() -> None:
     tensor = torch.arange(8.0).unfold(0, 4, 1)
-    flat, layout = _memory(tensor.clone(), Layout(size=tuple(tensor.shape), stride=tensor.stride(), offset=0))
+    flat, layout = _memory(tensor.clone(), TensorLayout(size=tuple(tensor.shape), stride=tensor.stride(), offset=0))
     assert torch.equal(flat.as_strided(layout.size, layout.stride, layout.offset), tensor)
 
 
@@ -445,20 +442,20 @@ def test_what_is_no_model_is_refused(warm_whet: Run, tmp_path: Path) -> None:
     done = warm_whet("compare", "nothing.py")
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: no such recipe file")
     with pytest.raises(UsageError, match="nothing to train"):
-        compare_subject(subject_of(nn.Tanh(), (torch.randn(2, 2),)), devices=["cpu"])
-    uneven = subject_of(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(3)), lambda model, x, _: model(x).sum())
+        compare_devices(model_subject(nn.Tanh(), (torch.randn(2, 2),)), devices=["cpu"])
+    uneven = model_subject(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(3)), lambda model, x, _: model(x).sum())
     with pytest.raises(UsageError, match="cannot be cut"):
-        compare_subject(uneven, devices=["cpu"], size=1)
+        compare_devices(uneven, devices=["cpu"], size=1)
 
 
 def test_only_programs_of_ours_are_replaced(tmp_path: Path) -> None:
     ours = tmp_path / "ours.py"
-    ours.write_text(f'"""{MARK}"""\n')
-    found = compare_subject(subject_of(nn.Linear(2, 2), (torch.ones(3, 2),)), devices=["cpu"], steps=1, out=ours)
+    ours.write_text(f'"""{MARKER}"""\n')
+    found = compare_devices(model_subject(nn.Linear(2, 2), (torch.ones(3, 2),)), devices=["cpu"], steps=1, out=ours)
     assert found.agrees
-    assert ours.read_text() == f'"""{MARK}"""\n', "nothing is written where nothing is wrong"
+    assert ours.read_text() == f'"""{MARKER}"""\n', "nothing is written where nothing is wrong"
 
 
 def test_infinities_are_printed_as_json() -> None:
-    row = Compared(what="loss", error=math.inf, bound=1.0)
+    row = ParityRow(what="loss", error=math.inf, bound=1.0)
     assert json.loads(json.dumps(row.as_json(), allow_nan=False))["error"] == "inf"

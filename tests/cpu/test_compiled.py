@@ -18,22 +18,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import whet
+from whet.autotune.step_bench import ProbeFailedError
 from whet.checkpoint import store
-from whet.checkpoint.about import About
-from whet.data.batch import Micro
-from whet.device.fake import Fake
-from whet.device.machine_here import machine_here
-from whet.engine.rig import StepRig
-from whet.engine.training import read_training
-from whet.engine.workload import describe
-from whet.measure.rig import ProbeFailedError
+from whet.checkpoint.manifest import CheckpointInfo
+from whet.data.batch import MicroBatch
+from whet.device.fake import FakeDevice
+from whet.device.open import current_machine
 from whet.plan.plan import make_plan
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from whet.step.optimizer import OptimizerChoice
+from whet.step.optimizers import OptimizerChoice
+from whet.training.step_bench import LocalStepBench
+from whet.training.training_config import parse_training_config
+from whet.training.workload import describe_workload
 from whet.verify.start import compiled
-from whet.verify.start.compiled import Agreement, compare
-from whet.verify.start.graphs import num_graphs, runs_compiled
+from whet.verify.start.compiled import CompiledParity, compare_compiled_with_eager, num_graphs, runs_compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 
@@ -91,16 +90,16 @@ def made(**options: Any) -> Reader:
     return Reader(**options)
 
 
-def loss_of(model: nn.Module) -> Callable[[Micro], Tensor]:
+def loss_of(model: nn.Module) -> Callable[[MicroBatch], Tensor]:
     return lambda micro: functional.cross_entropy(model(micro.x), micro.y)
 
 
-def train(model: nn.Module, run: Path, *, loss: Any = None, epochs: int = 2, **wishes: Any) -> Path:
+def train(model: nn.Module, run: Path, *, loss: Any = None, epochs: int = 2, **overrides: Any) -> Path:
     torch.manual_seed(1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    wishes = {"threads": 1, "compile": "on", "micro_batch": SAMPLES, **wishes}
+    overrides = {"threads": 1, "compile": "on", "micro_batch": SAMPLES, **overrides}
     options = {"global_batch_size": SAMPLES, "epochs": epochs, "device": "cpu", "show": None, "run": run}
-    whet.train(model, data(), optimizer=sgd, loss=loss or loss_of(model), wishes=wishes, **options)
+    whet.train(model, data(), optimizer=sgd, loss=loss or loss_of(model), overrides=overrides, **options)
     return run
 
 
@@ -108,8 +107,8 @@ def said(run: Path) -> list[str]:
     return [event.get("changed") for event in read_events(open_run(run)) if event.kind == "plan"]
 
 
-def newest_about(run: Path) -> About:
-    found = store.newest(open_run(run).checkpoints)
+def newest_about(run: Path) -> CheckpointInfo:
+    found = store.load_newest(open_run(run).checkpoints)
     assert found is not None
     return found.snapshot.about
 
@@ -135,15 +134,15 @@ def read_from_the_first_number(graph: torch.fx.GraphModule, inputs: Any) -> Any:
     return compile_fx(graph, inputs)
 
 
-def first_micro() -> Micro:
-    return Micro(fields={name: column[:SAMPLES] for name, column in data().items()}, ids=np.arange(SAMPLES))
+def first_micro() -> MicroBatch:
+    return MicroBatch(fields={name: column[:SAMPLES] for name, column in data().items()}, ids=np.arange(SAMPLES))
 
 
-def agreement(model: nn.Module, *, loss: Any = None, precision: str = "fp32") -> Agreement:
+def agreement(model: nn.Module, *, loss: Any = None, precision: str = "fp32") -> CompiledParity:
     """As a run would compare it; the model is compiled as it is."""
     torch.compiler.reset()
     model.compile(backend="eager")
-    return compare(model, Fake(), loss or loss_of(model), first_micro(), precision=precision)
+    return compare_compiled_with_eager(model, FakeDevice(), loss or loss_of(model), first_micro(), precision=precision)
 
 
 # --- a right one -----------------------------------------------------------------------------------------------------
@@ -177,11 +176,11 @@ def test_a_right_model_trains_compiled_as_if_nobody_had_looked(tmp_path: Path, o
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("ends", ["well", "with an error"])
 def test_nothing_is_left_behind(dropout: float, ends: str) -> None:
-    model, device, calls = made(dropout=dropout, has_memory=True), Fake(), []
+    model, device, calls = made(dropout=dropout, has_memory=True), FakeDevice(), []
     model.head.bias.grad = mine = torch.ones(4)
     model.dropout.eval() if not dropout else model.head.eval()
 
-    def loss(micro: Micro) -> Tensor:
+    def loss(micro: MicroBatch) -> Tensor:
         random.random(), np.random.rand(), torch.rand((), generator=device._generator)
         calls.append(1)
         if ends != "well" and len(calls) == 3:
@@ -196,7 +195,7 @@ def test_nothing_is_left_behind(dropout: float, ends: str) -> None:
 
     before = everything()
     try:
-        assert compare(model, device, loss, first_micro(), precision="fp32").holds
+        assert compare_compiled_with_eager(model, device, loss, first_micro(), precision="fp32").holds
     except KeyboardInterrupt:
         assert ends != "well"
     assert everything() == before
@@ -231,7 +230,7 @@ def test_a_loss_that_counts_its_calls_is_not_blamed(every: int) -> None:
     """In some calls it does something else, compiled or not."""
     model, calls = made(), []
 
-    def loss(micro: Micro) -> Tensor:
+    def loss(micro: MicroBatch) -> Tensor:
         calls.append(1)
         found = loss_of(model)(micro)
         return found if len(calls) % every else found + model.head.weight.square().sum()
@@ -252,7 +251,7 @@ def test_a_draw_that_is_rare_is_not_blamed() -> None:
     model.compile(backend="eager")
     for seed in range(30):
         torch.manual_seed(seed)
-        found = compare(model, Fake(), loss_of(model), first_micro(), precision="fp32")
+        found = compare_compiled_with_eager(model, FakeDevice(), loss_of(model), first_micro(), precision="fp32")
         assert found.holds, f"{seed}: {found}"
 
 
@@ -270,7 +269,7 @@ def test_rounding_is_no_disagreement(precision: str, dropout: float) -> None:
 def test_a_loss_may_be_a_sum_with_a_weight_and_in_float64() -> None:
     model = made().double()
 
-    def loss(micro: Micro) -> tuple[Tensor, int]:
+    def loss(micro: MicroBatch) -> tuple[Tensor, int]:
         return functional.cross_entropy(model(micro.x), micro.y, reduction="sum"), len(micro)
 
     found = agreement(model, loss=loss)
@@ -326,7 +325,7 @@ def test_an_embedding_at_wrong_places_is_found_and_the_run_trains_uncompiled(
     compile_with(monkeypatch, read_from_the_first_number)
     model, is_compiled = made(dropout=0.1), []
 
-    def loss(micro: Micro) -> Tensor:
+    def loss(micro: MicroBatch) -> Tensor:
         is_compiled.append(model._compiled_call_impl is not None)
         return loss_of(model)(micro)
 
@@ -369,7 +368,7 @@ def test_wrong_places_are_found_whatever_is_drawn(seed: int) -> None:
     assert found.drawn is not None
     torch.compiler.reset()
     wrong.compile(backend=read_from_the_first_number)
-    found = compare(wrong, Fake(), loss_of(wrong), first_micro(), precision="fp32")
+    found = compare_compiled_with_eager(wrong, FakeDevice(), loss_of(wrong), first_micro(), precision="fp32")
     assert not found.holds
     assert found.worst == "place.weight"
 
@@ -377,10 +376,12 @@ def test_wrong_places_are_found_whatever_is_drawn(seed: int) -> None:
 @pytest.mark.parametrize("num_samples", [1, 2, 4])
 def test_few_samples_scatter_and_are_not_blamed(num_samples: int) -> None:
     model = made(dropout=0.4)
-    micro = Micro(fields={name: column[:num_samples] for name, column in data().items()}, ids=np.arange(num_samples))
+    micro = MicroBatch(
+        fields={name: column[:num_samples] for name, column in data().items()}, ids=np.arange(num_samples)
+    )
     for seed in range(15):
         torch.manual_seed(seed)
-        found = compare(model, Fake(), loss_of(model), micro, precision="fp32")
+        found = compare_compiled_with_eager(model, FakeDevice(), loss_of(model), micro, precision="fp32")
         assert found.holds, str(found)
 
 
@@ -408,7 +409,7 @@ def test_a_wrong_loss_is_noticed_planted() -> None:
             super().__init__()
             self.model, self.off = model, off
 
-        def forward(self, micro: Micro) -> Tensor:
+        def forward(self, micro: MicroBatch) -> Tensor:
             return self.off(functional.cross_entropy(self.model(micro.x), micro.y))
 
     whole = Whole()
@@ -450,7 +451,7 @@ def test_a_check_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.Monk
     compile_with(monkeypatch, as_it_is)
     model, calls = made(), []
 
-    def loss(micro: Micro) -> Tensor:
+    def loss(micro: MicroBatch) -> Tensor:
         calls.append(model._compiled_call_impl is not None)
         if len(calls) == fails_at:
             raise error
@@ -481,7 +482,7 @@ def test_what_the_first_step_made_is_no_garbage_to_look_through(
     compile_with(monkeypatch, as_it_is)
     model, made_in_first, looked_at = made(), [], []
 
-    def loss(micro: Micro) -> Tensor:
+    def loss(micro: MicroBatch) -> Tensor:
         if not made_in_first:
             made_in_first.extend([[number] for number in range(1000)])
         looked_at.append(sum(thing is made_in_first[-1] for thing in gc.get_objects()))
@@ -526,12 +527,14 @@ def test_a_wrong_one_wins_no_measurement(monkeypatch: pytest.MonkeyPatch, is_wro
             rig.prepare({"compile": "on"}, seconds=60.0)
 
 
-def rig_of(model: nn.Module) -> StepRig:
-    training = read_training({"global_batch_size": SAMPLES, "epochs": 1})
-    machine, conditions = machine_here()
-    plan = make_plan(machine, describe(model, data(), training, recipe="net"), wishes={}, conditions=conditions)
+def rig_of(model: nn.Module) -> LocalStepBench:
+    training = parse_training_config({"global_batch_size": SAMPLES, "epochs": 1})
+    machine, conditions = current_machine()
+    plan = make_plan(
+        machine, describe_workload(model, data(), training, recipe="net"), overrides={}, conditions=conditions
+    )
     optimizer = OptimizerChoice(lr=1e-2)
-    return StepRig(model, optimizer, data(), training, loss=loss_of(model), plan=plan, may_compile=True)
+    return LocalStepBench(model, optimizer, data(), training, loss=loss_of(model), plan=plan, may_compile=True)
 
 
 # --- nothing to compare ----------------------------------------------------------------------------------------------

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import whet
+from whet.autotune.step_bench import ProbeFailedError
 from whet.base.errors import WhetError
-from whet.data.batch import Micro
-from whet.device.machine_here import machine_here
-from whet.engine.rig import StepRig
-from whet.engine.training import read_training
-from whet.engine.workload import describe
-from whet.measure.rig import ProbeFailedError
+from whet.data.batch import MicroBatch
+from whet.device.open import current_machine
 from whet.plan.plan import make_plan
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from whet.training.step_bench import LocalStepBench
+from whet.training.training_config import parse_training_config
+from whet.training.workload import describe_workload
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
 
@@ -76,7 +76,7 @@ def compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return graphs
 
 
-def train(model: nn.Module, run: Path, *, fails_in_step: int = 0, epochs: int = 2, **wishes: Any) -> None:
+def train(model: nn.Module, run: Path, *, fails_in_step: int = 0, epochs: int = 2, **overrides: Any) -> None:
     failures = 2 if fails_in_step else 0
     with whet.Session(
         model,
@@ -86,10 +86,10 @@ def train(model: nn.Module, run: Path, *, fails_in_step: int = 0, epochs: int = 
         device="cpu",
         global_batch_size=16,
         epochs=epochs,
-        wishes={"threads": 1, "micro_batch": 16, **wishes},
+        overrides={"threads": 1, "micro_batch": 16, **overrides},
     ) as session:
 
-        def loss(micro: Micro) -> Tensor:
+        def loss(micro: MicroBatch) -> Tensor:
             nonlocal failures
             if session.progress.step + 1 == fails_in_step and failures:
                 failures -= 1
@@ -160,15 +160,17 @@ def test_a_compiled_run_out_of_memory_simulated_goes_on_as_it_is_written(
 
 
 def test_what_cannot_be_compiled_wins_no_measurement() -> None:
-    model, training = Net(nn.BatchNorm1d), read_training({"global_batch_size": 16, "epochs": 1})
-    machine, conditions = machine_here()
-    plan = make_plan(machine, describe(model, data(), training, recipe="net"), wishes={}, conditions=conditions)
+    model, training = Net(nn.BatchNorm1d), parse_training_config({"global_batch_size": 16, "epochs": 1})
+    machine, conditions = current_machine()
+    plan = make_plan(
+        machine, describe_workload(model, data(), training, recipe="net"), overrides={}, conditions=conditions
+    )
     choice = whet.OptimizerChoice(lr=1e-2)
 
-    def loss(micro: Micro) -> Tensor:
+    def loss(micro: MicroBatch) -> Tensor:
         return functional.cross_entropy(model(micro.x), micro.y)
 
-    with StepRig(model, choice, data(), training, loss=loss, plan=plan, may_compile=True) as rig:
+    with LocalStepBench(model, choice, data(), training, loss=loss, plan=plan, may_compile=True) as rig:
         with pytest.raises(ProbeFailedError, match="blocks with BatchNorm"):
             rig.prepare({"compile": "on", "activation_checkpointing": "on"}, seconds=60.0)
         rig.prepare({"activation_checkpointing": "on"}, seconds=60.0).close()

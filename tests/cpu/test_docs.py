@@ -10,7 +10,7 @@ import whet as package
 from places import ROOT, Run
 from warm import WarmPython
 from whet.cli import main
-from whet.config.resolve import resolve
+from whet.config.resolve import resolve_config
 from whet.recipes.recipe import load_recipe
 
 ROOMS = sorted(path.name for path in (ROOT / "src" / "whet").iterdir() if (path / "__init__.py").exists())
@@ -91,7 +91,7 @@ def test_each_question_of_the_troubleshooting_page_has_a_command_that_is_underst
             assert main.run(words) == 0, words
             assert words[-1] in capfd.readouterr().out
         elif words[0] == "train":
-            resolve(load_recipe(words[1]).Config, [word for word in words[2:] if "=" in word])
+            resolve_config(load_recipe(words[1]).Config, [word for word in words[2:] if "=" in word])
         else:
             assert main.run([words[0], "--help"]) == 0
 

@@ -14,31 +14,30 @@ import torch
 from places import ROOT
 from whet.base.errors import UsageError, WhetError
 from whet.cli.main import run as run_cli
-from whet.device.cpu import Cpu
-from whet.doctor import privacy
-from whet.doctor.case import Check, Group, Place
-from whet.doctor.cases import hazards, operators, parity, resume, speeds
-from whet.doctor.cases.trying import draw, operator
-from whet.doctor.examination import GROUPS, Examination, as_bytes, choose_device, examine
-from whet.doctor.privacy import without_names
-from whet.doctor.ward import Ward
-from whet.doctor.words import examination_lines
-from whet.machine.facts import Accelerator, Conditions, Machine, Torch
-from whet.verify.agreement import error_of
+from whet.device.cpu import CpuDevice
+from whet.doctor import examination
+from whet.doctor.check import CheckGroup, CheckResult, DeviceUnderTest
+from whet.doctor.checks import hazards, operators, speeds, training
+from whet.doctor.checks.compare import draw, operator
+from whet.doctor.examination import GROUPS, DoctorReport, choose_device, examine_device, redact, report_bytes
+from whet.doctor.render import render_report
+from whet.doctor.runner import CheckRunner
+from whet.machine.facts import Accelerator, Conditions, Machine, TorchFacts
+from whet.verify.tolerance import relative_error
 
-HERE = Place(device=Cpu(), name="cpu", is_virtual=False)
+HERE = DeviceUnderTest(device=CpuDevice(), name="cpu", is_virtual=False)
 PATH = os.pathsep.join([str(Path(__file__).parent), str(ROOT / "src")])
 MISSING = "The operator 'aten::{}' is not currently implemented for the MPS device. If you want this op ..."
 
 
-def planted(table: str) -> Group:
-    return Group(name="planted", table=f"planted_cases:{table}", environment={"PYTHONPATH": PATH})
+def planted(table: str) -> CheckGroup:
+    return CheckGroup(name="planted", table=f"planted_cases:{table}", environment={"PYTHONPATH": PATH})
 
 
 @pytest.fixture(scope="module")
-def examined() -> Examination:
+def examined() -> DoctorReport:
     told: list[str] = []
-    found = examine(
+    found = examine_device(
         "cpu",
         groups=[planted("CASES"), GROUPS[0]],
         show=lambda group, check: told.append(group if check is None else check.name),
@@ -47,14 +46,14 @@ def examined() -> Examination:
     return found
 
 
-def by_name(checks) -> dict[str, Check]:
+def by_name(checks) -> dict[str, CheckResult]:
     return {check.name: check for check in checks}
 
 
 # --- checks that misbehave -------------------------------------------------------------------------------------------
 
 
-def test_what_raises_dies_hangs_or_complains_is_a_finding_and_the_rest_goes_on(examined: Examination) -> None:
+def test_what_raises_dies_hangs_or_complains_is_a_finding_and_the_rest_goes_on(examined: DoctorReport) -> None:
     found = by_name(examined.checks)
     assert {name: (c.verdict, c.figures.get("outcome")) for name, c in found.items() if c.group == "planted"} == {
         "fine": ("good", None),
@@ -74,21 +73,21 @@ def test_what_raises_dies_hangs_or_complains_is_a_finding_and_the_rest_goes_on(e
 
 
 def test_a_table_that_cannot_be_read_is_a_finding() -> None:
-    ward = Ward(device="cpu", ends_at=time.monotonic() + 600, budget_seconds=600)
-    (check,) = ward.run(Group(name="planted", table="no.such.module:CASES"))
+    ward = CheckRunner(device="cpu", ends_at=time.monotonic() + 600, budget_seconds=600)
+    (check,) = ward.run(CheckGroup(name="planted", table="no.such.module:CASES"))
     assert check.verdict == "failed"
     assert "ModuleNotFoundError" in check.what
 
 
 def test_a_device_that_cannot_be_opened_is_a_finding() -> None:
-    ward = Ward(device="cuda:99", ends_at=time.monotonic() + 600, budget_seconds=600, only_quick=True)
+    ward = CheckRunner(device="cuda:99", ends_at=time.monotonic() + 600, budget_seconds=600, only_quick=True)
     checks = list(ward.run(planted("CASES")))
     assert [(c.name, c.verdict) for c in checks] == [("fine", "failed"), ("raises", "failed")]
     assert "cuda:99 could not be opened" in checks[0].what
 
 
 def test_the_budget_cuts_a_check_and_skips_those_behind() -> None:
-    ward = Ward(device="cpu", ends_at=time.monotonic() + 6, budget_seconds=6)
+    ward = CheckRunner(device="cpu", ends_at=time.monotonic() + 6, budget_seconds=6)
     start = time.monotonic()
     checks = list(ward.run(planted("SLOW")))
     assert time.monotonic() - start < 60, "the planted check would take ten minutes"
@@ -97,7 +96,7 @@ def test_the_budget_cuts_a_check_and_skips_those_behind() -> None:
 
 
 def test_without_any_budget_nothing_is_started() -> None:
-    ward = Ward(device="cpu", ends_at=time.monotonic(), budget_seconds=1)
+    ward = CheckRunner(device="cpu", ends_at=time.monotonic(), budget_seconds=1)
     assert [check.verdict for check in ward.run(planted("CASES"))] == ["skipped"]
 
 
@@ -160,22 +159,22 @@ def test_a_planted_wrong_operator_is_found(wrong, verdict: str, outcome: str | N
 
 
 def test_errors_are_relative_and_see_everything() -> None:
-    assert error_of(torch.tensor([100.0, 1.01]), torch.tensor([100.0, 1.0])) == pytest.approx(1e-4)
-    assert error_of([torch.tensor(1.0), torch.tensor(1e-9)], [torch.tensor(1.0), torch.tensor(0.0)]) < 1e-6
+    assert relative_error(torch.tensor([100.0, 1.01]), torch.tensor([100.0, 1.0])) == pytest.approx(1e-4)
+    assert relative_error([torch.tensor(1.0), torch.tensor(1e-9)], [torch.tensor(1.0), torch.tensor(0.0)]) < 1e-6
     for wrong in (torch.tensor([1.0, torch.nan]), torch.tensor([1.0]), torch.tensor([1.0, torch.inf])):
-        assert error_of(wrong, torch.tensor([1.0, 2.0])) == float("inf")
-    assert error_of(torch.tensor([1.0, torch.inf]), torch.tensor([1.0, torch.inf])) == 0
-    assert error_of(torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, torch.inf])) == float("inf")
-    assert error_of(torch.tensor([1, 3]), torch.tensor([1, 2])) == float("inf")
-    assert error_of([], []) == float("inf"), "nothing compared is nothing shown"
+        assert relative_error(wrong, torch.tensor([1.0, 2.0])) == float("inf")
+    assert relative_error(torch.tensor([1.0, torch.inf]), torch.tensor([1.0, torch.inf])) == 0
+    assert relative_error(torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, torch.inf])) == float("inf")
+    assert relative_error(torch.tensor([1, 3]), torch.tensor([1, 2])) == float("inf")
+    assert relative_error([], []) == float("inf"), "nothing compared is nothing shown"
 
 
 def test_names_are_unique_and_hazards_have_numbers() -> None:
-    for table in (operators.CASES, hazards.CASES, parity.CASES, resume.CASES, speeds.CASES):
+    for table in (operators.CHECKS, hazards.CHECKS, training.PARITY, training.RESUME, speeds.CHECKS):
         names = [case.name for case in table]
         assert len(names) == len(set(names))
         assert any(case.is_quick for case in table)
-    issues = [case.issue for case in hazards.CASES]
+    issues = [case.issue for case in hazards.CHECKS]
     assert None not in issues
     assert len(issues) == len(set(issues))
 
@@ -183,8 +182,8 @@ def test_names_are_unique_and_hazards_have_numbers() -> None:
 # --- the record ------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_names_neither_user_nor_computer_nor_paths(examined: Examination) -> None:
-    text = as_bytes(examined).decode()
+def test_the_file_names_neither_user_nor_computer_nor_paths(examined: DoctorReport) -> None:
+    text = report_bytes(examined).decode()
     assert "secret.so" in text, "the planted error is in there, without its path"
     for name in (getpass.getuser(), platform.node(), str(Path.home()), "/Users/", "thesis", str(ROOT), "/tmp/"):
         assert not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text, re.IGNORECASE), name
@@ -192,12 +191,12 @@ def test_the_file_names_neither_user_nor_computer_nor_paths(examined: Examinatio
     assert examined.conditions_after.busy == ()
 
 
-def test_the_file_is_strict_json_and_can_be_read_back(examined: Examination) -> None:
-    data = json.loads(as_bytes(examined), parse_constant=lambda word: pytest.fail(word))
+def test_the_file_is_strict_json_and_can_be_read_back(examined: DoctorReport) -> None:
+    data = json.loads(report_bytes(examined), parse_constant=lambda word: pytest.fail(word))
     assert data["format_version"] == 1
     assert data["is_virtual"] is False
     assert data["device"] == "cpu"
-    assert Examination.from_json(data, where="the test") == examined
+    assert DoctorReport.from_json(data, where="the test") == examined
 
 
 @pytest.mark.parametrize(
@@ -212,23 +211,23 @@ def test_the_file_is_strict_json_and_can_be_read_back(examined: Examination) -> 
     ],
 )
 def test_paths_are_cut_down(text: str, shown: str) -> None:
-    assert without_names(text) == shown
+    assert redact(text) == shown
 
 
 def test_a_home_with_a_blank_and_a_name_are_taken_out(monkeypatch) -> None:
     monkeypatch.setattr("pathlib.Path.home", lambda: Path("/Users/Anna Berg"))
     monkeypatch.setattr("platform.node", lambda: "annas-air.local")
     monkeypatch.setattr("getpass.getuser", lambda: "aberg")
-    privacy._patterns.cache_clear()
+    examination._patterns.cache_clear()
     try:
-        shown = without_names("no /Users/Anna Berg/thesis/x.py on annas-air for aberg (annas-air.local)")
+        shown = redact("no /Users/Anna Berg/thesis/x.py on annas-air for aberg (annas-air.local)")
     finally:
-        privacy._patterns.cache_clear()
+        examination._patterns.cache_clear()
     assert shown == "no .../x.py on (host) for (user) ((host))"
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    mac = Machine(name="a", accelerators=(Accelerator(kind="mps"),), torch=Torch(version="2.13.0"))
+    mac = Machine(name="a", accelerators=(Accelerator(kind="mps"),), torch=TorchFacts(version="2.13.0"))
     assert choose_device("auto", mac) == "mps"
     assert choose_device("cpu", mac) == "cpu"
     assert choose_device("auto", Machine(name="b")) == "cpu"
@@ -236,7 +235,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         with pytest.raises(UsageError, match=f"no {name} to examine"):
             choose_device(name, mac)
     with pytest.raises(WhetError, match="torch cannot be loaded"):
-        choose_device("cpu", Machine(name="c", torch=Torch(error="ImportError: no")))
+        choose_device("cpu", Machine(name="c", torch=TorchFacts(error="ImportError: no")))
 
 
 @pytest.mark.parametrize(
@@ -245,28 +244,28 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 def test_the_exit_code_says_whether_something_was_found(
     monkeypatch, capsys, tmp_path: Path, verdict, code: int
 ) -> None:
-    check = Check(group="parity", name="planted", verdict=verdict, what="what was seen", seconds=1.0)
-    found = Examination(
+    check = CheckResult(group="parity", name="planted", verdict=verdict, what="what was seen", seconds=1.0)
+    found = DoctorReport(
         whet="0", device="mps", is_virtual=True, is_quick=False, started="", finished="", budget_seconds=1,
         machine=Machine(name="m"), conditions=Conditions(), conditions_after=Conditions(), num_busy_processes=1,
         load_per_core=3.0, versions={}, checks=(check,),
     )  # fmt: skip
-    monkeypatch.setattr("whet.doctor.examination.examine", lambda *_, **__: found)
+    monkeypatch.setattr("whet.doctor.examination.examine_device", lambda *_, **__: found)
     assert run_cli(["doctor", "--json", str(tmp_path / "doctor.json")]) == code
     out = capsys.readouterr().out
     assert "SIMULATED" in out
     assert "1 heavy process, load 3.0 for each core: speeds are lower" in out
     assert ("what was seen" in out) == (verdict not in ("good", "not applicable"))
-    assert Examination.from_json(json.loads((tmp_path / "doctor.json").read_text()), where="file") == found
+    assert DoctorReport.from_json(json.loads((tmp_path / "doctor.json").read_text()), where="file") == found
 
 
 def test_a_load_without_heavy_processes_is_said_as_such() -> None:
-    found = Examination(
+    found = DoctorReport(
         whet="0", device="cpu", is_virtual=False, is_quick=False, started="", finished="", budget_seconds=1,
         machine=Machine(name="m"), conditions=Conditions(), conditions_after=Conditions(), num_busy_processes=0,
         load_per_core=4.2, versions={}, checks=(),
     )  # fmt: skip
-    (line,) = [line for line in examination_lines(found) if line.startswith("busy")]
+    (line,) = [line for line in render_report(found) if line.startswith("busy")]
     assert "0 heavy" not in line
     assert "load 4.2 for each core in the last minute, though no single process is heavy now: speeds are" in line
 
@@ -276,7 +275,7 @@ def test_a_load_without_heavy_processes_is_said_as_such() -> None:
 
 @pytest.mark.slow
 def test_all_checks_find_nothing_on_the_cpu() -> None:
-    found = examine("cpu", budget_seconds=600)
+    found = examine_device("cpu", budget_seconds=600)
     assert not found.trouble, found.trouble
     assert not [check for check in found.checks if check.verdict == "skipped"]
     assert len(found.checks) > 150

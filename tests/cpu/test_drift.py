@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from whet.device.fake import Fake
-from whet.engine.drift import CALM, WARM_UP, WINDOW, Drift, SlowDown
+from whet.device.fake import FakeDevice
+from whet.training.callbacks.drift import BASELINE_WINDOW, WARMUP_STEPS, WINDOW, Slowdown, SlowdownDetector
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent.parent / "benchmarks"))
@@ -20,11 +20,11 @@ SEEDS = range(20)
 
 def on_fake_clock(seconds) -> list[float]:
     """What a device whose clock moves only when told says about steps that take so long."""
-    device, seen = Fake(), []
+    device, seen = FakeDevice(), []
     for value in seconds:
         start = device.mark()
         device.pass_time(value)
-        seen.append(device.seconds_between(start, device.mark()))
+        seen.append(device.elapsed_seconds(start, device.mark()))
     return seen
 
 
@@ -57,39 +57,39 @@ def test_a_real_neighbour_is_reported_too() -> None:
 
 
 def test_the_verdict_says_how_much_and_since_when_and_ends() -> None:
-    drift, said = Drift(), {}
+    drift, said = SlowdownDetector(), {}
     for step in range(1, 601):
         verdict = drift.observe(step, 0.02 * (1.5 if 200 < step <= 400 else 1.0) * (1 + 0.01 * (step % 3)))
         said[step] = verdict
     first = next(step for step, verdict in said.items() if verdict)
     assert 200 < first <= 200 + WINDOW
     assert said[first].since_step in range(199, 205)
-    assert said[300] == SlowDown(factor=pytest.approx(1.5, abs=0.02), since_step=said[first].since_step)
+    assert said[300] == Slowdown(factor=pytest.approx(1.5, abs=0.02), since_step=said[first].since_step)
     assert said[400] is not None
     assert said[400 + WINDOW + 8] is None, "cool again"
     assert said[600] is None
 
 
 def test_the_first_steps_and_impossible_times_say_nothing() -> None:
-    drift = Drift()
-    for step in range(WARM_UP):
+    drift = SlowdownDetector()
+    for step in range(WARMUP_STEPS):
         drift.observe(step, 9.0)
     for value in (0.0, -1.0, float("nan"), float("inf")):
         assert drift.observe(1, value) is None
-    for step in range(CALM - 8):
+    for step in range(BASELINE_WINDOW - 8):
         drift.observe(step, 0.01)
     assert all(drift.observe(step, 0.09) is None for step in range(8)), "nothing to compare with yet"
 
 
 def test_twice_the_work_in_twice_the_time_is_not_slower() -> None:
-    drift = Drift()
+    drift = SlowdownDetector()
     for step in range(1, 400):
         work = 2.0 if step > 200 else 1.0
         assert drift.observe(step, 0.01 * work * (1 + 0.01 * (step % 2)), work=work) is None
 
 
 def test_after_a_break_the_steps_before_it_do_not_count_and_the_baseline_does() -> None:
-    drift = Drift()
+    drift = SlowdownDetector()
     for step in range(300):
         drift.observe(step, 0.01 if step < 150 else 0.02)
     assert drift.verdict is not None
@@ -102,7 +102,7 @@ def test_after_a_break_the_steps_before_it_do_not_count_and_the_baseline_does() 
 
 
 def test_a_machine_that_was_slow_at_first_finds_its_baseline_later() -> None:
-    drift = Drift()
+    drift = SlowdownDetector()
     for step in range(200):
         assert drift.observe(step, 0.02) is None
     for step in range(200, 400):

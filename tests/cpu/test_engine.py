@@ -16,13 +16,13 @@ from torch import nn
 import whet
 from small_models import convnet, images
 from whet.base.errors import WhetError
-from whet.data.batch import Micro
-from whet.data.stream import Stateful
-from whet.device.fake import Fake
+from whet.data.adapters import StatefulIterable
+from whet.data.batch import MicroBatch
+from whet.device.fake import FakeDevice
 from whet.device.open import open_device
-from whet.engine.schedule import make_schedule
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from whet.training.schedule import make_schedule
 
 
 def cross_entropy(model: nn.Module):
@@ -114,16 +114,16 @@ def test_events_hold_every_step_unrounded(tmp_path: Path) -> None:
 def test_evaluation_disturbs_nothing() -> None:
     """The same training, evaluated at every step or never, ends with the same weights."""
 
-    def evaluate(model, micros):
+    def evaluate(model, micro_batches):
         assert not model.training
         torch.rand(3)
-        return {"loss": float(sum(model(micro.x).sum() for micro in micros))}
+        return {"loss": float(sum(model(micro.x).sum() for micro in micro_batches))}
 
     finals = []
     for every in (None, 1):
         torch.manual_seed(0)
         model = convnet(dropout=0.5)
-        extra = {"evaluate": evaluate, "dev": images(10, seed=1), "eval_every": every} if every else {}
+        extra = {"evaluate": evaluate, "val": images(10, seed=1), "eval_every": every} if every else {}
         train(model, images(40, seed=0), ema=True, seed=4, **extra)
         finals.append(model.state_dict())
     for name in finals[0]:
@@ -134,8 +134,8 @@ def test_evaluation_uses_the_average_and_covers_every_sample() -> None:
     model = nn.Linear(1, 1)
     seen: list[float] = []
 
-    def evaluate(model, micros):
-        seen.extend(value for micro in micros for value in micro.x.flatten().tolist())
+    def evaluate(model, micro_batches):
+        seen.extend(value for micro in micro_batches for value in micro.x.flatten().tolist())
         return {"weight": model.weight.item()}
 
     x = torch.arange(13.0)[:, None]
@@ -145,7 +145,7 @@ def test_evaluation_uses_the_average_and_covers_every_sample() -> None:
         loss=lambda micro: (model(micro.x) - 1).square().mean(),
         optimizer=sgd(model),
         evaluate=evaluate,
-        dev={"x": x},
+        val={"x": x},
         global_batch_size=4,
         epochs=1,
         ema=True,
@@ -160,8 +160,8 @@ def test_early_stop_and_best(tmp_path: Path) -> None:
     result = train(
         model,
         images(16, seed=0),
-        evaluate=lambda model, micros: {"accuracy": next(scores)},
-        dev=images(4, seed=1),
+        evaluate=lambda model, micro_batches: {"accuracy": next(scores)},
+        val=images(4, seed=1),
         epochs=9,
         goal="accuracy",
         patience=2,
@@ -188,7 +188,7 @@ def test_init_from_starts_with_another_runs_weights(tmp_path: Path) -> None:
 def test_the_micro_batch_is_planned_from_a_measured_step(tmp_path: Path) -> None:
     model = convnet(dropout=0.2)
     torch.manual_seed(1)
-    train(model, images(64, seed=0), global_batch_size=32, wishes={"memory_gb": 1e-4}, run=tmp_path / "run")
+    train(model, images(64, seed=0), global_batch_size=32, overrides={"memory_gb": 1e-4}, run=tmp_path / "run")
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["workload"]["activation_bytes"] > 1_000
     assert 1 <= plan["settings"]["micro_batch"]["value"] < 32
@@ -202,10 +202,10 @@ def test_measuring_leaves_no_trace() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
         data = (torch.randn(24, 3), torch.randint(0, 2, (24,)))
-        from whet.engine.training import Training
-        from whet.engine.workload import describe
+        from whet.training.training_config import TrainingConfig
+        from whet.training.workload import describe_workload
 
-        workload = describe(model, data, Training(global_batch_size=8), recipe="test")
+        workload = describe_workload(model, data, TrainingConfig(global_batch_size=8), recipe="test")
         workload = workload.model_copy(update={"activation_bytes": activation_bytes})
         train(model, data, workload=workload, seed=2)
         finals.append(model.state_dict())
@@ -218,7 +218,7 @@ def test_a_loss_may_compute_gradients_itself_while_it_is_measured() -> None:
     torch.manual_seed(0)
     model, alive = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), []
 
-    def loss(micro: Micro) -> torch.Tensor:
+    def loss(micro: MicroBatch) -> torch.Tensor:
         x = micro.x.clone().requires_grad_()
         inner = model[:2](x)
         alive.append(weakref.ref(inner))
@@ -259,7 +259,7 @@ def test_a_device_that_is_not_there_is_refused_or_said(tmp_path: Path) -> None:
         convnet(),
         images(16, seed=0),
         device="mps",
-        wishes={"on_device_failure": "cpu"},
+        overrides={"on_device_failure": "cpu"},
         show=lambda kind, fields: told.append((kind, fields)),
         run=tmp_path / "run",
     )
@@ -270,17 +270,17 @@ def test_a_device_that_is_not_there_is_refused_or_said(tmp_path: Path) -> None:
 
 
 def test_a_planned_device_that_cannot_be_opened_is_refused_or_said() -> None:
-    from whet.engine.building import use_device
     from whet.machine.known import load_machine
     from whet.plan.plan import make_plan
+    from whet.training.building import use_device
 
-    plan = make_plan(load_machine("m2-air-8gb"), _workload(), wishes={"on_device_failure": "cpu", "threads": 1})
+    plan = make_plan(load_machine("m2-air-8gb"), _workload(), overrides={"on_device_failure": "cpu", "threads": 1})
     replanned, device, fell_back = use_device(plan)
-    assert device.kind == replanned.value("device") == "cpu"
-    assert replanned.value("watermarks") == "unused"
+    assert device.kind == replanned.device == "cpu"
+    assert replanned.watermarks == "unused"
     assert "mps" in (fell_back or "")
     with pytest.raises(WhetError, match="mps"):
-        use_device(make_plan(load_machine("m2-air-8gb"), _workload(), wishes={"threads": 1}))
+        use_device(make_plan(load_machine("m2-air-8gb"), _workload(), overrides={"threads": 1}))
 
 
 class Blocks(nn.Module):
@@ -297,7 +297,7 @@ class Blocks(nn.Module):
 
 
 def test_recomputing_keeps_less_and_changes_nothing() -> None:
-    from whet.engine.workload import _saved_bytes
+    from whet.training.workload import _saved_bytes
 
     x = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
     y = (x[:, 0] > 0).long()
@@ -322,7 +322,7 @@ def test_recomputing_keeps_less_and_changes_nothing() -> None:
 def test_recomputing_needs_blocks() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(WhetError, match="no blocks"):
-        train(model, (torch.randn(8, 3), torch.zeros(8).long()), wishes={"activation_checkpointing": "on"})
+        train(model, (torch.randn(8, 3), torch.zeros(8).long()), overrides={"activation_checkpointing": "on"})
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
@@ -347,7 +347,7 @@ def test_a_compiled_model_is_asked_for_and_stays_the_same_object(monkeypatch: py
             seen.append([name for name, part in model.named_modules() if part._compiled_call_impl is not None])
             return nn.functional.cross_entropy(model(micro.x), micro.y)
 
-        train(model, (x, y), loss=loss, wishes={"compile": switch, "micro_batch": 8})
+        train(model, (x, y), loss=loss, overrides={"compile": switch, "micro_batch": 8})
         assert seen[-1] == {"off": [], "on": [""], "blocks": ["0", "1", "2"]}[switch]
         assert all(part._compiled_call_impl is None for part in model.modules())
         assert bool(graphs) == (switch != "off"), "what torch passes over is not compiled"
@@ -366,7 +366,7 @@ def test_a_simulated_missing_compiler_is_said_in_three_lines(monkeypatch: pytest
     model = nn.Linear(16, 2)
     data = (torch.randn(16, 16), torch.zeros(16).long())
     with pytest.raises(WhetError, match="could not be compiled") as caught:
-        train(model, data, loss=cross_entropy(model), wishes={"compile": "on", "micro_batch": 8})
+        train(model, data, loss=cross_entropy(model), overrides={"compile": "on", "micro_batch": 8})
     assert "No working C++" in caught.value.got
     assert "\n" not in caught.value.got
     assert "compile=off" in caught.value.try_
@@ -409,7 +409,7 @@ def test_what_was_compiled_is_there_at_the_next_start(tmp_path: Path) -> None:
 def test_no_checkpoint_is_vouched_for_that_was_removed(tmp_path: Path) -> None:
     model, calls = convnet(), itertools.count()
 
-    def loss(micro: Micro) -> torch.Tensor:
+    def loss(micro: MicroBatch) -> torch.Tensor:
         if next(calls) == 4:
             shutil.rmtree(tmp_path / "run")
         return nn.functional.cross_entropy(model(micro.x), micro.y)
@@ -525,7 +525,7 @@ def test_a_stream_goes_on_where_it_was(tmp_path: Path, has_state: bool) -> None:
     assert seen == expected
     resumed = next(iter(read_events(open_run(tmp_path / "run"), kinds=("resume",))))
     assert (resumed.get("exact") is False) is not has_state
-    assert isinstance(data(), Stateful) is has_state
+    assert isinstance(data(), StatefulIterable) is has_state
 
 
 class list_stream:  # noqa: N801
@@ -543,7 +543,7 @@ class list_stream:  # noqa: N801
 
 def test_out_of_memory_is_recognised_and_look_alikes_are_not() -> None:
     device = open_device("fake").device
-    assert isinstance(device, Fake)
+    assert isinstance(device, FakeDevice)
     with pytest.raises(RuntimeError) as caught:
         device.hold(10**12)
     assert device.is_oom(caught.value)
@@ -562,10 +562,10 @@ def test_out_of_memory_is_recognised_and_look_alikes_are_not() -> None:
 
 
 def test_the_fake_device_has_its_own_clock_and_memory() -> None:
-    device = Fake(limit_bytes=100)
+    device = FakeDevice(limit_bytes=100)
     start = device.mark()
     device.pass_time(2.5)
-    assert device.seconds_between(start, device.mark()) == 2.5
+    assert device.elapsed_seconds(start, device.mark()) == 2.5
     device.hold(60)
     device.release(60)
     device.hold(30)
@@ -587,7 +587,7 @@ def test_a_first_micro_batch_in_which_nothing_counts_does_no_harm() -> None:
         def loss(micro, model=model):
             return (model(micro.x).squeeze(1).square() * micro.y).sum(), micro.y.sum()
 
-        train(model, (x, counts), loss=loss, global_batch_size=4, shuffle=False, wishes={"micro_batch": micro_batch})
+        train(model, (x, counts), loss=loss, global_batch_size=4, shuffle=False, overrides={"micro_batch": micro_batch})
         finals.append(model.weight.detach().clone())
     assert finals[0].isfinite().all()
     torch.testing.assert_close(finals[0], finals[1])
@@ -602,17 +602,16 @@ def test_a_batch_in_which_nothing_counts_changes_nothing() -> None:
 
 
 def test_several_ragged_columns_are_padded_each_to_its_own_length() -> None:
-    from whet.data.batch import Position
-    from whet.data.open import open_source
-    from whet.data.ragged import Ragged
-    from whet.device.cpu import Cpu
+    from whet.data.adapters import open_source
+    from whet.data.batch import Position, Ragged
+    from whet.device.cpu import CpuDevice
 
     short = Ragged.of([torch.arange(n) for n in (1, 2, 3, 1)])
     long = Ragged.of([torch.arange(n) + 10 for n in (9, 2, 4, 7)])
-    source = open_source({"short": short, "long": long}, Cpu(), global_batch_size=4, seed=0)
+    source = open_source({"short": short, "long": long}, CpuDevice(), global_batch_size=4, seed=0)
     for how in ("fixed", "sorted", "few shapes"):
         for batch in source.batches(Position()):
-            for micro in source.micros(batch, micro_batch=3, how=how):
+            for micro in source.micro_batches(batch, micro_batch=3, how=how):
                 for name, column in (("short", short), ("long", long)):
                     padded = getattr(micro, name)
                     for row, sample in enumerate(micro.ids.tolist()):
@@ -634,10 +633,10 @@ def test_the_final_state_is_saved_although_its_folder_was_damaged(tmp_path: Path
     options = {"run": tmp_path / "run", "epochs": 2, "wishes": {"checkpoint_steps": 4}}
     train(convnet(), images(64, seed=0), **options)
     folder = open_run(tmp_path / "run").checkpoints
-    (folder / store.name_of(16) / store.TENSORS).write_bytes(b"damaged")
+    (folder / store.checkpoint_name(16) / store.TENSORS).write_bytes(b"damaged")
     result = train(convnet(), images(64, seed=0), **options)
     assert result.step == 16
-    found = store.newest(folder)
+    found = store.load_newest(folder)
     assert found is not None
     assert (found[0], found[2]) == (16, [])
 
@@ -662,18 +661,18 @@ def test_rates_come_from_the_run_and_not_from_a_used_optimizer(tmp_path: Path) -
 
 def test_a_stream_with_a_state_can_stop_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     model = nn.Linear(1, 2)
-    options = {"epochs": 3, "global_batch_size": 4, "epochs_per_sitting": 1, "run": tmp_path / "run"}
+    options = {"epochs": 3, "global_batch_size": 4, "epochs_per_session": 1, "run": tmp_path / "run"}
     for sitting in (1, 2, 3):
         assert train(model, Counting(8), **options).step == 2 * sitting
 
 
 def test_wishes_of_a_run_stay(tmp_path: Path) -> None:
     options = {"run": tmp_path / "run", "epochs": 1}
-    train(convnet(), images(64, seed=0), max_steps=2, wishes={"micro_batch": 4}, **options)
+    train(convnet(), images(64, seed=0), max_steps=2, overrides={"micro_batch": 4}, **options)
     with pytest.raises(WhetError, match="another micro_batch"):
-        train(convnet(), images(64, seed=0), max_steps=4, wishes={"micro_batch": 2}, **options)
+        train(convnet(), images(64, seed=0), max_steps=4, overrides={"micro_batch": 2}, **options)
     with pytest.raises(WhetError, match="max_steps may only grow"):
-        train(convnet(), images(64, seed=0), max_steps=1, wishes={"micro_batch": 4}, **options)
+        train(convnet(), images(64, seed=0), max_steps=1, overrides={"micro_batch": 4}, **options)
 
 
 def test_a_refusal_leaves_no_lock(tmp_path: Path) -> None:
@@ -687,7 +686,7 @@ def test_a_refusal_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_evaluate_without_data_is_refused_at_once() -> None:
     with pytest.raises(WhetError, match="belong together"):
-        train(convnet(), images(16, seed=0), evaluate=lambda model, micros: {})
+        train(convnet(), images(16, seed=0), evaluate=lambda model, micro_batches: {})
 
 
 def test_a_goal_that_no_evaluation_gives_is_refused() -> None:
@@ -695,18 +694,18 @@ def test_a_goal_that_no_evaluation_gives_is_refused() -> None:
         train(
             convnet(),
             images(16, seed=0),
-            evaluate=lambda model, micros: {"accuracy": 1.0},
-            dev=images(8, seed=1),
+            evaluate=lambda model, micro_batches: {"accuracy": 1.0},
+            val=images(8, seed=1),
             goal="acuracy",
         )
 
 
 def test_a_failing_evaluation_loses_no_step(tmp_path: Path) -> None:
-    def evaluate(model, micros):
+    def evaluate(model, micro_batches):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        train(convnet(), images(16, seed=0), evaluate=evaluate, dev=images(8, seed=1), run=tmp_path / "run")
+        train(convnet(), images(16, seed=0), evaluate=evaluate, val=images(8, seed=1), run=tmp_path / "run")
     report = whet.summarize(tmp_path / "run")
     assert (report.state, [c.step for c in report.checkpoints]) == ("failed", [0, 2])
 
@@ -717,8 +716,8 @@ def test_a_goal_of_nan_is_never_the_best(tmp_path: Path) -> None:
         convnet(),
         images(8, seed=0),
         epochs=3,
-        evaluate=lambda model, micros: {"accuracy": next(scores)},
-        dev=images(8, seed=1),
+        evaluate=lambda model, micro_batches: {"accuracy": next(scores)},
+        val=images(8, seed=1),
         goal="accuracy",
         run=tmp_path / "run",
     )
@@ -734,7 +733,7 @@ def test_an_optimizer_over_other_parameters_is_refused() -> None:
 
 
 def test_evaluation_keeps_the_order_of_ragged_data() -> None:
-    from whet.data.ragged import Ragged
+    from whet.data.batch import Ragged
 
     column = Ragged.of([torch.full((n,), i) for i, n in enumerate((5, 1, 4, 2, 3))])
     model = nn.Linear(1, 1)
@@ -759,7 +758,7 @@ def test_parts_in_eval_mode_stay_so() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model[1].eval()
     data = (torch.randn(16, 3), torch.randint(0, 2, (16,)))
-    train(model, data, evaluate=lambda model, micros: {"n": len(list(micros))}, dev=data)
+    train(model, data, evaluate=lambda model, micro_batches: {"n": len(list(micro_batches))}, val=data)
     assert (model.training, model[1].training) == (True, False)
     assert int(model[1].num_batches_tracked) == 0
 
@@ -769,10 +768,10 @@ def test_workers_survive_an_interrupt(start: str) -> None:
     import os
     import signal
 
+    from whet.data.adapters import LoaderConfig, MapStyleSource
     from whet.data.batch import Position
-    from whet.data.mapped import Loading, Mapped
 
-    source = Mapped(Squares(), global_batch_size=4, seed=0, loading=Loading(workers=1, start=start))
+    source = MapStyleSource(Squares(), global_batch_size=4, seed=0, loading=LoaderConfig(workers=1, start=start))
     batches = source.batches(Position())
     first = next(batches)
     assert source.workers is not None
@@ -805,7 +804,7 @@ def test_the_progress_line_tells_a_person(capsys: pytest.CaptureFixture[str]) ->
         ({"clip": "1"}, "clip"),
         ({"seed": "x"}, "seed"),
         ({"seed": 2**63}, "seed"),
-        ({"goal_is": "maximum"}, "maximised"),
+        ({"mode": "maximum"}, "maximised"),
         ({"warmup_steps": 0.5}, "warmup_steps"),
     ],
 )
@@ -823,14 +822,14 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_spares_the_checkpoints(tm
         value = nn.functional.cross_entropy(model(micro.x), micro.y)
         return value * math.nan if len(seen) > 9 else value
 
-    wishes = {"checkpoint_steps": 2, "micro_batch": 8}
+    overrides = {"checkpoint_steps": 2, "micro_batch": 8}
     with pytest.raises(WhetError, match="the loss is not a number"):
-        train(model, images(64, seed=0), loss=loss, epochs=4, run=tmp_path / "run", wishes=wishes)
+        train(model, images(64, seed=0), loss=loss, epochs=4, run=tmp_path / "run", overrides=overrides)
     report = whet.summarize(tmp_path / "run")
     assert report.state == "failed"
     from whet.checkpoint import store
 
-    found = store.newest(open_run(tmp_path / "run").checkpoints)
+    found = store.load_newest(open_run(tmp_path / "run").checkpoints)
     assert found is not None
     assert all(t.isfinite().all() for name, t in found[1].tensors.items() if name.startswith("model/"))
 
@@ -903,10 +902,10 @@ def test_a_hostile_optimizer_state_does_not_reach_the_kernels(tmp_path: Path) ->
     options = {"run": tmp_path / "run", "optimizer": whet.OptimizerChoice()}
     train(convnet(), images(32, seed=0), max_steps=2, **options)
     folder = open_run(tmp_path / "run").checkpoints
-    step, snapshot, _ = store.newest(folder)  # type: ignore[misc]
+    step, snapshot, _ = store.load_newest(folder)  # type: ignore[misc]
     tensors = {n: t[:1].clone() if n.endswith("/exp_avg") else t for n, t in snapshot.tensors.items()}
-    store.discard(folder, step=step)
-    store.save(folder, dataclasses.replace(snapshot, tensors=tensors), step=step)
+    store.delete_checkpoint(folder, step=step)
+    store.save_checkpoint(folder, dataclasses.replace(snapshot, tensors=tensors), step=step)
     with pytest.raises(WhetError, match="exp_avg does not fit"):
         train(convnet(), images(32, seed=0), max_steps=4, **options)
 
@@ -979,7 +978,7 @@ def test_buffers_may_be_replaced_by_a_forward_pass() -> None:
     model = Drifting()
     data = (torch.full((16, 1), 4.0), torch.zeros(16, dtype=torch.long))
     with whet.Session(
-        model, sgd(model), data, global_batch_size=8, epochs=6, ema=True, wishes={"threads": 1}
+        model, sgd(model), data, global_batch_size=8, epochs=6, ema=True, overrides={"threads": 1}
     ) as session:
         for batch in session:
             session.step(cross_entropy(model), batch)
@@ -1017,7 +1016,7 @@ def test_recomputing_counts_batch_statistics_once_and_shared_blocks_once() -> No
         torch.manual_seed(0)
         model = Net()
         y = torch.zeros(16, dtype=torch.long)
-        train(model, (x, y), wishes={"activation_checkpointing": switch, "micro_batch": 8})
+        train(model, (x, y), overrides={"activation_checkpointing": switch, "micro_batch": 8})
         finals.append(model.state_dict())
     for name, tensor in finals[0].items():
         assert torch.equal(tensor, finals[1][name]), name
@@ -1026,13 +1025,13 @@ def test_recomputing_counts_batch_statistics_once_and_shared_blocks_once() -> No
 def test_a_missed_evaluation_is_made_up(tmp_path: Path) -> None:
     calls: list[int] = []
 
-    def evaluate(model, micros):
-        calls.append(len(list(micros)))
+    def evaluate(model, micro_batches):
+        calls.append(len(list(micro_batches)))
         if len(calls) in (1, 3):
             raise ZeroDivisionError
         return {"accuracy": 0.5}
 
-    options = {"evaluate": evaluate, "dev": images(8, seed=1), "test": images(8, seed=2), "run": tmp_path / "run"}
+    options = {"evaluate": evaluate, "val": images(8, seed=1), "test": images(8, seed=2), "run": tmp_path / "run"}
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             train(convnet(), images(16, seed=0), **options)
@@ -1048,10 +1047,10 @@ def test_an_infinite_goal_is_never_the_best(tmp_path: Path) -> None:
         convnet(),
         images(8, seed=0),
         epochs=2,
-        evaluate=lambda model, micros: {"perplexity": next(scores)},
-        dev=images(8, seed=1),
+        evaluate=lambda model, micro_batches: {"perplexity": next(scores)},
+        val=images(8, seed=1),
         goal="perplexity",
-        goal_is="min",
+        mode="min",
         schedule="plateau",
         run=tmp_path / "run",
     )
@@ -1069,7 +1068,7 @@ class Sentences:
 
 
 def test_a_lonely_sample_has_the_form_of_the_others() -> None:
-    from whet.data.ragged import Padded
+    from whet.data.batch import Padded
 
     seen: list[type] = []
     model = nn.Linear(1, 2)
@@ -1079,7 +1078,7 @@ def test_a_lonely_sample_has_the_form_of_the_others() -> None:
         means = micro.tokens.values.sum(1, keepdim=True)
         return nn.functional.cross_entropy(model(means), micro.y)
 
-    train(model, Sentences(), loss=loss, global_batch_size=4, wishes={"workers": 0})
+    train(model, Sentences(), loss=loss, global_batch_size=4, overrides={"workers": 0})
     assert set(seen) == {Padded}
 
 

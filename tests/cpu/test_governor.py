@@ -18,18 +18,7 @@ from torch import nn
 
 import whet
 from small_models import convnet, images
-from whet.device.fake import Fake
-from whet.engine import governor as module
-from whet.engine.governor import (
-    HOLD_SECONDS,
-    LARGEST_SHARE,
-    LONGEST_REST_SECONDS,
-    SAVE_AGAIN_SECONDS,
-    UNSEEN_REST_SECONDS,
-    Governor,
-)
-from whet.engine.progress_line import ProgressLine
-from whet.engine.recorder import Recorder
+from whet.device.fake import FakeDevice
 from whet.machine.facts import Conditions
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
@@ -37,6 +26,17 @@ from whet.plan.workload import Workload
 from whet.run.events import read_events
 from whet.run.folder import open_run
 from whet.step.step import Outcome
+from whet.training.callbacks import thermal as module
+from whet.training.callbacks.event_log import Recorder
+from whet.training.callbacks.progress import ProgressLine
+from whet.training.callbacks.thermal import (
+    DEBOUNCE_SECONDS,
+    MAX_REST_SECONDS,
+    MAX_REST_SHARE,
+    PRESSURE_SAVE_SECONDS,
+    REST_SECONDS_WITHOUT_SENSOR,
+    ThermalCare,
+)
 from zygote import PATIENCE_SECONDS
 
 JOB = Path(__file__).parent / "training_job.py"
@@ -45,7 +45,7 @@ PLANS = {
     policy: make_plan(
         load_machine("m2-air-8gb"),
         Workload(recipe="test", num_parameters=1000, global_batch_size=8),
-        wishes={"on_heat": policy},
+        overrides={"on_heat": policy},
     )
     for policy in ("warn", "pace", "pause")
 }
@@ -68,9 +68,9 @@ class Stage:
         self.saved: list[float] = []
         self.rests: list[float] = []
         self.while_resting = while_resting
-        recorder = Recorder(None, Fake(), show=lambda kind, fields: self.told.append((self.now, kind, fields)))
+        recorder = Recorder(None, FakeDevice(), show=lambda kind, fields: self.told.append((self.now, kind, fields)))
         recorder.spent = lambda phase, seconds: self.rests.append(seconds)
-        self.governor = Governor(PLANS[policy], recorder, Fake(), clock=lambda: self.now, sleep=self.sleep)
+        self.governor = ThermalCare(PLANS[policy], recorder, FakeDevice(), clock=lambda: self.now, sleep=self.sleep)
         self.governor.save = lambda: self.saved.append(self.now)
 
     def sleep(self, seconds: float) -> None:
@@ -139,7 +139,7 @@ def test_memory_pressure_is_told_and_a_critical_one_saves_at_once() -> None:
     stage.live(Conditions(memory_pressure="critical"))
     assert stage.saved == [stage.now], "the checkpoint does not wait, although the line does"
     began = stage.now
-    while stage.now < began + SAVE_AGAIN_SECONDS - 10:
+    while stage.now < began + PRESSURE_SAVE_SECONDS - 10:
         stage.live(Conditions(memory_pressure="critical"))
     assert len(stage.saved) == 1
     stage.live(Conditions(memory_pressure="critical"))
@@ -163,7 +163,7 @@ def test_pace_rests_a_share_of_the_time_more_while_hot_and_less_while_cool() -> 
         rested = sum(stage.rests[rests:])
         shares.append(rested / (stage.now - before))
     assert shares[0] == pytest.approx(0.2, abs=0.04)
-    assert max(shares) == pytest.approx(LARGEST_SHARE, abs=0.04)
+    assert max(shares) == pytest.approx(MAX_REST_SHARE, abs=0.04)
     assert shares[-1] == 0
     assert stage.saved == []
 
@@ -186,7 +186,7 @@ def test_pause_saves_first_and_ends_when_the_sensor_is_back_to_normal() -> None:
     hot, cool = (fields for _, fields in stage.events("throttle", "heat"))
     assert "saved, and paused" in hot["reason"]
     assert cool["state"] == "cool"
-    assert cool["rested_seconds"] == stage.rests[0]
+    assert cool["cooldown_seconds"] == stage.rests[0]
     stage.live(COOL)
     assert len(stage.rests) == 1
 
@@ -195,7 +195,7 @@ def test_a_pause_without_a_sensor_is_a_fixed_rest() -> None:
     stage = Stage("pause")
     for factor in [1.0] * 10 + [1.5] * 3:
         stage.live(Conditions(), step_seconds=0.1 * factor)
-    assert stage.rests == [pytest.approx(UNSEEN_REST_SECONDS, abs=1)]
+    assert stage.rests == [pytest.approx(REST_SECONDS_WITHOUT_SENSOR, abs=1)]
     assert stage.events("throttle", "heat")[1][1]["reason"] == "goes on after a rest of 2 min"
 
 
@@ -203,7 +203,7 @@ def test_a_machine_that_never_cools_down_still_trains() -> None:
     stage = Stage("pause")
     for _ in range(40):
         stage.live(HOT)
-    assert all(rest == pytest.approx(LONGEST_REST_SECONDS, abs=1) for rest in stage.rests)
+    assert all(rest == pytest.approx(MAX_REST_SECONDS, abs=1) for rest in stage.rests)
     assert len(stage.rests) == len(stage.saved) == 4, "a minute of training between two pauses"
     assert "still hot after a rest of 15 min" in stage.events("throttle", "heat")[1][1]["reason"]
 
@@ -234,8 +234,8 @@ def test_any_simulated_sequence_changes_at_most_once_in_30_seconds_and_every_pau
         [at for at, _ in stage.events("pressure")],
         list(share_changes),
     ):
-        assert all(later - earlier >= HOLD_SECONDS for earlier, later in itertools.pairwise(times)), times
-    assert all(rest <= LONGEST_REST_SECONDS + 1 for rest in stage.rests)
+        assert all(later - earlier >= DEBOUNCE_SECONDS for earlier, later in itertools.pairwise(times)), times
+    assert all(rest <= MAX_REST_SECONDS + 1 for rest in stage.rests)
     if policy == "warn":
         assert stage.rests == []
     for _, fields in stage.events("throttle") + stage.events("pressure"):
@@ -245,7 +245,7 @@ def test_any_simulated_sequence_changes_at_most_once_in_30_seconds_and_every_pau
 # --- in a session ----------------------------------------------------------------------------------------------------
 
 
-class Simulated(Governor):
+class Simulated(ThermalCare):
     """Simulated sensors, step times and clock in a real session: each step brings the next reading."""
 
     life = ()
@@ -280,7 +280,7 @@ def fit(run: Path | None = None, *, policy: str = "warn", **options) -> tuple[di
         optimizer=whet.OptimizerChoice(lr=1e-2),
         run=run,
         show=None,
-        wishes={"threads": 1, "micro_batch": 4, "on_heat": policy},
+        overrides={"threads": 1, "micro_batch": 4, "on_heat": policy},
         **{"global_batch_size": 8, "epochs": 2, "seed": 5, "ema": True, "clip": 1.0, **options},
     )
     losses = [] if run is None else [event.get("loss") for event in read_events(open_run(run), kinds=("step",))]
@@ -307,7 +307,7 @@ def assert_same(found, expected) -> None:
 def test_training_is_bit_identical_under_any_simulated_sequence(policy, life, undisturbed, tmp_path_factory) -> None:
     Simulated.life = life
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("whet.engine.session.Governor", Simulated)
+        patch.setattr("whet.training.session.ThermalCare", Simulated)
         found = fit(tmp_path_factory.mktemp("governed") / "run", policy=policy)
     assert_same(found, undisturbed)
 
@@ -315,11 +315,11 @@ def test_training_is_bit_identical_under_any_simulated_sequence(policy, life, un
 def test_a_simulated_hot_run_paused_and_saved_and_says_so(tmp_path: Path, monkeypatch) -> None:
     """Guards the test above: the simulated sensors do reach the run."""
     Simulated.life = [(HOT, 0.1)] * 4 + [(Conditions(thermal="nominal", memory_pressure="critical"), 0.1)] * 12
-    monkeypatch.setattr("whet.engine.session.Governor", Simulated)
+    monkeypatch.setattr("whet.training.session.ThermalCare", Simulated)
     fit(tmp_path / "run", policy="pause")
     report = whet.summarize(tmp_path / "run")
     assert {happening.kind for happening in report.happenings} == {"throttle", "pressure"}
-    assert report.seconds["rest"] >= LONGEST_REST_SECONDS
+    assert report.seconds["cooldown"] >= MAX_REST_SECONDS
     saved = [event.step for event in read_events(open_run(tmp_path / "run"), kinds=("checkpoint",))]
     assert saved[:2] == [0, 1], "before the pause"
 
@@ -383,7 +383,7 @@ def test_workers_fork_while_the_machine_is_read_all_the_time(monkeypatch) -> Non
         show=None,
         global_batch_size=8,
         epochs=6,
-        wishes={"threads": 1, "workers": 2, "worker_start": "fork"},
+        overrides={"threads": 1, "workers": 2, "worker_start_method": "fork"},
     )
     assert vitals_threads() == []
 
@@ -393,7 +393,7 @@ def test_a_forked_child_can_leave(monkeypatch) -> None:
     recorder = Stage("warn").governor._recorder
     for _ in range(100):
         # The reader takes no time, so that the thread is often caught with its own lock in hand.
-        with Governor(PLANS["warn"], recorder, Fake(), reader=Conditions) as governor:
+        with ThermalCare(PLANS["warn"], recorder, FakeDevice(), reader=Conditions) as governor:
             child = os.fork()
             if child == 0:
                 governor.__exit__(None, None, None)
@@ -431,7 +431,7 @@ def test_ctrl_c_ends_a_real_pause_and_the_run_goes_on_as_if_nothing_had_happened
 
 
 def test_step_times_reach_the_governor_without_data_evaluation_and_rests() -> None:
-    device, seen = Fake(), []
+    device, seen = FakeDevice(), []
     recorder = Recorder(None, device)
     recorder.watch = seen.extend
     for step in (1, 2):
@@ -440,7 +440,7 @@ def test_step_times_reach_the_governor_without_data_evaluation_and_rests() -> No
             start = device.mark()
             device.pass_time(seconds)
             marks.append((phase, start, device.mark()))
-        recorder.spent("rest", 100.0)
+        recorder.spent("cooldown", 100.0)
         recorder.spent("evaluate", 10.0)
         recorder.step(Outcome(loss=torch.tensor(1.0), grad_norm=None, marks=tuple(marks)), ids=np.arange(1), step=step)
     recorder.read()
@@ -449,7 +449,7 @@ def test_step_times_reach_the_governor_without_data_evaluation_and_rests() -> No
 
 def test_on_heat_may_change_and_a_plan_from_before_it_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    fit(run, epochs_per_sitting=1)
+    fit(run, epochs_per_session=1)
     saved = json.loads((run / "plan.json").read_text())
     del saved["settings"]["on_heat"], saved["wishes"]["on_heat"]
     (run / "plan.json").write_text(json.dumps(saved))

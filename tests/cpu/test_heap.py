@@ -11,8 +11,8 @@ import torch
 
 import whet
 from whet.base.errors import UsageError
-from whet.plan.explain import explain
 from whet.plan.plan import Plan
+from whet.plan.render import explain_setting
 
 JOB = """
 import json, resource, statistics, sys
@@ -67,7 +67,7 @@ SEVERAL = """
 import json, multiprocessing
 import psutil, torch
 from whet.device.cpu import Cpu
-from whet.device.heap import kept_heap
+from whet.device.cpu import kept_heap
 
 torch.set_num_threads(1)  # a forked process has no others
 
@@ -124,13 +124,13 @@ def test_kept_until_the_last_session_is_over_never_in_workers_and_never_against_
 def test_a_run_from_before_the_rule_goes_on_with_it_and_it_may_change(tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
-    def sit(**wishes: str | int) -> Plan:
+    def sit(**overrides: str | int) -> Plan:
         model = torch.nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = torch.ones(12, 3), torch.ones(12, 1)
-        wishes = {"threads": 1, **wishes}
+        overrides = {"threads": 1, **overrides}
         with whet.Session(
-            model, optimizer, data, global_batch_size=4, device="cpu", run=folder, wishes=wishes
+            model, optimizer, data, global_batch_size=4, device="cpu", run=folder, overrides=overrides
         ) as session:
             session.step(lambda micro: (model(micro.x) - micro.y).square().mean(), next(iter(session)))
         return session.plan
@@ -140,8 +140,8 @@ def test_a_run_from_before_the_rule_goes_on_with_it_and_it_may_change(tmp_path: 
     saved = json.loads(file.read_text())
     del saved["settings"]["freed_memory"]
     file.write_text(json.dumps(saved))
-    assert sit().value("freed_memory") == new.value("freed_memory")
-    assert sit(freed_memory="returned").value("freed_memory") == "returned"
+    assert sit().freed_memory == new.freed_memory
+    assert sit(freed_memory="returned").freed_memory == "returned"
     old = new.model_copy(update={"settings": {k: v for k, v in new.settings.items() if k != "freed_memory"}})
     with pytest.raises(UsageError, match="older than that setting"):
-        explain(old, "freed_memory")
+        explain_setting(old, "freed_memory")

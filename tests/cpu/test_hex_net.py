@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from whet.base.errors import WhetError
-from whet.data.batch import Micro
-from whet.device.cpu import Cpu
-from whet.engine.workload import measure_activation_bytes
+from whet.data.batch import MicroBatch
+from whet.device.cpu import CpuDevice
 from whet.hex.games import Samples
 from whet.hex.rules import Positions
 from whet.hex.symmetry import MIRRORED, mover_view, transform, transform_policy
@@ -20,7 +19,8 @@ from whet.recipes.hex.judging import judge, metrics
 from whet.recipes.hex.loss import Weights, hex_loss, policy_losses, value_losses
 from whet.recipes.hex.net import HexNet, planes
 from whet.recipes.hex.players import NetPlayer
-from whet.step.blocks import find_blocks
+from whet.step.model_contexts import find_blocks
+from whet.training.workload import measure_activation_bytes
 
 ARCHS = (
     Arch(),
@@ -32,7 +32,7 @@ ARCHS = (
 )
 
 
-def some_micro(count: int, *, size: int = 5, seed: int = 0) -> Micro:
+def some_micro(count: int, *, size: int = 5, seed: int = 0) -> MicroBatch:
     """Random boards, a legal move on most of them, none on the others; the last board is full."""
     draw = np.random.default_rng(seed)
     boards = draw.choice(3, (count, size, size), p=(0.6, 0.2, 0.2)).astype(np.int8)
@@ -40,7 +40,7 @@ def some_micro(count: int, *, size: int = 5, seed: int = 0) -> Micro:
     moves = np.where(draw.random(count) < 0.8, 0, -1)
     boards[-1], moves[-1] = 1, -1
     movers = draw.choice((1, 2), count).astype(np.int8)
-    return Micro(fields=columns(samples(boards, movers, moves, draw.random(count) < 0.5)), ids=np.arange(count))
+    return MicroBatch(fields=columns(samples(boards, movers, moves, draw.random(count) < 0.5)), ids=np.arange(count))
 
 
 def samples(boards: np.ndarray, movers: np.ndarray, moves: np.ndarray, results: np.ndarray) -> Samples:
@@ -68,7 +68,7 @@ def test_a_plan_knows_the_parameters_exactly_and_the_memory_nearly(arch: Arch) -
     assert len(find_blocks(net)) == arch.depth, "what activation checkpointing computes again"
     small, large = some_micro(4, size=7), some_micro(8, size=7)
     measured = measure_activation_bytes(
-        net, lambda micro: hex_loss(net(micro.board), micro, Weights()), small, large, device=Cpu()
+        net, lambda micro: hex_loss(net(micro.board), micro, Weights()), small, large, device=CpuDevice()
     )
     assert workload.activation_bytes == pytest.approx(measured, rel=0.15)
 
@@ -85,16 +85,16 @@ def test_batchnorm_is_not_cut_and_groupnorm_stays_within_the_memory() -> None:
     for norm in ("group", "batch"):
         arch = Arch.model_validate({"preset": 18, "norm": norm})
         config = HexConfig(size=13, global_batch_size=8192, arch=arch)
-        plans[norm] = make_plan(machine, describe(config), wishes={"memory_gb": 6.0})
-    assert plans["batch"].value("micro_batch") == 8192
-    assert plans["batch"].value("activation_checkpointing") == "on"
-    assert plans["group"].value("micro_batch") < 8192
+        plans[norm] = make_plan(machine, describe(config), overrides={"memory_gb": 6.0})
+    assert plans["batch"].micro_batch == 8192
+    assert plans["batch"].activation_checkpointing == "on"
+    assert plans["group"].micro_batch < 8192
     assert "of 6 GB" in plans["group"].settings["micro_batch"].reason
 
 
 @pytest.mark.parametrize("size", [3, 5, 9])
 def test_a_net_plays_any_size_never_on_a_stone_and_sees_no_colours(size: int) -> None:
-    player = NetPlayer(a_net().eval(), Cpu())
+    player = NetPlayer(a_net().eval(), CpuDevice())
     draw = np.random.default_rng(size)
     boards = draw.choice(3, (6, size, size), p=(0.5, 0.25, 0.25)).astype(np.int8)
     positions = Positions(boards, np.array([1, 2, 1, 2, 1, 2], dtype=np.int8))
@@ -111,11 +111,11 @@ def test_a_net_that_says_nan_does_not_play() -> None:
     with torch.no_grad():
         net.policy.weight.fill_(float("nan"))
     with pytest.raises(WhetError, match="NaN"):
-        NetPlayer(net, Cpu()).judge(np.zeros((1, 3, 3), dtype=np.int8))
+        NetPlayer(net, CpuDevice()).judge(np.zeros((1, 3, 3), dtype=np.int8))
 
 
 def test_two_looks_are_the_same_for_a_board_that_is_turned() -> None:
-    player = NetPlayer(a_net().eval(), Cpu(), has_two_looks=True)
+    player = NetPlayer(a_net().eval(), CpuDevice(), has_two_looks=True)
     boards = some_micro(5).board.numpy()[:4]
     shares, win = player.judge(boards)
     other_shares, other_win = player.judge(boards[:, ::-1, ::-1])
@@ -125,7 +125,7 @@ def test_two_looks_are_the_same_for_a_board_that_is_turned() -> None:
 
 def test_decided_positions_teach_the_value_alone_and_a_full_board_is_no_nan() -> None:
     net, micro = a_net(), some_micro(12)
-    decided = Micro(fields={**micro.fields, "move": torch.full((12,), -1)}, ids=micro.ids)
+    decided = MicroBatch(fields={**micro.fields, "move": torch.full((12,), -1)}, ids=micro.ids)
     hex_loss(net(decided.board), decided, Weights()).backward()
     assert net.policy.weight.grad.abs().max() == 0
     assert net.value_out.weight.grad.abs().max() > 0
@@ -154,7 +154,7 @@ def test_shares_of_a_search_with_all_on_one_move_are_that_move() -> None:
     net, micro = a_net(), some_micro(12)
     has_move = micro.move >= 0
     shares = torch.nn.functional.one_hot(micro.move.clamp(min=0), 25) * has_move[:, None]
-    searched = Micro(fields={**micro.fields, "shares": shares.float()}, ids=micro.ids)
+    searched = MicroBatch(fields={**micro.fields, "shares": shares.float()}, ids=micro.ids)
     said = net(micro.board)
     torch.testing.assert_close(hex_loss(said, searched, Weights()), hex_loss(said, micro, Weights()))
 

@@ -18,7 +18,6 @@ import torch
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.cli.main import run
-from whet.engine.supervise import make_ready
 from whet.hex.board import BLUE
 from whet.hex.play.routes import Routes
 from whet.recipes.hex import players
@@ -30,6 +29,7 @@ from whet.recipes.hex.selfplay.playing import Played, play_itself, read_played, 
 from whet.recipes.hex.selfplay.state import champion_run, open_state, read_state, run_path
 from whet.recipes.hex.views import has_won, passed_on
 from whet.run.folder import open_run
+from whet.training.supervisor import prepare_restart
 
 WORDS = (
     "selfplay=True", "size=3", "games=20", "epochs=1", "arch.depth=1", "arch.width=8", "threads=1",
@@ -157,7 +157,7 @@ def test_killed_and_said_again_it_ends_as_if_nothing_had_been(tmp_path: Path, mo
     assert len(one["generations"]) == 3
     assert champion_run(cut) == run_path(cut, read_state(cut).champion)
     for number in range(3):
-        weights = [store.newest(open_run(run_path(f, number)).checkpoints)[1].tensors for f in (whole, cut)]
+        weights = [store.load_newest(open_run(run_path(f, number)).checkpoints)[1].tensors for f in (whole, cut)]
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
@@ -178,7 +178,7 @@ def test_a_kill_or_ctrl_c_while_it_plays_is_followed_by_more_of_the_same(
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
     (tmp_path / "loop.toml").write_text("[loop]\ngenerations = 3\n")
     told: list[Path | None] = []
-    monkeypatch.setattr("whet.engine.supervise.tell_parent", lambda run, *, step=0: told.append(run))
+    monkeypatch.setattr("whet.training.supervisor.report_to_parent", lambda run, *, step=0: told.append(run))
     monkeypatch.setattr("whet.recipes.hex.selfplay.improving.Improvement.run", mock.Mock(side_effect=KeyboardInterrupt))
     folder, file = tmp_path / "better", tmp_path / "loop.toml"
     with mock.patch.dict(os.environ):
@@ -186,7 +186,7 @@ def test_a_kill_or_ctrl_c_while_it_plays_is_followed_by_more_of_the_same(
     assert f"--config {file} --device cpu --run {folder}" in capsys.readouterr().err
     assert told == [folder]
     open_state(folder, config={})
-    assert make_ready(folder, killer="SIGKILL", is_first=True) == "it goes on"
+    assert prepare_restart(folder, killer="SIGKILL", is_first=True) == "it goes on"
     with mock.patch.dict(os.environ):
         assert run([*command(folder), "--fresh"]) == 2
     assert read_state(folder).config == {}

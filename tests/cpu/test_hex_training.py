@@ -16,7 +16,7 @@ import torch
 
 from whet.checkpoint import store
 from whet.cli.main import run
-from whet.config.resolve import resolve
+from whet.config.resolve import resolve_config
 from whet.hex.positions.splitting import game_keys
 from whet.hex.self_play import play_games
 from whet.hex.two_distance import TwoDistancePlayer
@@ -92,7 +92,7 @@ def test_in_three_sittings_it_ends_with_the_same_bits(place: Place, whole: Path)
         assert code == 0, errors
     assert open_run(cut).kept == open_run(whole).kept
     assert losses(cut) == losses(whole)
-    one, two = (store.newest(open_run(run).checkpoints)[1].tensors for run in (whole, cut))
+    one, two = (store.load_newest(open_run(run).checkpoints)[1].tensors for run in (whole, cut))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
 
@@ -164,7 +164,7 @@ def test_recorded_games_are_learned_from_and_a_plan_knows_how_many(place: Place)
     code, _, errors = place.run("data", "hex", "games.txt", "--size", 4, "--output-dir", "positions")
     assert code == 0, errors
     recipe = hex_recipe()
-    config = resolve(recipe.Config, [f"data={place.folder / 'positions'}", "global_batch_size=16"]).config
+    config = resolve_config(recipe.Config, [f"data={place.folder / 'positions'}", "global_batch_size=16"]).config
     data = recipe.data(config)
     assert data.size == 4
     told = recipe.describe(config)
@@ -191,12 +191,12 @@ def test_few_games_may_leave_no_test_part_but_not_nothing_to_judge_by(place: Pla
     lines = ["b1 a1 b2 a2 b3 a3 b4", "c1 a1 c2 a2 c3 a3 c4", "d1 a1 d2 a2 d3 a3 d4"]
     (place.folder / "few.txt").write_text("\n".join(lines) + "\n")
     recipe = hex_recipe()
-    for test, dev, name in ((0, 0.5, "no-test"), (0, 0, "no-dev")):
-        words = ("--size", 4, "--test-share", test, "--dev-share", dev, "--output-dir", name)
+    for test, val, name in ((0, 0.5, "no-test"), (0, 0, "no-dev")):
+        words = ("--size", 4, "--test-share", test, "--dev-share", val, "--output-dir", name)
         assert place.run("data", "hex", "few.txt", *words)[0] == 0
-    found = recipe.data(resolve(recipe.Config, [f"data={place.folder / 'no-test'}"]).config)
+    found = recipe.data(resolve_config(recipe.Config, [f"data={place.folder / 'no-test'}"]).config)
     assert len(found.train["move"])
-    assert len(found.dev["move"])
+    assert len(found.val["move"])
     assert found.test is None
     code, _, errors = place.train("data=no-dev")
     assert (code, "no positions to judge a training by" in errors) == (2, True), errors

@@ -14,9 +14,9 @@ from torch import nn
 import whet
 from places import Run
 from whet.base.errors import UsageError, WhetError
-from whet.checkpoint import importing, unpacking
-from whet.checkpoint.importing import import_weights
-from whet.engine.reading import load_weights
+from whet.checkpoint import importer, unpickle
+from whet.checkpoint.importer import import_weights
+from whet.training.weights import load_weights
 
 
 def make_model(seed: int = 0) -> nn.Module:
@@ -42,7 +42,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         os.dup2(file.fileno(), 0)
         os.dup2(writing, 1)
         try:
-            code = unpacking.main(words)
+            code = unpickle.main(words)
         finally:
             for number, descriptor in enumerate(saved):
                 os.dup2(descriptor, number)
@@ -51,8 +51,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         with os.fdopen(reading, "rb") as answer:
             return code, answer.read()
 
-    monkeypatch.setattr(importing, "run_unpacking", run)
-    monkeypatch.setattr(unpacking, "limit_process", lambda size, *, seconds: None)
+    monkeypatch.setattr(importer, "run_unpickle_process", run)
+    monkeypatch.setattr(unpickle, "limit_process", lambda size, *, seconds: None)
 
 
 def assert_same(model: nn.Module, other: nn.Module) -> None:

@@ -7,19 +7,19 @@ from torch import nn
 from torch.nn import functional
 
 import whet
+from whet.autotune.candidates import candidates
+from whet.autotune.step_bench import ProbeFailedError
 from whet.base.errors import UsageError
-from whet.device.machine_here import machine_here
-from whet.device.mps import Mps
-from whet.engine.rig import StepRig
-from whet.engine.training import read_training
-from whet.engine.workload import describe
+from whet.device.mps import MpsDevice
+from whet.device.open import current_machine
 from whet.machine.known import load_machine
-from whet.measure.candidates import candidates
-from whet.measure.rig import ProbeFailedError
 from whet.plan.plan import make_plan
 from whet.run.events import History
-from whet.step.layout import Layout
-from whet.step.optimizer import OptimizerChoice
+from whet.step.model_contexts import WeightLayout
+from whet.step.optimizers import OptimizerChoice
+from whet.training.step_bench import LocalStepBench
+from whet.training.training_config import parse_training_config
+from whet.training.workload import describe_workload
 
 TRAINING = {"global_batch_size": 8, "epochs": 2, "ema": True, "clip": 1.0}
 LAST = {"layout": "channels_last", "threads": 1}
@@ -46,7 +46,7 @@ def a_training(**options):
     return model, data, lambda micro: functional.cross_entropy(model(micro.x), micro.y)
 
 
-def train(run=None, *, wishes=LAST, optimizer=None, change=None, **more):
+def train(run=None, *, overrides=LAST, optimizer=None, change=None, **more):
     model, data, loss = a_training()
     if change:
         change(model)
@@ -58,7 +58,7 @@ def train(run=None, *, wishes=LAST, optimizer=None, change=None, **more):
 
     given = optimizer(model) if optimizer else OptimizerChoice(lr=1e-2)
     result = whet.train(
-        model, data, loss=watched, optimizer=given, run=run, wishes=wishes, show=None, **{**TRAINING, **more}
+        model, data, loss=watched, optimizer=given, run=run, overrides=overrides, show=None, **{**TRAINING, **more}
     )
     return model, given, seen, result
 
@@ -77,11 +77,11 @@ def newest_state(run):
 
 @pytest.mark.parametrize("kernels", ["fused", "foreach"])
 def test_a_run_with_channels_last_that_is_resumed_ends_with_the_same_bits(tmp_path, kernels):
-    wishes = {**LAST, "optimizer_kernels": kernels}
-    whole, _, seen, _ = train(tmp_path / "whole", wishes=wishes)
+    overrides = {**LAST, "optimizer_kernels": kernels}
+    whole, _, seen, _ = train(tmp_path / "whole", overrides=overrides)
     assert set(seen) == {(27, 1, 9, 3)}, "the weights lie with channels last while it trains"
-    train(tmp_path / "parts", wishes=wishes, epochs_per_sitting=1)
-    resumed, _, _, result = train(tmp_path / "parts", wishes=wishes, epochs_per_sitting=1)
+    train(tmp_path / "parts", overrides=overrides, epochs_per_session=1)
+    resumed, _, _, result = train(tmp_path / "parts", overrides=overrides, epochs_per_session=1)
     assert result.state == "done"
     expected, found = weights_of(whole), weights_of(resumed)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -93,7 +93,7 @@ def test_a_run_with_channels_last_that_is_resumed_ends_with_the_same_bits(tmp_pa
 
 def test_the_same_is_trained_as_without_and_checkpoints_hold_the_same_numbers(tmp_path):
     model, *_ = train(tmp_path / "last")
-    train(tmp_path / "plain", wishes={"threads": 1})
+    train(tmp_path / "plain", overrides={"threads": 1})
     last, plain = torch.tensor(losses_of(tmp_path / "last")), torch.tensor(losses_of(tmp_path / "plain"))
     assert len(last) == 20
     torch.testing.assert_close(last, plain, rtol=1e-4, atol=1e-6)
@@ -102,7 +102,7 @@ def test_the_same_is_trained_as_without_and_checkpoints_hold_the_same_numbers(tm
     assert weight.is_contiguous()
     assert torch.equal(weight, model.first.weight)
     # A run of another layout starts from it.
-    other, *_ = train(tmp_path / "next", wishes={"threads": 1}, init_from=tmp_path / "last", max_steps=1)
+    other, *_ = train(tmp_path / "next", overrides={"threads": 1}, init_from=tmp_path / "last", max_steps=1)
     assert other.first.weight.is_contiguous()
 
 
@@ -112,9 +112,9 @@ def test_a_model_of_yours_that_lies_with_channels_last_is_resumed_exactly(tmp_pa
     def change(model):
         model.to(memory_format=torch.channels_last)
 
-    whole, *_ = train(tmp_path / "whole", wishes={"threads": 1}, change=change)
-    train(tmp_path / "parts", wishes={"threads": 1}, change=change, epochs_per_sitting=1)
-    resumed, *_ = train(tmp_path / "parts", wishes={"threads": 1}, change=change, epochs_per_sitting=1)
+    whole, *_ = train(tmp_path / "whole", overrides={"threads": 1}, change=change)
+    train(tmp_path / "parts", overrides={"threads": 1}, change=change, epochs_per_session=1)
+    resumed, *_ = train(tmp_path / "parts", overrides={"threads": 1}, change=change, epochs_per_session=1)
     assert resumed.first.weight.stride() == (27, 1, 9, 3)
     expected, found = weights_of(whole), weights_of(resumed)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -128,12 +128,14 @@ def test_afterwards_the_weights_and_the_state_of_an_optimizer_of_yours_lie_as_be
 
 
 def a_rig(model, data, loss, optimizer=None):
-    machine, conditions = machine_here()
-    training = read_training(TRAINING)
+    machine, conditions = current_machine()
+    training = parse_training_config(TRAINING)
     optimizer = optimizer or OptimizerChoice(lr=1e-2)
-    wishes = {"optimizer_kernels": "your optimizer"} if isinstance(optimizer, torch.optim.Optimizer) else {}
-    plan = make_plan(machine, describe(model, data, training, recipe="net"), wishes=wishes, conditions=conditions)
-    return StepRig(model, optimizer, data, training, loss=loss, plan=plan)
+    overrides = {"optimizer_kernels": "your optimizer"} if isinstance(optimizer, torch.optim.Optimizer) else {}
+    plan = make_plan(
+        machine, describe_workload(model, data, training, recipe="net"), overrides=overrides, conditions=conditions
+    )
+    return LocalStepBench(model, optimizer, data, training, loss=loss, plan=plan)
 
 
 @pytest.mark.parametrize("is_yours", [False, True])
@@ -183,10 +185,10 @@ def test_channels_last_is_refused_where_it_has_no_meaning_or_is_wrong():
     with pytest.raises(UsageError, match="a layout of convolutions"):
         whet.train(
             model, (torch.randn(64, 4), torch.randn(64, 2)), loss=lambda m: (model(m.x) - m.y).square().mean(),
-            optimizer=OptimizerChoice(), wishes=LAST, global_batch_size=8, show=None,
+            optimizer=OptimizerChoice(), overrides=LAST, global_batch_size=8, show=None,
         )  # fmt: skip
     with pytest.raises(UsageError, match="wrong results on MPS"):
-        Mps.refuse_layout(None, "channels_last")
+        MpsDevice.refuse_layout(None, "channels_last")
 
 
 def test_parameters_that_share_memory_or_overlap_are_left_alone():
@@ -196,7 +198,7 @@ def test_parameters_that_share_memory_or_overlap_are_left_alone():
     model.second.weight = nn.Parameter(shared[1])
     wide = nn.Parameter(torch.randn(4, 4, 1, 1).expand(4, 4, 3, 3))
     model.third = nn.ParameterList([wide])
-    layout = Layout(model)
+    layout = WeightLayout(model)
     with pytest.raises(UsageError):
         layout.use("channels_last")
     assert model.second.weight.untyped_storage().data_ptr() == model.first.weight.untyped_storage().data_ptr()
@@ -204,11 +206,11 @@ def test_parameters_that_share_memory_or_overlap_are_left_alone():
 
 def test_it_is_offered_for_convolutions_of_two_dimensions_and_never_on_mps():
     model, data, _ = a_training()
-    workload = describe(model, data, read_training(TRAINING), recipe="net")
+    workload = describe_workload(model, data, parse_training_config(TRAINING), recipe="net")
     offered = {
         name: [c.value for c in candidates(make_plan(load_machine(name), workload), "layout")]
         for name in ("linux-2core", "h200", "m2-air-8gb")
     }
     assert offered == {"linux-2core": ["channels_last"], "h200": ["channels_last"], "m2-air-8gb": []}
-    flat = describe(nn.Conv1d(3, 3, 3), data, read_training(TRAINING), recipe="net")
+    flat = describe_workload(nn.Conv1d(3, 3, 3), data, parse_training_config(TRAINING), recipe="net")
     assert not list(candidates(make_plan(load_machine("h200"), flat), "layout"))

@@ -56,7 +56,7 @@ def wait_for_steps(run: Path, process: subprocess.Popen[str], *, number: int) ->
 def test_under_nohup_the_launcher_outlives_its_terminal() -> None:
     """torch's launcher would listen to SIGHUP all the same, and end the training when you log out."""
     program = (
-        "import os, signal\nfrom whet.world import launching\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "import os, signal\nfrom whet.distributed import launching\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "code = launching.launch(['--version'], num_processes=1).code\n"
         "print(code, signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, signal.getsignal(signal.SIGTERM).__module__)"
     )

@@ -10,11 +10,11 @@ from torch.nn import functional
 
 import whet
 from whet.base.errors import UsageError
-from whet.engine import open_batch
-from whet.engine.progress_line import ProgressLine
 from whet.plan.plan import read_plan
 from whet.run.events import History
-from whet.step.optimizer import OptimizerChoice
+from whet.step.optimizers import OptimizerChoice
+from whet.training import tune
+from whet.training.callbacks.progress import ProgressLine
 
 AUTO = {"global_batch_size": "auto", "epochs": 2, "wishes": {"threads": 1}, "show": None}
 
@@ -22,7 +22,7 @@ AUTO = {"global_batch_size": "auto", "epochs": 2, "wishes": {"threads": 1}, "sho
 @pytest.fixture(autouse=True)
 def _a_home_and_little_time(monkeypatch, tmp_path):
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(open_batch, "MOST_SECONDS", 3.0)
+    monkeypatch.setattr(tune, "MAX_BATCH_SECONDS", 3.0)
 
 
 def a_training(num_samples: int = 2_000):
@@ -52,7 +52,7 @@ def test_the_batch_is_measured_once_and_a_run_goes_on_with_it(tmp_path):
             made.update(Counter(calls))
 
     result = whet.train(
-        model, data, loss=loss, optimizer=OptimizerChoice(lr=1e-2), run=tmp_path / "run", epochs_per_sitting=1,
+        model, data, loss=loss, optimizer=OptimizerChoice(lr=1e-2), run=tmp_path / "run", epochs_per_session=1,
         **{**AUTO, "show": show},
     )  # fmt: skip
     assert result.state == "stopped"
@@ -70,7 +70,7 @@ def test_the_batch_is_measured_once_and_a_run_goes_on_with_it(tmp_path):
     model, data, loss, calls = a_training()
     result = whet.train(
         model, data, loss=loss, optimizer=OptimizerChoice(lr=1e-2), run=tmp_path / "run", measure=False,
-        epochs_per_sitting=1, **AUTO,
+        epochs_per_session=1, **AUTO,
     )  # fmt: skip
     assert result.state == "done"
     # The rest of the run, and what verifying before the first step takes.
@@ -105,10 +105,10 @@ def test_an_optimizer_of_yours_trains_with_scaled_rates_and_has_its_own_afterwar
     optimizer = torch.optim.SGD(groups)
     seen = []
     # The way up always gains, so that the largest batch is taken.
-    monkeypatch.setattr(open_batch, "find_batch", with_batch_of(64, find=open_batch.find_batch))
+    monkeypatch.setattr(tune, "measure_batch_size", with_batch_of(64, find=tune.measure_batch_size))
     whet.train(
         model, data, loss=loss, optimizer=optimizer,
-        evaluate=lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]) or {}, dev=data, **AUTO,
+        evaluate=lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]) or {}, val=data, **AUTO,
     )  # fmt: skip
     assert seen[0] == pytest.approx([0.2, 0.4])
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]

@@ -14,13 +14,11 @@ import torchgen
 from torch.testing._internal import common_mps
 from torch.testing._internal.common_methods_invocations import op_db
 
-from whet.device.branches import branches_of
-from whet.device.mps_operators import operators_of_torch, status_of
-from whet.verify.answering import Answers
-from whet.verify.preflight.dtypes import DtypeWatcher
-from whet.verify.preflight.limits import ShapeWatcher
-from whet.verify.preflight.operators import OperatorWatcher
-from whet.verify.preflight.recorder import Recorder
+from whet.device.operators import operator_status, torch_operators
+from whet.device.tracing import trace_as
+from whet.verify.fake_tensors import FakeExecutor
+from whet.verify.preflight.detectors import DtypeDetector, OperatorDetector, ShapeDetector
+from whet.verify.preflight.trace import OperatorRecorder
 
 FEW = ("nn.functional.ctc_loss", "linalg.eigh", "linalg.svd", "take", "add", "nn.functional.linear", "mode", "matmul")
 
@@ -33,12 +31,12 @@ def test_the_table_agrees_with_torchs_own_parser(backend: str, tell: Callable[[s
     folder = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native"
     parsed = parse_native_yaml(str(folder / "native_functions.yaml"), str(folder / "tags.yaml"))
     index = parsed.backend_indices[DispatchKey.parse(backend)]
-    operators, differences, count = operators_of_torch(), [], 0
+    operators, differences, count = torch_operators(), [], 0
     for group in get_grouped_native_functions(parsed.native_functions):
         is_structured = isinstance(group, NativeFunctionsGroup) and group.structured
         for function in group.functions() if isinstance(group, NativeFunctionsGroup) else [group]:
             name = str(function.func.name)
-            status = status_of(name, operators, backend=backend)
+            status = operator_status(name, operators, backend=backend)
             count += 1
             if status.kind == "on the CPU":
                 continue
@@ -99,15 +97,15 @@ def _predicted(names: Iterable[str] | None, *, most_samples: int) -> tuple[set[s
         key = op.name + op.variant_test_name
         if (names is not None and key not in names) or not op.supports_dtype(torch.float32, "cpu"):
             continue
-        recorder = Recorder(
-            [OperatorWatcher("MPS"), DtypeWatcher(), ShapeWatcher()], backend="MPS", answers=Answers(None)
+        recorder = OperatorRecorder(
+            [OperatorDetector("MPS"), DtypeDetector(), ShapeDetector()], backend="MPS", answers=FakeExecutor(None)
         )
         recorder.phase = "training"
         try:
             samples = [sample for sample, _ in zip(op.sample_inputs("cpu", torch.float32), range(most_samples))]  # noqa: B905
         except Exception:
             continue
-        with branches_of("mps"), recorder.function_mode(), recorder:
+        with trace_as("mps"), recorder.function_mode(), recorder:
             for sample in samples:
                 try:
                     op(sample.input, *sample.args, **sample.kwargs)

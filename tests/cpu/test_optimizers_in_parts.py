@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from whet.device.cpu import Cpu
-from whet.step.optimizer import NAMES, OptimizerChoice, make_optimizer
+from whet.device.cpu import CpuDevice
+from whet.step.optimizers import OPTIMIZER_NAMES, OptimizerChoice, build_optimizer
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def _group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_group")
 @pytest.mark.parametrize("kernels", ["fused", "foreach", "loop"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "adafactor"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZER_NAMES if name != "adafactor"])
 def test_a_model_in_parts_is_trained_as_a_whole_one(name: str, kernels: str) -> None:
     """adafactor is refused: it looks at whole weights."""
     choice, found = OptimizerChoice(name=name, lr=0.1, weight_decay=0.1), []
@@ -30,7 +30,7 @@ def test_a_model_in_parts_is_trained_as_a_whole_one(name: str, kernels: str) -> 
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
         if is_in_parts:
             fully_shard(model)
-        optimizer = make_optimizer(choice, model, Cpu(), kernels=kernels)
+        optimizer = build_optimizer(choice, model, CpuDevice(), kernels=kernels)
         for _ in range(2):
             model(torch.ones(5, 4)).square().mean().backward()
             optimizer.step()

@@ -8,17 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from whet.data.adapters import open_source
 from whet.data.batch import Position
-from whet.data.open import open_source
-from whet.data.order import epoch_order, mix, sample_seed
-from whet.device.cpu import Cpu
+from whet.data.order import epoch_order, mix_seed, sample_seed
+from whet.device.cpu import CpuDevice
 
 
 def test_the_order_is_frozen() -> None:
     """A change of these numbers would break the resume of every run that is on a disk."""
     assert epoch_order(8, seed=0, epoch=0).tolist() == [4, 7, 6, 0, 3, 2, 1, 5]
     assert epoch_order(8, seed=1, epoch=2).tolist() == [6, 2, 4, 5, 3, 7, 1, 0]
-    assert mix(1, 2, 3) == 2869315087210772132
+    assert mix_seed(1, 2, 3) == 2869315087210772132
 
 
 @given(st.integers(0, 300), st.integers(0, 2**63), st.integers(0, 1000))
@@ -62,14 +62,14 @@ class Noisy:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_are_the_same_whoever_reads_them(workers: int) -> None:
-    from whet.data.mapped import Loading
+    from whet.data.adapters import LoaderConfig
 
-    source = open_source(Noisy(), Cpu(), global_batch_size=4, seed=7, loading=Loading(workers=workers))
+    source = open_source(Noisy(), CpuDevice(), global_batch_size=4, seed=7, loading=LoaderConfig(workers=workers))
     state = torch.get_rng_state()
     seen = []
     for epoch in range(2):
         for batch in source.batches(Position(epoch=epoch)):
-            for micro in source.micros(batch, micro_batch=2, how="fixed"):
+            for micro in source.micro_batches(batch, micro_batch=2, how="fixed"):
                 assert micro.id.tolist() == micro.ids.tolist()
                 seen += micro.noise.tolist()
     source.close()
@@ -80,12 +80,12 @@ def test_samples_are_the_same_whoever_reads_them(workers: int) -> None:
 
 
 def _expected_noise() -> list[float]:
-    source = open_source(Noisy(), Cpu(), global_batch_size=10, seed=7)
+    source = open_source(Noisy(), CpuDevice(), global_batch_size=10, seed=7)
     return [
         value
         for epoch in range(2)
         for batch in source.batches(Position(epoch=epoch))
-        for micro in source.micros(batch, micro_batch=10, how="fixed")
+        for micro in source.micro_batches(batch, micro_batch=10, how="fixed")
         for value in micro.noise.tolist()
     ]
 
@@ -93,7 +93,7 @@ def _expected_noise() -> list[float]:
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 39))
 def test_a_position_continues_the_same_epoch(num_samples: int, size: int, consumed: int) -> None:
     data = torch.arange(num_samples)
-    source = open_source({"x": data}, Cpu(), global_batch_size=size, seed=1)
+    source = open_source({"x": data}, CpuDevice(), global_batch_size=size, seed=1)
     whole = list(source.batches(Position()))
     assert np.concatenate([b.ids for b in whole]).tolist() == epoch_order(num_samples, seed=1, epoch=0).tolist()
     assert [len(b) for b in whole[:-1]] == [size] * (len(whole) - 1)

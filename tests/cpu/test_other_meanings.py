@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from whet.base.errors import UsageError
-from whet.config.resolve import resolve
+from whet.config.resolve import resolve_config
 from whet.recipes.recipe import load_recipe
-from whet.recipes.train import train_recipe
+from whet.recipes.runner import train_recipe
 
 WORDS = ("arch.hidden_size=16", "arch.heads=2", "arch.layers=1", "arch.vocab_size=300", "arch.max_length=16")
 
@@ -22,7 +22,7 @@ def write(file: Path, rows: Sequence[tuple[str, str]]) -> Path:
 def train(run: Path, data: Path, *, max_steps: int, allow: tuple[str, ...] = ()) -> None:
     recipe = load_recipe("text")
     words = (*WORDS, f"data={data}", f"max_steps={max_steps}", "global_batch_size=8", "epochs=9", "threads=1")
-    train_recipe(recipe, resolve(recipe.Config, words), run=run, device="cpu", allow=allow)
+    train_recipe(recipe, resolve_config(recipe.Config, words), run=run, device="cpu", allow=allow)
 
 
 def test_weights_do_not_go_on_with_tokens_or_classes_that_mean_something_else(tmp_path: Path) -> None:

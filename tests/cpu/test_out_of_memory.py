@@ -114,8 +114,8 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
 def test_a_step_that_ran_out_of_memory_anywhere_simulated_is_made_again_exactly(
     tmp_path: Path, tell: Tell, step: int, make_optimizer: Any, micro_batch: int, every: int
 ) -> None:
-    wishes = {"micro_batch": micro_batch, "threads": 1}
-    options = {"make_optimizer": make_optimizer, "fails_in_step": step, "wishes": wishes}
+    overrides = {"micro_batch": micro_batch, "threads": 1}
+    options = {"make_optimizer": make_optimizer, "fails_in_step": step, "wishes": overrides}
     whole, count, samples = train_once(tmp_path / "whole", **options)
     points = range(1 + step % every, count + 1, every)
     num_silent = 0
@@ -135,11 +135,11 @@ def test_a_step_that_ran_out_of_memory_anywhere_simulated_is_made_again_exactly(
 
 def test_the_comparison_can_fail_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the guard the step made again draws other numbers."""
-    from whet.engine.guard import Guard
+    from whet.step.rollback import StepRollback
 
     options = {"fails_in_step": 2, "wishes": {"micro_batch": 16, "threads": 1}}
     whole, count, _ = train_once(tmp_path / "whole", **options)
-    monkeypatch.setattr(Guard, "put_back", lambda self: True)
+    monkeypatch.setattr(StepRollback, "put_back", lambda self: True)
     state, _, _ = train_once(tmp_path / "cut", at=count // 4, **options)
     assert any(not torch.equal(whole[name], state[name]) for name in whole)
 
@@ -175,7 +175,7 @@ def test_half_the_micro_batch_is_the_same_training_simulated(tmp_path: Path, nam
 
                 session.step(failing, batch)
                 ids.append(batch.ids.tolist())
-            assert session.plan.value("micro_batch") == (16 if fails else 32)
+            assert session.plan.micro_batch == (16 if fails else 32)
             assert session.plan.settings["micro_batch"].source == ("measured" if fails else "rule")
         finals.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         seen.append(ids)
@@ -195,11 +195,11 @@ def test_the_smaller_micro_batch_stays_when_the_run_goes_on_simulated(tmp_path: 
         (x, y),
         run=tmp_path / "run",
         device="cpu",
-        wishes={"micro_batch": 16},
+        overrides={"micro_batch": 16},
         **settings,
     ) as session:
-        assert session.plan.value("micro_batch") == 8
-        assert session.plan.value("accumulation") == 2
+        assert session.plan.micro_batch == 8
+        assert session.plan.accumulation == 2
         assert "ran out of memory at step 2" in session.plan.settings["micro_batch"].reason
 
 
@@ -261,9 +261,9 @@ def test_an_evaluation_that_runs_out_of_memory_simulated_takes_fewer_at_once(tmp
     x, y = images(64, seed=0)
     sizes: list[int] = []
 
-    def evaluate(model: nn.Module, micros: Any) -> dict[str, float]:
+    def evaluate(model: nn.Module, micro_batches: Any) -> dict[str, float]:
         right = []
-        for micro in micros:
+        for micro in micro_batches:
             sizes.append(len(micro))
             if len(micro) > 8:
                 raise RuntimeError(OUT_OF_MEMORY)
@@ -275,7 +275,7 @@ def test_an_evaluation_that_runs_out_of_memory_simulated_takes_fewer_at_once(tmp
         return nn.functional.cross_entropy(model(micro.x), micro.y)
 
     result = whet.train(
-        model, (x, y), loss=loss, optimizer=whet.OptimizerChoice(), evaluate=evaluate, dev=(x, y), run=tmp_path / "run",
+        model, (x, y), loss=loss, optimizer=whet.OptimizerChoice(), evaluate=evaluate, val=(x, y), run=tmp_path / "run",
         global_batch_size=16, show=None,
     )  # fmt: skip
     assert result.state == "done"

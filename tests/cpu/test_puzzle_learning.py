@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from whet.config.resolve import resolve
+from whet.config.resolve import resolve_config
 from whet.recipes.puzzle.recipe import PuzzleRecipe
-from whet.recipes.train import train_recipe
+from whet.recipes.runner import train_recipe
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def train(run: Path, *words: str) -> list[dict[str, Any]]:
     """All evaluations of the run, on grids that are not trained on; the same command goes on."""
     recipe = PuzzleRecipe()
-    train_recipe(recipe, resolve(recipe.Config, ["threads=1", "eval_every=200", *words]), run=run)
+    train_recipe(recipe, resolve_config(recipe.Config, ["threads=1", "eval_every=200", *words]), run=run)
     return [event.fields for event in read_events(open_run(run), kinds=("eval",))]
 
 

@@ -14,10 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from whet.data.batch import Micro
-from whet.recipes.puzzle.exchange import plain_names, their_name
-from whet.recipes.puzzle.loss import puzzle_loss
-from whet.recipes.puzzle.model import PuzzleModel, Shape, Slotting
+from whet.data.batch import MicroBatch
+from whet.recipes.puzzle.model import PuzzleModel, PuzzleShape, SlotConfig, official_name, puzzle_loss, strip_prefixes
 
 CASES = {"attention_rope": (1e-4, 1e-3), "attention_learned": (1e-4, 1e-3), "mixer": (1e-6, 1e-6)}
 """How far logits and states may lie apart, and gradients, relative to the largest of their tensor."""
@@ -47,7 +45,7 @@ def test_four_chained_steps_agree(name: str, cut: tuple[int, ...]) -> None:
         rows = torch.zeros_like(gradients["table.weight"])
         rows.index_add_(0, here["puzzle_row_ids"].long(), here["grad.puzzle_rows"])
         for ours, gradient in gradients.items():
-            theirs = rows if ours == "table.weight" else here[f"grad.inner.{their_name(ours)}"]
+            theirs = rows if ours == "table.weight" else here[f"grad.inner.{official_name(ours)}"]
             assert apart(gradient, theirs) <= close_gradients * float(theirs.abs().max()), ours
         assert len(gradients) == sum(n.startswith("grad.") for n in here)
 
@@ -67,7 +65,7 @@ def step(
             "puzzles": recorded["batch.puzzle_identifiers"],
         }
         fields = {name: rows[first : first + number] for name, rows in fields.items()}
-        micro = Micro(fields=fields, ids=np.arange(first, first + number), first_place=first)
+        micro = MicroBatch(fields=fields, ids=np.arange(first, first + number), first_index=first)
         loss = puzzle_loss(model, micro) * (number / size)
         loss.backward()
         total, first = total + float(loss.detach()), first + number
@@ -92,7 +90,7 @@ def read_case(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def their_model(config: dict[str, Any], recorded: dict[str, Tensor]) -> PuzzleModel:
     """A model of these sizes with their weights."""
-    shape = Shape(
+    shape = PuzzleShape(
         num_tokens=config["vocab_size"],
         length=config["seq_len"],
         num_puzzles=config["num_puzzle_identifiers"],
@@ -107,10 +105,10 @@ def their_model(config: dict[str, Any], recorded: dict[str, Tensor]) -> PuzzleMo
         prefix=config["puzzle_emb_len"],
         puzzle_width=config["puzzle_emb_ndim"],
     )
-    slotting = Slotting(number=config["batch_size"], most_steps=config["halt_max_steps"], exploration=0.0, seed=0)
+    slotting = SlotConfig(number=config["batch_size"], most_steps=config["halt_max_steps"], exploration=0.0, seed=0)
     model = PuzzleModel(shape, slotting)
-    theirs = plain_names({n.removeprefix("state."): t for n, t in recorded.items() if n.startswith("state.")})
+    theirs = strip_prefixes({n.removeprefix("state."): t for n, t in recorded.items() if n.startswith("state.")})
     ours = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("slots.")}
-    assert {their_name(name) for name in ours} == {*theirs}
-    model.load_state_dict({name: theirs[their_name(name)] for name in ours}, strict=False)
+    assert {official_name(name) for name in ours} == {*theirs}
+    model.load_state_dict({name: theirs[official_name(name)] for name in ours}, strict=False)
     return model

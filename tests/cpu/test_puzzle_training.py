@@ -10,30 +10,29 @@ import torch
 from torch import Tensor
 
 from whet.checkpoint import store
-from whet.config.resolve import resolve
-from whet.data.batch import Micro, Position
+from whet.config.resolve import resolve_config
+from whet.data.adapters import TensorSource
+from whet.data.batch import MicroBatch, Position
 from whet.data.columns import as_columns
-from whet.data.source import Cutter
-from whet.data.table import Table
-from whet.device.branches import branches_of
-from whet.device.cpu import Cpu
-from whet.device.fake import Fake
-from whet.device.machine_here import machine_here
-from whet.engine.reading import load_weights
-from whet.engine.rig import StepRig
-from whet.engine.training import read_training
+from whet.data.source import BatchSplitter
+from whet.device.cpu import CpuDevice
+from whet.device.fake import FakeDevice
+from whet.device.open import current_machine
+from whet.device.tracing import trace_as
 from whet.plan.plan import make_plan
-from whet.recipes.puzzle.halting import Slots
-from whet.recipes.puzzle.loss import IGNORED, parts, puzzle_loss, stablemax_loss
-from whet.recipes.puzzle.model import PuzzleModel
+from whet.recipes.puzzle.model import IGNORED_LABEL, PuzzleModel, puzzle_loss, puzzle_losses, stablemax_loss
 from whet.recipes.puzzle.recipe import PuzzleRecipe
-from whet.recipes.train import ingredients, train_recipe
+from whet.recipes.puzzle.slots import Slots
+from whet.recipes.runner import prepare_recipe, train_recipe
 from whet.run.events import read_events
 from whet.run.folder import open_run
 from whet.step.ema import Ema
-from whet.step.graphed import GraphedStepper
-from whet.step.optimizer import make_optimizer
+from whet.step.graphs import GraphedStepper
+from whet.step.optimizers import build_optimizer
 from whet.step.step import Stepper
+from whet.training.step_bench import LocalStepBench
+from whet.training.training_config import parse_training_config
+from whet.training.weights import load_weights
 
 TINY = (
     "puzzles=70",
@@ -52,7 +51,7 @@ TINY = (
 def a_model(*words: str) -> tuple[PuzzleModel, dict[str, Tensor]]:
     """A small one that halts some puzzles early, and its data."""
     recipe = PuzzleRecipe()
-    made = ingredients(recipe, resolve(recipe.Config, [*TINY, *words]).config)
+    made = prepare_recipe(recipe, resolve_config(recipe.Config, [*TINY, *words]).config)
     with torch.no_grad():
         made.model.to_halt.weight.normal_(0, 1)
         made.model.to_halt.bias.zero_()
@@ -63,22 +62,22 @@ def steps(
     model: PuzzleModel, data: dict[str, Tensor], *, number: int, micro_batch: int = 16, is_graphed: bool = False
 ) -> Stepper:
     """Trains; the last global batch of an epoch is short."""
-    device = Fake() if is_graphed else Cpu()
-    config = resolve(PuzzleRecipe.Config, TINY).config
-    optimizer = make_optimizer(PuzzleRecipe().optimizer(config), model, device, is_captured=is_graphed)
+    device = FakeDevice() if is_graphed else CpuDevice()
+    config = resolve_config(PuzzleRecipe.Config, TINY).config
+    optimizer = build_optimizer(PuzzleRecipe().optimizer(config), model, device, is_captured=is_graphed)
     how = {"ema": Ema(model)}
     stepper = (
         GraphedStepper(model, optimizer, device, graphs=device.graphs(), **how)
         if is_graphed
         else Stepper(model, optimizer, device, **how)
     )
-    source, position = Table(as_columns(data), device, global_batch_size=16, seed=1), Position()
+    source, position = TensorSource(as_columns(data), device, global_batch_size=16, seed=1), Position()
     model.train()
     done = 0
     while done < number:
         for batch in source.batches(position):
-            micros = source.micros(batch, micro_batch=micro_batch, how="fixed")
-            stepper(partial(puzzle_loss, model), micros, num_samples=len(batch), step=done + 1)
+            micro_batches = source.micro_batches(batch, micro_batch=micro_batch, how="fixed")
+            stepper(partial(puzzle_loss, model), micro_batches, num_samples=len(batch), step=done + 1)
             done, position = done + 1, batch.after
             if done == number:
                 break
@@ -131,7 +130,9 @@ def test_slots_and_puzzle_vectors_are_not_averaged_and_an_evaluation_leaves_them
         model.eval()
         # In eval mode the loss remembers nothing either: whoever compares devices calls it several times.
         micro = next(
-            Cutter(as_columns(data), send=lambda r: r).micros(np.arange(8), np.arange(8), micro_batch=8, how="fixed")
+            BatchSplitter(as_columns(data), send=lambda r: r).micro_batches(
+                np.arange(8), np.arange(8), micro_batch=8, how="fixed"
+            )
         )
         found = PuzzleRecipe().evaluate(model, iter([micro]))
         losses = {float(puzzle_loss(model, micro)) for _ in range(3)}
@@ -147,14 +148,14 @@ def test_slots_and_puzzle_vectors_are_not_averaged_and_an_evaluation_leaves_them
 def test_a_run_in_sittings_ends_with_the_same_bits_slots_included(tmp_path: Path) -> None:
     def train(run: Path, *words: str) -> None:
         recipe = PuzzleRecipe()
-        train_recipe(recipe, resolve(recipe.Config, [*TINY, "epochs=3", "eval_every=100", *words]), run=run)
+        train_recipe(recipe, resolve_config(recipe.Config, [*TINY, "epochs=3", "eval_every=100", *words]), run=run)
 
     train(tmp_path / "whole")
     for _ in range(3):
         train(tmp_path / "cut", "epochs_per_sitting=1")
     ends = []
     for run in (tmp_path / "whole", tmp_path / "cut"):
-        found = store.newest(open_run(run).checkpoints)
+        found = store.load_newest(open_run(run).checkpoints)
         assert found is not None
         losses = [event.number("loss") for event in read_events(open_run(run), kinds=("step",))]
         ends.append((losses, found[1].tensors))
@@ -168,7 +169,7 @@ def test_a_run_in_sittings_ends_with_the_same_bits_slots_included(tmp_path: Path
     # Whoever uses the model, or starts from it, has slots of his own.
     recipe = PuzzleRecipe()
     kept = open_run(tmp_path / "whole").kept
-    model, answer = recipe.predict(resolve(recipe.Config, TINY).config, kept)
+    model, answer = recipe.predict(resolve_config(recipe.Config, TINY).config, kept)
     load_weights(tmp_path / "whole", model)
     assert torch.equal(model.slots.halted, torch.tensor([True]))
     (verdict,) = answer(["1... ..2. .3.. ...4"])
@@ -182,11 +183,11 @@ def test_a_run_in_sittings_ends_with_the_same_bits_slots_included(tmp_path: Path
 
 def test_measuring_leaves_the_slots_as_they_were() -> None:
     recipe = PuzzleRecipe()
-    made = ingredients(recipe, resolve(recipe.Config, TINY).config)
-    machine, conditions = machine_here()
-    plan = make_plan(machine, made.workload, wishes={"device": "cpu", "threads": 1}, conditions=conditions)
-    training = read_training(made.training)
-    rig = StepRig(made.model, made.optimizer, made.data.train, training, loss=made.loss, plan=plan)
+    made = prepare_recipe(recipe, resolve_config(recipe.Config, TINY).config)
+    machine, conditions = current_machine()
+    plan = make_plan(machine, made.workload, overrides={"device": "cpu", "threads": 1}, conditions=conditions)
+    training = parse_training_config(made.training)
+    rig = LocalStepBench(made.model, made.optimizer, made.data.train, training, loss=made.loss, plan=plan)
     with torch.no_grad():
         rig.model.slots.halted[::2] = False
         rig.model.slots.y.normal_()
@@ -218,17 +219,17 @@ def test_exploration_comes_as_often_as_it_says_and_never_keeps_a_slot_too_long()
 
 
 def test_a_puzzle_is_right_if_all_that_counts_is_and_ignored_places_have_no_loss() -> None:
-    labels = torch.tensor([[1, 2, IGNORED], [1, 0, 2], [IGNORED] * 3])
+    labels = torch.tensor([[1, 2, IGNORED_LABEL], [1, 0, 2], [IGNORED_LABEL] * 3])
     logits = torch.full((3, 3, 3), -2.0).scatter(-1, labels.clamp(min=0)[..., None], 3.0)
     logits[1, 2] = torch.tensor([5.0, 0.0, 1.0])
-    found = parts(logits, torch.zeros(3), labels)
+    found = puzzle_losses(logits, torch.zeros(3), labels)
     assert found.is_right.tolist() == [True, False, True]
     # s(3) = 4 and s(-2) = 1/3.
     assert found.tokens[0].item() == pytest.approx(np.log((4 + 2 / 3) / 4))
     assert found.tokens[2].item() == 0
     assert stablemax_loss(logits, labels)[0, 2].item() == 0
     # What is traced for MPS, on the CPU, must not have float64 in it.
-    with branches_of("mps"):
+    with trace_as("mps"):
         assert stablemax_loss(logits, labels).dtype == torch.float32
     assert stablemax_loss(logits, labels).dtype == torch.float64
     wild = torch.tensor([[[1e30, -1e30, 1.0]]], requires_grad=True)
@@ -241,4 +242,4 @@ def test_a_batch_of_more_puzzles_than_slots_is_refused_in_words() -> None:
     model, data = a_model()
     fields = {name: column[:8] for name, column in data.items()}
     with pytest.raises(Exception, match="more puzzles than the model has slots"):
-        puzzle_loss(model, Micro(fields=fields, ids=np.arange(8), first_place=12))
+        puzzle_loss(model, MicroBatch(fields=fields, ids=np.arange(8), first_index=12))

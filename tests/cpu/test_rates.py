@@ -28,7 +28,7 @@ def train(folder: Path, *, lr: float = LR, bad_step: int | None = None, max_step
         global_batch_size=4,
         schedule=lambda number: 1 / number,
         max_steps=max_steps,
-        wishes={"threads": 1, "micro_batch": 4, "checkpoint_steps": 3},
+        overrides={"threads": 1, "micro_batch": 4, "checkpoint_steps": 3},
     ) as session:
 
         def loss(micro) -> torch.Tensor:
@@ -51,4 +51,4 @@ def test_rates_are_those_of_the_checkpoint_and_not_of_the_optimizer_that_is_give
 def test_going_back_is_not_taken_for_somebody_elses_schedule(bad_step: int, tmp_path: Path) -> None:
     assert train(tmp_path / "run", bad_step=bad_step) == [LR * (1 / number) for number in range(1, 9)]
     (resumed,) = read_events(open_run(tmp_path / "run"), kinds=("resume",))
-    assert (resumed.step, "went_back" in resumed.fields) == (3, True)
+    assert (resumed.step, "rollback_reason" in resumed.fields) == (3, True)

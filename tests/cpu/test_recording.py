@@ -11,16 +11,17 @@ from torch import nn
 import whet
 from small_models import convnet, images
 from whet.base.errors import UsageError
-from whet.device.fake import Fake
-from whet.engine import findings, health
-from whet.engine.progress import Progress
-from whet.engine.recorder import Recorder
+from whet.device.fake import FakeDevice
 from whet.machine.facts import Conditions
-from whet.machine.own_use import OwnUse, Use
+from whet.machine.load import ProcessUsage, Usage
+from whet.run.curve import downsample_curves
 from whet.run.event import Event
 from whet.run.events import read_events
-from whet.run.thin import thin_curves
 from whet.step.step import NORM_EVERY
+from whet.training import metrics
+from whet.training.callback import State
+from whet.training.callbacks import health
+from whet.training.callbacks.event_log import Recorder
 
 
 def cross_entropy(model: nn.Module):
@@ -47,11 +48,11 @@ SEEN = Conditions(
 
 def test_health_is_written_between_steps_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The readings of the machine are simulated; those of the process are real."""
-    monkeypatch.setattr(health, "FIRST_SECONDS", 1e9)
+    monkeypatch.setattr(health, "FIRST_AFTER_SECONDS", 1e9)
     without, _ = train(tmp_path / "without", vitals=lambda: SEEN)
     assert events(tmp_path / "without", "health") == []
-    monkeypatch.setattr(health, "FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(health, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(health, "FIRST_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(health, "INTERVAL_SECONDS", 0.0)
     with_health, _ = train(tmp_path / "with", vitals=lambda: SEEN)
     pairs = zip(without.state_dict().values(), with_health.state_dict().values(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -73,7 +74,7 @@ def test_health_is_written_between_steps_and_changes_nothing(tmp_path: Path, mon
     order = [(event.kind, event.step) for event in read_events(tmp_path / "with")]
     assert all(order.index(("health", step)) > order.index(("step", step)) for step in range(1, 21))
 
-    curves = thin_curves(tmp_path / "with", points=100)
+    curves = downsample_curves(tmp_path / "with", points=100)
     assert [p.mean for p in curves["health/memory/available"].points] == [3_000.0] * 20
     assert [p.samples for p in curves["health/use/gpu"].points] == [8 * step for step in range(1, 21)]
 
@@ -81,14 +82,14 @@ def test_health_is_written_between_steps_and_changes_nothing(tmp_path: Path, mon
 def test_speed_is_told_of_the_time_of_work_alone() -> None:
     """On a simulated clock: an evaluation of 4 s between two readings is no slow training."""
     now, told = 100.0, []
-    recorder = Recorder(None, Fake(), show=lambda kind, fields: told.append((kind, fields)))
+    recorder = Recorder(None, FakeDevice(), show=lambda kind, fields: told.append((kind, fields)))
     governor: Any = SimpleNamespace(conditions=Conditions(), heat="hot")
-    healths = health.Health(recorder, Fake(), governor, memory_bytes=None, clock=lambda: now, use=Use)
+    healths = health.Health(recorder, FakeDevice(), governor, memory_bytes=None, clock=lambda: now, use=Usage)
     for second in range(1, 13):
         now = 100.0 + second
         if second == 8:
             recorder.spent("evaluate", 4.0)
-        healths.between_steps(Progress(step=second, samples=10 * second))
+        healths.between_steps(State(step=second, samples=10 * second))
     recorder.read()
     assert [(kind, fields["step"]) for kind, fields in told] == [("health", 1), ("health", 6), ("health", 11)]
     assert [fields.get("samples_per_second") for _, fields in told] == [None, 10.0, 50.0]
@@ -97,7 +98,7 @@ def test_speed_is_told_of_the_time_of_work_alone() -> None:
 
 
 def test_what_this_process_takes_is_read_from_the_system() -> None:
-    ask = OwnUse()
+    ask = ProcessUsage()
     held = bytearray(b"x") * 80_000_000
     before = ask()
     del held
@@ -119,42 +120,42 @@ def test_the_norm_of_the_gradient_is_taken_now_and_then_without_clipping(tmp_pat
 
 
 def test_an_evaluation_may_tell_more_than_numbers(tmp_path: Path) -> None:
-    def evaluate(model: nn.Module, micros: Any) -> dict[str, Any]:
+    def evaluate(model: nn.Module, micro_batches: Any) -> dict[str, Any]:
         samples = [{"input": "x" * 1_000, "expected": "a", "predicted": number} for number in range(40)]
         confusion = {"labels": ["a", "b"], "counts": torch.tensor([[3, 1], [0, 4]])}
         return {"accuracy": torch.tensor(0.875), "confusion": confusion, "samples": samples}
 
     shown: list[tuple[str, dict[str, Any]]] = []
-    dev = images(8, seed=1)
+    val = images(8, seed=1)
     _, result = train(
-        tmp_path / "run", evaluate=evaluate, dev=dev, test=dev, goal="accuracy", show=lambda *told: shown.append(told)
+        tmp_path / "run", evaluate=evaluate, val=val, test=val, goal="accuracy", show=lambda *told: shown.append(told)
     )
     assert result.metrics == {"accuracy": 0.875, "test_accuracy": 0.875}
     on_dev, on_test = events(tmp_path / "run", "eval")
     assert on_dev.get("confusion") == {"labels": ["a", "b"], "counts": [[3, 1], [0, 4]]}
     assert on_test.get("test_confusion") == on_dev.get("confusion")
-    assert len(on_dev.get("samples")) == findings.MOST_SAMPLES
-    assert len(on_dev.get("samples")[0]["input"]) == findings.MOST_CHARACTERS
+    assert len(on_dev.get("samples")) == metrics.MAX_SAMPLES
+    assert len(on_dev.get("samples")[0]["input"]) == metrics.MAX_CHARACTERS
     assert on_dev.get("samples")[3]["predicted"] == 3
     assert whet.summarize(tmp_path / "run").metrics == result.metrics
     assert not events(tmp_path / "run", "warning")
 
 
 def test_of_many_classes_the_rarest_become_one() -> None:
-    size = findings.MOST_CLASSES + 10
+    size = metrics.MAX_CLASSES + 10
     counts = [[0] * size for _ in range(size)]
     for truth in range(size):
         counts[truth][truth] = truth
         counts[truth][0] += 1
-    found = findings.read_findings({"confusion": {"labels": [f"c{n}" for n in range(size)], "counts": counts}})
+    found = metrics.normalize_metrics({"confusion": {"labels": [f"c{n}" for n in range(size)], "counts": counts}})
     confusion = found["confusion"]
-    assert len(confusion["labels"]) == len(confusion["counts"]) == findings.MOST_CLASSES
-    assert confusion["labels"][-1] == findings.REST
+    assert len(confusion["labels"]) == len(confusion["counts"]) == metrics.MAX_CLASSES
+    assert confusion["labels"][-1] == metrics.OTHER_CLASS
     assert confusion["labels"][-2] == f"c{size - 1}"
     assert sum(map(sum, confusion["counts"])) == sum(map(sum, counts))
     assert confusion["counts"][-1][-1] == sum(range(11)) + 11
     scores = {"labels": [f"c{n}" for n in range(size)], "f1": [n / size for n in range(size)], "support": range(size)}
-    classes = findings.read_findings({"classes": scores})["classes"]
+    classes = metrics.normalize_metrics({"classes": scores})["classes"]
     assert classes["labels"] == [f"c{n}" for n in range(10, size)], "the most frequent, in their order"
     assert classes["f1"] == [n / size for n in range(10, size)]
 
@@ -178,5 +179,5 @@ def test_of_many_classes_the_rarest_become_one() -> None:
 )
 def test_what_cannot_be_shown_is_refused(found: dict[str, Any], what: str) -> None:
     with pytest.raises(UsageError) as caught:
-        findings.read_findings(found)
+        metrics.normalize_metrics(found)
     assert what in str(caught.value)

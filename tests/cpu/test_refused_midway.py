@@ -43,7 +43,8 @@ def train(
         global_batch_size=4,
         epochs=2,
         schedule=falling,
-        wishes={"threads": 1, "micro_batch": 4} | ({"checkpoint_steps": checkpoint_steps} if checkpoint_steps else {}),
+        overrides={"threads": 1, "micro_batch": 4}
+        | ({"checkpoint_steps": checkpoint_steps} if checkpoint_steps else {}),
     ) as session:
         for batch in session:
             session.step(lambda micro: nn.functional.mse_loss(model(micro.x), micro.y), batch)

@@ -53,7 +53,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def final(run: Path) -> store.Snapshot:
-    found = store.newest(open_run(run).checkpoints)
+    found = store.load_newest(open_run(run).checkpoints)
     assert found is not None
     return found[1]
 
@@ -114,7 +114,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(zygote: Zygote, uninterru
     run = tmp_path / "killed"
     process = held(zygote, run, 14, 'wishes={"checkpoint_steps": 3}')
     # It may still be written beside the steps after it.
-    until(lambda: 12 in store.steps(run / "checkpoints"))
+    until(lambda: 12 in store.list_steps(run / "checkpoints"))
     process.send(signal.SIGKILL)
     assert process.wait().code == -signal.SIGKILL
     assert finish(zygote, run, 'wishes={"checkpoint_steps": 3}') == 0
@@ -127,10 +127,10 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(
     run = tmp_path / "killed"
     # Evaluations would save the best state: none comes this early.
     process = held(zygote, run, 3, "eval_every=30")
-    until(lambda: 0 in store.steps(run / "checkpoints"))
+    until(lambda: 0 in store.list_steps(run / "checkpoints"))
     process.send(signal.SIGKILL)
     process.wait()
-    assert store.steps(open_run(run).checkpoints) == [0], "the first state only"
+    assert store.list_steps(open_run(run).checkpoints) == [0], "the first state only"
     assert finish(zygote, run, "eval_every=30") == 0
     assert losses(run) == losses(uninterrupted)
     assert len(losses(run)) == 40
@@ -147,7 +147,7 @@ def test_a_damaged_checkpoint_is_left_for_an_older_one(zygote: Zygote, uninterru
     run = tmp_path / "damaged"
     assert finish(zygote, run, "epochs_per_sitting=1", 'wishes={"checkpoint_steps": 4}') == 0
     folder = open_run(run).checkpoints
-    newest = folder / store.name_of(max(store.steps(folder)))
+    newest = folder / store.checkpoint_name(max(store.list_steps(folder)))
     damage(newest)
     assert finish(zygote, run, 'wishes={"checkpoint_steps": 4}') == 0
     (resumed,) = read_events(open_run(run), kinds=("resume",))
@@ -157,13 +157,13 @@ def test_a_damaged_checkpoint_is_left_for_an_older_one(zygote: Zygote, uninterru
 
 
 def test_a_damaged_checkpoint_does_not_push_a_whole_one_out(zygote: Zygote, tmp_path: Path) -> None:
-    run, wishes = tmp_path / "damaged", 'wishes={"checkpoint_steps": 40, "keep": 3}'
-    assert finish(zygote, run, "epochs_per_sitting=1", wishes) == 0
+    run, overrides = tmp_path / "damaged", 'wishes={"checkpoint_steps": 40, "keep": 3}'
+    assert finish(zygote, run, "epochs_per_sitting=1", overrides) == 0
     folder = open_run(run).checkpoints
-    assert store.steps(folder) == [0, 7, 10]
-    damage(folder / store.name_of(10))
-    assert finish(zygote, run, "epochs_per_sitting=2", wishes) == 0
-    assert store.steps(folder) == [7, 14, 20]
+    assert store.list_steps(folder) == [0, 7, 10]
+    damage(folder / store.checkpoint_name(10))
+    assert finish(zygote, run, "epochs_per_sitting=2", overrides) == 0
+    assert store.list_steps(folder) == [7, 14, 20]
 
 
 def test_a_changed_key_is_refused_by_name(zygote: Zygote, tmp_path: Path) -> None:
@@ -203,8 +203,8 @@ def test_the_comparison_can_fail(zygote: Zygote, uninterrupted: Path, tmp_path: 
     run = tmp_path / "mutant"
     assert finish(zygote, run, "epochs_per_sitting=1") == 0
     folder = open_run(run).checkpoints
-    step, snapshot, _ = store.newest(folder)  # type: ignore[misc]
-    store.durable.remove(folder / store.name_of(step))
+    step, snapshot, _ = store.load_newest(folder)  # type: ignore[misc]
+    store.durable.remove(folder / store.checkpoint_name(step))
     facts = json.loads(json.dumps(snapshot.facts))
     tensors = dict(snapshot.tensors)
     if forgotten == "position":
@@ -215,7 +215,7 @@ def test_the_comparison_can_fail(zygote: Zygote, uninterrupted: Path, tmp_path: 
         tensors["randomness/torch"] = torch.Generator().manual_seed(1).get_state()
     else:
         tensors = {n: torch.zeros_like(t) if n.startswith(f"{forgotten}/") else t for n, t in tensors.items()}
-    store.save(folder, dataclasses.replace(snapshot, tensors=tensors, facts=facts), step=step)
+    store.save_checkpoint(folder, dataclasses.replace(snapshot, tensors=tensors, facts=facts), step=step)
     finish(zygote, run)
     with pytest.raises(AssertionError):
         assert_same(run, uninterrupted)

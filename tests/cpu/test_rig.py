@@ -9,15 +9,15 @@ from torch import nn
 from torch.nn import functional
 
 import whet
-from whet.data.batch import Micro
-from whet.device.machine_here import machine_here
-from whet.engine.rig import StepRig
-from whet.engine.training import read_training
-from whet.engine.workload import describe
-from whet.measure.rig import ProbeFailedError
+from whet.autotune.step_bench import ProbeFailedError
+from whet.data.batch import MicroBatch
+from whet.device.open import current_machine
 from whet.plan.plan import make_plan
 from whet.run.events import History
-from whet.step.optimizer import OptimizerChoice
+from whet.step.optimizers import OptimizerChoice
+from whet.training.step_bench import LocalStepBench
+from whet.training.training_config import parse_training_config
+from whet.training.workload import describe_workload
 
 TRAINING = {"global_batch_size": 16, "epochs": 2, "clip": 1.0, "ema": True}
 CANDIDATES = (
@@ -54,15 +54,17 @@ def a_training():
     return model, data, lambda micro: functional.cross_entropy(model(micro.x), micro.y)
 
 
-def a_rig(model, data, loss, optimizer=None, *, wishes=None, **changes):
-    training = read_training({**TRAINING, **changes})
+def a_rig(model, data, loss, optimizer=None, *, overrides=None, **changes):
+    training = parse_training_config({**TRAINING, **changes})
     optimizer = optimizer or OptimizerChoice(lr=1e-2)
-    machine, conditions = machine_here()
-    wishes = wishes or {}
+    machine, conditions = current_machine()
+    overrides = overrides or {}
     if isinstance(optimizer, torch.optim.Optimizer):
-        wishes = {**wishes, "optimizer_kernels": "your optimizer"}
-    plan = make_plan(machine, describe(model, data, training, recipe="net"), wishes=wishes, conditions=conditions)
-    return StepRig(model, optimizer, data, training, loss=loss, plan=plan)
+        overrides = {**overrides, "optimizer_kernels": "your optimizer"}
+    plan = make_plan(
+        machine, describe_workload(model, data, training, recipe="net"), overrides=overrides, conditions=conditions
+    )
+    return LocalStepBench(model, optimizer, data, training, loss=loss, plan=plan)
 
 
 def everything(model, optimizer=None):
@@ -113,7 +115,7 @@ def test_measuring_leaves_model_generators_and_threads_as_they_were():
 def test_an_optimizer_of_yours_is_as_it_was():
     model, data, loss = a_training()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loss(Micro(fields={"x": data[0], "y": data[1]}, ids=np.arange(80))).backward()
+    loss(MicroBatch(fields={"x": data[0], "y": data[1]}, ids=np.arange(80))).backward()
     optimizer.step()
     model.zero_grad(set_to_none=True)
     before = everything(model, optimizer)
@@ -146,7 +148,7 @@ def test_an_optimizer_that_keeps_things_deep_inside_is_as_it_was_and_of_the_same
     optimizer = Slowly(model.parameters())
     rate, weight = optimizer.param_groups[0]["lr"], model.head.weight
     torch.optim.lr_scheduler.StepLR(optimizer, 5)
-    loss(Micro(fields={"x": data[0], "y": data[1]}, ids=np.arange(80))).backward()
+    loss(MicroBatch(fields={"x": data[0], "y": data[1]}, ids=np.arange(80))).backward()
     optimizer.step()
     model.zero_grad(set_to_none=True)
     known = optimizer.state[weight]["known"]
@@ -206,7 +208,7 @@ def test_data_that_must_be_read_is_not_read_ahead():
             return {"x": torch.randn(8), "y": torch.tensor(index % 3)}
 
     model, _, loss = a_training()
-    with a_rig(model, Files(), loss, wishes={"workers": 0}):
+    with a_rig(model, Files(), loss, overrides={"workers": 0}):
         assert Files.reads <= 2 * TRAINING["global_batch_size"]
 
 

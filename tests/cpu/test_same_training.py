@@ -10,24 +10,26 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from small_models import TokenModel, convnet, images, ragged_tokens
-from whet.data.batch import Micro, Position
-from whet.data.cut import Lengths
-from whet.data.open import open_source
+from whet.data.adapters import open_source
+from whet.data.batch import MicroBatch, Position
 from whet.data.source import AbstractSource
-from whet.device.cpu import Cpu
+from whet.data.split import LengthMode
+from whet.device.cpu import CpuDevice
 from whet.step.step import Stepper
 
-FORMS: tuple[Lengths, ...] = ("fixed", "sorted", "few shapes", "packed")
+FORMS: tuple[LengthMode, ...] = ("fixed", "sorted", "few shapes", "packed")
 GRADIENT_BOUND = {torch.float32: 1e-6, torch.float64: 1e-12}
 WEIGHT_BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
-def gradients(model: nn.Module, source: AbstractSource, loss, *, micro_batch: int, how: Lengths) -> dict[str, Tensor]:
+def gradients(
+    model: nn.Module, source: AbstractSource, loss, *, micro_batch: int, how: LengthMode
+) -> dict[str, Tensor]:
     """The gradient of one step, with the weights left as they were."""
-    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0), Cpu())
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0), CpuDevice())
     batch = next(iter(source.batches(Position())))
-    micros = source.micros(batch, micro_batch=micro_batch, how=how)
-    stepper(loss, micros, num_samples=len(batch), step=1)
+    micro_batches = source.micro_batches(batch, micro_batch=micro_batch, how=how)
+    stepper(loss, micro_batches, num_samples=len(batch), step=1)
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -47,12 +49,12 @@ def relative(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     seed=st.integers(0, 1000),
 )
 def test_token_weighted_gradients_do_not_depend_on_the_cut(
-    num_samples: int, micro_batch: int, how: Lengths, longest: int, dtype: torch.dtype, seed: int
+    num_samples: int, micro_batch: int, how: LengthMode, longest: int, dtype: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
     model = TokenModel().to(dtype)
     tokens = ragged_tokens(num_samples, longest=longest, seed=seed)
-    source = open_source({"tokens": tokens}, Cpu(), global_batch_size=num_samples, seed=seed)
+    source = open_source({"tokens": tokens}, CpuDevice(), global_batch_size=num_samples, seed=seed)
     whole = gradients(model, source, model.loss, micro_batch=num_samples, how="fixed")
     cut = gradients(model, source, model.loss, micro_batch=micro_batch, how=how)
     assert relative(cut, whole) < GRADIENT_BOUND[dtype]
@@ -71,9 +73,9 @@ def test_mean_gradients_do_not_depend_on_the_cut(
     torch.manual_seed(seed)
     model = convnet().to(dtype)
     x, y = images(num_samples, seed=seed)
-    source = open_source((x.to(dtype), y), Cpu(), global_batch_size=num_samples, seed=seed)
+    source = open_source((x.to(dtype), y), CpuDevice(), global_batch_size=num_samples, seed=seed)
 
-    def loss(micro: Micro) -> Tensor:
+    def loss(micro: MicroBatch) -> Tensor:
         return nn.functional.cross_entropy(model(micro.x), micro.y)
 
     whole = gradients(model, source, loss, micro_batch=num_samples, how="fixed")
@@ -81,22 +83,22 @@ def test_mean_gradients_do_not_depend_on_the_cut(
     assert relative(cut, whole) < GRADIENT_BOUND[dtype]
 
 
-def steps(model: nn.Module, source: AbstractSource, loss, *, count: int, micro_batch: int, how: Lengths) -> None:
+def steps(model: nn.Module, source: AbstractSource, loss, *, count: int, micro_batch: int, how: LengthMode) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    stepper = Stepper(model, optimizer, Cpu(), clip=1.0)
+    stepper = Stepper(model, optimizer, CpuDevice(), clip=1.0)
     batches = (batch for epoch in range(count) for batch in source.batches(Position(epoch=epoch)))
     for step, batch in zip(range(1, count + 1), batches, strict=False):
-        stepper(loss, source.micros(batch, micro_batch=micro_batch, how=how), num_samples=len(batch), step=step)
+        stepper(loss, source.micro_batches(batch, micro_batch=micro_batch, how=how), num_samples=len(batch), step=step)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize(("micro_batch", "how"), [(1, "fixed"), (3, "sorted"), (5, "few shapes"), (4, "packed")])
-def test_fifty_adamw_steps_agree(dtype: torch.dtype, micro_batch: int, how: Lengths) -> None:
+def test_fifty_adamw_steps_agree(dtype: torch.dtype, micro_batch: int, how: LengthMode) -> None:
     torch.manual_seed(0)
     first = TokenModel().to(dtype)
     second = copy.deepcopy(first)
     tokens = ragged_tokens(83, longest=15, seed=1)
-    source = open_source({"tokens": tokens}, Cpu(), global_batch_size=16, seed=2)
+    source = open_source({"tokens": tokens}, CpuDevice(), global_batch_size=16, seed=2)
     steps(first, source, first.loss, count=50, micro_batch=16, how="fixed")
     steps(second, source, second.loss, count=50, micro_batch=micro_batch, how=how)
     ours, theirs = dict(second.named_parameters()), dict(first.named_parameters())
@@ -114,10 +116,10 @@ def test_the_test_can_fail(fault: str) -> None:
     torch.manual_seed(0)
     model = TokenModel()
     tokens = ragged_tokens(10, longest=15, seed=1)
-    source = open_source({"tokens": tokens}, Cpu(), global_batch_size=10, seed=2)
+    source = open_source({"tokens": tokens}, CpuDevice(), global_batch_size=10, seed=2)
     whole = gradients(model, source, model.loss, micro_batch=10, how="fixed")
 
-    def wrong(micro: Micro):
+    def wrong(micro: MicroBatch):
         total, weight = model.loss(micro)
         if fault == "equal weights":
             return total / weight
@@ -164,7 +166,7 @@ def test_a_convnet_is_bit_equal_to_the_hand_written_loop() -> None:
         epochs=5,
         clip=1.0,
         seed=3,
-        wishes={"threads": 1, "micro_batch": 20},
+        overrides={"threads": 1, "micro_batch": 20},
     ) as session:
         for batch in session:
             session.step(lambda micro: nn.functional.cross_entropy(ours(micro.x), micro.y), batch)

@@ -15,15 +15,15 @@ import torch
 from whet.base.errors import UsageError
 from whet.checkpoint import store
 from whet.cli import main
-from whet.cli.seeds import wanted_seeds
-from whet.report.seeds import Seeds, refuse_other_data, seeds_lines, spread
-from whet.report.summary import summarize
-from whet.run.folder import KEPT_FILE, create_run, open_run
+from whet.cli.multi_run import parse_seeds
+from whet.report.run_report import summarize
+from whet.report.seeds import SeedsResult, check_same_data, metric_spread, render_seeds
+from whet.run.folder import RECIPE_FILE, create_run, open_run
 
 RECIPE = '''
 import torch
 from torch import nn
-from whet.config.keys import CommonConfig
+from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
 
 
@@ -109,7 +109,7 @@ def test_seeds_stopped_in_the_middle_end_as_if_never_stopped(tmp_path: Path) -> 
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    found = store.newest(open_run(run).checkpoints)
+    found = store.load_newest(open_run(run).checkpoints)
     assert found is not None
     return {**found[1].tensors, "step": torch.tensor(found[0])}
 
@@ -162,33 +162,33 @@ def test_seeds_of_different_data_have_no_mean(tmp_path: Path) -> None:
     for seed, data in enumerate(("one", "one", "other")):
         path = tmp_path / f"seed-{seed}"
         create_run(path, recipe="text", config={}, plan={}, machine={}, versions={}, command=["whet"])
-        (path / KEPT_FILE).write_text(json.dumps({"data": data}))
-    refuse_other_data(tmp_path, (0, 1))
-    refuse_other_data(tmp_path, ())
+        (path / RECIPE_FILE).write_text(json.dumps({"data": data}))
+    check_same_data(tmp_path, (0, 1))
+    check_same_data(tmp_path, ())
     with pytest.raises(UsageError, match="different data"):
-        refuse_other_data(tmp_path, (0, 1, 2))
+        check_same_data(tmp_path, (0, 1, 2))
 
 
 def test_seeds_that_cannot_be_meant_are_left_to_the_training() -> None:
-    assert wanted_seeds(("seeds=3", "seed=5"), None) == range(5, 8)
+    assert parse_seeds(("seeds=3", "seed=5"), None) == range(5, 8)
     for words in (("seeds=0",), ("seeds=10001",), ("seeds=3", "seed=-3"), ("seeds=true",)):
-        assert len(wanted_seeds(words, None)) == 1
+        assert len(parse_seeds(words, None)) == 1
 
 
 def test_an_interval_is_students() -> None:
     # Known from tables: the half width for n values of deviation 1 is t / sqrt(n).
-    two, three = spread("a", [0.0, 2**0.5]), spread("a", [-1.0, 0.0, 1.0])
+    two, three = metric_spread("a", [0.0, 2**0.5]), metric_spread("a", [-1.0, 0.0, 1.0])
     assert two.high == pytest.approx(2**0.5 / 2 + 12.706 / 2**0.5)
     assert (three.low, three.high) == pytest.approx((-4.303 / 3**0.5, 4.303 / 3**0.5))
-    many = spread("a", [float(n % 2) for n in range(61)])
+    many = metric_spread("a", [float(n % 2) for n in range(61)])
     assert many.deviation is not None
     assert many.high - many.mean == pytest.approx(2.0003 * many.deviation / 61**0.5, rel=1e-3)
-    assert spread("a", [0.5]).deviation is None
-    assert spread("a", [0.5, float("nan")]).low is None
+    assert metric_spread("a", [0.5]).deviation is None
+    assert metric_spread("a", [0.5, float("nan")]).low is None
 
 
 def test_the_interval_of_a_share_is_shown_between_0_and_1() -> None:
-    metrics = (spread("test_accuracy", [0.7, 0.8, 0.9]), spread("test_brier", [0.0, 0.1, 0.6]))
-    shown = "\n".join(seeds_lines(Seeds(recipe="text", seeds=(1, 2, 3), done=(1, 2, 3), metrics=metrics)))
+    metrics = (metric_spread("test_accuracy", [0.7, 0.8, 0.9]), metric_spread("test_brier", [0.0, 0.1, 0.6]))
+    shown = "\n".join(render_seeds(SeedsResult(recipe="text", seeds=(1, 2, 3), done=(1, 2, 3), metrics=metrics)))
     assert "0.5516 to 1.0000" in shown
     assert "-0.5653 to 1.0319" in shown

@@ -11,11 +11,11 @@ from torch import nn
 import whet
 from small_models import convnet, images
 from whet.base.errors import WhetError
-from whet.engine import opening
-from whet.engine.soundness import MOST_IN_A_ROW, Soundness
 from whet.run.event import Event
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from whet.step.non_finite_guard import MAX_CONSECUTIVE_SKIPS, NonFiniteGuard
+from whet.training import setup
 
 BAD_STEP = 7
 
@@ -87,7 +87,7 @@ def test_a_step_that_is_bad_again_is_left_out_and_everything_else_is_as_if_it_ha
     assert len(event.get("samples")) == 16
     known = [Event(kind="skip", time=0, step=BAD_STEP, fields={"verdict": "reproducible"})]
     monkeypatch.setattr(
-        opening, "Soundness", lambda *, has_scaler, earlier: Soundness(has_scaler=has_scaler, earlier=known)
+        setup, "NonFiniteGuard", lambda *, has_scaler, earlier: NonFiniteGuard(has_scaler=has_scaler, earlier=known)
     )
     never_made, _ = train(tmp_path / "without")
     assert_equal(state, never_made)
@@ -95,7 +95,7 @@ def test_a_step_that_is_bad_again_is_left_out_and_everything_else_is_as_if_it_ha
 
 def test_the_verdict_survives_a_resume(tmp_path: Path) -> None:
     whole, _ = train(tmp_path / "whole", times=math.inf)
-    train(tmp_path / "cut", times=math.inf, epochs_per_sitting=2)
+    train(tmp_path / "cut", times=math.inf, epochs_per_session=2)
     # Back to before the bad step: who goes on from there must not make it.
     for step in (10, 12):
         whet_store().discard(open_run(tmp_path / "cut").checkpoints, step=step)
@@ -111,7 +111,7 @@ def whet_store() -> Any:
 
 
 def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
-    steps = tuple(range(BAD_STEP, BAD_STEP + MOST_IN_A_ROW + 1))
+    steps = tuple(range(BAD_STEP, BAD_STEP + MAX_CONSECUTIVE_SKIPS + 1))
     with pytest.raises(WhetError, match="the loss is not a number"):
         train(tmp_path / "run", times=math.inf, steps=steps)
     newest = whet_store().newest(open_run(tmp_path / "run").checkpoints)
@@ -143,11 +143,11 @@ def losses(seed: int, *, steps: int = 500) -> list[float]:
 def test_a_spike_is_told_and_usual_losses_are_not() -> None:
     false_alarms = 0
     for seed in range(20):
-        watch = Soundness(has_scaler=False)
+        watch = NonFiniteGuard(has_scaler=False)
         false_alarms += sum(watch.observe(step, loss) is not None for step, loss in enumerate(losses(seed), 1))
     assert false_alarms <= 10, "at most one in a thousand"
     for seed in range(20):
-        watch = Soundness(has_scaler=False)
+        watch = NonFiniteGuard(has_scaler=False)
         for step, loss in enumerate(losses(seed, steps=300), 1):
             watch.observe(step, loss)
         said = watch.observe(301, losses(seed, steps=300)[-1] + 10 * 0.3)

@@ -15,11 +15,11 @@ from torch import nn
 
 import whet
 from small_models import convnet, images
-from whet.base.stopping import StoppedError
+from whet.base.process import TerminatedError
 from whet.cli import search
+from whet.hpo import trial_process
 from whet.run.events import read_events
 from whet.run.folder import open_run
-from whet.trials import child
 
 SAID = {
     signal.SIGINT: "stopping after this step; Ctrl-C once more stops at once",
@@ -50,7 +50,7 @@ def train(run: Path, *, show: Callable[[str, dict[str, Any]], None], in_loss: Ca
         run=run,
         show=show,
         device="cpu",
-        wishes={"threads": 1, "micro_batch": 16, **options.pop("wishes", {})},
+        overrides={"threads": 1, "micro_batch": 16, **options.pop("wishes", {})},
         **options,
     )
 
@@ -91,7 +91,7 @@ def test_a_signal_while_a_compiled_model_is_compared_is_answered_before_the_firs
     def show(kind: str, fields: dict[str, Any]) -> None:
         told.append((kind, fields))
 
-    result = train(tmp_path / "run", show=show, in_loss=ask, wishes={"compile": "on"})
+    result = train(tmp_path / "run", show=show, in_loss=ask, overrides={"compile": "on"})
     assert (result.step, result.exit_code) == (1, 130)
     assert heard_at[-1] == "stopping"
     compared = [str(fields.get("changed")) for kind, fields in told if kind == "plan"]
@@ -114,7 +114,7 @@ def test_a_signal_in_the_middle_of_showing_waits_for_its_end(tmp_path: Path) -> 
         told.append((kind, fields))
         depth -= 1
 
-    options: dict[str, Any] = {"evaluate": lambda _model, _micros: {"a": 1.0}, "dev": images(8, seed=1)}
+    options: dict[str, Any] = {"evaluate": lambda _model, _micros: {"a": 1.0}, "val": images(8, seed=1)}
     result = train(tmp_path / "run", show=show, in_loss=lambda _call: None, eval_every=2, **options)
     assert result.step == 2
     kinds = [kind for kind, _ in told]
@@ -157,13 +157,13 @@ def test_after_the_last_step_nothing_is_promised_of_one(tmp_path: Path) -> None:
         in_loss=lambda _call: None,
         epochs=1,
         evaluate=evaluate,
-        dev=images(8, seed=1),
+        val=images(8, seed=1),
     )
     assert (result.state, result.exit_code) == ("done", 0)
     assert words(told) == ["stopping once all is evaluated and saved; Ctrl-C once more stops at once"]
 
 
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, StoppedError)])
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, TerminatedError)])
 def test_a_second_one_stops_at_once(tmp_path: Path, number: signal.Signals, error: type[BaseException]) -> None:
     def ask(call: int) -> None:
         if call == 2:
@@ -227,7 +227,7 @@ def test_a_search_answers_the_first_signal_and_a_second_one_stops_it(capsys: pyt
         said = capsys.readouterr()
         assert said.err == "SIGTERM: stopping once the running trials are saved; a second one stops at once\n"
         assert not said.out
-        with pytest.raises(StoppedError) as second:
+        with pytest.raises(TerminatedError) as second:
             signal.raise_signal(signal.SIGTERM)
     assert second.value.code == 143
 
@@ -235,12 +235,12 @@ def test_a_search_answers_the_first_signal_and_a_second_one_stops_it(capsys: pyt
 def test_a_trial_that_is_terminated_twice_has_not_failed() -> None:
     messages: list[Any] = []
 
-    class Line(child.Line):
+    class Line(trial_process.TrialChannel):
         def __init__(self) -> None:
             pass
 
         def say(self, message: dict[str, Any]) -> None:
             messages.append(message)
 
-    assert child._told(StoppedError(signal.SIGTERM), Line()) == 143
+    assert trial_process._told(TerminatedError(signal.SIGTERM), Line()) == 143
     assert not messages

@@ -16,14 +16,14 @@ import torch
 
 from warm import WarmPython
 from whet.checkpoint import store
-from whet.engine.supervise import make_ready
 from whet.machine.facts import Machine
-from whet.plan.plan import make_plan, read_plan, with_learnt
-from whet.plan.setting import Measured
+from whet.plan.plan import make_plan, read_plan, with_runtime_changes
+from whet.plan.setting import MeasuredSetting
 from whet.plan.workload import Workload
-from whet.report.summary import summarize
+from whet.report.run_report import summarize
 from whet.run.events import EventLog, read_events
 from whet.run.folder import create_run, open_run
+from whet.training.supervisor import prepare_restart
 from zygote import PATIENCE_SECONDS
 
 SMALL = ("arch.hidden_size=32", "arch.layers=1", "arch.max_length=24", "arch.vocab_size=600", "threads=1")
@@ -50,7 +50,7 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 def child_after(process: subprocess.Popen[str], run: Path, *, step: int) -> psutil.Process:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
-        if (run / "checkpoints").exists() and any(there >= step for there in store.steps(run / "checkpoints")):
+        if (run / "checkpoints").exists() and any(there >= step for there in store.list_steps(run / "checkpoints")):
             return psutil.Process(process.pid).children()[0]
         time.sleep(0.02)
     raise AssertionError("the training did not get there")
@@ -68,7 +68,7 @@ def test_a_killed_training_goes_on_by_itself_and_ends_the_same(
     assert process.returncode == 0, errors
     assert "the training was killed by SIGKILL; it goes on with the same plan" in errors
     assert "2 sittings" in out
-    ours, theirs = store.newest(open_run(cut).checkpoints), store.newest(open_run(whole).checkpoints)
+    ours, theirs = store.load_newest(open_run(cut).checkpoints), store.load_newest(open_run(whole).checkpoints)
     assert ours is not None
     assert theirs is not None
     assert all(torch.equal(tensor, theirs[1].tensors[name]) for name, tensor in ours[1].tensors.items())
@@ -106,11 +106,11 @@ def test_who_kills_the_parent_kills_the_training(table: Path, tmp_path: Path) ->
 
 
 def killed_run(
-    folder: Path, *, began: int, reached: int, pressure: bool = False, wishes: Any = None, **workload: Any
+    folder: Path, *, began: int, reached: int, pressure: bool = False, overrides: Any = None, **workload: Any
 ) -> Path:
     facts = Workload(recipe="t", num_parameters=10, global_batch_size=32, **workload)
-    plan = make_plan(Machine(name="m"), facts, wishes=wishes or {})
-    plan = with_learnt(plan, {"micro_batch": Measured(value=32, reason="for this test", evidence={})})
+    plan = make_plan(Machine(name="m"), facts, overrides=overrides or {})
+    plan = with_runtime_changes(plan, {"micro_batch": MeasuredSetting(value=32, reason="for this test", evidence={})})
     run = create_run(folder, recipe="t", config={}, plan=plan.as_json(), machine={}, versions={}, command=["whet"])
     with EventLog(run) as log:
         log.append("start" if not began else "resume", step=began)
@@ -136,10 +136,10 @@ def test_killed_soon_again_or_under_pressure_means_fewer_samples_at_once(
     tmp_path: Path, began: int, reached: int, is_first: bool, pressure: bool, micro_batch: int
 ) -> None:
     run = killed_run(tmp_path / "run", began=began, reached=reached, pressure=pressure)
-    said = make_ready(run, killer="SIGKILL", is_first=is_first)
+    said = prepare_restart(run, killer="SIGKILL", is_first=is_first)
     plan = read_plan(open_run(run).plan, where="plan")
-    assert plan.value("micro_batch") == micro_batch
-    assert micro_batch == 32 or plan.value("accumulation") == 2
+    assert plan.micro_batch == micro_batch
+    assert micro_batch == 32 or plan.accumulation == 2
     (restart,) = read_events(open_run(run), kinds=("restart",))
     is_lowered = micro_batch == 16
     assert ("micro batch 16 instead of 32" in said) == is_lowered
@@ -149,17 +149,17 @@ def test_killed_soon_again_or_under_pressure_means_fewer_samples_at_once(
 
 def test_a_model_with_batchnorm_keeps_its_micro_batch(tmp_path: Path) -> None:
     run = killed_run(tmp_path / "run", began=40, reached=41, has_batchnorm=True)
-    assert "the micro-batch cannot be smaller" in make_ready(run, killer="SIGKILL", is_first=False)
-    assert read_plan(open_run(run).plan, where="plan").value("micro_batch") == 32
+    assert "the micro-batch cannot be smaller" in prepare_restart(run, killer="SIGKILL", is_first=False)
+    assert read_plan(open_run(run).plan, where="plan").micro_batch == 32
 
 
 def test_a_crash_is_no_lack_of_memory_and_your_word_stays(tmp_path: Path) -> None:
     crashed = killed_run(tmp_path / "crashed", began=40, reached=41)
-    assert make_ready(crashed, killer="SIGSEGV", is_first=False) == "it goes on with the same plan"
-    wished = killed_run(tmp_path / "wished", began=40, reached=41, wishes={"micro_batch": 32})
-    assert "micro_batch=32 is your word and stays" in make_ready(wished, killer="SIGKILL", is_first=False)
+    assert prepare_restart(crashed, killer="SIGSEGV", is_first=False) == "it goes on with the same plan"
+    wished = killed_run(tmp_path / "wished", began=40, reached=41, overrides={"micro_batch": 32})
+    assert "micro_batch=32 is your word and stays" in prepare_restart(wished, killer="SIGKILL", is_first=False)
     for run in (crashed, wished):
-        assert read_plan(open_run(run).plan, where="plan").value("micro_batch") == 32
+        assert read_plan(open_run(run).plan, where="plan").micro_batch == 32
 
 
 def test_under_nohup_a_lost_terminal_changes_nothing(table: Path, tmp_path: Path) -> None:

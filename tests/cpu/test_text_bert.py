@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.data.cut import Lengths, Totals
-from whet.data.ragged import Packed, Padded, Ragged
-from whet.data.source import Cutter
-from whet.device import unpadded_attention
-from whet.device.fake import Fake
+from whet.data.batch import Packed, Padded, Ragged
+from whet.data.source import BatchSplitter
+from whet.data.split import LengthMode, PackedTotals
+from whet.device.fake import FakeDevice
+from whet.device.kernels import spans
 from whet.recipes.text import bert
+from whet.recipes.text.backbone import quiet_transformers
 from whet.recipes.text.bert import Bert
-from whet.recipes.text.config import Arch
-from whet.recipes.text.hub import quietly
+from whet.recipes.text.config import TextArch
 from whet.recipes.text.model import Encoder
-from whet.recipes.text.pretrained_tokenizer import SEGMENT
-from whet.step.graphed import GraphedStepper
-from whet.step.optimizer import OptimizerChoice, make_optimizer
+from whet.recipes.text.tokenizer import SEGMENT_OFFSET
+from whet.step.graphs import GraphedStepper
+from whet.step.optimizers import OptimizerChoice, build_optimizer
 from whet.step.step import Stepper
 
 transformers = pytest.importorskip("transformers")
-from whet.recipes.text.pretrained import Pretrained, load_pretrained, padded  # noqa: E402
+from whet.recipes.text.pretrained import Pretrained, as_pretrained, load_pretrained  # noqa: E402
 
 LENGTHS = (3, 24, 1, 7, 12, 40)
 ROWS = torch.arange(len(LENGTHS))
@@ -64,7 +64,7 @@ def column() -> Ragged:
     draw = torch.Generator().manual_seed(1)
     samples = [torch.randint(1, 200, (length,), generator=draw) for length in LENGTHS]
     # The second half of each is its second segment.
-    return Ragged.of([ids + SEGMENT * (torch.arange(len(ids)) > len(ids) // 2) for ids in samples])
+    return Ragged.of([ids + SEGMENT_OFFSET * (torch.arange(len(ids)) > len(ids) // 2) for ids in samples])
 
 
 def packed(column: Ragged, *, total: int | None = None, num_fillers: int = 3) -> Packed:
@@ -100,21 +100,21 @@ def test_it_computes_what_transformers_does(column: Ragged, changes: dict[str, A
     assert list(ours.state_dict()) == list(theirs.state_dict())
     for batch in (column.padded(ROWS, length=40), packed(column), packed(column, total=160)):
         assert_same(loss_and_gradient(ours, batch), expected)
-    back = padded(ours)
+    back = as_pretrained(ours)
     assert_same(loss_and_gradient(back, column.padded(ROWS, length=40)), expected)
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "Camembert", "XLMRoberta"])
 def test_one_segment_only_and_positions_behind_the_padding(column: Ragged, kind: str) -> None:
     sizes = {"type_vocab_size": 1, "max_position_embeddings": 42}
-    plain = replace(column, values=column.values % SEGMENT % 190 + 5)
+    plain = replace(column, values=column.values % SEGMENT_OFFSET % 190 + 5)
     # Padding that somebody wrote into a text: inside, at its end, and as the whole of one.
     plain.values[[5, 9, 26, 27]] = network(kind, **sizes).config.pad_token_id
     expected = loss_and_gradient(Pretrained(network(kind, **sizes)), plain.padded(ROWS, length=40))
     ours = Bert.of(network(kind, **sizes))
     for batch in (plain.padded(ROWS, length=40), packed(plain, total=96)):
         assert_same(loss_and_gradient(ours, batch), expected)
-    assert list(padded(ours).state_dict()) == list(Pretrained(network(kind, **sizes)).state_dict())
+    assert list(as_pretrained(ours).state_dict()) == list(Pretrained(network(kind, **sizes)).state_dict())
 
 
 def decoder() -> Any:
@@ -134,7 +134,7 @@ def reads_the_last() -> Any:
 def test_a_model_that_we_do_not_compute_answers_as_if_each_text_were_alone(
     column: Ragged, make: Callable[[], Any]
 ) -> None:
-    plain = replace(column, values=column.values % SEGMENT)
+    plain = replace(column, values=column.values % SEGMENT_OFFSET)
     theirs = make().eval()
     with torch.no_grad():
         alone = [theirs(input_ids=plain[row][None]).logits for row in range(len(LENGTHS))]
@@ -147,10 +147,10 @@ def test_a_decoder_that_knows_no_padding_gets_some(column: Ragged, tmp_path: Pat
     sizes = {"vocab_size": 200, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 40, "initializer_range": 0.3}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     assert config.pad_token_id is None, "else this shows nothing"
-    with quietly():
+    with quiet_transformers():
         transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
     model = load_pretrained(tmp_path, classes=("a", "b", "c"), is_multi_label=False, dropout=0.0).eval()
-    plain = replace(column, values=column.values % SEGMENT)
+    plain = replace(column, values=column.values % SEGMENT_OFFSET)
     with torch.no_grad():
         alone = [model.network(input_ids=plain[row][None]).logits for row in range(len(LENGTHS))]
         torch.testing.assert_close(model(plain.padded(ROWS, length=40)), torch.cat(alone), atol=1e-4, rtol=0)
@@ -177,7 +177,7 @@ def bert_model() -> nn.Module:
 
 def small_model() -> nn.Module:
     torch.manual_seed(0)
-    made = Encoder(Arch(hidden_size=32, layers=2, heads=4, max_length=40, vocab_size=300), num_classes=3)
+    made = Encoder(TextArch(hidden_size=32, layers=2, heads=4, max_length=40, vocab_size=300), num_classes=3)
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.2)
     return made
@@ -185,7 +185,7 @@ def small_model() -> nn.Module:
 
 @pytest.mark.parametrize("make", [bert_model, small_model])
 def test_fillers_change_nothing_whatever_they_hold(column: Ragged, make: Callable[[], nn.Module]) -> None:
-    plain = replace(column, values=column.values % SEGMENT)
+    plain = replace(column, values=column.values % SEGMENT_OFFSET)
     model = make()
     expected = loss_and_gradient(model, packed(plain))
     for total, num_fillers in ((87, 1), (88, 1), (120, 1), (160, 2), (160, 5)):
@@ -219,11 +219,11 @@ def simulated_kernel(
 def test_a_simulated_kernel_for_packed_texts_is_called_right(
     column: Ragged, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = replace(column, values=column.values % SEGMENT)
+    plain = replace(column, values=column.values % SEGMENT_OFFSET)
     model = make()
     expected = loss_and_gradient(model, packed(plain))
-    monkeypatch.setattr(unpadded_attention, "has_kernel", lambda *_, **__: True)
-    monkeypatch.setattr(unpadded_attention, "varlen_attn", simulated_kernel)
+    monkeypatch.setattr(spans, "has_varlen_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(spans, "varlen_attn", simulated_kernel)
     for batch in (packed(plain), packed(plain, total=88, num_fillers=1), packed(plain, total=160, num_fillers=4)):
         assert_same(loss_and_gradient(model, batch), expected)
     # Padded ones go the other way.
@@ -233,7 +233,7 @@ def test_a_simulated_kernel_for_packed_texts_is_called_right(
 @pytest.mark.parametrize("make", [bert_model, small_model])
 def test_a_filler_that_is_taken_for_a_text_shows(column: Ragged, make: Callable[[], nn.Module]) -> None:
     """The planted faults: pooled with the texts, attended as part of the last text, and starts that are shifted."""
-    plain = replace(column, values=column.values % SEGMENT)
+    plain = replace(column, values=column.values % SEGMENT_OFFSET)
     model = make()
     filled = packed(plain, total=96, num_fillers=1)
     logits = model(filled)
@@ -259,14 +259,14 @@ def test_totals_are_few_and_hold_little_else(batch: int, micro_batch: int) -> No
     lengths = scicite_like()
     column = Ragged(values=torch.arange(int(lengths.sum())), starts=torch.tensor([0, *lengths.cumsum()]))
     label = torch.arange(len(lengths))
-    cutter = Cutter({"tokens": column, "label": label}, send=lambda rows: rows)
+    cutter = BatchSplitter({"tokens": column, "label": label}, send=lambda rows: rows)
     shapes, real, held = set(), 0, 0
     for number in range(60):
         rows = np.random.default_rng(number).permutation(len(lengths))[:batch]
-        micros = list(cutter.micros(rows, rows, micro_batch=micro_batch, how="packed few"))
-        assert sorted(np.concatenate([micro.ids for micro in micros])) == sorted(rows)
-        assert max(len(micro) for micro in micros) <= micro_batch
-        for micro in micros:
+        micro_batches = list(cutter.micro_batches(rows, rows, micro_batch=micro_batch, how="packed few"))
+        assert sorted(np.concatenate([micro.ids for micro in micro_batches])) == sorted(rows)
+        assert max(len(micro) for micro in micro_batches) <= micro_batch
+        for micro in micro_batches:
             tokens = micro.tokens
             assert tokens.num_samples == len(micro)
             assert torch.equal(micro.label, torch.from_numpy(micro.ids))
@@ -274,13 +274,13 @@ def test_totals_are_few_and_hold_little_else(batch: int, micro_batch: int) -> No
             assert torch.equal(tokens.values[: len(expected)], expected)
             assert torch.equal(tokens.starts[1 : len(micro) + 1], torch.from_numpy(lengths[micro.ids].cumsum()).int())
             real, held = real + len(expected), held + len(tokens.values)
-        shapes.add(tuple((len(m.tokens.values), m.tokens.num_fillers, m.tokens.max_length) for m in micros))
+        shapes.add(tuple((len(m.tokens.values), m.tokens.num_fillers, m.tokens.max_length) for m in micro_batches))
     assert len(shapes) <= 16
     assert held <= 1.06 * real
 
 
 def test_totals_of_one_length() -> None:
-    same = Totals.of(np.full(10, 20), num_samples=4)
+    same = PackedTotals.of(np.full(10, 20), num_samples=4)
     assert (same.grain, same.total(80), same.num_fillers(80, total=80)) == (8, 80, 2)
 
 
@@ -299,16 +299,16 @@ def unknown() -> nn.Module:
     [(bert_model, "packed few", 8), (bert_model, "packed few", 3), (unknown, "few shapes", 8)],
 )
 def test_simulated_replays_of_few_shapes_train_as_steps_that_run_do(
-    make: Callable[[], nn.Module], how: Lengths, micro_batch: int
+    make: Callable[[], nn.Module], how: LengthMode, micro_batch: int
 ) -> None:
     lengths = scicite_like(60) // 4 + 1
     draw = torch.Generator().manual_seed(2)
     column = Ragged.of([torch.randint(1, 200, (int(length),), generator=draw) for length in lengths])
-    cutter = Cutter({"tokens": column, "label": torch.arange(60) % 3}, send=lambda rows: rows)
+    cutter = BatchSplitter({"tokens": column, "label": torch.arange(60) % 3}, send=lambda rows: rows)
     ends = []
     for is_graphed in (False, True):
-        device, model = Fake(), make()
-        optimizer = make_optimizer(OptimizerChoice(lr=1e-3), model, device, is_captured=is_graphed)
+        device, model = FakeDevice(), make()
+        optimizer = build_optimizer(OptimizerChoice(lr=1e-3), model, device, is_captured=is_graphed)
         plain = Stepper(model, optimizer, device, clip=1.0)
         stepper = GraphedStepper(model, optimizer, device, graphs=device.graphs(), clip=1.0) if is_graphed else plain
 
@@ -319,8 +319,8 @@ def test_simulated_replays_of_few_shapes_train_as_steps_that_run_do(
         losses = []
         for number in range(1, 17):
             rows = np.random.default_rng(number).permutation(60)[:8]
-            micros = cutter.micros(rows, rows, micro_batch=micro_batch, how=how)
-            losses.append(float(stepper(loss, micros, num_samples=8, step=number).loss))
+            micro_batches = cutter.micro_batches(rows, rows, micro_batch=micro_batch, how=how)
+            losses.append(float(stepper(loss, micro_batches, num_samples=8, step=number).loss))
         ends.append((losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}))
         assert stepper.refusal is None
         assert not isinstance(stepper, GraphedStepper) or stepper.num_captured > 1

@@ -5,37 +5,36 @@ from pathlib import Path
 
 import pytest
 
-from whet.base.errors import OtherDataError, UsageError
-from whet.config.resolve import resolve
-from whet.engine.loop import Result
+from whet.base.errors import DataChangedError, UsageError
+from whet.config.resolve import resolve_config
 from whet.recipes.recipe import load_recipe
-from whet.recipes.text import reading
-from whet.recipes.text.corpus import Examples
-from whet.recipes.text.docstrings import LIBRARIES
-from whet.recipes.text.splitting import split
-from whet.recipes.train import train_recipe
-from whet.run.folder import versions
+from whet.recipes.runner import train_recipe
+from whet.recipes.text import corpus_reader
+from whet.recipes.text.corpus import Examples, split
+from whet.recipes.text.embedded import LIBRARIES
+from whet.run.folder import installed_versions
+from whet.training.loop import TrainResult
 
 SMALL = ("arch.hidden_size=16", "arch.layers=1", "arch.heads=2", "arch.vocab_size=300", "global_batch_size=4")
 
 
-def train(run: Path, *words: str) -> Result:
+def train(run: Path, *words: str) -> TrainResult:
     recipe = load_recipe("text")
-    return train_recipe(recipe, resolve(recipe.Config, (*SMALL, *words)), run=run, device="cpu")
+    return train_recipe(recipe, resolve_config(recipe.Config, (*SMALL, *words)), run=run, device="cpu")
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, number: int) -> None:
     texts = tuple(f"return value {value} of {name}" for value in range(number) for name in LIBRARIES)
     corpus = split(Examples(texts=texts, labels=tuple(range(len(LIBRARIES))) * number), classes=LIBRARIES)
-    monkeypatch.setattr(reading, "read_docstrings", lambda: corpus)
+    monkeypatch.setattr(corpus_reader, "read_docstrings", lambda: corpus)
 
 
 @pytest.mark.parametrize(
     ("then", "why"),
     [
         ({}, "one of them has changed since, sympy or networkx perhaps"),
-        ({"torch": "2.0.1"}, f"torch has changed since (2.0.1 -> {versions()['torch']})"),
-        ({"transformers": None}, f"transformers has changed since (None -> {versions()['transformers']})"),
+        ({"torch": "2.0.1"}, f"torch has changed since (2.0.1 -> {installed_versions()['torch']})"),
+        ({"transformers": None}, f"transformers has changed since (None -> {installed_versions()['transformers']})"),
     ],
 )
 def test_other_embedded_texts_are_refused_with_their_reason(
@@ -44,7 +43,7 @@ def test_other_embedded_texts_are_refused_with_their_reason(
     run = tmp_path / "run"
     install(monkeypatch, number=12)
     train(run, "max_steps=2")
-    (run / "versions.json").write_text(json.dumps({**versions(), **then}))
+    (run / "versions.json").write_text(json.dumps({**installed_versions(), **then}))
     install(monkeypatch, number=14)
     with pytest.raises(UsageError) as refused:
         train(run, "max_steps=3")
@@ -60,6 +59,6 @@ def test_other_texts_of_your_own_are_not_blamed_on_an_update(tmp_path: Path) -> 
     file.write_text("\n".join(("text,label", *rows)))
     train(run, f"data={file}", "max_steps=2")
     file.write_text("\n".join(("text,label", *rows[:50])))
-    with pytest.raises(OtherDataError) as refused:
+    with pytest.raises(DataChangedError) as refused:
         train(run, f"data={file}", "max_steps=3")
     assert "installed libraries" not in str(refused.value)

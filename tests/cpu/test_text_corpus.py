@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from whet.base.errors import WhetError
-from whet.recipes.text import docstrings
+from whet.recipes.text import embedded
 from whet.recipes.text.config import EMBEDDED_CLASSES, TextConfig, describe
-from whet.recipes.text.corpus import Corpus, Examples
-from whet.recipes.text.docstrings import LIBRARIES, hide_names, read_docstrings
-from whet.recipes.text.naive_bayes import baseline_accuracy
-from whet.recipes.text.splitting import split
+from whet.recipes.text.corpus import Corpus, Examples, split
+from whet.recipes.text.data import baseline_accuracy
+from whet.recipes.text.embedded import LIBRARIES, read_docstrings, remove_library_names
 
 ROWS = 200
 
@@ -35,7 +34,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def all_texts(corpus: Corpus) -> list[str]:
-    return [*corpus.train.texts, *corpus.dev.texts, *corpus.test.texts]
+    return [*corpus.train.texts, *corpus.val.texts, *corpus.test.texts]
 
 
 def names_a_library(text: str) -> bool:
@@ -55,7 +54,7 @@ def small_library(root: Path, *, docstrings: list[str]) -> Path:
 
 def test_every_class_has_the_same_share_of_every_split(corpus: Corpus) -> None:
     assert corpus.classes == LIBRARIES
-    for part, rows in ((corpus.train, 0.8 * ROWS), (corpus.dev, 0.1 * ROWS), (corpus.test, 0.1 * ROWS)):
+    for part, rows in ((corpus.train, 0.8 * ROWS), (corpus.val, 0.1 * ROWS), (corpus.test, 0.1 * ROWS)):
         assert Counter(part.labels) == dict.fromkeys(range(EMBEDDED_CLASSES), rows)
 
 
@@ -80,7 +79,7 @@ def test_no_text_names_its_library(corpus: Corpus) -> None:
     ],
 )
 def test_names_are_taken_out_whole(text: str, hidden: str) -> None:
-    assert hide_names(text) == hidden
+    assert remove_library_names(text) == hidden
 
 
 def test_texts_can_be_told_apart_but_not_trivially(corpus: Corpus) -> None:
@@ -90,7 +89,7 @@ def test_texts_can_be_told_apart_but_not_trivially(corpus: Corpus) -> None:
 def test_the_full_corpus_is_read_in_seconds_and_imports_nothing(home: Path) -> None:
     script = (
         "import sys, time\n"
-        "from whet.recipes.text.docstrings import LIBRARIES, read_docstrings\n"
+        "from whet.recipes.text.embedded import LIBRARIES, read_docstrings\n"
         "corpus = read_docstrings()\n"
         "print(len(corpus.train), time.process_time(), [name for name in LIBRARIES if name in sys.modules])\n"
     )
@@ -116,13 +115,13 @@ def test_the_order_of_the_disk_does_not_matter(home: Path, corpus: Corpus, monke
             below.sort(reverse=True)
             yield folder, below, sorted(names, reverse=True)
 
-    monkeypatch.setattr(docstrings.os, "walk", backwards)
+    monkeypatch.setattr(embedded.os, "walk", backwards)
     assert read_docstrings(rows_per_class=ROWS).fingerprint == corpus.fingerprint
 
 
 def test_a_second_read_comes_from_the_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = read_docstrings(rows_per_class=20)
-    monkeypatch.setattr(docstrings, "_collect", lambda rows: pytest.fail("read the libraries again"))
+    monkeypatch.setattr(embedded, "_collect", lambda rows: pytest.fail("read the libraries again"))
     assert read_docstrings(rows_per_class=20) == first
 
 
@@ -140,7 +139,7 @@ def test_a_damaged_cache_is_made_anew(home: Path, damage: str) -> None:
 
 def test_a_new_version_of_a_library_is_read_anew(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_docstrings(rows_per_class=20)
-    monkeypatch.setattr(docstrings.importlib.metadata, "version", lambda name: "99")
+    monkeypatch.setattr(embedded.importlib.metadata, "version", lambda name: "99")
     read_docstrings(rows_per_class=20)
     assert len(list(home.rglob("*.json"))) == 2
 
@@ -155,9 +154,9 @@ def test_a_home_that_cannot_be_written_stops_nothing(home: Path, monkeypatch: py
 
 
 def test_a_missing_library_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = docstrings.importlib.util.find_spec
+    real = embedded.importlib.util.find_spec
     monkeypatch.setattr(
-        docstrings.importlib.util, "find_spec", lambda name: None if name == "transformers" else real(name)
+        embedded.importlib.util, "find_spec", lambda name: None if name == "transformers" else real(name)
     )
     with pytest.raises(WhetError, match="need transformers, which is not installed") as caught:
         read_docstrings(rows_per_class=10)
@@ -173,11 +172,11 @@ def test_a_small_library_gives_its_later_paragraphs_too(
     ]
     texts[0] = "The first paragraph about a and its kin.\n\nParameters of this function here\n----------"
     library = small_library(tmp_path / "small", docstrings=texts)
-    monkeypatch.setattr(docstrings, "_root", lambda name: library)
-    found = docstrings._read_library("small", seen=set(), enough=79)
+    monkeypatch.setattr(embedded, "_root", lambda name: library)
+    found = embedded._read_library("small", seen=set(), enough=79)
     assert [text.startswith("The first") for text in found] == [True] * 40 + [False] * 39
     with pytest.raises(WhetError, match="too few docstrings") as caught:
-        docstrings._read_library("small", seen=set(), enough=80)
+        embedded._read_library("small", seen=set(), enough=80)
     assert "79 of 80" in str(caught.value)
 
 
@@ -186,8 +185,8 @@ def test_files_that_do_not_parse_are_passed_over(tmp_path: Path, monkeypatch: py
     (library / "broken.py").write_bytes(b"def (:\n")
     (library / "zeros.py").write_bytes(b"\0\0")
     (library / "escapes.py").write_text('x = "\\d"\n')
-    monkeypatch.setattr(docstrings, "_root", lambda name: library)
-    assert len(docstrings._read_library("small", seen=set(), enough=1)) == 1
+    monkeypatch.setattr(embedded, "_root", lambda name: library)
+    assert len(embedded._read_library("small", seen=set(), enough=1)) == 1
 
 
 # --- splitting -------------------------------------------------------------------------------------------------------
@@ -196,10 +195,10 @@ def test_files_that_do_not_parse_are_passed_over(tmp_path: Path, monkeypatch: py
 def test_rows_with_the_same_text_stay_together() -> None:
     texts = tuple(f"text {n % 50}" for n in range(200))
     corpus = split(Examples(texts=texts, labels=(0,) * 100 + (1,) * 100), classes=["a", "b"])
-    train, dev, test = (set(part.texts) for part in (corpus.train, corpus.dev, corpus.test))
-    assert (len(train), len(dev), len(test)) == (40, 5, 5)
-    assert not train & dev | train & test | dev & test
-    assert len(corpus.train) + len(corpus.dev) + len(corpus.test) == 200
+    train, val, test = (set(part.texts) for part in (corpus.train, corpus.val, corpus.test))
+    assert (len(train), len(val), len(test)) == (40, 5, 5)
+    assert not train & val | train & test | val & test
+    assert len(corpus.train) + len(corpus.val) + len(corpus.test) == 200
 
 
 def test_a_rare_class_is_trained_on() -> None:
@@ -216,6 +215,6 @@ def test_the_split_does_not_depend_on_the_order_of_rows() -> None:
 
 
 def test_the_fingerprint_follows_every_part(corpus: Corpus) -> None:
-    swapped = Corpus(classes=corpus.classes, train=corpus.train, dev=corpus.test, test=corpus.dev)
-    renamed = Corpus(classes=corpus.classes[::-1], train=corpus.train, dev=corpus.dev, test=corpus.test)
+    swapped = Corpus(classes=corpus.classes, train=corpus.train, val=corpus.test, test=corpus.val)
+    renamed = Corpus(classes=corpus.classes[::-1], train=corpus.train, val=corpus.val, test=corpus.test)
     assert len({corpus.fingerprint, swapped.fingerprint, renamed.fingerprint}) == 3

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from tiny_bert import write_rows, write_tiny_bert
+from whet.api.export import export_model
 from whet.base.errors import UsageError, WhetError
-from whet.config.resolve import resolve
-from whet.engine.reading import load_weights
-from whet.recipes.exporting import export_model
+from whet.config.resolve import resolve_config
+from whet.recipes.runner import train_recipe
+from whet.recipes.text import export
+from whet.recipes.text.prediction import Answering
+from whet.recipes.text.prediction_files import TextQuery
 from whet.recipes.text.recipe import recipe as text_recipe
-from whet.recipes.text.using import onnx_files
-from whet.recipes.text.using.answering import Answering
-from whet.recipes.text.using.questions import Question
-from whet.recipes.train import train_recipe
 from whet.run.folder import open_run
+from whet.training.weights import load_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,7 +27,7 @@ PAIRS = ("red", "blue green the fox", "of of of of")
 
 def trained(folder: Path, *words: str) -> Path:
     recipe = text_recipe()
-    train_recipe(recipe, resolve(recipe.Config, [*words, "threads=1"]), run=folder, device="cpu")
+    train_recipe(recipe, resolve_config(recipe.Config, [*words, "threads=1"]), run=folder, device="cpu")
     return folder
 
 
@@ -39,7 +39,7 @@ def shares(run: Path, *, has_pairs: bool = False) -> np.ndarray:
     load_weights(run, model, checkpoint="best")
     model.eval()
     asked = [
-        Question(row="1", text=text, pair=pair if has_pairs else None) for text, pair in zip(TEXTS, PAIRS, strict=True)
+        TextQuery(row="1", text=text, pair=pair if has_pairs else None) for text, pair in zip(TEXTS, PAIRS, strict=True)
     ]
     return np.array([list(answer.verdict["probabilities"].values()) for answer in answers.answers(asked)])
 
@@ -115,7 +115,7 @@ def test_onnx_computes_the_same_for_other_shapes(kind: str, tmp_path: Path, requ
 
     tensors = {name: torch.from_numpy(ids) for name, ids in given.items()}
     with pytest.raises(WhetError, match=r"something else.*\n.*differ by 0.01"):
-        onnx_files._refuse_difference(Other(), tmp_path / "out" / "model.onnx", tensors)
+        export._check_same_logits(Other(), tmp_path / "out" / "model.onnx", tensors)
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_is_left(
@@ -123,7 +123,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(
 ) -> None:
     with pytest.raises(UsageError, match="no model of transformers"):
         export_model(small_run, to="transformers", out=tmp_path / "out")
-    monkeypatch.setattr(onnx_files, "find_spec", lambda name: None if name == "onnxscript" else object())
+    monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxscript" else object())
     with pytest.raises(UsageError, match=r"no onnxscript\n.*whet\[onnx\]"):
         export_model(small_run, to="onnx", out=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from whet.data.ragged import Packed, Padded, Ragged
-from whet.recipes.text.config import Arch, count_parameters
+from whet.data.batch import Packed, Padded, Ragged
+from whet.recipes.text.config import TextArch, count_parameters
 from whet.recipes.text.model import Encoder
 
-ARCH = Arch(hidden_size=32, layers=2, heads=4, max_length=24, vocab_size=300)
+ARCH = TextArch(hidden_size=32, layers=2, heads=4, max_length=24, vocab_size=300)
 LENGTHS = (3, 24, 1, 7, 12, 7)
 
 
@@ -41,9 +41,11 @@ def loss_and_gradient(model: Encoder, tokens: Padded | Packed, labels: Tensor) -
     return logits.detach(), [parameter.grad.clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("arch", [ARCH, Arch(), Arch(hidden_size=48, layers=3, heads=2, max_length=7, vocab_size=512)])
+@pytest.mark.parametrize(
+    "arch", [ARCH, TextArch(), TextArch(hidden_size=48, layers=3, heads=2, max_length=7, vocab_size=512)]
+)
 @pytest.mark.parametrize("num_classes", [2, 6])
-def test_a_plan_counts_the_parameters_exactly(arch: Arch, num_classes: int) -> None:
+def test_a_plan_counts_the_parameters_exactly(arch: TextArch, num_classes: int) -> None:
     model = Encoder(arch, num_classes=num_classes)
     assert sum(p.numel() for p in model.parameters()) == count_parameters(arch, num_classes=num_classes)
 

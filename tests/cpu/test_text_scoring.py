@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from whet.recipes.text.scoring import NUM_BINS, Scores
+from whet.recipes.text.evaluation import NUM_BINS, Scores
 
 
 def by_hand(shares: np.ndarray, truth: np.ndarray) -> tuple[dict[str, float], list[tuple[float, float, float, int]]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from whet.base.errors import UsageError
-from whet.recipes.text.naive_bayes import baseline_accuracy
-from whet.recipes.text.table import read_table
+from whet.recipes.text.corpus_reader import read_table
+from whet.recipes.text.data import baseline_accuracy
 
 ROWS = [(f'a "quoted", longer text, number {n}', "even" if n % 2 == 0 else "odd") for n in range(40)]
 
@@ -47,7 +47,7 @@ def test_the_content_decides_the_form(file: Path, content: str) -> None:
     rows = [(text, corpus.classes[label]) for text, label in zip(corpus.train.texts, corpus.train.labels, strict=True)]
     assert corpus.classes == ("even", "odd")
     assert rows == [row for row in ROWS if row in rows]
-    assert (len(corpus.train), len(corpus.dev), len(corpus.test)) == (32, 4, 4)
+    assert (len(corpus.train), len(corpus.val), len(corpus.test)) == (32, 4, 4)
 
 
 def test_labels_may_be_numbers_and_texts_may_hold_line_breaks(file: Path) -> None:
@@ -63,16 +63,16 @@ def test_a_folder_with_ready_splits_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("not data")
     corpus = read_table(tmp_path)
     assert corpus.train.texts == tuple(text for text, _ in ROWS[:30])
-    assert corpus.dev.texts == tuple(text for text, _ in ROWS[30:34])
+    assert corpus.val.texts == tuple(text for text, _ in ROWS[30:34])
     assert corpus.test.texts == tuple(text for text, _ in ROWS[34:])
 
 
-@pytest.mark.parametrize("given", ["dev", "test"])
+@pytest.mark.parametrize("given", ["val", "test"])
 def test_the_part_that_a_folder_lacks_is_cut_from_its_training_rows(tmp_path: Path, given: str) -> None:
     (tmp_path / "train.jsonl").write_text(as_json(ROWS[:30]))
     (tmp_path / f"{given}.jsonl").write_text(as_json(ROWS[30:]))
     corpus = read_table(tmp_path)
-    ready, cut = (corpus.dev, corpus.test) if given == "dev" else (corpus.test, corpus.dev)
+    ready, cut = (corpus.val, corpus.test) if given == "val" else (corpus.test, corpus.val)
     assert set(ready.texts) == {text for text, _ in ROWS[30:]}
     assert len(cut) > 0
     assert sorted(corpus.train.texts + cut.texts) == sorted(text for text, _ in ROWS[:30])
@@ -82,7 +82,7 @@ def test_several_files_are_one_corpus(tmp_path: Path) -> None:
     (tmp_path / "a").write_text(as_json(ROWS[:20]))
     (tmp_path / "b").write_text(as_delimited(ROWS[20:], ","))
     corpus = read_table(tmp_path / "a", tmp_path / "b")
-    assert sorted(corpus.train.texts + corpus.dev.texts + corpus.test.texts) == sorted(text for text, _ in ROWS)
+    assert sorted(corpus.train.texts + corpus.val.texts + corpus.test.texts) == sorted(text for text, _ in ROWS)
 
 
 GOOD = as_json(ROWS).encode()
@@ -142,7 +142,7 @@ def test_real_citations_are_read() -> None:
     if not folder:
         pytest.skip("WHET_TEST_DATA is not set: it names a folder with sci-cite/")
     corpus = read_table(Path(folder) / "sci-cite")
-    assert (len(corpus.train), len(corpus.dev), len(corpus.test)) == (7320, 916, 1861)
+    assert (len(corpus.train), len(corpus.val), len(corpus.test)) == (7320, 916, 1861)
     assert corpus.classes == ("background", "method", "result")
     assert round(Counter(corpus.test.labels)[0] / len(corpus.test), 3) == 0.536
     assert baseline_accuracy(corpus) > 0.75

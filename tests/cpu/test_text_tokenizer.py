@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from whet.base.errors import WhetError
-from whet.recipes.text.config import Arch
+from whet.recipes.text.config import TextArch
 from whet.recipes.text.corpus import Corpus, Examples
 from whet.recipes.text.data import learn_tokenizer, token_column, tokenize
 from whet.recipes.text.tokenizer import PAD_ID, Tokenizer
@@ -79,11 +79,11 @@ def test_nothing_is_printed_when_a_process_forks_later() -> None:
 
 def test_columns_hold_every_row_of_every_split() -> None:
     parts = [Examples(texts=tuple(TEXTS[n:m]), labels=tuple(range(m - n))) for n, m in ((0, 6), (6, 8), (8, 12))]
-    corpus = Corpus(classes=tuple("abcdef"), train=parts[0], dev=parts[1], test=parts[2])
-    arch = Arch(vocab_size=300, max_length=5)
+    corpus = Corpus(classes=tuple("abcdef"), train=parts[0], val=parts[1], test=parts[2])
+    arch = TextArch(vocab_size=300, max_length=5)
     tokenizer = learn_tokenizer(corpus, arch=arch)
     data = tokenize(corpus, tokenizer=tokenizer, max_length=arch.max_length)
-    for columns, part in ((data.train, parts[0]), (data.dev, parts[1]), (data.test, parts[2])):
+    for columns, part in ((data.train, parts[0]), (data.val, parts[1]), (data.test, parts[2])):
         ids = tokenizer.encode(part.texts, max_length=5)
         assert [columns["tokens"][row].tolist() for row in range(len(part))] == ids
         assert columns["label"].tolist() == list(part.labels)

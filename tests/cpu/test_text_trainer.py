@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tiny_bert import write_rows, write_tiny_bert
-from whet.checkpoint.randomness import seed_randomness
-from whet.config.resolve import resolve
+from whet.config.resolve import resolve_config
 from whet.data.order import epoch_order
-from whet.recipes.text.pretrained import padded
-from whet.recipes.text.reading import read_corpus
+from whet.device.rng import seed_everything
+from whet.recipes.runner import train_recipe
+from whet.recipes.text.corpus_reader import read_corpus
+from whet.recipes.text.pretrained import as_pretrained
 from whet.recipes.text.recipe import recipe as text_recipe
-from whet.recipes.train import train_recipe
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
@@ -31,10 +31,10 @@ def test_the_losses_are_those_of_transformers_own_trainer(tmp_path: Path) -> Non
     words = (f"model={folder}", f"data={table}", "pair_column=sentence2", f"global_batch_size={BATCH}", "dropout=0")
     # Cut in two and packed, which must not matter.
     how = ("lr=3e-3", "warmup_steps=0", f"max_steps={NUM_STEPS}", "epochs=9", "micro_batch=4", "threads=1", "seed=3")
-    resolved = resolve(recipe.Config, [*words, *how])
+    resolved = resolve_config(recipe.Config, [*words, *how])
     corpus, data = read_corpus(resolved.config), recipe.data(resolved.config)
-    seed_randomness(resolved.config.seed)
-    network = copy.deepcopy(padded(recipe.model(resolved.config, data)).network)  # type: ignore[arg-type]
+    seed_everything(resolved.config.seed)
+    network = copy.deepcopy(as_pretrained(recipe.model(resolved.config, data)).network)  # type: ignore[arg-type]
     assert len(corpus.train) % BATCH == 0, "Trainer has no short batch in the middle"
 
     train_recipe(text_recipe(), resolved, run=tmp_path / "run", device="cpu")

@@ -16,13 +16,12 @@ import whet
 from places import Run
 from warm import Program, WarmPython
 from whet.checkpoint import store
-from whet.config.resolve import resolve
-from whet.data.batch import Micro
+from whet.config.resolve import resolve_config
+from whet.data.batch import MicroBatch, Padded
 from whet.data.order import epoch_order
-from whet.data.ragged import Padded
 from whet.recipes.text.config import count_parameters
 from whet.recipes.text.recipe import recipe as text_recipe
-from whet.report.summary import summarize
+from whet.report.run_report import summarize
 from whet.run.events import read_events
 from whet.run.folder import open_run
 from zygote import PATIENCE_SECONDS
@@ -104,21 +103,21 @@ def test_train_report_and_predict(
 @pytest.mark.parametrize("shape", ["padded", "packed"])
 def test_an_evaluation_shows_what_was_taken_for_what(table: Path, shape: str) -> None:
     recipe = text_recipe()
-    config = resolve(recipe.Config, words=[f"data={table}", *SMALL]).config
+    config = resolve_config(recipe.Config, words=[f"data={table}", *SMALL]).config
     data = recipe.data(config)
     torch.manual_seed(0)
     model = recipe.model(config, data).eval()
-    micros = []
-    for rows in torch.arange(len(data.dev["label"])).split(16):
-        tokens, lengths = data.dev["tokens"], data.dev["tokens"].lengths[rows]
+    micro_batches = []
+    for rows in torch.arange(len(data.val["label"])).split(16):
+        tokens, lengths = data.val["tokens"], data.val["tokens"].lengths[rows]
         longest, total = int(lengths.max()), int(lengths.sum())
         cut = tokens.padded(rows, length=longest) if shape == "padded" else None
         field = cut or tokens.packed(rows, max_length=longest, total=total)
-        micros.append(Micro(fields={"tokens": field, "label": data.dev["label"][rows]}, ids=rows.numpy()))
+        micro_batches.append(MicroBatch(fields={"tokens": field, "label": data.val["label"][rows]}, ids=rows.numpy()))
     with torch.no_grad():
-        found = recipe.evaluate(model, iter(micros))
-        answers = torch.cat([model(micro.tokens).argmax(1) for micro in micros])
-    truth, counts = data.dev["label"], found["confusion"]["counts"]
+        found = recipe.evaluate(model, iter(micro_batches))
+        answers = torch.cat([model(micro.tokens).argmax(1) for micro in micro_batches])
+    truth, counts = data.val["label"], found["confusion"]["counts"]
     assert found["accuracy"] == float((answers == truth).double().mean()) < 1
     assert found["confusion"]["labels"] == ["animal", "plant", "stone"]
     for one in range(3):
@@ -143,15 +142,15 @@ def test_class_weights_weigh_the_loss_as_torch_does_however_it_is_cut(tmp_path: 
     file.write_text("\n".join(map(json.dumps, rows)))
     names = {"one label": ["text_column=sentence1"]}.get(form, [])
     recipe = text_recipe()
-    config = resolve(recipe.Config, [f"data={file}", "class_weights={b: 3}", "dropout=0", *names, *SMALL]).config
+    config = resolve_config(recipe.Config, [f"data={file}", "class_weights={b: 3}", "dropout=0", *names, *SMALL]).config
     data = recipe.data(config)
     torch.manual_seed(0)
     model = recipe.model(config, data)
 
-    def micro(rows: torch.Tensor) -> Micro:
+    def micro(rows: torch.Tensor) -> MicroBatch:
         longest = int(data.train["tokens"].lengths[rows].max())
         fields = {"tokens": data.train["tokens"].padded(rows, length=longest)}
-        return Micro(fields={**fields, **{n: data.train[n][rows] for n in ("label", "weight")}}, ids=rows.numpy())
+        return MicroBatch(fields={**fields, **{n: data.train[n][rows] for n in ("label", "weight")}}, ids=rows.numpy())
 
     whole = torch.arange(32)
     total, weight = recipe.loss(model, micro(whole))
@@ -194,7 +193,7 @@ def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(cli: Cli, tabl
     assert f"goes on from step {stopped_at}" in errors
     assert "in 2 sittings" in out
     assert losses(cut) == losses(cli.folder / "whole")
-    ours, theirs = (store.newest(open_run(cli.folder / name).checkpoints) for name in ("cut", "whole"))
+    ours, theirs = (store.load_newest(open_run(cli.folder / name).checkpoints) for name in ("cut", "whole"))
     assert ours is not None
     assert theirs is not None
     assert all(torch.equal(ours[1].tensors[name], tensor) for name, tensor in theirs[1].tensors.items())
@@ -220,16 +219,16 @@ def test_a_finished_run_says_so_and_may_grow(cli: Cli, table: Path) -> None:
 
 def test_fifty_steps_are_bit_equal_to_the_hand_written_loop(table: Path) -> None:
     recipe = text_recipe()
-    config = resolve(recipe.Config, [f"data={table}", "dropout=0.1", *SMALL]).config
+    config = resolve_config(recipe.Config, [f"data={table}", "dropout=0.1", *SMALL]).config
     data = recipe.data(config)
     torch.manual_seed(0)
     ours = recipe.model(config, data)
     theirs = copy.deepcopy(ours)
 
-    wishes = {"threads": 1, "micro_batch": 16, "lengths": "fixed"}
+    overrides = {"threads": 1, "micro_batch": 16, "lengths": "fixed"}
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-3)
     with whet.Session(
-        ours, optimizer, data.train, global_batch_size=16, epochs=9, max_steps=50, clip=1.0, seed=5, wishes=wishes
+        ours, optimizer, data.train, global_batch_size=16, epochs=9, max_steps=50, clip=1.0, seed=5, overrides=overrides
     ) as session:
         for batch in session:
             session.step(lambda micro: recipe.loss(ours, micro), batch)
@@ -262,7 +261,7 @@ def test_fifty_steps_are_bit_equal_to_the_hand_written_loop(table: Path) -> None
 
 def test_the_plan_counts_what_the_model_has(table: Path) -> None:
     recipe = text_recipe()
-    config = resolve(recipe.Config, [f"data={table}", *SMALL]).config
+    config = resolve_config(recipe.Config, [f"data={table}", *SMALL]).config
     data = recipe.data(config)
     model = recipe.model(config, data)
     counted = sum(parameter.numel() for parameter in model.parameters())
@@ -273,7 +272,7 @@ def test_the_plan_counts_what_the_model_has(table: Path) -> None:
 def test_texts_that_are_cut_are_counted_before_training(table: Path) -> None:
     recipe = text_recipe()
     for words, is_told in ((["arch.max_length=4"], True), (["arch.max_length=1000"], False)):
-        data = recipe.data(resolve(recipe.Config, [f"data={table}", *SMALL, *words]).config)
+        data = recipe.data(resolve_config(recipe.Config, [f"data={table}", *SMALL, *words]).config)
         lengths = data.train["tokens"].lengths
         line = f"{int((lengths == 4).sum())} of {len(lengths)} training texts have 4 tokens or more"
         assert any(note.startswith(line) for note in data.notes) == is_told, data.notes

@@ -6,13 +6,13 @@ from torch import nn
 from torch.nn import functional
 
 import whet
-from whet.device.machine_here import machine_here
-from whet.device.threads import threads_kept, use_threads
-from whet.engine.rig import StepRig
-from whet.engine.training import read_training
-from whet.engine.workload import describe
+from whet.device.cpu import preserve_num_threads, set_num_threads
+from whet.device.open import current_machine
 from whet.plan.plan import make_plan
-from whet.step.optimizer import OptimizerChoice
+from whet.step.optimizers import OptimizerChoice
+from whet.training.step_bench import LocalStepBench
+from whet.training.training_config import parse_training_config
+from whet.training.workload import describe_workload
 
 
 @pytest.fixture
@@ -36,15 +36,15 @@ def a_training():
 
 
 def test_only_another_number_is_told(told: list[int]) -> None:
-    use_threads(1)
+    set_num_threads(1)
     assert told == []
-    use_threads(2)
+    set_num_threads(2)
     assert torch.get_num_threads() == 2
-    with threads_kept():
-        use_threads(2)
+    with preserve_num_threads():
+        set_num_threads(2)
     assert told == [2]
-    with threads_kept():
-        use_threads(1)
+    with preserve_num_threads():
+        set_num_threads(1)
     assert torch.get_num_threads() == 2
     assert told == [2, 1, 2]
 
@@ -59,7 +59,7 @@ def test_a_training_tells_it_once_or_never(told: list[int], threads: int, expect
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         global_batch_size=8,
         device="cpu",
-        wishes={"threads": threads, "micro_batch": 8},
+        overrides={"threads": threads, "micro_batch": 8},
         show=None,
     )
     assert told == expected
@@ -68,11 +68,11 @@ def test_a_training_tells_it_once_or_never(told: list[int], threads: int, expect
 @pytest.mark.parametrize(("threads", "expected"), [(1, []), (2, [2])])
 def test_measuring_tells_it_once_or_never(told: list[int], threads: int, expected: list[int]) -> None:
     model, data, loss = a_training()
-    training = read_training({"global_batch_size": 8})
-    machine, conditions = machine_here()
-    workload = describe(model, data, training, recipe="net")
-    plan = make_plan(machine, workload, wishes={"device": "cpu", "threads": threads}, conditions=conditions)
-    with StepRig(model, OptimizerChoice(lr=0.1), data, training, loss=loss, plan=plan) as rig:
+    training = parse_training_config({"global_batch_size": 8})
+    machine, conditions = current_machine()
+    workload = describe_workload(model, data, training, recipe="net")
+    plan = make_plan(machine, workload, overrides={"device": "cpu", "threads": threads}, conditions=conditions)
+    with LocalStepBench(model, OptimizerChoice(lr=0.1), data, training, loss=loss, plan=plan) as rig:
         for micro_batch in (8, 4):
             prepared = rig.prepare({"micro_batch": micro_batch}, seconds=30)
             assert min(prepared.step(number) for number in range(3)) > 0

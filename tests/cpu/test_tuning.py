@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn import functional
 
 import whet
+from whet.autotune.process_bench import ProcessStepBench
+from whet.autotune.result import TuningResult
 from whet.base.errors import UsageError
-from whet.engine import tuning
-from whet.measure.found import Found
-from whet.measure.remote import RemoteRig
-from whet.plan.setting import Measured
+from whet.plan.setting import MeasuredSetting
 from whet.run.events import History
-from whet.step.optimizer import OptimizerChoice
+from whet.step.optimizers import OptimizerChoice
+from whet.training import tune
 
 TRAINING = {"global_batch_size": 32, "epochs": 10, "clip": 1.0}
 
@@ -70,7 +70,7 @@ def test_tune_gives_a_plan_with_its_trials_and_leaves_the_model_alone():
     model = a_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plan = whet.tune(
-        model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), wishes=ONE_THREAD, budget=6, **TRAINING
+        model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), overrides=ONE_THREAD, budget=6, **TRAINING
     )
     assert plan.trials
     assert {trial.setting for trial in plan.trials} & {"precision", "micro_batch"}
@@ -83,12 +83,12 @@ def test_tune_gives_a_plan_with_its_trials_and_leaves_the_model_alone():
 
 def test_your_own_word_is_never_tried():
     model = a_model()
-    wishes = {"micro_batch": 16, "threads": 1, "precision": "fp32"}
+    overrides = {"micro_batch": 16, "threads": 1, "precision": "fp32"}
     plan = whet.tune(
-        model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), wishes=wishes, budget=4, **TRAINING
+        model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), overrides=overrides, budget=4, **TRAINING
     )
-    assert not {trial.setting for trial in plan.trials} & set(wishes)
-    assert {name: plan.value(name) for name in wishes} == wishes
+    assert not {trial.setting for trial in plan.trials} & set(overrides)
+    assert {name: plan.value(name) for name in overrides} == overrides
 
 
 def test_a_measured_plan_trains_as_the_same_settings_given_by_hand(tmp_path):
@@ -100,7 +100,7 @@ def test_a_measured_plan_trains_as_the_same_settings_given_by_hand(tmp_path):
         by_rules.machine,
         by_rules.workload,
         conditions=by_rules.conditions,
-        measured={name: Measured(value=value, reason="tried", evidence={}) for name, value in found.items()},
+        measured={name: MeasuredSetting(value=value, reason="tried", evidence={}) for name, value in found.items()},
     )
     by_hand = {"wishes": found}
     for run, how in {"measured": {"plan": plan}, "by hand": by_hand}.items():
@@ -116,11 +116,11 @@ def test_a_measured_plan_trains_as_the_same_settings_given_by_hand(tmp_path):
 
 def test_a_measured_plan_trains_as_the_rules_do_up_to_rounding(tmp_path):
     found = {"micro_batch": 8, "optimizer_kernels": "loop", "threads": 1}
-    for run, wishes in {"rules": {}, "measured": found}.items():
+    for run, overrides in {"rules": {}, "measured": found}.items():
         model = a_model()
         whet.train(
             model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(lr=1e-3), show=None,
-            run=tmp_path / run, wishes=wishes, measure=False, **TRAINING,
+            run=tmp_path / run, overrides=overrides, measure=False, **TRAINING,
         )  # fmt: skip
     rules, measured = torch.tensor(losses_of(tmp_path / "rules")), torch.tensor(losses_of(tmp_path / "measured"))
     assert len(rules) == 50
@@ -128,9 +128,9 @@ def test_a_measured_plan_trains_as_the_rules_do_up_to_rounding(tmp_path):
 
 
 def test_a_long_run_is_measured_once_and_remembered(monkeypatch):
-    monkeypatch.setattr(tuning, "budget_seconds", lambda _: 6.0)
+    monkeypatch.setattr(tune, "budget_seconds", lambda _: 6.0)
     # However busy the machine that tests this is.
-    monkeypatch.setattr(Found, "holds_another_day", True)
+    monkeypatch.setattr(TuningResult, "holds_another_day", True)
     told: list[str] = []
     session = a_session(a_model(), told=told)
     session.tune(Loss(session.model))
@@ -178,7 +178,7 @@ def test_a_very_short_run_or_a_stream_is_left_alone():
 
 
 def test_a_measuring_process_that_dies_is_told_of_and_the_run_starts(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuning, "budget_seconds", lambda _: 6.0)
+    monkeypatch.setattr(tune, "budget_seconds", lambda _: 6.0)
     told: list[str] = []
     model = a_model()
     result = whet.train(
@@ -187,7 +187,7 @@ def test_a_measuring_process_that_dies_is_told_of_and_the_run_starts(monkeypatch
         loss=Loss(model),
         optimizer=OptimizerChoice(),
         show=lambda kind, fields: told.append(str(fields.get("changed"))),
-        open_rig=lambda: RemoteRig("no.such.module:rig", {}, environment={}),
+        open_bench=lambda: ProcessStepBench("no.such.module:rig", {}, environment={}),
         run=tmp_path / "run",
         **{**TRAINING, "epochs": 30},
     )
@@ -224,7 +224,7 @@ def test_a_plan_for_something_else_is_refused(tmp_path):
     with pytest.raises(UsageError, match="made for something else"), a_session(model, plan=plan, global_batch_size=8):
         pass
     with pytest.raises(UsageError, match="has its wishes already"):
-        a_session(model, plan=plan, wishes={"threads": 1})
+        a_session(model, plan=plan, overrides={"threads": 1})
     for budget in (0, -1, "much"):
         with pytest.raises(UsageError, match="budget must be above 0"):
             whet.tune(model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), budget=budget, **TRAINING)

@@ -17,7 +17,7 @@ def write_tiny_bert(folder: Path) -> Path:
     """A folder that AutoModel and AutoTokenizer load."""
     import transformers
 
-    from whet.recipes.text.hub import quietly
+    from whet.recipes.text.backbone import quiet_transformers
 
     folder.mkdir(parents=True)
     config = transformers.BertConfig(
@@ -31,7 +31,7 @@ def write_tiny_bert(folder: Path) -> Path:
         initializer_range=0.3,
     )
     torch.manual_seed(1)
-    with quietly():
+    with quiet_transformers():
         transformers.BertModel(config).save_pretrained(folder)
     engine = Tokenizer(models.WordPiece({word: n for n, word in enumerate(SPECIAL + WORDS)}, unk_token="[UNK]"))
     engine.normalizer = normalizers.BertNormalizer()

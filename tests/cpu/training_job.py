@@ -36,8 +36,8 @@ def main(arguments: list[str]) -> int:
                 time.sleep(0.01)
         return nn.functional.cross_entropy(model(micro.x), micro.y)
 
-    def evaluate(model, micros):
-        right = [(model(micro.x).argmax(1) == micro.y).float().mean() for micro in micros]
+    def evaluate(model, micro_batches):
+        right = [(model(micro.x).argmax(1) == micro.y).float().mean() for micro in micro_batches]
         torch.rand(7)
         return {"accuracy": float(torch.stack(right).mean())}
 
@@ -47,11 +47,11 @@ def main(arguments: list[str]) -> int:
         loss=loss,
         optimizer=whet.OptimizerChoice(lr=1e-3),
         evaluate=evaluate,
-        dev=images(40, seed=1),
+        val=images(40, seed=1),
         run=path,
         goal="accuracy",
         vitals=(lambda: Conditions(thermal="heavy")) if "--hot" in words else None,
-        wishes={"threads": 1, **options.pop("wishes", {})},
+        overrides={"threads": 1, **options.pop("wishes", {})},
         **{
             "global_batch_size": 16,
             "epochs": 4,

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import whet
-from whet.data.batch import Micro
-from whet.recipes.train import evaluation_of, ingredients
-from whet.world import replicated
-from whet.world.group import here
+from whet.data.batch import MicroBatch
+from whet.distributed import strategies
+from whet.distributed.group import current_group
+from whet.recipes.runner import prepare_recipe, recipe_evaluation
 
 STEPS = 5
 DEVICE = os.environ.get("WHET_TEST_DEVICE", "cpu")
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
                 whole = {key: tensor.detach().cpu().clone() for key, tensor in found.items()}
                 save_file(whole, out / f"{name}-{size}.safetensors")
             (out / f"{name}-{size}-{rank}.json").write_text(json.dumps(numbers))
-    here().wait()
+    current_group().wait()
     return 0
 
 
@@ -96,7 +96,7 @@ def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
             if event == "step" and fields["step"] % 3 == 0:
                 losses[f"{kind}/{fields['step']}"] = fields["loss"]
 
-        def loss(micro: Micro, kind: str = kind, model: nn.Module = model) -> Any:
+        def loss(micro: MicroBatch, kind: str = kind, model: nn.Module = model) -> Any:
             each = nn.functional.cross_entropy(model(micro.rows), micro.labels, reduction="none")
             return each.mean() if kind != "sum" else ((each * micro.weights).sum(), micro.weights.sum())
 
@@ -106,7 +106,7 @@ def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
             loss=loss,
             optimizer=optimizer,
             global_batch_size=5,
-            wishes={"micro_batch": 2, "precision": "fp32"},
+            overrides={"micro_batch": 2, "precision": "fp32"},
             epochs=2,
             clip=0.5,
             show=tell,
@@ -137,7 +137,7 @@ def left_out(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
 
     optimizer.register_step_pre_hook(keep)
 
-    def loss(micro: Micro) -> Tensor:
+    def loss(micro: MicroBatch) -> Tensor:
         logits, is_rare = model(micro.rows), micro.kinds == 1
         if is_rare.any():
             logits = logits.index_add(0, is_rare.nonzero()[:, 0], model.rare(micro.rows[is_rare]))
@@ -149,7 +149,7 @@ def left_out(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
         loss=loss,
         optimizer=optimizer,
         global_batch_size=8,
-        wishes={"micro_batch": 2, "precision": "fp32"},
+        overrides={"micro_batch": 2, "precision": "fp32"},
         epochs=2,
         shuffle=False,
         show=None,
@@ -162,7 +162,7 @@ def left_out(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
 
 def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Path, int], tuple[dict[str, Tensor], Any]]:
     def scene(folder: Path, steps: int, sharding: str = "off") -> tuple[dict[str, Tensor], Any]:
-        from whet.config.resolve import resolve
+        from whet.config.resolve import resolve_config
         from whet.recipes.recipe import load_recipe
 
         recipe = load_recipe(name)
@@ -175,19 +175,19 @@ def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Pat
             "threads=1",
             "eval_every=50",
         ]
-        resolved = resolve(recipe.Config, said)
-        made = ingredients(recipe, resolved.config)
+        resolved = resolve_config(recipe.Config, said)
+        made = prepare_recipe(recipe, resolved.config)
         first = [parameter.detach().clone() for parameter in made.model.parameters()]
-        wishes = {"precision": "fp32", **resolved.wishes, **({"sharding": sharding} if sharding != "off" else {})}
+        overrides = {"precision": "fp32", **resolved.overrides, **({"sharding": sharding} if sharding != "off" else {})}
         result = whet.train(
             made.model,
             made.data.train,
             loss=made.loss,
             optimizer=made.optimizer,
-            evaluate=evaluation_of(recipe),
-            dev=made.data.dev,
+            evaluate=recipe_evaluation(recipe),
+            val=made.data.val,
             device=DEVICE,
-            wishes=wishes,
+            overrides=overrides,
             workload=made.workload,
             goal=recipe.goal,
             show=None,
@@ -204,9 +204,9 @@ def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Pat
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    from whet.world import sharded
+    from whet.distributed import sharded
 
-    return sharded.whole(tensor.detach())
+    return sharded.full_tensor(tensor.detach())
 
 
 def _text(folder: Path) -> list[str]:
@@ -237,11 +237,11 @@ def _hex(_: Path) -> list[str]:
 class Ids:
     """An evaluation that counts how often each sample was seen."""
 
-    def __call__(self, model: nn.Module, micros: Iterator[Micro]) -> dict[str, float]:
-        return self.conclude(model, [self.tally(model, micros)])
+    def __call__(self, model: nn.Module, micro_batches: Iterator[MicroBatch]) -> dict[str, float]:
+        return self.conclude(model, [self.tally(model, micro_batches)])
 
-    def tally(self, model: nn.Module, micros: Iterator[Micro]) -> list[int]:
-        return [int(number) for micro in micros for number in micro.ids]
+    def tally(self, model: nn.Module, micro_batches: Iterator[MicroBatch]) -> list[int]:
+        return [int(number) for micro in micro_batches for number in micro.ids]
 
     def conclude(self, model: nn.Module, tallies: list[list[int]]) -> dict[str, float]:
         seen = [number for tally in tallies for number in tally]
@@ -255,17 +255,17 @@ def evaluation(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
     rows, labels = torch.randn(8, 6), torch.randint(0, 3, (8,))
     found = []
     for number in (7, 1):
-        for dev in ({"rows": rows[:number]}, [{"rows": row} for row in rows[:number]]):
-            for evaluate in (Ids(), lambda model, micros: {"seen": sum(len(micro) for micro in micros)}):
+        for val in ({"rows": rows[:number]}, [{"rows": row} for row in rows[:number]]):
+            for evaluate in (Ids(), lambda model, micro_batches: {"seen": sum(len(micro) for micro in micro_batches)}):
                 result = whet.train(
                     model,
                     {"rows": rows, "labels": labels},
                     loss=lambda micro: nn.functional.cross_entropy(model(micro.rows), micro.labels),
                     optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
                     evaluate=evaluate,
-                    dev=dev,
+                    val=val,
                     global_batch_size=8,
-                    wishes={"eval_batch": 2},
+                    overrides={"eval_batch": 2},
                     max_steps=1,
                     show=None,
                     measure=False,
@@ -283,7 +283,7 @@ def draws(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
     model.unused = nn.Identity()
     rows, labels = torch.randn(8, 6), torch.randint(0, 3, (8,))
 
-    def loss(micro: Micro) -> Tensor:
+    def loss(micro: MicroBatch) -> Tensor:
         drawn.append(float(torch.rand(())))
         return nn.functional.cross_entropy(model(micro.rows), micro.labels)
 
@@ -295,7 +295,7 @@ def draws(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             global_batch_size=4,
             epochs=2,
-            wishes={"micro_batch": 4},
+            overrides={"micro_batch": 4},
             show=None,
             measure=False,
             device=DEVICE,
@@ -309,9 +309,9 @@ def one_fails(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
     model, calls = Small(), []
     rows, labels = torch.randn(64, 6), torch.randint(0, 3, (64,))
 
-    def loss(micro: Micro) -> Tensor:
+    def loss(micro: MicroBatch) -> Tensor:
         calls.append(1)
-        if len(calls) == 3 and not here().is_first:
+        if len(calls) == 3 and not current_group().is_first:
             raise OSError("the disk of the second process is gone")
         return nn.functional.cross_entropy(model(micro.rows), micro.labels)
 
@@ -321,7 +321,7 @@ def one_fails(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
         loss=loss,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         global_batch_size=4,
-        wishes={"micro_batch": 4},
+        overrides={"micro_batch": 4},
         show=None,
         measure=False,
         device=DEVICE,
@@ -335,12 +335,12 @@ def bad_numbers(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
     model, told = Small(), []
     rows, labels = torch.randn(64, 6), torch.randint(0, 3, (64,))
 
-    def bad_loss(micro: Micro) -> Tensor:
+    def bad_loss(micro: MicroBatch) -> Tensor:
         loss = nn.functional.cross_entropy(model(micro.rows), micro.labels)
         return loss * float("nan") if 13 in micro.ids else loss
 
     def show(kind: str, fields: dict[str, Any]) -> None:
-        if kind == "skip" or "went_back" in fields:
+        if kind == "skip" or "rollback_reason" in fields:
             told.append(kind)
 
     whet.train(
@@ -349,8 +349,8 @@ def bad_numbers(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
         loss=bad_loss,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         global_batch_size=5,
-        wishes={"micro_batch": 2, "checkpoint_steps": 2, "precision": "fp32"},
-        run=folder / f"bad-{here().world.size}",
+        overrides={"micro_batch": 2, "checkpoint_steps": 2, "precision": "fp32"},
+        run=folder / f"bad-{current_group().world.size}",
         show=show,
         measure=False,
         device=DEVICE,
@@ -364,8 +364,8 @@ def endless(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
     model = Small()
     rows, labels = torch.randn(64, 6), torch.randint(0, 3, (64,))
 
-    def loss(micro: Micro) -> Tensor:
-        (folder / f"began-{here().world.rank}").touch()
+    def loss(micro: MicroBatch) -> Tensor:
+        (folder / f"began-{current_group().world.rank}").touch()
         return nn.functional.cross_entropy(model(micro.rows), micro.labels)
 
     result = whet.train(
@@ -375,7 +375,7 @@ def endless(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.001),
         global_batch_size=4,
         epochs=10**6,
-        wishes={"micro_batch": 4},
+        overrides={"micro_batch": 4},
         show=None,
         measure=False,
         device=DEVICE,
@@ -406,26 +406,26 @@ SCENES: dict[str, Any] = {
 
 def planted(fault: str) -> Any:
     if fault == "averaged":
-        return mock.patch.object(replicated.Replicated, "seed", return_value=None)
+        return mock.patch.object(strategies.ReplicatedStrategy, "seed", return_value=None)
     if fault == "own weights":
-        real = replicated.Replicated.totals
+        real = strategies.ReplicatedStrategy.totals
 
         def own(self: Any, loss: Tensor, weight: Any) -> Any:
             real(self, loss, weight)
             return loss, weight
 
-        return mock.patch.object(replicated.Replicated, "totals", own)
+        return mock.patch.object(strategies.ReplicatedStrategy, "totals", own)
     if fault == "zeros stay":
-        return mock.patch.object(replicated.Replicated, "totals", lambda _self, loss, weight: (loss, weight))
+        return mock.patch.object(strategies.ReplicatedStrategy, "totals", lambda _self, loss, weight: (loss, weight))
     if fault == "stand-ins count":
-        from whet.data import share
+        from whet.data import split
 
-        return mock.patch.object(share, "replace", lambda micro, **_: micro)
+        return mock.patch.object(split, "replace", lambda micro, **_: micro)
     if fault == "everybody sees all":
-        from whet.engine import evaluating
+        from whet.training import evaluator
 
-        real_own = evaluating.Evaluator.batches
-        return mock.patch.object(evaluating.Evaluator, "_own_batches", real_own)
+        real_own = evaluator.Evaluator.batches
+        return mock.patch.object(evaluator.Evaluator, "_own_batches", real_own)
     assert fault == "none", fault
     return mock.MagicMock()
 

@@ -56,7 +56,7 @@ def exit_code(program: str) -> object:
 
 
 def main(operator: str, program: str, device: str = "cpu") -> None:
-    from whet.recipes.comparing import compare
+    from whet.api.verify import compare
 
     warnings.simplefilter("ignore")
     torch.manual_seed(0)

@@ -87,8 +87,8 @@ def _serve() -> None:
     import torch.profiler
 
     import whet
+    import whet.api.verify
     import whet.cli.main
-    import whet.recipes.checking
     import whet.recipes.text.recipe
 
     for name in whet.__all__:

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from whet.device.abstract import AbstractDevice
-from whet.device.open import _WHY_NOT, open_device
+from whet.device.open import _UNAVAILABLE_REASONS, open_device
 
 KINDS = ("cpu", "fake", "cuda", "mps")
 
 
 @pytest.fixture(params=KINDS)
 def device(request: pytest.FixtureRequest) -> Iterator[AbstractDevice]:
-    why_not = _WHY_NOT.get(request.param, lambda: None)()
+    why_not = _UNAVAILABLE_REASONS.get(request.param, lambda: None)()
     if why_not is not None:
         pytest.skip(f"no {request.param}: {why_not}")
     before = torch.get_num_threads()

@@ -12,39 +12,39 @@ from torch.nn import functional as f
 
 from places import ROOT, Tell
 from small_models import TokenModel, ragged_tokens
-from whet.data.batch import Micro
+from whet.api.verify import model_subject
+from whet.data.batch import MicroBatch
 from whet.device import virtual_mac
 from whet.device.abstract import AbstractDevice
-from whet.doctor.cases.models import Task, convnet_task, transformer_task
-from whet.recipes.comparing import subject_of
-from whet.verify.parity.comparing import compare_subject
-from whet.verify.parity.locating import locate
-from whet.verify.parity.placing import Bench
-from whet.verify.subject import Specimen, Subject
+from whet.doctor.checks.models import ModelTask, convnet_task, transformer_task
+from whet.verify.parity.compare import compare_devices
+from whet.verify.parity.locate import locate
+from whet.verify.parity.training import ReplicaFactory
+from whet.verify.trainable import Trainable, TrainableSpec
 
 WRONG_KERNELS = ROOT / "tests" / "cpu" / "wrong_kernels.py"
 
 
-def text_like() -> Subject:
+def text_like() -> TrainableSpec:
     """Samples of unequal lengths, where tokens count."""
 
-    def make() -> Specimen:
+    def make() -> Trainable:
         torch.manual_seed(0)
         model, tokens = TokenModel(), ragged_tokens(16, longest=9, seed=0)
 
-        def micro(size: int) -> Micro:
-            return Micro(fields={"tokens": tokens.padded(torch.arange(size), length=9)}, ids=np.arange(size))
+        def micro(size: int) -> MicroBatch:
+            return MicroBatch(fields={"tokens": tokens.padded(torch.arange(size), length=9)}, ids=np.arange(size))
 
-        return Specimen(model=model, loss=model.loss, micro=micro, size=16)
+        return Trainable(model=model, loss=model.loss, micro=micro, size=16)
 
-    return Subject(name="text-like", make=make)
+    return TrainableSpec(name="text-like", make=make)
 
 
-def of_task(task: Task) -> Subject:
+def of_task(task: ModelTask) -> TrainableSpec:
     def loss(model, x, y):
         return f.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
-    return subject_of(task.model, (task.x, task.y), loss)
+    return model_subject(task.model, (task.x, task.y), loss)
 
 
 SUBJECTS = {
@@ -56,7 +56,7 @@ SUBJECTS = {
 
 @pytest.mark.parametrize("name", list(SUBJECTS))
 def test_sound_models_pass(device: AbstractDevice, name: str, tell: Tell) -> None:
-    found = compare_subject(SUBJECTS[name](), devices=[device.kind], steps=20)
+    found = compare_devices(SUBJECTS[name](), devices=[device.kind], steps=20)
     assert found.agrees, found
     (bf16,) = found.precisions
     assert bf16.agrees, bf16
@@ -66,7 +66,7 @@ def test_sound_models_pass(device: AbstractDevice, name: str, tell: Tell) -> Non
 
 @pytest.mark.parametrize("name", list(SUBJECTS))
 def test_no_operator_of_a_sound_model_is_blamed(device: AbstractDevice, name: str, tell: Tell) -> None:
-    found = locate(Bench(SUBJECTS[name]()), device)
+    found = locate(ReplicaFactory(SUBJECTS[name]()), device)
     assert found.culprit is None, found
     assert found.num_judged > 20
     tell(f"{name} on {device.kind}: {found.num_judged} calls judged, not judged: {', '.join(found.unknown) or 'none'}")

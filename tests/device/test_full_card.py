@@ -16,8 +16,8 @@ LIMIT = 2 * 2**30
 @pytest.fixture
 def small_gpu() -> Any:
     """A CUDA card that gives this process two gigabytes."""
-    if cuda.why_not() is not None or virtual_mac.installed():
-        pytest.skip(f"no cuda: {cuda.why_not()}")
+    if cuda.cuda_unavailable_reason() is not None or virtual_mac.installed():
+        pytest.skip(f"no cuda: {cuda.cuda_unavailable_reason()}")
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(LIMIT / torch.cuda.get_device_properties(0).total_memory)
     yield "cuda"
@@ -38,7 +38,7 @@ def train(run: Path, *, device: str, megabytes: int) -> tuple[nn.Module, whet.Se
 
     with whet.Session(
         model, whet.OptimizerChoice(lr=1e-3), (x, y), run=run, device=device, global_batch_size=256, epochs=2,
-        wishes={"micro_batch": 256, "precision": "fp32"},
+        overrides={"micro_batch": 256, "precision": "fp32"},
         show=lambda kind, fields: told.append(fields) if kind == "oom" else None,
     ) as session:  # fmt: skip
         for batch in session:
@@ -50,7 +50,7 @@ def test_a_full_card_makes_the_micro_batch_smaller_and_the_run_goes_on(small_gpu
     ours, session, told = train(tmp_path / "gpu", device=small_gpu, megabytes=20)
     theirs, _, _ = train(tmp_path / "cpu", device="cpu", megabytes=0)
     assert session.progress.step == 8
-    assert session.plan.value("micro_batch") in (16, 32, 64)
+    assert session.plan.micro_batch in (16, 32, 64)
     assert "CUDA out of memory" in told[0]["reason"]
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert (a - b).norm() <= 1e-5 * b.norm()

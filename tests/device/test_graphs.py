@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import whet
-from whet.data.batch import Micro
-from whet.data.ragged import Ragged
-from whet.device.open import _WHY_NOT, open_device
+from whet.data.batch import MicroBatch, Ragged
+from whet.device.open import _UNAVAILABLE_REASONS, open_device
 from whet.run.events import History
 from whet.step.ema import Ema
 
-WHY_NOT = _WHY_NOT["cuda"]()
+WHY_NOT = _UNAVAILABLE_REASONS["cuda"]()
 pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=f"no cuda: {WHY_NOT}"),
     pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning"),
@@ -47,16 +46,16 @@ def texts(num_samples: int = 160) -> dict[str, Tensor | Ragged]:
     return {"tokens": samples, "label": torch.randint(0, 4, (num_samples,))}
 
 
-def mean(model: nn.Module, micro: Micro) -> Tensor:
+def mean(model: nn.Module, micro: MicroBatch) -> Tensor:
     return functional.cross_entropy(model(micro.tokens.values, micro.tokens.lengths), micro.label)
 
 
-def by_tokens(model: nn.Module, micro: Micro) -> tuple[Tensor, Tensor]:
+def by_tokens(model: nn.Module, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     losses = functional.cross_entropy(model(micro.tokens.values, micro.tokens.lengths), micro.label, reduction="none")
     return (losses * micro.tokens.lengths).sum(), micro.tokens.lengths.sum()
 
 
-def train(path: Path, *, graph: str, loss=mean, dropout: float = 0.0, wishes=None, **options) -> nn.Module:
+def train(path: Path, *, graph: str, loss=mean, dropout: float = 0.0, overrides=None, **options) -> nn.Module:
     torch.manual_seed(0)
     model = Reader(dropout)
     whet.train(
@@ -82,7 +81,7 @@ def train(path: Path, *, graph: str, loss=mean, dropout: float = 0.0, wishes=Non
                 "precision": "fp32",
                 "verify": "off",
                 "checkpoint_steps": 7,
-                **(wishes or {}),
+                **(overrides or {}),
             },
             **options,
         },
@@ -110,8 +109,8 @@ def refusal(path: Path) -> str:
 @pytest.mark.parametrize("micro_batch", [16, 6])
 @pytest.mark.parametrize("loss", [mean, by_tokens])
 def test_50_losses_are_those_of_steps_that_run(loss, micro_batch: int, tmp_path: Path) -> None:
-    wishes = {"micro_batch": micro_batch}
-    models = [train(tmp_path / graph, graph=graph, loss=loss, wishes=wishes) for graph in ("off", "on")]
+    overrides = {"micro_batch": micro_batch}
+    models = [train(tmp_path / graph, graph=graph, loss=loss, overrides=overrides) for graph in ("off", "on")]
     assert refusal(tmp_path / "on") == ""
     # With micro-batches of several lengths, combinations are more than they are worth.
     assert num_replayed(tmp_path / "on") >= (25 if micro_batch == 16 else 1)
@@ -124,7 +123,7 @@ def test_50_losses_are_those_of_steps_that_run(loss, micro_batch: int, tmp_path:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_and_a_scaler_agree_too(precision: str, tmp_path: Path) -> None:
     for graph in ("off", "on"):
-        train(tmp_path / graph, graph=graph, wishes={"precision": precision})
+        train(tmp_path / graph, graph=graph, overrides={"precision": precision})
     assert refusal(tmp_path / "on") == ""
     assert num_replayed(tmp_path / "on") >= 25
     assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), rel=2e-2)
@@ -139,8 +138,8 @@ def test_dropout_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
 
 
 def test_a_run_with_graphs_resumes_bit_for_bit(tmp_path: Path) -> None:
-    wishes = {"deterministic": "on"}
-    how = {"graph": "on", "dropout": 0.3, "wishes": wishes, "schedule": "constant"}
+    overrides = {"deterministic": "on"}
+    how = {"graph": "on", "dropout": 0.3, "wishes": overrides, "schedule": "constant"}
     whole = train(tmp_path / "whole", **how)
     for max_steps in (13, 31, None):
         cut = train(tmp_path / "cut", max_steps=max_steps, **how)
@@ -150,21 +149,21 @@ def test_a_run_with_graphs_resumes_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(cut.state_dict()[name], tensor), name
 
 
-def waits(model: nn.Module, micro: Micro) -> Tensor:
+def waits(model: nn.Module, micro: MicroBatch) -> Tensor:
     loss = mean(model, micro)
     return loss if loss.item() < 1e9 else loss * 2
 
 
-def picks(model: nn.Module, micro: Micro) -> Tensor:
+def picks(model: nn.Module, micro: MicroBatch) -> Tensor:
     each = functional.cross_entropy(model(micro.tokens.values, micro.tokens.lengths), micro.label, reduction="none")
     return each[each > -1].mean()
 
 
-def draws_on_the_host(model: nn.Module, micro: Micro) -> Tensor:
+def draws_on_the_host(model: nn.Module, micro: MicroBatch) -> Tensor:
     return mean(model, micro) * (1 + float(torch.rand(())))
 
 
-def waits_unnoticed(model: nn.Module, micro: Micro) -> Tensor:
+def waits_unnoticed(model: nn.Module, micro: MicroBatch) -> Tensor:
     """A wait that torch's own debug mode may not know of: the capture itself fails."""
     loss = mean(model, micro)
     torch.cuda.current_stream().synchronize()
@@ -216,7 +215,7 @@ def test_a_number_deep_in_python_is_found_out_and_the_run_goes_back(tmp_path: Pa
             global_batch_size=16,
             epochs=3,
             seed=1,
-            wishes={
+            overrides={
                 "graph": graph,
                 "micro_batch": 16,
                 "lengths": "few shapes",

@@ -12,8 +12,8 @@ import torch
 
 from whet.checkpoint import store
 from whet.device import virtual_mac
-from whet.device.open import _WHY_NOT
-from whet.report.summary import summarize
+from whet.device.open import _UNAVAILABLE_REASONS
+from whet.report.run_report import summarize
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
@@ -22,7 +22,7 @@ SMALL = ("arch.hidden_size=64", "arch.layers=2", "arch.max_length=24", "arch.voc
 
 @pytest.fixture(params=["cuda", "mps"])
 def gpu(request: pytest.FixtureRequest) -> str:
-    reason = _WHY_NOT[request.param]()
+    reason = _UNAVAILABLE_REASONS[request.param]()
     if reason is not None or virtual_mac.installed():
         pytest.skip(f"no {request.param} here: {reason or 'a virtual one lives in one process only'}")
     return str(request.param)
@@ -48,7 +48,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    found = store.newest(open_run(run).checkpoints)
+    found = store.load_newest(open_run(run).checkpoints)
     assert found is not None
     return found[1].tensors
 
@@ -72,7 +72,7 @@ def test_killed_three_times_it_ends_bit_for_bit_the_same(gpu: str, table: Path, 
     process = start(*words, "--run", str(cut))
     for step in (150, 400, 700):
         deadline = time.monotonic() + 120
-        while not ((cut / "checkpoints").exists() and max(store.steps(cut / "checkpoints"), default=0) >= step):
+        while not ((cut / "checkpoints").exists() and max(store.list_steps(cut / "checkpoints"), default=0) >= step):
             assert time.monotonic() < deadline
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.005)

@@ -6,30 +6,30 @@ from interpreted import complaints, needs_triton
 from torch import Tensor
 from torch.nn import functional
 
-from whet.device.open import _WHY_NOT
-from whet.device.own import gate as own_gate
-from whet.device.own import norm as own_norm
-from whet.device.own.attention import turned_attention
-from whet.device.own.gate import gate
-from whet.device.own.norm import bent_norm, normed
-from whet.device.own.spans import Spans, attend_spans, span_attention
-from whet.device.own.wanted import own_attention, own_gates, own_norms
+from whet.device.kernels import gate as own_gate
+from whet.device.kernels import group_norm as own_norm
+from whet.device.kernels.attention import rotary_attention
+from whet.device.kernels.gate import swiglu_op
+from whet.device.kernels.group_norm import group_norm_act, group_norm_activation
+from whet.device.kernels.spans import Spans, span_attention, span_attention_op
+from whet.device.kernels.switches import use_own_attention, use_own_gates, use_own_norms
+from whet.device.open import _UNAVAILABLE_REASONS
 from whet.recipes.chat.arch import Arch as ChatArch
 from whet.recipes.chat.model.open import open_model
 from whet.recipes.hex.arch import Arch
 from whet.recipes.hex.net import HexNet
-from whet.recipes.recursive.layers import Look, PostNormBlock, Rotation, rotate, rotation
+from whet.recipes.layers import AttentionArgs, PostNormBlock, RotaryAngles, apply_rotary, rotary_angles
 
-WHY_NOT = _WHY_NOT["cuda"]()
+WHY_NOT = _UNAVAILABLE_REASONS["cuda"]()
 on_gpu = pytest.mark.skipif(WHY_NOT is not None, reason=f"no cuda: {WHY_NOT}")
 SHAPES = [(97, 8, 64), (17, 3, 32), (128, 2, 128), (1, 1, 64)]
 SPANS = [((5, 70, 1, 130, 3), 2, 32), ((200,), 1, 64), ((1,) * 70, 1, 32), ((64, 64, 10), 3, 64)]
 NORMS = [((2, 128, 13, 13), 8), ((2, 128, 13, 13), 32), ((3, 32, 5, 5), 8), ((1, 8, 19, 19), 1), ((2, 24, 8, 8), 3)]
 
 
-def by_torch(mixture: Tensor, turns: Rotation, num_heads: int) -> Tensor:
+def by_torch(mixture: Tensor, turns: RotaryAngles, num_heads: int) -> Tensor:
     queries, keys, values = mixture.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
-    found = functional.scaled_dot_product_attention(rotate(queries, turns), rotate(keys, turns), values)
+    found = functional.scaled_dot_product_attention(apply_rotary(queries, turns), apply_rotary(keys, turns), values)
     return found.transpose(1, 2).flatten(2)
 
 
@@ -57,15 +57,15 @@ def errors(ours, theirs, mixture: Tensor) -> tuple[float, float]:
 def check(device: str, dtype: torch.dtype, *, rows: int, bound: float, shapes=SHAPES) -> None:
     torch.manual_seed(0)
     for places, heads, size in shapes:
-        turns = tuple(table.to(device) for table in rotation(torch.arange(places), size))
+        turns = tuple(table.to(device) for table in rotary_angles(torch.arange(places), size))
         mixture = torch.randn(rows, places, 3 * heads * size, device=device).to(dtype)
         found = errors(
-            lambda x, h=heads, t=turns: turned_attention(x, *t, h),
+            lambda x, h=heads, t=turns: rotary_attention(x, *t, h),
             lambda x, h=heads, t=turns: by_torch(x, t, h),
             mixture,
         )
         assert max(found) <= bound, (places, heads, size, found)
-    assert max(errors(gate, by_formula, torch.randn(rows, 5, 2 * 700, device=device).to(dtype))) <= bound
+    assert max(errors(swiglu_op, by_formula, torch.randn(rows, 5, 2 * 700, device=device).to(dtype))) <= bound
 
 
 def spans_of(lengths: tuple[int, ...], device: str) -> tuple[Spans, Tensor]:
@@ -78,7 +78,7 @@ def spans_by_torch(mixture: Tensor, firsts: Tensor, num_heads: int, *, is_causal
     queries, keys, values = mixture.unflatten(-1, (3, num_heads, -1)).permute(1, 2, 0, 3)
     places = torch.arange(len(mixture), device=mixture.device)
     if is_turned:
-        turns = rotation(places - firsts, queries.shape[-1])
+        turns = rotary_angles(places - firsts, queries.shape[-1])
         turns = tuple(table.to(mixture.dtype) for table in turns)
         queries, keys = (
             x * turns[0] + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * turns[1] for x in (queries, keys)
@@ -95,12 +95,12 @@ def check_spans(device: str, dtype: torch.dtype, *, bound: float) -> None:
     torch.manual_seed(0)
     for lengths, heads, size in SPANS:
         spans, firsts = spans_of(lengths, device)
-        tables = tuple(table.to(device) for table in rotation(torch.arange(max(lengths)), size))
+        tables = tuple(table.to(device) for table in rotary_angles(torch.arange(max(lengths)), size))
         for is_causal in (False, True):
             for turns in ((), tables):
                 mixture = torch.randn(len(firsts), 3 * heads * size, device=device).to(dtype)
                 found = errors(
-                    lambda x, s=spans, h=heads, c=is_causal, t=turns: attend_spans(
+                    lambda x, s=spans, h=heads, c=is_causal, t=turns: span_attention(
                         x, s, num_heads=h, is_causal=c, turns=t
                     ),
                     lambda x, f=firsts, h=heads, c=is_causal, t=turns: spans_by_torch(
@@ -114,14 +114,14 @@ def check_spans(device: str, dtype: torch.dtype, *, bound: float) -> None:
         assert torch.equal(its_slopes, others)
     mixture = torch.randn(74, 3 * 64, device=device).to(dtype).requires_grad_()
     spans, _ = spans_of((70, 4), device)
-    tables = [table.to(device) for table in rotation(torch.arange(70), 32)]
+    tables = [table.to(device) for table in rotary_angles(torch.arange(70), 32)]
     for turns in ([], tables):
-        torch.library.opcheck(span_attention, (mixture, spans.firsts, spans.tiles, turns, 2, True))
+        torch.library.opcheck(span_attention_op, (mixture, spans.firsts, spans.tiles, turns, 2, True))
 
 
 def there_and_back(mixture: Tensor, spans: Spans, num_heads: int, turns: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     mixture = mixture.detach().clone().requires_grad_()
-    found = attend_spans(mixture, spans, num_heads=num_heads, is_causal=True, turns=turns)
+    found = span_attention(mixture, spans, num_heads=num_heads, is_causal=True, turns=turns)
     found.backward(found.detach())
     assert mixture.grad is not None
     return found.detach(), mixture.grad
@@ -136,8 +136,8 @@ def check_norms(device: str, dtype: torch.dtype, *, bound: float, shapes=NORMS) 
             weight, bias = torch.randn(2, shape[1], device=device) + 1
             near = [t.clone().requires_grad_() for t in (x, weight, bias)]
             wide = [t.double().requires_grad_() for t in (x, weight, bias)]
-            found, _ = bent_norm(*near, groups, 0.1, is_silu)
-            expected = own_norm.by_torch(*wide, groups, 0.1, is_silu)
+            found, _ = group_norm_act(*near, groups, 0.1, is_silu)
+            expected = own_norm.reference(*wide, groups, 0.1, is_silu)
             slopes = torch.randn_like(found)
             found.backward(slopes)
             expected.backward(slopes.double())
@@ -153,7 +153,7 @@ def check_as_operator(device: str, dtype: torch.dtype) -> None:
     x = torch.randn(2, 16, 5, 5, device=device).to(dtype).contiguous(memory_format=torch.channels_last)
     weight, bias = torch.randn(2, 16, device=device)
     tensors = [t.requires_grad_() for t in (x, weight, bias)]
-    torch.library.opcheck(bent_norm, (*tensors, 4, 1e-5, True))
+    torch.library.opcheck(group_norm_act, (*tensors, 4, 1e-5, True))
 
 
 @on_gpu
@@ -175,10 +175,10 @@ def test_a_hex_net_computes_the_same_with_them(block: str, is_compiled: bool, mo
 
     def told(*args):
         calls.append(True)
-        return bent_norm(*args)
+        return group_norm_act(*args)
 
     if not is_compiled:
-        monkeypatch.setattr(own_norm, "bent_norm", told)
+        monkeypatch.setattr(own_norm, "group_norm_act", told)
 
     def run() -> list[Tensor]:
         net.zero_grad()
@@ -189,7 +189,7 @@ def test_a_hex_net_computes_the_same_with_them(block: str, is_compiled: bool, mo
         return [*(part.float() for part in found), *(p.grad for p in net.parameters())]
 
     plain = run()
-    with own_norms():
+    with use_own_norms():
         own = run()
     assert len(calls) == (0 if is_compiled else 1 + 2 * (3 if block == "bottleneck" else 2)), "and no other run"
     for one, other in zip(plain, own, strict=True):
@@ -198,14 +198,14 @@ def test_a_hex_net_computes_the_same_with_them(block: str, is_compiled: bool, mo
 
 def test_a_norm_that_they_are_not_for_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: every tensor counts as one on CUDA in half precision, and the kernel only says that it was called."""
-    monkeypatch.setattr(own_norm, "can_take", lambda _: True)
-    monkeypatch.setattr(own_norm, "bent_norm", lambda *given: ("own", given))
+    monkeypatch.setattr(own_norm, "is_supported", lambda _: True)
+    monkeypatch.setattr(own_norm, "group_norm_act", lambda *given: ("own", given))
     x = torch.randn(2, 16, 5, 5).to(memory_format=torch.channels_last)
     fits, silu = torch.nn.GroupNorm(4, 16), torch.nn.SiLU()
-    assert isinstance(normed(fits, silu, x), Tensor), "not wanted"
-    with own_norms():
-        assert normed(fits, silu, x) == "own"
-        assert normed(fits, torch.nn.ReLU(), x) == "own"
+    assert isinstance(group_norm_activation(fits, silu, x), Tensor), "not wanted"
+    with use_own_norms():
+        assert group_norm_activation(fits, silu, x) == "own"
+        assert group_norm_activation(fits, torch.nn.ReLU(), x) == "own"
         others = {
             "contiguous": (fits, silu, x.contiguous()),
             "gelu": (fits, torch.nn.GELU(), x),
@@ -217,24 +217,24 @@ def test_a_norm_that_they_are_not_for_is_torchs(monkeypatch: pytest.MonkeyPatch)
         }
         for name, (norm, activation, given) in others.items():
             given = given if name == "contiguous" else given.to(memory_format=torch.channels_last)
-            assert torch.equal(normed(norm, activation, given), activation(norm(given))), name
+            assert torch.equal(group_norm_activation(norm, activation, given), activation(norm(given))), name
         seen: list[bool] = []
         watched = torch.nn.GroupNorm(4, 16)
         watched.register_forward_hook(lambda *_: seen.append(True))
-        normed(watched, silu, x)
+        group_norm_activation(watched, silu, x)
         assert seen, "a hook is called"
-    assert isinstance(normed(fits, silu, x), Tensor), "no longer wanted"
+    assert isinstance(group_norm_activation(fits, silu, x), Tensor), "no longer wanted"
 
 
 def test_a_gate_of_our_own_is_used_while_whet_computes_alone_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: every tensor counts as one on CUDA in half precision, and the kernel only says that it was called."""
-    monkeypatch.setattr(own_gate, "can_take", lambda _: True)
-    monkeypatch.setattr(own_gate, "gate", lambda _: "own")
+    monkeypatch.setattr(own_gate, "is_supported", lambda _: True)
+    monkeypatch.setattr(own_gate, "swiglu_op", lambda _: "own")
     x = torch.randn(3, 8)
-    assert torch.equal(own_gate.gated(x), by_formula(x))
-    with own_gates():
-        assert own_gate.gated(x) == "own"
-    assert torch.equal(own_gate.gated(x), by_formula(x))
+    assert torch.equal(own_gate.swiglu(x), by_formula(x))
+    with use_own_gates():
+        assert own_gate.swiglu(x) == "own"
+    assert torch.equal(own_gate.swiglu(x), by_formula(x))
 
 
 @on_gpu
@@ -249,7 +249,7 @@ def test_results_and_gradients_are_torchs(dtype: torch.dtype) -> None:
 def test_a_block_computes_the_same_with_them(is_compiled: bool) -> None:
     torch.manual_seed(0)
     block = PostNormBlock(128, num_heads=2, expansion=4).cuda()
-    look = Look(rotation=tuple(table.cuda() for table in rotation(torch.arange(20), 64)))
+    look = AttentionArgs(rotation=tuple(table.cuda() for table in rotary_angles(torch.arange(20), 64)))
     call = torch.compile(block) if is_compiled else block
     x = torch.randn(6, 20, 128, device="cuda")
 
@@ -261,7 +261,7 @@ def test_a_block_computes_the_same_with_them(is_compiled: bool) -> None:
         return [found.float(), *(p.grad for p in block.parameters())]
 
     plain = run()
-    with own_attention():
+    with use_own_attention():
         own = run()
     for one, other in zip(plain, own, strict=True):
         assert torch.linalg.norm(one - other) <= 2e-2 * torch.linalg.norm(one)
@@ -295,7 +295,7 @@ def test_a_chat_model_computes_the_same_with_spans(kind: str, is_compiled: bool)
         return [found.detach(), *(p.grad for p in model.parameters())]
 
     plain = run()
-    with own_attention():
+    with use_own_attention():
         own = run()
     for one, other in zip(plain, own, strict=True):
         assert torch.linalg.norm(one - other) <= 5e-2 * torch.linalg.norm(one)
@@ -306,4 +306,4 @@ def test_interpreted_on_the_cpu_they_compute_the_same() -> None:
     call = "a._MANY = 1; t.check('cpu', torch.float32, rows=2, bound=1e-5, shapes=[(17, 3, 32)])"
     call += "; t.check_norms('cpu', torch.float32, bound=1e-5); t.check_as_operator('cpu', torch.float32)"
     call += "; t.check_spans('cpu', torch.float32, bound=1e-5)"
-    assert complaints(f"import test_own_kernels as t, torch, whet.device.own.attention as a; {call}") == ""
+    assert complaints(f"import test_own_kernels as t, torch, whet.device.kernels.attention as a; {call}") == ""

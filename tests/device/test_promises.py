@@ -10,11 +10,11 @@ from torch import nn
 
 import whet
 from small_models import TokenModel, convnet, images, ragged_tokens
+from whet.data.adapters import open_source
 from whet.data.batch import Position
-from whet.data.open import open_source
 from whet.device import virtual_mac
 from whet.device.abstract import AbstractDevice
-from whet.device.cpu import Cpu
+from whet.device.cpu import CpuDevice
 from whet.step.step import Stepper
 
 
@@ -53,7 +53,7 @@ def test_marks_measure_the_device_and_not_the_asking(device: AbstractDevice) -> 
     end = device.mark()
     device.sync()
     wall = time.perf_counter() - wall
-    assert 0.3 * wall < device.seconds_between(start, end) <= 1.05 * wall
+    assert 0.3 * wall < device.elapsed_seconds(start, end) <= 1.05 * wall
 
 
 def test_memory_comes_back(device: AbstractDevice) -> None:
@@ -92,12 +92,12 @@ def test_gradients_agree_with_the_cpu_under_any_cut(device: AbstractDevice, how:
     here = copy.deepcopy(on_cpu).to(device.place)
     tokens = ragged_tokens(12, longest=9, seed=0)
     found = []
-    for model, place, micro_batch, form in ((on_cpu, Cpu(), 12, "fixed"), (here, device, 5, how)):
+    for model, place, micro_batch, form in ((on_cpu, CpuDevice(), 12, "fixed"), (here, device, 5, how)):
         place.use_precision("fp32")
         source = open_source({"tokens": tokens}, place, global_batch_size=12, seed=0)
         stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0), place)
         (batch,) = source.batches(Position())
-        stepper(model.loss, source.micros(batch, micro_batch=micro_batch, how=form), num_samples=12, step=1)
+        stepper(model.loss, source.micro_batches(batch, micro_batch=micro_batch, how=form), num_samples=12, step=1)
         found.append({name: p.grad.cpu() for name, p in model.named_parameters()})
     for name in found[0]:
         torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-6)
@@ -124,8 +124,10 @@ def test_a_small_net_learns_in_every_precision(device: AbstractDevice, precision
     losses = []
     for epoch in range(10):
         for batch in source.batches(Position(epoch=epoch)):
-            micros = source.micros(batch, micro_batch=64, how="fixed")
-            outcome = stepper(lambda m: nn.functional.cross_entropy(model(m.x), m.y), micros, num_samples=64, step=1)
+            micro_batches = source.micro_batches(batch, micro_batch=64, how="fixed")
+            outcome = stepper(
+                lambda m: nn.functional.cross_entropy(model(m.x), m.y), micro_batches, num_samples=64, step=1
+            )
             losses.append(outcome.loss)
     assert torch.stack(losses[-4:]).mean() < 0.7 * torch.stack(losses[:4]).mean()
 
@@ -150,7 +152,7 @@ def test_a_run_resumes_exactly(device: AbstractDevice, tmp_path) -> None:
                 device=device.kind,
                 run=tmp_path / folder,
                 ema=True,
-                wishes={"threads": 1},
+                overrides={"threads": 1},
             )
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
@@ -187,7 +189,7 @@ def test_a_step_never_waits_for_the_gpu(device: AbstractDevice, returns: str) ->
         clip=1.0,
         ema=True,
         device="cuda",
-        wishes={"micro_batch": 4},
+        overrides={"micro_batch": 4},
     ) as session:
         batches = iter(session)
         for _ in range(3):
@@ -209,7 +211,7 @@ def test_evaluation_and_measuring_leave_the_devices_draws_alone(device: Abstract
     for every in (None, 1):
         torch.manual_seed(0)
         model = convnet(dropout=0.5)
-        extra = {} if every is None else {"eval_every": 1, "evaluate": _noisy, "dev": (x, y)}
+        extra = {} if every is None else {"eval_every": 1, "evaluate": _noisy, "val": (x, y)}
         whet.train(
             model,
             (x, y),
@@ -220,7 +222,7 @@ def test_evaluation_and_measuring_leave_the_devices_draws_alone(device: Abstract
             device=device.kind,
             seed=1,
             show=None,
-            wishes={"threads": 1, "micro_batch": 16},
+            overrides={"threads": 1, "micro_batch": 16},
             **extra,
         )
         finals.append({name: tensor.cpu() for name, tensor in model.state_dict().items()})
@@ -228,8 +230,8 @@ def test_evaluation_and_measuring_leave_the_devices_draws_alone(device: Abstract
         torch.testing.assert_close(tensor, finals[1][name], rtol=1e-5, atol=1e-6)
 
 
-def _noisy(model, micros):
-    noise = sum(float(torch.rand(3, device=micro.x.device).sum()) for micro in micros)
+def _noisy(model, micro_batches):
+    noise = sum(float(torch.rand(3, device=micro.x.device).sum()) for micro in micro_batches)
     return {"noise": noise}
 
 

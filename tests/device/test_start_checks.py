@@ -39,8 +39,8 @@ def test_a_small_gpt_is_verified_in_every_precision(device: AbstractDevice, prec
     if device.kind == "fake" or (device.kind == "cpu" and precision == "fp16"):
         pytest.skip("not a device to train on, or half precision that no plan chooses there")
     torch.manual_seed(0)
-    wishes = {"threads": 1} if precision == "auto" else {"threads": 1, "precision": precision}
-    (line,) = train(device, Gpt(), wishes=wishes)
+    overrides = {"threads": 1} if precision == "auto" else {"threads": 1, "precision": precision}
+    (line,) = train(device, Gpt(), overrides=overrides)
     assert line.startswith("verified: ")
     assert "; causal" in line or "verified: causal" in line
     if device.kind != "cpu":
@@ -57,7 +57,7 @@ def test_a_verified_training_has_the_same_bits(device: AbstractDevice) -> None:
         for verify in ("always", "off"):
             torch.manual_seed(0)
             models.append(Gpt())
-            train(device, models[-1], wishes={"threads": 1, "verify": verify})
+            train(device, models[-1], overrides={"threads": 1, "verify": verify})
     finally:
         torch.use_deterministic_algorithms(False)
     for ours, theirs in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True):

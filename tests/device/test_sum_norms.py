@@ -6,19 +6,19 @@ from interpreted import complaints, needs_triton
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.data.ragged import Packed
-from whet.device.open import _WHY_NOT
-from whet.device.own import rms_norm as own_rms
-from whet.device.own import sum_norm as own_sum
-from whet.device.own.rms_norm import rms_sum
-from whet.device.own.sum_norm import normed_sum, sum_norm
-from whet.device.own.wanted import own_norms
+from whet.data.batch import Packed
+from whet.device.kernels import residual_norm as own_sum
+from whet.device.kernels import rms_norm as own_rms
+from whet.device.kernels.residual_norm import residual_layer_norm, residual_norm_op
+from whet.device.kernels.rms_norm import rms_norm_sum
+from whet.device.kernels.switches import use_own_norms
+from whet.device.open import _UNAVAILABLE_REASONS
 from whet.recipes.chat.arch import Arch as ChatArch
 from whet.recipes.chat.model.open import open_model
-from whet.recipes.recursive.layers import rms_norm
+from whet.recipes.layers import rms_norm
 from whet.recipes.text.bert import Bert
 
-WHY_NOT = _WHY_NOT["cuda"]()
+WHY_NOT = _UNAVAILABLE_REASONS["cuda"]()
 on_gpu = pytest.mark.skipif(WHY_NOT is not None, reason=f"no cuda: {WHY_NOT}")
 SUMS = [((5, 48), 0.0), ((3, 7, 100), 0.1), ((1, 16), 0.5)]
 
@@ -41,11 +41,11 @@ def check_sum_norms(device: str, dtype: torch.dtype, *, bound: float, more=()) -
         plus, weight, bias = torch.randn(3, shape[-1], device=device) + 1
         seed = torch.randint(2**62, (1,), device=device) if share else None
         ones, zeros = torch.ones_like(x), torch.zeros_like(before)
-        stays = sum_norm(ones, torch.zeros_like(plus), zeros, weight, bias, seed, share, 0.1)[2]
+        stays = residual_norm_op(ones, torch.zeros_like(plus), zeros, weight, bias, seed, share, 0.1)[2]
         for asked in ((0,), (1,), (0, 1)):
             near = [t.clone().requires_grad_() for t in (x, plus, before, weight, bias)]
             wide = [t.double().requires_grad_() for t in (x, plus, before, weight, bias)]
-            found = sum_norm(*near, seed, share, 0.1)[:2]
+            found = residual_norm_op(*near, seed, share, 0.1)[:2]
             assert (found[0].dtype, found[1].dtype) == (torch.float32, dtype)
             expected = functional.layer_norm((wide[0] + wide[1]) * stays.double() + wide[2], shape[-1:], *wide[3:], 0.1)
             slopes = [torch.randn_like(found[way]) for way in asked]
@@ -57,11 +57,11 @@ def check_sum_norms(device: str, dtype: torch.dtype, *, bound: float, more=()) -
             assert max(off) <= bound, (shape, share, asked, off)
             again = [t.clone().requires_grad_() for t in (x, plus, before, weight, bias)]
             gappy = [with_gaps(again[0]), again[1], with_gaps(again[2]), *again[3:]]
-            twice = sum_norm(*gappy, seed, share, 0.1)[:2]
+            twice = residual_norm_op(*gappy, seed, share, 0.1)[:2]
             torch.autograd.backward([twice[way] for way in asked], [with_gaps(slope) for slope in slopes])
             assert all(torch.equal(one.grad, other.grad) for one, other in zip(near, again, strict=True))
         given = [t.clone().requires_grad_() for t in (x, plus, before, weight, bias)]
-        torch.library.opcheck(sum_norm, (*given, seed, share, 0.1))
+        torch.library.opcheck(residual_norm_op, (*given, seed, share, 0.1))
 
 
 def check_rms_sums(device: str, dtype: torch.dtype, *, bound: float) -> None:
@@ -73,7 +73,7 @@ def check_rms_sums(device: str, dtype: torch.dtype, *, bound: float) -> None:
             near = [t.clone().requires_grad_() for t in given]
             wide = [t.double().requires_grad_() for t in given]
             gappy = [with_gaps(t) for t in near]
-            found = rms_sum(gappy[0], gappy[1] if has_added else None, 0.1)[0]
+            found = rms_norm_sum(gappy[0], gappy[1] if has_added else None, 0.1)[0]
             sums = sum(wide)
             expected = by_formula(sums, 0.1)
             slopes = torch.randn_like(found)
@@ -83,7 +83,7 @@ def check_rms_sums(device: str, dtype: torch.dtype, *, bound: float) -> None:
             pairs = [(found, expected), *((one.grad, other.grad) for one, other in zip(near, wide, strict=True))]
             off = [float((one - other).detach().abs().max() / other.detach().abs().max()) for one, other in pairs]
             assert max(off) <= bound, (shape, has_added, off)
-            torch.library.opcheck(rms_sum, (near[0], near[1] if has_added else None, 0.1))
+            torch.library.opcheck(rms_norm_sum, (near[0], near[1] if has_added else None, 0.1))
 
 
 def check_draws(device: str, tokens: int, width: int) -> None:
@@ -92,7 +92,9 @@ def check_draws(device: str, tokens: int, width: int) -> None:
     ones, zeros = torch.ones(tokens, width, device=device), torch.zeros(tokens, width, device=device)
 
     def dropped(seed: int) -> Tensor:
-        sums = sum_norm(ones, zeros[0], zeros, ones[0], zeros[0], torch.tensor([seed], device=device), share, 1e-5)[2]
+        sums = residual_norm_op(
+            ones, zeros[0], zeros, ones[0], zeros[0], torch.tensor([seed], device=device), share, 1e-5
+        )[2]
         assert set(sums.unique().tolist()) == {0.0, float(torch.tensor(1 / (1 - share)))}
         return (sums == 0).double()
 
@@ -152,7 +154,7 @@ def test_a_bert_computes_the_same_with_them(is_compiled: bool) -> None:
         return [found.detach(), *(p.grad for name, p in model.named_parameters() if "key.bias" not in name)]
 
     plain = run()
-    with own_norms():
+    with use_own_norms():
         own = run()
         model.network["bert"].encoder["layer"][0].output.dropout.p = 0.5
         thinned = [run()[0] for _ in range(2)]
@@ -180,7 +182,7 @@ def test_a_chat_model_computes_the_same_with_them(kind: str, is_compiled: bool) 
         return [found.detach(), *(p.grad for p in model.parameters())]
 
     plain = run()
-    with own_norms():
+    with use_own_norms():
         own = run()
     assert far(plain, own) <= 5e-2
     # The way back begins from rounded results; a compiled model computes as it did.
@@ -189,13 +191,13 @@ def test_a_chat_model_computes_the_same_with_them(kind: str, is_compiled: bool) 
 
 def test_a_sum_that_they_are_not_for_is_torchs_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: every tensor counts as one on CUDA in half precision, and the kernel only says that it was called."""
-    monkeypatch.setattr(own_sum, "can_take", lambda _: True)
-    monkeypatch.setattr(own_sum, "sum_norm", lambda *given: ("own", *given[:3]))
+    monkeypatch.setattr(own_sum, "is_supported", lambda _: True)
+    monkeypatch.setattr(own_sum, "residual_norm_op", lambda *given: ("own", *given[:3]))
     dense, dropout, norm = nn.Linear(24, 16), nn.Dropout(0.0), nn.LayerNorm(16)
     x, before = torch.randn(3, 24), torch.randn(3, 16)
 
     def is_own(dense=dense, dropout=dropout, norm=norm, x=x, before=before) -> bool:
-        found, also = normed_sum(dense, dropout, norm, x, before)
+        found, also = residual_layer_norm(dense, dropout, norm, x, before)
         if isinstance(found, str):
             return True
         assert found is also
@@ -203,7 +205,7 @@ def test_a_sum_that_they_are_not_for_is_torchs_simulated(monkeypatch: pytest.Mon
         return False
 
     assert not is_own(), "not wanted"
-    with own_norms():
+    with use_own_norms():
         assert is_own()
         watched = nn.LayerNorm(16)
         watched.register_forward_hook(lambda *_: None)
@@ -223,11 +225,11 @@ def test_a_sum_that_they_are_not_for_is_torchs_simulated(monkeypatch: pytest.Mon
 
 def test_a_norm_without_weights_that_they_are_not_for_is_torchs_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: every tensor counts as one on CUDA in half precision, and the kernel only says that it was called."""
-    monkeypatch.setattr(own_rms, "can_take", lambda _: True)
-    monkeypatch.setattr("whet.recipes.recursive.layers.rms_sum", lambda *_: ("own",))
+    monkeypatch.setattr(own_rms, "is_supported", lambda _: True)
+    monkeypatch.setattr("whet.recipes.layers.rms_norm_sum", lambda *_: ("own",))
     x = torch.randn(3, 16)
     assert torch.allclose(rms_norm(x), by_formula(x)), "not wanted"
-    with own_norms():
+    with use_own_norms():
         assert rms_norm(x) == rms_norm(x, x) == "own"
         for given in ((x[:, :15],), (x[:0],), (x, x.double()), (x, x[:1])):
             assert torch.allclose(rms_norm(*given), by_formula(sum(given)))
@@ -246,11 +248,11 @@ def test_all_norms_of_a_chat_model_are_theirs_simulated(
         given.append((x, added))
         return (by_formula((x if added is None else x + added).float(), eps).to(x.dtype),)
 
-    monkeypatch.setattr(own_rms, "can_take", lambda x: x.dtype == torch.bfloat16)
-    monkeypatch.setattr("whet.recipes.recursive.layers.rms_sum", by_torch)
+    monkeypatch.setattr(own_rms, "is_supported", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr("whet.recipes.layers.rms_norm_sum", by_torch)
     arch = ChatArch(kind=kind, hidden_size=32, num_heads=2, seq_len=8, L_layers=2, match="parameters")
     tokens, is_start = torch.randint(0, 20, (2, 8)), torch.eye(2, 8, dtype=torch.bool)
-    with torch.autocast("cpu", dtype=torch.bfloat16), own_norms():
+    with torch.autocast("cpu", dtype=torch.bfloat16), use_own_norms():
         open_model(arch, vocab_size=20, dropout=0.1)(tokens, is_start)
     assert len(given) == number
     assert all((added is not None) == (kind == "trm") for _, added in given)
@@ -260,4 +262,4 @@ def test_all_norms_of_a_chat_model_are_theirs_simulated(
 def test_interpreted_on_the_cpu_they_compute_the_same() -> None:
     call = "t.check_rms_sums('cpu', torch.float32, bound=1e-5)"
     call += "; s._PROGRAMS = 3; t.check_sum_norms('cpu', torch.float32, bound=1e-5); t.check_draws('cpu', 40, 128)"
-    assert complaints(f"import test_sum_norms as t, torch, whet.device.own.sum_norm as s; {call}") == ""
+    assert complaints(f"import test_sum_norms as t, torch, whet.device.kernels.residual_norm as s; {call}") == ""

@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import whet
-from whet.data.ragged import Packed, Ragged
-from whet.device import unpadded_attention
-from whet.device.open import _WHY_NOT
-from whet.device.own.wanted import own_attention
+from whet.data.batch import Packed, Ragged
+from whet.device.kernels import spans
+from whet.device.kernels.switches import use_own_attention
+from whet.device.open import _UNAVAILABLE_REASONS
 from whet.plan.plan import read_plan
-from whet.recipes.text import attending
+from whet.recipes.text import attention
 from whet.recipes.text.bert import Bert
-from whet.recipes.text.config import Arch
+from whet.recipes.text.config import TextArch
 from whet.recipes.text.model import Encoder
 from whet.run.events import History
 
-WHY_NOT = _WHY_NOT["cuda"]()
+WHY_NOT = _UNAVAILABLE_REASONS["cuda"]()
 pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=f"no cuda: {WHY_NOT}"),
-    pytest.mark.skipif(unpadded_attention.varlen_attn is None, reason="torch before 2.10"),
+    pytest.mark.skipif(spans.varlen_attn is None, reason="torch before 2.10"),
 ]
 LENGTHS = (3, 24, 1, 70, 12, 40)
 
@@ -58,7 +58,7 @@ def bert(**changes: Any) -> nn.Module:
 
 def small() -> nn.Module:
     torch.manual_seed(0)
-    return Encoder(Arch(hidden_size=64, layers=2, heads=4, max_length=80, vocab_size=300), num_classes=3)
+    return Encoder(TextArch(hidden_size=64, layers=2, heads=4, max_length=80, vocab_size=300), num_classes=3)
 
 
 def answer(model: nn.Module, tokens: Packed, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
@@ -74,13 +74,13 @@ def answer(model: nn.Module, tokens: Packed, dtype: torch.dtype) -> tuple[Tensor
 def test_the_kernel_computes_what_the_rectangle_does(make: Any, dtype: torch.dtype, monkeypatch: Any) -> None:
     model = make().cuda()
     calls = []
-    kernel = unpadded_attention.attend
+    kernel = spans.varlen_attention
     with monkeypatch.context() as patched:
-        patched.setattr(unpadded_attention, "attend", lambda *a, **k: calls.append(1) or kernel(*a, **k))
+        patched.setattr(spans, "varlen_attention", lambda *a, **k: calls.append(1) or kernel(*a, **k))
         found = [answer(model, batch(total), dtype) for total in (None, 192, 256)]
     assert calls
     with monkeypatch.context() as patched:
-        patched.setattr(attending.unpadded_attention, "has_kernel", lambda *_, **__: False)
+        patched.setattr(attention.unpadded_attention, "has_kernel", lambda *_, **__: False)
         logits, gradients = answer(model, batch(), dtype)
         exact = model(batch()).detach()
     noise = (logits - exact).abs().max()
@@ -96,7 +96,7 @@ def test_the_kernel_computes_what_the_rectangle_does(make: Any, dtype: torch.dty
 def test_compiled_it_is_the_same(is_own: bool) -> None:
     """torch's compiler once read a view from its storage's begin on, so that all positions were wrong."""
     model = bert(num_attention_heads=2).cuda()
-    with own_attention() if is_own else contextlib.nullcontext():
+    with use_own_attention() if is_own else contextlib.nullcontext():
         logits, gradients = answer(model, batch(192), torch.bfloat16)
         compiled = torch.compile(model, dynamic=True)
         found, found_gradients = answer(compiled, batch(192), torch.bfloat16)
@@ -111,8 +111,8 @@ def test_attention_dropout_has_the_right_mean(monkeypatch: Any) -> None:
     mixture = torch.randn(sum(LENGTHS), 3 * 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     starts = batch().starts
     how = {"num_heads": 4, "longest": max(LENGTHS)}
-    plain = unpadded_attention.attend(mixture, starts, **how)
-    dropped = [unpadded_attention.attend(mixture, starts, **how, dropout=0.3) for _ in range(400)]
+    plain = spans.varlen_attention(mixture, starts, **how)
+    dropped = [spans.varlen_attention(mixture, starts, **how, dropout=0.3) for _ in range(400)]
     assert not torch.equal(dropped[0], dropped[1])
     assert (torch.stack(dropped).float().mean(0) - plain.float()).abs().mean() < 0.05
     dropped[0].float().sum().backward()
@@ -149,7 +149,7 @@ def test_whole_steps_without_padding_are_captured(tmp_path: Path, micro_batch: i
             clip=1.0,
             seed=1,
             schedule="linear",
-            wishes={
+            overrides={
                 "graph": graph,
                 "lengths": "packed few",
                 "precision": "bf16",
@@ -158,6 +158,6 @@ def test_whole_steps_without_padding_are_captured(tmp_path: Path, micro_batch: i
             },
         )
     plan = read_plan(whet.open_run(tmp_path / "on").plan, where="plan")
-    assert plan.value("graph") == "on", plan.settings["graph"].reason
+    assert plan.graph == "on", plan.settings["graph"].reason
     assert num_replayed(tmp_path / "on") >= 50
     assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), rel=2e-2)

@@ -20,10 +20,10 @@ from torch.utils.data import Dataset
 
 import whet
 from faulty_disk import FaultyDisk
-from whet.checkpoint import retention, store
+from whet.checkpoint import store, writer
 from whet.data import workers
-from whet.engine.pacing import Ways
 from whet.run import durable
+from whet.training.callbacks.checkpoint_schedule import WriteMode
 
 DEFAULTS: dict[str, Any] = {
     "global_batch_size": 8,
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
         os.write(descriptor, f"{line}\n".encode())
 
     # Saves of a few bytes are sooner done in a pause; what is tested here is the thread.
-    Ways.is_beside = True  # type: ignore[assignment,method-assign]
+    WriteMode.is_background = True  # type: ignore[assignment,method-assign]
     plant(options.pop("mutant", None))
     tell("begin")
     durable.disk = FaultyDisk(options.pop("fault", "none"), at=options.pop("at", 0), tell=tell)
@@ -120,16 +120,16 @@ def main(arguments: list[str]) -> int:
     def loss(micro: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(micro.x), micro.y)
 
-    def evaluate(model: nn.Module, micros: Any) -> dict[str, float]:
-        right = [(model(micro.x).argmax(1) == micro.y).float().mean() for micro in micros]
+    def evaluate(model: nn.Module, micro_batches: Any) -> dict[str, float]:
+        right = [(model(micro.x).argmax(1) == micro.y).float().mean() for micro in micro_batches]
         torch.rand(3)
         return {"accuracy": float(torch.stack(right).mean())}
 
     name = options.pop("optimizer", "adamw")
     choice = whet.OptimizerChoice(name=name, lr=1e-2)
-    wishes = {"threads": 1, **options.pop("wishes", {})}
+    overrides = {"threads": 1, **options.pop("wishes", {})}
     evaluates = options.pop("evaluates", True)
-    dev = {"evaluate": evaluate, "dev": make_data(16, seed=1), "goal": "accuracy"} if evaluates else {}
+    val = {"evaluate": evaluate, "val": make_data(16, seed=1), "goal": "accuracy"} if evaluates else {}
 
     def show(kind: str, fields: dict[str, Any]) -> None:
         if kind in ("start", "resume"):
@@ -140,11 +140,11 @@ def main(arguments: list[str]) -> int:
             disk = f"{fields.get('errno')} {fields['reason']} again {fields['again']} free {fields.get('free_bytes')}"
             tell(f"warning {disk}")
 
-    options |= {"run": run, "wishes": wishes, "show": show, "goal": dev.get("goal")}
+    options |= {"run": run, "wishes": overrides, "show": show, "goal": val.get("goal")}
     with whet.Session(model, choice, data, **options) as session:
         tell(f"ready {durable.disk.count}")
-        if dev and session.due("evaluate"):
-            session.evaluate(evaluate, dev["dev"])
+        if val and session.due("evaluate"):
+            session.evaluate(evaluate, val["val"])
         for batch in session:
             number = str(session.progress.step + 1)
             tell(f"step {number}")
@@ -155,8 +155,8 @@ def main(arguments: list[str]) -> int:
             if number in stop_at:
                 os.kill(os.getpid(), getattr(signal, stop_at[number]))
             session.step(loss, batch)
-            if dev and session.due("evaluate"):
-                session.evaluate(evaluate, dev["dev"])
+            if val and session.due("evaluate"):
+                session.evaluate(evaluate, val["val"])
         tell(f"over {durable.disk.count}")
     tell("left")
     return session.exit_code
@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> int:
 
 def watch_saves(tell: Any) -> None:
     """Phase markers: around the writing of a checkpoint, and around the removal of old ones."""
-    save, retain = store.save, retention.retain
+    save, retain = store.save_checkpoint, writer.apply_retention
 
     def told_save(folder: Path, snapshot: Any, *, step: int) -> int:
         tell(f"save {step}")
@@ -178,7 +178,7 @@ def watch_saves(tell: Any) -> None:
         tell(f"retained {removed}")
         return removed
 
-    store.save, retention.retain = told_save, told_retain
+    store.save_checkpoint, writer.apply_retention = told_save, told_retain
 
 
 def act(what: str | None, run: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from whet.checkpoint import plain_json
+from whet.checkpoint import encoding
 from whet.checkpoint.manifest import FACTS, MANIFEST, TENSORS
 
 Files = dict[str, bytes]
@@ -98,7 +98,7 @@ def rehash(files: Files, *, manifest: Callable[[dict[str, Any]], None] = lambda 
         if name in files:
             fields["files"][name] = {"size": len(files[name]), "sha256": hashlib.sha256(files[name]).hexdigest()}
     manifest(fields)
-    text = plain_json.dump({**fields, "sha256": hashlib.sha256(plain_json.dump(fields)).hexdigest()})
+    text = encoding.dump_json({**fields, "sha256": hashlib.sha256(encoding.dump_json(fields)).hexdigest()})
     return {**files, MANIFEST: text}
 
 
@@ -140,7 +140,7 @@ def with_facts(data: bytes) -> Callable[[Files], Files]:
 
 def in_facts(**changes: Any) -> Callable[[Files], Files]:
     def lie(files: Files) -> Files:
-        return rehash({**files, FACTS: plain_json.dump({**json.loads(files[FACTS]), **changes})})
+        return rehash({**files, FACTS: encoding.dump_json({**json.loads(files[FACTS]), **changes})})
 
     return lie
 

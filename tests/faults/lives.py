@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from whet.checkpoint import plain_json, store
-from whet.checkpoint.layout import as_bytes
+from whet.checkpoint import encoding, store
+from whet.checkpoint.encoding import as_bytes
 from whet.run.events import read_events
 from whet.run.folder import RUN_FILE, open_run
 from zygote import PATIENCE_SECONDS, Ended, Life, Zygote
@@ -89,15 +89,15 @@ class Lives:
         return started.life.wait(), started
 
 
-SMALL = partial(Lives, samples=32, epochs=1, eval_every=3, wishes={"checkpoint_steps": 2})
+SMALL = partial(Lives, samples=32, epochs=1, eval_every=3, overrides={"checkpoint_steps": 2})
 """Lives of four steps that save at 0, 2, 3 (the first evaluation is the best so far) and 4."""
 
 
 def digest(run: Path) -> str:
     """All that must be the same: every tensor by sorted name, all facts, all losses, all evaluations."""
-    found = store.newest(open_run(run).checkpoints)
+    found = store.load_newest(open_run(run).checkpoints)
     assert found is not None
-    total = hashlib.sha256(plain_json.dump(found.snapshot.facts))
+    total = hashlib.sha256(encoding.dump_json(found.snapshot.facts))
     for name in sorted(found.snapshot.tensors):
         total.update(name.encode())
         total.update(as_bytes(found.snapshot.tensors[name]))
@@ -112,9 +112,9 @@ def published(run: Path) -> tuple[list[int], list[int]]:
     whole: list[int] = []
     torn: list[int] = []
     if (run / RUN_FILE).exists():
-        for step in store.steps(run / "checkpoints"):
+        for step in store.list_steps(run / "checkpoints"):
             try:
-                store.load(run / "checkpoints" / store.name_of(step))
+                store.load_checkpoint(run / "checkpoints" / store.checkpoint_name(step))
                 whole.append(step)
             except store.DamagedCheckpointError:
                 torn.append(step)

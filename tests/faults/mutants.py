@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from whet.checkpoint import retention, snapshot, staging, store
-from whet.engine import keeper
+from whet.checkpoint import snapshot, store, writer
 from whet.run import durable
 from whet.run.disk import Disk
+from whet.training import checkpointer
 
 
 def _no_sync(which: Callable[[bool], bool]) -> None:
@@ -49,13 +49,13 @@ def _rename_first() -> None:
 
 
 def _no_hash() -> None:
-    real = store.read_vouched
-    store.read_vouched = lambda path, *, vouched=None: real(path)
+    real = store.read_verified
+    store.read_verified = lambda path, *, vouched=None: real(path)
 
 
 def _forget(role: str) -> None:
     """What is saved of it is what a new run would have."""
-    real = snapshot.take
+    real = snapshot.take_snapshot
 
     def take(*arguments: Any, **options: Any) -> snapshot.Snapshot:
         taken = real(*arguments, **options)
@@ -63,15 +63,15 @@ def _forget(role: str) -> None:
             taken.tensors[name] = taken.tensors[name].clone().zero_()
         return taken
 
-    keeper.take = take
+    checkpointer.take_snapshot = take
 
 
 def _forget_randomness() -> None:
-    snapshot.restore_randomness = lambda *arguments: None
+    snapshot.restore_rng = lambda *arguments: None
 
 
 def _forget_facts(*path: str, value: Any) -> None:
-    real = snapshot.take
+    real = snapshot.take_snapshot
 
     def take(*arguments: Any, **options: Any) -> snapshot.Snapshot:
         taken = real(*arguments, **options)
@@ -82,32 +82,32 @@ def _forget_facts(*path: str, value: Any) -> None:
             place[path[-1]] = value
         return taken
 
-    keeper.take = take
+    checkpointer.take_snapshot = take
 
 
 def _remove_first() -> None:
-    real = store.save
+    real = store.save_checkpoint
 
     def save(folder: Path, taken: Any, *, step: int) -> int:
-        for old in store.steps(folder)[:-1]:
+        for old in store.list_steps(folder)[:-1]:
             with contextlib.suppress(Exception):
-                durable.remove(folder / store.name_of(old))
+                durable.remove(folder / store.checkpoint_name(old))
         return real(folder, taken, step=step)
 
-    store.save = save
-    retention.retain = lambda *arguments, **options: []
+    store.save_checkpoint = save
+    writer.apply_retention = lambda *arguments, **options: []
 
 
 def _no_copy() -> None:
     """The next steps change what is being written; slowly, so that they surely do."""
-    staging.Staging.copy = lambda self, taken: taken  # type: ignore[method-assign]
-    real = store.save
+    writer.StagingBuffer.copy = lambda self, taken: taken  # type: ignore[method-assign]
+    real = store.save_checkpoint
 
     def save(folder: Path, taken: Any, *, step: int) -> int:
         time.sleep(0.3 if step else 0)
         return real(folder, taken, step=step)
 
-    store.save = save
+    store.save_checkpoint = save
 
 
 PLANT: dict[str, Callable[[], None]] = {

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import nn
 
-from whet.config.keys import CommonConfig
+from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
 
 DRAWN = int.from_bytes(os.urandom(2), "little")
@@ -30,7 +30,7 @@ class Data:
         draw = torch.Generator().manual_seed(3)
         x = torch.randn(96, 6, generator=draw)
         y = (x.sum(1) > 0).long()
-        self.train, self.dev, self.test = {"x": x, "y": y}, {"x": x[:32], "y": y[:32]}, {"x": x[32:64], "y": y[32:64]}
+        self.train, self.val, self.test = {"x": x, "y": y}, {"x": x[:32], "y": y[:32]}, {"x": x[32:64], "y": y[32:64]}
 
 
 class Recipe:
@@ -66,8 +66,8 @@ class Recipe:
         }
         return loss * (1 + 1e-3 * strange.get(self.mutant, 0))
 
-    def evaluate(self, model: nn.Module, micros: Any) -> dict[str, float]:
-        losses = [float(nn.functional.cross_entropy(model(micro.x), micro.y)) for micro in micros]
+    def evaluate(self, model: nn.Module, micro_batches: Any) -> dict[str, float]:
+        losses = [float(nn.functional.cross_entropy(model(micro.x), micro.y)) for micro in micro_batches]
         torch.rand(3)
         seconds = {"seconds": time.perf_counter()} if self.mutant == "unsteady metric" else {}
         return {"score": -sum(losses), **seconds}

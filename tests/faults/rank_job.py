@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 import whet
-from whet.checkpoint import store, together
-from whet.checkpoint.staging import Staging
-from whet.engine import loading
-from whet.engine.pacing import Ways
-from whet.world import headway
-from whet.world.group import here
+from whet.checkpoint import sharded_save, store
+from whet.checkpoint.writer import StagingBuffer
+from whet.distributed import heartbeat
+from whet.distributed.group import current_group
+from whet.training import checkpointer
+from whet.training.callbacks.checkpoint_schedule import WriteMode
 
 SAMPLES, BATCH, STEPS = 44, 8, 12
 """Six steps an epoch, the last of four samples: fewer than eight processes."""
@@ -61,10 +61,10 @@ def main(arguments: list[str]) -> int:
     _pause_where(options.get("pause"), rank, tell)
     if options.get("beside"):
         # As where a device has memory of its own: the state is copied, and written by a thread.
-        Staging.has_room = lambda _self, _num_bytes: True
-        Ways.is_beside = True
+        StagingBuffer.has_room = lambda _self, _num_bytes: True
+        WriteMode.is_background = True
 
-    headway.LEAST_SECONDS = options.get("least_seconds", headway.LEAST_SECONDS)
+    heartbeat.MIN_STALL_SECONDS = options.get("least_seconds", heartbeat.MIN_STALL_SECONDS)
     loops, naps = options.get("loops", [None, 0]), options.get("naps", [None, 0, 0.0])
 
     def loss(micro):
@@ -76,9 +76,9 @@ def main(arguments: list[str]) -> int:
             pass
         return nn.functional.cross_entropy(model(micro.x), micro.y)
 
-    def evaluate(model, micros):
+    def evaluate(model, micro_batches):
         time.sleep(options.get("evaluates_seconds", 0.0))
-        right = [(model(micro.x).argmax(1) == micro.y).float().sum() for micro in micros]
+        right = [(model(micro.x).argmax(1) == micro.y).float().sum() for micro in micro_batches]
         return {"accuracy": float(torch.stack(right).sum()) / SAMPLES}
 
     def show(kind: str, fields: dict[str, Any]) -> None:
@@ -87,14 +87,14 @@ def main(arguments: list[str]) -> int:
 
     tell(f"pid {os.getpid()}")
     if "RANK" in os.environ:
-        here().pulse.say = lambda line: tell(f"lost {line}")
+        current_group().pulse.say = lambda line: tell(f"lost {line}")
     with whet.Session(
         model,
         whet.OptimizerChoice(lr=1e-2),
         (x, y),
         run=options["run"],
         device=os.environ.get("WHET_RANKS_DEVICE", "cpu"),
-        wishes={
+        overrides={
             "precision": "fp32",
             "threads": 1,
             "sharding": options.get("sharding", "off"),
@@ -150,10 +150,10 @@ def _pause_where(place: str | None, rank: int, tell: Any) -> None:
 
     if what == "save":
         # Of the states after 0, 2 and 4 steps: the third.
-        together.write_shard = stretched(together.write_shard, time_number=3)
+        sharded_save.write_shard = stretched(sharded_save.write_shard, time_number=3)
         store.fill_draft = stretched(store.fill_draft, time_number=3)
     elif what == "load":
-        loading.load = stretched(loading.load, time_number=1)
+        checkpointer.load_on_all_ranks = stretched(checkpointer.load_on_all_ranks, time_number=1)
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ def state(run: Path, step: int | None = None) -> store.Snapshot:
     """The newest checkpoint, or that of a step, as one process reads it: whole."""
     folder = open_run(run).checkpoints
     if step is not None:
-        return store.load(folder / store.name_of(step))
-    found = store.newest(folder)
+        return store.load_checkpoint(folder / store.checkpoint_name(step))
+    found = store.load_newest(folder)
     assert found is not None
     assert not found.refused
     return found.snapshot

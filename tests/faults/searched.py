@@ -9,7 +9,7 @@ import time
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from whet.config.keys import CommonConfig
+from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
 
 ROWS = 40
@@ -32,8 +32,8 @@ class Data:
         draw = torch.Generator().manual_seed(seed)
         x = torch.rand(ROWS + 8, 2, generator=draw)
         self.train = {"x": x[:ROWS], "y": x[:ROWS].sum(1)}
-        self.dev = {"x": x[ROWS:], "y": x[ROWS:].sum(1)}
-        self.test = self.dev
+        self.val = {"x": x[ROWS:], "y": x[ROWS:].sum(1)}
+        self.test = self.val
 
 
 class Searched:
@@ -78,8 +78,8 @@ class Searched:
             torch.empty(self._takes, dtype=torch.uint8)
         return nn.functional.mse_loss(model(micro.x).squeeze(1), micro.y)
 
-    def evaluate(self, model, micros):
-        assert sum(len(micro) for micro in micros) == 8, "the dev part is whole"
+    def evaluate(self, model, micro_batches):
+        assert sum(len(micro) for micro in micro_batches) == 8, "the dev part is whole"
         return {"score": float(model.score)}
 
     def keep(self, config, data):

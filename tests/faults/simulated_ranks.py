@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from whet.base.errors import WhetError
-from whet.checkpoint.about import About
+from whet.checkpoint.manifest import CheckpointInfo
+from whet.checkpoint.sharded_save import save_sharded
 from whet.checkpoint.snapshot import Snapshot
-from whet.checkpoint.together import save_together
-from whet.world.rows import Rows, share_of
+from whet.distributed.strategies import RowRange, rows_of_rank
 
 
 @dataclass
@@ -70,9 +70,9 @@ def is_shared(name: str) -> bool:
 def snapshot_of(rank: int, size: int, *, step: int) -> Snapshot:
     """What one process would take."""
     whole = whole_state(step)
-    rows = {name: share_of(len(t), rank=rank, size=size) for name, t in whole.items() if is_shared(name)}
+    rows = {name: rows_of_rank(len(t), rank=rank, size=size) for name, t in whole.items() if is_shared(name)}
     tensors = {name: t[rows[name].start : rows[name].stop] if name in rows else t for name, t in whole.items()}
-    return Snapshot(tensors=tensors, facts={"step": step}, about=About(run_id="run"), rows=rows)
+    return Snapshot(tensors=tensors, facts={"step": step}, about=CheckpointInfo(run_id="run"), rows=rows)
 
 
 def save_with(
@@ -93,7 +93,7 @@ def save_with(
         exchange = ThreadExchange(rank, size, board, seconds)
         taken = change(rank, snapshot_of(rank, size, step=step))
         try:
-            save_together(folder, taken, step=(steps or {}).get(rank, step), exchange=exchange, turn=turn)
+            save_sharded(folder, taken, step=(steps or {}).get(rank, step), exchange=exchange, turn=turn)
         except BaseException as error:
             errors[rank] = error
 
@@ -105,8 +105,8 @@ def save_with(
     return errors
 
 
-def wanted_by(rank: int, size: int) -> Callable[[str, tuple[int, ...]], Rows | None]:
-    def wanted(name: str, shape: tuple[int, ...]) -> Rows | None:
-        return share_of(shape[0], rank=rank, size=size) if is_shared(name) else None
+def wanted_by(rank: int, size: int) -> Callable[[str, tuple[int, ...]], RowRange | None]:
+    def wanted(name: str, shape: tuple[int, ...]) -> RowRange | None:
+        return rows_of_rank(shape[0], rank=rank, size=size) if is_shared(name) else None
 
     return wanted

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from whet.checkpoint import plain_json
-from whet.checkpoint.layout import file_pieces
+from whet.checkpoint import encoding
+from whet.checkpoint.encoding import encode_tensors
 
 Maker = Callable[[Path, Path], None]
 """Called with where to write, and where the canary would appear."""
@@ -128,7 +128,7 @@ def _bomb(path: Path, canary: Path) -> None:
 
 
 def _polyglot(path: Path, canary: Path) -> None:
-    tensors = b"".join(file_pieces({"w": torch.zeros(4)}))
+    tensors = b"".join(encode_tensors({"w": torch.zeros(4)}))
     path.write_bytes(tensors + zipped(pickle.dumps(system(canary), protocol=2)))
 
 
@@ -360,8 +360,8 @@ def _evil_manifest(folder: Path, canary: Path) -> None:
     content["files"]["../../../escape.json"] = {"size": 1, "sha256": "0" * 64}
     import hashlib
 
-    digest = hashlib.sha256(plain_json.dump(content)).hexdigest()
-    (folder / "manifest.json").write_bytes(plain_json.dump({**content, "sha256": digest}))
+    digest = hashlib.sha256(encoding.dump_json(content)).hexdigest()
+    (folder / "manifest.json").write_bytes(encoding.dump_json({**content, "sha256": digest}))
 
 
 def _sparse_run_file(run: Path, canary: Path) -> None:

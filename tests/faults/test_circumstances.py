@@ -8,7 +8,7 @@ import pytest
 import lies
 from lives import Lives
 from whet.checkpoint import store
-from whet.report.summary import summarize
+from whet.report.run_report import summarize
 from whet.run.events import read_events
 
 CHANGES: dict[str, Any] = {
@@ -33,8 +33,8 @@ def run(lives: Lives) -> Path:
     return lives.folder / "run"
 
 
-def newest(run: Path) -> store.Found:
-    found = store.newest(run / "checkpoints")
+def newest(run: Path) -> store.LoadedCheckpoint:
+    found = store.load_newest(run / "checkpoints")
     assert found is not None
     return found
 

@@ -10,7 +10,7 @@ import torch
 
 import crash_states
 from lives import ALL, BOUNDED, counts
-from whet.checkpoint import retention, store
+from whet.checkpoint import store, writer
 from whet.checkpoint.snapshot import Snapshot
 from whet.run import durable
 
@@ -26,12 +26,12 @@ def record(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     durable.make_directory(places)
     for step in (1, 2, 3, 4):
         if step == 3:
-            (places / store.name_of(3)).mkdir()
-            disk.trace.append(("make_folder", f"checkpoints/{store.name_of(3)}"))
+            (places / store.checkpoint_name(3)).mkdir()
+            disk.trace.append(("make_folder", f"checkpoints/{store.checkpoint_name(3)}"))
         snapshot = Snapshot(tensors={"model/a": torch.full((700,), float(step))}, facts={"step": step})
-        store.save(places, snapshot, step=step)
+        store.save_checkpoint(places, snapshot, step=step)
         disk.acknowledge(step)
-        retention.retain(places, acknowledged=step, keep=2, best=None, total_steps=None)
+        writer.apply_retention(places, acknowledged=step, keep=2, best=None, total_steps=None)
     monkeypatch.undo()
     return disk.trace
 
@@ -49,11 +49,11 @@ def check_states(trace: list[tuple], folder: Path, *, draws: int) -> int:
             place = folder / "state"
             model.crash(draw, keeps=(0.0, 1.0)[number] if number < 2 else None).materialise(place)
             count += 1
-            steps = store.steps(place / "checkpoints")
-            torn = [s for s in steps if s != 3 and not _is_whole(place / "checkpoints" / store.name_of(s))]
+            steps = store.list_steps(place / "checkpoints")
+            torn = [s for s in steps if s != 3 and not _is_whole(place / "checkpoints" / store.checkpoint_name(s))]
             assert torn == [], f"torn but published, after {call[:2]}"
             if acknowledged:
-                found = store.newest(place / "checkpoints")
+                found = store.load_newest(place / "checkpoints")
                 assert found is not None
                 assert found.step >= acknowledged, f"step {acknowledged} is lost, after {call[:2]}"
                 assert found.snapshot.tensors["model/a"].eq(found.step).all()
@@ -63,7 +63,7 @@ def check_states(trace: list[tuple], folder: Path, *, draws: int) -> int:
 
 def _is_whole(path: Path) -> bool:
     try:
-        store.load(path)
+        store.load_checkpoint(path)
     except store.DamagedCheckpointError:
         return False
     return True

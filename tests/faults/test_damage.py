@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 import lies
 from lives import ALL, BOUNDED, SMALL, Lives, counts, digest
 from whet.base.errors import WhetError
-from whet.checkpoint import layout, store
+from whet.checkpoint import encoding, store
 from whet.checkpoint.manifest import FACTS, MANIFEST, TENSORS
 from whet.run.events import read_events
 from whet.run.folder import open_run
@@ -38,17 +38,17 @@ def run(lives: Lives, template: Path) -> Path:
     return shutil.copytree(template, lives.folder / "run")
 
 
-def newest(run: Path) -> store.Found:
-    found = store.newest(run / "checkpoints", run_id=open_run(run).header.id)
+def newest(run: Path) -> store.LoadedCheckpoint:
+    found = store.load_newest(run / "checkpoints", run_id=open_run(run).header.id)
     assert found is not None
     return found
 
 
 def check_damage(run: Path, *, number: int) -> int:
     """How many mutated checkpoints were used; each is tried with a good older one beside it."""
-    older, last = store.steps(run / "checkpoints")[-2:]
-    folder = run / "checkpoints" / store.name_of(last)
-    good, other = lies.read_files(folder), lies.read_files(run / "checkpoints" / store.name_of(older))
+    older, last = store.list_steps(run / "checkpoints")[-2:]
+    folder = run / "checkpoints" / store.checkpoint_name(last)
+    good, other = lies.read_files(folder), lies.read_files(run / "checkpoints" / store.checkpoint_name(older))
     draw = random.Random(SEED)
     accepted = 0
     for _ in range(number):
@@ -156,7 +156,7 @@ def test_too_few_open_files_are_not_taken_for_damage(run: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit[1]))
     try:
         with pytest.raises(WhetError, match="EMFILE"):
-            store.load(run / "checkpoints" / "step-000000004")
+            store.load_checkpoint(run / "checkpoints" / "step-000000004")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     assert newest(run).step == 4
@@ -174,10 +174,10 @@ def test_the_file_is_one_that_the_library_reads_and_writes(tmp_path: Path) -> No
         "turned": torch.randn(4, 6, generator=generator).t(),
         "bytes": torch.arange(9, dtype=torch.uint8),
     }
-    data = b"".join(bytes(piece) for piece in layout.file_pieces(tensors))
+    data = b"".join(bytes(piece) for piece in encoding.encode_tensors(tensors))
     (tmp_path / "a.safetensors").write_bytes(data)
     theirs = load_file(tmp_path / "a.safetensors")
-    ours = layout.read_tensors(bytearray(save({name: t.contiguous() for name, t in tensors.items()})))
+    ours = encoding.decode_tensors(bytearray(save({name: t.contiguous() for name, t in tensors.items()})))
     for name, tensor in tensors.items():
         assert torch.equal(theirs[name], tensor)
         assert torch.equal(ours[name], tensor)

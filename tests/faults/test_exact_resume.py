@@ -38,7 +38,7 @@ NUM_BOUNDED = 12
 
 def options_of(row: Row) -> dict[str, Any]:
     workers = row["workers"]
-    wishes = {
+    overrides = {
         "precision": row["precision"],
         "micro_batch": row["micro_batch"],
         "checkpoint_steps": 4,
@@ -50,7 +50,7 @@ def options_of(row: Row) -> dict[str, Any]:
         "epochs": 2,
         "eval_every": 3,
         "mapped": workers is not None,
-        "wishes": wishes,
+        "wishes": overrides,
         **{name: row[name] for name in ("optimizer", "ema", "schedule")},
     }
 
@@ -93,7 +93,7 @@ def test_the_rows_cover_every_pair(tell: Callable[[str], None]) -> None:
 def test_the_losses_are_scaled_where_they_should_be(lives: Lives) -> None:
     """Otherwise the rows with fp16 would say nothing about the scaler."""
     lives.finish(lives.folder / "run", **options_of({**ROWS[0], "precision": "fp16"}))
-    found = store.newest(lives.folder / "run" / "checkpoints")
+    found = store.load_newest(lives.folder / "run" / "checkpoints")
     assert found is not None
     assert found.snapshot.facts["scaler"]["scale"] > 1
 
@@ -101,8 +101,8 @@ def test_the_losses_are_scaled_where_they_should_be(lives: Lives) -> None:
 def test_what_is_loaded_and_saved_again_is_the_same_files(lives: Lives) -> None:
     lives.finish(lives.folder / "run")
     folder = lives.folder / "run" / "checkpoints"
-    for step in store.steps(folder):
+    for step in store.list_steps(folder):
         copy = lives.folder / "copy"
-        store.save(copy, store.load(folder / store.name_of(step)), step=step)
-        for path in (folder / store.name_of(step)).iterdir():
-            assert (copy / store.name_of(step) / path.name).read_bytes() == path.read_bytes()
+        store.save_checkpoint(copy, store.load_checkpoint(folder / store.checkpoint_name(step)), step=step)
+        for path in (folder / store.checkpoint_name(step)).iterdir():
+            assert (copy / store.checkpoint_name(step) / path.name).read_bytes() == path.read_bytes()

@@ -19,7 +19,7 @@ MOST_KILLS_PER_RUN = 10
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
 def test_random_kills_end_bit_identical(zygote: Zygote, tmp_path: Path, tell: Callable[[str], None], size: str) -> None:
     draw = random.Random(SEED)
-    lives = Lives(zygote, tmp_path, width=96, samples=96, epochs=2, wishes={"checkpoint_steps": 2})
+    lives = Lives(zygote, tmp_path, width=96, samples=96, epochs=2, overrides={"checkpoint_steps": 2})
     begin = time.monotonic()
     lives.finish(tmp_path / "whole")
     seconds = time.monotonic() - begin

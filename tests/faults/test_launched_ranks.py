@@ -56,7 +56,7 @@ def workers(launcher: int, run: Path, *, step: int, size: int) -> list[psutil.Pr
     """The processes of a training by rank, once it has saved a step."""
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
-        if (run / "checkpoints").exists() and any(there >= step for there in store.steps(run / "checkpoints")):
+        if (run / "checkpoints").exists() and any(there >= step for there in store.list_steps(run / "checkpoints")):
             found = {rank_of(child): child for child in psutil.Process(launcher).children(recursive=True)}
             if all(rank in found for rank in range(size)):
                 return [found[rank] for rank in range(size)]
@@ -171,7 +171,7 @@ def test_a_launcher_that_is_asked_to_stop_saves_once(
     assert process.returncode == 143, errors
     saved = re.search(r"saved at step ([\d,]+)", errors)
     assert saved is not None, errors
-    assert store.steps(run / "checkpoints")[-1] == int(saved[1].replace(",", ""))
+    assert store.list_steps(run / "checkpoints")[-1] == int(saved[1].replace(",", ""))
     again = start(*words(table, run, f"sharding={kind}"), "--nproc", "2")
     errors = ended(again)
     assert again.returncode == 0, errors
@@ -240,9 +240,9 @@ def wait_until(run: Path, *, size: int, step: int) -> None:
     found: Any = None
     while time.monotonic() < deadline:
         checkpoints = run / "checkpoints"
-        there = store.steps(checkpoints) if checkpoints.exists() else []
+        there = store.list_steps(checkpoints) if checkpoints.exists() else []
         if there and there[-1] >= step:
-            found = store.check_sizes(checkpoints / store.name_of(there[-1])).about.circumstances["world_size"]
+            found = store.check_sizes(checkpoints / store.checkpoint_name(there[-1])).about.circumstances["world_size"]
             if found == size:
                 return
         time.sleep(0.1)

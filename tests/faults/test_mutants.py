@@ -51,7 +51,7 @@ def test_resumes_notice(lives: Lives, tell: Callable[[str], None], mutant: str) 
 
 def test_damage_notices(lives: Lives, monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]) -> None:
     lives.finish(lives.folder / "run")
-    monkeypatch.setattr(store, "read_vouched", store.read_vouched)
+    monkeypatch.setattr(store, "read_verified", store.read_verified)
     mutants.PLANT["no manifest hash"]()
     accepted = check_damage(lives.folder / "run", number=100)
     assert accepted > 0

@@ -48,7 +48,7 @@ def cut_once(lives: Lives, disk: power.Disk, run: Path, *, seconds: float, **opt
 
 
 def small_lives(zygote: Zygote, folder: Path) -> Lives:
-    return Lives(zygote, folder, width=48, samples=96, epochs=2, wishes={"checkpoint_steps": 1})
+    return Lives(zygote, folder, width=48, samples=96, epochs=2, overrides={"checkpoint_steps": 1})
 
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
@@ -80,7 +80,7 @@ def test_a_power_cut_behind_the_journal_s_own_commit_simulated(
     zygote: Zygote, disk: power.Disk, memory_folder: Path, tell: Callable[[str], None]
 ) -> None:
     """Seconds later ext4 commits by itself: what was torn then would be torn for good."""
-    lives = Lives(zygote, memory_folder, width=48, samples=96, epochs=10_000, wishes={"checkpoint_steps": 5})
+    lives = Lives(zygote, memory_folder, width=48, samples=96, epochs=10_000, overrides={"checkpoint_steps": 5})
     draw = random.Random(SEED)
     lost = 0
     for number in range(6):

@@ -7,32 +7,42 @@ from pathlib import Path
 import pytest
 
 from lives import ALL, BOUNDED, counts
+from whet.api.prove import training_from_args
 from whet.base.errors import WhetError
-from whet.prove import kills, proving, result
-from whet.prove.births import Births, Forks, Fresh, Life
-from whet.prove.disk import CALLS, CountingDisk
-from whet.prove.proving import Question, prove
-from whet.recipes.proving import from_words
+from whet.prove import compare, kills
+from whet.prove import proof as proof_module
+from whet.prove.launcher import ForkLauncher, Launcher, ProcessLauncher, TrainingProcess
+from whet.prove.proof import ProofRequest, prove
+from whet.prove.training_process import DISK_CALLS, CountingDisk
 from whet.run.disk import Disk
-from whet.run.proof import Compared, Difference, Proof, Tally, in_one_line, read_proof, too_little, write_proof
+from whet.run.proof import (
+    ComparedCounts,
+    KillCounts,
+    Proof,
+    ProofDifference,
+    proof_line,
+    read_proof,
+    why_insufficient,
+    write_proof,
+)
 
 RECIPE = str(Path(__file__).with_name("provable.py"))
 Prove = Callable[..., Proof]
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks(2) as births:
-        _, training = from_words(RECIPE, (), file=None, device="cpu")
+def forks() -> Iterator[ForkLauncher]:
+    with ForkLauncher(2) as births:
+        _, training = training_from_args(RECIPE, (), file=None, device="cpu")
         assert births.load(training.target, training.arguments) is None
         yield births
 
 
 @pytest.fixture
-def prove_it(forks: Forks, memory_folder: Path) -> Prove:
-    def ask(*words: str, num_kills: int = 6, disk_seconds: float = 6.0, births: Births = forks) -> Proof:
-        _, training = from_words(RECIPE, ("threads=1", *words), file=None, device="cpu")
-        question = Question(
+def prove_it(forks: ForkLauncher, memory_folder: Path) -> Prove:
+    def ask(*words: str, num_kills: int = 6, disk_seconds: float = 6.0, births: Launcher = forks) -> Proof:
+        _, training = training_from_args(RECIPE, ("threads=1", *words), file=None, device="cpu")
+        question = ProofRequest(
             training=training,
             recipe="provable",
             scratch=memory_folder,
@@ -64,13 +74,13 @@ def test_an_exact_training_is_proved(prove_it: Prove, tell: Callable[[str], None
     assert proof.disk_calls > 40
     if size == "all":
         assert proof.at_disk_calls.kills > proof.disk_calls
-    tell(in_one_line(proof))
+    tell(proof_line(proof))
 
 
 @pytest.mark.slow
 def test_fresh_processes_prove_the_same(prove_it: Prove) -> None:
     """What is done where a fork is not safe: on a GPU, and on macOS."""
-    with Fresh(1) as births:
+    with ProcessLauncher(1) as births:
         assert prove_it(num_kills=4, disk_seconds=20.0, births=births).verdict == "proved"
 
 
@@ -129,7 +139,7 @@ def test_a_training_that_fails_by_itself_is_an_error(prove_it: Prove) -> None:
 
 @pytest.mark.slow
 def test_kills_that_never_happen_prove_nothing(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Life, "kill", lambda self: None)
+    monkeypatch.setattr(TrainingProcess, "kill", lambda self: None)
     monkeypatch.setattr(kills, "MOST_EXTRA", 1)
     proof = prove_it(num_kills=2)
     assert proof.verdict == "cannot be proved"
@@ -137,7 +147,11 @@ def test_kills_that_never_happen_prove_nothing(prove_it: Prove, monkeypatch: pyt
 
 
 def test_a_disk_that_is_not_watched_proves_nothing(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Life, "told", lambda self, word, told=Life.told: [] if word == "draft" else told(self, word))
+    monkeypatch.setattr(
+        TrainingProcess,
+        "told",
+        lambda self, word, told=TrainingProcess.told: [] if word == "draft" else told(self, word),
+    )
     proof = prove_it(num_kills=3)
     assert proof.verdict == "cannot be proved"
     assert "no kill at a disk call" in str(proof.reason)
@@ -148,12 +162,12 @@ def test_a_machine_that_is_busier_than_it_was_is_proved_on_all_the_same(
 ) -> None:
     """The pace of a machine ten times as fast: by the clock every kill would come before a first checkpoint."""
 
-    def faster(life: Life) -> kills.Pace:
-        pace = kills.pace_of(life)
+    def faster(life: TrainingProcess) -> kills.ProofPace:
+        pace = kills.measure_pace(life)
         tenth = {field.name: getattr(pace, field.name) / 10 for field in fields(pace) if field.name != "draft_seconds"}
-        return kills.Pace(**tenth, draft_seconds=tuple(seconds / 10 for seconds in pace.draft_seconds))
+        return kills.ProofPace(**tenth, draft_seconds=tuple(seconds / 10 for seconds in pace.draft_seconds))
 
-    monkeypatch.setattr(proving, "pace_of", faster)
+    monkeypatch.setattr(proof_module, "measure_pace", faster)
     proof = prove_it(num_kills=4, disk_seconds=1.0)
     assert (proof.verdict, proof.reason) == ("proved", None)
 
@@ -161,7 +175,9 @@ def test_a_machine_that_is_busier_than_it_was_is_proved_on_all_the_same(
 def test_kills_that_all_hit_the_start_prove_nothing(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kills, "EARLY_SHARE", 1.0)
     monkeypatch.setattr(
-        proving, "pace_of", lambda life: kills.Pace(start_seconds=0.01, train_seconds=1.0, save_seconds=0.0)
+        proof_module,
+        "measure_pace",
+        lambda life: kills.ProofPace(start_seconds=0.01, train_seconds=1.0, save_seconds=0.0),
     )
     monkeypatch.setattr(kills, "MOST_EXTRA", 1)
     proof = prove_it(num_kills=4, disk_seconds=1.0)
@@ -169,38 +185,38 @@ def test_kills_that_all_hit_the_start_prove_nothing(prove_it: Prove, monkeypatch
     assert "lives went on from a checkpoint" in str(proof.reason)
 
 
-@pytest.mark.parametrize("compares", [lambda *a, **o: None, lambda *a, **o: Difference(what="always")])
+@pytest.mark.parametrize("compares", [lambda *a, **o: None, lambda *a, **o: ProofDifference(what="always")])
 def test_a_comparison_that_compares_nothing_is_noticed(
-    prove_it: Prove, monkeypatch: pytest.MonkeyPatch, compares: Callable[..., Difference | None]
+    prove_it: Prove, monkeypatch: pytest.MonkeyPatch, compares: Callable[..., ProofDifference | None]
 ) -> None:
-    monkeypatch.setattr(result, "first_difference", compares)
+    monkeypatch.setattr(compare, "first_difference", compares)
     assert prove_it("mutant=hidden state").verdict == "cannot be proved"
 
 
 def test_a_reader_that_reads_nothing_is_noticed(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = result.Result(tensors={}, facts={}, losses={}, metrics={})
-    monkeypatch.setattr(result, "read_result", lambda run: empty)
+    empty = compare.RunResult(tensors={}, facts={}, losses={}, metrics={})
+    monkeypatch.setattr(compare, "read_result", lambda run: empty)
     assert prove_it("mutant=hidden state").verdict == "cannot be proved"
 
 
 def test_every_gap_in_the_coverage_is_named() -> None:
-    good = Tally(kills=10, lives=12, resumed=9, inside_save=3)
-    compared = Compared(tensors=5, losses=24, runs=3)
+    good = KillCounts(kills=10, lives=12, resumed=9, inside_save=3)
+    compared = ComparedCounts(tensors=5, losses=24, runs=3)
     asked = {"asked": 10, "steps": 24}
-    assert too_little(good, good, compared, **asked) is None
-    assert "9 of 10 kills" in str(too_little(good.model_copy(update={"kills": 9}), good, compared, **asked))
-    assert "only 7 of 12" in str(too_little(good.model_copy(update={"resumed": 7}), good, compared, **asked))
-    assert "at a disk call" in str(too_little(good, Tally(), compared, **asked))
+    assert why_insufficient(good, good, compared, **asked) is None
+    assert "9 of 10 kills" in str(why_insufficient(good.model_copy(update={"kills": 9}), good, compared, **asked))
+    assert "only 7 of 12" in str(why_insufficient(good.model_copy(update={"resumed": 7}), good, compared, **asked))
+    assert "at a disk call" in str(why_insufficient(good, KillCounts(), compared, **asked))
     outside = good.model_copy(update={"inside_save": 0})
-    assert "inside a save" in str(too_little(outside, outside, compared, **asked))
-    assert too_little(outside, good, compared, **asked) is None
+    assert "inside a save" in str(why_insufficient(outside, outside, compared, **asked))
+    assert why_insufficient(outside, good, compared, **asked) is None
     for gap in ({"tensors": 0}, {"losses": 23}, {"runs": 0}):
-        assert "compared" in str(too_little(good, good, compared.model_copy(update=gap), **asked))
+        assert "compared" in str(why_insufficient(good, good, compared.model_copy(update=gap), **asked))
 
 
 def test_every_call_of_the_disk_is_counted(tmp_path: Path) -> None:
-    assert {"open", "write", "sync", "full_sync", "truncate", "rename", "unlink"} <= set(CALLS)
-    assert all(getattr(CountingDisk, name) is not getattr(Disk, name) for name in CALLS)
+    assert {"open", "write", "sync", "full_sync", "truncate", "rename", "unlink"} <= set(DISK_CALLS)
+    assert all(getattr(CountingDisk, name) is not getattr(Disk, name) for name in DISK_CALLS)
     disk = CountingDisk(tell=lambda *words, **fields: None)
     disk.make_folder(tmp_path / "new")
     disk.remove_folder(tmp_path / "new")
@@ -214,20 +230,20 @@ def test_a_proof_is_written_read_and_reported(tmp_path: Path) -> None:
     proof = Proof(
         verdict="broken",
         reason="x",
-        difference=Difference(what="1 of 9 tensors differ", largest=float("nan"), kills="7"),
+        difference=ProofDifference(what="1 of 9 tensors differ", largest=float("nan"), kills="7"),
         recipe="r",
         seed=1,
         repeat="whet prove r",
         whet="0",
         created=1.0,
-        at_random=Tally(kills=25, lives=30, resumed=24, inside_save=9),
+        at_random=KillCounts(kills=25, lives=30, resumed=24, inside_save=9),
     )
     path = write_proof(tmp_path, proof)
     assert "NaN" not in path.read_text()
     assert read_proof(tmp_path) is not None
-    assert in_one_line(proof) == "broken: 1 of 9 tensors differ (25 kills, 9 inside a save, 24 of 30 lives resumed)"
+    assert proof_line(proof) == "broken: 1 of 9 tensors differ (25 kills, 9 inside a save, 24 of 30 lives resumed)"
     good = proof.model_copy(update={"verdict": "proved", "difference": None})
-    assert in_one_line(good) == "proved: 25 kills, 9 inside a save, 24 of 30 lives resumed, all bits equal"
+    assert proof_line(good) == "proved: 25 kills, 9 inside a save, 24 of 30 lives resumed, all bits equal"
     path.write_text('{"format_version": 99}')
     with pytest.raises(WhetError, match="cannot be read"):
         read_proof(tmp_path)

@@ -13,8 +13,8 @@ import pytest
 
 from places import ROOT, Run
 from whet.base.errors import UsageError
-from whet.report.summary import summarize
-from whet.report.text import render
+from whet.report.run_report import summarize
+from whet.report.text import render_text
 
 RECIPE = str(Path(__file__).with_name("provable.py"))
 QUICK = ("--seed", "3", "--kills", "3", "--steps", "12", "--budget", "3")
@@ -50,7 +50,7 @@ def test_a_run_is_proved_without_touching_it(warm_whet: Run, tmp_path: Path) -> 
     assert {path.name for path in now.keys() - files.keys()} == {"proof.json"}
     assert all(now[path] == files[path] for path in files)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine"]
-    assert "proof     proved: " in render(summarize(tmp_path / "runs" / "mine"))
+    assert "proof     proved: " in render_text(summarize(tmp_path / "runs" / "mine"))
 
 
 @pytest.mark.slow

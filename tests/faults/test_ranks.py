@@ -13,9 +13,9 @@ import ranks
 from rank_job import Net
 from ranks import Ranks
 from whet.checkpoint import store
-from whet.engine.reading import load_weights
 from whet.run.events import read_events
 from whet.run.folder import open_run
+from whet.training.weights import load_weights
 from zygote import PATIENCE_SECONDS, Zygote
 
 KINDS = ("off", "full")
@@ -36,7 +36,7 @@ def whole(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 def files_of(run: Path, step: int) -> set[str]:
-    return {path.name for path in (open_run(run).checkpoints / store.name_of(step)).iterdir()}
+    return {path.name for path in (open_run(run).checkpoints / store.checkpoint_name(step)).iterdir()}
 
 
 def wait_for(sitting: Ranks, word: str, *, rank: int, seconds: float = PATIENCE_SECONDS) -> None:
@@ -118,7 +118,7 @@ def test_checkpoints_beside_a_simulated_device_are_the_same(
     ranks.train(zygote, run, 2, sharding=kind, beside=True, seconds=0.02)
     assert any(event.get("beside") for event in read_events(run, kinds=("checkpoint",)))
     assert ranks.is_same(ranks.state(run), ranks.state(whole(kind)))
-    step = store.steps(open_run(run).checkpoints)[-2]
+    step = store.list_steps(open_run(run).checkpoints)[-2]
     again = ranks.train(zygote, tmp_path / "again", 2, sharding=kind, stop_at=step)
     assert again.said("checkpoint")
     assert ranks.is_same(ranks.state(run, step), ranks.state(tmp_path / "again"))
@@ -153,7 +153,7 @@ def test_a_lost_process_costs_no_bit(
     sitting = ranks.start(zygote, run, 2, sharding=kind, seconds=0.02, **pause)
     assert kill(sitting, rank=rank, where=where) < 10
     if place == "save":
-        assert store.steps(open_run(run).checkpoints)[-1] == 2, "what was not finished has no name"
+        assert store.list_steps(open_run(run).checkpoints)[-1] == 2, "what was not finished has no name"
     ranks.train(zygote, run, 2, sharding=kind)
     assert ranks.is_same(ranks.state(run), ranks.state(whole(kind)))
 

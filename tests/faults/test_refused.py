@@ -91,7 +91,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_fails_for_a_while(
     zygote: Zygote, small_disk: Path, tmp_path: Path, acts: dict[str, str], code: str | None
 ) -> None:
-    lives = Lives(zygote, tmp_path, width=64, samples=96, epochs=1, evaluates=False, wishes={"checkpoint_steps": 2})
+    lives = Lives(zygote, tmp_path, width=64, samples=96, epochs=1, evaluates=False, overrides={"checkpoint_steps": 2})
     lives.finish(tmp_path / "whole")
     run = small_disk / "run"
     started = lives.finish(run, act_at=acts)
@@ -112,7 +112,7 @@ def test_a_disk_that_fails_for_a_while(
 
 
 def test_a_disk_that_stays_full_is_an_error_at_the_end(zygote: Zygote, small_disk: Path, tmp_path: Path) -> None:
-    lives = Lives(zygote, tmp_path, width=64, samples=96, epochs=1, evaluates=False, wishes={"checkpoint_steps": 2})
+    lives = Lives(zygote, tmp_path, width=64, samples=96, epochs=1, evaluates=False, overrides={"checkpoint_steps": 2})
     lives.finish(tmp_path / "whole")
     run = small_disk / "run"
     ended, _ = lives.end(run, act_at={"5": "fill"})

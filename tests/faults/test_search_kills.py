@@ -12,13 +12,13 @@ import optuna
 import pytest
 
 from postgres import postgres
-from whet.recipes.searching import final_words
-from whet.report.view import run_view
+from whet.api.search import winning_args
+from whet.hpo.storage import open_storage
+from whet.hpo.study import DROPPED, RUN, counts
+from whet.report.run_view import run_view
 from whet.run.events import History
 from whet.run.folder import open_run, run_folders
 from whet.run.search_result import read_search
-from whet.trials.ledger import DROPPED, RUN, does_count
-from whet.trials.storage import open_storage
 
 RUNNING, COMPLETE = optuna.trial.TrialState.RUNNING, optuna.trial.TrialState.COMPLETE
 RECIPE = Path(__file__).parent / "searched.py"
@@ -124,7 +124,7 @@ def test_a_search_that_is_killed_and_stopped_goes_on_prunes_and_knows_what_is_in
     assert resumed[0] >= 4, "from a checkpoint after the kill"
     assert resumed[1] >= 6, "from where it stopped"
     assert not any(name.startswith("test_") for event in history.events(kinds=("eval",)) for name in event.fields)
-    assert {"takes=0", "is_worse=false", "lr=0.01"} < set(final_words("s", recipe=str(RECIPE), root=folder.parent))
+    assert {"takes=0", "is_worse=false", "lr=0.01"} < set(winning_args("s", recipe=str(RECIPE), root=folder.parent))
 
 
 @pytest.mark.slow
@@ -138,8 +138,8 @@ def test_two_machines_simulated_by_two_folders_share_one_database(workers, tmp_p
         assert [worker.wait(timeout=400) for worker in both] == [0, 0], made.said()
         results = [read_search(place / "runs" / "s") for place in places]
         trials = trials_of(server.url, tmp_path)
-    assert sum(map(does_count, trials)) == 8
-    assert len({t.params["lr"] for t in trials if does_count(t)}) == 8, "a trial was made twice"
+    assert sum(map(counts, trials)) == 8
+    assert len({t.params["lr"] for t in trials if counts(t)}) == 8, "a trial was made twice"
     assert results[0].trials == results[1].trials, "each tells of all trials"
     assert results[0].candidates == results[1].candidates
     assert results[0].is_confirmed
@@ -209,7 +209,7 @@ def _kill_again_and_again(workers, tmp_path, url, tell, *, restart) -> None:
     for number, value in finished.items():
         assert states[number] == COMPLETE
         assert ended[number].value == value, "a finished trial was lost"
-    counted = [t for t in ended if does_count(t)]
+    counted = [t for t in ended if counts(t)]
     assert len(counted) == trials
     assert all(t.state == COMPLETE for t in counted)
     assert len({t.user_attrs[RUN] for t in counted}) == trials, "a trial was made twice"

@@ -13,19 +13,16 @@ import pytest
 from optuna.trial import TrialState
 
 from postgres import postgres
+from whet.api.search import prepare_search, run_search, search
 from whet.base.errors import UsageError, WhetError
-from whet.recipes.searching import ask, carry_out, search
-from whet.report.search_text import render_search
-from whet.trials import seeds
-from whet.trials.child import DIVERGED, OUT_OF_MEMORY
-from whet.trials.ledger import DROPPED, RUN, TASK, Ledger, does_count
-from whet.trials.life import Life
-from whet.trials.outcome import outcome
-from whet.trials.owner import Owner, Silence, this_process
-from whet.trials.sampling import make_pruner
-from whet.trials.seeds import interval
-from whet.trials.storage import JOURNAL_FILE, open_storage, without_password
-from whet.trials.worker import Ended, Task, Work, work
+from whet.hpo import results
+from whet.hpo.results import collect_results, mean_interval
+from whet.hpo.samplers import make_pruner
+from whet.hpo.storage import JOURNAL_FILE, open_storage, without_password
+from whet.hpo.study import DROPPED, RUN, TASK, SearchStudy, SilenceDetector, TrialOwner, counts, this_process
+from whet.hpo.trial_process import DIVERGED, OUT_OF_MEMORY, TrialExit
+from whet.hpo.worker import FinishedTrial, TrialTask, WorkerConfig, run_worker
+from whet.report.search_report import render_search
 
 SPACE = {"x": optuna.distributions.FloatDistribution(0, 1)}
 
@@ -34,7 +31,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_search_ledger import ledger_of
-from whet.trials.storage import open_storage
+from whet.hpo.storage import open_storage
 with open_storage({url!r}, folder=Path({folder!r})) as storage:
     ledger = ledger_of(storage)
     for _ in range({count}):
@@ -49,8 +46,8 @@ with open_storage({url!r}, folder=Path({folder!r})) as storage:
 """
 
 
-def ledger_of(storage, name: str = "s", *, pruner=None) -> Ledger:
-    return Ledger(
+def ledger_of(storage, name: str = "s", *, pruner=None) -> SearchStudy:
+    return SearchStudy(
         storage,
         name,
         is_higher_better=True,
@@ -92,11 +89,11 @@ def check_a_killed_trial_goes_on(folder: Path, url: str | None) -> None:
         assert taken is not None, "the one that was asked for is not made"
         assert taken.run == "a folder", "it goes on in the same run"
         assert taken.trial.params == before.params
-        assert not does_count(ledger.trials()[number])
+        assert not counts(ledger.trials()[number])
         assert ledger.take(most=1) is None, "one trial was asked for, and it is being made"
         assert ledger.finish(taken, state="complete", value=0.5)
         assert not ledger.finish(taken, state="failed"), "what is done stays done"
-        assert [t.value for t in ledger.trials() if does_count(t)] == [0.5]
+        assert [t.value for t in ledger.trials() if counts(t)] == [0.5]
 
 
 def check_racing_processes_make_no_trial_twice(folder: Path, url: str | None) -> None:
@@ -106,8 +103,8 @@ def check_racing_processes_make_no_trial_twice(folder: Path, url: str | None) ->
     assert len(told) == 7
     with open_storage(url, folder=folder) as storage:
         trials = ledger_of(storage).trials()
-    assert sum(map(does_count, trials)) == 7
-    assert all(t.state == TrialState.COMPLETE for t in trials if does_count(t))
+    assert sum(map(counts, trials)) == 7
+    assert all(t.state == TrialState.COMPLETE for t in trials if counts(t))
 
 
 def test_a_killed_trial_goes_on_in_a_journal(tmp_path):
@@ -166,7 +163,7 @@ def test_who_was_overtaken_between_counting_and_taking_drops_its_trial(tmp_path,
 
         monkeypatch.setattr(storage, "create_new_trial", overtaken)
         assert slow.take(most=1) is None
-        assert sum(map(does_count, slow.trials())) == 1
+        assert sum(map(counts, slow.trials())) == 1
 
 
 def test_a_torn_line_at_the_end_of_a_journal_is_no_loss(tmp_path):
@@ -183,9 +180,9 @@ def test_a_torn_line_at_the_end_of_a_journal_is_no_loss(tmp_path):
 
 def test_silence_on_another_machine_simulated_by_a_clock(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("whet.trials.owner.time.monotonic", lambda: clock[0])
-    other = {"owner": Owner(host="elsewhere", pid=1, started=0.0).as_json(), "beat": 1}
-    silence = Silence()
+    monkeypatch.setattr("whet.hpo.study.time.monotonic", lambda: clock[0])
+    other = {"owner": TrialOwner(host="elsewhere", pid=1, started=0.0).as_json(), "beat": 1}
+    silence = SilenceDetector()
     assert not silence.is_gone(0, other)
     clock[0] = 59.0
     assert not silence.is_gone(0, other)
@@ -203,7 +200,7 @@ def test_sqlite_is_for_one_process(tmp_path):
     options = {"name": "s", "root": tmp_path, "storage": url, "stop": stopped()}
     with pytest.raises(UsageError, match="one process at a time"):
         search("text", ["lr=1e-4..1e-3"], jobs=2, **options)
-    code = "import sys; from pathlib import Path; from whet.trials.storage import open_storage\n"
+    code = "import sys; from pathlib import Path; from whet.hpo.storage import open_storage\n"
     code += f"with open_storage({url!r}, folder=Path()): print(1, flush=True), input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
@@ -224,18 +221,18 @@ def test_an_address_that_cannot_be_one_is_refused_before_anything_is_written(tmp
 
 
 def test_trials_that_are_kept_elsewhere_are_not_begun_anew(tmp_path):
-    asked = ask("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path)
+    asked = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path)
     stop = stopped()
-    first, second = (carry_out(asked, trials=1, stop=stop) for _ in range(2))
+    first, second = (run_search(asked, trials=1, stop=stop) for _ in range(2))
     assert second.seconds > first.seconds > 0, "all sittings count"
     with pytest.raises(UsageError, match="not kept there"):
-        carry_out(asked, trials=1, stop=stop, storage=f"sqlite:///{tmp_path}/trials.db")
+        run_search(asked, trials=1, stop=stop, storage=f"sqlite:///{tmp_path}/trials.db")
     (tmp_path / "s" / "journal.log").write_bytes(b"xx\n{}\n")
     with pytest.raises(WhetError, match="is damaged"):
-        carry_out(asked, trials=1, stop=stop)
+        run_search(asked, trials=1, stop=stop)
     (tmp_path / "s" / "run.json").write_text("{}")
     with pytest.raises(UsageError, match="a run is there"):
-        carry_out(asked, trials=1, stop=stop)
+        run_search(asked, trials=1, stop=stop)
 
 
 def test_what_is_shown_of_an_address_has_no_password():
@@ -246,21 +243,21 @@ def test_what_is_shown_of_an_address_has_no_password():
 
 
 def test_intervals_over_seeds():
-    assert interval([0.5]) is None
-    low, high = interval([0.8, 0.82, 0.84]) or (0, 0)
+    assert mean_interval([0.5]) is None
+    low, high = mean_interval([0.8, 0.82, 0.84]) or (0, 0)
     assert low == pytest.approx(0.82 - 4.303 * 0.02 / 3**0.5)
     assert high == pytest.approx(0.82 + 4.303 * 0.02 / 3**0.5)
     # Student's t for 30, 60 and 120 degrees of freedom, from any table.
     for freedom, t in ((30, 2.0423), (60, 2.0003), (120, 1.9799)):
         values = [float(number) for number in range(freedom + 1)]
-        low, high = interval(values) or (0, 0)
+        low, high = mean_interval(values) or (0, 0)
         assert (high - low) / 2 / stdev(values) * (freedom + 1) ** 0.5 == pytest.approx(t, abs=2e-4)
     assert RUN == "run"
 
 
 def test_a_candidate_that_diverges_with_some_seeds_is_behind_one_that_never_does(tmp_path):
-    question = ask("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).question
-    lr, numbers = {"lr": optuna.distributions.FloatDistribution(1e-4, 1e-3)}, seeds.distributions()
+    question = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).question
+    lr, numbers = {"lr": optuna.distributions.FloatDistribution(1e-4, 1e-3)}, results.seed_distributions()
 
     def made(parameters, distributions, value):
         state = TrialState.PRUNED if value is None else TrialState.COMPLETE
@@ -275,68 +272,68 @@ def test_a_candidate_that_diverges_with_some_seeds_is_behind_one_that_never_does
             for trial, values in found.items()
             for seed, value in enumerate(values, 1)
         )
-        result = outcome(question, ledger, confirming, storage="", seconds=0.0)
+        result = collect_results(question, ledger, confirming, storage="", seconds=0.0)
     assert [(c.number, c.lost) for c in result.candidates] == [(1, 0), (0, 1)]
     assert result.is_confirmed, "seeds that came to no value are not awaited for ever"
     assert "no value with 1 other seed" in render_search(result)
 
 
 def test_a_stopped_trial_waits_with_its_settings_and_has_not_gone_on(tmp_path):
-    question = ask("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).question
+    question = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).question
     with open_storage(None, folder=tmp_path) as storage:
         ledger = ledger_of(storage)
         taken = ledger.take(most=1)
         assert taken is not None
         ledger.put_back(taken.number, "stopped")
-        result = outcome(question, ledger, ledger_of(storage, "s seeds"), storage="", seconds=0.0)
+        result = collect_results(question, ledger, ledger_of(storage, "s seeds"), storage="", seconds=0.0)
         assert [(t.state, t.settings) for t in result.trials] == [("waiting", taken.trial.params)]
         assert result.continued == 0
         ledger.take(most=1)
-        assert outcome(question, ledger, ledger, storage="", seconds=0.0).continued == 1
+        assert collect_results(question, ledger, ledger, storage="", seconds=0.0).continued == 1
 
 
 def test_a_damaged_run_folder_fails_its_trial_and_not_the_search(tmp_path, monkeypatch):
     (tmp_path / "trial-0").mkdir()
     (tmp_path / "trial-0" / "run.json").write_text("half")
-    said: list[Ended] = []
+    said: list[FinishedTrial] = []
     with open_storage(None, folder=tmp_path) as storage:
-        work(
+        run_worker(
             ledger_of(storage),
-            simulated_work(tmp_path, monkeypatch, [Life(code=143, was_pruned=True)], said=said),
+            simulated_work(tmp_path, monkeypatch, [TrialExit(code=143, was_pruned=True)], said=said),
             most=2,
         )
     assert [(ended.number, ended.state) for ended in said] == [(0, "failed"), (1, "pruned")]
     assert "run.json is damaged" in said[0].words
 
 
-def simulated_work(folder: Path, monkeypatch, lives: list[Life], *, said: list[Ended]) -> Work:
+def simulated_work(folder: Path, monkeypatch, lives: list[TrialExit], *, said: list[FinishedTrial]) -> WorkerConfig:
     """A worker whose trials' processes are simulated: each ends as the next of `lives`."""
     coming = iter(lives)
-    monkeypatch.setattr("whet.trials.worker.live", lambda *_, **__: next(coming))
-    return Work(
+    monkeypatch.setattr("whet.hpo.worker.run_trial_process", lambda *_, **__: next(coming))
+    return WorkerConfig(
         target="nobody:nothing",
         goal="score",
         machine="simulated",
-        prepare=lambda taken: Task(arguments={}, run=folder / f"trial-{taken.number}"),
+        prepare=lambda taken: TrialTask(arguments={}, run=folder / f"trial-{taken.number}"),
         should_stop=lambda: False,
         told=said.append,
     )
 
 
 def test_what_became_of_trials_with_simulated_processes(tmp_path, monkeypatch):
-    kill = Life(code=-9)
+    kill = TrialExit(code=-9)
     lives = [
-        Life(code=OUT_OF_MEMORY, failure="MPS backend out of memory"),
+        TrialExit(code=OUT_OF_MEMORY, failure="MPS backend out of memory"),
         *[kill] * 4,
-        Life(code=DIVERGED, failure="the loss is not a number"),
-        Life(code=143, was_pruned=True),
-        Life(code=1, failure="ValueError: yours"),
-        Life(code=0),
+        TrialExit(code=DIVERGED, failure="the loss is not a number"),
+        TrialExit(code=143, was_pruned=True),
+        TrialExit(code=1, failure="ValueError: yours"),
+        TrialExit(code=0),
     ]
-    said: list[Ended] = []
+    said: list[FinishedTrial] = []
     with open_storage(None, folder=tmp_path) as storage:
         ledger = ledger_of(storage)
-        work(ledger, simulated_work(tmp_path, monkeypatch, lives, said=said), most=6)
+        run_worker(ledger, simulated_work(tmp_path, monkeypatch, lives, said=said), most=6)
         trials = ledger.trials()
     assert [ended.state for ended in said] == ["infeasible", "infeasible", "pruned", "pruned", "failed", "failed"]
     assert said[0].words == "out of memory: MPS backend out of memory"
@@ -355,7 +352,7 @@ def test_stops_change_neither_draws_nor_what_is_pruned_with_simulated_processes(
 
     def searched(folder: Path, *, stop_after: int | None) -> list[tuple[float, str, float | None]]:
         seen: dict[Path, list[float]] = {}
-        said: list[Ended] = []
+        said: list[FinishedTrial] = []
         starts = iter((0.5, 0.4, 0.55, 0.6, 0.57))
 
         def lived(_target, arguments, *, judge, **_):
@@ -365,23 +362,23 @@ def test_stops_change_neither_draws_nor_what_is_pruned_with_simulated_processes(
             for number in range(len(begun), 10):
                 begun.append(begun[0] + number / 10)
                 if not judge(number, begun[-1], number == 9):
-                    return Life(code=143, was_pruned=True)
+                    return TrialExit(code=143, was_pruned=True)
                 if len(seen) == 1 and number == stop_after:
-                    return Life(code=143, was_stopped=True)
-            return Life(code=0)
+                    return TrialExit(code=143, was_stopped=True)
+            return TrialExit(code=0)
 
-        def prepare(taken) -> Task:
+        def prepare(taken) -> TrialTask:
             run = Path(taken.run or folder / f"trial-{taken.number}")
-            return Task(arguments={"run": run}, run=run)
+            return TrialTask(arguments={"run": run}, run=run)
 
         task = simulated_work(folder, monkeypatch, [], said=said)
-        monkeypatch.setattr("whet.trials.worker.live", lived)
-        monkeypatch.setattr("whet.trials.worker._evaluations", lambda run, **_: list(enumerate(seen.get(run, [0])))[1:])
-        monkeypatch.setattr("whet.trials.worker._reached", lambda run, **_: (seen[run][-1], 1))
-        monkeypatch.setattr("whet.trials.worker._is_done", lambda _run: False)
+        monkeypatch.setattr("whet.hpo.worker.run_trial_process", lived)
+        monkeypatch.setattr("whet.hpo.worker._evaluations", lambda run, **_: list(enumerate(seen.get(run, [0])))[1:])
+        monkeypatch.setattr("whet.hpo.worker._reached", lambda run, **_: (seen[run][-1], 1))
+        monkeypatch.setattr("whet.hpo.worker._is_done", lambda _run: False)
         folder.mkdir()
         with open_storage(None, folder=folder) as storage:
-            work(
+            run_worker(
                 ledger_of(storage, pruner=make_pruner("SuccessiveHalvingPruner")),
                 replace(task, prepare=prepare),
                 most=5,
@@ -395,6 +392,6 @@ def test_stops_change_neither_draws_nor_what_is_pruned_with_simulated_processes(
 
 
 def test_three_failures_in_a_row_end_a_search_with_simulated_processes(tmp_path, monkeypatch):
-    lives = [Life(code=1, failure="ValueError: yours")] * 3
+    lives = [TrialExit(code=1, failure="ValueError: yours")] * 3
     with open_storage(None, folder=tmp_path) as storage, pytest.raises(WhetError, match="3 trials in a row failed"):
-        work(ledger_of(storage), simulated_work(tmp_path, monkeypatch, lives, said=[]), most=9)
+        run_worker(ledger_of(storage), simulated_work(tmp_path, monkeypatch, lives, said=[]), most=9)

@@ -16,9 +16,9 @@ import torch
 import lies
 from simulated_ranks import Board, save_with, snapshot_of, wanted_by, whole_state
 from whet.base.errors import WhetError
-from whet.checkpoint import plain_json, shards, store, vouched
+from whet.checkpoint import encoding, manifest, shards, store
+from whet.distributed.strategies import rows_of_rank
 from whet.run import durable
-from whet.world.rows import share_of
 
 SIZES = (1, 2, 3, 4, 8)
 
@@ -28,7 +28,7 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def check_whole(path: Path, *, step: int) -> None:
-    loaded = store.load(path)
+    loaded = store.load_checkpoint(path)
     for name, tensor in whole_state(step).items():
         assert same(loaded.tensors[name], tensor), name
 
@@ -36,10 +36,10 @@ def check_whole(path: Path, *, step: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_what_simulated_ranks_save_is_read_by_any_number(tmp_path: Path, size: int) -> None:
     assert save_with(tmp_path, size, step=7) == [None] * size
-    path = tmp_path / store.name_of(7)
+    path = tmp_path / store.checkpoint_name(7)
     check_whole(path, step=7)
     for readers in SIZES:
-        parts = [store.load(path, wanted=wanted_by(rank, readers)) for rank in range(readers)]
+        parts = [store.load_checkpoint(path, wanted=wanted_by(rank, readers)) for rank in range(readers)]
         for name, tensor in whole_state(7).items():
             found = [part.tensors[name] for part in parts]
             assert same(torch.cat(found) if name in parts[0].rows else found[-1], tensor), (readers, name)
@@ -47,19 +47,19 @@ def test_what_simulated_ranks_save_is_read_by_any_number(tmp_path: Path, size: i
 
 def test_a_simulated_rank_reads_only_the_pieces_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_with(tmp_path, 4, step=7)
-    path, real = tmp_path / store.name_of(7), vouched.opened
+    path, real = tmp_path / store.checkpoint_name(7), manifest.open_verified
     touched: set[str] = set()
 
     def opened(file: Path, **options: Any) -> Any:
         touched.add(file.name)
         return real(file, **options)
 
-    monkeypatch.setattr(shards, "opened", opened)
-    store.load(path, wanted=wanted_by(1, 2))
+    monkeypatch.setattr(shards, "open_verified", opened)
+    store.load_checkpoint(path, wanted=wanted_by(1, 2))
     # The second half of every tensor lies with the last two of four; model/b has rows 3 and 4 with them too.
     assert touched == {"shard-0001.safetensors", "shard-0002.safetensors", "shard-0003.safetensors"}
     touched.clear()
-    store.load(path, wanted=wanted_by(3, 4))
+    store.load_checkpoint(path, wanted=wanted_by(3, 4))
     assert touched == {"shard-0003.safetensors"}
 
 
@@ -73,9 +73,9 @@ def test_a_simulated_rank_whose_disk_is_full_leaves_no_checkpoint(
     assert save_with(tmp_path, 3, step=1, board=board) == [None] * 3
     real = durable.write_draft
 
-    def write(path: Path, **options: Any) -> durable.Written:
+    def write(path: Path, **options: Any) -> durable.WrittenFile:
         if path.name == "shard-0002.safetensors":
-            with durable.told("write", path):
+            with durable.disk_errors("write", path):
                 raise OSError(errno.ENOSPC, "full")
         return real(path, **options)
 
@@ -86,10 +86,10 @@ def test_a_simulated_rank_whose_disk_is_full_leaves_no_checkpoint(
         assert isinstance(error, WhetError)
         assert isinstance(error.__cause__, OSError)
     assert "process 2" in str(errors[0].got)  # type: ignore[union-attr]
-    assert [path.name for path in tmp_path.iterdir()] == [store.name_of(1)]
+    assert [path.name for path in tmp_path.iterdir()] == [store.checkpoint_name(1)]
     monkeypatch.setattr(shards.durable, "write_draft", real)
     assert save_with(tmp_path, 3, step=2, turn=3, board=board) == [None] * 3
-    check_whole(tmp_path / store.name_of(2), step=2)
+    check_whole(tmp_path / store.checkpoint_name(2), step=2)
     assert not [name for name in board.texts if name.startswith("2/")], "what everybody has read is forgotten"
 
 
@@ -132,14 +132,14 @@ def refused(path: Path, *, step: int, readers: int = 2) -> bool:
     """Whether nobody gets anything but the truth, and the whole is refused."""
     for rank in range(readers):
         try:
-            part = store.load(path, wanted=wanted_by(rank, readers))
+            part = store.load_checkpoint(path, wanted=wanted_by(rank, readers))
         except store.DamagedCheckpointError:
             continue
         for name, tensor in whole_state(step).items():
             rows = part.rows.get(name)
             assert same(part.tensors[name], tensor if rows is None else tensor[rows.start : rows.stop]), name
     try:
-        store.load(path)
+        store.load_checkpoint(path)
     except store.DamagedCheckpointError:
         return True
     return False
@@ -148,8 +148,8 @@ def refused(path: Path, *, step: int, readers: int = 2) -> bool:
 def test_damage_of_shards_is_found(tmp_path: Path) -> None:
     for step in (1, 2):
         save_with(tmp_path, 4, step=step)
-    path = tmp_path / store.name_of(2)
-    good, other = lies.read_files(path), lies.read_files(tmp_path / store.name_of(1))
+    path = tmp_path / store.checkpoint_name(2)
+    good, other = lies.read_files(path), lies.read_files(tmp_path / store.checkpoint_name(1))
     draw = random.Random(0)
     for _ in range(60):
         kind = draw.choice(lies.DAMAGE)
@@ -164,11 +164,11 @@ def in_shards(edit: Callable[[dict[str, Any]], None]) -> Callable[[lies.Files], 
     """A manifest that says something else and has the right hash."""
 
     def change(files: lies.Files) -> lies.Files:
-        fields = plain_json.load(files["manifest.json"])
+        fields = encoding.load_json(files["manifest.json"])
         del fields["sha256"]
         edit(fields)
-        digest = hashlib.sha256(plain_json.dump(fields)).hexdigest()
-        return {**files, "manifest.json": plain_json.dump({**fields, "sha256": digest})}
+        digest = hashlib.sha256(encoding.dump_json(fields)).hexdigest()
+        return {**files, "manifest.json": encoding.dump_json({**fields, "sha256": digest})}
 
     return change
 
@@ -225,7 +225,7 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 def test_lies_about_shards_with_right_hashes_are_refused(tmp_path: Path) -> None:
     save_with(tmp_path, 4, step=2)
-    path = tmp_path / store.name_of(2)
+    path = tmp_path / store.checkpoint_name(2)
     good = lies.read_files(path)
     for name, edit in LIES.items():
         lies.write_files(path, in_shards(edit)(good))
@@ -237,18 +237,18 @@ def test_lies_about_shards_with_right_hashes_are_refused(tmp_path: Path) -> None
         assert refused(path, step=2), rank
     # Who makes all hashes right again is no damage but a forger: not found, as the docs say.
     lies.write_files(path, in_shards(swap_hashes_too)(good))
-    assert not torch.equal(store.load(path).tensors["model/a"], whole_state(2)["model/a"])
+    assert not torch.equal(store.load_checkpoint(path).tensors["model/a"], whole_state(2)["model/a"])
 
 
 def test_a_shard_of_another_step_is_found(tmp_path: Path) -> None:
     for step in (1, 2):
         save_with(tmp_path, 2, step=step)
-    path, name = tmp_path / store.name_of(2), shards.shard_name(1)
-    (path / name).write_bytes((tmp_path / store.name_of(1) / name).read_bytes())
+    path, name = tmp_path / store.checkpoint_name(2), shards.shard_name(1)
+    (path / name).write_bytes((tmp_path / store.checkpoint_name(1) / name).read_bytes())
     with pytest.raises(store.DamagedCheckpointError, match="sha256"):
-        store.load(path, wanted=wanted_by(1, 2))
+        store.load_checkpoint(path, wanted=wanted_by(1, 2))
     # The run goes on from the one before, and says why.
-    found = store.newest(tmp_path)
+    found = store.load_newest(tmp_path)
     assert found is not None
     assert found.step == 1
     assert "step 2" in found.refused[0]
@@ -258,7 +258,7 @@ def test_rows_are_cut_as_torch_cuts_them() -> None:
     for total in (0, 1, 5, 7, 10, 64):
         for size in (1, 2, 3, 4, 8):
             cut = [len(part) for part in torch.arange(total).chunk(size)] if total else []
-            assert [share_of(total, rank=rank, size=size).count for rank in range(size)] == [
+            assert [rows_of_rank(total, rank=rank, size=size).count for rank in range(size)] == [
                 *cut,
                 *[0] * (size - len(cut)),
             ]

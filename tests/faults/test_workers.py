@@ -18,8 +18,8 @@ import torch
 from job import Noisy, make_data
 from lives import ALL, BOUNDED, Lives, counts, digest
 from whet.data import workers
+from whet.data.adapters import LoaderConfig, MapStyleSource
 from whet.data.batch import Position
-from whet.data.mapped import Loading, Mapped
 from whet.run.events import read_events
 from zygote import Zygote
 
@@ -29,13 +29,13 @@ WORKERS = {"threads": 1, "workers": 2, "checkpoint_steps": 100}
 
 @pytest.fixture
 def life(zygote: Zygote, memory_folder: Path) -> Lives:
-    return Lives(zygote, memory_folder, **MAPPED, wishes=WORKERS)
+    return Lives(zygote, memory_folder, **MAPPED, overrides=WORKERS)
 
 
 @pytest.fixture
 def undisturbed(life: Lives) -> str:
     """What a run without workers, and so without anything to lose, ends with."""
-    life.finish(life.folder / "calm", wishes={**WORKERS, "workers": 0})
+    life.finish(life.folder / "calm", overrides={**WORKERS, "workers": 0})
     return digest(life.folder / "calm")
 
 
@@ -94,13 +94,13 @@ def test_lost_again_and_again_is_an_error(life: Lives) -> None:
     assert "lost 3 times" in errors
     assert "SIGSEGV" in errors
     assert "workers=0" in errors
-    assert (life.folder / "mark").stat().st_size == workers.MOST_LOSSES
+    assert (life.folder / "mark").stat().st_size == workers.MAX_LOSSES
 
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_an_exception_names_the_sample_and_the_line(life: Lives, number: int) -> None:
     harm = {"sample": 17, "how": "raise"}
-    (code, errors), _ = life.end(life.folder / "bad", harm=harm, wishes={**WORKERS, "workers": number})
+    (code, errors), _ = life.end(life.folder / "bad", harm=harm, overrides={**WORKERS, "workers": number})
     assert code == 1
     assert "sample 17 could not be read" in errors
     lines = Path(__file__).with_name("job.py").read_text().splitlines()
@@ -139,7 +139,7 @@ def test_a_small_dev_shm_is_no_hindrance(tmp_path: Path) -> None:
     code = """
 import torch
 from whet.data.batch import Position
-from whet.data.mapped import Loading, Mapped
+from whet.data.adapters import Loading, Mapped
 
 class Images:
     def __len__(self): return 16
@@ -177,8 +177,8 @@ def test_samples_come_as_they_were(tmp_path: Path) -> None:
             }
 
     found = []
-    for loading in (Loading(), Loading(workers=2)):
-        source = Mapped(Odd(), global_batch_size=2, seed=1, loading=loading)
+    for loading in (LoaderConfig(), LoaderConfig(workers=2)):
+        source = MapStyleSource(Odd(), global_batch_size=2, seed=1, loading=loading)
         found.append([sample for batch in source.batches(Position()) for sample in batch.samples])
         source.close()
     for here, there in zip(*found, strict=True):
@@ -191,7 +191,7 @@ def test_samples_come_as_they_were(tmp_path: Path) -> None:
 
 
 def test_an_epoch_left_in_the_middle() -> None:
-    source = Mapped(Noisy(*make_data(24, seed=0)), global_batch_size=4, seed=0, loading=Loading(workers=2))
+    source = MapStyleSource(Noisy(*make_data(24, seed=0)), global_batch_size=4, seed=0, loading=LoaderConfig(workers=2))
     for _ in range(2):
         next(source.batches(Position()))
     ids = [int(i) for batch in source.batches(Position(samples=8)) for i in batch.ids]
@@ -214,7 +214,7 @@ class Rows:
 
 
 def fingerprint(rows: list[int], *, number: int = 0) -> str | None:
-    return Mapped(Rows(rows), global_batch_size=4, seed=0, loading=Loading(workers=number)).fingerprint()
+    return MapStyleSource(Rows(rows), global_batch_size=4, seed=0, loading=LoaderConfig(workers=number)).fingerprint()
 
 
 def test_changed_data_has_another_fingerprint() -> None:
@@ -233,7 +233,7 @@ def test_data_that_is_never_the_same_has_none() -> None:
         def __getitem__(self, index: int) -> dict[str, Any]:
             return {"x": torch.tensor([time.perf_counter_ns()])}
 
-    assert Mapped(Clock([1, 2, 3]), global_batch_size=1, seed=0).fingerprint() is None
+    assert MapStyleSource(Clock([1, 2, 3]), global_batch_size=1, seed=0).fingerprint() is None
 
 
 def test_a_resume_with_changed_data_is_refused(life: Lives) -> None:

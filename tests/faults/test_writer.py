@@ -12,16 +12,21 @@ from hypothesis import strategies as st
 
 from lives import Lives
 from whet.base.errors import WhetError
-from whet.checkpoint import retention, store
+from whet.checkpoint import store, writer
 from whet.checkpoint.snapshot import Snapshot
-from whet.checkpoint.staging import Staging
-from whet.checkpoint.writer import Write, Writer
-from whet.device.cpu import Cpu
-from whet.engine.pacing import MOST_SHARE, Pace, StepTimes, Ways, best_interval
+from whet.checkpoint.writer import CheckpointWriter, PendingWrite, StagingBuffer
+from whet.device.cpu import CpuDevice
 from whet.machine.known import load_machine
 from whet.plan.plan import Plan, make_plan
 from whet.plan.workload import Workload
 from whet.run.events import read_events
+from whet.training.callbacks.checkpoint_schedule import (
+    MAX_SAVE_SHARE,
+    SaveInterval,
+    StepTimes,
+    WriteMode,
+    best_interval,
+)
 
 
 def snapshot(step: int) -> Snapshot:
@@ -30,16 +35,16 @@ def snapshot(step: int) -> Snapshot:
 
 def save_all(folder: Path, *steps: int) -> None:
     for step in steps:
-        store.save(folder, snapshot(step), step=step)
+        store.save_checkpoint(folder, snapshot(step), step=step)
 
 
 # --- the writer ------------------------------------------------------------------------------------------------------
 
 
 def test_a_write_runs_beside_and_is_collected_once() -> None:
-    writer, gate = Writer(), threading.Event()
+    writer, gate = CheckpointWriter(), threading.Event()
 
-    def job(write: Write) -> None:
+    def job(write: PendingWrite) -> None:
         gate.wait()
         write.num_bytes = 5
 
@@ -55,10 +60,10 @@ def test_a_write_runs_beside_and_is_collected_once() -> None:
 
 @pytest.mark.parametrize("in_background", [True, False])
 def test_a_failed_write_is_handed_over_and_not_raised(in_background: bool) -> None:
-    def job(write: Write) -> None:
+    def job(write: PendingWrite) -> None:
         raise WhetError("no")
 
-    writer = Writer()
+    writer = CheckpointWriter()
     writer.begin(3, job, in_background=in_background, start=0.0)
     done = writer.collect(wait=True)
     assert done is not None
@@ -66,7 +71,7 @@ def test_a_failed_write_is_handed_over_and_not_raised(in_background: bool) -> No
 
 
 def test_the_buffer_is_reused_and_holds_a_copy() -> None:
-    staging = Staging(Cpu())
+    staging = StagingBuffer(CpuDevice())
     live = snapshot(1)
     held = staging.copy(live)
     live.tensors["model/a"].fill_(9)
@@ -76,10 +81,10 @@ def test_the_buffer_is_reused_and_holds_a_copy() -> None:
 
 
 def test_a_device_that_shares_memory_writes_in_the_foreground(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Staging(Cpu()).has_room(1000)
-    assert not Staging(Cpu()).has_room(2**60)
-    monkeypatch.setattr(Cpu, "shares_host_memory", True)
-    assert not Staging(Cpu()).has_room(1000)
+    assert StagingBuffer(CpuDevice()).has_room(1000)
+    assert not StagingBuffer(CpuDevice()).has_room(2**60)
+    monkeypatch.setattr(CpuDevice, "shares_host_memory", True)
+    assert not StagingBuffer(CpuDevice()).has_room(1000)
 
 
 def test_an_interrupted_process_joins_the_writer(lives: Lives) -> None:
@@ -96,19 +101,22 @@ def test_an_interrupted_process_joins_the_writer(lives: Lives) -> None:
 # --- when ------------------------------------------------------------------------------------------------------------
 
 
-def plan(**wishes: float) -> Plan:
+def plan(**overrides: float) -> Plan:
     workload = Workload(recipe="x", num_parameters=10, global_batch_size=8, num_samples=80)
-    return make_plan(load_machine("m2-air-8gb"), workload, wishes=wishes)
+    return make_plan(load_machine("m2-air-8gb"), workload, overrides=overrides)
 
 
 @given(cost=st.floats(0, 1e5), least=st.floats(1, 1e4))
 def test_saving_never_takes_more_than_its_share(cost: float, least: float) -> None:
-    assert cost <= MOST_SHARE * best_interval(cost, least=least) * (1 + 1e-9)
+    assert cost <= MAX_SAVE_SHARE * best_interval(cost, least=least) * (1 + 1e-9)
 
 
 def test_the_interval_grows_with_what_saving_costs_unless_it_is_yours() -> None:
     now = [0.0]
-    ours, yours = Pace(plan(), clock=lambda: now[0]), Pace(plan(checkpoint_minutes=1), clock=lambda: now[0])
+    ours, yours = (
+        SaveInterval(plan(), clock=lambda: now[0]),
+        SaveInterval(plan(checkpoint_minutes=1), clock=lambda: now[0]),
+    )
     for pace in (ours, yours):
         pace.learn(10.0)
     assert (ours.interval, yours.interval) == (pytest.approx(1314.5, rel=1e-3), 60)
@@ -120,7 +128,7 @@ def test_the_interval_grows_with_what_saving_costs_unless_it_is_yours() -> None:
 
 def test_a_place_you_asked_for_is_due_and_a_failure_is_tried_again() -> None:
     now = [0.0]
-    pace = Pace(plan(checkpoint_steps=4), clock=lambda: now[0])
+    pace = SaveInterval(plan(checkpoint_steps=4), clock=lambda: now[0])
     assert [pace.is_due(step, epochs_done=None) for step in (3, 4)] == ["no", "asked"]
     assert pace.failed(5) == "in 60 s or after step 8"
     now[0] = 60.0
@@ -140,30 +148,30 @@ def test_slower_steps_beside_a_write_are_counted() -> None:
 
 
 def test_the_cheaper_way_is_taken_and_a_busy_moment_decides_nothing() -> None:
-    ways = Ways()
-    ways.learn(is_beside=False, cost=2.0, seconds=2.0, num_bytes=100)
+    ways = WriteMode()
+    ways.learn(is_background=False, cost=2.0, seconds=2.0, num_bytes=100)
     for cost in (9.0, 4.0):
-        assert ways.is_beside, "tried twice"
-        ways.learn(is_beside=True, cost=cost, seconds=10.0, num_bytes=100)
-    assert not ways.is_beside
-    ways.learn(is_beside=False, cost=50.0, seconds=50.0, num_bytes=100)
-    assert not ways.is_beside
-    ways.learn(is_beside=True, cost=1.0, seconds=10.0, num_bytes=100)
-    assert ways.is_beside
+        assert ways.is_background, "tried twice"
+        ways.learn(is_background=True, cost=cost, seconds=10.0, num_bytes=100)
+    assert not ways.is_background
+    ways.learn(is_background=False, cost=50.0, seconds=50.0, num_bytes=100)
+    assert not ways.is_background
+    ways.learn(is_background=True, cost=1.0, seconds=10.0, num_bytes=100)
+    assert ways.is_background
 
 
-@pytest.mark.parametrize(("cost", "is_beside"), [(0.2, True), (6.0, False)])
-def test_the_other_way_is_tried_only_where_steps_suffer(cost: float, is_beside: bool) -> None:
-    ways = Ways()
+@pytest.mark.parametrize(("cost", "is_background"), [(0.2, True), (6.0, False)])
+def test_the_other_way_is_tried_only_where_steps_suffer(cost: float, is_background: bool) -> None:
+    ways = WriteMode()
     for _ in range(2):
-        ways.learn(is_beside=True, cost=cost, seconds=10.0, num_bytes=100)
-    assert ways.is_beside == is_beside
+        ways.learn(is_background=True, cost=cost, seconds=10.0, num_bytes=100)
+    assert ways.is_background == is_background
 
 
 def test_a_save_that_is_due_while_one_is_written_is_skipped(lives: Lives) -> None:
     """By the clock: always due, and the write of a large state outlasts a step."""
-    wishes = {"checkpoint_minutes": 1e-6}
-    lives.finish(lives.folder / "run", width=768, samples=320, evaluates=False, wishes=wishes)
+    overrides = {"checkpoint_minutes": 1e-6}
+    lives.finish(lives.folder / "run", width=768, samples=320, evaluates=False, overrides=overrides)
     saved = [event.step for event in read_events(lives.folder / "run", kinds=("checkpoint",))]
     assert {0, 40} <= set(saved)
     assert len(saved) < 41
@@ -177,42 +185,42 @@ def test_the_last_the_best_and_milestones_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for step in range(0, 1001, 50):
         save_all(folder, step)
-        retention.retain(folder, acknowledged=step, keep=2, best=150 if step >= 150 else None, total_steps=1000)
-    assert store.steps(folder) == [150, 900, 950, 1000]
+        writer.apply_retention(folder, acknowledged=step, keep=2, best=150 if step >= 150 else None, total_steps=1000)
+    assert store.list_steps(folder) == [150, 900, 950, 1000]
     folder = tmp_path / "others"
     for step in range(0, 641, 20):
         save_all(folder, step)
-        retention.retain(folder, acknowledged=step, keep=2, best=None, total_steps=1000)
-    assert store.steps(folder) == [500, 600, 620, 640]
+        writer.apply_retention(folder, acknowledged=step, keep=2, best=None, total_steps=1000)
+    assert store.list_steps(folder) == [500, 600, 620, 640]
 
 
 def test_nothing_goes_unless_a_newer_one_is_whole(tmp_path: Path) -> None:
     save_all(tmp_path, 1, 2, 3, 4)
-    (tmp_path / store.name_of(4) / store.TENSORS).write_bytes(b"torn")
-    assert retention.retain(tmp_path, acknowledged=4, keep=2, best=None, total_steps=None) == []
-    shutil.rmtree(tmp_path / store.name_of(4))
-    assert retention.retain(tmp_path, acknowledged=4, keep=2, best=None, total_steps=None) == []
+    (tmp_path / store.checkpoint_name(4) / store.TENSORS).write_bytes(b"torn")
+    assert writer.apply_retention(tmp_path, acknowledged=4, keep=2, best=None, total_steps=None) == []
+    shutil.rmtree(tmp_path / store.checkpoint_name(4))
+    assert writer.apply_retention(tmp_path, acknowledged=4, keep=2, best=None, total_steps=None) == []
 
 
 def test_damaged_ones_do_not_count_among_the_last(tmp_path: Path) -> None:
     save_all(tmp_path, 1, 2, 3, 4)
-    (tmp_path / store.name_of(3) / store.MANIFEST).unlink()
-    assert retention.retain(tmp_path, acknowledged=4, keep=2, best=None, total_steps=None) == [1, 3]
-    assert store.steps(tmp_path) == [2, 4]
+    (tmp_path / store.checkpoint_name(3) / store.MANIFEST).unlink()
+    assert writer.apply_retention(tmp_path, acknowledged=4, keep=2, best=None, total_steps=None) == [1, 3]
+    assert store.list_steps(tmp_path) == [2, 4]
 
 
 def test_nor_do_those_that_were_refused_though_their_sizes_are_right(tmp_path: Path) -> None:
     save_all(tmp_path, 1, 2, 3, 4)
-    assert retention.retain(tmp_path, acknowledged=4, keep=2, best=None, total_steps=None, refused={3}) == [1, 3]
-    assert store.steps(tmp_path) == [2, 4]
+    assert writer.apply_retention(tmp_path, acknowledged=4, keep=2, best=None, total_steps=None, refused={3}) == [1, 3]
+    assert store.list_steps(tmp_path) == [2, 4]
 
 
 def test_a_nearly_full_disk_lets_milestones_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(tmp_path, 100, 200, 300, 310, 320)
-    monkeypatch.setattr(retention.durable, "free_bytes", lambda path: 1000)
-    retention.make_room(tmp_path, num_bytes=400, keep=2, best=100)
-    assert len(store.steps(tmp_path)) == 5
-    retention.make_room(tmp_path, num_bytes=600, keep=2, best=100, refused={320})
-    assert store.steps(tmp_path) == [100, 300, 310, 320], "what was refused is none of the last two"
-    retention.make_room(tmp_path, num_bytes=600, keep=2, best=100)
-    assert store.steps(tmp_path) == [100, 310, 320]
+    monkeypatch.setattr(writer.durable, "free_bytes", lambda path: 1000)
+    writer.free_disk_space(tmp_path, num_bytes=400, keep=2, best=100)
+    assert len(store.list_steps(tmp_path)) == 5
+    writer.free_disk_space(tmp_path, num_bytes=600, keep=2, best=100, refused={320})
+    assert store.list_steps(tmp_path) == [100, 300, 310, 320], "what was refused is none of the last two"
+    writer.free_disk_space(tmp_path, num_bytes=600, keep=2, best=100)
+    assert store.list_steps(tmp_path) == [100, 310, 320]

@@ -88,7 +88,7 @@ def limit(*, seconds: int, gigabytes: int) -> None:
 
 def unpack_here() -> None:
     """The process of `whet import` as a fork of this one: torch is there already, and so is the audit hook."""
-    from whet.checkpoint import importing, unpacking
+    from whet.checkpoint import importer, unpickle
 
     def run(file: Any, words: list[str], *, seconds: int) -> tuple[int, bytes]:
         reading, writing = os.pipe()
@@ -98,7 +98,7 @@ def unpack_here() -> None:
             os.dup2(writing, 1)
             code = 70
             try:
-                code = unpacking.main(words)
+                code = unpickle.main(words)
             finally:
                 os._exit(code)
         os.close(writing)
@@ -109,7 +109,7 @@ def unpack_here() -> None:
             os._exit(CAUGHT)
         return code, output
 
-    importing.run_unpacking = run
+    importer.run_unpickle_process = run
 
 
 def plant(fault: str | None) -> None:
@@ -118,18 +118,18 @@ def plant(fault: str | None) -> None:
 
     import torch
 
-    from whet.checkpoint import store, unpacking
+    from whet.checkpoint import store, unpickle
 
     if fault == "pickle.load":
         # The fourth of the pickles in a legacy file is the content.
-        unpacking._load = lambda file: [pickle.load(file) for _ in range(4)]
+        unpickle._load = lambda file: [pickle.load(file) for _ in range(4)]
     elif fault == "torch.load":
-        unpacking._load = lambda file: torch.load(file, weights_only=False)
+        unpickle._load = lambda file: torch.load(file, weights_only=False)
     elif fault == "checkpoint":
-        read = store.read_vouched
-        store.read_vouched = lambda path, vouched=None: read(path)
+        read = store.read_verified
+        store.read_verified = lambda path, vouched=None: read(path)
         store.check_sizes = lambda path: store.read_manifest(path, read(path / "manifest.json"))
-        store.read_tensors = pickle.loads
+        store.decode_tensors = pickle.loads
     elif fault == "cwd":
         sys.path.insert(0, str(Path.cwd()))
         sys.modules.pop("yaml", None)
@@ -146,13 +146,13 @@ def session(options: dict[str, Any], **more: Any) -> int:
     import torch
 
     import whet
-    from whet.cli import screen
+    from whet.cli import console
 
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 2)
     x, y = torch.randn(16, 2), torch.zeros(16).long()
     choice = whet.OptimizerChoice(name="adamw", lr=1e-2)
-    wishes = {"threads": 1, "checkpoint_steps": 2}
+    overrides = {"threads": 1, "checkpoint_steps": 2}
     try:
         with whet.Session(
             model,
@@ -162,13 +162,13 @@ def session(options: dict[str, Any], **more: Any) -> int:
             max_steps=options["steps"],
             epochs=9,
             device="cpu",
-            wishes=wishes,
+            overrides=overrides,
             **more,
         ) as made:
             for batch in made:
                 made.step(lambda micro: torch.nn.functional.cross_entropy(model(micro.x), micro.y), batch)
     except whet.WhetError as error:
-        screen.error(error)
+        console.error(error)
         return error.exit_code
     return 0
 

@@ -8,11 +8,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from whet.web.limits import Limits
-from whet.web.refusal import RefusedError
-from whet.web.serving import serve
+from whet.web.access import ClientLimits, HttpError
+from whet.web.server import serve
 
-LIMITS = Limits(receive_seconds=1.0, idle_seconds=1.0, stall_seconds=1.0, connections=64, body_bytes=1000)
+LIMITS = ClientLimits(receive_seconds=1.0, idle_seconds=1.0, stall_seconds=1.0, connections=64, body_bytes=1000)
 SECRET = "only for the terminal"
 changes: list[object] = []
 
@@ -53,7 +52,7 @@ async def fail(request: Request) -> Response:
 
 
 async def refuse(request: Request) -> Response:
-    raise RefusedError(404, "no such thing", got="<b>\x1b[2J", try_="another")
+    raise HttpError(404, "no such thing", got="<b>\x1b[2J", try_="another")
 
 
 PATHS = ("/", "/change", "/large", "/stream", "/flood", "/fail", "/refuse")

@@ -6,9 +6,9 @@ import sys
 import time
 from typing import Any, ClassVar
 
+from whet.autotune.step_bench import ProbeFailedError, SettingsAgreement
 from whet.base.errors import UsageError
 from whet.machine.known import load_machine
-from whet.measure.rig import Agreement, ProbeFailedError
 from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
 
@@ -34,8 +34,10 @@ class Rig:
     def predicted_bytes(self, settings) -> int | None:
         return None
 
-    def agreement(self, settings, *, seconds) -> Agreement:
-        return Agreement(loss_error=1e-7, gradient_error=1e-6, bound=1e-3, agrees=settings["precision"] == "tf32")
+    def agreement(self, settings, *, seconds) -> SettingsAgreement:
+        return SettingsAgreement(
+            loss_error=1e-7, gradient_error=1e-6, bound=1e-3, agrees=settings["precision"] == "tf32"
+        )
 
     def prepare(self, settings, *, seconds):
         match settings.get("misdeed"):
@@ -82,7 +84,7 @@ class Prepared:
         pass
 
 
-def open_rig(arguments: dict[str, Any]) -> Rig:
+def open_bench(arguments: dict[str, Any]) -> Rig:
     if arguments.get("refused"):
         raise UsageError("no such data", got="nothing", try_="data=FILE")
     if arguments.get("hangs"):

@@ -65,7 +65,7 @@ def clean_rows(count: int, *, seed: int = 0) -> list[tuple[str, str]]:
 
 def clean_table() -> Table:
     rows = clean_rows(10_000)
-    cut = {"train": rows[:8_000], "dev": rows[8_000:9_000], "test": rows[9_000:]}
+    cut = {"train": rows[:8_000], "val": rows[8_000:9_000], "test": rows[9_000:]}
     header = [b"text,label\n"]
     return Table(lines={part: header + [row(*one) + b"\n" for one in inside] for part, inside in cut.items()})
 
@@ -83,7 +83,7 @@ def planted_table() -> Table:
 
     table.put("not-utf8", "train", b"The caf\xe9 by the river opens late,travel")
     table.put("truncated", "train", b'"The end of this text was cut')
-    table.put("truncated", "dev", b"The label of this text was cut")
+    table.put("truncated", "val", b"The label of this text was cut")
     table.put("columns", "train", b"The lamp, the river and the bridge, at last,sport")
     put("long", "word " * 210_000)
     put("header", "text", "label")
@@ -111,12 +111,12 @@ def planted_table() -> Table:
     table.put("misspelt-label", "train", row(text(), "poltics"), shows=False)
     put("single-label", text(), "weather")
     for number in range(3):
-        table.put("one-part-label", "dev", row(text(), "gardening"), shows=number == 0)
+        table.put("one-part-label", "val", row(text(), "gardening"), shows=number == 0)
 
     lines, first = table.lines, clean_rows(20)
     table.put("duplicate", "train", row(*first[0]))
     put("folded-duplicate", "  " + first[1][0].upper().replace(" ", "  "), first[1][1])
-    table.put("leak", "dev", row(*first[2]))
+    table.put("leak", "val", row(*first[2]))
     table.put("leak", "test", row(*clean_rows(8_002)[8_001]))
     put("folded-leak", first[3][0].lower() + " ", first[3][1], part="test")
     put("folded-leak", first[4][0].replace("The", "THE") + "\ufeff", first[4][1], part="test")

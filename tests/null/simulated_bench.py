@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from whet.autotune.candidates import plan_with
+from whet.autotune.step_bench import ProbeFailedError, SettingsAgreement
 from whet.machine.known import load_machine
-from whet.measure.candidates import planned
-from whet.measure.rig import Agreement, ProbeFailedError
 from whet.plan.plan import Plan, make_plan
 from whet.plan.workload import Workload
 
@@ -36,16 +36,16 @@ class SimulatedRig:
         return self.now
 
     def predicted_bytes(self, settings):
-        return self.memory(planned(self.plan, settings))
+        return self.memory(plan_with(self.plan, settings))
 
     def agreement(self, settings, *, seconds):
         self.now += 0.2
         agrees = settings["precision"] != "fp16"
-        return Agreement(loss_error=1e-7, gradient_error=1e-6, bound=1e-3, agrees=agrees)
+        return SettingsAgreement(loss_error=1e-7, gradient_error=1e-6, bound=1e-3, agrees=agrees)
 
     def prepare(self, settings, *, seconds):
-        plan = planned(self.plan, settings)
-        fault = self.faults.get(plan.value("micro_batch"))
+        plan = plan_with(self.plan, settings)
+        fault = self.faults.get(plan.micro_batch)
         if fault is not None:
             raise fault
         prepared = SimulatedPrepared(self, plan)
@@ -68,7 +68,7 @@ class SimulatedPrepared:
         self._number = 0
 
     def step(self, index: int) -> float:
-        micro_batch = self._plan.value("micro_batch")
+        micro_batch = self._plan.micro_batch
         self._number += 1
         fault = self._rig.late_faults.get(micro_batch)
         if fault is not None and self._number >= 5:

@@ -94,7 +94,7 @@ def simulated_run(path: Path, *, steps: int = 600, seed: int = 0, name: str = "t
         return now[0]
 
     with EventLog(run, clock=clock) as log:
-        log.append("start", step=0, total_steps=steps, goal="accuracy", goal_is="max")
+        log.append("start", step=0, total_steps=steps, goal="accuracy", mode="max")
         for step in range(1, steps // 2 + 20):
             _step(log, step, steps=steps, chance=chance)
         log.append("oom", step=steps // 2 + 19, reason="the step asked for 6.1 GB", cure="micro_batch 16 to 8")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import whet
-from whet.base.authors import author_of
+from whet.base.origin import code_origin
 
 HERE = Path(whet.__file__).parent
 LIBRARIES = Path(sysconfig.get_path("purelib"))
@@ -28,11 +28,11 @@ LIBRARIES = Path(sysconfig.get_path("purelib"))
     ],
 )
 def test_an_author_is_known_by_the_place(file: Path | str, author: str) -> None:
-    assert author_of(str(file)) == author
+    assert code_origin(str(file)) == author
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="no torch here")
 def test_torch_is_not_a_library_among_others() -> None:
     spec = find_spec("torch")
     assert spec is not None
-    assert author_of(str(spec.origin)) == "torch"
+    assert code_origin(str(spec.origin)) == "torch"

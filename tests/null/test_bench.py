@@ -8,24 +8,22 @@ import xml.etree.ElementTree as ET
 import pytest
 from simulated_bench import GB, WORKLOAD, SimulatedRig
 
+from whet.autotune.benchmark import BenchmarkContext, disturbances, measure_sweep
+from whet.autotune.statistics import StepTimings, median_interval
+from whet.autotune.step_bench import ProbeFailedError
+from whet.autotune.sweeps import Variant, plain_loop, select_sweeps, sweep_variants
 from whet.base.errors import UsageError, WhetError
 from whet.machine.facts import Conditions
 from whet.machine.known import load_machine
-from whet.measure.benching import Table, measure_sweep
-from whet.measure.disturbance import strain
-from whet.measure.rig import ProbeFailedError
-from whet.measure.series import Series, median_interval
-from whet.measure.sweeps import Arm, arms, chosen_sweeps, plain_loop
 from whet.plan.plan import make_plan
-from whet.report import bench_words
-from whet.report.bench_merge import merged_notes, merged_table
-from whet.report.bench_picture import bench_picture
-from whet.report.picture import Panel, Point, draw_picture, round_ticks
-from whet.run.bench_result import BenchResult, Interval, Row, Sweep, encode_result, read_result
+from whet.report import bench_report
+from whet.report.bench_report import bench_chart, merged_notes, merged_table
+from whet.report.svg import ChartPanel, ChartPoint, draw_chart, round_ticks
+from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSweep, encode_bench, read_bench
 
 
 def micro(plan) -> int:
-    return plan.value("micro_batch")
+    return plan.micro_batch
 
 
 def by_micro_batch(plan, now) -> float:
@@ -34,11 +32,11 @@ def by_micro_batch(plan, now) -> float:
 
 
 def swept(rig: SimulatedRig, setting: str = "micro_batch", *, seconds: float = 300.0, **changes):
-    table = Table(rig=rig, rule_plan=rig.plan, own={}, **changes)
-    return table, measure_sweep(table, setting, arms(rig.plan, {}, setting), until=rig.clock() + seconds)
+    table = BenchmarkContext(rig=rig, rule_plan=rig.plan, own={}, **changes)
+    return table, measure_sweep(table, setting, sweep_variants(rig.plan, {}, setting), until=rig.clock() + seconds)
 
 
-def result(sweep: Sweep, *, plan=None, **changes) -> BenchResult:
+def result(sweep: BenchSweep, *, plan=None, **changes) -> BenchResult:
     plan = plan or make_plan(load_machine("linux-2core"), WORKLOAD)
     known = {
         "created": "2026-11-15",
@@ -83,22 +81,22 @@ def test_ratios_are_honest_while_a_simulated_machine_becomes_slower_and_slower()
         # What a picture shows must not depend on who had the cool minutes.
         plan_rate = sweep.rows[-1].samples_per_second.middle
         assert row.samples_per_second.middle == pytest.approx(plan_rate * row.speedup.middle)
-    words = " ".join(strain(table))
+    words = " ".join(disturbances(table))
     assert "as long in the last third as in the first: heat, or other programs" in words
 
 
 def test_a_quiet_simulated_machine_is_not_accused_and_sensors_are_heard():
     table, _ = swept(SimulatedRig(seconds=by_micro_batch))
-    assert next(strain(table)) == "no heat sensor can be read here"
-    assert "inside the noise" in list(strain(table))[1]
+    assert next(disturbances(table)) == "no heat sensor can be read here"
+    assert "inside the noise" in list(disturbances(table))[1]
     table, _ = swept(SimulatedRig(), watch=lambda: Conditions(thermal="heavy", memory_pressure="warn"))
-    assert next(strain(table)).startswith("throttling seen: thermal pressure heavy in ")
-    assert "memory was short" in list(strain(table))
+    assert next(disturbances(table)).startswith("throttling seen: thermal pressure heavy in ")
+    assert "memory was short" in list(disturbances(table))
     table, _ = swept(SimulatedRig(), watch=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 97.0])
-    assert "other programs were at work: 97 % of all cores while nothing was measured" in list(strain(table))
+    assert "other programs were at work: 97 % of all cores while nothing was measured" in list(disturbances(table))
     table, _ = swept(SimulatedRig(), watch=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 9.0])
-    assert not any("other programs were" in line for line in strain(table))
-    assert next(strain(table)) == "no throttling by the sensor"
+    assert not any("other programs were" in line for line in disturbances(table))
+    assert next(disturbances(table)) == "no throttling by the sensor"
 
 
 def test_values_are_visited_there_and_back_and_each_pair_steps_on_the_same_batches():
@@ -194,7 +192,7 @@ def test_precisions_say_whether_they_agree():
     rig = SimulatedRig(seconds=lambda plan, now: 0.1, plan=plan)
     _, sweep = swept(rig, "precision")
     words = {row.value: row.words for row in sweep.rows}
-    assert words.pop(plan.value("precision")) == ""
+    assert words.pop(plan.precision) == ""
     assert words.pop("fp16") == "gradients DIFFER from fp32's"
     assert set(words.values()) == {"agrees with fp32"}
 
@@ -204,23 +202,23 @@ def test_precisions_say_whether_they_agree():
 
 def test_sweeps_are_those_with_something_to_vary():
     cpu, gpu = make_plan(load_machine("linux-2core"), WORKLOAD), make_plan(load_machine("h200"), WORKLOAD)
-    assert chosen_sweeps(cpu, []) == ["micro_batch", "threads", "precision"]
-    assert chosen_sweeps(gpu, []) == ["device", "micro_batch", "precision"]
+    assert select_sweeps(cpu, []) == ["micro_batch", "threads", "precision"]
+    assert select_sweeps(gpu, []) == ["device", "micro_batch", "precision"]
     decoding = WORKLOAD.model_copy(update={"needs_decoding": True, "has_batchnorm": True})
-    assert chosen_sweeps(make_plan(load_machine("linux-2core"), decoding), []) == ["threads", "workers", "precision"]
-    wished = make_plan(load_machine("linux-2core"), WORKLOAD, wishes={"threads": 1})
-    assert chosen_sweeps(wished, []) == ["micro_batch", "precision"]
+    assert select_sweeps(make_plan(load_machine("linux-2core"), decoding), []) == ["threads", "workers", "precision"]
+    wished = make_plan(load_machine("linux-2core"), WORKLOAD, overrides={"threads": 1})
+    assert select_sweeps(wished, []) == ["micro_batch", "precision"]
     with pytest.raises(UsageError, match="threads cannot be swept here\n  got: you said threads=1\n  try: --sweep "):
-        chosen_sweeps(wished, ["threads"])
+        select_sweeps(wished, ["threads"])
     with pytest.raises(UsageError, match="nothing has to be decoded"):
-        chosen_sweeps(cpu, ["workers"])
+        select_sweeps(cpu, ["workers"])
     with pytest.raises(UsageError, match="the CPU is the only device"):
-        chosen_sweeps(cpu, ["device"])
+        select_sweeps(cpu, ["device"])
 
 
 def test_cuts_of_a_large_batch_are_even_and_not_too_many():
     plan = make_plan(load_machine("linux-2core"), WORKLOAD.model_copy(update={"global_batch_size": 3000}))
-    values = [arm.value for arm in arms(plan, {}, "micro_batch")]
+    values = [arm.value for arm in sweep_variants(plan, {}, "micro_batch")]
     assert values == sorted(values)
     assert values[-1] == 3000
     assert len(values) <= 7
@@ -232,12 +230,12 @@ def test_the_plain_loop_is_what_everybody_writes_first(machine, kernels):
     varying = WORKLOAD.model_copy(update={"lengths_vary": True, "can_pack": True, "max_length": 64})
     plan = make_plan(load_machine(machine), varying)
     rig = SimulatedRig(plan=plan)
-    plain = Table(rig=rig, rule_plan=plan, own={}).plan_with(plain_loop(plan, {}).settings)
+    plain = BenchmarkContext(rig=rig, rule_plan=plan, own={}).plan_with(plain_loop(plan, {}).settings)
     told = {name: plain.value(name) for name in ("precision", "micro_batch", "lengths", "workers", "compile")}
     assert told == {"precision": "fp32", "micro_batch": 32, "lengths": "fixed", "workers": 0, "compile": "off"}
-    assert plain.value("optimizer_kernels") == kernels
-    assert plain.value("data_home") == "host"
-    assert plain.value("device") == plan.value("device")
+    assert plain.optimizer_kernels == kernels
+    assert plain.data_location == "host"
+    assert plain.device == plan.device
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -254,19 +252,19 @@ def test_the_interval_of_a_median_covers_as_often_as_it_says():
 
 
 def test_slow_steps_and_drift_need_enough_steps():
-    series = Series(visits=[1.0] * 7, steps=[1.0] * 19)
+    series = StepTimings(visits=[1.0] * 7, steps=[1.0] * 19)
     assert (series.slow_steps, series.drift) == (None, None)
-    series = Series(visits=[1.0] * 4 + [1.5] * 4, steps=[1.0] * 18 + [3.0] * 2)
+    series = StepTimings(visits=[1.0] * 4 + [1.5] * 4, steps=[1.0] * 18 + [3.0] * 2)
     assert (series.slow_steps, series.drift) == (3.0, 1.5)
 
 
 # --- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def measured(value, *, rate=100.0, is_plan=False, device="cpu", **changes) -> Row:
-    interval = Interval(middle=rate, low=0.9 * rate, high=1.1 * rate, confidence=0.94, repeats=40)
+def measured(value, *, rate=100.0, is_plan=False, device="cpu", **changes) -> BenchRow:
+    interval = BenchInterval(middle=rate, low=0.9 * rate, high=1.1 * rate, confidence=0.94, repeats=40)
     execution = {"device": device, "precision": "fp32", "micro_batch": 32}
-    return Row(
+    return BenchRow(
         value=value,
         is_plan=is_plan,
         execution=execution,
@@ -277,13 +275,13 @@ def measured(value, *, rate=100.0, is_plan=False, device="cpu", **changes) -> Ro
 
 
 def test_a_page_escapes_what_it_is_given_and_names_the_picture():
-    sweep = Sweep(
+    sweep = BenchSweep(
         setting="micro_batch", rows=(measured("a|b<script>", words="*loud*\x1b[2J"), measured(32, is_plan=True))
     )
-    page = bench_words.markdown(result(sweep), command="whet bench `x`", picture="p.svg")
+    page = bench_report.bench_markdown(result(sweep), command="whet bench `x`", picture="p.svg")
     assert "a\\|b\\<script\\>" in page
     other = result(sweep).model_copy(update={"workload": WORKLOAD.model_copy(update={"recipe": "<script>\n# x"})})
-    assert bench_words.markdown(other, command="whet bench x").startswith("# Benchmark of \\<script\\> \\# x")
+    assert bench_report.bench_markdown(other, command="whet bench x").startswith("# Benchmark of \\<script\\> \\# x")
     assert "\\*loud\\*" in page
     assert "\x1b" not in page
     assert "](p.svg)" in page
@@ -291,11 +289,11 @@ def test_a_page_escapes_what_it_is_given_and_names_the_picture():
 
 
 def test_the_closing_table_has_speed_memory_and_stability():
-    rig = SimulatedRig(seconds=lambda plan, now: 0.1 if plan.value("optimizer_kernels") == "loop" else 0.05)
-    table = Table(rig=rig, rule_plan=rig.plan, own={})
-    both = [plain_loop(rig.plan, {}), Arm(value="plan", settings={}, is_plan=True)]
+    rig = SimulatedRig(seconds=lambda plan, now: 0.1 if plan.optimizer_kernels == "loop" else 0.05)
+    table = BenchmarkContext(rig=rig, rule_plan=rig.plan, own={})
+    both = [plain_loop(rig.plan, {}), Variant(value="plan", settings={}, is_plan=True)]
     sweep = measure_sweep(table, "against", both, until=60.0)
-    lines = bench_words.text(result(sweep)).splitlines()
+    lines = bench_report.render_bench(result(sweep)).splitlines()
     assert any(
         line.startswith("speed, samples/s") and "320" in line and "640" in line and "2.00x" in line for line in lines
     )
@@ -305,9 +303,9 @@ def test_the_closing_table_has_speed_memory_and_stability():
 
 
 def test_the_picture_shows_intervals_the_chosen_point_and_the_limit():
-    missing = Row(value=64, execution={}, outcome="does not fit", words="<needs> too much", needed_bytes=5 * GB)
-    sweep = Sweep(setting="micro_batch", rows=(measured(16), measured(32, rate=150, is_plan=True), missing))
-    drawn = ET.fromstring(bench_picture(result(sweep)))
+    missing = BenchRow(value=64, execution={}, outcome="does not fit", words="<needs> too much", needed_bytes=5 * GB)
+    sweep = BenchSweep(setting="micro_batch", rows=(measured(16), measured(32, rate=150, is_plan=True), missing))
+    drawn = ET.fromstring(bench_chart(result(sweep)))
     space = "{http://www.w3.org/2000/svg}"
     classes = [element.get("class") for element in drawn.iter()]
     assert classes.count("ring") == 2
@@ -323,15 +321,15 @@ def test_the_picture_shows_intervals_the_chosen_point_and_the_limit():
 
 
 def test_a_far_limit_makes_the_scale_logarithmic_and_all_stays_inside():
-    panel = Panel(
+    panel = ChartPanel(
         title="memory & more",
         x_title="",
-        points=[Point(label=str(n), value=n * 1e6, is_chosen=n == 2) for n in (1, 2, 3)],
+        points=[ChartPoint(label=str(n), value=n * 1e6, is_chosen=n == 2) for n in (1, 2, 3)],
         show=str,
         limit=1e11,
         limit_words="limit",
     )
-    svg = draw_picture('a "title" <b>', [panel])
+    svg = draw_chart('a "title" <b>', [panel])
     root = ET.fromstring(svg)
     assert "memory &amp; more, logarithmic" in svg
     assert root.get("aria-label") == 'a "title" <b>'
@@ -349,25 +347,27 @@ def test_ticks_are_few_and_round(top):
 
 
 def test_a_file_name_is_one_everywhere():
-    odd = result(Sweep(setting="plan"), workload=WORKLOAD.model_copy(update={"recipe": "../my model*"}))
-    assert bench_words.file_stem(odd) == "my-model_linux-2core_2026-11-15"
+    odd = result(BenchSweep(setting="plan"), workload=WORKLOAD.model_copy(update={"recipe": "../my model*"}))
+    assert bench_report.bench_file_stem(odd) == "my-model_linux-2core_2026-11-15"
 
 
 # --- results of several machines -------------------------------------------------------------------------------------
 
 
 def test_results_come_back_from_their_file_and_merge_into_one_table(tmp_path):
-    here = result(Sweep(setting="micro_batch", rows=(measured(16), measured(32, is_plan=True, rate=100.0))))
-    gpu = Sweep(
+    here = result(BenchSweep(setting="micro_batch", rows=(measured(16), measured(32, is_plan=True, rate=100.0))))
+    gpu = BenchSweep(
         setting="device", rows=(measured("cuda", rate=900, is_plan=True, device="cuda"), measured("cpu", rate=50))
     )
     h200 = load_machine("h200")
     there = result(gpu, machine=h200.model_copy(update={"origin": "probed"}))
-    virtual = result(Sweep(setting="plan", rows=(measured("plan", is_plan=True),)), machine=load_machine("m2-air-8gb"))
+    virtual = result(
+        BenchSweep(setting="plan", rows=(measured("plan", is_plan=True),)), machine=load_machine("m2-air-8gb")
+    )
     results = []
     for name, one in (("a", here), ("b", there), ("c", virtual)):
-        (tmp_path / f"{name}.json").write_bytes(encode_result(one))
-        results.append(read_result(tmp_path / f"{name}.json"))
+        (tmp_path / f"{name}.json").write_bytes(encode_bench(one))
+        results.append(read_bench(tmp_path / f"{name}.json"))
         assert results[-1] == one
     table = merged_table(results)
     assert [(line[1], line[5]) for line in table[1:]] == [
@@ -381,23 +381,23 @@ def test_results_come_back_from_their_file_and_merge_into_one_table(tmp_path):
 
 
 def test_other_workloads_are_refused_and_other_data_is_said():
-    one = result(Sweep(setting="plan", rows=(measured("plan", is_plan=True),)))
+    one = result(BenchSweep(setting="plan", rows=(measured("plan", is_plan=True),)))
     other = one.model_copy(update={"workload": WORKLOAD.model_copy(update={"global_batch_size": 64})})
     with pytest.raises(UsageError, match=r"different workloads.*\n.*global batch 32.*global batch 64"):
         merged_table([one, other])
     alike = one.model_copy(update={"workload": WORKLOAD.model_copy(update={"num_samples": 9})})
     assert len(merged_table([one, alike])) == 3
     assert any("num_samples" in note for note in merged_notes([one, alike]))
-    empty = result(Sweep(setting="plan"))
+    empty = result(BenchSweep(setting="plan"))
     assert len(merged_table([one, empty])) == 2
     assert any("without a line" in note for note in merged_notes([one, empty]))
     with pytest.raises(UsageError, match="nothing was measured"):
-        merged_table([result(Sweep(setting="plan"))])
+        merged_table([result(BenchSweep(setting="plan"))])
 
 
 def test_foreign_files_are_refused(tmp_path):
     path = tmp_path / "a.json"
-    good = json.loads(encode_result(result(Sweep(setting="plan", rows=(measured(1),)))))
+    good = json.loads(encode_bench(result(BenchSweep(setting="plan", rows=(measured(1),)))))
     for content, error in (
         ("{", UsageError),
         ("[]", UsageError),
@@ -410,8 +410,8 @@ def test_foreign_files_are_refused(tmp_path):
     ):
         path.write_text(content)
         with pytest.raises(error) as refused:
-            read_result(path)
+            read_bench(path)
         assert len(str(refused.value).splitlines()) == 3
     for odd in (tmp_path / "absent.json", tmp_path):
         with pytest.raises(WhetError):
-            read_result(odd)
+            read_bench(odd)

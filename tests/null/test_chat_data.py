@@ -180,7 +180,7 @@ def test_a_name_on_the_hub_may_have_a_dot_and_the_hub_is_quiet(name: str, monkey
 def test_equal_conversations_share_a_part_and_shares_are_kept(tmp_path: Path) -> None:
     records = [planted.talk(number % 60) for number in range(180)]
     data = made(tmp_path, records, train_split=0.81)  # 146 of 180: between two that are equal.
-    parts = [questions(part, data) for part in (data.train, data.dev, data.test)]
+    parts = [questions(part, data) for part in (data.train, data.val, data.test)]
     assert not parts[0] & parts[1]
     assert not parts[1] & parts[2]
     assert not parts[0] & parts[2]
@@ -212,7 +212,7 @@ def test_a_subsample_is_a_part_of_the_whole_in_any_order_of_the_file(tmp_path: P
     records = [planted.talk(number) for number in range(80)]
     data = made(tmp_path, records, subsample_size=20, train_split=0.8)
     turned = made(tmp_path, records[::-1], name="turned", subsample_size=20, train_split=0.8)
-    for part, other in zip((data.train, data.dev, data.test), (turned.train, turned.dev, turned.test), strict=True):
+    for part, other in zip((data.train, data.val, data.test), (turned.train, turned.val, turned.test), strict=True):
         assert questions(part, data) == questions(other, turned)
     assert [facts.conversations for facts in data.manifest.parts.values()] == [16, 2, 2]
     assert data.manifest.told["conversations_left_out_by_subsample"] == 60

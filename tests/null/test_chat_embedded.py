@@ -32,12 +32,12 @@ def test_the_embedded_conversations_are_sound_and_answer_about_whet(tmp_path: Pa
 
     data = open_embedded()
     assert data.manifest.parts["train"].conversations > 2_000
-    assert data.dev.num_documents > 20
+    assert data.val.num_documents > 20
     assert data.test.num_documents > 20
     monkeypatch.setattr(opening, "build", lambda *_a, **_k: 1 / 0)
     assert open_embedded().fingerprint == data.fingerprint, "it is made again though it is there"
     told = facts_of(ChatConfig())
-    seq_len = settled(Arch(), longest=max(part.facts.longest for part in (data.train, data.dev, data.test))).seq_len
+    seq_len = settled(Arch(), longest=max(part.facts.longest for part in (data.train, data.val, data.test))).seq_len
     assert isinstance(seq_len, int)
     assert settled(Arch(), longest=told["longest"]).seq_len == seq_len, "a plan without torch tells another model"
     assert told["vocab_size"] == data.tokenizer.vocab_size

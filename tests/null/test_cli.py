@@ -10,7 +10,7 @@ import pytest
 
 from places import Run
 from spent import spent_by_children
-from whet.cli import main, screen
+from whet.cli import console, main
 
 THE_FUTURE = {"format_version": 99}
 
@@ -26,9 +26,11 @@ def three_lines(stderr: str) -> bool:
 
 
 def run_from_the_future(folder: Path) -> Path:
-    from whet.run.folder import create_run, versions
+    from whet.run.folder import create_run, installed_versions
 
-    run = create_run(folder / "old", recipe="text", config={}, plan={}, machine={}, versions=versions(), command=[])
+    run = create_run(
+        folder / "old", recipe="text", config={}, plan={}, machine={}, versions=installed_versions(), command=[]
+    )
     header = json.loads((run.path / "run.json").read_text())
     (run.path / "run.json").write_text(json.dumps({**header, **THE_FUTURE}))
     return run.path
@@ -129,13 +131,13 @@ def test_a_wrong_value_is_told_with_its_option(capfd: pytest.CaptureFixture[str]
 
 
 def test_a_command_leaves_the_screen_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
-    screen.rank = 1
+    console.rank = 1
     try:
         assert main.run(["plan", "text", "--quiet", "--debug", "--machine", "m2-air-8gb"]) == 0
         assert "micro_batch" in capfd.readouterr().out, "its rank is its own"
-        assert (screen.quiet, screen.debug, screen.rank) == (False, False, 1)
+        assert (console.quiet, console.debug, console.rank) == (False, False, 1)
     finally:
-        screen.rank = 0
+        console.rank = 0
 
 
 def test_debug_shows_the_traceback(whet: Run) -> None:

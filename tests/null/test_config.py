@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.base.errors import UsageError
-from whet.config.resolve import resolve
-from whet.config.words import flatten, nest, read_value, read_words
-from whet.plan.rules import ALL
+from whet.config.resolve import resolve_config
+from whet.config.sources import flatten, nest, parse_args, parse_value
+from whet.plan.rules import ALL_RULES
 from whet.recipes.text.config import TextConfig
 
 
@@ -41,13 +41,13 @@ from whet.recipes.text.config import TextConfig
     ],
 )
 def test_values(text: str, value: object) -> None:
-    found = read_value(text, "key=" + text)
+    found = parse_value(text, "key=" + text)
     assert found == value
     assert type(found) is type(value)
 
 
 def test_hydra_forms_are_understood() -> None:
-    said = read_words(["+run=x", "++seed=3", "arch.layers=2", "~arch.layers", "lr=1", "lr=2"])
+    said = parse_args(["+run=x", "++seed=3", "arch.layers=2", "~arch.layers", "lr=1", "lr=2"])
     assert said.values == {"run": "x", "seed": 3, "lr": 2}
     assert said.dropped == ("arch.layers",)
 
@@ -55,20 +55,20 @@ def test_hydra_forms_are_understood() -> None:
 @pytest.mark.parametrize("word", ["lr", "=3", "1x=3", "a..b=3", "k=[a", "k=['a]", "k=[[a]", "a b=3", "~"])
 def test_malformed_words_are_refused(word: str) -> None:
     with pytest.raises(UsageError):
-        read_words([word])
+        parse_args([word])
 
 
 def test_a_file_without_its_key_is_taken_for_data(tmp_path: Path) -> None:
     for word in (str(tmp_path), "epochs", "a" * 5_000, "\0"):
         with pytest.raises(UsageError, match="written key=value") as error:
-            read_words([word])
+            parse_args([word])
         assert error.value.try_ == (f"data={word}" if word == str(tmp_path) else f"{word}=VALUE")
 
 
 @given(st.text())
 def test_any_word_is_read_or_refused(word: str) -> None:
     with contextlib.suppress(UsageError):
-        assert isinstance(read_words([word]).values, dict)
+        assert isinstance(parse_args([word]).values, dict)
 
 
 _names = st.from_regex(r"[a-z]{1,4}", fullmatch=True)
@@ -94,7 +94,7 @@ def test_a_value_is_not_also_a_group() -> None:
 def test_precedence_default_file_words(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("lr = 0.5\nepochs = 7\n[arch]\nlayers = 3\n")
-    resolved = resolve(TextConfig, ["epochs=9", "~arch.layers"], file=file)
+    resolved = resolve_config(TextConfig, ["epochs=9", "~arch.layers"], file=file)
     assert resolved.config.lr == 0.5
     assert resolved.config.epochs == 9
     assert resolved.config.arch.layers == TextConfig().arch.layers
@@ -105,7 +105,7 @@ def test_yaml_pitfalls(tmp_path: Path) -> None:
     # YAML 1.1 reads 1e-4 as text and a bare `on` as true.
     file = tmp_path / "run.yaml"
     file.write_text("lr: 1e-4\ncompile: on\nmps_fallback: off\ndata: null\n")
-    config = resolve(TextConfig, file=file).config
+    config = resolve_config(TextConfig, file=file).config
     assert config.lr == 1e-4
     assert (config.compile, config.mps_fallback, config.data) == ("on", "off", None)
 
@@ -114,29 +114,29 @@ def test_what_a_rule_can_be_overridden_with_can_be_said() -> None:
     # "unused" is what a rule says where a setting means nothing.
     words = [
         f"{rule.setting}={value}"
-        for rule in ALL
+        for rule in ALL_RULES
         if rule.setting in TextConfig.plan_keys and "number" not in rule.law.text
         for value in rule.law.text.split(" or ")
         if value != "unused"
     ]
     assert "compile=blocks" in words
     for word in words:
-        resolve(TextConfig, [word])
+        resolve_config(TextConfig, [word])
 
 
 def test_the_guides_names_are_understood() -> None:
-    resolved = resolve(TextConfig, ["forward_dtype=bfloat16", "ema=True", "lr=3e-4", "global_batch_size=16"])
-    assert resolved.wishes == {"precision": "bf16"}
+    resolved = resolve_config(TextConfig, ["forward_dtype=bfloat16", "ema=True", "lr=3e-4", "global_batch_size=16"])
+    assert resolved.overrides == {"precision": "bf16"}
     assert resolved.config.ema is True
 
 
 def test_two_words_for_one_key_are_refused() -> None:
     with pytest.raises(UsageError, match="two words for one key"):
-        resolve(TextConfig, ["batch_size=4", "global_batch_size=8"])
+        resolve_config(TextConfig, ["batch_size=4", "global_batch_size=8"])
 
 
 def test_auto_is_no_wish() -> None:
-    assert resolve(TextConfig, ["micro_batch=auto", "threads=2"]).wishes == {"threads": 2}
+    assert resolve_config(TextConfig, ["micro_batch=auto", "threads=2"]).overrides == {"threads": 2}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_auto_is_no_wish() -> None:
 )
 def test_wrong_words_say_what_was_meant(word: str, what: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
-        resolve(TextConfig, [word])
+        resolve_config(TextConfig, [word])
     assert what in caught.value.what + str(caught.value.got)
     assert hint in (caught.value.try_ or "")
 
@@ -190,7 +190,7 @@ def test_wrong_files_are_refused(tmp_path: Path, name: str, content: bytes, what
     file = tmp_path / name
     file.write_bytes(content)
     with pytest.raises(UsageError) as caught:
-        resolve(TextConfig, file=file)
+        resolve_config(TextConfig, file=file)
     assert what in caught.value.what
 
 
@@ -198,11 +198,11 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.toml").mkdir()
     for path in (tmp_path / "absent.toml", tmp_path / "folder.toml"):
         with pytest.raises(UsageError) as caught:
-            resolve(TextConfig, file=path)
+            resolve_config(TextConfig, file=path)
         assert "cannot be read" in caught.value.what
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "empty.yaml"
     file.write_text("# nothing\n")
-    assert resolve(TextConfig, file=file).config == TextConfig()
+    assert resolve_config(TextConfig, file=file).config == TextConfig()

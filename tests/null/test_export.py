@@ -16,11 +16,11 @@ import pytest
 from places import ROOT
 from places import Run as Whet
 from whet.base.errors import UsageError, WhetError
-from whet.report.export import tensorboard_files
-from whet.report.export.exporting import export
+from whet.report.export import files
+from whet.report.export.files import export_run
+from whet.run.event_block import BLOCK_EVENTS
 from whet.run.events import EventLog
 from whet.run.folder import EVENTS_FILE, INDEX_FILE, Run, create_run
-from whet.run.tally import BLOCK_EVENTS
 
 HOSTILE = "=cmd|' /C calc'!A0,\"\n<script>"
 
@@ -71,7 +71,7 @@ def same(left: list[float], right: list[float]) -> bool:
 
 
 def test_csv_has_each_step_once_and_unrounded(run: Run, tmp_path: Path) -> None:
-    written = export(run, to="csv", out=tmp_path / "out")
+    written = export_run(run, to="csv", out=tmp_path / "out")
     assert set(written.files) == {"steps.csv", "evaluations.csv", "health.csv"}
     with (tmp_path / "out" / "steps.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -92,7 +92,7 @@ def test_csv_has_each_step_once_and_unrounded(run: Run, tmp_path: Path) -> None:
 
 def test_parquet_holds_what_csv_holds(run: Run, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-    export(run, to="parquet", out=tmp_path / "out")
+    export_run(run, to="parquet", out=tmp_path / "out")
     steps = parquet.read_table(tmp_path / "out" / "steps.parquet").to_pydict()
     assert steps["step"] == list(range(1, BLOCK_EVENTS + 51))
     assert same(steps["loss"], expected_losses())
@@ -103,7 +103,7 @@ def test_parquet_holds_what_csv_holds(run: Run, tmp_path: Path) -> None:
 
 def test_tensorboard_reads_it_with_its_own_reader(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    export(run, to="tensorboard", out=tmp_path / "out")
+    export_run(run, to="tensorboard", out=tmp_path / "out")
     code = (
         "import json, sys\n"
         "from tensorboard.backend.event_processing.event_accumulator import EventAccumulator\n"
@@ -129,16 +129,16 @@ def test_tensorboard_reads_it_with_its_own_reader(run: Run, tmp_path: Path) -> N
 def test_a_record_ends_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checksum is over every byte: one that is turned is another sum."""
     data = bytes(range(256)) * 3
-    whole = tensorboard_files.record(data)
+    whole = files.record(data)
     assert whole[:8] == len(data).to_bytes(8, "little")
     turned = data[:-1] + bytes([data[-1] ^ 1])
-    assert tensorboard_files.record(turned)[-4:] != whole[-4:]
+    assert files.record(turned)[-4:] != whole[-4:]
 
 
 @pytest.mark.parametrize("to", ["csv", "tensorboard"])
 def test_nothing_heavy_is_loaded(run: Run, tmp_path: Path, to: str) -> None:
     code = (
-        "import sys\nfrom whet.report.export.exporting import export\n"
+        "import sys\nfrom whet.report.export.files import export\n"
         f"export({str(run.path)!r}, to={to!r}, out={str(tmp_path / 'out')!r})\n"
         "print({'torch', 'numpy', 'tensorboard', 'tensorflow', 'pyarrow'} & sys.modules.keys())"
     )
@@ -153,9 +153,9 @@ def test_half_a_character_and_a_run_without_steps_are_no_trouble(run: Run, tmp_p
     with (run.path / EVENTS_FILE).open("wb") as file:
         file.write(b'{"kind":"eval","time":1.0,"step":1,"\\ud800":2.0}\n')
     (run.path / INDEX_FILE).unlink()
-    assert all(export(run, to=to, out=tmp_path / "one").files.values())
+    assert all(export_run(run, to=to, out=tmp_path / "one").files.values())
     (run.path / EVENTS_FILE).write_bytes(b"")
-    assert all(export(run, to=to, out=tmp_path / "none").files.values())
+    assert all(export_run(run, to=to, out=tmp_path / "none").files.values())
 
 
 def test_what_fails_half_way_leaves_nothing_and_the_old_one_stays(run: Run, tmp_path: Path) -> None:
@@ -163,34 +163,34 @@ def test_what_fails_half_way_leaves_nothing_and_the_old_one_stays(run: Run, tmp_
     with EventLog(run) as log:
         log.append("step", step=2**63, loss=1.0)
     with pytest.raises(WhetError, match="damaged"):
-        export(run, to="csv", out=out)
+        export_run(run, to="csv", out=out)
     assert not out.parent.exists()
     out.mkdir(parents=True)
     (out / "steps.csv").write_text("old")
     with pytest.raises(WhetError, match="damaged"):
-        export(run, to="csv", out=out, force=True)
+        export_run(run, to="csv", out=out, force=True)
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert (out / "steps.csv").read_text() == "old"
 
 
 def test_only_an_export_is_replaced_and_only_when_told(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    export(run, to="csv", out=out)
+    export_run(run, to="csv", out=out)
     with pytest.raises(UsageError, match="there already"):
-        export(run, to="csv", out=out)
-    export(run, to="tensorboard", out=out, force=True)
+        export_run(run, to="csv", out=out)
+    export_run(run, to="tensorboard", out=out, force=True)
     assert [path.name.split(".")[0] for path in out.iterdir()] == ["events"]
     (out / "thesis.tex").write_text("mine")
     for to in ("csv", "tensorboard"):
         with pytest.raises(UsageError, match="no export made"):
-            export(run, to=to, out=out, force=True)
+            export_run(run, to=to, out=out, force=True)
     assert (out / "thesis.tex").read_text() == "mine"
     for inside in (run.path, run.path / "csv"):
         with pytest.raises(UsageError, match="into the run"):
-            export(run, to="csv", out=inside, force=True)
+            export_run(run, to="csv", out=inside, force=True)
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="something else"):
-        export(run, to="csv", out=tmp_path / "link", force=True)
+        export_run(run, to="csv", out=tmp_path / "link", force=True)
 
 
 def test_the_command(run: Run, tmp_path: Path, whet: Whet) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from places import Run as Whet
-from whet.report.forward.forwarding import forward
-from whet.report.forward.target import About, Held, Row, UnreachableError
+from whet.report.forward.dashboards import DashboardRow, ForwardedState, RunDescription, UnreachableError
+from whet.report.forward.forwarder import forward_run
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run
 from whet.run.lock import acquire
@@ -53,23 +53,23 @@ class SimulatedDashboard:
     most_rows = 7
 
     def __init__(self, refuses: Sequence[int] = ()) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[DashboardRow] = []
         self.calls = 0
         self.refuses = refuses
         self.ended: list[str | None] = []
-        self.about: About | None = None
+        self.about: RunDescription | None = None
 
     def _answer(self) -> None:
         self.calls += 1
         if self.calls in self.refuses:
             raise UnreachableError("no route to host")
 
-    def open(self, about: About) -> Held:
+    def open(self, about: RunDescription) -> ForwardedState:
         self._answer()
         self.about = about
-        return Held(step=max((row.step for row in self.rows), default=-1))
+        return ForwardedState(step=max((row.step for row in self.rows), default=-1))
 
-    def send(self, rows: Sequence[Row]) -> None:
+    def send(self, rows: Sequence[DashboardRow]) -> None:
         self._answer()
         assert len(rows) <= self.most_rows
         self.rows += rows
@@ -83,8 +83,8 @@ class SimulatedDashboard:
 
 @pytest.fixture
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("whet.report.forward.forwarding._FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("whet.report.forward.forwarding._BATCH_SECONDS", 0.05)
+    monkeypatch.setattr("whet.report.forward.forwarder._FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("whet.report.forward.forwarder._BATCH_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("_no_pauses")
@@ -95,7 +95,7 @@ def test_a_simulated_dashboard_gets_every_step_once_while_the_run_lives(run: Run
         steps(log, 1, 30)
         log.append("eval", step=30, void=1.0)
         log.flush()
-        follower = threading.Thread(target=lambda: forward(run, dashboard, say=said.append), daemon=True)
+        follower = threading.Thread(target=lambda: forward_run(run, dashboard, say=said.append), daemon=True)
         follower.start()
         deadline = time.monotonic() + 600
         while len(dashboard.rows) < 29 and time.monotonic() < deadline:
@@ -132,15 +132,15 @@ def test_the_next_command_sends_what_is_missing_on_a_simulated_dashboard(run: Ru
     dashboard = SimulatedDashboard()
     with EventLog(run) as log:
         steps(log, 1, 15)
-    assert forward(run, dashboard, once=True).rows == 14
+    assert forward_run(run, dashboard, once=True).rows == 14
     with EventLog(run) as log:
         log.append("eval", step=15, accuracy=0.25)
         steps(log, 16, 20)
         log.append("end", step=20, state="done")
-    done = forward(run, dashboard)
+    done = forward_run(run, dashboard)
     assert (done.rows, done.last_step, done.state) == (6, 20, "done")
     assert dashboard.rows[14].values["eval/accuracy"] == 0.25
-    assert forward(run, dashboard).rows == 0
+    assert forward_run(run, dashboard).rows == 0
     assert [row.step for row in dashboard.rows] == list(range(1, 21))
 
 
@@ -150,7 +150,7 @@ def test_it_can_be_stopped_while_nothing_happens_on_a_simulated_dashboard(run: R
     with acquire(run.path), EventLog(run) as log:
         steps(log, 1, 15)
         log.flush()
-        follower = threading.Thread(target=lambda: forward(run, dashboard, stop=stop), daemon=True)
+        follower = threading.Thread(target=lambda: forward_run(run, dashboard, stop=stop), daemon=True)
         follower.start()
         deadline = time.monotonic() + 600
         while len(dashboard.rows) < 14 and time.monotonic() < deadline:
@@ -169,11 +169,11 @@ def test_a_simulated_dashboard_that_never_answers(run: Run) -> None:
         log.append("end", step=15, state="done")
     dashboard = SimulatedDashboard(refuses=range(2, 1000))
     with pytest.raises(UnreachableError):
-        forward(run, dashboard, once=True, tries=3)
+        forward_run(run, dashboard, once=True, tries=3)
     assert dashboard.ended == [None]
     stop = threading.Event()
     threading.Timer(0.2, stop.set).start()
-    assert forward(run, SimulatedDashboard(refuses=range(1, 1000)), stop=stop).rows == 0
+    assert forward_run(run, SimulatedDashboard(refuses=range(1, 1000)), stop=stop).rows == 0
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])

@@ -50,7 +50,7 @@ def test_the_source_passes(copy: Path) -> None:
         ("base/units.py", "from whet.plan.plan import Plan", "whet.base.units -> whet.plan.plan"),
         ("plan/workload.py", "def late():\n    import whet.run.folder", "whet.plan.workload -> whet.run.folder"),
         ("machine/facts.py", "import torch", "whet.machine.facts -> torch"),
-        ("report/summary.py", "def late():\n    import numpy", "whet.report.summary -> numpy"),
+        ("report/run_report.py", "def late():\n    import numpy", "whet.report.run_report -> numpy"),
     ],
     ids=["upward", "upward in a function", "torch", "numpy in a function"],
 )
@@ -118,17 +118,17 @@ def test_the_source_runs_no_files(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "line", "said"),
     [
-        ("engine/reading.py", "import torch\n\nW = torch.load('w.pt', weights_only=True)", "unpacking.py alone"),
-        ("checkpoint/unpacking.py", "W = torch.load('w.pt')", "without weights_only=True"),
+        ("training/weights.py", "import torch\n\nW = torch.load('w.pt', weights_only=True)", "unpacking.py alone"),
+        ("checkpoint/unpickle.py", "W = torch.load('w.pt')", "without weights_only=True"),
         (
-            "checkpoint/unpacking.py",
+            "checkpoint/unpickle.py",
             "SAFE = True\nW = torch.load('w.pt', weights_only=SAFE)",
             "without weights_only=True",
         ),
-        ("checkpoint/unpacking.py", "from torch import load as read\n\nW = read('w.pt')", "without weights_only=True"),
-        ("config/files.py", "import yaml\n\nX = yaml.load('a: 1', Loader=yaml.Loader)", "yaml.load"),
-        ("config/words.py", "X = eval('1')", "eval"),
-        ("config/words.py", "exec('x = 1')", "exec"),
+        ("checkpoint/unpickle.py", "from torch import load as read\n\nW = read('w.pt')", "without weights_only=True"),
+        ("config/sources.py", "import yaml\n\nX = yaml.load('a: 1', Loader=yaml.Loader)", "yaml.load"),
+        ("config/sources.py", "X = eval('1')", "eval"),
+        ("config/sources.py", "exec('x = 1')", "exec"),
         ("machine/programs.py", "import subprocess as s\n\ns.run('ls', shell=True)", "shell"),
         ("machine/programs.py", "from os import system\n\nsystem('ls')", "os.system"),
         (

@@ -157,7 +157,9 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, ...]
     (folder / "games.trmph").write_text(
         "\n".join("#4," + written(moves).replace(" ", "") for moves in [*games, *games[:30], *turned])
     )
-    manifest = import_records(folder / "games.trmph", into=folder / "set", wishes=ImportWishes(dev_share=0.2, seed=3))
+    manifest = import_records(
+        folder / "games.trmph", into=folder / "set", overrides=ImportWishes(dev_share=0.2, seed=3)
+    )
     assert manifest.repeated >= 80
     return games, PositionSet(folder / "set")
 
@@ -187,7 +189,7 @@ def test_positions_are_those_of_the_games(kept) -> None:
 def test_no_game_is_in_two_parts(kept) -> None:
     _, positions = kept
     seen: dict[tuple[int, ...], str] = {}
-    parts = {name: positions.split(name) for name in ("train", "dev", "test")}
+    parts = {name: positions.split(name) for name in ("train", "val", "test")}
     assert sorted(np.concatenate(list(parts.values())).tolist()) == list(range(len(positions)))
     for name, numbers in parts.items():
         assert len(numbers) == positions.manifest.splits[name].positions > 0
@@ -196,7 +198,7 @@ def test_no_game_is_in_two_parts(kept) -> None:
             moves = tuple(samples.moves[samples.games == game].tolist())
             either_way = min(moves, tuple(15 - move if move >= 0 else move for move in moves))
             assert seen.setdefault(either_way, name) == name
-    assert 0.12 < len(parts["dev"]) / len(positions) < 0.28
+    assert 0.12 < len(parts["val"]) / len(positions) < 0.28
     with pytest.raises(UsageError, match="no such part"):
         positions.split("trian")
 
@@ -204,10 +206,10 @@ def test_no_game_is_in_two_parts(kept) -> None:
 def test_the_same_records_give_the_same_bytes_and_another_seed_other_parts(kept, tmp_path: Path) -> None:
     _, positions = kept
     source = positions.folder.parent / "games.trmph"
-    again = import_records(source, into=tmp_path / "again", wishes=ImportWishes(dev_share=0.2, seed=3))
+    again = import_records(source, into=tmp_path / "again", overrides=ImportWishes(dev_share=0.2, seed=3))
     assert again == positions.manifest
     assert PositionSet(tmp_path / "again").fingerprint == positions.fingerprint
-    other = import_records(source, into=tmp_path / "other", wishes=ImportWishes(dev_share=0.2, seed=4))
+    other = import_records(source, into=tmp_path / "other", overrides=ImportWishes(dev_share=0.2, seed=4))
     assert other.files["positions.bin"] == again.files["positions.bin"]
     assert other.files["games.bin"] != again.files["games.bin"]
 

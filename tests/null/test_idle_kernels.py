@@ -3,7 +3,6 @@
 import pytest
 
 from whet.base.errors import UsageError
-from whet.engine.own_kernels import refuse_idle_attention, refuse_idle_norms
 from whet.machine.known import load_machine
 from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
@@ -12,16 +11,17 @@ from whet.recipes.hex.config import HexConfig
 from whet.recipes.hex.config import describe as describe_hex
 from whet.recipes.text.config import TextConfig
 from whet.recipes.text.config import describe as describe_text
+from whet.training.checks import check_own_attention, check_own_norms
 
 
-def planned(workload: Workload, **wishes: Scalar) -> Plan:
+def planned(workload: Workload, **overrides: Scalar) -> Plan:
     workload = workload.model_copy(update={"num_samples": 10_000, "num_steps": 1_000})
-    return make_plan(load_machine("h200"), workload, wishes={"attention": "own", "precision": "bf16", **wishes})
+    return make_plan(load_machine("h200"), workload, overrides={"attention": "own", "precision": "bf16", **overrides})
 
 
 def refusal(lengths: str) -> UsageError | None:
     try:
-        refuse_idle_attention(planned(describe_text(TextConfig()), lengths=lengths))
+        check_own_attention(planned(describe_text(TextConfig()), lengths=lengths))
     except UsageError as error:
         return error
     return None
@@ -39,19 +39,19 @@ def test_texts_side_by_side_have_no_such_attention_and_the_way_out_is_said() -> 
 
 def test_float32_has_none() -> None:
     with pytest.raises(UsageError, match="half precision") as refused:
-        refuse_idle_attention(planned(describe_text(TextConfig()), lengths="packed", precision="fp32"))
+        check_own_attention(planned(describe_text(TextConfig()), lengths="packed", precision="fp32"))
     assert "precision=fp32" in str(refused.value.got)
 
 
 def test_a_model_without_attention_has_none() -> None:
     with pytest.raises(UsageError, match="the model has no attention"):
-        refuse_idle_attention(planned(describe_hex(HexConfig())))
+        check_own_attention(planned(describe_hex(HexConfig())))
 
 
 def test_norms_of_our_own_are_refused_where_they_have_nothing_to_do() -> None:
     bert, hex_net = describe_text(TextConfig(model="bert-base-uncased")), describe_hex(HexConfig(size=13))
-    refuse_idle_norms(planned(bert, attention="torch", norms="own"))
-    refuse_idle_norms(planned(hex_net, attention="torch", norms="own"))
+    check_own_norms(planned(bert, attention="torch", norms="own"))
+    check_own_norms(planned(hex_net, attention="torch", norms="own"))
     refused = {
         "no norms that": planned(describe_text(TextConfig()), norms="own"),
         "for channels_last": planned(hex_net, norms="own", layout="contiguous"),
@@ -59,4 +59,4 @@ def test_norms_of_our_own_are_refused_where_they_have_nothing_to_do() -> None:
     }
     for words, plan in refused.items():
         with pytest.raises(UsageError, match=words):
-            refuse_idle_norms(plan)
+            check_own_norms(plan)

@@ -2,28 +2,28 @@
 
 import pytest
 
-from whet.machine import absent
-from whet.machine.absent import Situation, hides_all, why_absent
-from whet.machine.cuda import Card, Cards
+from whet.machine import probe
 from whet.machine.facts import OperatingSystem
-from whet.machine.torch_child import TorchAnswer
+from whet.machine.nvidia import NvidiaCard, NvidiaCards
+from whet.machine.probe import DeviceFacts, hides_all_gpus, missing_devices
+from whet.machine.torch_info import TorchInfo
 
 MAC = OperatingSystem(name="macOS", version="15.1", architecture="arm64")
 INTEL_MAC = OperatingSystem(name="macOS", version="13.7", architecture="x86_64")
 OLD_MAC = OperatingSystem(name="macOS", version="13.7", architecture="arm64")
 LINUX = OperatingSystem(name="Linux", architecture="x86_64")
-WORKING = Cards("working", (Card(name="NVIDIA H200", driver="550.54.14"),))
-MISSING = TorchAnswer(error="torch is not installed")
-BROKEN = TorchAnswer(error="torch 2.13.0 cannot be imported: ImportError: no libgomp")
-CPU_BUILD = TorchAnswer(version="2.13.0", mps_built=False, mps_available=False, cuda_available=False)
-MPS_BUILD = TorchAnswer(version="2.13.0", mps_built=True, mps_available=False, cuda_available=False)
-CUDA_BUILD = TorchAnswer(version="2.13.0", cuda_build="13.0", cuda_available=False, mps_available=False)
+WORKING = NvidiaCards("working", (NvidiaCard(name="NVIDIA H200", driver="550.54.14"),))
+MISSING = TorchInfo(error="torch is not installed")
+BROKEN = TorchInfo(error="torch 2.13.0 cannot be imported: ImportError: no libgomp")
+CPU_BUILD = TorchInfo(version="2.13.0", mps_built=False, mps_available=False, cuda_available=False)
+MPS_BUILD = TorchInfo(version="2.13.0", mps_built=True, mps_available=False, cuda_available=False)
+CUDA_BUILD = TorchInfo(version="2.13.0", cuda_build="13.0", cuda_available=False, mps_available=False)
 TOO_OLD = CUDA_BUILD.model_copy(update={"cuda_error": "RuntimeError: The NVIDIA driver on your system is too old"})
 ODD = CUDA_BUILD.model_copy(update={"cuda_error": "RuntimeError: CUDA unknown error"})
 
 
 def on(os, torch, **facts):
-    return Situation(os=os, torch=torch, **facts)
+    return DeviceFacts(os=os, torch=torch, **facts)
 
 
 MPS_ROWS = [
@@ -41,8 +41,8 @@ CUDA_ROWS = [
     (on(LINUX, CUDA_BUILD, has_card_on_bus=True), "driver is not installed", "install NVIDIA's driver"),
     (on(LINUX, CPU_BUILD, has_card_on_bus=False), "no NVIDIA GPU", "CPU"),
     (on(LINUX, CUDA_BUILD), "no NVIDIA driver was found", "--gpus all"),
-    (on(LINUX, CUDA_BUILD, cards=Cards("not running")), "does not run", "nvidia-smi"),
-    (on(LINUX, CUDA_BUILD, cards=Cards("no card")), "finds no GPU", "passed through"),
+    (on(LINUX, CUDA_BUILD, cards=NvidiaCards("not running")), "does not run", "nvidia-smi"),
+    (on(LINUX, CUDA_BUILD, cards=NvidiaCards("no card")), "finds no GPU", "passed through"),
     (on(LINUX, MISSING, cards=WORKING), "NVIDIA H200 is here, but torch is not installed", "pip install"),
     (on(LINUX, BROKEN, cards=WORKING), "NVIDIA H200 is here, but torch 2.13.0 cannot be imported", "import torch"),
     (on(LINUX, CPU_BUILD, cards=WORKING), "torch 2.13.0 was built without CUDA", "pytorch.org"),
@@ -53,7 +53,7 @@ CUDA_ROWS = [
 
 
 def explained(situation, device):
-    return next(found for found in why_absent(situation) if found.device == device)
+    return next(found for found in missing_devices(situation) if found.device == device)
 
 
 @pytest.mark.parametrize(("situation", "reason", "cure"), MPS_ROWS)
@@ -71,7 +71,7 @@ def test_why_no_cuda(situation, reason, cure):
 
 
 @pytest.mark.parametrize(
-    ("device", "rows", "reasons"), [("mps", MPS_ROWS, absent._NO_MPS), ("cuda", CUDA_ROWS, absent._NO_CUDA)]
+    ("device", "rows", "reasons"), [("mps", MPS_ROWS, probe._NO_MPS_CAUSES), ("cuda", CUDA_ROWS, probe._NO_CUDA_CAUSES)]
 )
 def test_each_reason_has_its_row(device, rows, reasons):
     used = {next(i for i, why in enumerate(reasons) if why.applies(situation)) for situation, _, _ in rows}
@@ -79,25 +79,25 @@ def test_each_reason_has_its_row(device, rows, reasons):
 
 
 def test_devices_that_work_are_not_absent():
-    both = TorchAnswer(version="2.13.0", cuda_build="13.0", cuda_available=True, mps_available=True)
-    assert why_absent(on(LINUX, both, cards=WORKING)) == ()
+    both = TorchInfo(version="2.13.0", cuda_build="13.0", cuda_available=True, mps_available=True)
+    assert missing_devices(on(LINUX, both, cards=WORKING)) == ()
     mac = MPS_BUILD.model_copy(update={"mps_available": True})
-    assert [found.device for found in why_absent(on(MAC, mac))] == ["cuda"]
+    assert [found.device for found in missing_devices(on(MAC, mac))] == ["cuda"]
 
 
 def test_what_programs_said_is_never_taken_for_a_pattern():
-    odd = TorchAnswer(error="torch {version} {0} {nonsense}")
+    odd = TorchInfo(error="torch {version} {0} {nonsense}")
     assert "{nonsense}" in explained(on(MAC, odd), "mps").reason
 
 
 @pytest.mark.parametrize("value", ["", " ", "-1", "-1,0", "NoDevFiles"])
 def test_what_hides_every_card(value):
-    assert hides_all(value) is True
+    assert hides_all_gpus(value) is True
 
 
 @pytest.mark.parametrize("value", [None, "0", "1,0", "GPU-1234"])
 def test_what_hides_no_card(value):
-    assert hides_all(value) is False
+    assert hides_all_gpus(value) is False
 
 
 def test_an_unknown_version_of_macos_is_not_called_old():

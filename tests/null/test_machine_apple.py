@@ -11,7 +11,7 @@ from samples import FILES, answering, sample, silent
 from whet.base.units import GB
 from whet.machine import apple
 from whet.machine import apple_parsers as parse
-from whet.machine.apple_parsers import AppleGpu, Clusters, Hardware
+from whet.machine.apple import AppleGpu, CoreClusters, MacHardware
 from whet.machine.facts import Accelerator, Conditions, Machine
 
 MACS = ("m2-air", "m5-pro", "intel")
@@ -20,15 +20,15 @@ lenient = settings(max_examples=60, deadline=None)
 
 def read_sysctl(text):
     found = parse.parse_sysctl(text)
-    clusters = parse.clusters_of(found)
+    clusters = parse.core_clusters(found)
     return {
         **{name: found.get(name) for name in ("machdep.cpu.brand_string", "hw.memsize", "hw.physicalcpu")},
         "fast": clusters.fast,
         "slow": clusters.slow,
-        "bf16": parse.flag_of(found, "hw.optional.arm.FEAT_BF16"),
-        "swap": parse.swap_used_of(found),
-        "pressure": parse.pressure_of(found),
-        "wired": parse.wired_limit_of(found),
+        "bf16": parse.parse_flag(found, "hw.optional.arm.FEAT_BF16"),
+        "swap": parse.parse_swap_used(found),
+        "pressure": parse.parse_memory_pressure(found),
+        "wired": parse.parse_wired_limit(found),
     }
 
 
@@ -50,7 +50,7 @@ def text_of(machine, file):
 
 
 def answers(machine, **change):
-    return apple.ask_macos(run=answering(machine, **change))
+    return apple.read_mac(run=answering(machine, **change))
 
 
 def test_every_sample_file_has_a_reader():
@@ -59,7 +59,7 @@ def test_every_sample_file_has_a_reader():
 
 def test_m2_air_is_read_exactly():
     found = answers("m2-air")
-    machine = apple.machine_of(found, architecture="arm64")
+    machine = apple.mac_machine(found, architecture="arm64")
     assert machine.model == "MacBook Air (Mac14,2)"
     assert machine.chip == "Apple M2"
     assert machine.is_fanless is True
@@ -68,7 +68,7 @@ def test_m2_air_is_read_exactly():
     assert (cpu.physical_cores, cpu.logical_cores, cpu.fast_cores, cpu.slow_cores) == (8, 8, 4, 4)
     assert cpu.has_bf16 is True
     assert machine.memory_bytes == 8 * GB
-    assert apple.conditions_of(found) == Conditions(
+    assert apple.mac_conditions(found) == Conditions(
         swap_used_bytes=int(1117.25 * 1024**2),
         power_source="battery",
         low_power_mode=True,
@@ -79,37 +79,39 @@ def test_m2_air_is_read_exactly():
 
 def test_m5_pro_counts_super_cores_as_fast_and_all_others_as_slow():
     found = answers("m5-pro")
-    machine = apple.machine_of(found, architecture="arm64")
+    machine = apple.mac_machine(found, architecture="arm64")
     assert (machine.cpu.fast_cores, machine.cpu.slow_cores) == (5, 10)
     assert machine.is_fanless is False
     assert machine.memory_bytes == 24 * GB
     assert found.gpu == AppleGpu("Apple M5 Pro", 16, 0.0)
-    now = apple.conditions_of(found)
+    now = apple.mac_conditions(found)
     assert (now.power_source, now.low_power_mode, now.memory_pressure) == ("mains", False, "normal")
     assert now.swap_used_bytes == 0
 
 
 def test_intel_mac_is_read_exactly():
     found = answers("intel")
-    machine = apple.machine_of(found, architecture="x86_64")
+    machine = apple.mac_machine(found, architecture="x86_64")
     assert machine.chip == "Intel(R) Core(TM) i7-9750H CPU @ 2.60GHz"
     assert (machine.cpu.physical_cores, machine.cpu.logical_cores) == (6, 12)
     assert (machine.cpu.fast_cores, machine.cpu.slow_cores, machine.cpu.has_bf16) == (None, None, None)
     assert apple.has_apple_silicon(found) is False
     assert found.gpu == AppleGpu()
-    now = apple.conditions_of(found)
+    now = apple.mac_conditions(found)
     assert (now.thermal, now.memory_pressure, now.power_source) == ("heavy", "critical", "mains")
     assert now.swap_used_bytes == int(379.25 * 1024**2)
 
 
 def test_three_levels_are_summed_and_a_missing_one_is_not_guessed():
     three = {f"hw.perflevel{n}.physicalcpu": str(n + 2) for n in range(3)} | {"hw.nperflevels": "3"}
-    assert parse.clusters_of(three) == Clusters(2, 7)
+    assert parse.core_clusters(three) == CoreClusters(2, 7)
     del three["hw.perflevel1.physicalcpu"]
-    assert parse.clusters_of(three) == Clusters(2, None)
-    assert parse.clusters_of({"hw.nperflevels": "1", "hw.perflevel0.physicalcpu": "6"}) == Clusters(6, 0)
-    assert parse.clusters_of({"hw.perflevel0.physicalcpu": "4", "hw.perflevel1.physicalcpu": "4"}) == Clusters(4, None)
-    assert parse.clusters_of({"hw.nperflevels": "999999999"}) == Clusters(None, None)
+    assert parse.core_clusters(three) == CoreClusters(2, None)
+    assert parse.core_clusters({"hw.nperflevels": "1", "hw.perflevel0.physicalcpu": "6"}) == CoreClusters(6, 0)
+    assert parse.core_clusters({"hw.perflevel0.physicalcpu": "4", "hw.perflevel1.physicalcpu": "4"}) == CoreClusters(
+        4, None
+    )
+    assert parse.core_clusters({"hw.nperflevels": "999999999"}) == CoreClusters(None, None)
 
 
 def test_a_name_given_twice_with_two_values_is_unknown():
@@ -122,15 +124,15 @@ def test_rosetta_does_not_hide_the_chip():
         return text.replace("proc_translated: 0", "proc_translated: 1").replace("arm64: 1", "arm64: 0")
 
     found = answers("m2-air", change=translated)
-    assert apple.machine_of(found, architecture="x86_64").chip == "Apple M2"
+    assert apple.mac_machine(found, architecture="x86_64").chip == "Apple M2"
     assert apple.has_apple_silicon(found) is True
-    assert apple.has_apple_silicon(found._replace(hardware=Hardware())) is True
+    assert apple.has_apple_silicon(found._replace(hardware=MacHardware())) is True
 
 
 def test_the_accelerator_takes_torchs_numbers_first():
     found = answers("m5-pro")
-    machine = apple.machine_of(found, architecture="arm64")
-    by_torch = apple.accelerator_of(found, machine=machine, recommended_bytes=19 * GB, num_cores=20)
+    machine = apple.mac_machine(found, architecture="arm64")
+    by_torch = apple.mac_accelerator(found, machine=machine, recommended_bytes=19 * GB, num_cores=20)
     assert by_torch == Accelerator(
         kind="mps",
         name="Apple M5 Pro",
@@ -140,20 +142,20 @@ def test_the_accelerator_takes_torchs_numbers_first():
         shares_memory=True,
         capability="apple10",
     )
-    without = apple.accelerator_of(found, machine=machine, recommended_bytes=None, num_cores=None)
+    without = apple.mac_accelerator(found, machine=machine, recommended_bytes=None, num_cores=None)
     assert (without.num_cores, without.usable_bytes) == (16, 20 * GB)
     m2 = answers("m2-air")
-    unlimited = apple.accelerator_of(
-        m2, machine=apple.machine_of(m2, architecture="arm64"), recommended_bytes=None, num_cores=None
+    unlimited = apple.mac_accelerator(
+        m2, machine=apple.mac_machine(m2, architecture="arm64"), recommended_bytes=None, num_cores=None
     )
     assert unlimited.usable_bytes is None
 
 
 def test_a_mac_without_any_program_is_unknown_not_broken():
-    found = apple.ask_macos(run=silent)
-    machine = apple.machine_of(found, architecture="arm64")
+    found = apple.read_mac(run=silent)
+    machine = apple.mac_machine(found, architecture="arm64")
     assert machine == Machine(name="this machine", os={"name": "macOS", "architecture": "arm64"})
-    assert apple.conditions_of(found) == Conditions()
+    assert apple.mac_conditions(found) == Conditions()
     assert apple.has_apple_silicon(found) is None
 
 
@@ -166,7 +168,7 @@ def test_one_missing_program_leaves_the_others_facts(missing):
 
         return None if file_of(command) == missing else answering("m2-air")(command)
 
-    part = apple.ask_macos(run=run)
+    part = apple.read_mac(run=run)
     changed = [name for name in whole._fields if getattr(part, name) != getattr(whole, name)]
     assert len(changed) <= 1  # pmset -g therm says nothing on Apple silicon anyway
     assert changed or missing == "pmset-therm.txt"
@@ -174,7 +176,7 @@ def test_one_missing_program_leaves_the_others_facts(missing):
 
 def test_no_serial_number_survives():
     found = answers("m2-air")
-    shown = str(apple.machine_of(found, architecture="arm64")) + str(found)
+    shown = str(apple.mac_machine(found, architecture="arm64")) + str(found)
     assert "MADEUPSERIAL" not in shown
     assert "00000000-0000" not in shown
 
@@ -242,10 +244,10 @@ def _assemble(text, *, file, machine):
 
         return text if file_of(command) == file else text_of(machine, file_of(command))
 
-    found = apple.ask_macos(run=run)
-    mac = apple.machine_of(found, architecture="arm64")
-    apple.accelerator_of(found, machine=mac, recommended_bytes=None, num_cores=None)
-    apple.conditions_of(found)
+    found = apple.read_mac(run=run)
+    mac = apple.mac_machine(found, architecture="arm64")
+    apple.mac_accelerator(found, machine=mac, recommended_bytes=None, num_cores=None)
+    apple.mac_conditions(found)
     assert mac.chip is None or mac.chip.isprintable()
     assert mac.memory_bytes is None or mac.memory_bytes > 0
 
@@ -262,8 +264,8 @@ def _assemble(text, *, file, machine):
         (parse.parse_sw_vers, "ProductVersion:\t١٥.١\n"),
         (parse.parse_thermal_warning, "CPU_Geschwindigkeit = 62\n"),
         (parse.parse_thermal_warning, text_of("m2-air", "pmset-therm.txt")),
-        (parse.swap_used_of, {"vm.swapusage": "gesamt = 2048.00M  belegt = 1117.25M"}),
-        (parse.pressure_of, {"kern.memorystatus_vm_pressure_level": "3"}),
+        (parse.parse_swap_used, {"vm.swapusage": "gesamt = 2048.00M  belegt = 1117.25M"}),
+        (parse.parse_memory_pressure, {"kern.memorystatus_vm_pressure_level": "3"}),
         (lambda text: parse.parse_hardware(text).memory_bytes, '{"SPHardwareDataType": [{"physical_memory": "8 Go"}]}'),
         (lambda text: parse.parse_hardware(text).memory_bytes, '{"SPHardwareDataType": [{"physical_memory": "0 GB"}]}'),
     ],
@@ -314,16 +316,16 @@ class FakeLibc:
 
 def test_thermal_pressure_is_read_and_the_token_given_back():
     libc = FakeLibc(state=2)
-    assert parse.thermal_name(apple.thermal_pressure(libc=libc)) == "heavy"
+    assert parse.thermal_level(apple.thermal_pressure(libc=libc)) == "heavy"
     assert libc.cancelled == 1
     assert apple.thermal_pressure(libc=FakeLibc(register=1)) is None
     assert apple.thermal_pressure(libc=FakeLibc(get=1)) is None
     assert apple.thermal_pressure(libc=object()) is None
-    assert parse.thermal_name(5) is None
-    assert parse.thermal_name(None) is None
+    assert parse.thermal_level(5) is None
+    assert parse.thermal_level(None) is None
 
 
 def test_hardware_reads_terabytes():
-    assert parse.parse_hardware('{"SPHardwareDataType": [{"physical_memory": "1 TB"}]}') == Hardware(
+    assert parse.parse_hardware('{"SPHardwareDataType": [{"physical_memory": "1 TB"}]}') == MacHardware(
         memory_bytes=1024 * GB
     )

@@ -14,7 +14,7 @@ echo "$$ $*" >> "$(dirname "$0")/started"
 [ "$1 $2" = "-i -w" ] || exit 64
 while kill -0 "$3" 2>/dev/null; do sleep 0.05; done
 """
-KEEP = "import os, sys, time\nfrom whet.machine.awake import kept_awake\n"
+KEEP = "import os, sys, time\nfrom whet.machine.desktop import kept_awake\n"
 
 
 @pytest.fixture

@@ -8,39 +8,39 @@ from pathlib import Path
 import psutil
 import pytest
 
-from whet.machine import conditions, disk
-from whet.machine.conditions import Sample, busy_processes, complete, heavy
+from whet.machine import load
 from whet.machine.facts import Conditions
+from whet.machine.load import ProcessSample, busy_processes, complete_conditions, heaviest_processes
 
 GIB = 1024**3
 
 
 def test_heavy_processes_take_a_core_or_a_tenth_of_the_memory():
-    before = {n: Sample(f"p{n}", 10.0, 0) for n in range(1, 6)}
+    before = {n: ProcessSample(f"p{n}", 10.0, 0) for n in range(1, 6)}
     after = {
-        1: Sample("p1", 10.21, 0),  # a whole core
-        2: Sample("p2", 10.1, 0),  # half a core
-        3: Sample("p3", 10.0, 2 * GIB),  # an eighth of the memory
-        4: Sample("p4", 10.9, 0),  # four cores
-        5: Sample("other", 99.0, 0),  # the number was given to another process meanwhile
-        6: Sample("new", 99.0, 0),
+        1: ProcessSample("p1", 10.21, 0),  # a whole core
+        2: ProcessSample("p2", 10.1, 0),  # half a core
+        3: ProcessSample("p3", 10.0, 2 * GIB),  # an eighth of the memory
+        4: ProcessSample("p4", 10.9, 0),  # four cores
+        5: ProcessSample("other", 99.0, 0),  # the number was given to another process meanwhile
+        6: ProcessSample("new", 99.0, 0),
     }
-    found = heavy(before, after, seconds=0.2, memory_bytes=16 * GIB)
+    found = heaviest_processes(before, after, seconds=0.2, memory_bytes=16 * GIB)
     assert [(p.name, p.pid) for p in found] == [("p4", 4), ("p1", 1), ("p3", 3)]
     assert found[0].cpu_percent == 450.0
     assert found[2].memory_bytes == 2 * GIB
 
 
 def test_unknown_memory_names_only_busy_ones_and_at_most_five():
-    before = {n: Sample("p", 0.0, 2**50) for n in range(9)}
-    assert heavy(before, before, seconds=0.2, memory_bytes=None) == ()
-    after = {n: Sample("p", 1.0 + n, 0) for n in range(9)}
-    assert [p.pid for p in heavy(before, after, seconds=1, memory_bytes=None)] == [8, 7, 6, 5, 4]
+    before = {n: ProcessSample("p", 0.0, 2**50) for n in range(9)}
+    assert heaviest_processes(before, before, seconds=0.2, memory_bytes=None) == ()
+    after = {n: ProcessSample("p", 1.0 + n, 0) for n in range(9)}
+    assert [p.pid for p in heaviest_processes(before, after, seconds=1, memory_bytes=None)] == [8, 7, 6, 5, 4]
 
 
 def test_a_busy_neighbour_is_seen_but_not_our_own_children(monkeypatch):
-    monkeypatch.setattr(conditions, "WHOLE_CORE_PERCENT", 5)  # a loaded machine may not give it a whole core
-    monkeypatch.setattr(conditions, "MOST_NAMED", 1000)
+    monkeypatch.setattr(load, "BUSY_PERCENT", 5)  # a loaded machine may not give it a whole core
+    monkeypatch.setattr(load, "MAX_PROCESSES", 1000)
     loop = "import time\nend = time.time() + 20\nwhile time.time() < end: pass"
     # A child of a child that has ended belongs to nobody here: it is a neighbour.
     start = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-S', '-c', {loop!r}], stdout=2).pid)"
@@ -83,13 +83,13 @@ def test_processes_that_may_not_be_looked_at_are_passed_over(monkeypatch):
 
 
 def test_what_is_known_is_kept_and_the_rest_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(conditions, "SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(conditions, "busy_processes", lambda **_: ())
+    monkeypatch.setattr(load, "SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(load, "busy_processes", lambda **_: ())
     known = Conditions(memory_available_bytes=7, swap_used_bytes=0, power_source="battery", thermal="heavy")
-    found = complete(known, folder=tmp_path)
+    found = complete_conditions(known, folder=tmp_path)
     assert (found.memory_available_bytes, found.swap_used_bytes) == (7, 0)
     assert (found.power_source, found.thermal) == ("battery", "heavy")
-    measured = complete(Conditions(), folder=tmp_path)
+    measured = complete_conditions(Conditions(), folder=tmp_path)
     assert measured.memory_available_bytes > 2**20
     assert Conditions.from_json(measured.as_json(), where="here") == measured
 
@@ -100,7 +100,7 @@ def test_psutil_that_fails_everywhere_leaves_everything_unknown(tmp_path, monkey
 
     for name in ("virtual_memory", "swap_memory", "process_iter", "Process", "sensors_battery"):
         monkeypatch.setattr(psutil, name, fail, raising=False)
-    found = complete(Conditions(), folder=tmp_path / "missing")
+    found = complete_conditions(Conditions(), folder=tmp_path / "missing")
     assert found == Conditions()
 
 
@@ -113,16 +113,16 @@ def test_power_by_psutil(battery, source, monkeypatch):
         power_plugged = battery
 
     monkeypatch.setattr(psutil, "sensors_battery", lambda: None if battery is None else Battery(), raising=False)
-    assert conditions._power_source() == source
+    assert load._power_source() == source
 
 
 def test_the_disk_is_timed_briefly_and_leaves_nothing(tmp_path, monkeypatch):
     # How long a disk takes that others write to as well is not ours.
-    monkeypatch.setattr(disk.os, "fsync", lambda file: None)
+    monkeypatch.setattr(load.os, "fsync", lambda file: None)
     start = time.monotonic()
-    speed = disk.read_speed(tmp_path)
+    speed = load.disk_read_speed(tmp_path)
     assert time.monotonic() - start < 3
-    assert speed is None or 0 < speed < disk._CACHE_SPEED
+    assert speed is None or 0 < speed < load._CACHE_SPEED
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,31 +131,31 @@ def test_an_existing_file_is_read_and_nothing_is_written(tmp_path, monkeypatch):
     (tmp_path / "small.bin").write_bytes(b"x")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "data.bin")
-    monkeypatch.setattr(disk, "_fill", lambda _: pytest.fail("wrote a file"))
-    monkeypatch.setattr(disk, "_CACHE_SPEED", float("inf"))
-    assert disk._largest_file(tmp_path) == tmp_path / "data.bin"
-    assert disk.read_speed(tmp_path) > 0
+    monkeypatch.setattr(load, "_write_random", lambda _: pytest.fail("wrote a file"))
+    monkeypatch.setattr(load, "_CACHE_SPEED", float("inf"))
+    assert load._largest_file(tmp_path) == tmp_path / "data.bin"
+    assert load.disk_read_speed(tmp_path) > 0
 
 
 def test_a_slow_disk_stops_at_the_deadline(tmp_path, monkeypatch):
     (tmp_path / "data.bin").write_bytes(b"x" * (8 * 1024**2))
-    real, chunks = disk.os.read, []
+    real, chunks = load.os.read, []
 
     def slow(file, size):
         time.sleep(0.06)
         chunks.append(size)
         return real(file, size)
 
-    monkeypatch.setattr(disk.os, "read", slow)
-    speed = disk.read_speed(tmp_path)
+    monkeypatch.setattr(load.os, "read", slow)
+    speed = load.disk_read_speed(tmp_path)
     assert 1 <= len(chunks) <= 4
     assert 0 < speed < 18e6
 
 
 def test_what_came_from_a_cache_is_not_believed(tmp_path, monkeypatch):
     (tmp_path / "data.bin").write_bytes(b"x" * (8 * 1024**2))
-    monkeypatch.setattr(disk, "_CACHE_SPEED", 1.0)
-    assert disk.read_speed(tmp_path) is None
+    monkeypatch.setattr(load, "_CACHE_SPEED", 1.0)
+    assert load.disk_read_speed(tmp_path) is None
 
 
 @pytest.mark.parametrize("error", [OSError(30, "Read-only file system"), OSError(28, "No space left on device")])
@@ -163,10 +163,10 @@ def test_a_folder_that_cannot_be_written_is_unknown(tmp_path, monkeypatch, error
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(disk.tempfile, "TemporaryFile", fail)
-    assert disk.read_speed(tmp_path) is None
+    monkeypatch.setattr(load.tempfile, "TemporaryFile", fail)
+    assert load.disk_read_speed(tmp_path) is None
 
 
 def test_a_folder_that_is_not_there_is_unknown(tmp_path):
-    assert disk.read_speed(tmp_path / "missing") is None
-    assert disk.read_speed(Path(__file__)) is None
+    assert load.disk_read_speed(tmp_path / "missing") is None
+    assert load.disk_read_speed(Path(__file__)) is None

@@ -4,22 +4,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.machine.cuda import NO_DRIVER, Card, Cards, ask_driver, parse_cards
+from whet.machine.nvidia import NO_DRIVER, NvidiaCard, NvidiaCards, parse_cards, query_driver
 
 TWO = "NVIDIA H200, 143771, 580.65.06, 9.0, 0\nNVIDIA GeForce RTX 4090, 24564, 580.65.06, 8.9, 97\n"
-FIRST = Card("NVIDIA H200", 143771 * 1024**2, "580.65.06", "9.0", 0.0)
-SECOND = Card("NVIDIA GeForce RTX 4090", 24564 * 1024**2, "580.65.06", "8.9", 97.0)
+FIRST = NvidiaCard("NVIDIA H200", 143771 * 1024**2, "580.65.06", "9.0", 0.0)
+SECOND = NvidiaCard("NVIDIA GeForce RTX 4090", 24564 * 1024**2, "580.65.06", "8.9", 97.0)
 FAILED = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n\n"
 OLD_FIELD = 'Field "compute_cap" is not a valid field to query.\n\n'
 
 
 def test_several_cards():
-    assert parse_cards(TWO) == Cards("working", (FIRST, SECOND))
+    assert parse_cards(TWO) == NvidiaCards("working", (FIRST, SECOND))
 
 
 def test_values_the_card_does_not_tell_are_unknown():
     text = "Orin (nvgpu), [N/A], 540.4.0, [Not Supported], [N/A]\n"
-    assert parse_cards(text) == Cards("working", (Card("Orin (nvgpu)", None, "540.4.0"),))
+    assert parse_cards(text) == NvidiaCards("working", (NvidiaCard("Orin (nvgpu)", None, "540.4.0"),))
     assert parse_cards("X, 1, 540.4.0, 9.0, 250\n").cards[0].busy_percent is None
 
 
@@ -50,12 +50,12 @@ def asked(answers):
         commands.append(command)
         return answers[len(commands) - 1]
 
-    return ask_driver(run=run), commands
+    return query_driver(run=run), commands
 
 
 def test_an_old_driver_is_asked_again_without_compute_cap():
     found, commands = asked([OLD_FIELD, "Tesla K80, 11441, 470.182.03, 12\n"])
-    assert found.cards == (Card("Tesla K80", 11441 * 1024**2, "470.182.03", None, 12.0),)
+    assert found.cards == (NvidiaCard("Tesla K80", 11441 * 1024**2, "470.182.03", None, 12.0),)
     assert "compute_cap" in commands[0][1]
     assert "compute_cap" not in commands[1][1]
 

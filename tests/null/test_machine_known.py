@@ -9,16 +9,24 @@ from hypothesis import strategies as st
 
 from whet.base.errors import UsageError
 from whet.base.units import GB
-from whet.machine.chips import CHIPS, FAMILY_SOURCE, FORMULA, MATRIX_SOURCE, find_chip
-from whet.machine.facts import Conditions, Machine, Probe
-from whet.machine.known import known_names, load_machine, machine_in
+from whet.machine.facts import Conditions, Machine, ProbeResult
+from whet.machine.known import (
+    CHIPS,
+    FAMILY_SOURCE,
+    FORMULA,
+    MATRIX_SOURCE,
+    find_chip,
+    known_machine_names,
+    load_machine,
+    parse_machine,
+)
 
 NAMES = ("h200", "linux-2core", "m1-air-8gb", "m2-air-8gb", "m3-max-64gb", "m5-pro-24gb")
 MACS = {"m1-air-8gb": 8, "m2-air-8gb": 8, "m3-max-64gb": 64, "m5-pro-24gb": 24}
 
 
 def test_the_six_machines_are_there():
-    assert known_names() == NAMES
+    assert known_machine_names() == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,7 +80,7 @@ def write(tmp_path, data):
 def test_a_bare_machine_and_a_whole_probe_are_read(tmp_path):
     machine = Machine(name="this machine", chip="Apple M4")
     assert load_machine(write(tmp_path, machine.as_json())) == machine
-    whole = Probe(machine=machine, conditions=Conditions(swap_used_bytes=1))
+    whole = ProbeResult(machine=machine, conditions=Conditions(swap_used_bytes=1))
     assert load_machine(str(write(tmp_path, whole.as_json()))) == machine
 
 
@@ -151,7 +159,7 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
 )
 def test_any_text_is_a_machine_or_a_clear_error(text):
     with pytest.raises(UsageError):
-        machine_in(text, where="here")
+        parse_machine(text, where="here")
 
 
 def test_every_chip_from_m1_to_m5_is_there_once():

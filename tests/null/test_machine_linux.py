@@ -10,7 +10,7 @@ from samples import sample
 
 from whet.machine import cgroup, linux
 from whet.machine.facts import Conditions
-from whet.machine.linux import Supply
+from whet.machine.linux import PowerSupply
 
 XEON = sample("linux", "cpuinfo-xeon.txt")
 ARM = sample("linux", "cpuinfo-arm.txt")
@@ -77,10 +77,10 @@ def test_truncated_at_every_character_a_fact_is_true_or_unknown(read, text):
         linux.parse_cpuinfo,
         linux.parse_meminfo,
         linux.parse_os_release,
-        cgroup.parse_membership,
+        cgroup.parse_cgroup_membership,
         cgroup.parse_cpu_max,
-        cgroup.parse_limit,
-        lambda text: cgroup.parse_stat(text, "inactive_file"),
+        cgroup.parse_memory_limit,
+        lambda text: cgroup.parse_memory_stat(text, "inactive_file"),
     ],
 )
 @lenient
@@ -110,17 +110,17 @@ def test_affinity_and_quota_decide_how_many_cores_count():
     ("supplies", "source"),
     [
         ([], None),
-        ([Supply("Mains", online="1")], "mains"),
-        ([Supply("Mains", online="0"), Supply("Battery", status="Discharging")], "battery"),
-        ([Supply("Mains", online="1"), Supply("Battery", status="Discharging")], "mains"),
-        ([Supply("Battery", status="Full")], "mains"),
-        ([Supply("Battery", status="Discharging", scope="Device")], None),
-        ([Supply("Battery", status="Unknown")], None),
-        ([Supply()], None),
+        ([PowerSupply("Mains", online="1")], "mains"),
+        ([PowerSupply("Mains", online="0"), PowerSupply("Battery", status="Discharging")], "battery"),
+        ([PowerSupply("Mains", online="1"), PowerSupply("Battery", status="Discharging")], "mains"),
+        ([PowerSupply("Battery", status="Full")], "mains"),
+        ([PowerSupply("Battery", status="Discharging", scope="Device")], None),
+        ([PowerSupply("Battery", status="Unknown")], None),
+        ([PowerSupply()], None),
     ],
 )
 def test_power_source(supplies, source):
-    assert linux.power_source_of(supplies) == source
+    assert linux.power_source(supplies) == source
 
 
 def tree(tmp_path, files):
@@ -146,7 +146,7 @@ def test_version_2_limits_of_all_levels_are_seen(tmp_path):
             f"{group}/memory.current": "4096\n",
         },
     )
-    assert cgroup.read_limits(root) == cgroup.Limits(1.5, 6 * 1024**3, 3 * 1024**3)
+    assert cgroup.read_cgroup_limits(root) == cgroup.CgroupLimits(1.5, 6 * 1024**3, 3 * 1024**3)
 
 
 def test_version_1_limits_and_its_huge_number_for_none(tmp_path):
@@ -162,13 +162,13 @@ def test_version_1_limits_and_its_huge_number_for_none(tmp_path):
             "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
         },
     )
-    assert cgroup.read_limits(root) == cgroup.Limits(2.0, 2147483648, 1073741824)
+    assert cgroup.read_cgroup_limits(root) == cgroup.CgroupLimits(2.0, 2147483648, 1073741824)
 
 
 def test_no_limits_where_nothing_can_be_read(tmp_path):
-    assert cgroup.read_limits(tmp_path) == cgroup.Limits()
+    assert cgroup.read_cgroup_limits(tmp_path) == cgroup.CgroupLimits()
     root = tree(tmp_path, {"proc/self/cgroup": "0::/../../outside\n", "sys/fs/cgroup/cpu.max": "100000 100000\n"})
-    assert cgroup.read_limits(root) == cgroup.Limits()
+    assert cgroup.read_cgroup_limits(root) == cgroup.CgroupLimits()
 
 
 def test_a_machine_in_a_container(tmp_path, monkeypatch):
@@ -189,12 +189,12 @@ def test_a_machine_in_a_container(tmp_path, monkeypatch):
             "sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de\n",
         },
     )
-    machine = linux.read_machine(root=root, architecture="x86_64")
+    machine = linux.linux_machine(root=root, architecture="x86_64")
     assert machine.chip == machine.cpu.name == "Intel(R) Xeon(R) Platinum 8480+"
     assert (machine.cpu.physical_cores, machine.cpu.logical_cores) == (2, 3)
     assert machine.memory_bytes == 4294967296
     assert (machine.os.name, machine.os.version) == ("Linux", "Ubuntu 24.04.2 LTS")
-    assert linux.read_conditions(root=root) == Conditions(
+    assert linux.linux_conditions(root=root) == Conditions(
         memory_available_bytes=3000000000, swap_used_bytes=1048576 * 1024, power_source="battery"
     )
     assert linux.has_nvidia_card(root=root) is True
@@ -208,19 +208,19 @@ def test_an_nvidia_audio_function_is_not_a_gpu(tmp_path):
 
 
 def test_a_machine_that_cannot_be_read_is_unknown(tmp_path):
-    machine = linux.read_machine(root=tmp_path)
+    machine = linux.linux_machine(root=tmp_path)
     assert (machine.chip, machine.memory_bytes, machine.os.version) == (None, None, None)
-    assert linux.read_conditions(root=tmp_path) == Conditions()
+    assert linux.linux_conditions(root=tmp_path) == Conditions()
 
 
 def test_files_that_are_no_text_are_unknown(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_bytes(b"model name\t: \xff\xfe\n")
-    assert linux.read_machine(root=tmp_path).chip is None
+    assert linux.linux_machine(root=tmp_path).chip is None
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="reads this machine's own /proc")
 def test_this_machine():
-    machine = linux.read_machine()
+    machine = linux.linux_machine()
     assert 1 <= machine.cpu.logical_cores <= len(os.sched_getaffinity(0))
     assert machine.memory_bytes > 2**28

@@ -11,12 +11,12 @@ from samples import answering, silent
 
 from whet.base.units import GB
 from whet.machine import probe as module
-from whet.machine.cuda import Card, Cards
-from whet.machine.facts import Conditions, Machine, OperatingSystem, Probe
-from whet.machine.probe import System, ask_system, assemble, machine_here, probe
-from whet.machine.torch_child import CudaDevice, TorchAnswer
+from whet.machine.facts import Conditions, Machine, OperatingSystem, ProbeResult
+from whet.machine.nvidia import NvidiaCard, NvidiaCards
+from whet.machine.probe import SystemReadings, assemble_machine, probe, probe_machine, read_system
+from whet.machine.torch_info import CudaInfo, TorchInfo
 
-MPS_TORCH = TorchAnswer(
+MPS_TORCH = TorchInfo(
     version="2.13.0",
     num_threads=4,
     mps_built=True,
@@ -25,13 +25,13 @@ MPS_TORCH = TorchAnswer(
     mps_num_cores=10,
     cuda_available=False,
 )
-CUDA_TORCH = TorchAnswer(
+CUDA_TORCH = TorchInfo(
     version="2.13.0",
     cuda_build="13.0",
     cuda_available=True,
     cuda_devices=(
-        CudaDevice(name="NVIDIA H200", memory_bytes=141 * 10**9, capability="9.0", num_multiprocessors=132),
-        CudaDevice(name="NVIDIA H200", memory_bytes=141 * 10**9, capability="9.0", num_multiprocessors=132),
+        CudaInfo(name="NVIDIA H200", memory_bytes=141 * 10**9, capability="9.0", num_multiprocessors=132),
+        CudaInfo(name="NVIDIA H200", memory_bytes=141 * 10**9, capability="9.0", num_multiprocessors=132),
     ),
     mps_built=False,
     mps_available=False,
@@ -44,11 +44,11 @@ def no_hidden_cards(monkeypatch):
 
 
 def mac(name):
-    return ask_system(run=answering(name), system="darwin", architecture="arm64")
+    return read_system(run=answering(name), system="darwin", architecture="arm64")
 
 
 def test_a_mac_with_torch_has_one_accelerator():
-    machine = assemble(mac("m2-air"), torch=MPS_TORCH)
+    machine = assemble_machine(mac("m2-air"), torch=MPS_TORCH)
     gpu = machine.accelerator("mps")
     assert (gpu.num_cores, gpu.usable_bytes, gpu.memory_bytes, gpu.capability) == (10, 5726633984, 8 * GB, "apple8")
     assert [found.device for found in machine.absent] == ["cuda"]
@@ -57,26 +57,26 @@ def test_a_mac_with_torch_has_one_accelerator():
 
 
 def test_a_mac_with_a_broken_torch_keeps_its_facts_and_says_why():
-    machine = assemble(mac("m2-air"), torch=TorchAnswer(error="torch 2.13.0 cannot be imported: ImportError: x"))
+    machine = assemble_machine(mac("m2-air"), torch=TorchInfo(error="torch 2.13.0 cannot be imported: ImportError: x"))
     assert machine.accelerators == ()
     assert machine.cpu.fast_cores == 4
     assert machine.absent[0].reason == machine.torch.error
 
 
 def test_a_mac_where_no_program_answers():
-    machine = assemble(ask_system(run=silent, system="darwin", architecture="arm64"), torch=MPS_TORCH)
+    machine = assemble_machine(read_system(run=silent, system="darwin", architecture="arm64"), torch=MPS_TORCH)
     gpu = machine.accelerator("mps")
     assert (gpu.num_cores, gpu.usable_bytes, gpu.memory_bytes, gpu.name) == (10, 5726633984, None, None)
 
 
 def test_cards_come_from_torch_and_their_driver_from_nvidia_smi(monkeypatch):
-    card = Card("NVIDIA H200", 1, "580.65.06", "9.0", 3.0)
-    system = System(
+    card = NvidiaCard("NVIDIA H200", 1, "580.65.06", "9.0", 3.0)
+    system = SystemReadings(
         Machine(name="this machine", chip="AMD EPYC", os=OperatingSystem(name="Linux")),
         Conditions(),
-        cards=Cards("working", (card, card)),
+        cards=NvidiaCards("working", (card, card)),
     )
-    machine = assemble(system, torch=CUDA_TORCH)
+    machine = assemble_machine(system, torch=CUDA_TORCH)
     assert len(machine.accelerators) == 2
     gpu = machine.accelerator("cuda")
     assert (gpu.num_cores, gpu.usable_bytes, gpu.capability, gpu.driver) == (132, 141 * 10**9, "9.0", "580.65.06")
@@ -84,7 +84,7 @@ def test_cards_come_from_torch_and_their_driver_from_nvidia_smi(monkeypatch):
     assert [found.device for found in machine.absent] == ["mps"]
     hidden = CUDA_TORCH.model_copy(update={"cuda_available": False, "cuda_devices": ()})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    machine = assemble(system, torch=hidden)
+    machine = assemble_machine(system, torch=hidden)
     assert machine.accelerators == ()
     assert "CUDA_VISIBLE_DEVICES" in machine.absent[1].reason
 
@@ -93,15 +93,15 @@ def test_the_busiest_card_counts():
     def run(command, *, any_exit=False):
         return "A, 1, 580.65.06, 9.0, 3\nB, 1, 580.65.06, 9.0, 88\n" if command[0] == "nvidia-smi" else None
 
-    assert ask_system(run=run, system="linux").conditions.gpu_busy_percent == 88.0
-    assert ask_system(run=silent, system="linux").conditions.gpu_busy_percent is None
+    assert read_system(run=run, system="linux").conditions.gpu_busy_percent == 88.0
+    assert read_system(run=silent, system="linux").conditions.gpu_busy_percent is None
 
 
 @pytest.mark.parametrize("name", ["m2-air", "m5-pro", "intel"])
 def test_a_probe_can_be_written_and_read(name):
     system = mac(name)
-    found = Probe(machine=assemble(system, torch=MPS_TORCH), conditions=system.conditions)
-    assert Probe.from_json(json.loads(json.dumps(found.as_json())), where="here") == found
+    found = ProbeResult(machine=assemble_machine(system, torch=MPS_TORCH), conditions=system.conditions)
+    assert ProbeResult.from_json(json.loads(json.dumps(found.as_json())), where="here") == found
 
 
 def test_torch_is_asked_while_the_system_is(monkeypatch, tmp_path):
@@ -115,9 +115,9 @@ def test_torch_is_asked_while_the_system_is(monkeypatch, tmp_path):
         def __exit__(self, *_):
             started.append("end")
 
-    monkeypatch.setattr(module, "asking_torch", Asking)
-    monkeypatch.setattr(module, "ask_system", lambda: started.append("system") or mac("m2-air"))
-    monkeypatch.setattr(module, "complete", lambda known, folder: started.append("conditions") or known)
+    monkeypatch.setattr(module, "torch_query", Asking)
+    monkeypatch.setattr(module, "read_system", lambda: started.append("system") or mac("m2-air"))
+    monkeypatch.setattr(module, "complete_conditions", lambda known, folder: started.append("conditions") or known)
     assert probe(folder=tmp_path).machine.chip == "Apple M2"
     assert started == ["torch", "system", "conditions", "answer", "end"]
 
@@ -149,6 +149,6 @@ def test_nothing_private_is_in_a_probe(broken_torch, tmp_path):
 
 
 def test_machine_here_is_the_probes_machine(broken_torch):
-    here = machine_here()
+    here = probe_machine()
     assert here.name == "this machine"
     assert here.origin == "probed"

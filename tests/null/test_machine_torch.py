@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.machine import torch_child
-from whet.machine.facts import Torch
-from whet.machine.torch_child import TorchAnswer, ask_torch, asking_torch, how_it_ended, read_answer
+from whet.machine import torch_info
+from whet.machine.facts import TorchFacts
+from whet.machine.torch_info import TorchInfo, describe_exit, parse_torch_info, query_torch, torch_query
 
 HEAD = "__version__ = '2.13.0'\n"
 MODULES = """
@@ -49,17 +49,17 @@ def fake_torch(tmp_path, monkeypatch):
     def install(source):
         (tmp_path / "torch.py").write_text(source)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        monkeypatch.setattr(torch_child, "is_installed", lambda: True)
-        monkeypatch.setattr(torch_child, "installed_version", lambda: "2.13.0")
+        monkeypatch.setattr(torch_info, "is_installed", lambda: True)
+        monkeypatch.setattr(torch_info, "installed_version", lambda: "2.13.0")
 
     return install
 
 
 def test_a_cuda_torch_tells_its_devices(fake_torch):
     fake_torch(HEAD + MODULES + GPU)
-    answer = ask_torch()
+    answer = query_torch()
     assert answer.error is None
-    assert answer.facts() == Torch(version="2.13.0", cuda_build="13.0", mps_built=False, num_threads=16)
+    assert answer.facts() == TorchFacts(version="2.13.0", cuda_build="13.0", mps_built=False, num_threads=16)
     assert answer.cuda_available is True
     device = answer.cuda_devices[1]
     assert (device.name, device.memory_bytes, device.capability) == ("NVIDIA H200", 141 * 10**9, "9.0")
@@ -68,7 +68,7 @@ def test_a_cuda_torch_tells_its_devices(fake_torch):
 
 def test_a_mac_torch_tells_its_working_set(fake_torch):
     fake_torch(HEAD + MODULES + MAC)
-    answer = ask_torch()
+    answer = query_torch()
     assert (answer.mps_available, answer.mps_recommended_bytes, answer.mps_num_cores) == (True, 5726633984, 10)
     assert answer.cuda_available is False
     assert answer.cuda_error is None
@@ -80,7 +80,7 @@ def fail(): raise RuntimeError("invalid low watermark ratio 1.4")
 mps.recommended_max_memory = fail
 """
     fake_torch(HEAD + MODULES + MAC + fails)
-    answer = ask_torch()
+    answer = query_torch()
     assert (answer.mps_available, answer.mps_recommended_bytes, answer.mps_num_cores) == (True, None, 10)
 
 
@@ -90,21 +90,21 @@ def init(): raise RuntimeError("The NVIDIA driver on your system\\nis too old")
 cuda.is_available, cuda.init = lambda: False, init
 """
     fake_torch(HEAD + MODULES + GPU + too_old)
-    answer = ask_torch()
+    answer = query_torch()
     assert answer.cuda_error == "RuntimeError: The NVIDIA driver on your system is too old"
     assert answer.version == "2.13.0"
 
 
 def test_a_card_that_cannot_be_described_is_not_available(fake_torch):
     fake_torch(HEAD + MODULES + GPU + "del Device.total_memory\n")
-    answer = ask_torch()
+    answer = query_torch()
     assert answer.cuda_available is False
     assert "total_memory" in answer.cuda_error
 
 
 def test_a_torch_of_another_time_lacks_names_and_is_still_asked(fake_torch):
     fake_torch(HEAD)
-    answer = ask_torch()
+    answer = query_torch()
     assert answer.facts().version == "2.13.0"
     assert (answer.mps_built, answer.cuda_available) == (None, False)
 
@@ -124,17 +124,17 @@ def test_a_torch_of_another_time_lacks_names_and_is_still_asked(fake_torch):
 )
 def test_a_torch_that_fails_is_an_error_of_one_line(fake_torch, source, says):
     fake_torch(source)
-    facts = ask_torch().facts()
+    facts = query_torch().facts()
     assert says in facts.error
     assert "\n" not in facts.error
     assert len(facts.error) <= 300
-    assert facts == Torch(error=facts.error)
+    assert facts == TorchFacts(error=facts.error)
 
 
 def test_a_torch_that_hangs_is_given_up(fake_torch):
     fake_torch("import time; time.sleep(60)")
     start = time.monotonic()
-    answer = ask_torch(timeout_seconds=0.5)
+    answer = query_torch(timeout_seconds=0.5)
     assert answer.error == "torch 2.13.0 did not answer in time"
     assert time.monotonic() - start < 20
 
@@ -149,7 +149,7 @@ def test_what_torch_prints_is_neither_believed_nor_shown(fake_torch, capfd):
         "warnings.warn('CUDA initialization: noise')\n"
     )
     fake_torch(junk + HEAD + MODULES + MAC)
-    assert ask_torch().version == "2.13.0"
+    assert query_torch().version == "2.13.0"
     assert capfd.readouterr() == ("", "")
 
 
@@ -157,13 +157,13 @@ def test_what_torch_prints_is_neither_believed_nor_shown(fake_torch, capfd):
 def test_what_a_start_up_file_prints_is_passed_over(fake_torch, tmp_path, times):
     fake_torch(HEAD + MODULES + MAC)
     (tmp_path / "sitecustomize.py").write_text(f"print('hello from my shell' * {times})")
-    assert ask_torch().version == "2.13.0"
+    assert query_torch().version == "2.13.0"
 
 
 def test_a_torch_that_writes_without_end_is_given_up(fake_torch, tmp_path):
     fake_torch(HEAD)
     (tmp_path / "sitecustomize.py").write_text("while True: print('x' * 1000)")
-    assert "without end" in ask_torch().error
+    assert "without end" in query_torch().error
 
 
 def test_a_file_named_torch_in_the_working_folder_is_not_torch(tmp_path, monkeypatch, fake_torch):
@@ -172,7 +172,7 @@ def test_a_file_named_torch_in_the_working_folder_is_not_torch(tmp_path, monkeyp
     folder.mkdir()
     (folder / "torch.py").write_text("raise RuntimeError('I am a notes file')")
     monkeypatch.chdir(folder)
-    assert ask_torch().error is None
+    assert query_torch().error is None
 
 
 def test_a_process_left_behind_does_not_hold_us(fake_torch, tmp_path):
@@ -185,14 +185,14 @@ def test_a_process_left_behind_does_not_hold_us(fake_torch, tmp_path):
     )
     (tmp_path / "sitecustomize.py").write_text(left)
     start = time.monotonic()
-    assert ask_torch().version == "2.13.0"
+    assert query_torch().version == "2.13.0"
     assert time.monotonic() - start < 60
     os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
 
 
 def test_the_child_works_while_we_do_other_things(fake_torch, tmp_path):
     fake_torch("import pathlib; pathlib.Path(__file__).with_name('seen').touch()\n" + HEAD + MODULES + MAC)
-    with asking_torch() as answer:
+    with torch_query() as answer:
         deadline = time.monotonic() + 600
         while not (tmp_path / "seen").exists():
             assert time.monotonic() < deadline, "torch is asked only when the answer is waited for"
@@ -203,7 +203,7 @@ def test_the_child_works_while_we_do_other_things(fake_torch, tmp_path):
 def test_the_child_ends_with_us(fake_torch):
     fake_torch("import time; time.sleep(60)")
     start = time.monotonic()
-    with pytest.raises(ZeroDivisionError), asking_torch():
+    with pytest.raises(ZeroDivisionError), torch_query():
         raise ZeroDivisionError
     assert time.monotonic() - start < 20
 
@@ -214,8 +214,8 @@ def test_without_torch_no_child_is_started(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(torch_child, "_start", lambda: pytest.fail("a child was started"))
-    assert ask_torch().facts() == Torch(error="torch is not installed")
+    monkeypatch.setattr(torch_info, "_start_child", lambda: pytest.fail("a child was started"))
+    assert query_torch().facts() == TorchFacts(error="torch is not installed")
 
 
 def test_a_torch_without_an_installers_note_is_installed(monkeypatch):
@@ -224,35 +224,35 @@ def test_a_torch_without_an_installers_note_is_installed(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert torch_child.is_installed()
+    assert torch_info.is_installed()
 
 
 def test_a_python_that_cannot_start_is_an_error(monkeypatch):
-    monkeypatch.setattr(torch_child, "is_installed", lambda: True)
+    monkeypatch.setattr(torch_info, "is_installed", lambda: True)
     monkeypatch.setattr(sys, "executable", "/whet/no/such/python")
-    assert "could not be started" in ask_torch().error
+    assert "could not be started" in query_torch().error
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(st.binary(), st.text().map(lambda text: b"whet-torch-answer " + text.encode("utf-8", "replace"))))
 def test_any_bytes_are_an_answer_or_none(raw):
-    found = read_answer(raw)
-    assert found is None or isinstance(found, TorchAnswer)
+    found = parse_torch_info(raw)
+    assert found is None or isinstance(found, TorchInfo)
 
 
 def test_the_last_answer_counts():
-    assert read_answer(b'whet-torch-answer {"version": "1"}\nwhet-torch-answer {"version": "2"}\n').version == "2"
+    assert parse_torch_info(b'whet-torch-answer {"version": "1"}\nwhet-torch-answer {"version": "2"}\n').version == "2"
 
 
 @pytest.mark.parametrize("data", [[], 7, None, {"version": 2.13}, {"unknown": 1}, {"cuda_devices": {"name": "x"}}])
 def test_an_answer_of_the_wrong_shape_is_none(data):
-    assert read_answer(b"whet-torch-answer " + json.dumps(data).encode()) is None
+    assert parse_torch_info(b"whet-torch-answer " + json.dumps(data).encode()) is None
 
 
 def test_how_a_process_ended():
-    assert how_it_ended(3) == "ended with exit code 3"
-    assert how_it_ended(-signal.SIGKILL) == "was killed by SIGKILL"
-    assert how_it_ended(-200) == "was killed by signal 200"
+    assert describe_exit(3) == "ended with exit code 3"
+    assert describe_exit(-signal.SIGKILL) == "was killed by SIGKILL"
+    assert describe_exit(-200) == "was killed by signal 200"
 
 
 def test_torch_is_not_imported_here():

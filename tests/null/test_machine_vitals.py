@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import answering, file_of, silent
 
-from whet.machine import linux_strain, nvml, vitals
+from whet.machine import nvidia, pressure
 from whet.machine.facts import Conditions
-from whet.machine.linux_strain import Stalls, Throttle
-from whet.machine.nvml import CardState, OnlyCard
-from whet.machine.vitals import RARE_SECONDS, Vitals
+from whet.machine.nvidia import GpuState, SingleGpuReader
+from whet.machine.pressure import PROGRAM_INTERVAL_SECONDS, ConditionsReader, MemoryStalls, ThrottleCounters
 
 GB = 1024**3
 CALM = "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
@@ -62,7 +61,7 @@ class SimulatedMac:
 
 def test_a_simulated_mac_is_read_without_a_program_and_programs_are_asked_rarely() -> None:
     mac, now = SimulatedMac(thermal=2, pressure=4, swap=3 * GB), [0.0]
-    read = Vitals(system="darwin", run=mac.run, libc=mac, clock=lambda: now[0])
+    read = ConditionsReader(system="darwin", run=mac.run, libc=mac, clock=lambda: now[0])
     first = read()
     assert (first.thermal, first.memory_pressure, first.swap_used_bytes) == ("heavy", "critical", 3 * GB)
     assert first.power_source in ("mains", "battery")
@@ -71,25 +70,25 @@ def test_a_simulated_mac_is_read_without_a_program_and_programs_are_asked_rarely
     assert mac.tokens == 0, "every registration is given back"
     mac.thermal, mac.pressure = 0, 1
     for _ in range(5):
-        now[0] += RARE_SECONDS / 6
+        now[0] += PROGRAM_INTERVAL_SECONDS / 6
         again = read()
         assert (again.thermal, again.memory_pressure) == ("nominal", "normal")
         assert (again.power_source, again.low_power_mode) == (first.power_source, first.low_power_mode)
     assert len(mac.asked) == 3, "remembered"
-    now[0] += RARE_SECONDS / 6
+    now[0] += PROGRAM_INTERVAL_SECONDS / 6
     read()
     assert len(mac.asked) == 6, "asked again"
 
 
 def test_a_mac_that_answers_nothing_is_unknown() -> None:
-    found = Vitals(system="darwin", run=silent, libc=object())()
+    found = ConditionsReader(system="darwin", run=silent, libc=object())()
     assert found.model_copy(update={"memory_available_bytes": None}) == Conditions()
-    half = Vitals(system="darwin", run=silent, libc=SimulatedMac(thermal=9, has_sysctl=False))()
+    half = ConditionsReader(system="darwin", run=silent, libc=SimulatedMac(thermal=9, has_sysctl=False))()
     assert (half.thermal, half.memory_pressure, half.swap_used_bytes) == (None, None, None)
 
 
 def test_another_system_is_unknown() -> None:
-    assert Vitals(system="win32")() == Conditions()
+    assert ConditionsReader(system="win32")() == Conditions()
 
 
 # --- Linux -----------------------------------------------------------------------------------------------------------
@@ -123,7 +122,7 @@ def a_linux(root: Path, *, stalls: str = CALM, left: int = 8 * GB, throttle: tup
     ],
 )
 def test_memory_pressure_on_linux(stalls: str, left: int, level: str, tmp_path: Path) -> None:
-    found = Vitals(system="linux", root=a_linux(tmp_path, stalls=stalls, left=left), card=CardState)()
+    found = ConditionsReader(system="linux", root=a_linux(tmp_path, stalls=stalls, left=left), card=GpuState)()
     assert found.memory_pressure == level
     assert (found.swap_used_bytes, found.memory_available_bytes) == (GB, left)
     assert found.thermal is None
@@ -135,50 +134,52 @@ def test_the_pressure_of_our_own_control_group_counts_first(tmp_path: Path) -> N
     (tmp_path / "proc/self/cgroup").write_text("0::/jobs/mine\n")
     (tmp_path / "sys/fs/cgroup/jobs/mine").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/jobs/mine/memory.pressure").write_text(DIRE)
-    assert Vitals(system="linux", root=tmp_path, card=CardState)().memory_pressure == "critical"
+    assert ConditionsReader(system="linux", root=tmp_path, card=GpuState)().memory_pressure == "critical"
 
 
 def test_throttling_shows_in_counters_that_rise(tmp_path: Path) -> None:
     now = [0.0]
-    read = Vitals(system="linux", root=a_linux(tmp_path, throttle=(7, 900)), card=CardState, clock=lambda: now[0])
+    read = ConditionsReader(
+        system="linux", root=a_linux(tmp_path, throttle=(7, 900)), card=GpuState, clock=lambda: now[0]
+    )
     said = [read().thermal]
     for counters in ((7, 900), (8, 950), (20, 3000), (20, 3000)):
         now[0] += 5
         a_linux(tmp_path, throttle=counters)
         said.append(read().thermal)
     assert said == [None, "nominal", "moderate", "heavy", "nominal"]
-    old_kernel = linux_strain.throttling(Throttle(1, None), Throttle(2, None), seconds=5)
+    old_kernel = pressure.thermal_level_between(ThrottleCounters(1, None), ThrottleCounters(2, None), seconds=5)
     assert old_kernel == "moderate"
 
 
 def test_a_hot_card_counts_too(tmp_path: Path) -> None:
-    read = Vitals(system="linux", root=a_linux(tmp_path), card=lambda: CardState("heavy", 97.0))
+    read = ConditionsReader(system="linux", root=a_linux(tmp_path), card=lambda: GpuState("heavy", 97.0))
     assert (read().thermal, read().gpu_busy_percent) == ("heavy", 97.0)
-    assert linux_strain.hotter("nominal", "heavy") == linux_strain.hotter("heavy", None) == "heavy"
-    assert linux_strain.hotter(None, None) is None
+    assert pressure.hottest("nominal", "heavy") == pressure.hottest("heavy", None) == "heavy"
+    assert pressure.hottest(None, None) is None
 
 
 @pytest.mark.parametrize("text", [CALM, SHORT, DIRE])
 def test_stalls_cut_off_anywhere_are_true_or_unknown(text: str) -> None:
-    truth = linux_strain.parse_stalls(text)
+    truth = pressure.parse_memory_stalls(text)
     for end in range(len(text)):
-        for value, true in zip(linux_strain.parse_stalls(text[:end]), truth, strict=True):
+        for value, true in zip(pressure.parse_memory_stalls(text[:end]), truth, strict=True):
             assert value in (None, true)
 
 
 @given(text=st.text() | st.sampled_from([CALM, DIRE]).flatmap(lambda t: st.permutations(t[:60])).map("".join))
 def test_any_text_in_place_of_stalls_never_crashes(text: str) -> None:
-    assert all(value is None or 0 <= value <= 100 for value in linux_strain.parse_stalls(text))
+    assert all(value is None or 0 <= value <= 100 for value in pressure.parse_memory_stalls(text))
 
 
 def test_nothing_known_is_not_called_normal() -> None:
-    assert linux_strain.pressure(Stalls(), available=None, total=None) is None
-    assert linux_strain.pressure(Stalls(), available=5, total=None) is None
+    assert pressure.memory_pressure_level(MemoryStalls(), available=None, total=None) is None
+    assert pressure.memory_pressure_level(MemoryStalls(), available=5, total=None) is None
 
 
 def test_this_machine_can_be_read_from_a_thread() -> None:
     found: list[Conditions] = []
-    thread = threading.Thread(target=lambda: found.append(vitals.read_vitals()))
+    thread = threading.Thread(target=lambda: found.append(pressure.read_conditions()))
     thread.start()
     thread.join()
     assert found[0].memory_available_bytes is None or found[0].memory_available_bytes > 0
@@ -216,8 +217,8 @@ class SimulatedDriver:
 @pytest.mark.parametrize(("reasons", "level"), [(0, "nominal"), (0x4, "nominal"), (0x20, "heavy"), (0x41, "heavy")])
 def test_a_simulated_card_tells_heat_from_a_power_cap(reasons: int, level: str) -> None:
     driver = SimulatedDriver(reasons=reasons)
-    card = OnlyCard(library=driver)
-    assert card() == card() == CardState(level, 55.0)
+    card = SingleGpuReader(library=driver)
+    assert card() == card() == GpuState(level, 55.0)
     assert driver.opened == 1
 
 
@@ -225,10 +226,10 @@ def test_a_simulated_card_tells_heat_from_a_power_cap(reasons: int, level: str) 
     "library", [object(), SimulatedDriver(cards=2), SimulatedDriver(cards=0), SimulatedDriver(init=9)]
 )
 def test_no_card_or_several_or_no_driver_is_unknown(library) -> None:
-    assert OnlyCard(library=library)() == CardState()
+    assert SingleGpuReader(library=library)() == GpuState()
 
 
 def test_a_machine_without_the_library_is_unknown(monkeypatch) -> None:
-    monkeypatch.setattr(nvml, "_LIBRARY", "libwhet-is-not-there.so")
-    card = OnlyCard()
-    assert card() == card() == CardState()
+    monkeypatch.setattr(nvidia, "_NVML_LIBRARY", "libwhet-is-not-there.so")
+    card = SingleGpuReader()
+    assert card() == card() == GpuState()

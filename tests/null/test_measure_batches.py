@@ -5,18 +5,16 @@ import math
 import pytest
 
 from simulated_rig import SimulatedRig, gaussian, heavy_tailed, landscape
+from whet.autotune.batch_size import batch_sizes_to_try, choose_batch_size, describe_scaling, lr_scaling
+from whet.autotune.search import search
+from whet.autotune.step_bench import TuningProgress
 from whet.base.errors import UsageError, WhetError
-from whet.config.keys import CommonConfig
-from whet.config.resolve import resolve
+from whet.config.options import CommonConfig
+from whet.config.resolve import resolve_config
 from whet.machine.known import load_machine
-from whet.measure.batches import choose_batch, possible_batches
-from whet.measure.knee import rate_words, scaling_of
-from whet.measure.progress import Progress
-from whet.measure.search import search
-from whet.plan.chosen_batch import ChosenBatch
-from whet.plan.explain import explain
-from whet.plan.plan import make_plan, read_plan, with_batch
-from whet.plan.words import plan_lines
+from whet.plan.plan import make_plan, read_plan, with_auto_batch
+from whet.plan.render import explain_setting, plan_lines
+from whet.plan.workload import AutoBatch
 from whet.recipes.text.config import TextConfig, describe
 
 TEXT = describe(TextConfig()).model_copy(update={"num_samples": 40_000, "num_steps": 3_750, "mean_length": 46.0})
@@ -33,8 +31,8 @@ def saturating(at: int):
     return lambda batch: 0.001 * (at + batch) / 100
 
 
-def chosen(rig: SimulatedRig, *, budget: float = 20.0, watch=None) -> ChosenBatch:
-    return choose_batch(rig, base_rates=[1e-3], scaling="square root", budget_seconds=budget, watch=watch)
+def chosen(rig: SimulatedRig, *, budget: float = 20.0, watch=None) -> AutoBatch:
+    return choose_batch_size(rig, base_rates=[1e-3], scaling="square root", budget_seconds=budget, watch=watch)
 
 
 @pytest.mark.parametrize(("at", "expected"), [(4, 32), (50, 256), (120, 1024)])
@@ -113,38 +111,38 @@ def test_what_cannot_be_measured_is_refused() -> None:
         chosen(a_rig(saturating(50), samples=300))
     with pytest.raises(WhetError, match="no global batch could be measured"):
         chosen(a_rig(saturating(50), failure=lambda _: "error"))
-    assert possible_batches(32, 330) == [8, 16]
-    assert possible_batches(48, 2_000) == [12, 24, 48, 96]
-    assert possible_batches(7, 300) == [7, 14]
-    assert possible_batches(256, 2_000) == [8, 16, 32, 64]
+    assert batch_sizes_to_try(32, 330) == [8, 16]
+    assert batch_sizes_to_try(48, 2_000) == [12, 24, 48, 96]
+    assert batch_sizes_to_try(7, 300) == [7, 14]
+    assert batch_sizes_to_try(256, 2_000) == [8, 16, 32, 64]
 
 
 def test_how_the_learning_rate_goes_with_the_batch_has_a_reason_and_a_source() -> None:
-    assert "Malladi et al. 2022" in rate_words((1e-3, 1e-4, 1e-3), before=32, after=64, scaling="square root")
-    assert "Goyal et al. 2017" in rate_words((0.1,), before=32, after=64, scaling="linear")
-    assert rate_words((0.1,), before=32, after=32, scaling="linear") == "lr stays 0.1: it is meant for this batch"
-    assert scaling_of("AdamW") == scaling_of("adafactor") == "square root"
-    assert scaling_of("SGD") == "linear"
+    assert "Malladi et al. 2022" in describe_scaling((1e-3, 1e-4, 1e-3), before=32, after=64, scaling="square root")
+    assert "Goyal et al. 2017" in describe_scaling((0.1,), before=32, after=64, scaling="linear")
+    assert describe_scaling((0.1,), before=32, after=32, scaling="linear") == "lr stays 0.1: it is meant for this batch"
+    assert lr_scaling("AdamW") == lr_scaling("adafactor") == "square root"
+    assert lr_scaling("SGD") == "linear"
     with pytest.raises(UsageError, match="is not known"):
-        scaling_of("Lion")
+        lr_scaling("Lion")
 
 
 def test_a_plan_keeps_how_its_simulated_batch_came_about() -> None:
     rig = a_rig(saturating(120))
     found = chosen(rig)
-    plan = with_batch(rig.plan, found)
+    plan = with_auto_batch(rig.plan, found)
     assert read_plan(plan.as_json(), where="here").workload.batch == found
     assert f"global batch {found.batch} (measured)" in "\n".join(plan_lines(plan, width=100))
-    why = explain(plan, "global_batch_size")
+    why = explain_setting(plan, "global_batch_size")
     assert all(f"{point.batch:,}: " in why for point in found.points)
     assert "Malladi" in why
-    assert "a plan never changes it" in explain(rig.plan, "global_batch_size")
+    assert "a plan never changes it" in explain_setting(rig.plan, "global_batch_size")
 
 
 def test_auto_is_refused_by_whoever_measures_nothing() -> None:
     with pytest.raises(UsageError, match="has to be measured"):
-        resolve(CommonConfig, ["global_batch_size=auto"])
-    found = resolve(CommonConfig, ["batch_size=auto", "lr=0.01"], can_measure=True)
+        resolve_config(CommonConfig, ["global_batch_size=auto"])
+    found = resolve_config(CommonConfig, ["batch_size=auto", "lr=0.01"], can_measure=True)
     assert (found.is_batch_open, found.config.global_batch_size, found.given) == (True, 32, ("lr",))
     settled = found.with_batch(chosen(a_rig(saturating(50))))
     assert not settled.is_batch_open
@@ -155,10 +153,10 @@ def test_auto_is_refused_by_whoever_measures_nothing() -> None:
 
 
 def test_a_simulated_search_tells_what_is_tried_and_how_much_of_its_time_is_gone() -> None:
-    told: list[Progress] = []
+    told: list[TuningProgress] = []
     plan = make_plan(MACHINE, TEXT)
     times = {("fp32", 32): 0.06, ("bf16", 32): 0.07, ("fp32", 16): 0.07, ("bf16", 16): 0.03}
-    rig = SimulatedRig(plan, lambda p: times.get((p.value("precision"), p.value("micro_batch")), 0.2))
+    rig = SimulatedRig(plan, lambda p: times.get((p.precision, p.micro_batch), 0.2))
     search(plan, rig, budget_seconds=60, watch=told.append)
     assert told[0].words == "measuring: the rules' plan, 0 of 60 s"
     assert any(one.doing == "precision bf16" for one in told)

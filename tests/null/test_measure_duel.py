@@ -7,21 +7,21 @@ from statistics import median
 import pytest
 
 from simulated_rig import SimulatedRig, drifting, gaussian
+from whet.autotune.paired_timing import PairedTiming, compare
 from whet.machine.known import load_machine
-from whet.measure.duel import Duel, fight
 from whet.plan.plan import make_plan
 from whet.recipes.text.config import TextConfig, describe
 
 PLAN = make_plan(load_machine("linux-2core"), describe(TextConfig()))
 
 
-def duel(rig: SimulatedRig, *, until: float = math.inf, seed: int = 0) -> Duel:
+def duel(rig: SimulatedRig, *, until: float = math.inf, seed: int = 0) -> PairedTiming:
     ours, theirs = (rig.prepare({"precision": how}, seconds=60) for how in ("bf16", "fp32"))
-    return fight(ours, theirs, clock=rig.clock, until=until, coin=random.Random(seed))
+    return compare(ours, theirs, clock=rig.clock, until=until, coin=random.Random(seed))
 
 
 def rig_of(bf16: float, fp32: float = 0.1, **more) -> SimulatedRig:
-    return SimulatedRig(PLAN, lambda plan: bf16 if plan.value("precision") == "bf16" else fp32, **more)
+    return SimulatedRig(PLAN, lambda plan: bf16 if plan.precision == "bf16" else fp32, **more)
 
 
 def test_a_simulated_drift_fools_blocks_and_not_pairs() -> None:

@@ -9,23 +9,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from whet.autotune import cache
+from whet.autotune.batch_size import scale_learning_rate, smallest_fast_batch
+from whet.autotune.cache import recall, remember
+from whet.autotune.memory_model import MemoryModel
+from whet.autotune.result import (
+    NOT_QUIET,
+    BreakEven,
+    ConfirmedGain,
+    TuningResult,
+    budget_seconds,
+    finish_seconds,
+    measured_settings,
+)
 from whet.base.errors import UsageError
 from whet.base.units import GB
-from whet.measure import cache
-from whet.measure.cache import recall, remember
-from whet.measure.fitting import Fitting
-from whet.measure.found import NOT_QUIET, Found, Gain, measured_settings
-from whet.measure.knee import find_knee, scale_learning_rate
-from whet.measure.objective import BreakEven, budget_seconds, finish_seconds
-from whet.plan.setting import Measured
-from whet.plan.trial import Trial
+from whet.plan.setting import MeasuredSetting, TuneTrial
 
 ABOUT = {"machine": "m2", "torch": "2.13.0", "model": [["Linear", 4, 4]], "shapes": {"x": [32, 4]}}
-FOUND = Found(
+FOUND = TuningResult(
     settings={"precision": "bf16", "micro_batch": 8},
-    measured={"precision": Measured(value="bf16", reason="1.31x fp32", evidence={"interval": (1.2, 1.4)})},
+    measured={"precision": MeasuredSetting(value="bf16", reason="1.31x fp32", evidence={"interval": (1.2, 1.4)})},
     trials=(
-        Trial(
+        TuneTrial(
             setting="precision",
             settings={"precision": "bf16"},
             verdict="faster",
@@ -51,7 +57,7 @@ def test_evidence_is_found_again_whatever_the_order_of_keys(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "seen",
-    [{"gain": Gain(speedup=14.06, low=3.2, high=60, repeats=8)}, {"words": ("2 trials", NOT_QUIET)}],
+    [{"gain": ConfirmedGain(speedup=14.06, low=3.2, high=60, repeats=8)}, {"words": ("2 trials", NOT_QUIET)}],
     ids=["uneven", "not quiet"],
 )
 def test_what_a_busy_machine_showed_is_not_kept(seen: dict[str, Any], tmp_path: Path) -> None:
@@ -91,7 +97,7 @@ def test_a_changed_byte_never_raises(place: int, value: int) -> None:
         data[place % len(data)] = value
         path.write_bytes(data)
         found = recall(ABOUT, where=Path(folder))
-        assert found is None or isinstance(found, Found)
+        assert found is None or isinstance(found, TuningResult)
 
 
 def test_evidence_under_a_foreign_name_is_not_taken(tmp_path: Path) -> None:
@@ -186,7 +192,7 @@ def test_planning_is_paid_too() -> None:
 
 
 def test_two_points_make_a_line_and_the_line_corrects_the_prediction() -> None:
-    known = Fitting()
+    known = MemoryModel()
     assert known.needed({}, micro_batch=8, predicted=None) is None
     assert known.needed({}, micro_batch=8, predicted=GB) == GB
     known.learn({}, micro_batch=8, measured=3 * GB, predicted=2 * GB)
@@ -210,7 +216,7 @@ def test_reasons_name_each_loser_in_a_few_words() -> None:
 
     plan = make_plan(load_machine("linux-2core"), describe(TextConfig()))
     trials = [
-        Trial(
+        TuneTrial(
             setting="micro_batch",
             settings={"micro_batch": 8},
             verdict="no gain",
@@ -218,7 +224,7 @@ def test_reasons_name_each_loser_in_a_few_words() -> None:
             repeats=3,
             speedup=0.91,
         ),
-        Trial(
+        TuneTrial(
             setting="micro_batch",
             settings={"micro_batch": 64},
             verdict="not tried",
@@ -226,7 +232,7 @@ def test_reasons_name_each_loser_in_a_few_words() -> None:
         ),
     ]
     found = measured_settings(plan, trials)
-    assert found["micro_batch"].value == plan.value("micro_batch")
+    assert found["micro_batch"].value == plan.micro_batch
     assert found["micro_batch"].reason == "8: 0.91x; 64: not tried, needs 9.1 of 5.3 GB"
     assert measured_settings(plan, trials[:1])["micro_batch"].reason == trials[0].words
 
@@ -238,7 +244,7 @@ def test_a_reason_and_its_evidence_tell_of_the_same_trial() -> None:
 
     plan = make_plan(load_machine("linux-2core"), describe(TextConfig()))
     trials = [
-        Trial(
+        TuneTrial(
             setting="precision",
             settings={"precision": "bf16", "micro_batch": size},
             verdict="no gain",
@@ -257,7 +263,7 @@ def test_a_reason_and_its_evidence_tell_of_the_same_trial() -> None:
 
 @given(st.dictionaries(st.integers(1, 4096), st.floats(1, 1e6), min_size=1))
 def test_the_knee_is_the_smallest_batch_within_a_tenth_of_the_best(points: dict[int, float]) -> None:
-    knee, best = find_knee(points), max(points.values())
+    knee, best = smallest_fast_batch(points), max(points.values())
     assert points[knee.batch] >= 0.9 * best
     assert all(rate < 0.9 * best for batch, rate in points.items() if batch < knee.batch)
     assert str(knee.batch) in knee.words
@@ -265,7 +271,7 @@ def test_the_knee_is_the_smallest_batch_within_a_tenth_of_the_best(points: dict[
 
 def test_a_knee_without_points_is_refused() -> None:
     with pytest.raises(UsageError, match="no batch size"):
-        find_knee({8: float("nan")})
+        smallest_fast_batch({8: float("nan")})
 
 
 def test_the_learning_rate_goes_with_the_batch_and_says_how() -> None:

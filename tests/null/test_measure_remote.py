@@ -12,19 +12,19 @@ import psutil
 import pytest
 from planted_rigs import HANGS_SECONDS
 
+from whet.autotune.process_bench import ProcessStepBench
+from whet.autotune.step_bench import ProbeFailedError
 from whet.base import env
 from whet.base.errors import UsageError, WhetError
-from whet.measure.remote import RemoteRig
-from whet.measure.rig import ProbeFailedError
 
 MB = 1024**2
 PATIENCE_SECONDS = 120
 """For what happens at once: only a hang takes so long."""
 
 
-def a_rig(*, most_bytes: int | None = None, **arguments: object) -> RemoteRig:
-    environment = env.for_child(PYTHONPATH=f"{Path(__file__).parent}:{env.read('PYTHONPATH') or ''}")
-    return RemoteRig("planted_rigs:open_rig", arguments, environment=environment, most_bytes=most_bytes)
+def a_rig(*, most_bytes: int | None = None, **arguments: object) -> ProcessStepBench:
+    environment = env.child_environment(PYTHONPATH=f"{Path(__file__).parent}:{env.read('PYTHONPATH') or ''}")
+    return ProcessStepBench("planted_rigs:open_rig", arguments, environment=environment, most_bytes=most_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_a_probe_that_hangs_ends_with_its_parent_however_that_ends(when, argumen
         f"with a_rig(**{arguments}) as rig:\n"
         "    rig.prepare({'misdeed': 'hangs'}, seconds=HANGS_SECONDS)\n"
     )
-    environment = env.for_child(PYTHONPATH=f"{Path(__file__).parent}:{env.read('PYTHONPATH') or ''}")
+    environment = env.child_environment(PYTHONPATH=f"{Path(__file__).parent}:{env.read('PYTHONPATH') or ''}")
     parent = psutil.Popen([sys.executable, "-c", code], env=environment)
     try:
         child = the_child(parent)

@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 
 from places import Tell
 from simulated_rig import GRID, SimulatedRig, drifting, gaussian, heavy_tailed, landscape, periodic
+from whet.autotune.candidates import ORDER, plan_with
+from whet.autotune.result import TuningResult, finish_estimate
+from whet.autotune.search import search
+from whet.autotune.step_bench import ProbeFailedError
 from whet.base.units import GB
-from whet.machine.facts import Accelerator, Cpu, Machine, OperatingSystem, Torch
+from whet.machine.facts import Accelerator, CpuFacts, Machine, OperatingSystem, TorchFacts
 from whet.machine.known import load_machine
-from whet.measure.candidates import ORDER, planned
-from whet.measure.finish import finish_line
-from whet.measure.found import Found
-from whet.measure.rig import ProbeFailedError
-from whet.measure.search import search
 from whet.plan.plan import Plan, make_plan
 from whet.plan.workload import Workload
 from whet.recipes.text.config import TextConfig, describe
@@ -25,10 +24,10 @@ PLAN = make_plan(load_machine("linux-2core"), TEXT)
 MAC = Machine(
     name="a Mac",
     os=OperatingSystem(name="macOS", version="15.1"),
-    cpu=Cpu(fast_cores=4, slow_cores=4),
+    cpu=CpuFacts(fast_cores=4, slow_cores=4),
     memory_bytes=8 * GB,
     accelerators=(Accelerator(kind="mps", usable_bytes=int(5.33 * GB), shares_memory=True, capability="apple9"),),
-    torch=Torch(version="2.13.0"),
+    torch=TorchFacts(version="2.13.0"),
 )
 BATCH_64 = Workload(
     recipe="text",
@@ -42,7 +41,7 @@ BATCH_64 = Workload(
 )
 
 
-def of(found: Found, setting: str) -> list[str]:
+def of(found: TuningResult, setting: str) -> list[str]:
     return [trial.verdict for trial in found.trials if trial.setting == setting]
 
 
@@ -52,8 +51,8 @@ def of(found: Found, setting: str) -> list[str]:
 def test_the_cpu_is_chosen_for_a_tiny_model_on_a_simulated_mac() -> None:
     tiny = Workload(recipe="hex", num_parameters=40_000, global_batch_size=64, num_steps=20_000, activation_bytes=4_096)
     plan = make_plan(MAC, tiny)
-    assert plan.value("device") == "mps"
-    rig = SimulatedRig(plan, lambda p: 0.0004 if p.value("device") == "cpu" else 0.003, noise=gaussian(0.05))
+    assert plan.device == "mps"
+    rig = SimulatedRig(plan, lambda p: 0.0004 if p.device == "cpu" else 0.003, noise=gaussian(0.05))
     found = search(plan, rig, budget_seconds=20)
     assert found.settings["device"] == "cpu"
     assert found.gain is not None
@@ -64,8 +63,8 @@ def test_the_cpu_is_chosen_for_a_tiny_model_on_a_simulated_mac() -> None:
 
 def test_the_cpu_is_not_even_tried_for_a_large_model_on_a_simulated_mac() -> None:
     large = BATCH_64.model_copy(update={"mean_length": 100.0})
-    plan = make_plan(MAC.model_copy(update={"cpu": Cpu(fast_cores=4, slow_cores=4, logical_cores=8)}), large)
-    rig = SimulatedRig(plan, lambda p: 400.0 if p.value("device") == "cpu" else 0.5, noise=gaussian(0.01))
+    plan = make_plan(MAC.model_copy(update={"cpu": CpuFacts(fast_cores=4, slow_cores=4, logical_cores=8)}), large)
+    rig = SimulatedRig(plan, lambda p: 400.0 if p.device == "cpu" else 0.5, noise=gaussian(0.01))
     found = search(plan, rig, budget_seconds=60)
     (trial,) = (t for t in found.trials if t.setting == "device")
     assert trial.verdict == "not tried"
@@ -75,14 +74,14 @@ def test_the_cpu_is_not_even_tried_for_a_large_model_on_a_simulated_mac() -> Non
 def regret(seed: int, noise) -> float:
     seconds, cells = landscape(seed), GRID
     best = min(
-        seconds(planned(PLAN, dict(zip(cells, cell, strict=True)))) for cell in itertools.product(*cells.values())
+        seconds(plan_with(PLAN, dict(zip(cells, cell, strict=True)))) for cell in itertools.product(*cells.values())
     )
     rig = SimulatedRig(PLAN, seconds, noise=noise, seed=seed)
     found = search(PLAN, rig, budget_seconds=60, seed=seed)
     assert rig.alive == 0
     assert rig.most_alive <= 2
     assert found.spent_seconds <= 66
-    return seconds(planned(PLAN, found.settings)) / best - 1
+    return seconds(plan_with(PLAN, found.settings)) / best - 1
 
 
 def test_the_best_of_864_cells_is_found_within_5_percent_on_simulated_machines(tell: Tell) -> None:
@@ -131,8 +130,8 @@ def test_a_simulated_gain_that_is_only_likely_is_kept_beside_one_that_is_sure() 
 
 
 def _one_large_gain_and_one_small(plan: Plan) -> float:
-    large = 0.5 if plan.value("optimizer_kernels") == "loop" else 1.0
-    return 0.05 * large * (0.93 if plan.value("threads") == 1 else 1.0)
+    large = 0.5 if plan.optimizer_kernels == "loop" else 1.0
+    return 0.05 * large * (0.93 if plan.threads == 1 else 1.0)
 
 
 def test_a_simulated_gain_that_does_not_last_is_given_up_again() -> None:
@@ -162,25 +161,25 @@ def test_a_simulated_gain_that_does_not_last_is_given_up_again() -> None:
 def test_the_search_stops_before_a_simulated_swap_cliff() -> None:
     """Predictions are a third too low. Above the limit a step does not fail; it takes ten times as long."""
     plan = make_plan(MAC, BATCH_64)
-    limit = plan.value("memory_gb") * GB
-    rule_micro = plan.value("micro_batch")
+    limit = plan.memory_gb * GB
+    rule_micro = plan.micro_batch
     assert rule_micro < 64
 
     def predicted(p: Plan) -> int:
-        return int(1.5 * GB + p.value("micro_batch") * 30 * 1024**2)
+        return int(1.5 * GB + p.micro_batch * 30 * 1024**2)
 
     def true(p: Plan) -> int:
-        return int(1.9 * GB + p.value("micro_batch") * 110 * 1024**2)
+        return int(1.9 * GB + p.micro_batch * 110 * 1024**2)
 
     def seconds(p: Plan) -> float:
-        pieces = 64 / p.value("micro_batch")
+        pieces = 64 / p.micro_batch
         return (0.3 + 0.1 * pieces) * (10 if true(p) > limit else 1)
 
     rig = SimulatedRig(plan, seconds, predicted=predicted, bytes=true, noise=gaussian(0.01))
-    assert true(plan) <= limit < true(planned(plan, {"micro_batch": 64}))
-    assert predicted(planned(plan, {"micro_batch": 64})) <= limit, "predictions alone would lead over the cliff"
+    assert true(plan) <= limit < true(plan_with(plan, {"micro_batch": 64}))
+    assert predicted(plan_with(plan, {"micro_batch": 64})) <= limit, "predictions alone would lead over the cliff"
     found = search(plan, rig, budget_seconds=60)
-    assert all(true(planned(plan, tried)) <= limit for tried in rig.prepared), "it was stepped over"
+    assert all(true(plan_with(plan, tried)) <= limit for tried in rig.prepared), "it was stepped over"
     refused = [t for t in found.trials if t.verdict == "not tried" and t.setting == "micro_batch"]
     assert refused
     assert "needs" in refused[0].words
@@ -189,9 +188,9 @@ def test_the_search_stops_before_a_simulated_swap_cliff() -> None:
 
 def test_a_simulated_probe_that_takes_more_than_planned_is_not_chosen() -> None:
     def true(plan: Plan) -> int:
-        return 40 * GB if plan.value("compile") != "off" else GB
+        return 40 * GB if plan.compile != "off" else GB
 
-    rig = SimulatedRig(PLAN, lambda p: 0.05 if p.value("compile") == "off" else 0.01, bytes=true)
+    rig = SimulatedRig(PLAN, lambda p: 0.05 if p.compile == "off" else 0.01, bytes=true)
     found = search(PLAN, rig, budget_seconds=60)
     assert (found.settings, of(found, "compile")) == ({}, ["failed", "not tried"])
     assert "40 GB" in found.measured["compile"].reason
@@ -245,13 +244,13 @@ def test_no_simulated_search_exceeds_its_budget_by_more_than_10_percent(
 
 def test_the_last_simulated_duel_keeps_to_the_budget_too() -> None:
     """A gain that takes long to tell from noise: the duel could go on for twice the time that is left."""
-    wishes = {name: PLAN.value(name) for name in ("threads", "precision", "micro_batch", "lengths", "compile")}
-    plan = make_plan(load_machine("linux-2core"), TEXT, wishes=wishes)
+    overrides = {name: PLAN.value(name) for name in ("threads", "precision", "micro_batch", "lengths", "compile")}
+    plan = make_plan(load_machine("linux-2core"), TEXT, overrides=overrides)
     confirmed = 0
     for seed in range(30):
         rig = SimulatedRig(
             plan,
-            lambda p: 0.47 if p.value("optimizer_kernels") == "loop" else 0.5,
+            lambda p: 0.47 if p.optimizer_kernels == "loop" else 0.5,
             noise=gaussian(0.015),
             batch_spread=0.05,
             seed=seed,
@@ -288,17 +287,17 @@ def test_a_simulated_machine_that_takes_long_to_start_is_told_why_nothing_was_tr
 def test_a_simulated_search_without_a_trial_does_not_look_like_a_measurement() -> None:
     none = search(PLAN, SimulatedRig(PLAN, lambda _plan: 0.05, recovery_seconds=18.0), budget_seconds=20)
     assert none.words[0].startswith("nothing was compared in ")
-    assert "rough guess, not a measurement" in finish_line(PLAN, none)
+    assert "rough guess, not a measurement" in finish_estimate(PLAN, none)
     some = search(PLAN, SimulatedRig(PLAN, lambda _plan: 0.05), budget_seconds=20)
     assert "trials in" in some.words[0]
-    assert "guess" not in finish_line(PLAN, some)
+    assert "guess" not in finish_estimate(PLAN, some)
 
 
 @pytest.mark.parametrize(
     ("seconds", "speed"), [(0.001, "32,000 samples/s"), (0.03201, "1,000 samples/s"), (0.1, "320 samples/s")]
 )
 def test_a_fast_speed_is_a_number_to_read(seconds: float, speed: str) -> None:
-    assert f" at {speed}, " in finish_line(PLAN, Found(step_seconds=seconds))
+    assert f" at {speed}, " in finish_estimate(PLAN, TuningResult(step_seconds=seconds))
 
 
 def test_a_simulated_rule_plan_that_cannot_be_tried_ends_the_search() -> None:
@@ -314,9 +313,9 @@ def test_a_simulated_rule_plan_that_cannot_be_tried_ends_the_search() -> None:
 @pytest.mark.parametrize("kind", ["crash", "oom", "timeout", "error"])
 def test_a_bad_simulated_probe_is_recorded_and_the_search_goes_on(kind: str) -> None:
     def seconds(plan: Plan) -> float:
-        return 0.02 if plan.value("optimizer_kernels") == "loop" else 0.05
+        return 0.02 if plan.optimizer_kernels == "loop" else 0.05
 
-    rig = SimulatedRig(PLAN, seconds, failure=lambda plan: kind if plan.value("precision") == "bf16" else None)
+    rig = SimulatedRig(PLAN, seconds, failure=lambda plan: kind if plan.precision == "bf16" else None)
     found = search(PLAN, rig, budget_seconds=60)
     assert of(found, "precision") == ["cut off" if kind == "timeout" else "failed"]
     reason = found.measured["precision"].reason
@@ -325,7 +324,7 @@ def test_a_bad_simulated_probe_is_recorded_and_the_search_goes_on(kind: str) -> 
 
 
 def test_a_simulated_probe_that_dies_in_its_steps_is_recorded_too() -> None:
-    from whet.measure.rig import ProbeFailedError
+    from whet.autotune.step_bench import ProbeFailedError
 
     rig = SimulatedRig(PLAN, lambda _plan: 0.05)
     make_step = rig.make_step
@@ -344,9 +343,9 @@ def test_a_simulated_probe_that_dies_in_its_steps_is_recorded_too() -> None:
 
 def test_a_simulated_precision_that_disagrees_is_not_used_however_fast() -> None:
     def seconds(plan: Plan) -> float:
-        return 0.01 if plan.value("precision") == "bf16" else 0.05
+        return 0.01 if plan.precision == "bf16" else 0.05
 
-    rig = SimulatedRig(PLAN, seconds, agrees=lambda plan: plan.value("precision") == "fp32")
+    rig = SimulatedRig(PLAN, seconds, agrees=lambda plan: plan.precision == "fp32")
     found = search(PLAN, rig, budget_seconds=60)
     assert "precision" not in found.settings
     assert set(of(found, "precision")) == {"disagrees"}
@@ -355,7 +354,7 @@ def test_a_simulated_precision_that_disagrees_is_not_used_however_fast() -> None
 
 
 def test_simulated_bf16_on_a_cpu_without_it_is_cut_off_with_its_factor() -> None:
-    rig = SimulatedRig(PLAN, lambda plan: 1.5 if plan.value("precision") == "bf16" else 0.025)
+    rig = SimulatedRig(PLAN, lambda plan: 1.5 if plan.precision == "bf16" else 0.025)
     found = search(PLAN, rig, budget_seconds=60)
     assert of(found, "precision") == ["cut off"]
     assert found.measured["precision"].value == "fp32"
@@ -367,8 +366,8 @@ def test_a_simulated_gain_is_kept_when_the_last_probe_has_to_be_stopped() -> Non
     """Stopping one ends the process that all others were ready in; making the best ready again takes time too."""
     rig = SimulatedRig(
         PLAN,
-        lambda plan: 0.05 if plan.value("threads") == 1 else 0.4,
-        preparation=lambda plan: 1000.0 if plan.value("compile") == "on" else 0.5,
+        lambda plan: 0.05 if plan.threads == 1 else 0.4,
+        preparation=lambda plan: 1000.0 if plan.compile == "on" else 0.5,
         recovery_seconds=6.0,
         noise=gaussian(0.02),
     )
@@ -380,7 +379,7 @@ def test_a_simulated_gain_is_kept_when_the_last_probe_has_to_be_stopped() -> Non
 
 
 def test_a_simulated_winner_stands_by_its_trials_where_the_last_duel_cannot_be_fought() -> None:
-    rig = SimulatedRig(PLAN, lambda plan: 0.05 if plan.value("threads") == 1 else 0.4, noise=gaussian(0.02))
+    rig = SimulatedRig(PLAN, lambda plan: 0.05 if plan.threads == 1 else 0.4, noise=gaussian(0.02))
     prepare = rig.prepare
 
     def fails_at_last(settings, *, seconds):
@@ -400,12 +399,12 @@ def test_a_simulated_winner_stands_by_its_trials_where_the_last_duel_cannot_be_f
 
 
 def test_a_simulated_compile_must_earn_its_time_back_in_this_run() -> None:
-    def found_with(num_steps: int) -> Found:
+    def found_with(num_steps: int) -> TuningResult:
         plan = make_plan(load_machine("linux-2core"), TEXT.model_copy(update={"num_steps": num_steps}))
         rig = SimulatedRig(
             plan,
-            lambda p: 0.03 if p.value("compile") == "on" else 0.06,
-            preparation=lambda p: 20.2 if p.value("compile") == "on" else 0.2,
+            lambda p: 0.03 if p.compile == "on" else 0.06,
+            preparation=lambda p: 20.2 if p.compile == "on" else 0.2,
             noise=gaussian(0.01),
         )
         return search(plan, rig, budget_seconds=60)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from places import Tell
 from simulated_rig import Noise, SimulatedRig, drifting, gaussian, heavy_tailed, periodic
+from whet.autotune import statistics
+from whet.autotune.paired_timing import compare
+from whet.autotune.statistics import decide, estimate, is_slower, is_steady, upper_bound
 from whet.machine.known import load_machine
-from whet.measure import statistics
-from whet.measure.duel import fight
-from whet.measure.statistics import estimate, is_slower, is_steady, judge, upper_bound
 from whet.plan.plan import Plan, make_plan
 from whet.recipes.text.config import TextConfig, describe
 
@@ -35,11 +35,11 @@ def duel_of(noise: Noise, seed: int, *, gain: float = 0.0, seconds: float = 0.05
     """One duel between equals, or against a rival that is slower by `gain`."""
 
     def true(plan: Plan) -> float:
-        return seconds if plan.value("optimizer_kernels") == "loop" else seconds * (1 + gain)
+        return seconds if plan.optimizer_kernels == "loop" else seconds * (1 + gain)
 
     rig = SimulatedRig(PLAN, true, noise=noise, seed=seed)
     ours, theirs = (rig.prepare({"optimizer_kernels": how}, seconds=60) for how in ("loop", "fused"))
-    duel = fight(ours, theirs, clock=rig.clock, until=math.inf, coin=random.Random(seed))
+    duel = compare(ours, theirs, clock=rig.clock, until=math.inf, coin=random.Random(seed))
     return duel.answer, duel.estimate.speedup if duel.estimate else math.nan
 
 
@@ -93,13 +93,13 @@ def test_few_pairs_show_their_range() -> None:
 
 
 def test_no_claim_without_enough_pairs_and_none_below_what_is_worth_having() -> None:
-    assert judge([-0.2]) == judge([-0.2] * 7) == "open"
-    assert judge([-0.2] * 8) == "faster"
-    assert judge([-0.015] * 8) == "no gain", "1.5 % is real and not worth having"
-    assert judge([-0.3] * 4) == "open"
-    assert judge([-0.3] * 5) == "faster"
-    assert judge([0.0, 0.0]) == "open"
-    assert judge([0.0, 0.0, 0.0]) == "no gain"
+    assert decide([-0.2]) == decide([-0.2] * 7) == "open"
+    assert decide([-0.2] * 8) == "faster"
+    assert decide([-0.015] * 8) == "no gain", "1.5 % is real and not worth having"
+    assert decide([-0.3] * 4) == "open"
+    assert decide([-0.3] * 5) == "faster"
+    assert decide([0.0, 0.0]) == "open"
+    assert decide([0.0, 0.0, 0.0]) == "no gain"
 
 
 def test_slower_is_said_only_of_what_is_clear_of_its_spread() -> None:
@@ -112,5 +112,5 @@ def test_slower_is_said_only_of_what_is_clear_of_its_spread() -> None:
 def test_a_ratio_that_changes_asks_for_more_pairs() -> None:
     changing = [-0.6] * 2 + [-0.5] * 2 + [-0.2] * 2 + [-0.1] * 2
     assert not is_steady(changing)
-    assert judge(changing) == "open"
-    assert judge(sorted(changing)[::2] + sorted(changing)[1::2]) == "faster"
+    assert decide(changing) == "open"
+    assert decide(sorted(changing)[::2] + sorted(changing)[1::2]) == "faster"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from whet.cli.ending import notified_of_kills
-from whet.engine.notifying import Notifying
-from whet.engine.supervise import KilledError
-from whet.machine.notify import desktop_command, notify
+from whet.cli.train_output import restart_notifier
+from whet.machine.desktop import desktop_command, notify
+from whet.training.callbacks.notifications import DesktopNotifier
+from whet.training.supervisor import KilledError
 
 HOSTILE = "--help $(touch pwned) `touch pwned` '\" <b>x</b>\x1b]0;gone\x07\n-e \\"
 
@@ -93,7 +93,7 @@ def test_a_run_tells_its_end_and_each_trouble_once() -> None:
         sent.append((title, text))
         return "no desktop"
 
-    show = Notifying("text", show=lambda kind, fields: shown.append(kind), say=said.append, send=send)
+    show = DesktopNotifier("text", show=lambda kind, fields: shown.append(kind), say=said.append, send=send)
     show("start", {"step": 0})
     show("step", {"step": 1, "loss": 0.25})
     show("eval", {"step": 1, "accuracy": 0.5, "confusion": {"labels": []}})
@@ -118,7 +118,7 @@ def test_a_training_that_was_killed_is_told_by_its_parent(stand_in: Path, capsys
     killed = KilledError("the training was killed", got="SIGKILL", try_="again", code=-9)
 
     def live(words: str, *, is_wanted: bool) -> None:
-        with notified_of_kills("text", is_wanted=is_wanted) as say:
+        with restart_notifier("text", is_wanted=is_wanted) as say:
             say(words)
             raise killed
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 import whet
-from whet.report.curve_picture import Line, draw_curves
+from whet.report.svg import CurveBand, draw_curve_panels
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run
 
@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
         tmp_path / HOSTILE, recipe=f"{HOSTILE}\x1b]0;", config={}, plan={}, machine={}, versions={}, command=["whet"]
     )
     with EventLog(run) as log:
-        log.append("start", step=0, total_steps=30, goal="accuracy", goal_is="max")
+        log.append("start", step=0, total_steps=30, goal="accuracy", mode="max")
         for step in range(1, 31):
             loss = math.nan if step == 7 else 30.0 / step
             log.append("step", step=step, loss=loss, samples=32 * step, seconds={"data": 0.5})
@@ -101,8 +101,8 @@ def test_what_it_has_not_is_told(path: Path, tmp_path: Path) -> None:
     "values", [(0.0, 0.0), (1e308, -1e308), (5e-324, 1e-323), (1.0, 1.0 + 1e-16), (math.nan, math.inf), (3.0,)]
 )
 def test_odd_numbers_make_a_picture_too(values: tuple[float, ...]) -> None:
-    line = Line("odd", range(len(values)), values, values, values)
-    root = ET.fromstring(draw_curves("t", [line], subtitle="", x_title="step").svg)
+    line = CurveBand("odd", range(len(values)), values, values, values)
+    root = ET.fromstring(draw_curve_panels("t", [line], subtitle="", x_title="step").svg)
     for element in root.iter():
         assert "nan" not in "".join(element.attrib.values())
         assert "inf" not in element.attrib.get("points", "")

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.units import GB
-from whet.machine.facts import Accelerator, Conditions, Cpu, Machine, OperatingSystem, Torch
-from whet.machine.known import known_names, load_machine
-from whet.plan.explain import diff, explain
-from whet.plan.own_attention import SHORT_TURNED, SPANS
+from whet.machine.facts import Accelerator, Conditions, CpuFacts, Machine, OperatingSystem, TorchFacts
+from whet.machine.known import known_machine_names, load_machine
+from whet.plan.kernel_support import SHORT_ROTARY_ATTENTION, SPAN_ATTENTION
+from whet.plan.memory import predict_memory
 from whet.plan.plan import Plan, make_plan, override, read_plan, setting_names
-from whet.plan.prediction import predict_bytes
-from whet.plan.rules import ALL
-from whet.plan.setting import Measured, Scalar
+from whet.plan.render import diff_plans, explain_setting
+from whet.plan.rules import ALL_RULES
+from whet.plan.setting import MeasuredSetting, Scalar
 from whet.plan.workload import Workload
 from whet.recipes.chat.config import ChatConfig
 from whet.recipes.chat.config import describe as describe_chat
@@ -49,16 +49,16 @@ def mac(*, usable_gb: float = 5.33, family: str = "apple8", torch: str = "2.13.0
     return Machine(
         name="a Mac",
         os=OperatingSystem(name="macOS", version="15.1"),
-        cpu=Cpu(fast_cores=4, slow_cores=4),
+        cpu=CpuFacts(fast_cores=4, slow_cores=4),
         memory_bytes=8 * GB,
         accelerators=(
             Accelerator(kind="mps", usable_bytes=int(usable_gb * GB), shares_memory=True, capability=family),
         ),
-        torch=Torch(version=torch),
+        torch=TorchFacts(version=torch),
     )
 
 
-@pytest.mark.parametrize("name", known_names())
+@pytest.mark.parametrize("name", known_machine_names())
 @pytest.mark.parametrize("workload", [TEXT, BERT], ids=["text", "bert"])
 def test_golden_plans(name: str, workload: Workload, request: pytest.FixtureRequest) -> None:
     """Rewrite them with `WHET_REWRITE_GOLDEN=1 make test` and read the difference before committing it."""
@@ -75,7 +75,7 @@ def test_golden_plans(name: str, workload: Workload, request: pytest.FixtureRequ
 
 
 def test_every_setting_says_why_on_every_known_machine() -> None:
-    for name in known_names():
+    for name in known_machine_names():
         for setting in make_plan(load_machine(name), TEXT).settings.values():
             assert setting.reason
             assert setting.source == "rule"
@@ -84,7 +84,7 @@ def test_every_setting_says_why_on_every_known_machine() -> None:
 
 
 def test_an_m2_air_and_an_h200_differ_for_stated_reasons() -> None:
-    differences = diff(make_plan(load_machine("m2-air-8gb"), BERT), make_plan(load_machine("h200"), BERT))
+    differences = diff_plans(make_plan(load_machine("m2-air-8gb"), BERT), make_plan(load_machine("h200"), BERT))
     names = {difference.name for difference in differences}
     assert {"device", "precision", "memory_gb", "lengths", "watermarks", "empty_cache"} <= names
     for difference in differences:
@@ -95,9 +95,9 @@ def test_half_precision_on_cuda_packs_to_few_totals_and_captures() -> None:
     machine = load_machine("h200")
     bert = BERT.model_copy(update={"can_pack": True, "lengths_vary": True, "num_steps": 5_000})
 
-    def ways(workload: Workload = bert, machine: Machine = machine, **wishes: Scalar) -> tuple[Scalar, Scalar]:
-        plan = make_plan(machine, workload, wishes={"precision": "bf16", **wishes})
-        return plan.value("graph"), plan.value("lengths")
+    def ways(workload: Workload = bert, machine: Machine = machine, **overrides: Scalar) -> tuple[Scalar, Scalar]:
+        plan = make_plan(machine, workload, overrides={"precision": "bf16", **overrides})
+        return plan.graph, plan.lengths
 
     assert ways() == ("on", "packed few")
     assert ways(precision="fp16") == ("on", "packed few")
@@ -115,10 +115,10 @@ def test_half_precision_on_cuda_packs_to_few_totals_and_captures() -> None:
 def test_group_norms_of_our_own_bring_channels_last_along() -> None:
     machine = load_machine("h200")
 
-    def ways(machine: Machine = machine, config: HexConfig | None = None, **wishes: Scalar) -> tuple[Scalar, Scalar]:
+    def ways(machine: Machine = machine, config: HexConfig | None = None, **overrides: Scalar) -> tuple[Scalar, Scalar]:
         workload = describe_hex(config or HexConfig(size=13))
-        plan = make_plan(machine, workload, wishes={"precision": "bf16", **wishes})
-        return plan.value("layout"), plan.value("norms")
+        plan = make_plan(machine, workload, overrides={"precision": "bf16", **overrides})
+        return plan.layout, plan.norms
 
     assert ways() == ways(precision="fp16") == ("channels_last", "own")
     assert ways(layout="contiguous") == ("contiguous", "torch")
@@ -136,8 +136,8 @@ def test_norms_over_sums_of_our_own_are_for_half_precision_on_the_gpu_they_were_
     machine = load_machine("h200")
     older = tuple(gpu.model_copy(update={"capability": "8.0"}) for gpu in machine.accelerators)
 
-    def norms(workload: Workload, machine: Machine = machine, **wishes: Scalar) -> Scalar:
-        return make_plan(machine, workload, wishes={"precision": "bf16", **wishes}).value("norms")
+    def norms(workload: Workload, machine: Machine = machine, **overrides: Scalar) -> Scalar:
+        return make_plan(machine, workload, overrides={"precision": "bf16", **overrides}).norms
 
     bert, chat = (
         TextConfig(model="bert-base-uncased"),
@@ -155,10 +155,10 @@ def test_a_net_of_one_shape_and_many_small_kernels_is_captured() -> None:
     def graph(layers: tuple[str, ...] | None = None, **changes: object) -> Scalar:
         workload = describe_hex(HexConfig(size=13)).model_copy(update={"num_steps": 500, **changes})
         workload = workload if layers is None else workload.model_copy(update={"layers": layers})
-        return make_plan(load_machine("h200"), workload).value("graph")
+        return make_plan(load_machine("h200"), workload).graph
 
     assert graph() == "on"
-    documents = ("attention", "linear", SPANS)
+    documents = ("attention", "linear", SPAN_ATTENTION)
     assert graph(layers=documents) == "on", "rows of several documents each"
     assert graph(layers=documents, lengths_vary=True) == "off"
     chat = describe_chat(ChatConfig(), vocab_size=500, longest=100, num_rows=10_000)
@@ -170,10 +170,10 @@ def test_a_net_of_one_shape_and_many_small_kernels_is_captured() -> None:
 def test_attention_of_our_own_is_for_the_cards_it_was_measured_on() -> None:
     machine = load_machine("h200")
     older = tuple(gpu.model_copy(update={"capability": "8.9"}) for gpu in machine.accelerators)
-    short = TEXT.model_copy(update={"layers": ("attention", SHORT_TURNED)})
+    short = TEXT.model_copy(update={"layers": ("attention", SHORT_ROTARY_ATTENTION)})
 
-    def attention(where: Machine, **wishes: Scalar) -> Scalar:
-        return make_plan(where, short, wishes={"precision": "bf16", **wishes}).value("attention")
+    def attention(where: Machine, **overrides: Scalar) -> Scalar:
+        return make_plan(where, short, overrides={"precision": "bf16", **overrides}).attention
 
     elsewhere = machine.model_copy(update={"accelerators": older})
     assert attention(machine) == attention(elsewhere, attention="own") == "own"
@@ -188,8 +188,8 @@ def test_spans_have_attention_of_our_own_where_they_lie_side_by_side(tmp_path: P
     def text(**config: Any) -> Workload:
         return describe(TextConfig(**config)).model_copy(update={"num_samples": 10_000, "num_steps": 1_000})
 
-    def attention(workload: Workload, **wishes: Scalar) -> Scalar:
-        return make_plan(machine, workload, wishes={"precision": "bf16", **wishes}).value("attention")
+    def attention(workload: Workload, **overrides: Scalar) -> Scalar:
+        return make_plan(machine, workload, overrides={"precision": "bf16", **overrides}).attention
 
     chat = describe_chat(ChatConfig(arch={"preset": "medium"}), vocab_size=8_192, longest=512, num_rows=2_048)
     assert attention(chat) == attention(text()) == "own"
@@ -202,18 +202,18 @@ def test_spans_have_attention_of_our_own_where_they_lie_side_by_side(tmp_path: P
 
 
 def test_your_word_goes_before_a_measurement_and_that_before_a_rule() -> None:
-    measured = {"precision": Measured(value="bf16", reason="1.3x fp32", evidence={"repeats": 5, "median": 0.1})}
+    measured = {"precision": MeasuredSetting(value="bf16", reason="1.3x fp32", evidence={"repeats": 5, "median": 0.1})}
     plan = make_plan(mac(), TEXT, measured=measured)
-    assert (plan.value("precision"), plan.settings["precision"].source) == ("bf16", "measured")
+    assert (plan.precision, plan.settings["precision"].source) == ("bf16", "measured")
     assert plan.settings["precision"].evidence["repeats"] == 5
     plan = override(plan, {"precision": "fp16"})
-    assert (plan.value("precision"), plan.settings["precision"].source) == ("fp16", "you")
-    assert plan.value("loss_scaling") == "dynamic", "what depends on a wish is decided again"
+    assert (plan.precision, plan.settings["precision"].source) == ("fp16", "you")
+    assert plan.loss_scaling == "dynamic", "what depends on a wish is decided again"
     assert plan.settings["precision"].evidence["rule_value"] == "fp32"
 
 
 def test_a_plan_survives_json() -> None:
-    plan = make_plan(mac(), TEXT, wishes={"micro_batch": 3})
+    plan = make_plan(mac(), TEXT, overrides={"micro_batch": 3})
     text = json.dumps(plan.as_json(), allow_nan=False)
     assert read_plan(json.loads(text), where="here") == plan
 
@@ -232,22 +232,22 @@ def test_a_damaged_plan_is_refused(damage: object) -> None:
 
 def test_unknown_settings_are_refused_with_a_suggestion() -> None:
     with pytest.raises(UsageError, match="micro_batch"):
-        make_plan(mac(), TEXT, wishes={"micro_bach": 3})
+        make_plan(mac(), TEXT, overrides={"micro_bach": 3})
     with pytest.raises(UsageError, match="precision"):
-        explain(make_plan(mac(), TEXT), "precison")
+        explain_setting(make_plan(mac(), TEXT), "precison")
 
 
 def test_a_device_that_is_not_there_is_refused_with_the_cure() -> None:
     with pytest.raises(UsageError) as caught:
-        make_plan(load_machine("linux-2core"), TEXT, wishes={"device": "mps"})
+        make_plan(load_machine("linux-2core"), TEXT, overrides={"device": "mps"})
     assert "mps" in caught.value.what
     assert caught.value.try_
 
 
 def test_an_index_names_the_same_kind_of_device() -> None:
-    plan = make_plan(load_machine("h200"), TEXT, wishes={"device": "cuda:0"})
-    assert plan.value("device") == "cuda:0"
-    assert plan.value("precision") == "tf32"
+    plan = make_plan(load_machine("h200"), TEXT, overrides={"device": "cuda:0"})
+    assert plan.device == "cuda:0"
+    assert plan.precision == "tf32"
 
 
 def test_rows_on_m1_and_m2_stay_below_the_bug() -> None:
@@ -260,7 +260,7 @@ def test_rows_on_m1_and_m2_stay_below_the_bug() -> None:
         ("apple8", "unknown", True),
     ):
         plan = make_plan(mac(usable_gb=500, family=family, torch=torch), big)
-        micro = plan.value("micro_batch")
+        micro = plan.micro_batch
         assert isinstance(micro, int)
         assert (micro * big.max_length <= 32_768) is is_capped, (family, torch)
 
@@ -268,47 +268,47 @@ def test_rows_on_m1_and_m2_stay_below_the_bug() -> None:
 def test_batchnorm_is_not_cut_silently() -> None:
     convnet = BERT.model_copy(update={"has_batchnorm": True, "global_batch_size": 512})
     plan = make_plan(mac(), convnet)
-    assert plan.value("micro_batch") == 512
-    assert plan.value("activation_checkpointing") == "on"
+    assert plan.micro_batch == 512
+    assert plan.activation_checkpointing == "on"
     cut = override(plan, {"micro_batch": 16})
     assert any("BatchNorm" in line for line in cut.cautions)
 
 
 def test_free_memory_bounds_the_plan_on_shared_memory_only() -> None:
     busy = Conditions(memory_available_bytes=2 * GB)
-    assert make_plan(mac(), TEXT, conditions=busy).value("memory_gb") == 2.0
-    assert make_plan(load_machine("h200"), TEXT, conditions=busy).value("memory_gb") > 100
+    assert make_plan(mac(), TEXT, conditions=busy).memory_gb == 2.0
+    assert make_plan(load_machine("h200"), TEXT, conditions=busy).memory_gb > 100
 
 
 def test_a_graph_where_none_can_be_captured_is_warned_of() -> None:
     for machine, is_warned in ((mac(), True), (load_machine("h200"), False)):
-        plan = make_plan(machine, TEXT, wishes={"graph": "on"})
+        plan = make_plan(machine, TEXT, overrides={"graph": "on"})
         assert any("cannot capture a step" in line for line in plan.cautions) is is_warned
 
 
 def test_bf16_on_a_cpu_without_it_is_warned_of() -> None:
     for has_bf16, is_warned in ((False, True), (None, True), (True, False)):
-        plan = make_plan(Machine(name="a PC", cpu=Cpu(has_bf16=has_bf16)), TEXT, wishes={"precision": "bf16"})
-        assert plan.value("precision") == "bf16", "a wish is never overridden"
+        plan = make_plan(Machine(name="a PC", cpu=CpuFacts(has_bf16=has_bf16)), TEXT, overrides={"precision": "bf16"})
+        assert plan.precision == "bf16", "a wish is never overridden"
         assert any("60 to 100 times slower" in line for line in plan.cautions) is is_warned
 
 
 def test_fused_kernels_wait_for_a_torch_that_honours_the_loss_scale() -> None:
     wish = {"precision": "fp16"}
-    assert make_plan(mac(torch="2.12.0"), TEXT, wishes=wish).value("optimizer_kernels") == "loop"
-    assert make_plan(mac(torch="2.13.0"), TEXT, wishes=wish).value("optimizer_kernels") == "fused"
+    assert make_plan(mac(torch="2.12.0"), TEXT, overrides=wish).optimizer_kernels == "loop"
+    assert make_plan(mac(torch="2.13.0"), TEXT, overrides=wish).optimizer_kernels == "fused"
 
 
 def test_a_machine_of_which_nothing_is_known_still_gets_a_careful_plan() -> None:
     plan = make_plan(Machine(name="unknown"), TEXT)
-    assert plan.value("device") == "cpu"
-    assert plan.value("memory_gb") is None
-    assert plan.value("micro_batch") == 8
-    assert plan.value("threads") is None
+    assert plan.device == "cpu"
+    assert plan.memory_gb is None
+    assert plan.micro_batch == 8
+    assert plan.threads is None
 
 
 def test_explain_has_the_rules_page() -> None:
-    text = explain(make_plan(mac(), TEXT), "micro_batch")
+    text = explain_setting(make_plan(mac(), TEXT), "micro_batch")
     for part in ("rule M3", "Why:", "When wrong:", "Override: micro_batch=N", "Sources:"):
         assert part in text
 
@@ -330,12 +330,12 @@ def test_explain_has_the_rules_page() -> None:
 )
 def test_a_wish_that_means_nothing_is_refused(name: str, value: object) -> None:
     with pytest.raises(UsageError, match=f"{name} must be"):
-        make_plan(mac(), TEXT, wishes={name: value})
+        make_plan(mac(), TEXT, overrides={name: value})
 
 
 def test_rule_ids_and_settings_are_unique() -> None:
-    assert len({rule.id for rule in ALL}) == len(ALL)
-    assert len(set(setting_names())) == len(ALL)
+    assert len({rule.id for rule in ALL_RULES}) == len(ALL_RULES)
+    assert len(set(setting_names())) == len(ALL_RULES)
 
 
 _workloads = st.builds(
@@ -354,10 +354,10 @@ _workloads = st.builds(
 )
 
 
-@given(_workloads, st.sampled_from([*known_names(), "nothing"]))
+@given(_workloads, st.sampled_from([*known_machine_names(), "nothing"]))
 def test_any_workload_gets_a_plan_that_keeps_its_promises(workload: Workload, name: str) -> None:
     plan = make_plan(Machine(name="nothing") if name == "nothing" else load_machine(name), workload)
-    micro, cuts, limit = plan.value("micro_batch"), plan.value("accumulation"), plan.value("memory_gb")
+    micro, cuts, limit = plan.micro_batch, plan.accumulation, plan.memory_gb
     assert isinstance(micro, int)
     assert isinstance(cuts, int)
     assert 1 <= micro <= workload.global_batch_size
@@ -366,12 +366,12 @@ def test_any_workload_gets_a_plan_that_keeps_its_promises(workload: Workload, na
         times, each, *rest, whole = map(int, re.findall(r"\d+", plan.settings["accumulation"].reason))
         assert times * each + sum(rest) == whole == workload.global_batch_size
     assert Plan.from_json(json.loads(json.dumps(plan.as_json())), where="memory") == plan
-    needed = predict_bytes(
+    needed = predict_memory(
         workload,
         micro_batch=micro,
-        device=str(plan.value("device")),
-        precision=str(plan.value("precision")),
-        is_checkpointed=plan.value("activation_checkpointing") == "on",
+        device=plan.device,
+        precision=plan.precision,
+        is_checkpointed=plan.activation_checkpointing == "on",
     )
     if needed is not None and isinstance(limit, float) and needed > limit * GB:
         assert micro == 1 or workload.has_batchnorm, "a larger cut than fits is never planned"

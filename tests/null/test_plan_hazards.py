@@ -8,12 +8,12 @@ import pytest
 
 from places import ROOT
 from whet.base.units import GB
-from whet.machine.facts import Accelerator, Machine, OperatingSystem, Torch
-from whet.machine.known import known_names, load_machine
-from whet.plan.hazards import PAGE, hazards
-from whet.plan.known_hazards import KNOWN
+from whet.machine.facts import Accelerator, Machine, OperatingSystem, TorchFacts
+from whet.machine.known import known_machine_names, load_machine
+from whet.plan.hazard_table import HAZARDS
 from whet.plan.plan import make_plan, override
-from whet.plan.words import plan_lines
+from whet.plan.render import plan_lines
+from whet.plan.warnings import _HAZARDS_PAGE, known_hazards
 from whet.plan.workload import Workload
 
 WORKLOAD = Workload(
@@ -28,12 +28,12 @@ def mac(*, torch: str | None = "2.13.0", macos: str | None = "15.1", family: str
         os=OperatingSystem(name="macOS", version=macos),
         memory_bytes=128 * GB,
         accelerators=(gpu,),
-        torch=Torch(version=torch),
+        torch=TorchFacts(version=torch),
     )
 
 
 def ids(machine: Machine) -> set[str]:
-    return {hazard.id for hazard in hazards(machine, "mps")}
+    return {hazard.id for hazard in known_hazards(machine, "mps")}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_hazard_applies_by_torch_macos_and_chip(hazard: str, affected: Machine
 
 
 def test_what_is_unknown_counts_as_affected() -> None:
-    assert ids(mac(torch=None, macos=None, family=None)) == {hazard.id for hazard in KNOWN}
+    assert ids(mac(torch=None, macos=None, family=None)) == {hazard.id for hazard in HAZARDS}
 
 
 def test_other_devices_have_none() -> None:
@@ -65,7 +65,7 @@ def test_other_devices_have_none() -> None:
         plan = make_plan(load_machine(name), WORKLOAD)
         assert plan.hazards == ()
         assert not any("wrong results" in line for line in plan.cautions)
-    assert make_plan(mac(), WORKLOAD, wishes={"device": "cpu"}).hazards == ()
+    assert make_plan(mac(), WORKLOAD, overrides={"device": "cpu"}).hazards == ()
 
 
 def test_a_plan_prints_what_the_workload_meets_and_counts_the_rest() -> None:
@@ -75,26 +75,26 @@ def test_a_plan_prints_what_the_workload_meets_and_counts_the_rest() -> None:
     assert "the dropout of nn.LSTM is ignored in the backward pass (pytorch#190056)" in said
     assert "conv2d" not in said
     assert f"{len(plan.hazards)} known wrong results apply to torch 2.13.0 on this Mac" in said
-    assert PAGE in said
+    assert _HAZARDS_PAGE in said
     without = make_plan(mac(), WORKLOAD)
     assert not any("LSTM" in line for line in without.cautions)
     assert without.hazards == plan.hazards
 
 
-@pytest.mark.parametrize("name", [name for name in known_names() if name.startswith("m")])
+@pytest.mark.parametrize("name", [name for name in known_machine_names() if name.startswith("m")])
 def test_the_screen_stays_short(name: str) -> None:
-    everything = frozenset().union(*(hazard.needs for hazard in KNOWN))
+    everything = frozenset().union(*(hazard.needs for hazard in HAZARDS))
     workload = WORKLOAD.model_copy(update={"layers": tuple(sorted(everything)), "has_dropout": True})
-    plan = make_plan(load_machine(name), workload, wishes={"precision": "fp16", "micro_batch": 1_024})
-    assert sum("pytorch#" in line or PAGE in line for line in plan.cautions) <= 3
+    plan = make_plan(load_machine(name), workload, overrides={"precision": "fp16", "micro_batch": 1_024})
+    assert sum("pytorch#" in line or _HAZARDS_PAGE in line for line in plan.cautions) <= 3
 
 
 def test_rows_that_you_ask_for_beyond_the_limit_are_warned_of() -> None:
     plan = make_plan(mac(), WORKLOAD)
-    assert plan.value("micro_batch") == 512
+    assert plan.micro_batch == 512
     assert not any("#177116" in line for line in plan.cautions)
     wished = override(plan, {"micro_batch": 1_024})
-    assert wished.value("micro_batch") == 1_024, "a wish is never overridden"
+    assert wished.micro_batch == 1_024, "a wish is never overridden"
     assert any("#177116" in line and "65,536; micro_batch=512" in line for line in wished.cautions)
     assert not any("#177116" in line for line in make_plan(mac(family="apple9"), WORKLOAD).cautions)
     # A model with BatchNorm is not cut, so nobody has to ask.
@@ -110,9 +110,9 @@ def test_long_sequences_are_warned_of_where_attention_keeps_the_whole_matrix() -
 
 
 def test_the_page_tells_every_hazard_and_is_checked() -> None:
-    page = (ROOT / PAGE).read_text()
-    assert re.findall(r"^\| `([\w.-]+)` \|", page, re.MULTILINE) == [hazard.id for hazard in KNOWN]
-    assert len({hazard.id for hazard in KNOWN}) == len(KNOWN)
+    page = (ROOT / _HAZARDS_PAGE).read_text()
+    assert re.findall(r"^\| `([\w.-]+)` \|", page, re.MULTILINE) == [hazard.id for hazard in HAZARDS]
+    assert len({hazard.id for hazard in HAZARDS}) == len(HAZARDS)
     done = subprocess.run([sys.executable, str(ROOT / "tools" / "docs.py"), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from whet.engine import progress_line
-from whet.engine.progress_line import ProgressLine
-from whet.engine.progress_screen import NotebookScreen, PlainScreen, open_screen
+from whet.training.callbacks import progress
+from whet.training.callbacks.progress import NotebookScreen, PlainScreen, ProgressLine, open_screen
 
 EPOCHS = 3_000
 
@@ -59,7 +58,7 @@ def test_an_answer_that_is_written_is_shown_and_a_class_is_not() -> None:
 
 def test_after_many_lines_there_is_one_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(progress_line, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stream = io.StringIO()
     line = ProgressLine("text", stream=stream)
     for epoch in range(1, 201):
@@ -117,7 +116,7 @@ def test_in_a_real_kernel_there_is_one_display() -> None:
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     code = (
-        "from whet.engine.progress_line import ProgressLine\n"
+        "from whet.training.callbacks.progress import ProgressLine\n"
         "line = ProgressLine('text', epochs=900)\n"
         "line('start', {'step': 0, 'total_steps': 900})\n"
         "for epoch in range(1, 901):\n"

@@ -10,9 +10,9 @@ import pytest
 from simulated_run import _waits_for_no_disk, simulated_run  # noqa: F401
 
 from whet.cli.main import run as whet
-from whet.report.markdown import escaped, run_markdown
+from whet.report.markdown import escape_markdown, run_markdown
 from whet.report.page.html import is_report
-from whet.report.view import run_view
+from whet.report.run_view import run_view
 from whet.run.events import EventLog
 from whet.run.folder import create_run
 
@@ -166,7 +166,7 @@ def test_the_words_of_the_markdown_page(tmp_path: Path) -> None:
         command=["whet", "train", "text"],
     )
     with EventLog(run, clock=lambda: float(next(now))) as log:
-        log.append("start", step=0, total_steps=2, goal="accuracy", goal_is="max")
+        log.append("start", step=0, total_steps=2, goal="accuracy", mode="max")
         for step in (1, 2):
             log.append("step", step=step, loss=1 / step, samples=32 * step, seconds={"data": 0.05, "forward": 0.05})
         log.append("eval", step=2, accuracy=0.75)
@@ -177,7 +177,7 @@ def test_the_words_of_the_markdown_page(tmp_path: Path) -> None:
 
 def test_markdown_calls_nobody_and_fetches_nothing() -> None:
     nasty = "![x](http://evil.example/p.png) [l](javascript:1) <img src=x> @everyone `a` | b\n# c &lt; \x1b[2J"
-    text = escaped(nasty)
+    text = escape_markdown(nasty)
     assert "\n" not in text
     for sign in ("![", " <img", " | ", "@everyone", "\x1b", "http://", " &lt;"):
         assert sign not in text
@@ -188,5 +188,5 @@ def test_all_runs_are_looked_at_before_the_first_is_read(runs: Path, monkeypatch
     def never(run: Path) -> None:
         raise AssertionError(f"{run} was read")
 
-    monkeypatch.setattr("whet.report.view.run_view", never)
+    monkeypatch.setattr("whet.report.run_view.run_view", never)
     assert whet(["report", str(runs / "a"), str(runs / "absent"), "--html"]) == 2

@@ -11,15 +11,14 @@ import pytest
 from simulated_run import _waits_for_no_disk, simulated_run  # noqa: F401
 
 from places import Tell
-from whet.report.comparing import compare_view
-from whet.report.page import inline
-from whet.report.page.html import report_page
-from whet.report.view import run_view
-from whet.report.watch.shorten import shorten
+from whet.report.comparison import compare_runs
+from whet.report.page import html
+from whet.report.page.html import report_page, shorten
+from whet.report.run_view import run_view
 from whet.run.events import EventLog
 from whet.run.folder import create_run
 
-STATIC = inline.STATIC
+STATIC = html.STATIC_FOLDER
 OURS = sorted(path for path in STATIC.glob("*.js") if not path.name.startswith("uPlot"))
 PAYLOADS = (
     "</script><script>alert(1)</script>",
@@ -112,7 +111,7 @@ def test_nothing_is_fetched_and_only_our_scripts_may_run(hostile: tuple[str, dic
 
 def test_a_report_is_small(tmp_path: Path, tell: Tell) -> None:
     views = [run_view(simulated_run(tmp_path / name, steps=900)) for name in ("a", "b")]
-    sizes = len(report_page(views[0]).encode()), len(report_page(compare_view(views)).encode())
+    sizes = len(report_page(views[0]).encode()), len(report_page(compare_runs(views)).encode())
     assert sizes[0] < 400_000
     tell(f"one run {sizes[0]:,} bytes, two runs {sizes[1]:,} bytes")
 
@@ -129,7 +128,7 @@ def test_no_module_reads_anything_as_markup_or_code(path: Path) -> None:
 
 def test_all_modules_of_a_page_become_one_script() -> None:
     for entry in ("report.js", "watch.js"):
-        script = inline.one_script(entry)
+        script = html.bundle_script(entry)
         assert not re.search(r"^(import|export)\b", script, re.MULTILINE)
         for name in re.findall(r'modules\["([\w.]+)"\] = ', script):
             assert script.index(f'modules["{name}"] = ') <= script.index(f'modules["{name}"]'), "made before it is used"
@@ -142,11 +141,11 @@ def test_all_modules_of_a_page_become_one_script() -> None:
 def test_a_module_that_cannot_be_put_into_a_page_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
-    monkeypatch.setattr(inline, "STATIC", tmp_path)
+    monkeypatch.setattr(html, "STATIC_FOLDER", tmp_path)
     (tmp_path / "dom.js").write_text("export const a = 1;\n")
     (tmp_path / "odd.js").write_text(line + "\n")
     with pytest.raises(ValueError, match=r"odd\.js"):
-        inline.one_script.__wrapped__("odd.js")
+        html.bundle_script.__wrapped__("odd.js")
 
 
 def test_the_files_of_others_are_as_they_were_published() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from whet.report.summary import Report, resume_command, summarize
+from whet.report.run_report import RunReport, resume_command, summarize
 from whet.run import lock
+from whet.run.event_block import BLOCK_EVENTS
 from whet.run.events import EventLog
 from whet.run.folder import EVENTS_FILE, Run, create_run
-from whet.run.tally import BLOCK_EVENTS
 
 PLAN = {
     "settings": {
@@ -48,7 +48,7 @@ def ticking(start: float = 1000.0) -> Callable[[], float]:
 def test_a_run_with_all_its_happenings(tmp_path: Path) -> None:
     run = make(tmp_path / "text-001")
     with EventLog(run, clock=ticking(1000)) as log:
-        log.append("start", step=0, total_steps=20, goal="accuracy", goal_is="max")
+        log.append("start", step=0, total_steps=20, goal="accuracy", mode="max")
         for step in range(1, 11):
             seconds = {"data": 1.0, "forward": 2.0}
             log.append("step", step=step, loss=10.0 / step, epoch=1, samples=32 * step, seconds=seconds)
@@ -86,7 +86,7 @@ def test_a_run_with_all_its_happenings(tmp_path: Path) -> None:
 def test_json_is_strict_and_comes_back(tmp_path: Path) -> None:
     run = make(tmp_path / "r")
     with EventLog(run) as log:
-        log.append("start", step=0, goal="loss", goal_is="min")
+        log.append("start", step=0, goal="loss", mode="min")
         for step, loss in enumerate((math.inf, 2.0, math.nan), start=1):
             log.append("step", step=step, loss=loss)
             log.append("eval", step=step, loss=loss)
@@ -95,7 +95,7 @@ def test_json_is_strict_and_comes_back(tmp_path: Path) -> None:
     assert report.goal is not None
     assert (report.goal.best, report.goal.best_step) == (2.0, 2)
     text = json.dumps(report.as_json(), allow_nan=False)
-    back = Report.from_json(json.loads(text), where="a file")
+    back = RunReport.from_json(json.loads(text), where="a file")
     assert back.as_json() == report.as_json()
     assert back.loss.first == math.inf
     assert back.loss.last is not None
@@ -106,7 +106,7 @@ def test_json_is_strict_and_comes_back(tmp_path: Path) -> None:
 def test_the_goal_may_be_low(tmp_path: Path) -> None:
     run = make(tmp_path / "r")
     with EventLog(run) as log:
-        log.append("start", step=0, goal="perplexity", goal_is="min")
+        log.append("start", step=0, goal="perplexity", mode="min")
         for step, value in ((1, math.nan), (2, 3.0), (3, 4.0)):
             log.append("eval", step=step, perplexity=value)
     goal = summarize(run).goal

@@ -8,15 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.report.curve import draw, points_of
-from whet.report.summary import Evaluation, Goal, Happening, Loss, Report, SavedCheckpoint, SettingLine
-from whet.report.text import LEAST_WIDTH, render
+from whet.report.run_report import (
+    Evaluation,
+    GoalSummary,
+    Incident,
+    LossSummary,
+    ReportSetting,
+    RunReport,
+    SavedCheckpoint,
+)
+from whet.report.text import MIN_WIDTH, render_text
+from whet.report.text_chart import curve_from_values, draw_curve
 
 SETTINGS = (
-    SettingLine(name="device", value="mps", reason="6.1x the CPU; 199 gradients agree with it", source="measured"),
-    SettingLine(name="micro_batch", value=16, reason="", source="you", evidence={}),
-    SettingLine(name="workers", value="unused", reason="nothing to load", source="rule", evidence={"rule": "L1"}),
-    SettingLine(
+    ReportSetting(name="device", value="mps", reason="6.1x the CPU; 199 gradients agree with it", source="measured"),
+    ReportSetting(name="micro_batch", value=16, reason="", source="you", evidence={}),
+    ReportSetting(name="workers", value="unused", reason="nothing to load", source="rule", evidence={"rule": "L1"}),
+    ReportSetting(
         name="lengths",
         value="sorted, 4 shapes",
         reason="31 % padding instead of 64 %; the step's samples stay the same",
@@ -26,8 +34,8 @@ SETTINGS = (
 )
 
 
-def report(**changes: Any) -> Report:
-    curve = points_of({step: 1 / step for step in range(1, 101)}, field="loss")
+def report(**changes: Any) -> RunReport:
+    curve = curve_from_values({step: 1 / step for step in range(1, 101)}, field="loss")
     values: dict[str, Any] = {
         "path": Path("/runs/text-001"),
         "recipe": "text",
@@ -41,25 +49,25 @@ def report(**changes: Any) -> Report:
         "wall_seconds": 840.0,
         "training_seconds": 840.0,
         "sittings": 1,
-        "loss": Loss(first=1.0, last=0.01, best=0.01, best_step=100, curve=curve),
+        "loss": LossSummary(first=1.0, last=0.01, best=0.01, best_step=100, curve=curve),
         "evaluations": tuple(Evaluation(step=s, time=1.0, metrics={"accuracy": s / 100}) for s in (50, 100)),
-        "goal": Goal(name="accuracy", higher_is_better=True, last=1.0, best=1.0, best_step=100),
+        "goal": GoalSummary(name="accuracy", higher_is_better=True, last=1.0, best=1.0, best_step=100),
         "settings": SETTINGS,
         "machine": "Apple M2, 4+4 cores, 10-core GPU",
         "checkpoints": (SavedCheckpoint(name="step-000000100", step=100, size_bytes=1024),),
-        "happenings": (Happening(kind="oom", time=1060.0, step=7, details={"reason": "too big", "micro_batch": 8}),),
+        "happenings": (Incident(kind="oom", time=1060.0, step=7, details={"reason": "too big", "micro_batch": 8}),),
         "seconds": {"forward": 75.0, "data": 25.0},
         "inexact_since": 7,
         "inexact_reason": "half the micro batch",
         "damaged_lines": 2,
         "resume": "whet train text --run /runs/text-001",
     }
-    return Report(**{**values, **changes})
+    return RunReport(**{**values, **changes})
 
 
 def test_the_whole_page() -> None:
-    empty = Loss(first=None, last=None, best=None, best_step=None, curve=points_of({}, field="loss"))
-    page = render(report(loss=empty), width=110)
+    empty = LossSummary(first=None, last=None, best=None, best_step=None, curve=curve_from_values({}, field="loss"))
+    page = render_text(report(loss=empty), width=110)
     lines = page.splitlines()
     assert lines[:8] == [
         "run       text-001: text, stopped at step 100 of 687, epoch 3, 3,200 samples",
@@ -98,7 +106,7 @@ def test_the_whole_page() -> None:
             "slower",
         ),
         ("pressure", {"level": "critical", "reason": "memory is nearly used up"}, "memory is nearly used up"),
-        ("resume", {"total_steps": 9, "goal": None, "goal_is": "max", "refused": []}, "went on"),
+        ("resume", {"total_steps": 9, "goal": None, "mode": "max", "refused": []}, "went on"),
         (
             "resume",
             {"total_steps": 9, "refused": ["step-000000007: a file is missing"], "exact": False, "reason": "a stream"},
@@ -111,7 +119,7 @@ def test_the_whole_page() -> None:
     ],
 )
 def test_happenings_are_sentences(kind: str, details: dict[str, Any], told: str) -> None:
-    page = render(report(happenings=(Happening(kind=kind, time=1002.0, step=7, details=details),)), width=140)
+    page = render_text(report(happenings=(Incident(kind=kind, time=1002.0, step=7, details=details),)), width=140)
     assert f"  step 7 after 2.0 s: {told}" in page.splitlines()
 
 
@@ -126,36 +134,36 @@ def test_no_width_and_no_text_breaks_the_page(width: int, unicode: bool, word: s
     strange = report(
         recipe=word,
         machine=word,
-        settings=(*SETTINGS, SettingLine(name=word, value=value, reason=word * 3, source=word, evidence=word)),
-        happenings=(Happening(kind=word, time=-1e9, step=1, details={word: value, "reason": word}),) * 20,
+        settings=(*SETTINGS, ReportSetting(name=word, value=value, reason=word * 3, source=word, evidence=word)),
+        happenings=(Incident(kind=word, time=-1e9, step=1, details={word: value, "reason": word}),) * 20,
         seconds={word: 1e300, "x": 0.0},
     )
-    page = render(strange, width=width, unicode=unicode)
+    page = render_text(strange, width=width, unicode=unicode)
     body, _, command = page.partition("\n\nresume it with\n")
     assert command.strip() == "whet train text --run /runs/text-001"
-    assert all(len(line) <= max(width, LEAST_WIDTH) for line in body.split("\n"))
+    assert all(len(line) <= max(width, MIN_WIDTH) for line in body.split("\n"))
     assert all(char.isprintable() or char == "\n" for char in page)
     assert unicode or page.isascii()
     assert "and 8 more" in page
 
 
 def test_escape_sequences_of_a_foreign_folder_do_not_reach_the_terminal() -> None:
-    page = render(report(machine="\x1b[31mred\x1b]0;title\x07", resume="whet \x1b[2J"))
+    page = render_text(report(machine="\x1b[31mred\x1b]0;title\x07", resume="whet \x1b[2J"))
     assert "\x1b" not in page
     assert "\x07" not in page
 
 
 def test_numbers_and_texts_of_a_damaged_folder_do_not_flood_the_page() -> None:
     endless = SETTINGS[0].model_copy(update={"reason": "x" * 20_000})
-    page = render(report(seconds={"forward": math.inf, "data": math.nan}, settings=(endless,)))
+    page = render_text(report(seconds={"forward": math.inf, "data": math.nan}, settings=(endless,)))
     assert len(page) < 10_000
     assert "20,000 characters" in page.replace("\n", " ")
     assert "unknown  forward" in page
 
 
 def test_a_run_that_never_started_is_short() -> None:
-    empty = Loss(first=None, last=None, best=None, best_step=None, curve=points_of({}, field="loss"))
-    page = render(
+    empty = LossSummary(first=None, last=None, best=None, best_step=None, curve=curve_from_values({}, field="loss"))
+    page = render_text(
         report(
             state="never started",
             loss=empty,
@@ -184,8 +192,8 @@ def test_a_run_that_never_started_is_short() -> None:
 
 
 def test_a_falling_line_in_stars() -> None:
-    curve = points_of({1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0, 5: 0.0}, field="loss")
-    assert draw(curve, width=12, height=5, unicode=False) == (
+    curve = curve_from_values({1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0, 5: 0.0}, field="loss")
+    assert draw_curve(curve, width=12, height=5, unicode=False) == (
         "4 |*",
         "  |***",
         "  |  ***",
@@ -196,8 +204,8 @@ def test_a_falling_line_in_stars() -> None:
 
 
 def test_a_falling_line_in_braille() -> None:
-    curve = points_of({1: 1.0, 2: 0.0}, field="loss")
-    assert draw(curve, width=12, height=2) == (
+    curve = curve_from_values({1: 1.0, 2: 0.0}, field="loss")
+    assert draw_curve(curve, width=12, height=2) == (
         "1 \u2502\u2813\u2826\u28c4\u28c0",
         "0 \u2502   \u2808\u2819\u2812\u2826\u28c4\u28c0",
         "   1       2",
@@ -210,20 +218,23 @@ def marks(row: str) -> str:
 
 def test_nan_leaves_a_gap() -> None:
     values = {step: 1.0 + step / 100 for step in range(1, 41)}
-    whole = draw(points_of(values, field="x"), width=49, height=1, unicode=False)
-    holed = draw(
-        points_of({**values, **dict.fromkeys(range(15, 25), math.nan)}, field="x"), width=49, height=1, unicode=False
+    whole = draw_curve(curve_from_values(values, field="x"), width=49, height=1, unicode=False)
+    holed = draw_curve(
+        curve_from_values({**values, **dict.fromkeys(range(15, 25), math.nan)}, field="x"),
+        width=49,
+        height=1,
+        unicode=False,
     )
     assert " " not in marks(whole[0])
     assert 8 <= marks(holed[0]).count(" ") <= 12
-    assert draw(points_of({1: math.nan, 2: math.inf}, field="x"), width=40, height=3) == ()
+    assert draw_curve(curve_from_values({1: math.nan, 2: math.inf}, field="x"), width=40, height=3) == ()
 
 
 def test_a_spike_inside_a_thinned_point_is_drawn() -> None:
-    curve = points_of(dict.fromkeys(range(1, 30), 0.0), field="x")
+    curve = curve_from_values(dict.fromkeys(range(1, 30), 0.0), field="x")
     spiked = curve.points[10].model_copy(update={"high": 9.0})
     curve = curve.model_copy(update={"points": (*curve.points[:10], spiked, *curve.points[11:])})
-    drawn = draw(curve, width=40, height=4, unicode=False)
+    drawn = draw_curve(curve, width=40, height=4, unicode=False)
     assert [marks(row).count("*") for row in drawn[:3]] == [1, 1, 1]
     assert drawn[0].startswith("9 |")
 
@@ -236,7 +247,7 @@ def test_a_spike_inside_a_thinned_point_is_drawn() -> None:
     unicode=st.booleans(),
 )
 def test_any_curve_fits(values: dict[int, float], width: int, height: int, unicode: bool) -> None:
-    drawn = draw(points_of(values, field="x"), width=width, height=height, unicode=unicode)
+    drawn = draw_curve(curve_from_values(values, field="x"), width=width, height=height, unicode=unicode)
     finite = any(math.isfinite(value) for value in values.values())
     assert bool(drawn) == (finite and width >= 2 and height >= 1)
     assert len(drawn) in (0, height + 1)
@@ -248,5 +259,5 @@ def test_any_curve_fits(values: dict[int, float], width: int, height: int, unico
 
 @pytest.mark.parametrize("values", [{5: 2.0}, {1: 2.0, 9: 2.0}, {1: -1e308, 2: 1e308}, {1: 5e-324, 2: 0.0}])
 def test_extreme_curves(values: dict[int, float]) -> None:
-    drawn = draw(points_of(values, field="x"), width=40, height=5)
+    drawn = draw_curve(curve_from_values(values, field="x"), width=40, height=5)
     assert len(drawn) == 6

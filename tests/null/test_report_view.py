@@ -8,9 +8,9 @@ import pytest
 from simulated_run import _waits_for_no_disk, plan, simulated_run, trial  # noqa: F401
 
 from whet.base.errors import UsageError
-from whet.report.comparing import MOST_RUNS, compare_view
-from whet.report.parts.evidence import trials_of
-from whet.report.view import RunView, run_view
+from whet.report.comparison import MAX_COMPARED_RUNS, compare_runs
+from whet.report.plan_evidence import plan_trials
+from whet.report.run_view import RunView, run_view
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run
 
@@ -159,7 +159,7 @@ def test_without_a_measurement_there_is_no_advice(tmp_path: Path) -> None:
         tmp_path / "r", plan=plan(trials=[trial("workers", 2, "no gain", 1.01), trial("compile", "on", "failed", None)])
     )
     with EventLog(run) as log:
-        log.append("start", step=0, total_steps=3, goal="accuracy", goal_is="max")
+        log.append("start", step=0, total_steps=3, goal="accuracy", mode="max")
         for step in range(1, 4):
             log.append("step", step=step, loss=1 / step, seconds={"data": 0.01, "forward": 1.0})
             log.append("eval", step=step, accuracy=step / 4, cross_entropy=1 / step)
@@ -180,9 +180,9 @@ def test_data_that_took_long_speaks_for_what_was_measured_about_it(tmp_path: Pat
 
 def test_confusion_and_samples_are_the_newest(view: RunView) -> None:
     (matrix,) = view.findings.confusions
-    assert (matrix.part, matrix.step, len(matrix.labels), len(matrix.counts)) == ("dev", STEPS, 6, 6)
+    assert (matrix.part, matrix.step, len(matrix.labels), len(matrix.counts)) == ("val", STEPS, 6, 6)
     (scores,) = view.findings.classes
-    assert (scores.part, scores.step, scores.columns) == ("dev", STEPS, ("f1", "support"))
+    assert (scores.part, scores.step, scores.columns) == ("val", STEPS, ("f1", "support"))
     assert (scores.labels, scores.rows[1]) == (matrix.labels, (0.65, 149.0))
     (table,) = view.findings.samples
     assert table.columns == ("input", "expected", "predicted")
@@ -219,7 +219,7 @@ def test_a_run_of_long_ago_says_less_and_is_shown_all_the_same(tmp_path: Path) -
         log.append("epoch", step=1, epoch=1, epoch_seconds=1.0, memory={"allocated": 5, "limit": 10})
     found = run_view(run)
     assert [track.source for track in found.tracks] == ["step", "epoch"]
-    assert len(trials_of(odd)) == 1
+    assert len(plan_trials(odd)) == 1
 
 
 def test_a_comparison_puts_what_differs_first(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_comparison_puts_what_differs_first(tmp_path: Path) -> None:
         run_view(simulated_run(tmp_path / where / "same", steps=60, seed=n, lr=lr))
         for n, (where, lr) in enumerate((("a", 0.1), ("b", 0.2)))
     ]
-    found = compare_view(views)
+    found = compare_runs(views)
     assert found.labels == ("same", "same (2)")
     assert [(row.name, row.values) for row in found.config if row.differs] == [
         ("seed", ("0", "1")),
@@ -236,6 +236,6 @@ def test_a_comparison_puts_what_differs_first(tmp_path: Path) -> None:
     assert not found.config[-1].differs
     assert "arch.layers" in {row.name for row in found.config}
     assert not any(row.differs for row in found.settings)
-    for count in (1, MOST_RUNS + 1):
+    for count in (1, MAX_COMPARED_RUNS + 1):
         with pytest.raises(UsageError):
-            compare_view(views[:1] * count)
+            compare_runs(views[:1] * count)

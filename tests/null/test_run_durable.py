@@ -12,8 +12,8 @@ import pytest
 
 from whet.base.errors import WhetError
 from whet.run import disk, durable
-from whet.run.appender import Appender
 from whet.run.disk import Disk
+from whet.run.events import AppendOnlyFile
 
 
 def names(folder: Path) -> list[str]:
@@ -169,7 +169,7 @@ def test_full_sync_falls_back_where_the_disk_lacks_it(tmp_path: Path, monkeypatc
 def test_an_appender_loses_nothing_when_the_disk_is_full_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = Appender(tmp_path / "log")
+    log = AppendOnlyFile(tmp_path / "log")
     log.add(b"first\n")
     log.flush()
     real, room = os.write, [4]
@@ -195,7 +195,7 @@ def test_an_appender_loses_nothing_when_the_disk_is_full_for_a_while(
 
 
 def test_an_appender_notices_that_its_file_was_deleted(tmp_path: Path) -> None:
-    log = Appender(tmp_path / "log")
+    log = AppendOnlyFile(tmp_path / "log")
     (tmp_path / "log").unlink()
     log.add(b"x")
     with pytest.raises(WhetError, match="cannot sync"):
@@ -206,7 +206,7 @@ def test_an_appender_notices_that_its_file_was_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_does_not_write_what_its_parent_has_waiting(tmp_path: Path) -> None:
-    log = Appender(tmp_path / "log")
+    log = AppendOnlyFile(tmp_path / "log")
     log.add(b"once\n")
     child = os.fork()
     if child == 0:

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.base.errors import WhetError
-from whet.run.event import Event, read_line
+from whet.run.curve import downsample_curve
+from whet.run.event import Event, parse_event
+from whet.run.event_block import BLOCK_EVENTS, BlockBuilder, FieldStats
+from whet.run.event_index import INDEX_HEADER, decode_entry, encode_entry, read_block, read_layout
 from whet.run.events import EventLog, History, read_events, tail
 from whet.run.folder import EVENTS_FILE, INDEX_FILE
-from whet.run.index import HEADER, read_block, read_entry, read_layout, write_entry
-from whet.run.tally import BLOCK_EVENTS, Stat, Tally
-from whet.run.thin import thin_curve
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -258,7 +258,7 @@ def test_readers_see_the_run_as_if_nothing_happened(script: list[tuple[str, int]
             step for kind, step, _ in expected if kind == "step" and step >= middle
         ]
         losses = [loss for kind, _, loss in expected if kind == "step"]
-        curves = [thin_curve(folder, field="loss", points=n) for n in (1, 7, 10_000)]
+        curves = [downsample_curve(folder, field="loss", points=n) for n in (1, 7, 10_000)]
         (folder / INDEX_FILE).unlink()
         assert layout(folder).blocks == with_index.blocks or "reopen" in dict(script)
         assert seen_in(folder) == expected
@@ -326,7 +326,7 @@ def test_no_damage_to_the_index_changes_what_is_read(data: st.DataObject) -> Non
                 log.append("step", step=step, loss=1 / step)
                 if step == 400:
                     log.append("eval", step=step, accuracy=0.5)
-        right = thin_curve(folder, field="loss", points=2)
+        right = downsample_curve(folder, field="loss", points=2)
         index = folder / INDEX_FILE
         damaged = bytearray(index.read_bytes())
         place = data.draw(st.integers(0, len(damaged) - 1))
@@ -347,23 +347,23 @@ def test_no_damage_to_the_index_changes_what_is_read(data: st.DataObject) -> Non
         index.write_bytes(bytes(damaged))
         assert steps_of(folder) == list(range(1, 600))
         assert [e.step for e in read_events(folder, kinds={"eval"})] == [400]
-        assert thin_curve(folder, field="loss", points=2) == right
+        assert downsample_curve(folder, field="loss", points=2) == right
         EventLog(folder).close()  # The writer puts it right.
         again = layout(folder)
         assert again.num_indexed == len(again.blocks)
 
 
 def test_every_bit_of_an_index_entry_is_guarded() -> None:
-    tally = Tally(0)
+    tally = BlockBuilder(0)
     tally.add("step", 1.5, 3, {"loss": 0.123, "seconds": {"data": 1.0}}, start=0, length=70)
     tally.add("health", 1.5, 3, {"memory": {"process": 7}}, start=70, length=7)
-    entry = write_entry(tally.block(77))
-    assert read_entry(entry) == tally.block(77)
+    entry = encode_entry(tally.block(77))
+    assert decode_entry(entry) == tally.block(77)
     changed = [entry[:i] + bytes([entry[i] ^ 1 << bit]) + entry[i + 1 :] for i in range(len(entry)) for bit in range(8)]
     # Only the blank and the case of the checksum's letters do not matter.
-    wrong = [read_entry(line) for i, line in enumerate(changed) if i // 8 > 8]
+    wrong = [decode_entry(line) for i, line in enumerate(changed) if i // 8 > 8]
     assert wrong == [None] * len(wrong)
-    assert {read_entry(line) == tally.block(77) for line in changed if read_entry(line)} <= {True}
+    assert {decode_entry(line) == tally.block(77) for line in changed if decode_entry(line)} <= {True}
 
 
 def test_the_part_of_the_index_that_is_right_is_used(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_an_index_of_another_file_is_not_believed(tmp_path: Path) -> None:
                 log.append("step", step=step, loss=loss)
     (tmp_path / "a" / INDEX_FILE).write_bytes((tmp_path / "b" / INDEX_FILE).read_bytes())
     assert layout(tmp_path / "a").num_indexed == 0
-    assert {p.mean for p in thin_curve(tmp_path / "a", field="loss", points=2).points} == {1.0}
+    assert {p.mean for p in downsample_curve(tmp_path / "a", field="loss", points=2).points} == {1.0}
 
 
 def test_the_index_saves_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,7 +403,7 @@ def test_the_index_saves_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert next(e.step for e in read_events(tmp_path, from_step=29 * BLOCK_EVENTS + 200)) == 29 * BLOCK_EVENTS + 200
     assert len(read) <= 3
     read.clear()
-    assert len(thin_curve(tmp_path, field="loss", points=20).points) == 20
+    assert len(downsample_curve(tmp_path, field="loss", points=20).points) == 20
     assert tail(tmp_path, 1)[0].step == 30 * BLOCK_EVENTS - 1
     assert len(read) == 1
 
@@ -412,9 +412,9 @@ def test_a_million_steps_are_thinned_from_the_index_with_every_spike(tmp_path: P
     # The blocks of a million steps, made without writing 150 MB; only their places in the file are faked.
     total, spike = 1_000_000, 765_432
     with (tmp_path / INDEX_FILE).open("wb") as index, (tmp_path / EVENTS_FILE).open("wb") as events:
-        index.write(HEADER)
+        index.write(INDEX_HEADER)
         for first in range(1, total + 1, BLOCK_EVENTS):
-            tally = Tally(events.tell())
+            tally = BlockBuilder(events.tell())
             last = min(total, first + BLOCK_EVENTS - 1)
             for step in (first, last, spike):
                 if first <= step <= last:
@@ -423,9 +423,9 @@ def test_a_million_steps_are_thinned_from_the_index_with_every_spike(tmp_path: P
                     fields = {"loss": loss, "samples": 32 * step}
                     tally.add("step", step / 10, step, fields, start=events.tell(), length=len(line))
                     events.write(line)
-            index.write(write_entry(tally.block(events.tell())))
+            index.write(encode_entry(tally.block(events.tell())))
     began = time.thread_time()
-    curve = thin_curve(tmp_path, field="loss", points=400)
+    curve = downsample_curve(tmp_path, field="loss", points=400)
     assert time.thread_time() - began < 1.5
     assert 390 <= len(curve.points) <= 400
     assert [p.step for p in curve.points if p.high == 99.0] == [max(p.step for p in curve.points if p.step <= spike)]
@@ -436,13 +436,13 @@ def test_nan_and_nested_fields_in_a_curve(tmp_path: Path) -> None:
     with EventLog(tmp_path) as log:
         for step, loss in enumerate((1.0, math.nan, math.inf, 4.0), start=1):
             log.append("step", step=step, loss=loss, seconds={"data": step / 10}, ok=True, name="x")
-    fine = thin_curve(tmp_path, field="loss", points=10)
+    fine = downsample_curve(tmp_path, field="loss", points=10)
     assert [(p.low, p.nonfinite) for p in fine.points] == [(1.0, 0), (None, 1), (None, 1), (4.0, 0)]
-    coarse = thin_curve(tmp_path, field="loss", points=1).points[0]
+    coarse = downsample_curve(tmp_path, field="loss", points=1).points[0]
     assert (coarse.low, coarse.high, coarse.mean, coarse.nonfinite) == (1.0, 4.0, 2.5, 2)
-    assert [p.mean for p in thin_curve(tmp_path, field="seconds/data", points=10).points] == [0.1, 0.2, 0.3, 0.4]
+    assert [p.mean for p in downsample_curve(tmp_path, field="seconds/data", points=10).points] == [0.1, 0.2, 0.3, 0.4]
     for field in ("ok", "name", "nothing", "seconds/nothing"):
-        assert thin_curve(tmp_path, field=field, points=10).points == ()
+        assert downsample_curve(tmp_path, field=field, points=10).points == ()
 
 
 def test_numbers_of_other_libraries_reach_the_index(tmp_path: Path) -> None:
@@ -452,24 +452,24 @@ def test_numbers_of_other_libraries_reach_the_index(tmp_path: Path) -> None:
 
     with EventLog(tmp_path) as log:
         log.append("step", step=1, loss=Float32())
-    assert layout(tmp_path).blocks[0].stat("loss") == Stat(1, 0.25, 0.25, 0.25, 0)
+    assert layout(tmp_path).blocks[0].stat("loss") == FieldStats(1, 0.25, 0.25, 0.25, 0)
     assert next(read_events(tmp_path)).number("loss") == 0.25
 
 
 def test_index_entries_survive_extreme_numbers() -> None:
-    tally = Tally(0)
+    tally = BlockBuilder(0)
     for value in (1e308, 1e308, math.nan, -math.inf, 10**400):
         tally.add("step", 1.0, 1, {"loss": value}, start=0, length=50)
     block = tally.block(100)
-    assert read_entry(write_entry(block)) == block
-    assert block.stat("loss") == Stat(2, 1e308, 1e308, sys.float_info.max, 3)
+    assert decode_entry(encode_entry(block)) == block
+    assert block.stat("loss") == FieldStats(2, 1e308, 1e308, sys.float_info.max, 3)
 
 
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 def test_any_line_is_an_event_or_none(line: bytes) -> None:
-    event = read_line(line)
+    event = parse_event(line)
     assert event is None or isinstance(event, Event)
-    assert read_entry(line) is None
+    assert decode_entry(line) is None
 
 
 def test_unknown_kinds_of_a_newer_whet_are_passed_on(tmp_path: Path) -> None:
@@ -479,13 +479,13 @@ def test_unknown_kinds_of_a_newer_whet_are_passed_on(tmp_path: Path) -> None:
 
 def test_no_file_is_no_events(tmp_path: Path) -> None:
     assert list(read_events(tmp_path)) == []
-    assert thin_curve(tmp_path, field="loss", points=5).points == ()
+    assert downsample_curve(tmp_path, field="loss", points=5).points == ()
 
 
 def test_a_reader_keeps_the_index_of_a_long_run_that_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("whet.run.events.LONG_BYTES", 100_000)
-    monkeypatch.setattr("whet.run.index.LONG_BYTES", 100_000)
+    monkeypatch.setattr("whet.run.event_index.LONG_BYTES", 100_000)
     run = tmp_path / "run"
     run.mkdir()
     write_steps(run, first=1, last=20 * BLOCK_EVENTS)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from whet.base.errors import UsageError, WhetError
 from whet.run import durable, strict_json
-from whet.run.folder import create_run, next_run_path, open_run, rewrite, versions
+from whet.run.folder import create_run, installed_versions, next_run_path, open_run, rewrite_parts
 
 PLAN = {"settings": {"device": {"value": "cpu", "reason": "all there is", "source": "rule", "evidence": {}}}}
 
@@ -209,12 +209,12 @@ def test_next_run_path_counts_on(tmp_path: Path) -> None:
 
 def test_rewrite_replaces_one_part(tmp_path: Path) -> None:
     run = make(tmp_path / "r")
-    grown = rewrite(run, config={"epochs": 5})
+    grown = rewrite_parts(run, config={"epochs": 5})
     assert grown.config == {"epochs": 5}
     assert grown.plan == run.plan
     assert open_run(run.path) == grown
     with pytest.raises(ValueError, match="no part"):
-        rewrite(run, recipe={})
+        rewrite_parts(run, recipe={})
 
 
 def test_a_crash_at_any_sync_leaves_no_run_or_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_versions_come_without_importing_torch() -> None:
     code = "import sys; from whet.run.folder import versions; v = versions(); print(v['torch'], 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.split()[1] == "False"
-    found = versions()
+    found = installed_versions()
     assert found["pydantic"]
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
 
@@ -261,7 +261,7 @@ values = st.recursive(
 )
 
 
-@given(st.dictionaries(st.text(max_size=6).filter(lambda key: key != strict_json.MARK), values, max_size=5))
+@given(st.dictionaries(st.text(max_size=6).filter(lambda key: key != strict_json.NONFINITE_KEY), values, max_size=5))
 def test_any_value_survives_strict_json(record: dict[str, Any]) -> None:
     def refuse(word: str) -> None:
         raise AssertionError(word)

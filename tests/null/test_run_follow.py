@@ -15,7 +15,7 @@ import pytest
 from whet.run.event import Event
 from whet.run.events import EventLog
 from whet.run.folder import EVENTS_FILE
-from whet.run.follow import GONE, follow
+from whet.run.follow import PROCESS_DIED, follow
 from whet.run.lock import acquire
 
 POLL = 0.01
@@ -156,7 +156,7 @@ def test_a_writer_that_dies_is_told_once_and_a_resume_is_seen(tmp_path: Path) ->
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     gone = next(events)
-    assert (gone.kind, gone.step) == (GONE, 7)
+    assert (gone.kind, gone.step) == (PROCESS_DIED, 7)
 
     def resume() -> None:
         with acquire(tmp_path), EventLog(tmp_path) as log:

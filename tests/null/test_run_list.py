@@ -13,12 +13,12 @@ import pytest
 
 from whet.base.errors import WhetError
 from whet.cli import main
-from whet.report.watch.listing import Listing
+from whet.report.watch.listing import RunListing
 from whet.run import durable, lock
 from whet.run import runs as runs_module
 from whet.run.events import EventLog
-from whet.run.folder import Run, create_run, groups_of_runs, run_folders
-from whet.run.runs import list_runs, prune
+from whet.run.folder import Run, create_run, run_folders, run_groups
+from whet.run.prune import list_runs, prune
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -229,7 +229,7 @@ def test_a_folder_that_is_closed_to_us_hides_no_other() -> None:
         os.seteuid(65534)
         try:
             assert [run.path.name for run in list_runs(root)] == ["open"]
-            assert [line.name for line in Listing(root).look().changed] == ["open"]
-            assert groups_of_runs(root) == {}
+            assert [line.name for line in RunListing(root).look().changed] == ["open"]
+            assert run_groups(root) == {}
         finally:
             os.seteuid(0)

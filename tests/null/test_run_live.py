@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.run import live
+from whet.run import follow
+from whet.run.curve import Curve, downsample_curves
 from whet.run.events import EventLog, History
 from whet.run.folder import EVENTS_FILE, INDEX_FILE
-from whet.run.live import LiveHistory, News
-from whet.run.thin import Curve, thin_curves
+from whet.run.follow import HistoryUpdate, LiveHistory
 
 acts = st.lists(
     st.one_of(
@@ -75,9 +75,9 @@ def same(live_one: LiveHistory, fresh: History) -> None:
     assert live_one.layout.torn_bytes == fresh.layout.torn_bytes
     assert live_one.damaged == fresh.damaged
     for options in ({"points": 1_000}, {"points": 64, "is_growing": True}):
-        assert thin_curves(live_one, **options) == thin_curves(fresh, **options)
+        assert downsample_curves(live_one, **options) == downsample_curves(fresh, **options)
     # Block by block; those of a live history may lie otherwise.
-    assert extremes(thin_curves(live_one, points=1)) == extremes(thin_curves(fresh, points=1))
+    assert extremes(downsample_curves(live_one, points=1)) == extremes(downsample_curves(fresh, points=1))
 
 
 def extremes(curves: dict[str, Curve]) -> dict[str, tuple[object, ...]]:
@@ -90,7 +90,7 @@ def extremes(curves: dict[str, Curve]) -> dict[str, tuple[object, ...]]:
 @given(acts, st.sampled_from([0, 10**9]))
 def test_a_live_history_sees_what_a_fresh_one_sees(script: list[tuple[str, int]], leap: int) -> None:
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "_LEAP_BYTES", leap)
+        patch.setattr(follow, "_REINDEX_BYTES", leap)
         writer = Writer(Path(name))
         watched = LiveHistory(Path(name))
         before = [*History(Path(name))]
@@ -119,7 +119,7 @@ def test_a_torn_last_line_waits_until_it_is_whole(tmp_path: Path) -> None:
     assert watched.layout.torn_bytes == 11
     with path.open("ab") as file:
         file.write(b'al","time":2.0,"step":1')
-    assert watched.refresh() == News()
+    assert watched.refresh() == HistoryUpdate()
     with path.open("ab") as file:
         file.write(b',"accuracy":0.5}\n{')
     news = watched.refresh()
@@ -133,7 +133,7 @@ def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path, how: str) ->
     writer.act("step", 300)
     writer.log.close()
     watched = LiveHistory(tmp_path)
-    thin_curves(watched, points=10)
+    downsample_curves(watched, points=10)
     path = tmp_path / EVENTS_FILE
     data = path.read_bytes()
     if how == "another file":
@@ -143,7 +143,7 @@ def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path, how: str) ->
         path.write_bytes(data.replace(b'"loss"', b'"cost"') + data.splitlines(keepends=True)[-1])
     else:
         os.truncate(path, len(data) // 2)
-    assert watched.refresh() == News(is_replaced=True)
+    assert watched.refresh() == HistoryUpdate(is_replaced=True)
     same(watched, History(tmp_path))
     assert not watched.refresh()
 
@@ -154,11 +154,11 @@ def test_a_run_that_is_not_there_yet_and_one_that_went_away(tmp_path: Path) -> N
     writer = Writer(tmp_path)
     writer.act("step", 3)
     assert watched.refresh().num_steps == 3
-    drawn = thin_curves(watched, points=5)
+    drawn = downsample_curves(watched, points=5)
     assert drawn["step/loss"].last_step == 3
     (tmp_path / EVENTS_FILE).rename(tmp_path / "elsewhere")
     assert not watched.refresh()
-    assert thin_curves(watched, points=5) == drawn
+    assert downsample_curves(watched, points=5) == drawn
     writer.log.close()
 
 
@@ -166,26 +166,26 @@ def test_new_bytes_alone_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     writer = Writer(tmp_path)
     writer.act("step", 5_000)
     watched = LiveHistory(tmp_path)
-    thin_curves(watched, points=100)
+    downsample_curves(watched, points=100)
     starts: list[int] = []
-    scan = live.scan
+    scan = follow.scan_blocks
     monkeypatch.setattr(
-        live, "scan", lambda file, start, size: starts.append(start) or scan(file, start=start, size=size)
+        follow, "scan_blocks", lambda file, start, size: starts.append(start) or scan(file, start=start, size=size)
     )
-    monkeypatch.setattr(live, "layout_of", lambda *a, **k: pytest.fail("the whole was read again"))
+    monkeypatch.setattr(follow, "read_log_layout", lambda *a, **k: pytest.fail("the whole was read again"))
     for _ in range(5):
         writer.act("step", 100)
         assert watched.refresh().num_steps == 100
         assert (tmp_path / EVENTS_FILE).stat().st_size - starts[-1] < 60_000
-    assert thin_curves(watched, points=100)["step/loss"].last_step == 5_500
+    assert downsample_curves(watched, points=100)["step/loss"].last_step == 5_500
     writer.log.close()
 
 
 def test_a_long_run_is_drawn_again_from_what_is_kept_and_what_is_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("whet.run.buckets._MOST_FRESH", 3)
-    monkeypatch.setattr("whet.run.buckets._MOST_READ", 5)
+    monkeypatch.setattr("whet.run.downsample._MAX_FRESH_BLOCKS", 3)
+    monkeypatch.setattr("whet.run.downsample._MAX_EVENTS_READ", 5)
     writer = Writer(tmp_path)
     for _ in range(12):
         writer.act("step", 250)
@@ -196,7 +196,7 @@ def test_a_long_run_is_drawn_again_from_what_is_kept_and_what_is_new(
         fresh = History(tmp_path)
         fresh._take(watched.layout)  # The same blocks, and nothing kept.
         for options in ({"points": 5}, {"points": 8, "is_growing": True}):
-            assert thin_curves(watched, **options) == thin_curves(fresh, **options)
+            assert downsample_curves(watched, **options) == downsample_curves(fresh, **options)
         base = watched.tables["step", "base"][1]
         kept += [] if any(base is one for one in kept) else [base]
         writer.act("step", 200)
@@ -217,7 +217,7 @@ def test_points_of_a_growing_run_stay_where_they_are(tmp_path: Path) -> None:
     for _ in range(40):
         writer.act("step", 10)
         watched.refresh()
-        steps = [point.step for point in thin_curves(watched, points=64, is_growing=True)["step/loss"].points]
+        steps = [point.step for point in downsample_curves(watched, points=64, is_growing=True)["step/loss"].points]
         assert len(steps) <= 64
         assert len(steps) > 32 or writer.step <= 64
         if steps[: len(shown)] != shown:

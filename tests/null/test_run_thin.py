@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from whet.run import buckets
+from whet.run import downsample
+from whet.run.curve import downsample_curve, downsample_curves
+from whet.run.event_block import BLOCK_EVENTS
 from whet.run.events import EventLog, History
 from whet.run.folder import EVENTS_FILE
-from whet.run.tally import BLOCK_EVENTS
-from whet.run.thin import thin_curve, thin_curves
 
 
 def write(folder: Path, *, steps: int, gap: float = 1_000.0, again_from: int | None = None) -> None:
@@ -40,7 +40,7 @@ def write(folder: Path, *, steps: int, gap: float = 1_000.0, again_from: int | N
 
 def test_points_lie_on_three_axes(tmp_path: Path) -> None:
     write(tmp_path, steps=1_000)
-    curves = thin_curves(tmp_path, points=5_000)
+    curves = downsample_curves(tmp_path, points=5_000)
     assert curves.keys() == {
         *("step/loss", "step/samples", "step/seconds/data"),
         *("health/memory/process", "health/samples", "eval/accuracy"),
@@ -62,11 +62,11 @@ def test_long_runs_are_drawn_from_the_index_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_growing: bool
 ) -> None:
     write(tmp_path, steps=40 * BLOCK_EVENTS)
-    exact = thin_curves(tmp_path, points=100)
-    monkeypatch.setattr(buckets, "_MOST_READ", 10)
+    exact = downsample_curves(tmp_path, points=100)
+    monkeypatch.setattr(downsample, "_MAX_EVENTS_READ", 10)
     history = History(tmp_path)
-    monkeypatch.setattr("whet.run.events.open_plain", lambda *_: pytest.fail("events were read"))
-    coarse = thin_curves(history, points=20, is_growing=is_growing)
+    monkeypatch.setattr("whet.run.events.open_regular_file", lambda *_: pytest.fail("events were read"))
+    coarse = downsample_curves(history, points=20, is_growing=is_growing)
     assert coarse.keys() == exact.keys()
     for name, curve in coarse.items():
         assert 10 <= len(curve.points) <= 20
@@ -77,12 +77,12 @@ def test_long_runs_are_drawn_from_the_index_alone(
         for point in curve.points:
             assert 0 <= point.samples - 8 * point.step <= 8, "a block may begin before its first step"
             assert point.elapsed == pytest.approx(point.step / 2, abs=0.6)
-    assert thin_curve(history, field="memory/process", kind="health", points=20).points[0].low == 1_100
+    assert downsample_curve(history, field="memory/process", kind="health", points=20).points[0].low == 1_100
 
 
 def test_what_a_resume_made_void_is_in_no_curve_but_health_is(tmp_path: Path) -> None:
     write(tmp_path, steps=1_000, again_from=120)
-    curves = thin_curves(tmp_path, points=5_000)
+    curves = downsample_curves(tmp_path, points=5_000)
     assert [p.step for p in curves["step/loss"].points] == list(range(1, 1_001))
     assert [p.step for p in curves["eval/accuracy"].points] == [250, 500, 750, 1_000]
     assert all(p.time > 6_000 for p in curves["eval/accuracy"].points)
@@ -112,7 +112,7 @@ def test_more_samples_than_can_be_counted_are_unknown(tmp_path: Path) -> None:
     for step, samples in ((1, 8), (2, 10**300), (3, -(10**300))):
         log.append("step", step=step, loss=1.0, samples=samples)
     log.close()
-    points = thin_curves(tmp_path, points=10)["step/loss"].points
+    points = downsample_curves(tmp_path, points=10)["step/loss"].points
     assert [point.samples for point in points] == [8, None, None]
 
 

@@ -4,19 +4,17 @@ import json
 
 import pytest
 
+from whet.api.search import prepare_search, run_search, winning_args
 from whet.base.errors import UsageError
-from whet.config.words import read_value, read_words
+from whet.config.sources import parse_args, parse_value
+from whet.hpo import samplers
+from whet.hpo.search_config import check_same_search
+from whet.hpo.space import Choices, NumberRange, as_text, read_space
+from whet.hpo.worker import devices_for
 from whet.machine.facts import Accelerator, Machine
-from whet.recipes.searching import ask, carry_out, final_words
 from whet.recipes.text.config import TextConfig, describe
-from whet.report.search_page import search_page
-from whet.report.search_picture import search_pictures
-from whet.report.search_text import render_search, search_markdown, verdict
-from whet.run.search_result import Candidate, SearchResult, SearchTrial, read_search, write_search
-from whet.trials import sampling
-from whet.trials.question import agree
-from whet.trials.side_by_side import devices_for
-from whet.trials.space import Choices, Range, as_text, read_space
+from whet.report.search_report import render_search, search_charts, search_markdown, search_page, winner_text
+from whet.run.search_result import SearchCandidate, SearchResult, SearchTrial, read_search, write_search
 
 
 def dimensions(*words: str, **options):
@@ -29,11 +27,11 @@ def test_ranges_lists_and_settings_in_the_words_of_overrides():
         ["lr=1e-5..1e-3:log", "arch.layers=[1,2,4]", "global_batch_size=32..512:step=32", "epochs=2", "dropout=0..0.5"],
     )
     found = space.dimensions
-    assert found["lr"] == Range(low=1e-5, high=1e-3, is_log=True)
+    assert found["lr"] == NumberRange(low=1e-5, high=1e-3, is_log=True)
     assert found["arch.layers"] == Choices(values=(1, 2, 4))
-    assert found["global_batch_size"] == Range(low=32, high=512, step=32, is_whole=True)
+    assert found["global_batch_size"] == NumberRange(low=32, high=512, step=32, is_whole=True)
     assert len(found["global_batch_size"].values) == 16
-    assert found["dropout"] == Range(low=0, high=0.5)
+    assert found["dropout"] == NumberRange(low=0, high=0.5)
     assert fixed == ("epochs=2",)
     assert read_space(TextConfig, [*space.words, *fixed])[0] == space, "words read back"
 
@@ -61,7 +59,7 @@ def test_a_file_says_the_same():
     assert found == dimensions("lr=1e-5..1e-3:log", "schedule=[linear,cosine]")
     assert found == dimensions(file={"lr": "1e-5..1e-3:log", "schedule": "[linear,cosine]"})
     _, fixed = read_space(TextConfig, ["lr=1e-4..1e-3"], file={"label_column": "7"})
-    assert read_words(fixed).values == {"label_column": "7"}, "a text of a file stays one"
+    assert parse_args(fixed).values == {"label_column": "7"}, "a text of a file stays one"
 
 
 def test_settings_that_only_fit_together_are_tried_together():
@@ -105,65 +103,65 @@ def test_what_is_refused(words, said):
     "value", [None, True, 3, 1e-5, 0.1 + 0.2, "linear", "7", "a,b", "it's", "null", ["a", 1, "b]c"]]
 )
 def test_values_are_written_as_words_that_read_back(value):
-    assert read_value(as_text(value), "") == value
+    assert parse_value(as_text(value), "") == value
 
 
 def test_samplers_and_pruners_by_optunas_names():
     space, _ = read_space(TextConfig, ["lr=1e-5..1e-3:log", "arch.layers=[1,2]"])
     first, again, other = (
-        sampling.make_sampler("TPESampler", space, seed=0, number=number)._random_sampler._rng.rng.random()
+        samplers.make_sampler("TPESampler", space, seed=0, number=number)._random_sampler._rng.rng.random()
         for number in (3, 3, 4)
     )
     assert first == again != other, "a draw depends on the trial's number alone"
-    assert type(sampling.make_pruner("median:n_warmup_steps=3")).__name__ == "MedianPruner"
+    assert type(samplers.make_pruner("median:n_warmup_steps=3")).__name__ == "MedianPruner"
     with pytest.raises(UsageError, match="no such sampler"):
-        sampling.make_sampler("TPESampller", space, seed=0, number=0)
+        samplers.make_sampler("TPESampller", space, seed=0, number=0)
     for name in ("GridSampler", "BruteForceSampler"):
         with pytest.raises(UsageError, match="can be counted"):
-            sampling.make_sampler(name, space, seed=0, number=0)
+            samplers.make_sampler(name, space, seed=0, number=0)
     with pytest.raises(UsageError, match="is a setting"):
-        sampling.make_sampler("TPESampler:seed=1", space, seed=0, number=0)
+        samplers.make_sampler("TPESampler:seed=1", space, seed=0, number=0)
     with pytest.raises(UsageError, match="Optuna refuses"):
-        sampling.make_pruner("MedianPruner:warmup=3")
+        samplers.make_pruner("MedianPruner:warmup=3")
 
 
 def test_a_grid_has_an_end():
     words = ["arch.layers=[1,2]", "epochs=1..3"]
-    asked = ask("text", words, sampler="grid")
+    asked = prepare_search("text", words, sampler="grid")
     assert (asked.most(20), asked.most(4)) == (6, 4)
-    assert ask("text", words).most(20) == 20
+    assert prepare_search("text", words).most(20) == 20
     for word in ("epochs=1..1000000000", "epochs=1..60000"):
         with pytest.raises(UsageError, match=r"can be counted|too many points"):
-            ask("text", ["arch.layers=[1,2]", word], sampler="BruteForceSampler")
+            prepare_search("text", ["arch.layers=[1,2]", word], sampler="BruteForceSampler")
 
 
 def test_what_a_sampler_needs_is_asked_before_the_search(monkeypatch):
     space, _ = read_space(TextConfig, ["lr=1e-5..1e-3:log"])
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(UsageError, match="CmaEsSampler needs cmaes"):
-        sampling.make_sampler("cmaes", space, seed=0, number=0)
+        samplers.make_sampler("cmaes", space, seed=0, number=0)
     with pytest.raises(UsageError, match="WilcoxonPruner needs scipy"):
-        sampling.make_pruner("Wilcoxon")
+        samplers.make_pruner("Wilcoxon")
 
 
 def test_a_search_that_goes_on_must_be_the_same_one(tmp_path):
-    asked = ask("text", ["lr=1e-5..1e-3:log"], name="s", root=tmp_path)
-    other = ask("text", ["lr=1e-5..1e-3:log"], name="s", root=tmp_path, subset=0.5)
-    agree(asked.question, asked.question, where="s")
+    asked = prepare_search("text", ["lr=1e-5..1e-3:log"], name="s", root=tmp_path)
+    other = prepare_search("text", ["lr=1e-5..1e-3:log"], name="s", root=tmp_path, subset=0.5)
+    check_same_search(asked.question, asked.question, where="s")
     with pytest.raises(UsageError, match="subset differs"):
-        agree(asked.question, other.question, where="s")
+        check_same_search(asked.question, other.question, where="s")
     assert not list(tmp_path.iterdir()), "nothing is written by asking"
     for name in ("../s", "", ".s", "a\nb", "x" * 300):
         with pytest.raises(UsageError, match="plain name"):
-            ask("text", ["lr=1e-5..1e-3:log"], name=name, root=tmp_path)
+            prepare_search("text", ["lr=1e-5..1e-3:log"], name=name, root=tmp_path)
     for wrong in ({"trials": 0}, {"trials": 1, "jobs": -1}, {"trials": 1, "timeout": float("nan")}):
         with pytest.raises(UsageError, match=r"counted from 1|number of seconds"):
-            carry_out(asked, **wrong)
+            run_search(asked, **wrong)
     with pytest.raises(UsageError, match="seeds can be tried"):
-        ask("text", ["lr=1e-5..1e-3:log"], root=tmp_path, seeds=10**6)
+        prepare_search("text", ["lr=1e-5..1e-3:log"], root=tmp_path, seeds=10**6)
     assert not list(tmp_path.iterdir())
     with pytest.raises(UsageError, match="no such device"):
-        ask("text", ["lr=1e-5..1e-3:log"], device="gpu", root=tmp_path)
+        prepare_search("text", ["lr=1e-5..1e-3:log"], device="gpu", root=tmp_path)
 
 
 RESULT = SearchResult(
@@ -182,7 +180,7 @@ RESULT = SearchResult(
     ),
     importance={"lr": 0.9, "schedule": 0.1},
     candidates=(
-        Candidate(
+        SearchCandidate(
             number=3,
             settings={"lr": 2e-3, "schedule": "cosine"},
             values={"1": 0.8, "2": 0.81},
@@ -190,7 +188,7 @@ RESULT = SearchResult(
             low=0.74,
             high=0.87,
         ),
-        Candidate(
+        SearchCandidate(
             number=0,
             settings={"lr": 1e-3, "schedule": "linear"},
             values={"1": 0.79, "2": 0.8},
@@ -209,8 +207,8 @@ RESULT = SearchResult(
 def test_a_result_reads_as_text_markdown_and_page(tmp_path):
     write_search(tmp_path, RESULT)
     assert read_search(tmp_path) == RESULT
-    assert "not clearly ahead of trial 0" in verdict(RESULT)
-    assert "0.805, 0.74 to 0.87 with 2 seeds" in verdict(RESULT)
+    assert "not clearly ahead of trial 0" in winner_text(RESULT)
+    assert "0.805, 0.74 to 0.87 with 2 seeds" in winner_text(RESULT)
     assert "infeasible on m: oom" in render_search(RESULT)
     assert "<b>" not in search_markdown(RESULT)
     page = search_page(RESULT)
@@ -218,18 +216,18 @@ def test_a_result_reads_as_text_markdown_and_page(tmp_path):
     assert page.count("<svg") == 3
     assert "script-src ;" in page, "no script may run"
     # Four axes' worth of lines: only trials with a value are drawn, and the winner stands out.
-    assert search_pictures(RESULT)["Settings"].count("<polyline") == 3
-    assert search_pictures(RESULT)["Settings"].count('class="best"') == 1
+    assert search_charts(RESULT)["Settings"].count("<polyline") == 3
+    assert search_charts(RESULT)["Settings"].count('class="best"') == 1
 
 
 def test_the_interval_of_a_share_stays_between_0_and_1_and_that_of_another_metric_is_left():
     wide = RESULT.candidates[0].model_copy(update={"mean": 0.21, "low": -0.1906, "high": 1.6179})
     result = RESULT.model_copy(update={"candidates": (wide, RESULT.candidates[1])})
-    told = (verdict(result), render_search(result), search_markdown(result), search_page(result))
+    told = (winner_text(result), render_search(result), search_markdown(result), search_page(result))
     assert all("0 to 1" in one and "-0.1906" not in one for one in told)
-    assert "-0.1906 to 1.618" in verdict(result.model_copy(update={"goal": "reward"}))
+    assert "-0.1906 to 1.618" in winner_text(result.model_copy(update={"goal": "reward"}))
     percent = wide.model_copy(update={"mean": 87.0, "low": 85.0, "high": 89.0})
-    assert "85 to 89" in verdict(result.model_copy(update={"candidates": (percent,)}))
+    assert "85 to 89" in winner_text(result.model_copy(update={"candidates": (percent,)}))
 
 
 def test_choices_that_need_quotes_are_drawn_and_rows_that_are_left_out_are_counted():
@@ -238,12 +236,12 @@ def test_choices_that_need_quotes_are_drawn_and_rows_that_are_left_out_are_count
         SearchTrial(number=n, state="complete", value=n / 100, settings={"lr": odd[n % 2]}) for n in range(45)
     )
     result = RESULT.model_copy(update={"space": ("lr=['7','a,b']",), "trials": trials, "candidates": ()})
-    assert search_pictures(result)["Settings"].count("<polyline") == 45
+    assert search_charts(result)["Settings"].count("<polyline") == 45
     assert "and 5 more" in render_search(result)
 
 
 def test_a_clear_winner_is_called_one_and_fewer_is_better_where_it_is():
-    assert "; clearly ahead" in verdict(RESULT.model_copy(update={"difference_low": 0.001}))
+    assert "; clearly ahead" in winner_text(RESULT.model_copy(update={"difference_low": 0.001}))
     lower = {"is_higher_better": False, "difference_low": -0.03, "difference_high": -0.01}
     assert RESULT.model_copy(update=lower).is_clear
 
@@ -253,12 +251,12 @@ def test_the_final_training_gets_what_trials_shared_and_the_winner(tmp_path, mon
     for folder in ("reviews", "runs/reviews"):
         (tmp_path / folder).mkdir(parents=True)
     write_search(tmp_path / "runs" / "reviews", RESULT)
-    assert final_words("reviews", recipe="text")[0] == "epochs=2", "a folder of data has the same name"
+    assert winning_args("reviews", recipe="text")[0] == "epochs=2", "a folder of data has the same name"
     write_search(tmp_path, RESULT)
-    assert final_words(str(tmp_path), recipe="text") == ("epochs=2", "lr=0.002", "schedule=cosine")
+    assert winning_args(str(tmp_path), recipe="text") == ("epochs=2", "lr=0.002", "schedule=cosine")
     (tmp_path / "result.json").write_text(json.dumps({**RESULT.as_json(), "candidates": []}))
     with pytest.raises(UsageError, match="no winner"):
-        final_words(str(tmp_path), recipe="text")
+        winning_args(str(tmp_path), recipe="text")
 
 
 def test_trials_share_a_plan_where_only_training_differs():
@@ -280,7 +278,7 @@ def test_trials_share_a_plan_where_only_training_differs():
 )
 def test_jobs_on_simulated_machines(monkeypatch, cards, device, expected, said):
     machine = Machine(name="simulated", accelerators=tuple(Accelerator(kind=kind) for kind in cards))
-    monkeypatch.setattr("whet.machine.probe.machine_here", lambda: machine)
+    monkeypatch.setattr("whet.machine.probe.probe_machine", lambda: machine)
     lines: list[str] = []
     assert devices_for(device, jobs=3, say=lines.append) == expected
     assert said in " ".join(lines)

@@ -62,7 +62,7 @@ def test_probe_and_plan_work_with_a_torch_that_raises(whet: Run, flags: tuple[st
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
 def test_runs_and_report_work_with_a_torch_that_raises(whet: Run, tmp_path: Path, flags: tuple[str, ...]) -> None:
     from whet.run.events import EventLog
-    from whet.run.folder import create_run, versions
+    from whet.run.folder import create_run, installed_versions
 
     run = create_run(
         tmp_path / "runs" / "text-001",
@@ -70,7 +70,7 @@ def test_runs_and_report_work_with_a_torch_that_raises(whet: Run, tmp_path: Path
         config={},
         plan={},
         machine={},
-        versions=versions(),
+        versions=installed_versions(),
         command=["whet", "train", "text"],
     )
     with EventLog(run) as log:

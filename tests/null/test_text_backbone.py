@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from whet.base.errors import UsageError, WhetError
-from whet.config.resolve import resolve
-from whet.recipes.text.backbone import BERT_BASE, folder_of, read_backbone
+from whet.config.resolve import resolve_config
+from whet.recipes.text.backbone import BERT_BASE, local_folder, read_backbone
 from whet.recipes.text.config import TextConfig, describe
-from whet.recipes.text.pretrained_tokenizer import write_files
 from whet.recipes.text.recipe import TextRecipe
+from whet.recipes.text.tokenizer import write_files
 
 MINILM = {
     "model_type": "bert",
@@ -33,7 +33,7 @@ def model(folder: Path, **changes: object) -> str:
 
 
 def config(*words: str) -> TextConfig:
-    return resolve(TextConfig, words).config
+    return resolve_config(TextConfig, words).config
 
 
 def test_a_pretrained_model_starts_from_the_paper_and_keeps_what_you_say(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
         (str(tmp_path / "empty"), "has no config.json"),
     ):
         with pytest.raises(UsageError, match=what):
-            folder_of(word)
+            local_folder(word)
     with pytest.raises(UsageError, match="does not say what it is"):
         read_backbone(str(tmp_path / "odd"))
 

@@ -14,14 +14,12 @@ from planted_texts import clean_rows, clean_table, planted_table, row
 
 from places import ROOT, Run, Tell
 from whet.base.errors import UsageError
-from whet.recipes.text.inspection import ledger
-from whet.recipes.text.inspection.inspect import Inspection, inspect
-from whet.recipes.text.inspection.kinds import KINDS
-from whet.recipes.text.inspection.label_checks import misspelt
-from whet.recipes.text.inspection.repeats import DEV, TEST, TRAIN, Texts
-from whet.recipes.text.inspection.report import DataReport
-from whet.recipes.text.inspection.words import serious_lines
-from whet.recipes.text.rows.columns import Wishes
+from whet.recipes.text.data_report import row_index
+from whet.recipes.text.data_report.inspector import DatasetInspector, inspect
+from whet.recipes.text.data_report.label_checks import misspelt
+from whet.recipes.text.data_report.report import DEFECT_KINDS, DataReport, serious_lines
+from whet.recipes.text.data_report.row_index import TEST, TRAIN, VAL, TextHashes
+from whet.recipes.text.readers.samples import ColumnOverrides
 
 BROKEN_TORCH = Path(__file__).parent / "broken_torch"
 NOT_IN_CSV = {"not-a-row", "group-leak"}
@@ -50,7 +48,7 @@ def test_a_clean_file_of_ten_thousand_rows_reports_nothing(clean: Path) -> None:
 
 def test_every_planted_defect_is_found_by_its_own_kind_and_row(planted: Path, tell: Tell) -> None:
     expected = planted_table().planted
-    assert expected.keys() == KINDS.keys() - NOT_IN_CSV
+    assert expected.keys() == DEFECT_KINDS.keys() - NOT_IN_CSV
     found = {finding.kind: finding for finding in inspect(planted).findings}
     places = {
         kind: sorted(example.where.removeprefix(f"{planted}/") for example in finding.examples)
@@ -81,8 +79,8 @@ def test_json_lines_have_these_too(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_text_in_all_three_parts_is_compared_with_each() -> None:
-    texts = Texts()
-    for part, text in ((TRAIN, "A text"), (DEV, "a TEXT"), (TEST, "A text")):
+    texts = TextHashes()
+    for part, text in ((TRAIN, "A text"), (VAL, "a TEXT"), (TEST, "A text")):
         texts.add(text, "a text", label=0, part=part)
     assert sorted(texts.repeats()) == [("folded-leak", 1, 0), ("leak", 2, 0)]
     assert sorted(texts.removable()) == [("folded-leak", 1, 2), ("leak", 0, 2)]
@@ -99,9 +97,9 @@ def test_groups_in_two_parts_are_named(tmp_path: Path) -> None:
     for part, some, group in (("train", rows[:30], "a"), ("test", rows[30:], "b")):
         lines = [row(*one) + b"," + group.encode() for one in some]
         (tmp_path / f"{part}.csv").write_bytes(b"\n".join([b"text,label,author", *lines]))
-    assert inspect(tmp_path, wishes=Wishes(group="author")).findings == ()
+    assert inspect(tmp_path, overrides=ColumnOverrides(group="author")).findings == ()
     (tmp_path / "test.csv").write_bytes((tmp_path / "test.csv").read_bytes() + b"\nA new text,sport,a\n")
-    assert kinds_of(inspect(tmp_path, wishes=Wishes(group="author"))) == {"group-leak": 1}
+    assert kinds_of(inspect(tmp_path, overrides=ColumnOverrides(group="author"))) == {"group-leak": 1}
 
 
 def test_the_same_texts_with_several_labels_or_a_second_half_are_no_repeats(tmp_path: Path) -> None:
@@ -122,7 +120,7 @@ def test_texts_in_many_scripts_and_labels_of_digits_raise_no_alarm(tmp_path: Pat
 
 
 def test_a_label_column_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "MOST_LABELS", 1_000)
+    monkeypatch.setattr(row_index, "MAX_LABELS", 1_000)
     (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"a text {n},{n}\n" for n in range(1_001)))
     with pytest.raises(UsageError, match="over 1,000 different labels"):
         inspect(tmp_path / "rows.csv")
@@ -136,14 +134,14 @@ def test_a_fixed_copy_is_clean_and_lists_every_change(planted: Path, tmp_path: P
     done = whet("data", "text", str(planted), "--fix", "clean", "--json")
     assert done.returncode == 0, done.stderr
     fixed = json.loads(done.stdout)["fixed"]
-    left = {kind for kind, what in KINDS.items() if what.cure == "left"}
+    left = {kind for kind, what in DEFECT_KINDS.items() if what.cure == "left"}
     assert kinds_of(inspect(tmp_path / "clean")).keys() == left - {"group-leak"}
     assert {file.name: file.read_bytes() for file in planted.iterdir()} == before
 
     entries = [json.loads(line) for line in (tmp_path / "clean" / "removed.jsonl").read_text().splitlines()]
     done_for = Counter((why, entry["action"]) for entry in entries for why in entry["why"])
-    for kind in KINDS.keys() - NOT_IN_CSV - left:
-        assert done_for[kind, KINDS[kind].cure] >= 1, kind
+    for kind in DEFECT_KINDS.keys() - NOT_IN_CSV - left:
+        assert done_for[kind, DEFECT_KINDS[kind].cure] >= 1, kind
     assert fixed["rows"] - fixed["kept"] == sum(entry["action"] == "removed" for entry in entries)
     kept = set((tmp_path / "clean" / "train.csv").read_bytes().splitlines())
     untouched = set(b"".join(clean_table().lines["train"]).splitlines()) - kept
@@ -174,15 +172,15 @@ def test_a_file_gives_a_file_and_kinds_can_be_left(tmp_path: Path, whet: Run) ->
 
 def test_a_file_that_changes_meanwhile_is_not_copied(tmp_path: Path) -> None:
     from whet.base.errors import WhetError
-    from whet.recipes.text.inspection.fixing import fix
+    from whet.recipes.text.data_report.clean_copy import write_clean_copy
 
     file = tmp_path / "rows.csv"
     file.write_bytes(b"\n".join([b"text,label", *(row(*one) for one in clean_rows(50))]))
-    inspection = Inspection(file)
+    inspection = DatasetInspector(file)
     inspection.run()
     file.write_bytes(file.read_bytes().replace(b"river", b"stream"))
     with pytest.raises(WhetError, match="changed while it was copied"):
-        fix(inspection, tmp_path / "clean.csv")
+        write_clean_copy(inspection, tmp_path / "clean.csv")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.csv"]
 
 
@@ -195,7 +193,7 @@ def test_the_command_needs_no_torch_and_tells_a_few_rows(planted: Path, whet: Ru
     assert "rows of CSV; text = text, label = label" in done.stdout
     assert "! leak                    2  held-out texts" in done.stdout
     assert "\x1b" not in done.stdout
-    assert len(done.stdout.splitlines()) < 5 + 4 * len(KINDS)
+    assert len(done.stdout.splitlines()) < 5 + 4 * len(DEFECT_KINDS)
 
 
 def test_what_the_page_says_runs(tmp_path: Path, whet: Run) -> None:
@@ -209,7 +207,7 @@ def test_what_the_page_says_runs(tmp_path: Path, whet: Run) -> None:
             done = whet(*words)
             assert done.returncode == 0, done.stderr
     listed = dict(re.findall(r"^\| `([a-z0-9-]+)`(?: !)? \| (.*?) \| ", page, re.MULTILINE))
-    assert listed == {kind: what.says for kind, what in KINDS.items()}
+    assert listed == {kind: what.says for kind, what in DEFECT_KINDS.items()}
 
 
 def test_words_name_columns_and_wrong_ones_are_refused(tmp_path: Path, whet: Run) -> None:
@@ -264,7 +262,7 @@ def test_memory_is_bounded_while_a_file_is_read(tmp_path: Path) -> None:
         file.writelines(f"{n} {line},{'ab'[n % 2]}\n" for n in range(12_000))
     code = (
         "import resource, sys; from pathlib import Path\n"
-        "from whet.recipes.text.inspection.inspect import inspect\n"
+        "from whet.recipes.text.data_report.inspector import inspect\n"
         "import numpy; start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "rows = inspect(Path(sys.argv[1])).rows\n"
         "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start\n"

@@ -11,16 +11,19 @@ from planted_texts import clean_rows, row
 
 from whet.base.errors import UsageError
 from whet.recipes.text.config import TextConfig
-from whet.recipes.text.corpus import Corpus, Examples
-from whet.recipes.text.folding import folded
-from whet.recipes.text.reading import read_told_corpus
-from whet.recipes.text.rows import lines as lines_module
-from whet.recipes.text.rows.columns import Wishes
-from whet.recipes.text.rows.labels import clear_separator
-from whet.recipes.text.rows.sources import find_sources
-from whet.recipes.text.splitting import split
-from whet.recipes.text.table import read_table, read_texts
-from whet.recipes.text.weights import balanced, class_weights, read_class_weights
+from whet.recipes.text.corpus import (
+    Corpus,
+    Examples,
+    balanced_weights,
+    class_weights,
+    normalize_text,
+    read_class_weights,
+    split,
+)
+from whet.recipes.text.corpus_reader import load_corpus, read_table, read_texts
+from whet.recipes.text.readers import rows as lines_module
+from whet.recipes.text.readers.samples import ColumnOverrides, detect_separator
+from whet.recipes.text.readers.sources import find_sources
 
 ROWS = [(" ".join(text.split()), label) for text, label in clean_rows(200)]
 PARTS = {"train": ROWS[:160], "validation": ROWS[160:180], "test": ROWS[180:]}
@@ -96,7 +99,7 @@ FORMS = (
 def test_every_form_gives_the_same_corpus(tmp_path: Path, form: str) -> None:
     read = read_texts(make(form, tmp_path / "data"))
     quote = '"' if form == "TSV with bare quotes" else ""
-    for part, rows in zip((read.corpus.train, read.corpus.dev, read.corpus.test), PARTS.values(), strict=True):
+    for part, rows in zip((read.corpus.train, read.corpus.val, read.corpus.test), PARTS.values(), strict=True):
         got = [(text, read.corpus.classes[label]) for text, label in zip(part.texts, part.labels, strict=True)]
         want = [(quote + text, label) for text, label in rows]
         assert (sorted(got) == sorted(want)) if form == "class folders" else (got == want)
@@ -109,7 +112,7 @@ def test_an_unsplit_folder_of_class_folders_is_split(tmp_path: Path) -> None:
         (tmp_path / label).mkdir(exist_ok=True)
         (tmp_path / label / f"{number}.txt").write_text(text)
     corpus = read_table(tmp_path)
-    assert (len(corpus.train), len(corpus.dev), len(corpus.test)) == (160, 20, 20)
+    assert (len(corpus.train), len(corpus.val), len(corpus.test)) == (160, 20, 20)
 
 
 def test_a_quote_that_is_never_closed_swallows_no_row(tmp_path: Path) -> None:
@@ -146,7 +149,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
 
 
 def test_a_line_that_never_ends_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines_module, "MOST_ROW_BYTES", 10_000)
+    monkeypatch.setattr(lines_module, "MAX_ROW_BYTES", 10_000)
     (tmp_path / "rows").write_text(as_json(ROWS) + '{"text": "' + "a" * 50_000)
     with pytest.raises(UsageError, match=r"row 201 .* is too long"):
         read_table(tmp_path / "rows")
@@ -194,18 +197,18 @@ def test_columns_are_guessed_and_yours_hold(tmp_path: Path) -> None:
     guessed = read_texts(file)
     assert "text = premise, pair = hypothesis, label = class" in guessed.told[0]
     assert set(guessed.corpus.train.pairs) == {"so"}
-    mine = read_texts(file, wishes=Wishes(text="Hypothesis", pair="premise", label="kind"))
+    mine = read_texts(file, overrides=ColumnOverrides(text="Hypothesis", pair="premise", label="kind"))
     assert mine.corpus.classes == ("a", "b")
     assert set(mine.corpus.train.texts) == {"so"}
     with pytest.raises(UsageError, match="has no column 'premiss'") as caught:
-        read_table(file, wishes=Wishes(text="premiss"))
+        read_table(file, overrides=ColumnOverrides(text="premiss"))
     assert caught.value.try_ == "text_column=premise"
 
 
 def test_a_column_is_not_taken_twice(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps({"text": label, "review": text}) for text, label in ROWS))
-    assert "text = review, label = text" in read_texts(file, wishes=Wishes(label="text")).told[0]
+    assert "text = review, label = text" in read_texts(file, overrides=ColumnOverrides(label="text")).told[0]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +237,7 @@ AUTHORS = [f"{last}, {first}" for last in ("Smith", "Doe", "Lee") for first in (
 
 @pytest.mark.parametrize("labels", [["Smith, Ann", "Smith, Bob"], AUTHORS, ["a;b", "c;d"], ["x", "y"]])
 def test_signs_in_names_are_no_separators(labels: list[str]) -> None:
-    assert clear_separator(labels) is None
+    assert detect_separator(labels) is None
 
 
 def test_a_separator_can_be_forbidden(tmp_path: Path) -> None:
@@ -248,7 +251,7 @@ def test_sentences_of_a_document_stay_in_one_part(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text("\n".join(map(json.dumps, lines)))
     corpus = read_table(tmp_path / "rows")
     assert not corpus.is_multi_label
-    places = {text: part for part in ("train", "dev", "test") for text in getattr(corpus, part).texts}
+    places = {text: part for part in ("train", "val", "test") for text in getattr(corpus, part).texts}
     assert len(places) == 120
     assert all(places[f"first {n}"] == places[f"second {n}"] for n in range(60))
 
@@ -257,7 +260,7 @@ def test_sentences_of_a_document_stay_in_one_part(tmp_path: Path) -> None:
 
 
 def parts(corpus: Corpus) -> tuple[Examples, Examples, Examples]:
-    return corpus.train, corpus.dev, corpus.test
+    return corpus.train, corpus.val, corpus.test
 
 
 def test_no_group_and_no_folded_text_is_in_two_parts() -> None:
@@ -270,7 +273,7 @@ def test_no_group_and_no_folded_text_is_in_two_parts() -> None:
     for one in parts(corpus):
         for other in parts(corpus):
             if one is not other:
-                assert not {folded(text) for text in one.texts} & {folded(text) for text in other.texts}
+                assert not {normalize_text(text) for text in one.texts} & {normalize_text(text) for text in other.texts}
                 shared = {group_of[text] for text in one.texts} & {group_of[text] for text in other.texts}
                 assert shared <= {None}
     assert sum(map(len, parts(corpus))) == 1_000
@@ -307,7 +310,7 @@ def test_class_weights_are_understood(tmp_path: Path) -> None:
     assert max(mass.values()) - min(mass.values()) < 1e-9
     assert weights[sport] == min(weights)
     assert class_weights({"sport": 2.5}, corpus) == tuple(2.5 if n == sport else 1.0 for n in range(4))
-    assert balanced([(0, 1), (1,), ()], num_classes=3) == (1.0, 0.5, 1.0)
+    assert balanced_weights([(0, 1), (1,), ()], num_classes=3) == (1.0, 0.5, 1.0)
     with pytest.raises(UsageError, match="names no class") as caught:
         class_weights({"sprot": 2.0}, corpus)
     assert caught.value.try_ == "sport"
@@ -321,7 +324,7 @@ def test_a_training_is_told_what_was_understood_and_what_is_wrong(tmp_path: Path
     (tmp_path / "train.jsonl").write_text(
         as_json([*PARTS["train"], (ROWS[7][0].upper(), "sport"), *[("new", "sprot")] * 2])
     )
-    told = read_told_corpus(TextConfig(data=str(tmp_path))).told
+    told = load_corpus(TextConfig(data=str(tmp_path))).told
     assert told[0] == "read 163 + 24 + 24 rows of JSON lines; text = text, label = label, 5 classes"
     assert told[1].startswith("warning: labels that are probably another one, misspelt: 1")
     assert told[2] == "warning: held-out texts that another part has too: 4"

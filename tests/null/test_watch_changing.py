@@ -13,16 +13,16 @@ import pytest
 from whet.report.watch import feed as feed_module
 from whet.report.watch import line as line_module
 from whet.report.watch import looking as looking_module
-from whet.report.watch import opening, pace
-from whet.report.watch.line import run_id
-from whet.report.watch.listing import Listing
-from whet.report.watch.looking import Looking
-from whet.report.watch.routes import Routes
+from whet.report.watch import run_cache
+from whet.report.watch.listing import RunListing
+from whet.report.watch.run_cache import RunCache
+from whet.report.watch.server import WatchRoutes
+from whet.report.watch.status_reader import run_id
 from whet.run import lock, strict_json
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run, open_run
-from whet.run.live import LiveHistory
-from whet.web.refusal import RefusedError
+from whet.run.follow import LiveHistory
+from whet.web.access import HttpError
 
 PATIENCE = 120.0
 NEVER = 600.0
@@ -43,7 +43,7 @@ def train(run: Run, **end: object) -> None:
 class Page:
     """An open page, as the server sees it."""
 
-    def __init__(self, routes: Routes, *idents: str) -> None:
+    def __init__(self, routes: WatchRoutes, *idents: str) -> None:
         self._stream: AsyncGenerator[bytes] = routes._feed.listen(idents)  # type: ignore[assignment]
 
     async def hear(self, words: bytes) -> bytes:
@@ -64,19 +64,19 @@ class Page:
 
 
 @pytest.fixture
-def routes(tmp_path: Path) -> Iterator[Routes]:
-    made = Routes(tmp_path)
+def routes(tmp_path: Path) -> Iterator[WatchRoutes]:
+    made = WatchRoutes(tmp_path)
     yield made
     made.close()
 
 
-async def list_of(routes: Routes) -> list[dict]:
+async def list_of(routes: WatchRoutes) -> list[dict]:
     answer = await asyncio.wait_for(routes._runs(None), PATIENCE)  # type: ignore[arg-type]
     return strict_json.decode(bytes(answer.body))["runs"]
 
 
 def test_what_is_found_for_one_page_is_told_to_the_others(
-    routes: Routes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page that is opened has the runs looked at: the change that this finds is found only once."""
     monkeypatch.setattr(feed_module, "_POLL_SECONDS", NEVER)
@@ -94,13 +94,13 @@ def test_what_is_found_for_one_page_is_told_to_the_others(
 
 
 def test_a_slow_moment_of_the_disk_leaves_no_page_behind_simulated(
-    routes: Routes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make(tmp_path)
     train(run)
     for module in (feed_module, looking_module):
         monkeypatch.setattr(module, "_SHARE", 1e-9)  # As if each look had taken minutes.
-    monkeypatch.setattr(pace, "_LONGEST_REST", 0.2)
+    monkeypatch.setattr(run_cache, "_MAX_PAUSE_SECONDS", 0.2)
 
     async def watch() -> None:
         async with Page(routes, run_id("run")) as page:
@@ -129,8 +129,8 @@ class Clock:
 def test_waiting_for_a_turn_is_not_the_work_of_a_page_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that trains, the first look at a small run took 50 ms of a core, and 700 ms in all."""
     clock = Clock()
-    monkeypatch.setattr(pace, "time", clock)
-    work = pace.Work()
+    monkeypatch.setattr(run_cache, "time", clock)
+    work = run_cache.WorkTimer()
     clock.wall, clock.core = 0.7, 0.05
     assert work.rest(share=0.03) == pytest.approx(0.7 / 0.2)
     clock.core = 0.3
@@ -140,7 +140,7 @@ def test_waiting_for_a_turn_is_not_the_work_of_a_page_simulated(monkeypatch: pyt
 
 
 def test_the_work_of_a_page_is_that_of_its_thread() -> None:
-    work = pace.Work()
+    work = run_cache.WorkTimer()
     until = time.thread_time() + 0.1
     while time.thread_time() < until:
         pass
@@ -148,7 +148,7 @@ def test_the_work_of_a_page_is_that_of_its_thread() -> None:
 
 
 def test_whatever_ends_the_looking_is_told_and_the_next_page_starts_it_anew(
-    routes: Routes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages stayed open and heard nothing more."""
     monkeypatch.setattr(feed_module, "_HEARTBEAT_SECONDS", 0.1)
@@ -168,8 +168,8 @@ def test_whatever_ends_the_looking_is_told_and_the_next_page_starts_it_anew(
 
 def test_a_lock_that_cannot_be_read_is_no_trouble_for_other_runs(tmp_path: Path) -> None:
     run = make(tmp_path)
-    listing = Listing(tmp_path)
-    looking = Looking(listing)
+    listing = RunListing(tmp_path)
+    looking = RunCache(listing)
     with lock.acquire(run.path):
         train(run)
         assert listing.look().changed[0].state == "running"
@@ -185,7 +185,7 @@ def test_a_run_is_under_way_before_its_first_word(tmp_path: Path) -> None:
     """Between the lock and the first event lie reading, planning and measuring: a minute, where that is slow."""
     run = make(tmp_path)
     train(run, state="stopped")
-    listing = Listing(tmp_path)
+    listing = RunListing(tmp_path)
     assert listing.look().changed[0].state == "stopped"
     with lock.acquire(run.path):
         assert [line.state for line in listing.look().changed] == ["running"]
@@ -194,13 +194,13 @@ def test_a_run_is_under_way_before_its_first_word(tmp_path: Path) -> None:
 
 def test_a_run_replaced_by_another_of_its_name_is_the_other(tmp_path: Path) -> None:
     """The system gives the numbers of removed files to new ones."""
-    looking, listing = None, Listing(tmp_path)
+    looking, listing = None, RunListing(tmp_path)
     for losses in ((1.0, 2.0, 3.0), (4.0,), (5.0, 6.0, 7.0, 8.0)):
         with EventLog(make(tmp_path)) as log:
             for step, loss in enumerate(losses, start=1):
                 log.append("step", step=step, loss=loss)
         assert [line.loss for line in listing.look().changed] == [losses[-1]]
-        looking = looking or Looking(listing)
+        looking = looking or RunCache(listing)
         report = looking.view(run_id("run")).view.report
         assert (report.step, report.loss.first, report.loss.last) == (len(losses), losses[0], losses[-1])
         for path in sorted((tmp_path / "run").rglob("*"), reverse=True):
@@ -212,7 +212,7 @@ def test_a_run_replaced_by_another_of_its_name_is_the_other(tmp_path: Path) -> N
 def test_what_comes_into_a_file_after_its_name_is_another_version(tmp_path: Path, place: str) -> None:
     """A copy makes a file and then fills it: a page that asked between stayed at what it got."""
     run = make(tmp_path)
-    looking = Looking(Listing(tmp_path))
+    looking = RunCache(RunListing(tmp_path))
     path, folder = run.path / place, run.path.stat()
     if path.is_file():
         path.write_text("")
@@ -242,7 +242,7 @@ def test_runs_that_are_slow_to_fail_keep_nothing_waiting_simulated(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(line_module, "open_run", fail)
-    listing = Listing(tmp_path)
+    listing = RunListing(tmp_path)
     for _ in range(3):
         listing.look(seconds=0.2)
     assert {line.name: line.state for line in listing.lines()} == {
@@ -260,7 +260,7 @@ def test_runs_that_are_slow_to_fail_keep_nothing_waiting_simulated(
 
 def test_a_disk_that_does_not_answer_removes_no_run_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(make(tmp_path / "runs"))
-    listing = Listing(tmp_path / "runs")
+    listing = RunListing(tmp_path / "runs")
     assert len(listing.look().changed) == 1
 
     def fail(path: Path) -> None:
@@ -287,7 +287,7 @@ class Slow(LiveHistory):
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    monkeypatch.setattr(opening, "LiveHistory", Slow)
+    monkeypatch.setattr(run_cache, "LiveHistory", Slow)
     yield Slow.may_go_on
     Slow.may_go_on.set()
     time.sleep(0.1)
@@ -295,9 +295,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def test_the_list_waits_for_no_run_simulated(
-    routes: Routes, tmp_path: Path, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
+    routes: WatchRoutes, tmp_path: Path, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "PATIENCE_SECONDS", 10.0)
+    monkeypatch.setattr(run_cache, "WAIT_SECONDS", 10.0)
     for name in ("a", "b", "c"):
         train(make(tmp_path, name))
 
@@ -308,7 +308,7 @@ def test_the_list_waits_for_no_run_simulated(
         routes._listing.looked_at = -NEVER
         begun = time.monotonic()
         assert len(await list_of(routes)) == 3
-        assert time.monotonic() - begun < opening.PATIENCE_SECONDS / 2
+        assert time.monotonic() - begun < run_cache.WAIT_SECONDS / 2
         slow.set()
         assert [seen.view.report.step for seen in await asyncio.gather(*views)] == [1, 1, 1]
 
@@ -319,22 +319,22 @@ def test_only_the_first_who_ask_wait_for_a_slow_run_simulated(
     tmp_path: Path, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every page asks again each second: requests that wait would keep those for other runs waiting."""
-    monkeypatch.setattr(opening, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(run_cache, "WAIT_SECONDS", 1.0)
     train(make(tmp_path))
-    looking = Looking(Listing(tmp_path))
+    looking = RunCache(RunListing(tmp_path))
     waited = []
     for _ in range(4):
         begun = time.monotonic()
-        with pytest.raises(RefusedError) as refused:
+        with pytest.raises(HttpError) as refused:
             looking.view(run_id("run"))
         waited.append(time.monotonic() - begun)
-        assert refused.value.status == opening.ACCEPTED
+        assert refused.value.status == run_cache.ACCEPTED
     assert waited[0] >= 0.9
     assert sum(waited[1:]) < 2, "three more would have waited for three seconds"
     slow.set()
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        with contextlib.suppress(RefusedError):
+        with contextlib.suppress(HttpError):
             assert looking.view(run_id("run")).view.report.step == 1
             return
         time.sleep(0.05)

@@ -25,17 +25,16 @@ from web_client import PATIENCE_SECONDS, Served, serving, until
 
 from places import Tell
 from whet.report.watch import line as line_module
-from whet.report.watch import opening
-from whet.report.watch.files import FOLDER
-from whet.report.watch.line import run_id
-from whet.report.watch.listing import Listing
-from whet.report.watch.looking import Looking
+from whet.report.watch import run_cache
+from whet.report.watch.listing import RunListing
+from whet.report.watch.run_cache import RunCache
+from whet.report.watch.server import PAGE_FOLDER
+from whet.report.watch.status_reader import run_id
 from whet.run import lock
 from whet.run.events import EventLog
-from whet.run.folder import Run, create_run, versions
-from whet.run.live import LiveHistory
-from whet.web.limits import Limits
-from whet.web.refusal import RefusedError
+from whet.run.folder import Run, create_run, installed_versions
+from whet.run.follow import LiveHistory
+from whet.web.access import ClientLimits, HttpError
 
 CANARY = "canary-9f2c61"
 PAYLOADS = (
@@ -73,7 +72,7 @@ DOCUMENTED = {200, 202, 304, 400, 401, 403, 404, 405, 409, 413, 415, 421, 431, 5
 
 
 def make(root: Path, name: str, **parts: dict) -> Run:
-    told = {"config": {}, "plan": {}, "machine": {}, "versions": versions()} | parts
+    told = {"config": {}, "plan": {}, "machine": {}, "versions": installed_versions()} | parts
     return create_run(root / name, recipe="text", command=["whet", "train", "text"], **told)
 
 
@@ -340,7 +339,7 @@ def traversals(runs: Path) -> list[str]:
     targets = ("outside/canary.json", "outside/elsewhere/config.json", "runs/good/config.json")
     found = [up * depth + target for up in ups for depth in (1, 2, 6) for target in targets]
     place = runs.parent / "outside" / "canary.json"
-    beside = os.path.relpath(place, FOLDER)
+    beside = os.path.relpath(place, PAGE_FOLDER)
     found += [
         beside,
         beside.replace("/", "%2f"),
@@ -454,7 +453,7 @@ def test_names_and_logs_are_inert_in_every_answer(server: Served, tell: Tell) ->
 
 @pytest.mark.slow
 def test_slow_clients_are_cut_off_at_the_deadlines_that_users_have(server: Served, tell: Tell) -> None:
-    process, limits, begun = psutil.Process(server.process.pid), Limits(), time.monotonic()
+    process, limits, begun = psutil.Process(server.process.pid), ClientLimits(), time.monotonic()
     assert until(lambda: not process.net_connections("tcp")[2:])
     before = process.num_fds()
     slow = [server.connect() for _ in range(500)]
@@ -525,7 +524,7 @@ def test_a_page_is_told_what_changes_in_a_run(server: Served, runs: Path) -> Non
 def test_a_torn_last_line_waits_until_it_is_whole(server: Served, runs: Path) -> None:
     run = make(runs, "live-torn")
     train(run, steps=3)
-    listing = Listing(run.path)
+    listing = RunListing(run.path)
     assert listing.look().changed[0].step == 3
     whole = b'{"kind":"step","time":1e9,"step":4,"loss":0.125}\n'
     with (run.path / "events.jsonl").open("ab") as file:
@@ -544,7 +543,7 @@ def test_a_run_that_is_being_copied_here_is_listed_once_it_is_whole(tmp_path: Pa
     train(make(tmp_path / "elsewhere", "copied"), steps=3, state="done")
     there, here = tmp_path / "elsewhere" / "copied", tmp_path / "runs" / "copied"
     shutil.copytree(there, here, ignore=shutil.ignore_patterns("config.json"))
-    listing = Listing(tmp_path / "runs")
+    listing = RunListing(tmp_path / "runs")
     (line,) = listing.look().changed
     assert (line.state, line.problem) == ("unreadable", "the run file copied/config.json is missing: no config.json")
     assert not listing.look()
@@ -595,7 +594,7 @@ def test_a_run_goes_on_whatever_happens_to_the_server(tmp_path: Path) -> None:
         served.process.send_signal(signal.SIGKILL)
         served.process.wait()
         assert training.wait(PATIENCE_SECONDS) == 0
-    (line,) = Listing(tmp_path / "runs").look(seconds=60).changed
+    (line,) = RunListing(tmp_path / "runs").look(seconds=60).changed
     assert (line.state, line.step, line.total_steps) == ("done", 1000, 1000)
 
 
@@ -622,7 +621,7 @@ def test_a_list_reads_only_what_changed(tmp_path: Path, monkeypatch: pytest.Monk
         patch.setattr(os, "fsync", lambda descriptor: None)
         for number in range(30):
             train(make(tmp_path, f"run-{number}"), steps=2, state="done")
-    listing = Listing(tmp_path)
+    listing = RunListing(tmp_path)
     assert len(listing.look(seconds=60).changed) == 30
     opened: list[str] = []
     real_open = os.open
@@ -649,12 +648,12 @@ def test_a_long_log_without_an_index_is_listed_by_its_ends(tmp_path: Path, monke
     read: list[int] = []
     real = line_module.History
     monkeypatch.setattr(line_module, "History", lambda run, progress: (read.append(1), real(run, progress=progress))[1])
-    listing = Listing(tmp_path)
+    listing = RunListing(tmp_path)
     (found,) = listing.look(seconds=60).changed
     assert (found.step, found.total_steps, found.loss, found.goal_value) == (200_000, 200_000, 0.25, 0.75)
     assert (found.state, found.changed) == ("stopped", 2e9)
-    monkeypatch.setattr(line_module, "_MOST_READ", 10**9)
-    (again,) = Listing(tmp_path).look(seconds=60).changed
+    monkeypatch.setattr(line_module, "_MAX_SCAN_BYTES", 10**9)
+    (again,) = RunListing(tmp_path).look(seconds=60).changed
     assert again == found
     with (run.path / "events.jsonl").open("ab") as file:
         file.write(b'{"kind":"end","time":2e9,"step":200000,"state":"done"}\n')
@@ -674,16 +673,16 @@ def test_a_run_that_takes_long_to_open_tells_how_far_it_is_simulated(
             assert may_go_on.wait(PATIENCE_SECONDS)
             super().__init__(run)
 
-    monkeypatch.setattr(opening, "LiveHistory", Slow)
-    monkeypatch.setattr(opening, "PATIENCE_SECONDS", 0.2)
-    looking, ident = Looking(Listing(tmp_path)), run_id("large")
-    with pytest.raises(RefusedError, match="37 %") as refused:
+    monkeypatch.setattr(run_cache, "LiveHistory", Slow)
+    monkeypatch.setattr(run_cache, "WAIT_SECONDS", 0.2)
+    looking, ident = RunCache(RunListing(tmp_path)), run_id("large")
+    with pytest.raises(HttpError, match="37 %") as refused:
         looking.view(ident)
     assert refused.value.status == 202
     may_go_on.set()
 
     def is_open() -> bool:
-        with contextlib.suppress(RefusedError):
+        with contextlib.suppress(HttpError):
             return looking.view(ident).view.report.step == 2
         return False
 
@@ -694,7 +693,7 @@ def test_folders_with_runs_of_their_own_are_told_once(tmp_path: Path) -> None:
     train(make(tmp_path / "search", "trial-0"), steps=2)
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "search")
-    listing = Listing(tmp_path)
+    listing = RunListing(tmp_path)
     changes = listing.look(seconds=60)
     assert (changes.changed, changes.groups) == ((), {"search": 1})
     assert not listing.look(), "as before"
@@ -702,7 +701,7 @@ def test_folders_with_runs_of_their_own_are_told_once(tmp_path: Path) -> None:
     assert listing.look().groups == listing.groups == {"search": 2}
     shutil.rmtree(tmp_path / "search")
     assert listing.look().groups == {}
-    assert Listing(make(tmp_path, "one").path).look(seconds=60).groups is None
+    assert RunListing(make(tmp_path, "one").path).look(seconds=60).groups is None
 
 
 def test_a_page_is_told_of_a_search_below_its_runs(server: Served, runs: Path) -> None:
@@ -721,7 +720,7 @@ def test_a_page_is_told_of_a_search_below_its_runs(server: Served, runs: Path) -
 def test_one_run_can_be_watched_alone(tmp_path: Path) -> None:
     train(make(tmp_path, "one"), steps=2)
     train(make(tmp_path, "two"), steps=2)
-    assert [line.name for line in Listing(tmp_path / "one").look(seconds=60).changed] == ["one"]
+    assert [line.name for line in RunListing(tmp_path / "one").look(seconds=60).changed] == ["one"]
 
 
 def test_a_second_watch_gives_a_new_link_to_the_first(server: Served, runs: Path) -> None:

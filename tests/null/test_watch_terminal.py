@@ -12,14 +12,13 @@ from rich.cells import cell_len
 
 from places import Run as RunWhet
 from pseudo_terminal import PseudoTerminal
-from whet.report import board as board_module
-from whet.report.board import Lookout
-from whet.report.curve import spark
-from whet.report.terminal import Paper, lines, num_rows
+from whet.report.text_chart import sparkline
+from whet.report.watch import terminal as board_module
+from whet.report.watch.terminal import BoardReader, TerminalArea, board_rows, render_board
+from whet.run.curve import downsample_curve
 from whet.run.events import EventLog
 from whet.run.folder import EVENTS_FILE, Run, create_run
 from whet.run.lock import acquire
-from whet.run.thin import thin_curve
 
 HOSTILE = "text\x1b[2J\x1b]0;owned\x07 <b>\u202e\u65e5\u672c"
 WATCH = [sys.executable, "-m", "whet", "watch", "--terminal"]
@@ -41,7 +40,7 @@ def make(path: Path, *, steps: int = 40, state: str | None = "done", loss: float
         command=["whet", "train", "text"],
     )
     with EventLog(run) as log:
-        log.append("start", step=0, total_steps=100, goal="accuracy", goal_is="max")
+        log.append("start", step=0, total_steps=100, goal="accuracy", mode="max")
         for step in range(1, steps + 1):
             log.append("step", step=step, epoch=0, samples=step * 32, loss=loss / step)
         log.append("eval", step=steps, accuracy=0.75)
@@ -133,11 +132,11 @@ def test_it_fits_every_size(tmp_path: Path, unicode: bool) -> None:
         make(tmp_path / name, steps=number + 1, state=None if number % 2 else "failed")
     (tmp_path / "c" / "plan.json").write_text("{")
     make(tmp_path / ("\u65e5\u672c" * 20 + "a") / "trial", steps=1)
-    lookout = Lookout(tmp_path)
+    lookout = BoardReader(tmp_path)
     for width in (24, 40, 61, 80, 200):
         for height in (4, 7, 12, 24, 60):
-            board = lookout.look(rows=num_rows(height), move=1 if width == 61 else 0)
-            drawn = lines(board, Paper(width=width, height=height, unicode=unicode), has_keys=True)
+            board = lookout.look(rows=board_rows(height), move=1 if width == 61 else 0)
+            drawn = render_board(board, TerminalArea(width=width, height=height, unicode=unicode), has_keys=True)
             assert len(drawn) == height
             assert max(cell_len(line.plain) for line in drawn) <= width
             assert unicode or all(line.plain.isascii() for line in drawn)
@@ -153,7 +152,7 @@ def test_only_what_is_shown_and_has_changed_is_read(tmp_path: Path, monkeypatch:
 
     open_run = board_module.open_run
     monkeypatch.setattr(board_module, "open_run", counted)
-    lookout = Lookout(tmp_path)
+    lookout = BoardReader(tmp_path)
     first = lookout.look(rows=5)
     assert (first.num_runs, len(first.rows), len(read)) == (30, 5, 5)
     shown = first.rows[2].path
@@ -174,7 +173,7 @@ def test_a_torn_line_is_not_counted_and_a_dead_process_is_told(tmp_path: Path) -
     run = make(tmp_path / "torn", state=None)
     with (run.path / EVENTS_FILE).open("ab") as file:
         file.write(b'{"kind":"step","time":1,"step":41,"lo')
-    row = Lookout(run.path).look(rows=3).rows[0]
+    row = BoardReader(run.path).look(rows=3).rows[0]
     assert (row.state, row.step, row.loss) == ("stopped", 40, 2.0 / 40)
     assert row.told[0].text == "the process that trained has died without a word"
     assert row.resume is not None
@@ -184,7 +183,7 @@ def test_a_run_that_is_being_copied_here_is_shown_once_it_is_whole(tmp_path: Pat
     path = make(tmp_path / "copied").path
     config = path / "config.json"
     config.rename(tmp_path / "config.json")
-    lookout = Lookout(tmp_path)
+    lookout = BoardReader(tmp_path)
     (row,) = lookout.look(rows=5).rows
     assert (row.state, row.changed) == ("unreadable", pytest.approx((path / EVENTS_FILE).stat().st_mtime))
     (tmp_path / "config.json").rename(config)
@@ -199,8 +198,8 @@ def test_memory_load_and_heat_are_those_read_last(tmp_path: Path) -> None:
     with (run.path / EVENTS_FILE).open("a") as file:
         file.write(json.dumps({"kind": "health", "time": 1.0, "step": 40, **health}) + "\n")
     with acquire(run.path):
-        board = Lookout(tmp_path).look(rows=3)
-        text = "\n".join(line.plain for line in lines(board, Paper(width=120, height=None)))
+        board = BoardReader(tmp_path).look(rows=3)
+        text = "\n".join(line.plain for line in render_board(board, TerminalArea(width=120, height=None)))
     for words in ("3 GB of 4 GB", "machine 5.6 GB of 7.5 GB", "swap 1 MB", "90 % in", "25 % in", "hot, serious"):
         assert words in text
 
@@ -211,7 +210,7 @@ def test_slower_steps_are_not_called_hot_without_a_sensor(tmp_path: Path) -> Non
         log.append("throttle", step=40, about="heat", state="hot", factor=2.4, since_step=20)
         log.append("health", step=40, heat="hot", memory={"process": 2**30})
     with acquire(run.path):
-        (row,) = Lookout(tmp_path).look(rows=3).rows
+        (row,) = BoardReader(tmp_path).look(rows=3).rows
     assert row.vitals.heat == "2.4x slower, no heat sensor"
 
 
@@ -222,7 +221,7 @@ def test_a_spark_is_as_wide_as_asked_and_shows_where_there_was_no_number(tmp_pat
             log.append("step", step=step, loss=float("nan"))
         for step in range(76, 101):
             log.append("step", step=step, loss=2.0)
-    drawn = spark(thin_curve(run, field="loss", points=100), width=20, unicode=False)
+    drawn = sparkline(downsample_curve(run, field="loss", points=100), width=20, unicode=False)
     assert len(drawn) == 20
     assert drawn[0] != drawn[9] == "_"
     assert drawn[10:15] == " " * 5

@@ -20,11 +20,10 @@ from web_client import PATIENCE_SECONDS, Answer, Served, exchange, serving, unti
 from places import Run, Tell
 from whet.base.errors import UsageError, WhetError
 from whet.web import key as key_module
-from whet.web.guard import Guard
-from whet.web.key import Key
-from whet.web.listening import listen
-from whet.web.running import find_running, private_folder
-from whet.web.serving import serve
+from whet.web.access import ServerKey
+from whet.web.guard import RequestGuard
+from whet.web.registry import find_server, private_folder
+from whet.web.server import listen, serve
 
 HERE = Path(__file__).parent
 MARGIN = 60
@@ -214,7 +213,7 @@ def test_a_websocket_is_guarded_too() -> None:
     async def app(scope, receive, send) -> None:
         reached.append(scope["path"])
 
-    guard = Guard(app, key=(key := Key()), hosts={"127.0.0.1:80"})
+    guard = RequestGuard(app, key=(key := ServerKey()), hosts={"127.0.0.1:80"})
 
     def ask(**headers: str) -> list[dict]:
         sent: list[dict] = []
@@ -242,7 +241,7 @@ def test_a_websocket_is_guarded_too() -> None:
 
 
 def fresh_link(server: Served, home: Path) -> str:
-    return f"http://127.0.0.1:{server.port}/?token={Key(server.token).ticket()}"
+    return f"http://127.0.0.1:{server.port}/?token={ServerKey(server.token).ticket()}"
 
 
 def test_a_link_opens_once_and_gives_a_cookie_that_scripts_and_other_sites_do_not_get(
@@ -266,7 +265,16 @@ def test_a_link_opens_once_and_gives_a_cookie_that_scripts_and_other_sites_do_no
 
 def test_neither_cookie_nor_ticket_is_a_token(server: Served, home: Path) -> None:
     cookie = server.cookie(fresh_link(server, home)).partition("=")[2]
-    for secret in (cookie, Key(server.token).ticket(), "", " ", server.token[:-1], server.token + "=", "\x00", "é"):
+    for secret in (
+        cookie,
+        ServerKey(server.token).ticket(),
+        "",
+        " ",
+        server.token[:-1],
+        server.token + "=",
+        "\x00",
+        "é",
+    ):
         assert server.ask_bare("/", headers={"Authorization": f"Bearer {secret}"}).status in (400, 401)
     assert server.ask_bare("/", headers={"Authorization": f"Basic {server.token}"}).status == 401
     assert server.ask_bare(f"/?token={server.token}").status == 401
@@ -276,7 +284,7 @@ def test_neither_cookie_nor_ticket_is_a_token(server: Served, home: Path) -> Non
 def test_secrets_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bytes, bytes]] = []
     monkeypatch.setattr(key_module.hmac, "compare_digest", lambda one, other: bool(compared.append((one, other))))
-    key = Key("a")
+    key = ServerKey("a")
     assert [key.opens_as_bearer("a"), key.opens_as_cookie(key.cookie), key.spend(key.ticket())] == [False] * 3
     assert len(compared) == 3
 
@@ -315,18 +323,18 @@ def test_a_browser_is_started_without_the_link_in_its_arguments(tmp_path: Path) 
 
 def test_another_command_finds_the_server_and_forgets_a_dead_one(home: Path, server: Served, monkeypatch) -> None:
     monkeypatch.setenv("WHET_HOME", str(home))
-    found = find_running(name="guarded", about="a test")
+    found = find_server(name="guarded", about="a test")
     assert found is not None
     assert found.link().startswith(f"http://127.0.0.1:{server.port}/?token=")
     assert server.token not in f"{found} {found!r}"
     dead = private_folder() / "guarded-0-dead.json"
     dead.write_text(found.model_copy(update={"pid": 2**22 + 5, "about": "dead"}).model_dump_json())
-    assert find_running(name="guarded", about="dead") is None
+    assert find_server(name="guarded", about="dead") is None
     assert not dead.exists()
     # On Linux the time at which a process began is another one after the clock was set.
     began = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: began(process) + 3600)
-    assert find_running(name="guarded", about="a test") == found
+    assert find_server(name="guarded", about="a test") == found
 
 
 def test_a_folder_for_tokens_that_others_can_read_is_closed_first(

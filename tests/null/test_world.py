@@ -6,25 +6,25 @@ import pytest
 
 from places import Run
 from whet.base.errors import LostRankError, UsageError
-from whet.cli import screen, several
+from whet.cli import console, nproc
+from whet.distributed.heartbeat import StallDetector
+from whet.distributed.ranks import RankInfo, check_not_mps, read_rank_info
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
 from whet.plan.workload import Workload
-from whet.world.headway import Headway
-from whet.world.world import World, read_world, refuse_mps
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def test_the_world_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_world() == World()
+    assert read_rank_info() == RankInfo()
     for name, value in {**TORCHRUN, **ADDRESS}.items():
         monkeypatch.setenv(name, value)
-    assert read_world() == World(rank=1, size=3, local_rank=1, local_size=3)
+    assert read_rank_info() == RankInfo(rank=1, size=3, local_rank=1, local_size=3)
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(UsageError, match="contradict"):
-        read_world()
+        read_rank_info()
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
@@ -34,15 +34,15 @@ def test_half_a_world_is_refused(monkeypatch: pytest.MonkeyPatch, missing: str) 
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(missing)
     with pytest.raises(UsageError, match=f"no {missing}"):
-        read_world()
+        read_rank_info()
 
 
 def test_a_world_of_one_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
-    assert read_world().is_alone
+    assert read_rank_info().is_alone
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert read_world().is_alone
+    assert read_rank_info().is_alone
 
 
 @pytest.mark.parametrize("port", ["abc", "0", "99999"])
@@ -50,7 +50,7 @@ def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: s
     for name, value in {**TORCHRUN, **ADDRESS, "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=f"MASTER_PORT={port}"):
-        read_world()
+        read_rank_info()
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: s
 )
 def test_several_processes_on_mps_are_refused(number: int, device: str, is_mac: bool, is_refused: bool) -> None:
     if not is_refused:
-        refuse_mps(number, device=device, is_mac=is_mac)
+        check_not_mps(number, device=device, is_mac=is_mac)
         return
     with pytest.raises(UsageError) as refused:
-        refuse_mps(number, device=device, is_mac=is_mac)
+        check_not_mps(number, device=device, is_mac=is_mac)
     said = str(refused.value)
     for word in ("no collective", "one process", "--device cpu", "gloo", "would lift this"):
         assert word in said
@@ -90,13 +90,13 @@ def test_what_the_first_process_does_not_find_wrong_another_one_says(
 ) -> None:
     """Of two machines one lacks a file: who waits in vain to be ended with the first process has to speak."""
     waited: list[float] = []
-    monkeypatch.setattr(screen.time, "sleep", waited.append)
-    monkeypatch.setattr(screen, "rank", 1)
-    screen.error(LostRankError("gone"))
+    monkeypatch.setattr(console.time, "sleep", waited.append)
+    monkeypatch.setattr(console, "rank", 1)
+    console.error(LostRankError("gone"))
     assert (waited, capsys.readouterr().err) == ([], "")
-    screen.error(UsageError("the data is not there", got="data=/shared/talks", try_="a file"))
+    console.error(UsageError("the data is not there", got="data=/shared/talks", try_="a file"))
     said = capsys.readouterr().err
-    assert waited == [screen._FIRST_SPEAKS_SECONDS]
+    assert waited == [console._RANK_ZERO_GRACE_SECONDS]
     assert said.splitlines()[:2] == ["error: rank 1: the data is not there", "  got: data=/shared/talks"]
 
 
@@ -123,11 +123,11 @@ def test_more_processes_than_samples_or_than_the_memory_holds_are_refused(whet: 
     ended = whet("train", "text", "--nproc", "1000", "--device", "cpu")
     assert (ended.returncode, "1000 processes, global_batch_size=32" in ended.stderr) == (2, True)
     with pytest.raises(UsageError, match="more processes than samples") as refused:
-        several._refuse_crowd(3, 1, global_batch_size=2)
+        nproc._check_process_count(3, 1, global_batch_size=2)
     assert "2 processes at most" in str(refused.value)
-    several._refuse_crowd(2, 2, global_batch_size=2)
+    nproc._check_process_count(2, 2, global_batch_size=2)
     with pytest.raises(UsageError, match="do not fit into this machine's memory"):
-        several._refuse_crowd(10**6, 10**6, global_batch_size=10**7)
+        nproc._check_process_count(10**6, 10**6, global_batch_size=10**7)
 
 
 def test_who_is_started_again_must_know_its_folder(whet: Run) -> None:
@@ -136,7 +136,7 @@ def test_who_is_started_again_must_know_its_folder(whet: Run) -> None:
     assert (ended.returncode, "--run-dir DIR" in ended.stderr) == (2, True)
 
 
-def plan_of(world_size: int, *, parameters: int = 10**6, **wishes: object):
+def plan_of(world_size: int, *, parameters: int = 10**6, **overrides: object):
     workload = Workload(
         recipe="text",
         num_parameters=parameters,
@@ -145,27 +145,27 @@ def plan_of(world_size: int, *, parameters: int = 10**6, **wishes: object):
         world_size=world_size,
         local_size=world_size,
     )
-    return make_plan(load_machine("h200"), workload, wishes=wishes)
+    return make_plan(load_machine("h200"), workload, overrides=overrides)
 
 
 def test_a_plan_divides_the_batch_and_not_the_training() -> None:
     plan = plan_of(3)
-    assert (plan.value("micro_batch"), plan.value("accumulation")) == (11, 1)
+    assert (plan.micro_batch, plan.accumulation) == (11, 1)
     assert plan.workload.global_batch_size == 32
-    assert (plan.value("sharding"), plan.value("bucket_mb")) == ("off", 1)
-    assert (plan_of(1).value("sharding"), plan_of(1).value("bucket_mb")) == ("unused", None)
+    assert (plan.sharding, plan.bucket_mb) == ("off", 1)
+    assert (plan_of(1).sharding, plan_of(1).bucket_mb) == ("unused", None)
 
 
 def test_what_does_not_fit_is_sharded() -> None:
     plan = plan_of(8, parameters=2 * 10**10)
-    assert plan.value("sharding") == "full"
+    assert plan.sharding == "full"
     assert "in parts" in plan.settings["sharding"].reason
-    assert plan_of(8, parameters=2 * 10**10, sharding="off").value("sharding") == "off"
+    assert plan_of(8, parameters=2 * 10**10, sharding="off").sharding == "off"
 
 
 def test_who_is_late_follows_from_how_long_it_took_before() -> None:
     now = [0.0]
-    headway = Headway(is_alone=False, clock=lambda: now[0])
+    headway = StallDetector(is_alone=False, clock=lambda: now[0])
 
     def is_late_after(seconds: float) -> bool:
         now[0] += seconds

@@ -10,7 +10,7 @@ from virtual_process import INSTALL
 
 import whet
 from whet.machine.known import load_machine
-from whet.report.text import render
+from whet.report.text import render_text
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
@@ -241,7 +241,7 @@ def test_what_fell_back_is_named_with_its_cost_and_torchs_warning_is_not_repeate
     assert operators["aten::_linalg_eigh"]["calls"] == 2
     assert all(cost["seconds"] > 0 for cost in operators.values())
     assert "fell back to the CPU: " in done.stderr
-    report = render(whet.summarize(tmp_path / "run"))
+    report = render_text(whet.summarize(tmp_path / "run"))
     assert "fell back to the CPU: " in report
     assert " ms a step" in report
 
@@ -295,7 +295,7 @@ def test_weights_become_contiguous_and_stay_the_same_objects(python) -> None:
 
 def test_weights_that_share_memory_still_do(python) -> None:
     code = (
-        "from whet.device.contiguous import make_contiguous\n"
+        "from whet.device.mps import make_contiguous\n"
         "base = torch.randn(4, 3, device='mps')\n"
         "class Tied(nn.Module):\n"
         "    def __init__(self):\n"
@@ -308,7 +308,7 @@ def test_weights_that_share_memory_still_do(python) -> None:
 
 def test_a_copy_to_the_host_is_contiguous_and_whole(python) -> None:
     code = (
-        "from whet.checkpoint.layout import file_pieces\n"
+        "from whet.checkpoint.encoding import file_pieces\n"
         "wide = torch.arange(24., device='mps').reshape(4, 6)\n"
         "for view in (wide, wide[:, ::2], wide.t(), wide[1:, 2:4]):\n"
         "    copy = b''.join(bytes(piece) for piece in file_pieces({'x': view}))\n"
@@ -346,7 +346,7 @@ def test_loss_scaling_is_refused_where_torch_gets_it_wrong(python, release, opti
 
 def test_shapes_stay_few_over_a_whole_run(python, tmp_path: Path) -> None:
     code = (
-        "from whet.data.ragged import Ragged\n"
+        "from whet.data.batch import Ragged\n"
         "lengths = [1 + (7 * i * i + 3 * i) % 61 for i in range(203)]\n"
         "tokens = Ragged.of([torch.full((n,), 1.0) for n in lengths])\n"
         "m = nn.Linear(1, 1)\n"

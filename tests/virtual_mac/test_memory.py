@@ -34,7 +34,7 @@ def train(name, device):
                 return nn.functional.cross_entropy(model(micro.x), micro.y)
             session.step(loss, batch)
             seen[session.progress.step] = batch.ids.tolist()
-        micro = session.plan.value("micro_batch")
+        micro = session.plan.micro_batch
     return model.cpu(), seen, shown, micro
 """
 )

@@ -13,11 +13,11 @@ from contextlib import nullcontext
 from torch import nn
 from torch.nn import functional
 from whet.device.open import open_device
-from whet.step.optimizer import make_optimizer
-from whet.step.recompute import recompute_blocks
+from whet.step.optimizers import make_optimizer
+from whet.step.model_contexts import recompute_blocks
 from whet.step.step import Stepper
 from whet.verify.memory.estimate import estimate
-from whet.verify.subject import Subject, specimen_of
+from whet.verify.trainable import Subject, specimen_of
 
 def classify(model, x, y):
     return functional.cross_entropy(model(x).flatten(0, -2), y.flatten())

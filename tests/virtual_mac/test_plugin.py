@@ -80,7 +80,7 @@ def test_without_the_option_no_torch_and_no_whet_beyond_the_plugin(run_pytest, t
         "import sys\n\n\ndef test_quiet():\n"
         "    assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)\n"
         "    assert 'whet.device.virtual_mac.plugin' in sys.modules\n"
-        "    assert 'whet.device.virtual_mac.installing' not in sys.modules\n"
+        "    assert 'whet.device.virtual_mac.install' not in sys.modules\n"
     )
     done = run_pytest("-q", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

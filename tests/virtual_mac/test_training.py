@@ -61,7 +61,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def newest(run: Path) -> dict[str, torch.Tensor]:
-    found = store.newest(open_run(run).checkpoints)
+    found = store.load_newest(open_run(run).checkpoints)
     assert found is not None
     return found[1].tensors
 

@@ -8,7 +8,7 @@ from side_by_side.pace import Pace
 from side_by_side.spec import Spec
 from side_by_side.work import Work
 from whet.run.events import History
-from whet.step.optimizer import OptimizerChoice
+from whet.step.optimizers import OptimizerChoice
 
 TOLD = (
     "precision",
@@ -46,7 +46,7 @@ def run(work: Work, pace: Pace, spec: Spec) -> None:
             made.data,
             run=f"{folder}/run" if spec.takes_losses else None,
             device=spec.device,
-            wishes={**(made.wishes or {}), **wishes_of(spec)},
+            overrides={**(made.overrides or {}), **wishes_of(spec)},
             workload=made.workload,
             outputs=made.outputs,
             global_batch_size=work.batch,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from side_by_side.spec import Spec
 from side_by_side.work import ForWhet, Work, resident_columns
-from whet.config.resolve import resolve
+from whet.config.resolve import resolve_config
 from whet.recipes.chat import config as chat_config
 from whet.recipes.chat.loss import next_token_loss
 from whet.recipes.chat.model.causal import CausalModel
@@ -45,7 +45,7 @@ def make(spec: Spec) -> Work:
     preset, length, vocabulary, batch, count = SHAPES[spec.scale]
     recipe = load_recipe("chat")
     words = [f"arch.preset={preset}", f"arch.seq_len={length}", f"global_batch_size={batch}", "dropout=0"]
-    config = resolve(recipe.Config, words).config
+    config = resolve_config(recipe.Config, words).config
     torch.manual_seed(0)
     model = open_model(config.arch, vocab_size=vocabulary)
     columns = draw(count, length=length + 1, vocabulary=vocabulary)

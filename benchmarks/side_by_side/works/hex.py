@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from side_by_side.spec import Spec
 from side_by_side.work import ForWhet, Work, resident_columns
-from whet.config.resolve import resolve
+from whet.config.resolve import resolve_config
 from whet.recipes.hex import config as hex_config
 from whet.recipes.hex.loss import Weights, hex_loss
 from whet.recipes.hex.net import HexNet
@@ -44,7 +44,7 @@ def make(spec: Spec) -> Work:
     depth, width, batch, count = SHAPES[spec.scale]
     recipe = load_recipe("hex")
     words = [f"arch.depth={depth}", f"arch.width={width}", f"size={SIZE}", f"global_batch_size={batch}"]
-    config = resolve(recipe.Config, words).config
+    config = resolve_config(recipe.Config, words).config
     torch.manual_seed(0)
     net = HexNet(config.arch)
     columns = draw(count)

@@ -115,11 +115,11 @@ def resident(texts: list[Tensor], labels: Tensor, batch: int, device: str) -> Ca
 
 def for_whet(model: Any, texts: list[Tensor], labels: Tensor, batch: int, dropout: float) -> ForWhet:
     """The same weights from a folder, as `whet train text model=FOLDER` takes them."""
-    from whet.config.resolve import resolve
-    from whet.data.ragged import Ragged
+    from whet.config.resolve import resolve_config
+    from whet.data.batch import Ragged
     from whet.recipes.recipe import load_recipe
+    from whet.recipes.runner import prepare_recipe
     from whet.recipes.text.data import TextData
-    from whet.recipes.train import ingredients
 
     folder = Path(tempfile.mkdtemp())
     model.save_pretrained(folder)
@@ -127,7 +127,7 @@ def for_whet(model: Any, texts: list[Tensor], labels: Tensor, batch: int, dropou
     nothing: Any = None
     data = TextData(
         train=columns,  # type: ignore[arg-type]
-        dev=columns,  # type: ignore[arg-type]
+        val=columns,  # type: ignore[arg-type]
         test=columns,  # type: ignore[arg-type]
         classes=tuple(str(number) for number in range(CLASSES)),
         tokenizer=nothing,
@@ -140,7 +140,7 @@ def for_whet(model: Any, texts: list[Tensor], labels: Tensor, batch: int, dropou
     recipe = load_recipe("text")
     words = [f"model={folder}", f"arch.max_length={LONGEST}", f"global_batch_size={batch}"]
     words += [f"dropout={dropout:g}", "attention_dropout=0"]
-    made = ingredients(recipe, resolve(recipe.Config, words).config, data=data)
+    made = prepare_recipe(recipe, resolve_config(recipe.Config, words).config, data=data)
     return ForWhet(model=made.model, data=made.data.train, loss=made.loss, workload=made.workload)
 
 

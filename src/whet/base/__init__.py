@@ -1,1 +1,1 @@
-"""The ground floor: errors, units, the environment, and the frozen record every fact is made of."""
+"""Errors, units, environment variables and the base class of frozen values."""

@@ -1,4 +1,4 @@
-"""The one room for the environment. Variables locate things; they never decide how a model is trained."""
+"""Environment variables. They locate things; they never decide how a model is trained."""
 
 import os
 from collections.abc import Container, Mapping
@@ -20,12 +20,12 @@ def read(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
-def for_child(**changes: str) -> dict[str, str]:
+def child_environment(**changes: str) -> dict[str, str]:
     """This environment with `changes`, for a child process: ours stays as it is."""
     return {**os.environ, **changes}
 
 
-def set_unless_set(values: Mapping[str, str], *, defaults: Container[str] = ()) -> None:
+def set_defaults(values: Mapping[str, str], *, defaults: Container[str] = ()) -> None:
     """Sets variables that libraries read in this process; what the user has set stays, unless it is empty.
 
     `defaults` are values that a library writes there itself, which nobody has chosen.
@@ -35,6 +35,6 @@ def set_unless_set(values: Mapping[str, str], *, defaults: Container[str] = ()) 
             os.environ[name] = value
 
 
-def in_plain_language() -> dict[str, str]:
+def c_locale_environment() -> dict[str, str]:
     """An environment in which programs answer in English with a decimal point, so that their output can be read."""
-    return for_child(LC_ALL="C", LANG="C", LANGUAGE="C")
+    return child_environment(LC_ALL="C", LANG="C", LANGUAGE="C")

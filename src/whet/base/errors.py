@@ -2,8 +2,8 @@
 
 WhetError            something failed; exit code 1
 +-- UsageError       the command, a key or a file given to it is wrong; exit code 2
-|   +-- OtherDataError  a run was started with other data
-+-- NoMemoryError    what is to be trained does not fit, however it is cut
+|   +-- DataChangedError  a run was started with other data
++-- InsufficientMemoryError    what is to be trained does not fit, however it is cut
 +-- DivergedError    the loss is not a number, and no way leads on
 +-- LostRankError    another process of the training is gone, or hangs; exit code 75
 """
@@ -44,11 +44,11 @@ class UsageError(WhetError):
     exit_code = 2
 
 
-class OtherDataError(UsageError):
+class DataChangedError(UsageError):
     """The data of a run is not what it was; a recipe may know why."""
 
 
-class NoMemoryError(WhetError):
+class InsufficientMemoryError(WhetError):
     """No plan is left that would need less memory."""
 
 
@@ -62,7 +62,7 @@ class LostRankError(WhetError):
     exit_code = 75
 
 
-def nearest(word: str, options: Iterable[str]) -> str | None:
+def closest_match(word: str, options: Iterable[str]) -> str | None:
     """The option that `word` was probably meant to be, or None.
 
     >>> nearest("epcohs", ["epochs", "lr"])

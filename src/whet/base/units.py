@@ -9,7 +9,7 @@ _BYTE_STEPS = (("TB", 1024**4), ("GB", GB), ("MB", 1024**2), ("kB", 1024))
 _COUNT_STEPS = ((" B", 1e9), (" M", 1e6))
 
 
-def show_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Bytes with one decimal below 100 of a unit, where it says anything.
 
     >>> show_bytes(5726623061), show_bytes(8 * GB), show_bytes(6.01 * 1024**2), show_bytes(512)
@@ -23,7 +23,7 @@ def show_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def show_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """A duration in the unit a person would say.
 
     >>> show_seconds(0.0042), show_seconds(38), show_seconds(14 * 60), show_seconds(2 * 3600 + 5 * 60)
@@ -44,7 +44,7 @@ def show_seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min" if minutes else f"{hours} h"
 
 
-def show_count(count: float) -> str:
+def format_count(count: float) -> str:
     """A count; millions and billions shortened.
 
     >>> show_count(109_482_240), show_count(7320)
@@ -56,7 +56,7 @@ def show_count(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def show_some(count: int, noun: str) -> str:
+def format_plural(count: int, noun: str) -> str:
     """A count of something.
 
     >>> show_some(1, "row"), show_some(1200, "row")
@@ -65,7 +65,7 @@ def show_some(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def show_share(share: float, digits: int = 0) -> str:
+def format_percent(share: float, digits: int = 0) -> str:
     """A share in percent.
 
     >>> show_share(0.5), show_share(0.1304, 1)

@@ -10,23 +10,32 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from whet.base.record import Record
-from whet.checkpoint.layout import DTYPES, Layout, Place, dtype_name, file_pieces, lay_out
-from whet.checkpoint.manifest import File, Manifest, Piece, ShardedTensor, Size, role_of
-from whet.checkpoint.vouched import opened, read_exactly, refuse_other_hash
+from whet.base.model import FrozenModel
+from whet.checkpoint.encoding import DTYPES, FileLayout, TensorSlot, dtype_name, encode_tensors, layout_slots
+from whet.checkpoint.manifest import (
+    CheckpointManifest,
+    FileDigest,
+    ShardedTensor,
+    Size,
+    TensorPiece,
+    check_hash,
+    open_verified,
+    read_exactly,
+    role_of,
+)
+from whet.distributed.strategies import RowRange
 from whet.run import durable
-from whet.world.rows import Rows
 
-Wanted = Callable[[str, tuple[int, ...]], Rows | None]
+WantedRows = Callable[[str, tuple[int, ...]], RowRange | None]
 """Which rows of a tensor, by its name and its whole shape, are needed here; None for all."""
 
 
-def all_rows(_name: str, _shape: tuple[int, ...]) -> Rows | None:
+def all_rows(_name: str, _shape: tuple[int, ...]) -> RowRange | None:
     """Of every tensor."""
     return None
 
 
-class Held(Record):
+class HeldRows(FrozenModel):
     """The rows of one tensor in one file."""
 
     dtype: str
@@ -38,12 +47,12 @@ class Held(Record):
     """None for no rows."""
 
 
-class Shard(Record):
+class Shard(FrozenModel):
     """What one process wrote."""
 
-    file: File | None
+    file: FileDigest | None
     """None where it held nothing."""
-    held: dict[str, Held]
+    held: dict[str, HeldRows]
 
 
 def shard_name(rank: int) -> str:
@@ -54,16 +63,16 @@ def shard_name(rank: int) -> str:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write_shard(draft: Path, tensors: Mapping[str, Tensor], rows: Mapping[str, Rows], *, rank: int) -> Shard:
+def write_shard(draft: Path, tensors: Mapping[str, Tensor], rows: Mapping[str, RowRange], *, rank: int) -> Shard:
     """Writes and syncs the rows that lie here; a process that holds none writes no file."""
     mine = {name: tensors[name] for name, held in rows.items() if held.count}
     digests: dict[str, str] = {}
-    written: File | None = None
+    written: FileDigest | None = None
     if mine:
-        data = durable.write_draft(draft / shard_name(rank), data=file_pieces(mine, digests=digests))
-        written = File(size=data.size, sha256=data.sha256)
+        data = durable.write_draft(draft / shard_name(rank), data=encode_tensors(mine, digests=digests))
+        written = FileDigest(size=data.size, sha256=data.sha256)
     held = {
-        name: Held(
+        name: HeldRows(
             dtype=dtype_name(tensors[name].dtype),
             shape=(part.total, *tensors[name].shape[1:]),
             start=part.start,
@@ -75,7 +84,7 @@ def write_shard(draft: Path, tensors: Mapping[str, Tensor], rows: Mapping[str, R
     return Shard(file=written, held=held)
 
 
-def put_together(shards: Sequence[Shard]) -> dict[str, ShardedTensor]:
+def merge_shards(shards: Sequence[Shard]) -> dict[str, ShardedTensor]:
     """The table of all tensors from what each process wrote, in the order of their ranks.
 
     ValueError where rows are missing, come twice or in another order.
@@ -94,7 +103,7 @@ def put_together(shards: Sequence[Shard]) -> dict[str, ShardedTensor]:
             shape=shape,
             role=role_of(name),
             pieces=tuple(
-                Piece(file=shard_name(rank), start=part.start, stop=part.stop, sha256=part.sha256)
+                TensorPiece(file=shard_name(rank), start=part.start, stop=part.stop, sha256=part.sha256)
                 for rank, part in held
                 if part.sha256 is not None
             ),
@@ -105,20 +114,22 @@ def put_together(shards: Sequence[Shard]) -> dict[str, ShardedTensor]:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def shard_files(manifest: Manifest) -> set[str]:
+def shard_files(manifest: CheckpointManifest) -> set[str]:
     """The files that hold rows of shared tensors, and nothing else."""
     return {piece.file for tensor in manifest.sharded.values() for piece in tensor.pieces}
 
 
-def read_rows(path: Path, manifest: Manifest, wanted: Wanted) -> tuple[dict[str, Tensor], dict[str, Rows]]:
+def read_rows(
+    path: Path, manifest: CheckpointManifest, wanted: WantedRows
+) -> tuple[dict[str, Tensor], dict[str, RowRange]]:
     """The shared tensors of a checkpoint, as many rows of each as are wanted; every byte that is read is checked."""
     layouts = {name: _checked_layout(manifest, name) for name in sorted(shard_files(manifest))}
     tensors: dict[str, Tensor] = {}
-    rows: dict[str, Rows] = {}
-    parts: dict[str, list[tuple[str, Piece, Rows]]] = {name: [] for name in layouts}
+    rows: dict[str, RowRange] = {}
+    parts: dict[str, list[tuple[str, TensorPiece, RowRange]]] = {name: [] for name in layouts}
     for name, tensor in manifest.sharded.items():
         asked = wanted(name, tensor.shape)
-        part = Rows(0, tensor.shape[0], tensor.shape[0]) if asked is None else asked
+        part = RowRange(0, tensor.shape[0], tensor.shape[0]) if asked is None else asked
         if not 0 <= part.start <= part.stop <= part.total or part.total != tensor.shape[0]:
             raise ValueError(f"{name!r} has {tensor.shape[0]} rows; {part} are wanted")
         tensors[name] = torch.empty((part.count, *tensor.shape[1:]), dtype=DTYPES[tensor.dtype])
@@ -133,7 +144,7 @@ def read_rows(path: Path, manifest: Manifest, wanted: Wanted) -> tuple[dict[str,
     return tensors, rows
 
 
-def _checked_layout(manifest: Manifest, file_name: str) -> Layout:
+def _checked_layout(manifest: CheckpointManifest, file_name: str) -> FileLayout:
     """How a file must look; its size tells before anything is read whether it can."""
     kinds = {
         name: (DTYPES[tensor.dtype], (piece.stop - piece.start, *tensor.shape[1:]))
@@ -141,29 +152,34 @@ def _checked_layout(manifest: Manifest, file_name: str) -> Layout:
         for piece in tensor.pieces
         if piece.file == file_name
     }
-    layout = lay_out(kinds)
+    layout = layout_slots(kinds)
     if len(layout.header()) + layout.num_bytes != manifest.files[file_name].size:
         raise ValueError(f"{file_name} holds other tensors than the manifest says")
     return layout
 
 
 def _read_pieces(
-    path: Path, vouched: File, layout: Layout, needed: list[tuple[str, Piece, Rows]], *, into: dict[str, Tensor]
+    path: Path,
+    vouched: FileDigest,
+    layout: FileLayout,
+    needed: list[tuple[str, TensorPiece, RowRange]],
+    *,
+    into: dict[str, Tensor],
 ) -> None:
     header = layout.header()
-    with opened(path, vouched=vouched) as file:
+    with open_verified(path, vouched=vouched) as file:
         if read_exactly(file, len(header), path=path) != header:
             raise ValueError(f"{path.name} does not begin as the manifest says")
         for name, piece, part in sorted(needed, key=lambda item: layout.places[item[0]].start):
             place = layout.places[name]
             file.seek(len(header) + place.start)
             data = read_exactly(file, place.end - place.start, path=path)
-            refuse_other_hash(data, piece.sha256, path=path)
+            check_hash(data, piece.sha256, path=path)
             if data:
                 _copy(data, place, piece, part, into=into[name])
 
 
-def _copy(data: bytearray, place: Place, piece: Piece, part: Rows, *, into: Tensor) -> None:
+def _copy(data: bytearray, place: TensorSlot, piece: TensorPiece, part: RowRange, *, into: Tensor) -> None:
     first, last = max(piece.start, part.start), min(piece.stop, part.stop)
     found = torch.frombuffer(data, dtype=place.dtype).reshape(place.shape)
     into[first - part.start : last - part.start] = found[first - piece.start : last - piece.start]

@@ -8,18 +8,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whet.base.errors import WhetError
-from whet.checkpoint.about import About
-from whet.checkpoint.randomness import read_randomness, restore_randomness
-from whet.checkpoint.shards import Wanted
+from whet.checkpoint.manifest import CheckpointInfo
+from whet.checkpoint.shards import WantedRows
 from whet.device.abstract import AbstractDevice
+from whet.device.rng import capture_rng, restore_rng
+from whet.distributed.strategies import RowRange, local_rows, local_tensor
 from whet.step.ema import Ema, named_tensors
-from whet.step.layout import align
-from whet.world.rows import Rows, held, rows_of
+from whet.step.model_contexts import align_state
 
-_SHAPED_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta")
+_PARAMETER_SHAPED_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "acc_delta")
 """State that kernels read and write element by element: another shape would reach beyond its end."""
 
-_HOW_IT_RUNS = ("fused", "foreach", "capturable", "differentiable")
+_EXECUTION_KEYS = ("fused", "foreach", "capturable", "differentiable")
 """What an optimizer's group says about kernels: this machine's plan decides that, not the one that saved."""
 
 
@@ -30,8 +30,8 @@ class Snapshot:
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
-    about: About = field(default_factory=About)
-    rows: dict[str, Rows] = field(default_factory=dict)
+    about: CheckpointInfo = field(default_factory=CheckpointInfo)
+    rows: dict[str, RowRange] = field(default_factory=dict)
     """Of tensors that several processes hold together: the rows that are here."""
 
     @property
@@ -40,7 +40,7 @@ class Snapshot:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-def take(
+def take_snapshot(
     model: nn.Module,
     optimizer: Optimizer,
     device: AbstractDevice,
@@ -49,7 +49,7 @@ def take(
     ema: Ema | None,
     step: int,
     progress: dict[str, Any],
-    about: About,
+    about: CheckpointInfo,
     num_groups: int,
 ) -> Snapshot:
     """The state of everything that changes while training; `progress` is the caller's own part of it.
@@ -60,9 +60,9 @@ def take(
     if ema is not None:
         tensors |= {f"ema/{name}": tensor for name, tensor in ema.average.items()}
     optimizer_tensors, optimizer_facts = _optimizer_state(model, optimizer, num_groups=num_groups)
-    randomness, randomness_facts = read_randomness(device)
+    randomness, randomness_facts = capture_rng(device)
     tensors |= optimizer_tensors | randomness
-    rows = {name: part for name, tensor in tensors.items() if (part := rows_of(tensor)) is not None}
+    rows = {name: part for name, tensor in tensors.items() if (part := local_rows(tensor)) is not None}
     facts = {
         "step": step,
         "progress": progress,
@@ -71,15 +71,15 @@ def take(
         "randomness": randomness_facts,
         "device": device.kind,
     }
-    here = {name: held(tensor.detach()) for name, tensor in tensors.items()}
+    here = {name: local_tensor(tensor.detach()) for name, tensor in tensors.items()}
     return Snapshot(tensors=here, facts=facts, about=about, rows=rows)
 
 
-def wanted_rows(model: nn.Module) -> Wanted:
+def wanted_rows(model: nn.Module) -> WantedRows:
     """Which rows of a checkpoint this model needs here: those that it holds of its own parameters."""
-    held_here = {name: (rows_of(tensor), tuple(tensor.shape)) for name, tensor in named_tensors(model)}
+    held_here = {name: (local_rows(tensor), tuple(tensor.shape)) for name, tensor in named_tensors(model)}
 
-    def wanted(name: str, shape: tuple[int, ...]) -> Rows | None:
+    def wanted(name: str, shape: tuple[int, ...]) -> RowRange | None:
         role, _, rest = name.partition("/")
         owner = rest.rpartition("/")[0] if role == "optimizer" else rest
         rows, whole = held_here.get(owner, (None, ()))
@@ -89,7 +89,7 @@ def wanted_rows(model: nn.Module) -> Wanted:
     return wanted
 
 
-def restore(
+def restore_snapshot(
     snapshot: Snapshot,
     model: nn.Module,
     optimizer: Optimizer,
@@ -101,7 +101,7 @@ def restore(
     """Puts everything back where it was; the caller's own part is returned."""
     try:
         trained = {f"model/{name}" for group in snapshot.facts["optimizer"]["groups"] for name in group["parameters"]}
-        refuse_nonfinite({name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name in trained})
+        check_finite({name.removeprefix("model/"): t for name, t in snapshot.tensors.items() if name in trained})
         restore_model(snapshot, model)
         if ema is not None:
             _copy_into(ema.average, snapshot, "ema")
@@ -110,7 +110,7 @@ def restore(
             scaler.load_state_dict(snapshot.facts["scaler"])
         progress: dict[str, Any] = snapshot.facts["progress"]
         # Last, since restoring may draw.
-        restore_randomness(snapshot.tensors, snapshot.facts["randomness"], device)
+        restore_rng(snapshot.tensors, snapshot.facts["randomness"], device)
         return progress
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
         # The hashes are right and the content makes no sense: written by another program, or by hand.
@@ -118,7 +118,7 @@ def restore(
         raise WhetError("the checkpoint's state has another structure", got=what, try_="an older checkpoint") from error
 
 
-def refuse_nonfinite(parameters: dict[str, Tensor]) -> None:
+def check_finite(parameters: dict[str, Tensor]) -> None:
     """Parameters that are trained must be numbers; a frozen one may be a mask with Inf."""
     # Numbers of one byte have no such arithmetic.
     floating = {n: p.detach() for n, p in parameters.items() if p.is_floating_point() and p.numel() and p.itemsize > 1}
@@ -174,7 +174,7 @@ def _copy_into(targets: dict[str, Tensor], snapshot: Snapshot, role: str) -> Non
                 got=f"{whole} {value.dtype}; the model has {tuple(target.shape)} {target.dtype}",
                 try_="the model the run was started with",
             )
-        held(target.detach()).copy_(_part_for(target, snapshot, f"{role}/{name}"))
+        local_tensor(target.detach()).copy_(_part_for(target, snapshot, f"{role}/{name}"))
 
 
 def _whole_shape(snapshot: Snapshot, name: str) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ def _whole_shape(snapshot: Snapshot, name: str) -> tuple[int, ...]:
 
 def _part_for(target: Tensor, snapshot: Snapshot, name: str) -> Tensor:
     """What of a saved tensor belongs where `target` lies here: what was read, if `wanted_rows` said what to read."""
-    there, here = snapshot.rows.get(name), rows_of(target)
+    there, here = snapshot.rows.get(name), local_rows(target)
     if there != here:
         got = f"{there or 'all rows'} of {name!r} were read; {here or 'all rows'} are needed"
         raise WhetError("the checkpoint was read for another part of the model", got=got, try_="wanted_rows(model)")
@@ -208,7 +208,7 @@ def _optimizer_state(
     groups = [
         {
             "parameters": [names[p] for p in group["params"]],
-            "values": {k: _plain(v) for k, v in group.items() if k != "params"},
+            "values": {k: _as_json(v) for k, v in group.items() if k != "params"},
         }
         for group in optimizer.param_groups[:num_groups]
     ]
@@ -235,7 +235,7 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
                 "the checkpoint's parameter groups differ", got=f"{len(order)} parameters", try_="the same groups"
             )
         for key, value in saved["values"].items():
-            if key in _HOW_IT_RUNS:
+            if key in _EXECUTION_KEYS:
                 continue
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
@@ -249,16 +249,16 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
             name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
             parameter = by_name[name]
             whole = _whole_shape(snapshot, full_name)
-            if key in _SHAPED_LIKE_THE_PARAMETER and whole != tuple(parameter.shape):
+            if key in _PARAMETER_SHAPED_STATE and whole != tuple(parameter.shape):
                 raise WhetError(
                     f"the checkpoint's {key} does not fit {name!r}",
                     got=f"{whole}; the parameter has {tuple(parameter.shape)}",
                     try_="the model the run was started with",
                 )
-            if rows_of(parameter) is not None and whole == tuple(parameter.shape):
+            if local_rows(parameter) is not None and whole == tuple(parameter.shape):
                 # Shared as its parameter is.
                 kept = torch.empty_like(parameter.detach(), dtype=tensor.dtype)
-                held(kept).copy_(_part_for(parameter, snapshot, full_name))
+                local_tensor(kept).copy_(_part_for(parameter, snapshot, full_name))
                 optimizer.state[parameter][key] = kept
                 continue
             # A step count lies on the CPU unless the optimizer is fused or capturable; its kind follows the parameter.
@@ -266,7 +266,7 @@ def _restore_optimizer(snapshot: Snapshot, model: nn.Module, optimizer: Optimize
             optimizer.state[parameter][key] = tensor.to(place, copy=True)
     for owner, state in optimizer.state.items():
         # On disk everything is contiguous; fused kernels want state that lies as its parameter does.
-        align(owner, state)
+        align_state(owner, state)
 
 
 def _steps_on_device(optimizer: Optimizer) -> bool:
@@ -283,5 +283,5 @@ def describe_names(model: nn.Module) -> tuple[tuple[str, ...], tuple[tuple[str, 
     return tuple(name for name, _ in model.named_parameters()), tied
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value

@@ -1,5 +1,4 @@
-"""Checkpoints on disk: folders step-NNNNNNNNN of safetensors and JSON files, and a manifest, written last, that vouches
-for all of them. A folder that its manifest does not vouch for is never used."""
+"""Save and load checkpoints: folders of safetensors and JSON files with a manifest written last."""
 
 import os
 import re
@@ -11,33 +10,33 @@ from typing import NamedTuple
 from torch import Tensor
 
 from whet.base.errors import WhetError
-from whet.checkpoint import plain_json
-from whet.checkpoint.layout import dtype_name, file_pieces, read_tensors
+from whet.checkpoint import encoding
+from whet.checkpoint.encoding import decode_tensors, dtype_name, encode_tensors
 from whet.checkpoint.manifest import (
     FACTS,
     FORMAT_VERSION,
     MANIFEST,
     SHARDED_VERSION,
     TENSORS,
+    CheckpointManifest,
     DamagedCheckpointError,
-    File,
-    Manifest,
+    FileDigest,
     SavedTensor,
-    damaged,
+    damaged_error,
     read_manifest,
+    read_verified,
     role_of,
 )
-from whet.checkpoint.shards import Shard, Wanted, all_rows, put_together, read_rows, shard_files, shard_name
+from whet.checkpoint.shards import Shard, WantedRows, all_rows, merge_shards, read_rows, shard_files, shard_name
 from whet.checkpoint.snapshot import Snapshot
-from whet.checkpoint.vouched import read_vouched
 from whet.run import durable
 
-__all__ = ["FACTS", "MANIFEST", "TENSORS", "DamagedCheckpointError", "Found", "Snapshot"]
+__all__ = ["FACTS", "MANIFEST", "TENSORS", "DamagedCheckpointError", "LoadedCheckpoint", "Snapshot"]
 
-_NAME = re.compile(r"step-(\d{9,12})")
+_STEP_FOLDER = re.compile(r"step-(\d{9,12})")
 
 
-class Found(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """The newest checkpoint that can be trusted."""
 
     step: int
@@ -49,7 +48,7 @@ class Found(NamedTuple):
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, snapshot: Snapshot, *, step: int) -> int:
+def save_checkpoint(folder: Path, snapshot: Snapshot, *, step: int) -> int:
     """Writes the checkpoint of a step; when this returns it survives a power cut. The bytes it takes."""
     num_bytes = 0
 
@@ -57,17 +56,17 @@ def save(folder: Path, snapshot: Snapshot, *, step: int) -> int:
         nonlocal num_bytes
         num_bytes = fill_draft(draft, snapshot, step=step)
 
-    publish(folder, step=step, fill=fill)
+    publish_checkpoint(folder, step=step, fill=fill)
     return num_bytes
 
 
-def publish(folder: Path, *, step: int, fill: Callable[[Path], None]) -> None:
+def publish_checkpoint(folder: Path, *, step: int, fill: Callable[[Path], None]) -> None:
     """Gives what `fill` puts into a draft the name of the step."""
-    path = folder / name_of(step)
+    path = folder / checkpoint_name(step)
     if not folder.exists() and folder.parent.exists():
         durable.make_directory(folder)
     # A folder of this step can only be one that could not be trusted: the run went on from before it.
-    in_the_way = durable.set_aside(path) if path.exists() or path.is_symlink() else None
+    in_the_way = durable.move_aside(path) if path.exists() or path.is_symlink() else None
     durable.publish_directory(path, fill=fill)
     if in_the_way is not None:
         durable.remove(in_the_way)
@@ -80,13 +79,13 @@ def fill_draft(draft: Path, snapshot: Snapshot, *, step: int, shards: Sequence[S
     """
     whole = {name: tensor for name, tensor in snapshot.tensors.items() if name not in snapshot.rows}
     written = {
-        TENSORS: durable.write_draft(draft / TENSORS, data=file_pieces(whole)),
+        TENSORS: durable.write_draft(draft / TENSORS, data=encode_tensors(whole)),
         FACTS: durable.write_draft(draft / FACTS, data=_facts_bytes(snapshot)),
     }
-    files = {name: File(size=file.size, sha256=file.sha256) for name, file in written.items()}
+    files = {name: FileDigest(size=file.size, sha256=file.sha256) for name, file in written.items()}
     files |= {shard_name(rank): shard.file for rank, shard in enumerate(shards) if shard.file is not None}
-    sharded = put_together(shards)
-    manifest = Manifest(
+    sharded = merge_shards(shards)
+    manifest = CheckpointManifest(
         format_version=SHARDED_VERSION if sharded else FORMAT_VERSION,
         step=step,
         files=files,
@@ -98,26 +97,26 @@ def fill_draft(draft: Path, snapshot: Snapshot, *, step: int, shards: Sequence[S
     return sum(file.size for file in files.values()) + len(manifest)
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """The folder's name; names sort by step."""
     return f"step-{step:09d}"
 
 
-def steps(folder: Path) -> list[int]:
+def list_steps(folder: Path) -> list[int]:
     """The steps that have a checkpoint folder, oldest first."""
-    found = (_NAME.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
+    found = (_STEP_FOLDER.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir())
     return sorted(int(name[1]) for name in found if name)
 
 
-def discard(folder: Path, *, step: int) -> None:
+def delete_checkpoint(folder: Path, *, step: int) -> None:
     """Removes the checkpoint of a step, if there is one."""
-    if (folder / name_of(step)).exists():
-        durable.remove(folder / name_of(step))
+    if (folder / checkpoint_name(step)).exists():
+        durable.remove(folder / checkpoint_name(step))
 
 
 def _facts_bytes(snapshot: Snapshot) -> bytes:
     try:
-        return plain_json.dump(snapshot.facts)
+        return encoding.dump_json(snapshot.facts)
     except (TypeError, ValueError) as error:
         what = "the state of the optimizer or of the data cannot be written as JSON"
         raise WhetError(what, got=str(error), try_="numbers, text, lists and maps of them") from None
@@ -130,24 +129,26 @@ def _entry(name: str, tensor: Tensor) -> SavedTensor:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def newest(
+def load_newest(
     folder: Path,
     *,
     run_id: str | None = None,
     there: list[int] | None = None,
     read: Callable[[Path], Snapshot] | None = None,
-) -> Found | None:
+) -> LoadedCheckpoint | None:
     """The newest checkpoint that can be trusted; None without any. `run_id` refuses those of another run.
 
     `there` are the steps to look at and `read` reads one, for who does not decide alone.
     """
     refused: list[str] = []
-    for step in reversed(steps(folder) if there is None else there):
+    for step in reversed(list_steps(folder) if there is None else there):
         try:
-            snapshot = (read or load)(folder / name_of(step))
+            snapshot = (read or load_checkpoint)(folder / checkpoint_name(step))
             if run_id is not None and snapshot.about.run_id != run_id:
-                raise damaged("the checkpoint is of another run", folder / name_of(step), snapshot.about.run_id[:80])
-            return Found(step, snapshot, refused)
+                raise damaged_error(
+                    "the checkpoint is of another run", folder / checkpoint_name(step), snapshot.about.run_id[:80]
+                )
+            return LoadedCheckpoint(step, snapshot, refused)
         except DamagedCheckpointError as error:
             refused.append(f"step {step}: {error.what}: {error.got}")
     if refused:
@@ -157,7 +158,7 @@ def newest(
     return None
 
 
-def load(path: Path, *, wanted: Wanted = all_rows) -> Snapshot:
+def load_checkpoint(path: Path, *, wanted: WantedRows = all_rows) -> Snapshot:
     """The checkpoint in a folder, every byte of it that is read checked; or DamagedCheckpointError.
 
     `wanted` says which rows of a tensor are needed here; all, unless this process holds only some.
@@ -165,13 +166,13 @@ def load(path: Path, *, wanted: Wanted = all_rows) -> Snapshot:
     manifest = check_sizes(path)
     try:
         shared = shard_files(manifest)
-        data = {n: read_vouched(path / n, vouched=file) for n, file in manifest.files.items() if n not in shared}
-        facts = plain_json.load(data.pop(FACTS))
+        data = {n: read_verified(path / n, vouched=file) for n, file in manifest.files.items() if n not in shared}
+        facts = encoding.load_json(data.pop(FACTS))
         tensors: dict[str, Tensor] = {}
         for name in sorted(data):
             if name.endswith(".safetensors"):
-                tensors |= read_tensors(data[name])
-        _compare(manifest, tensors)
+                tensors |= decode_tensors(data[name])
+        _check_tensors(manifest, tensors)
         if facts["step"] != manifest.step:
             raise ValueError(f"its facts are of step {facts['step']}")
         rows = {name: part for name, t in tensors.items() if (part := wanted(name, tuple(t.shape))) is not None}
@@ -179,30 +180,30 @@ def load(path: Path, *, wanted: Wanted = all_rows) -> Snapshot:
         tensors |= {name: tensors[name][part.start : part.stop].clone() for name, part in rows.items()}
         read, some = read_rows(path, manifest, wanted)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise damaged("the checkpoint cannot be read", path, f"{type(error).__name__} {error}") from None
+        raise damaged_error("the checkpoint cannot be read", path, f"{type(error).__name__} {error}") from None
     return Snapshot(tensors=tensors | read, facts=facts, about=manifest.about, rows=rows | some)
 
 
-def check_sizes(path: Path) -> Manifest:
+def check_sizes(path: Path) -> CheckpointManifest:
     """The manifest of a folder in which every file it names, and no other, has its size; contents are not read."""
-    manifest = read_manifest(path, read_vouched(path / MANIFEST))
-    if name_of(manifest.step) != path.name:
-        raise damaged("the checkpoint is not what its name says", path, f"step {manifest.step}")
+    manifest = read_manifest(path, read_verified(path / MANIFEST))
+    if checkpoint_name(manifest.step) != path.name:
+        raise damaged_error("the checkpoint is not what its name says", path, f"step {manifest.step}")
     try:
         there = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(path)}
     except OSError as error:
-        raise damaged("the checkpoint cannot be read", path, error.strerror) from None
+        raise damaged_error("the checkpoint cannot be read", path, error.strerror) from None
     unlike = there.keys() ^ {MANIFEST, *manifest.files}
     if unlike:
-        raise damaged("the checkpoint has other files than its manifest says", path, sorted(unlike)[0][:80])
+        raise damaged_error("the checkpoint has other files than its manifest says", path, sorted(unlike)[0][:80])
     for name, file in manifest.files.items():
         if not stat.S_ISREG(there[name].st_mode) or there[name].st_size != file.size:
             got = f"{there[name].st_size} bytes; expected {file.size}"
-            raise damaged("a file of the checkpoint is damaged", path / name, got)
+            raise damaged_error("a file of the checkpoint is damaged", path / name, got)
     return manifest
 
 
-def _compare(manifest: Manifest, tensors: dict[str, Tensor]) -> None:
+def _check_tensors(manifest: CheckpointManifest, tensors: dict[str, Tensor]) -> None:
     """The manifest's table and the files' own headers must say the same."""
     unlike = tensors.keys() ^ manifest.tensors.keys()
     if unlike:

@@ -40,7 +40,7 @@ def arena(
     reach a net in batches. The interval counts what openings are worth, not games alone.
     """
     from whet.base.errors import UsageError
-    from whet.cli import screen
+    from whet.cli import console
     from whet.recipes.recipe import load_recipe
 
     hold = getattr(load_recipe(what), "hold_contest", None)
@@ -60,20 +60,20 @@ def arena(
             watch=watch,
         )
     if json:
-        screen.result_json(found.as_json())
+        console.result_json(found.as_json())
     else:
-        screen.result("\n".join(found.lines))
+        console.result("\n".join(found.lines))
 
 
 @contextmanager
 def _watched() -> Iterator[Callable[[int, int], None] | None]:
     """Who is told how many games are over."""
-    from whet.cli import screen
+    from whet.cli import console
 
-    if screen.quiet:
+    if console.quiet:
         yield None
         return
-    from whet.engine.progress_line import ProgressLine
+    from whet.training.callbacks.progress import ProgressLine
 
     line = ProgressLine("arena")
     is_redrawn, begun = sys.stderr is not None and sys.stderr.isatty(), time.monotonic()

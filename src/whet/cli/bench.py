@@ -19,7 +19,8 @@ def bench(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE|FILE", help="text, chat, puzzle, hex, a Python file with recipe(), or a result FILE.json."
+            metavar="RECIPE|FILE",
+            help="render_bench, chat, puzzle, hex, a Python file with recipe(), or a result FILE.json.",
         ),
     ],
     words: Annotated[
@@ -60,8 +61,8 @@ def bench(
     to bench/ as JSON with a picture, unless --out, --markdown or --json say otherwise.
     """
     from whet.base.errors import UsageError
-    from whet.cli import screen
-    from whet.report.bench_words import text
+    from whet.cli import console
+    from whet.report.bench_report import render_bench
 
     _refuse_unusable(against, sweep or [], out)
     files = [what, *(words or [])]
@@ -74,25 +75,25 @@ def bench(
         return
     result = _measured(what, words or [], config, device, against, sweep or [], is_searched=measure, budget=budget)
     if json:
-        screen.result_json(result.as_json())
+        console.result_json(result.as_json())
     else:
-        screen.result(text(result))
+        console.result(render_bench(result))
     for path in _write(result, out=out, is_page=markdown, is_silent=json):
-        screen.note(f"written: {path}")
+        console.note(f"written: {path}")
     if not any(row.samples_per_second for found in result.sweeps for row in found.rows):
         raise typer.Exit(1)
 
 
 def _refuse_unusable(against: str | None, sweeps: list[str], out: Path | None) -> None:
-    from whet.base.errors import UsageError, nearest
-    from whet.measure.sweeps import SWEEPS
+    from whet.autotune.sweeps import SWEEPS
+    from whet.base.errors import UsageError, closest_match
 
     if against not in (None, "naive"):
         raise UsageError("a plan is compared with a plain loop", got=f"--against {against}", try_="--against naive")
     known = (*SWEEPS, "arch")
     for name in sweeps:
         if name not in known:
-            meant = nearest(name, known)
+            meant = closest_match(name, known)
             hint = f"--sweep {meant}" if meant else "--sweep " + " or ".join(known)
             raise UsageError("this cannot be swept", got=f"--sweep {name}", try_=hint)
     if out is not None and out.suffix not in (".json", ".svg", ".md"):
@@ -112,16 +113,16 @@ def _measured(
     is_searched: bool,
     budget: float,
 ) -> "BenchResult":
-    from whet.cli import screen
-    from whet.config.resolve import resolve
-    from whet.recipes.benching import Request, bench
+    from whet.api.bench import BenchRequest, bench
+    from whet.cli import console
+    from whet.config.resolve import resolve_config
     from whet.recipes.recipe import load_recipe
 
     recipe = load_recipe(what)
-    resolved = resolve(recipe.Config, words, file=config, can_measure=True)
+    resolved = resolve_config(recipe.Config, words, file=config, can_measure=True)
     recipe.describe(resolved.config)
-    screen.note(f"measuring real steps in a process of their own, {budget:.0f} s at most ...")
-    request = Request(
+    console.note(f"measuring real steps in a process of their own, {budget:.0f} s at most ...")
+    request = BenchRequest(
         word=what,
         recipe=recipe,
         resolved=resolved,
@@ -133,39 +134,39 @@ def _measured(
         is_searched=is_searched,
         budget_seconds=budget,
     )
-    with screen.measuring("bench") as watch:
-        return bench(request, say=screen.note, watch=watch)
+    with console.measuring_progress("bench") as watch:
+        return bench(request, say=console.note, watch=watch)
 
 
 def _write(result: "BenchResult", *, out: Path | None, is_page: bool, is_silent: bool) -> list[Path]:
     """Writes what was asked for; where it lies."""
-    from whet.report import bench_words
-    from whet.report.bench_picture import bench_picture
+    from whet.report import bench_report
+    from whet.report.bench_report import bench_chart
     from whet.run import durable
-    from whet.run.bench_result import encode_result
+    from whet.run.bench_result import encode_bench
 
-    picture = bench_picture(result)
+    picture = bench_chart(result)
     wanted: list[Path] = []
     if is_page:
-        stem = _unused(_PAGES, bench_words.file_stem(result))
+        stem = _unused(_PAGES, bench_report.bench_file_stem(result))
         wanted += [_PAGES / f"{stem}{suffix}" for suffix in (".md", ".svg", ".json")]
     if out is not None:
         wanted += [out, *([out.with_suffix(suffix) for suffix in (".svg", ".json")] if out.suffix == ".md" else [])]
     if not wanted and not is_silent:
-        stem = _unused(_PLACE, bench_words.file_stem(result))
+        stem = _unused(_PLACE, bench_report.bench_file_stem(result))
         wanted = [_PLACE / f"{stem}{suffix}" for suffix in (".json", ".svg")]
     written = []
     for path in wanted:
         durable.make_directory(path.parent)
         if path.suffix == ".json":
-            data = encode_result(result)
+            data = encode_bench(result)
         elif path.suffix == ".svg":
             if picture is None:
                 continue
             data = picture.encode()
         else:
             beside = path.with_suffix(".svg").name if picture else None
-            data = bench_words.markdown(result, command=_command(), picture=beside).encode()
+            data = bench_report.bench_markdown(result, command=_command(), picture=beside).encode()
         durable.write_file(path, data=data)
         written.append(path)
     return written
@@ -181,24 +182,35 @@ def _unused(folder: Path, stem: str) -> str:
 
 def _merge(files: list[str], *, out: Path | None, is_json: bool) -> None:
     from whet.base.errors import UsageError
-    from whet.cli import screen
-    from whet.report.bench_merge import merged_notes, merged_table
-    from whet.report.bench_words import escaped, markdown_table, plain_table
+    from whet.cli import console
+    from whet.report.bench_report import (
+        bench_markdown_table,
+        escape_bench_markdown,
+        merged_notes,
+        merged_table,
+        plain_table,
+    )
     from whet.run import durable
-    from whet.run.bench_result import read_result
+    from whet.run.bench_result import read_bench
 
     if out is not None and out.suffix != ".md":
         raise UsageError("a merged table is a page", got=str(out), try_="--out FILE.md")
-    results = [read_result(Path(name)) for name in files]
+    results = [read_bench(Path(name)) for name in files]
     table, notes = merged_table(results), list(merged_notes(results))
     if is_json:
-        screen.result_json([dict(zip(table[0], line, strict=True)) for line in table[1:]])
+        console.result_json([dict(zip(table[0], line, strict=True)) for line in table[1:]])
     else:
-        screen.result("\n".join([*plain_table(table), "", *notes]))
+        console.result("\n".join([*plain_table(table), "", *notes]))
     if out is not None:
-        page = ["# Machines compared", "", *markdown_table(table), "", *(f"- {escaped(note)}" for note in notes)]
+        page = [
+            "# Machines compared",
+            "",
+            *bench_markdown_table(table),
+            "",
+            *(f"- {escape_bench_markdown(note)}" for note in notes),
+        ]
         durable.write_file(out, data=("\n".join(page) + "\n").encode())
-        screen.note(f"written: {out}")
+        console.note(f"written: {out}")
 
 
 def _command() -> str:

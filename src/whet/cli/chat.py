@@ -39,14 +39,14 @@ def chat(
     What was said before is read again for every answer. Where it is longer than the model can look back, the oldest
     turns are left out, which is said; the system turn stays.
     """
-    from whet.cli import screen
-    from whet.cli.speaking import open_speaker, readable
+    from whet.cli import console
+    from whet.cli.speaking import load_chat_model, valid_utf8
     from whet.recipes.chat.generation.sampling import Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    speaker = open_speaker(run, checkpoint=checkpoint, device=device)
-    talk = _Talk(speaker, readable(system) if system else None, sampling, max_new_tokens=max_new_tokens)
-    screen.note(f"{run}: {speaker.num_places} tokens to look back on; /help, Ctrl-D ends")
+    speaker = load_chat_model(run, checkpoint=checkpoint, device=device)
+    talk = _Talk(speaker, valid_utf8(system) if system else None, sampling, max_new_tokens=max_new_tokens)
+    console.note(f"{run}: {speaker.num_places} tokens to look back on; /help, Ctrl-D ends")
     for line in _lines():
         if line in _LEAVING:
             return
@@ -76,35 +76,35 @@ class _Talk:
 
     def command(self, line: str) -> None:
         """A word with a slash."""
-        from whet.cli import screen
+        from whet.cli import console
 
         word, _, rest = line.partition(" ")
         if word == "/reset":
             self._reset()
-            screen.note("forgotten")
+            console.note("forgotten")
         elif word == "/save" and rest.strip():
             self._save(Path(rest.strip()).expanduser())
         elif word == "/save":
-            screen.note("/save FILE: which file?")
+            console.note("/save FILE: which file?")
         else:
-            screen.note(_HELP if word == "/help" else f"{word} is not known here:\n{_HELP}")
+            console.note(_HELP if word == "/help" else f"{word} is not known here:\n{_HELP}")
 
     def answer(self, text: str) -> None:
         """Streams an answer; the question and it are remembered, unless the question cannot be asked."""
         from dataclasses import replace
 
         from whet.base.errors import WhetError
-        from whet.cli import screen
+        from whet.cli import console
         from whet.recipes.chat.conversation import Turn
 
         asked = [*self._turns, Turn("user", text)]
         try:
             prompt = self._speaker.prompt(asked, max_new_tokens=self._max_new_tokens)
         except WhetError as error:
-            screen.error(error)
+            console.error(error)
             return
         if prompt.num_left_out:
-            screen.note(f"(the first {prompt.num_left_out} turns are beyond what the model can look back on)")
+            console.note(f"(the first {prompt.num_left_out} turns are beyond what the model can look back on)")
         # Asked twice, it may answer otherwise; the whole conversation said again is answered the same.
         sampling = replace(self._sampling, seed=self._sampling.seed + self._num_answers)
         self._num_answers += 1
@@ -112,29 +112,29 @@ class _Talk:
         try:
             for piece in self._speaker.say(prompt, max_new_tokens=self._max_new_tokens, sampling=sampling):
                 said.append(piece.text)
-                screen.piece(piece.text)
+                console.stream(piece.text)
         except KeyboardInterrupt:
-            screen.piece(" ...")
-        screen.piece("\n")
+            console.stream(" ...")
+        console.stream("\n")
         answer = "".join(said).strip()
         self._turns = [*asked, Turn("assistant", answer)] if answer else asked[:-1]
 
     def _save(self, path: Path) -> None:
         import json
 
-        from whet.cli import screen
+        from whet.cli import console
 
         if not any(turn.role == "assistant" for turn in self._turns):
-            screen.note("not saved: nothing was said yet")
+            console.note("not saved: nothing was said yet")
             return
         record = {"messages": [{"role": turn.role, "content": turn.text} for turn in self._turns]}
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         except OSError as error:
-            screen.note(f"not saved: {path}: {error.strerror}")
+            console.note(f"not saved: {path}: {error.strerror}")
         else:
-            screen.note(f"saved: {path}")
+            console.note(f"saved: {path}")
 
 
 def _lines() -> Iterator[str]:
@@ -142,8 +142,8 @@ def _lines() -> Iterator[str]:
     import contextlib
     import sys
 
-    from whet.cli import screen
-    from whet.cli.speaking import read_lines, readable
+    from whet.cli import console
+    from whet.cli.speaking import read_lines, valid_utf8
 
     if sys.stdin is None or not sys.stdin.isatty():
         yield from map(str.strip, read_lines())
@@ -154,10 +154,10 @@ def _lines() -> Iterator[str]:
         try:
             line = input("> ").strip()
         except EOFError:
-            screen.piece("\n")  # What comes next does not stand behind the prompt.
+            console.stream("\n")  # What comes next does not stand behind the prompt.
             return
         except KeyboardInterrupt:
-            screen.piece("\n")
+            console.stream("\n")
             continue
         if line:
-            yield readable(line)
+            yield valid_utf8(line)

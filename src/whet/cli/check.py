@@ -47,22 +47,22 @@ def check(
 
     Exit code 1: something would stop the training; with --strict, also something that slows it or may be wrong.
     """
+    from whet.api.verify import check as find_out
     from whet.base.errors import UsageError
-    from whet.cli import screen
-    from whet.recipes.checking import check as find_out
-    from whet.verify.preflight.words import as_sarif, check_lines, github_lines
+    from whet.cli import console
+    from whet.verify.preflight.render import render_github, render_sarif, render_text
 
     if json + sarif + github > 1:
         raise UsageError("one form at a time", got="several of --json, --sarif and --github", try_="one of them")
-    with screen.yours_aside():
+    with console.user_output_to_stderr():
         found = find_out(what, words or (), device=device, machine=machine, config=config, is_causal=causal)
     if json:
-        screen.result_json(found.as_json())
+        console.result_json(found.as_json())
     elif sarif:
-        screen.result_json(as_sarif(found))
+        console.result_json(render_sarif(found))
     elif github:
-        screen.result("\n".join(github_lines(found)))
+        console.result("\n".join(render_github(found)))
     else:
-        screen.result("\n".join(check_lines(found)))
+        console.result("\n".join(render_text(found)))
     if not found.passes(is_strict=strict):
         raise typer.Exit(1)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from whet.verify.parity.comparing import Comparison
-    from whet.verify.parity.locating import Culprit
+    from whet.verify.parity.compare import ParityResult
+    from whet.verify.parity.locate import WrongOperator
 
 
 def compare(
@@ -42,27 +42,27 @@ def compare(
     every operator of a step is replayed on the CPU from its own inputs: the first wrong one is named, and a program
     that shows it, with torch alone, is written. Dropout is off. Exit code 1: something differs.
     """
-    from whet.cli import screen
-    from whet.recipes.subject import load_subject
-    from whet.verify.parity.comparing import compare_subject, refuse_unusable
+    from whet.api.verify import load_subject
+    from whet.cli import console
+    from whet.verify.parity.compare import compare_devices, validate_compare_options
 
     names = _split(devices) or []
     precisions = _split(precision)
-    refuse_unusable(devices=names, steps=steps, size=size, precisions=precisions, out=out)
-    with screen.yours_aside():
-        found = compare_subject(
+    validate_compare_options(devices=names, steps=steps, size=size, precisions=precisions, out=out)
+    with console.user_output_to_stderr():
+        found = compare_devices(
             load_subject(what, words or (), file=config),
             devices=names,
             steps=steps,
             size=size,
             precisions=precisions,
             out=out,
-            say=screen.note,
+            say=console.note,
         )
     if json:
-        screen.result_json(found.as_json())
+        console.result_json(found.as_json())
     else:
-        screen.result("\n".join(_lines(found)))
+        console.result("\n".join(_lines(found)))
     if not found.agrees:
         raise typer.Exit(1)
 
@@ -80,8 +80,8 @@ def _split(words: str | None) -> list[str] | None:
     return None if words is None else [word.strip() for word in words.split(",")]
 
 
-def _lines(found: "Comparison") -> list[str]:
-    from whet.cli import screen
+def _lines(found: "ParityResult") -> list[str]:
+    from whet.cli import console
 
     reference = found.reference.replace("cpu ", "the CPU in ")
     is_alone = found.device == "cpu"
@@ -89,7 +89,7 @@ def _lines(found: "Comparison") -> list[str]:
     lines = [f"{found.name}: {left} against {reference}, {found.size} samples, dropout off"]
     if is_alone and found.rows:
         lines.append("no other device is compared: the CPU's rounding is; --devices cpu,mps or cpu,cuda compares one")
-    lines += ["", screen.table(("what", "error", "bound", "verdict"), _rows(found)), ""]
+    lines += ["", console.table(("what", "error", "bound", "verdict"), _rows(found)), ""]
     lines += [f"note: {note}" for note in found.notes]
     located = found.located
     if located is not None and located.culprit is not None:
@@ -108,7 +108,7 @@ def _lines(found: "Comparison") -> list[str]:
     return lines
 
 
-def _rows(found: "Comparison") -> list[tuple[str, str, str, str]]:
+def _rows(found: "ParityResult") -> list[tuple[str, str, str, str]]:
     rows = []
     for row in found.rows:
         name = _NAMES[row.what].format(tensors=row.num_tensors, steps=found.steps)
@@ -134,7 +134,7 @@ def _number(error: float) -> str:
     return f"{error:.1e}" if math.isfinite(error) else "not comparable"
 
 
-def _culprit_line(culprit: "Culprit") -> str:
+def _culprit_line(culprit: "WrongOperator") -> str:
     place = "" if culprit.module is None else f" in {culprit.module or 'the model itself'}"
     place += f" ({culprit.line})" if culprit.line else ""
     what = f"first wrong operator: {culprit.operator}" if culprit.operator else "first wrong module:"

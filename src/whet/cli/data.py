@@ -32,24 +32,24 @@ def data(
     misspelt, broken rows and encodings, and more, each with a few rows and their number. The original is never touched.
     """
     from whet.base.errors import UsageError
-    from whet.cli import screen
-    from whet.config.resolve import resolve
+    from whet.cli import console
+    from whet.config.resolve import resolve_config
     from whet.recipes.recipe import BUILT_IN, load_recipe
 
     recipe = load_recipe(what)
-    look = getattr(recipe, "look_at_data", None)
+    look = getattr(recipe, "inspect_data", None)
     if look is None:
         raise UsageError(f"the recipe {recipe.name} has no data report", got=what, try_=" or ".join(BUILT_IN))
     if leave and fix is None:
         raise UsageError("--leave says what --fix leaves", got=f"--leave {leave}", try_="--fix OUT")
     if not path.exists():
         raise UsageError("the data is not there", got=path, try_="a file or folder that exists")
-    config = resolve(recipe.Config, words or ()).config
+    config = resolve_config(recipe.Config, words or ()).config
     kinds = tuple(kind.strip() for kind in leave.split(",") if kind.strip())
     found = look(config, path, fix=fix, leave=kinds)
     if json:
-        screen.result_json(found.as_json)
+        console.result_json(found.as_json)
     else:
-        screen.result("\n".join(found.lines))
+        console.result("\n".join(found.lines))
     if strict and found.num_findings:
         raise typer.Exit(1)

@@ -44,7 +44,7 @@ def data_chat(
     and writes tokens with a mask of what is learned. The folder appears when it is complete, or not at all.
     """
     from whet.base.errors import UsageError
-    from whet.cli import screen
+    from whet.cli import console
     from whet.recipes.chat.builder import Options, build
     from whet.recipes.chat.told import lines
 
@@ -67,9 +67,9 @@ def data_chat(
     options = Options.from_json(asked, where="the options")
     source = path or input_file
     assert source is not None
-    with screen.progress("data") as show:
+    with console.progress("data") as show:
         manifest = build(source, output_dir, options, told=show)
     if json:
-        screen.result_json(manifest.as_json())
+        console.result_json(manifest.as_json())
     else:
-        screen.result("\n".join(lines(manifest, output_dir)))
+        console.result("\n".join(lines(manifest, output_dir)))

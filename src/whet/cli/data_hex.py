@@ -31,18 +31,18 @@ def data_hex(
     Finds out which edges the first player joins, replays every game, and writes all positions with the move that was
     played and who won, split by game. The folder appears when it is complete, or not at all.
     """
-    from whet.cli import screen
+    from whet.cli import console
     from whet.hex.positions.importing import ImportWishes, import_records, told
 
     asked = {"size": size, "seed": seed, "dev_share": dev_share, "test_share": test_share, "max_bad": max_bad}
-    wishes = ImportWishes.from_json(asked, where="the command line")
-    manifest = import_records(path, into=output_dir, wishes=wishes, progress=_Progress())
+    overrides = ImportWishes.from_json(asked, where="the command line")
+    manifest = import_records(path, into=output_dir, overrides=overrides, progress=_Progress())
     if json:
-        screen.result_json(manifest.as_json())
+        console.result_json(manifest.as_json())
     else:
-        screen.result("\n".join(told(manifest)))
+        console.result("\n".join(told(manifest)))
         if output_dir is not None:
-            screen.note(f"written to {output_dir}; whet train hex data={output_dir} learns from it")
+            console.note(f"written to {output_dir}; whet train hex data={output_dir} learns from it")
     if strict and manifest.left_out:
         raise typer.Exit(1)
 
@@ -57,8 +57,8 @@ class _Progress:
         self._next = self._clock() + 5
 
     def __call__(self, num_games: int) -> None:
-        from whet.cli import screen
+        from whet.cli import console
 
         if self._clock() >= self._next:
-            screen.note(f"{num_games:,} games read")
+            console.note(f"{num_games:,} games read")
             self._next = self._clock() + 5

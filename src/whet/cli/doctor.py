@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from whet.doctor.case import Check
+    from whet.doctor.check import CheckResult
 
 
 def doctor(
@@ -25,39 +25,39 @@ def doctor(
     Takes two minutes at most. The file names neither you nor your computer. Exit code 1: something was found.
     """
     from whet.base.errors import UsageError
-    from whet.cli import screen
-    from whet.doctor.examination import as_bytes, examine
-    from whet.doctor.words import conclusion, examination_lines, group_line
+    from whet.cli import console
+    from whet.doctor.examination import examine_device, report_bytes
+    from whet.doctor.render import conclusion, render_group, render_report
     from whet.run.durable import write_file
 
     if json is not None and (json.is_dir() or not json.parent.is_dir()):
         raise UsageError("the file cannot be written there", got=str(json), try_="a file name in a folder that exists")
     if not budget > 0:
         raise UsageError("the budget must be above 0 seconds", got=str(budget), try_="--budget 120")
-    done: list[Check] = []
+    done: list[CheckResult] = []
 
-    def show(group: str, check: "Check | None") -> None:
+    def show(group: str, check: "CheckResult | None") -> None:
         if check is not None:
             done.append(check)
             return
         if done:
-            screen.note(group_line(done[0].group, done))
+            console.note(render_group(done[0].group, done))
             done.clear()
-        screen.note(f"{group} ...")
+        console.note(f"{group} ...")
 
-    found = examine(device, budget_seconds=budget, quick=quick, show=show)
+    found = examine_device(device, budget_seconds=budget, quick=quick, show=show)
     if done:
-        screen.note(group_line(done[0].group, done) + "\n")
-    screen.result("\n".join([*examination_lines(found), "", conclusion(found)]))
+        console.note(render_group(done[0].group, done) + "\n")
+    console.result("\n".join([*render_report(found), "", conclusion(found)]))
     if json is None:
-        screen.note("whet doctor --json doctor.json writes all of it to a file; attach that to an issue")
+        console.note("whet doctor --json doctor.json writes all of it to a file; attach that to an issue")
     else:
         target = json.resolve()
         if target.exists() and not target.is_file():
             # A pipe or /dev/stdout: written to, never replaced.
-            target.write_bytes(as_bytes(found))
+            target.write_bytes(report_bytes(found))
         else:
-            write_file(target, data=as_bytes(found))
-        screen.note(f"{json} holds all of it, without names or paths; attach it to an issue")
+            write_file(target, data=report_bytes(found))
+        console.note(f"{json} holds all of it, without names or paths; attach it to an issue")
     if found.trouble:
         raise typer.Exit(1)

@@ -31,19 +31,19 @@ def export(
     Steps and evaluations as the run counts them: what was made again after a resume is there once. A model has the
     best weights unless you say otherwise, and lies beside whet-export.json, which says what it is.
     """
-    from whet.base.units import show_bytes
-    from whet.cli import screen
-    from whet.report.export.exporting import MODEL_FORMATS
-    from whet.report.export.exporting import export as write
+    from whet.base.units import format_bytes
+    from whet.cli import console
+    from whet.report.export.files import MODEL_FORMATS
+    from whet.report.export.files import export_run as write
 
     if to in MODEL_FORMATS:
-        from whet.recipes.exporting import export_model
+        from whet.api.export import export_model
 
         written = export_model(run, to=to, out=out, force=force, checkpoint=checkpoint, recipe=recipe)
     else:
         written = write(run, to=to, out=out, force=force)
     folder = out or written.folder.name
     for name, size in written.files.items():
-        screen.result(f"{folder}/{name}  {show_bytes(size)}")
+        console.result(f"{folder}/{name}  {format_bytes(size)}")
     if to == "tensorboard":
-        screen.note(f"to look at it: tensorboard --logdir {folder}")
+        console.note(f"to look at it: tensorboard --logdir {folder}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from whet.base.stopping import stop_at_once
+from whet.base.process import stop_immediately
 
 
 def forward(
@@ -26,10 +26,9 @@ def forward(
     command. Ctrl-C stops it; the same command goes on with what is missing there.
     """
     from whet.base.errors import WhetError
-    from whet.cli import screen
-    from whet.report.forward.forwarding import forward as send
-    from whet.report.forward.open import open_target
-    from whet.report.forward.target import UnreachableError
+    from whet.cli import console
+    from whet.report.forward.dashboards import UnreachableError, open_dashboard
+    from whet.report.forward.forwarder import forward_run as send
     from whet.run.folder import open_run
 
     opened = open_run(run)
@@ -40,14 +39,14 @@ def forward(
         asked.append(number)
         stop.set()
         if len(asked) > 1:
-            stop_at_once(number)
+            stop_immediately(number)
 
-    with screen.yours_aside():
-        target = open_target(to)
+    with console.user_output_to_stderr():
+        target = open_dashboard(to)
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             done = send(
-                opened, target, project=project, once=once, tries=3 if once else None, say=screen.note, stop=stop
+                opened, target, project=project, once=once, tries=3 if once else None, say=console.note, stop=stop
             )
         except UnreachableError as error:
             raise WhetError(f"{to} does not answer", got=str(error), try_="the same command again, later") from error
@@ -55,6 +54,6 @@ def forward(
             for number, handler in before.items():
                 signal.signal(number, handler)
     last = "" if done.last_step is None else f", up to step {done.last_step:,}"
-    screen.result(f"forwarded {done.rows:,} steps{last}" + (f"; the run is {done.state}" if done.state else ""))
+    console.result(f"forwarded {done.rows:,} steps{last}" + (f"; the run is {done.state}" if done.state else ""))
     if asked:
         raise typer.Exit(128 + asked[0])

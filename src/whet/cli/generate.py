@@ -40,27 +40,27 @@ def generate(
 
         chat(run, system, checkpoint, max_new_tokens, temperature, top_k, top_p, seed, device)
         return
-    from whet.cli import screen
-    from whet.cli.speaking import as_turns, read_lines, readable
+    from whet.cli import console
+    from whet.cli.speaking import as_turns, read_lines, valid_utf8
 
-    given = [readable(text) for text in prompt] if prompt else list(read_lines())
+    given = [valid_utf8(text) for text in prompt] if prompt else list(read_lines())
     if not given or not all(text.strip() for text in given):
         got = "no text" if not given else 'an empty --prompt ""'
         raise UsageError("there is no question", got=got, try_=f'whet generate {run} --prompt "..."')
-    from whet.cli.speaking import open_speaker
+    from whet.cli.speaking import load_chat_model
     from whet.recipes.chat.generation.sampling import Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    speaker = open_speaker(run, checkpoint=checkpoint, device=device)
+    speaker = load_chat_model(run, checkpoint=checkpoint, device=device)
     prompts = [speaker.prompt(as_turns(text, system), max_new_tokens=max_new_tokens) for text in given]
     if len(prompts) == 1 and not json:
         for piece in speaker.say(prompts[0], max_new_tokens=max_new_tokens, sampling=sampling):
-            screen.piece(piece.text)
-        screen.piece("\n")
+            console.stream(piece.text)
+        console.stream("\n")
         return
     said = speaker.answer_all(prompts, max_new_tokens=max_new_tokens, samplings=[sampling] * len(prompts))
     rows = [{"prompt": text, "answer": answer, "end": end} for text, (answer, end) in zip(given, said, strict=True)]
     if json:
-        screen.result_json(rows)
+        console.result_json(rows)
     else:
-        screen.result("\n\n".join(f"> {row['prompt']}\n{row['answer']}" for row in rows))
+        console.result("\n\n".join(f"> {row['prompt']}\n{row['answer']}" for row in rows))

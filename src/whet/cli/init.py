@@ -17,7 +17,7 @@ def init(
     whet train my_recipe.py
     """
     from whet.base.errors import UsageError
-    from whet.cli import screen
+    from whet.cli import console
     from whet.run.durable import write_file
 
     if file.suffix != ".py":
@@ -25,4 +25,4 @@ def init(
     if file.exists():
         raise UsageError("the file is there already", got=str(file), try_="another name")
     write_file(file, data=resources.files("whet.recipes").joinpath("starter.py").read_bytes())
-    screen.note(f"{file} is a recipe that trains as it is; to try it:\n  whet train {file}")
+    console.note(f"{file} is a recipe that trains as it is; to try it:\n  whet train {file}")

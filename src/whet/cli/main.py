@@ -11,14 +11,15 @@ from typing import TextIO
 
 import typer
 
-from whet.base.errors import UsageError, WhetError, nearest
-from whet.base.stopping import StoppedError
+from whet.base.errors import UsageError, WhetError, closest_match
+from whet.base.process import TerminatedError
 from whet.cli import (
     arena,
     bench,
     chat,
     check,
     compare,
+    console,
     data,
     data_chat,
     data_hex,
@@ -26,7 +27,7 @@ from whet.cli import (
     export,
     forward,
     generate,
-    importing,
+    import_weights,
     init,
     plan,
     play,
@@ -35,7 +36,6 @@ from whet.cli import (
     prove,
     report,
     runs,
-    screen,
     search,
     serve,
     train,
@@ -62,7 +62,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "export": export.export,
     "forward": forward.forward,
     "init": init.init,
-    "import": importing.import_file,
+    "import": import_weights.import_file,
     "check": check.check,
     "doctor": doctor.doctor,
     "prove": prove.prove,
@@ -72,7 +72,7 @@ VERBS: dict[str, Callable[..., None]] = {
 
 _EPILOG = "Everywhere: --quiet prints results and errors only, --debug shows the traceback of a failure."
 _INTERRUPTED, _USAGE = 130, 2
-_OURS = str(Path(__file__).parent.parent)
+_PACKAGE_ROOT = str(Path(__file__).parent.parent)
 # typer keeps its usage errors private; the public BadParameter is one of them.
 _ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -93,17 +93,17 @@ def whet(version: bool = typer.Option(False, "--version", help="Print the versio
     if version:
         from whet import __version__
 
-        screen.result(f"whet {__version__}")
+        console.result(f"whet {__version__}")
         raise typer.Exit
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits with its code."""
-    _hold_standard_streams()
-    sys.exit(_written(run(sys.argv[1:] if arguments is None else arguments)))
+    _reserve_standard_streams()
+    sys.exit(_flush_streams(run(sys.argv[1:] if arguments is None else arguments)))
 
 
-def _hold_standard_streams() -> None:
+def _reserve_standard_streams() -> None:
     """A closed one would be given to the next file that is opened, and messages would be written into that."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -119,52 +119,52 @@ def run(arguments: Sequence[str]) -> int:
     if " ".join(words[:2]) in VERBS:
         words[:2] = [" ".join(words[:2])]
     debug = "--debug" in arguments
-    with screen.switched(quiet="--quiet" in arguments, debug=debug):
+    with console.configured(quiet="--quiet" in arguments, debug=debug):
         return _run(words, debug=debug)
 
 
 def _run(words: list[str], *, debug: bool) -> int:
     try:
-        _refuse_windows()
+        _check_platform()
         return app(words, standalone_mode=False) or 0
     except WhetError as error:
         if debug:
             raise
-        screen.error(error)
+        console.error(error)
         return error.exit_code
     except _ClickUsageError as error:
-        screen.error(_as_usage_error(error, words))
+        console.error(_as_usage_error(error, words))
         return _USAGE
     except typer.Exit as error:
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
-    except StoppedError as error:
+    except TerminatedError as error:
         return error.exit_code
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # What typer makes of one.
-            return _without_reader()
+            return _reader_gone()
         # Of yours: an exit code of 0 would say that all went well.
         if debug or not _your_frames(error):
             raise
-        screen.error(_as_failure(error))
+        console.error(_as_failure(error))
         return 1
     except BrokenPipeError:
-        return _without_reader()
+        return _reader_gone()
     except Exception as error:
         if debug:
             raise
-        screen.error(_as_failure(error))
+        console.error(_as_failure(error))
         return 1
 
 
-def _without_reader() -> int:
+def _reader_gone() -> int:
     """The reader went away (whet plan | head): a flush at exit would fail again."""
     _drop(sys.stdout)
     return 0
 
 
-def _written(code: int) -> int:
+def _flush_streams(code: int) -> int:
     """What is still held back is written, and the exit code: at the interpreter's end a failure could not be told."""
     try:
         sys.stdout.flush()
@@ -172,7 +172,7 @@ def _written(code: int) -> int:
         _drop(sys.stdout)
     except OSError as error:
         _drop(sys.stdout)
-        screen.error(_as_failure(error))
+        console.error(_as_failure(error))
         code = code or 1
     if sys.stderr is not None:  # Closed by the caller.
         try:
@@ -199,7 +199,7 @@ def _as_failure(error: BaseException) -> WhetError:
     if yours:
         where = f"{Path(yours[-1].filename).name}:{yours[-1].lineno} in {yours[-1].name}()"
         return WhetError("your code failed", got=f"{got} ({where})", try_="--debug shows the whole way there")
-    if frames and not frames[-1].filename.startswith(_OURS):
+    if frames and not frames[-1].filename.startswith(_PACKAGE_ROOT):
         return WhetError("a library refused what it was asked to do", got=got, try_="--debug shows the whole way there")
     return WhetError("this should not have happened", got=got, try_="--debug shows where")
 
@@ -209,7 +209,7 @@ def _your_frames(error: BaseException) -> list[traceback.FrameSummary]:
     return [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_OURS, "<")) and not _is_library(frame.filename)
+        if not frame.filename.startswith((_PACKAGE_ROOT, "<")) and not _is_library(frame.filename)
     ]
 
 
@@ -220,7 +220,7 @@ def _is_library(filename: str) -> bool:
 def _as_usage_error(error: Exception, words: Sequence[str]) -> UsageError:
     verb = next((word for word in words if not word.startswith("-")), "")
     if verb not in VERBS:
-        meant = nearest(verb, VERBS)
+        meant = closest_match(verb, VERBS)
         return UsageError(
             "no such command", got=verb or " ".join(words), try_=f"whet {meant}" if meant else "whet --help"
         )
@@ -246,6 +246,6 @@ def _of_which(error: Exception) -> str:
     return f"{names[0] if names else parameter.metavar or parameter.name}: "
 
 
-def _refuse_windows() -> None:
+def _check_platform() -> None:
     if sys.platform == "win32":
         raise WhetError("whet runs on macOS and Linux", got="Windows", try_="WSL, where whet sees the GPU through CUDA")

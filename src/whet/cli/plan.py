@@ -50,9 +50,8 @@ def plan(
     whet plan runs/text-001
     """
     from whet.base.errors import UsageError
-    from whet.cli import screen
-    from whet.plan.explain import explain
-    from whet.plan.words import plan_lines
+    from whet.cli import console
+    from whet.plan.render import explain_setting, plan_lines
 
     made = _saved_plan(what, words, config, machine)
     if made is not None and measure:
@@ -71,13 +70,13 @@ def plan(
         made, finish = _measured_plan(what, words, config, device, budget=budget)
     made = made or _new_plan(what, words, config, machine, device, nproc)
     if json:
-        screen.result_json(made.as_json())
+        console.result_json(made.as_json())
     elif why is not None:
-        screen.result(explain(made, why))
+        console.result(explain_setting(made, why))
     else:
-        screen.result("\n".join(plan_lines(made, width=screen.width())))
+        console.result("\n".join(plan_lines(made, width=console.width())))
         if finish:
-            screen.note(finish)
+            console.note(finish)
 
 
 def _saved_plan(what: str, words: list[str] | None, config: Path | None, machine: str | None) -> "Plan | None":
@@ -96,53 +95,52 @@ def _saved_plan(what: str, words: list[str] | None, config: Path | None, machine
 def _new_plan(
     what: str, words: list[str] | None, config: Path | None, machine: str | None, device: str, nproc: int
 ) -> "Plan":
-    from whet.cli import screen
-    from whet.config.resolve import resolve
+    from whet.cli import console
+    from whet.config.resolve import resolve_config
     from whet.machine.known import load_machine
     from whet.machine.probe import probe
     from whet.plan.plan import make_plan
     from whet.recipes.recipe import load_recipe
 
     recipe = load_recipe(what)
-    resolved = resolve(recipe.Config, words or (), file=config)
+    resolved = resolve_config(recipe.Config, words or (), file=config)
     several = {"world_size": nproc, "local_size": nproc}
     workload = recipe.describe(resolved.config).model_copy(update=several)
     for line in recipe.assumptions(resolved.config) if hasattr(recipe, "assumptions") else ():
-        screen.note(f"note: {line}")
-    wishes = resolved.wishes if device == "auto" else {"device": device, **resolved.wishes}
+        console.note(f"note: {line}")
+    overrides = resolved.overrides if device == "auto" else {"device": device, **resolved.overrides}
     if machine is not None:
-        return make_plan(load_machine(machine), workload, wishes=wishes)
+        return make_plan(load_machine(machine), workload, overrides=overrides)
     found = probe()
-    return make_plan(found.machine, workload, wishes=wishes, conditions=found.conditions)
+    return make_plan(found.machine, workload, overrides=overrides, conditions=found.conditions)
 
 
 def _measured_plan(
     what: str, words: list[str] | None, config: Path | None, device: str, *, budget: float
 ) -> tuple["Plan", str]:
     """The plan after a search, and what it means for the run in words."""
-    from whet.cli import screen
-    from whet.config.resolve import resolve
-    from whet.measure import cache
-    from whet.measure.finish import finish_line
-    from whet.measure.search import search
-    from whet.plan.plan import with_batch
-    from whet.recipes.batch import measured_batch
-    from whet.recipes.measuring import rig_of
+    from whet.api.autotune import find_batch_size, recipe_bench
+    from whet.autotune import cache
+    from whet.autotune.result import finish_estimate
+    from whet.autotune.search import search
+    from whet.cli import console
+    from whet.config.resolve import resolve_config
+    from whet.plan.plan import with_auto_batch
     from whet.recipes.recipe import load_recipe
 
     recipe = load_recipe(what)
-    resolved = resolve(recipe.Config, words or (), file=config, can_measure=True)
+    resolved = resolve_config(recipe.Config, words or (), file=config, can_measure=True)
     recipe.describe(resolved.config)
-    screen.note(f"measuring real steps in a process of their own, {budget:.0f} s at most ...")
+    console.note(f"measuring real steps in a process of their own, {budget:.0f} s at most ...")
     chosen, left = None, budget
-    with rig_of(what, resolved, device=device) as rig, screen.measuring("plan") as watch:
+    with recipe_bench(what, resolved, device=device) as rig, console.measuring_progress("plan") as watch:
         if resolved.is_batch_open:
-            chosen = measured_batch(rig, resolved, budget_seconds=_BATCH_SHARE * budget, watch=watch)
+            chosen = find_batch_size(rig, resolved, budget_seconds=_BATCH_SHARE * budget, watch=watch)
             left -= chosen.spent_seconds
         found = search(rig.plan, rig, budget_seconds=left, watch=watch)
     if found.trials:
         cache.remember(rig.about, found)
     for line in (*(chosen.lines if chosen else ()), *found.words):
-        screen.note(line)
-    made = with_batch(found.applied_to(rig.plan), chosen)
-    return made, "\n" + finish_line(made, found)
+        console.note(line)
+    made = with_auto_batch(found.applied_to(rig.plan), chosen)
+    return made, "\n" + finish_estimate(made, found)

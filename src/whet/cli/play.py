@@ -7,7 +7,7 @@ import typer
 if TYPE_CHECKING:
     from whet.hex.play.talk import Talk
     from whet.hex.player import Player
-    from whet.web.running import Running
+    from whet.web.registry import RunningServer
 
 
 def play(
@@ -73,36 +73,36 @@ def _talk(talk: "Talk") -> None:
     """Line by line until the person leaves, or says nothing more."""
     import sys
 
-    from whet.cli import screen
+    from whet.cli import console
 
-    screen.result("\n".join(talk.begin()))
+    console.result("\n".join(talk.begin()))
     while not talk.is_over:
         sys.stdout.write("> ")
         sys.stdout.flush()
         # None: closed before we began.
         line = "" if sys.stdin is None else sys.stdin.readline(200)
         if not line:
-            screen.result("")
+            console.result("")
             return
         answer = talk.say(line)
         if answer:
-            screen.result("\n".join(answer))
+            console.result("\n".join(answer))
 
 
-def _tell(running: "Running", *, as_json: bool) -> None:
-    from whet.cli import screen
+def _tell(running: "RunningServer", *, as_json: bool) -> None:
+    from whet.cli import console
 
     if as_json:
-        screen.line_json({"url": running.url, "link": running.link(), "pid": running.pid})
+        console.line_json({"url": running.url, "link": running.link(), "pid": running.pid})
     else:
-        screen.result(running.link())
-        screen.note("opens once; Ctrl-C ends it, and --terminal plays here")
+        console.result(running.link())
+        console.note("opens once; Ctrl-C ends it, and --terminal plays here")
 
 
 def _failed(error: BaseException) -> None:
     import traceback
 
-    from whet.cli import screen
+    from whet.cli import console
 
-    shown = "".join(traceback.format_exception(error)) if screen.debug else f"{type(error).__name__}: {error}"
-    screen.note(f"a request failed: {shown}")
+    shown = "".join(traceback.format_exception(error)) if console.debug else f"{type(error).__name__}: {error}"
+    console.note(f"a request failed: {shown}")

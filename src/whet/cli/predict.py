@@ -127,7 +127,7 @@ def _standard_input() -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "standard-input"
-        with durable.told("copy standard input to", path), path.open("wb") as file:
+        with durable.disk_errors("copy standard input to", path), path.open("wb") as file:
             if sys.stdin is not None:  # Closed by the caller (<&-): as if it were empty.
                 shutil.copyfileobj(sys.stdin.buffer, file)
         if not path.stat().st_size:
@@ -151,7 +151,7 @@ def _answers(opened: "Run", *, recipe: str | None, checkpoint: str, device: str)
         raise UsageError(f"the recipe {loaded.name} cannot predict", got=str(opened.path), try_=way)
 
     from whet.device.open import open_device
-    from whet.engine.reading import load_weights
+    from whet.training.weights import load_weights
 
     try:
         model, answers = predict_with(loaded.Config.model_validate(opened.config), opened.kept)
@@ -169,30 +169,30 @@ def _answers(opened: "Run", *, recipe: str | None, checkpoint: str, device: str)
 
 def _show(given: list[str], answers: Any, *, as_json: bool) -> None:
     """Verdicts on texts from the command line."""
-    from whet.cli import screen
+    from whet.cli import console
 
     found = answers(given)
     if len(found) != len(given):
         given = [f"{first} / {second}" for first, second in zip(given[::2], given[1::2], strict=True)]
     if as_json:
-        screen.result_json([{"text": text, **answer} for text, answer in zip(given, found, strict=True)])
+        console.result_json([{"text": text, **answer} for text, answer in zip(given, found, strict=True)])
         return
     rows = [
         (", ".join(answer.get("labels", [answer["label"]])) or "-", f"{answer['probability']:.3f}", _short(text))
         for text, answer in zip(given, found, strict=True)
     ]
-    screen.result(screen.table(("label", "probability", "text"), rows))
+    console.result(console.table(("label", "probability", "text"), rows))
 
 
 def _answer_file(
     path: Path, answers: Any, *, columns: dict[str, str | None], out: Path | None, form: str | None, batch: int
 ) -> None:
     """Writes what the model says about each row, then how good that is."""
-    from whet.cli import screen
-    from whet.recipes.text.using.file_answers import FileAnswers
+    from whet.cli import console
+    from whet.recipes.text.prediction_files import FilePredictions
     from whet.run import durable
 
-    found = FileAnswers(answers, path, columns=columns, form=form, batch=batch)
+    found = FilePredictions(answers, path, columns=columns, form=form, batch=batch)
     if out is None:
         sys.stdout.flush()
         for line in found.lines():
@@ -201,11 +201,11 @@ def _answer_file(
     else:
         durable.check_writable(out)
         durable.write_file(out, data=(line.encode() for line in found.lines()))
-        screen.note(f"wrote {out}")
+        console.note(f"wrote {out}")
     for line in found.told():
-        screen.note(line)
+        console.note(line)
     for line in found.scored():
-        screen.note(line) if out is None else screen.result(line)
+        console.note(line) if out is None else console.result(line)
     if found.num_bad:
         raise typer.Exit(1)
 
@@ -213,7 +213,7 @@ def _answer_file(
 def _replaceable(out: Path, *, read: Path, run: Path) -> Path:
     """The file that is written: it may replace earlier answers, and nothing else."""
     from whet.base.errors import UsageError
-    from whet.recipes.text.using.predictions import is_answers
+    from whet.recipes.text.prediction_files import is_prediction_file
 
     if out.resolve().is_relative_to(run.resolve()):
         raise UsageError("answers do not belong into the run", got=out, try_="--out FILE outside of it")
@@ -221,7 +221,7 @@ def _replaceable(out: Path, *, read: Path, run: Path) -> Path:
         raise UsageError("the answers are a file", got=f"{out} is a folder", try_=f"--out {out / 'answers.csv'}")
     if not out.parent.is_dir():
         raise UsageError("no such folder for the answers", got=out.parent, try_=f"mkdir -p {out.parent}")
-    if (out.exists() and out.samefile(read)) or (os.path.lexists(out) and not is_answers(out)):
+    if (out.exists() and out.samefile(read)) or (os.path.lexists(out) and not is_prediction_file(out)):
         raise UsageError("a file of that name is there, and no answers", got=out, try_="another --out FILE")
     return out
 

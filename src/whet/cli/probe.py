@@ -18,20 +18,20 @@ def probe(
     whet probe --json > my-mac.json
     whet probe --machine m2-air-8gb
     """
-    from whet.cli import screen
+    from whet.cli import console
     from whet.machine.known import load_machine
     from whet.machine.probe import probe as probe_here
-    from whet.machine.words import conditions_lines, machine_lines
+    from whet.machine.render import conditions_lines, machine_lines
 
     if machine is not None:
         known = load_machine(machine)
         if json:
-            screen.result_json(known.as_json())
+            console.result_json(known.as_json())
         else:
-            screen.result("\n".join(machine_lines(known)))
+            console.result("\n".join(machine_lines(known)))
         return
     found = probe_here()
     if json:
-        screen.result_json(found.as_json())
+        console.result_json(found.as_json())
     else:
-        screen.result("\n".join([*machine_lines(found.machine), *conditions_lines(found.conditions)]))
+        console.result("\n".join([*machine_lines(found.machine), *conditions_lines(found.conditions)]))

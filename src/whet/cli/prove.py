@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from whet.prove.bench import Training
+    from whet.prove.kills import ProvableTraining
     from whet.recipes.recipe import Recipe
     from whet.run.proof import Proof
 
@@ -50,13 +50,11 @@ def prove(
     It takes a minute or two. The verdict goes to proof.json in RUN, or in a new run folder that holds the undisturbed
     piece; the checkpoints of RUN are not touched. Exit code 1: broken, or cannot be proved.
     """
+    from whet.api.prove import training_from_args, training_from_run
     from whet.base.errors import UsageError
-    from whet.cli import screen
-    from whet.prove.proving import Question
-    from whet.prove.proving import prove as find_out
-    from whet.prove.scratch import scratch_beside
-    from whet.prove.words import proof_lines
-    from whet.recipes.proving import from_run, from_words
+    from whet.cli import console
+    from whet.prove.proof import ProofRequest, render_proof, scratch_beside
+    from whet.prove.proof import prove as find_out
     from whet.run.folder import next_run_path
 
     run = Path(what) if Path(what).is_dir() else None
@@ -65,11 +63,11 @@ def prove(
     if run is None and recipe is not None:
         raise UsageError("--recipe belongs to a run", got=f"{what} is no run folder", try_=f"whet prove {recipe}")
     made: Recipe
-    training: Training
+    training: ProvableTraining
     if run is not None:
-        made, training = from_run(run, file=recipe, device=device)
+        made, training = training_from_run(run, file=recipe, device=device)
     else:
-        made, training = from_words(what, words or (), file=config, device=device)
+        made, training = training_from_args(what, words or (), file=config, device=device)
     seed = secrets.randbelow(10**6) if seed is None else seed
     options = [*(("--recipe", recipe) if recipe else ()), *(("--config", str(config)) if config else ())]
     options += [*(("--device", device) if device != "auto" else ()), *(("--steps", str(steps)) if steps else ())]
@@ -77,7 +75,7 @@ def prove(
     repeat = ["whet", "prove", what, *(words or ()), *options, "--kills", str(kills), "--seed", str(seed)]
     kept = run.absolute() if run else next_run_path(Path("runs"), recipe=f"{made.name}-proof").absolute()
     with scratch_beside(kept) as scratch:
-        question = Question(
+        question = ProofRequest(
             training=training,
             recipe=made.name,
             scratch=scratch,
@@ -86,26 +84,26 @@ def prove(
             seed=seed,
             steps=steps,
             disk_seconds=budget,
-            say=screen.note,
+            say=console.note,
         )
         found, whole = find_out(question)
         found = _written(found, whole, kept, asked=training.arguments["config"], is_run=run is not None)
     if json:
-        screen.result_json(found.as_json())
+        console.result_json(found.as_json())
     else:
-        screen.result("\n".join(proof_lines(found)))
-    screen.note(f"{_short(kept)}/proof.json holds all of it; whet report {_short(kept)} shows the verdict")
+        console.result("\n".join(render_proof(found)))
+    console.note(f"{_short(kept)}/proof.json holds all of it; whet report {_short(kept)} shows the verdict")
     if found.verdict != "proved":
         raise typer.Exit(1)
 
 
 def _written(found: "Proof", whole: Path, kept: Path, *, asked: dict[str, Any], is_run: bool) -> "Proof":
     """Puts the proof into its run folder: the one that was given, or the undisturbed piece under a name of its own."""
-    from whet.recipes.proving import told_changes
+    from whet.api.prove import describe_changes
     from whet.run.folder import open_run
     from whet.run.proof import write_proof
 
-    found = found.model_copy(update={"shortened": told_changes(asked, open_run(whole).config)})
+    found = found.model_copy(update={"shortened": describe_changes(asked, open_run(whole).config)})
     write_proof(kept if is_run else whole, found)
     if not is_run:
         whole.rename(kept)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from whet.report.comparing import CompareView
-    from whet.report.view import RunView
+    from whet.report.comparison import RunComparison
+    from whet.report.run_view import RunView
 
 
 def report(
@@ -29,7 +29,7 @@ def report(
     whet report runs/text-001 runs/text-002 --markdown --out comparison.md
     """
     from whet.base.errors import UsageError
-    from whet.cli import screen
+    from whet.cli import console
     from whet.run import durable
     from whet.run.folder import read_header
     from whet.run.search_result import is_search
@@ -39,7 +39,7 @@ def report(
         raise UsageError("a report has one form at a time", got=" ".join(chosen), try_=f"whet report RUN {chosen[0]}")
     runs, out = _file_among(runs, out=out) if html else (runs, out)
     if len(runs) == 1 and not chosen and out is None and (seeds := _seeds(runs[0])) is not None:
-        screen.result(seeds)
+        console.result(seeds)
         return
     is_of_search = len(runs) == 1 and is_search(runs[0].expanduser())
     for run in runs if not is_of_search else ():
@@ -57,19 +57,19 @@ def report(
     else:
         text = _html(runs) if html else _markdown(runs) if markdown else _json(runs) if json else _text(runs)
     if out is None:
-        screen.result_json(text) if isinstance(text, dict) else screen.result(text.rstrip("\n"))
+        console.result_json(text) if isinstance(text, dict) else console.result(text.rstrip("\n"))
         return
     durable.write_file(out, data=_as_bytes(text))
-    screen.note(f"wrote {out}")
+    console.note(f"wrote {out}")
 
 
 def _refuse_unfinished_search(folder: Path) -> None:
     from whet.base.errors import UsageError
+    from whet.hpo.search_config import SEARCH_FILE
     from whet.run.folder import RUN_FILE
     from whet.run.search_result import is_search
-    from whet.trials.question import QUESTION_FILE
 
-    if not (folder / QUESTION_FILE).is_file() or (folder / RUN_FILE).exists():
+    if not (folder / SEARCH_FILE).is_file() or (folder / RUN_FILE).exists():
         return
     if is_search(folder):
         raise UsageError("searches are reported one by one", got=str(folder), try_=f"whet report {folder}")
@@ -82,12 +82,12 @@ def _refuse_unfinished_search(folder: Path) -> None:
 
 def _seeds(folder: Path) -> str | None:
     """Of a folder with one run for each seed: what they say together."""
-    from whet.report.seeds import SEEDS_FILE, read_seeds, seeds_lines
+    from whet.report.seeds import SEEDS_FILE, read_seeds, render_seeds
     from whet.run.folder import RUN_FILE
 
     if not (folder / SEEDS_FILE).is_file() or (folder / RUN_FILE).exists():
         return None
-    return "\n".join(seeds_lines(read_seeds(folder)))
+    return "\n".join(render_seeds(read_seeds(folder)))
 
 
 def _file_among(runs: list[Path], *, out: Path | None) -> tuple[list[Path], Path | None]:
@@ -125,8 +125,7 @@ def _writable(out: Path) -> Path:
 
 
 def _of_search(folder: Path, *, form: str) -> "str | dict[str, object]":
-    from whet.report.search_page import search_page
-    from whet.report.search_text import render_search, search_markdown
+    from whet.report.search_report import render_search, search_markdown, search_page
     from whet.run.search_result import read_search
 
     result = read_search(folder)
@@ -135,12 +134,12 @@ def _of_search(folder: Path, *, form: str) -> "str | dict[str, object]":
     return {"--html": search_page, "--markdown": search_markdown}.get(form, render_search)(result)
 
 
-def _views(runs: list[Path]) -> "RunView | CompareView":
-    from whet.report.comparing import compare_view
-    from whet.report.view import run_view
+def _views(runs: list[Path]) -> "RunView | RunComparison":
+    from whet.report.comparison import compare_runs
+    from whet.report.run_view import run_view
 
     views = [run_view(run) for run in runs]
-    return views[0] if len(views) == 1 else compare_view(views)
+    return views[0] if len(views) == 1 else compare_runs(views)
 
 
 def _html(runs: list[Path]) -> str:
@@ -151,15 +150,15 @@ def _html(runs: list[Path]) -> str:
 
 def _markdown(runs: list[Path]) -> str:
     from whet.report.markdown import comparison_markdown, run_markdown
-    from whet.report.view import RunView
+    from whet.report.run_view import RunView
 
     found = _views(runs)
     return run_markdown(found) if isinstance(found, RunView) else comparison_markdown(found)
 
 
 def _json(runs: list[Path]) -> "dict[str, object]":
-    from whet.report.summary import summarize
-    from whet.report.view import RunView
+    from whet.report.run_report import summarize
+    from whet.report.run_view import RunView
 
     if len(runs) == 1:
         return summarize(runs[0]).as_json()
@@ -169,14 +168,14 @@ def _json(runs: list[Path]) -> "dict[str, object]":
 
 
 def _text(runs: list[Path]) -> str:
-    from whet.cli import screen
-    from whet.report.comparison_text import render_comparison
-    from whet.report.summary import summarize
-    from whet.report.text import render
-    from whet.report.view import RunView
+    from whet.cli import console
+    from whet.report.comparison import render_comparison
+    from whet.report.run_report import summarize
+    from whet.report.run_view import RunView
+    from whet.report.text import render_text
 
     if len(runs) == 1:
-        return render(summarize(runs[0]), width=screen.width(), unicode=screen.speaks_unicode())
+        return render_text(summarize(runs[0]), width=console.width(), unicode=console.supports_unicode())
     found = _views(runs)
     assert not isinstance(found, RunView)
     return render_comparison(found)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from whet.run.runs import RunSummary
+    from whet.run.prune import RunStatus
 
 
 def runs(
@@ -22,10 +22,10 @@ def runs(
     whet runs experiments --prune
     """
     from whet.base.errors import UsageError
-    from whet.cli import screen
-    from whet.run.folder import groups_of_runs
-    from whet.run.runs import list_runs
-    from whet.run.runs import prune as prune_runs
+    from whet.cli import console
+    from whet.run.folder import run_groups
+    from whet.run.prune import list_runs
+    from whet.run.prune import prune as prune_runs
 
     if folder.exists() and not folder.is_dir():
         raise UsageError("runs lie in a folder", got=str(folder), try_="whet runs DIR")
@@ -35,25 +35,25 @@ def runs(
         listed = {"runs": [run.as_json() for run in found]}
         if prune:
             listed["pruned"] = [gone.as_json() for gone in removed]
-        screen.result_json(listed)
+        console.result_json(listed)
         return
     for gone in removed:
-        screen.note(f"removed {gone.path}: {gone.reason}")
-    groups = groups_of_runs(folder)
+        console.note(f"removed {gone.path}: {gone.reason}")
+    groups = run_groups(folder)
     if found:
         header = ("run", "state", "step", "loss", "goal", "age", "size")
-        screen.result(screen.table(header, [_row(run) for run in found]))
+        console.result(console.table(header, [_row(run) for run in found]))
     elif not groups:
-        screen.note(f"no runs in {folder}")
+        console.note(f"no runs in {folder}")
     for run in found:
         if run.problem:
-            screen.note(f"{run.path}: {run.problem}")
+            console.note(f"{run.path}: {run.problem}")
     for path, number in groups.items():
-        screen.note(f"{path} holds {number:,} more: whet runs {shlex.quote(str(path))}")
+        console.note(f"{path} holds {number:,} more: whet runs {shlex.quote(str(path))}")
 
 
-def _row(run: "RunSummary") -> tuple[str, ...]:
-    from whet.base.units import show_bytes, show_seconds
+def _row(run: "RunStatus") -> tuple[str, ...]:
+    from whet.base.units import format_bytes, format_seconds
 
     goal = f"{run.goal} {run.goal_value:.4g}" if run.goal and run.goal_value is not None else "-"
     return (
@@ -62,6 +62,6 @@ def _row(run: "RunSummary") -> tuple[str, ...]:
         f"{run.step:,}/{run.total_steps:,}" if run.total_steps else f"{run.step:,}",
         "-" if run.last_loss is None else f"{run.last_loss:.4g}",
         goal,
-        show_seconds(run.age_seconds),
-        show_bytes(run.size_bytes),
+        format_seconds(run.age_seconds),
+        format_bytes(run.size_bytes),
     )

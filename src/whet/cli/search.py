@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whet.base.stopping import first_words, stop_at_once
+from whet.base.process import stop_immediately, stop_message
 
 if TYPE_CHECKING:
-    from whet.trials.worker import Ended
+    from whet.hpo.worker import FinishedTrial
 
 
 def search(
@@ -60,13 +60,12 @@ def search(
     killed goes on from its checkpoint. The best three are trained with other seeds before a winner is named; the test
     part is left to the final training.
     """
-    from whet.cli import screen
-    from whet.recipes.searching import ask, carry_out
-    from whet.report.search_page import search_page
-    from whet.report.search_text import render_search
+    from whet.api.search import prepare_search, run_search
+    from whet.cli import console
+    from whet.report.search_report import render_search, search_page
     from whet.run import durable
 
-    asked = ask(
+    asked = prepare_search(
         what,
         space or (),
         file=config,
@@ -77,62 +76,62 @@ def search(
         pruner=pruner,
         device=device,
     )
-    screen.note(f"search    {_short(asked.folder)}: {' '.join(asked.question.space.words)}")
-    screen.note(f"watch     whet watch {shlex.quote(_short(asked.folder))} shows the trials while they train")
+    console.note(f"search    {_short(asked.folder)}: {' '.join(asked.question.space.words)}")
+    console.note(f"watch     whet watch {shlex.quote(_short(asked.folder))} shows the trials while they train")
     stop = threading.Event()
     with _stopped_by_signals(stop) as signals:
-        result = carry_out(
-            asked, trials=trials, timeout=timeout, storage=storage, jobs=jobs, say=screen.note, told=_tell, stop=stop
+        result = run_search(
+            asked, trials=trials, timeout=timeout, storage=storage, jobs=jobs, say=console.note, told=_tell, stop=stop
         )
     page = asked.folder / "report.html"
     durable.write_file(page, data=search_page(result).encode())
     if json:
-        screen.result_json(result.as_json())
+        console.result_json(result.as_json())
     else:
-        screen.result(render_search(result))
+        console.result(render_search(result))
     ended = sum(trial.state not in ("running", "waiting") for trial in result.trials)
     if ended < asked.most(trials) or (seeds and result.candidates and not result.is_confirmed):
         same = "the same command" if name else f"the same command with --name {shlex.quote(asked.folder.name)}"
-        screen.note(f"go on     {same} goes on with it")
+        console.note(f"go on     {same} goes on with it")
     elif result.winner is not None:
         words = f"whet train {what} --from-search {shlex.quote(asked.folder.name)}"
-        screen.note(f"next      {words}   (all of the training part, and the test)")
-    screen.note(f"report    {_short(page)} shows it in a browser")
+        console.note(f"next      {words}   (all of the training part, and the test)")
+    console.note(f"report    {_short(page)} shows it in a browser")
     if signals:
         raise typer.Exit(128 + signals[0])
 
 
-def _tell(ended: "Ended") -> None:
-    from whet.base.units import show_seconds
-    from whet.cli import screen
-    from whet.report.search_text import settings_words
+def _tell(ended: "FinishedTrial") -> None:
+    from whet.base.units import format_seconds
+    from whet.cli import console
+    from whet.report.search_report import format_settings
 
     value = "" if ended.value is None or ended.state == "infeasible" else f"  {ended.value:.4g}"
     words = f"  {ended.words}" if ended.words else ""
-    spent = f"{ended.steps:,} steps, {show_seconds(ended.seconds)}"
-    settings = settings_words(dict(ended.parameters))
+    spent = f"{ended.steps:,} steps, {format_seconds(ended.seconds)}"
+    settings = format_settings(dict(ended.parameters))
     if ended.part == "seed":
         who, settings = f"seed {ended.parameters['seed']} of trial {ended.parameters['trial']}", ""
     else:
         who, settings = f"trial {ended.number}", f"  {settings}"
-    screen.note(f"{who:<9} {ended.state:<11}{value}{settings}  ({spent}){words}")
+    console.note(f"{who:<9} {ended.state:<11}{value}{settings}  ({spent}){words}")
 
 
 @contextlib.contextmanager
 def _stopped_by_signals(stop: threading.Event) -> Iterator[list[int]]:
     """While entered, Ctrl-C and SIGTERM let running trials save and wait in line; the list holds those that came."""
-    from whet.cli import screen
+    from whet.cli import console
 
     heard: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
         if heard:
-            stop_at_once(number)
+            stop_immediately(number)
         heard.append(number)
         stop.set()
         # In the middle of another note Python refuses a second one.
         with contextlib.suppress(RuntimeError):
-            screen.note(first_words(number, when="once the running trials are saved"))
+            console.note(stop_message(number, when="once the running trials are saved"))
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from whet.web.running import Running
+    from whet.web.registry import RunningServer
 
 
 def serve(
@@ -29,16 +29,16 @@ def serve(
     Knows /v1/models, /v1/chat/completions and /v1/completions, streaming too. Listens on this machine only, and opens
     with the key that it prints, which is new each time. One answer at a time, a few clients may wait. Ctrl-C ends it.
     """
-    from whet.cli.speaking import open_speaker
+    from whet.cli.speaking import load_chat_model
     from whet.cli.watch import _failed
-    from whet.web.limits import Limits
-    from whet.web.serving import require_libraries
-    from whet.web.serving import serve as serve_routes
+    from whet.web.access import ClientLimits
+    from whet.web.server import require_libraries
+    from whet.web.server import serve as serve_routes
 
     require_libraries()
-    speaker = open_speaker(run, checkpoint=checkpoint, device=device)
+    speaker = load_chat_model(run, checkpoint=checkpoint, device=device)
     from whet.recipes.chat.serving.routes import Routes
-    from whet.recipes.chat.serving.shapes import refusal_shape
+    from whet.recipes.chat.serving.shapes import error_format
 
     called = name or run.resolve().name
     routes = Routes(speaker, name=called, most_tokens=max_new_tokens)
@@ -49,8 +49,8 @@ def serve(
             about=str(run.resolve()),
             port=port,
             methods=("GET", "HEAD", "POST"),
-            limits=Limits(body_bytes=256 * 1024),
-            refusal_shape=refusal_shape,
+            limits=ClientLimits(body_bytes=256 * 1024),
+            error_format=error_format,
             on_ready=lambda running: _tell(running, model=called, as_json=json),
             on_failure=_failed,
         )
@@ -59,15 +59,15 @@ def serve(
     raise typer.Exit(code)
 
 
-def _tell(running: "Running", *, model: str, as_json: bool) -> None:
+def _tell(running: "RunningServer", *, model: str, as_json: bool) -> None:
     import sys
 
-    from whet.cli import screen
+    from whet.cli import console
 
     address = f"{running.url}v1"
     if as_json:
-        screen.line_json({"base_url": address, "api_key": running.token, "model": model, "pid": running.pid})
+        console.line_json({"base_url": address, "api_key": running.token, "model": model, "pid": running.pid})
     else:
-        screen.result(f"export OPENAI_BASE_URL={address}\nexport OPENAI_API_KEY={running.token}")
-        screen.note(f"the model is called {model!r}; the key is good until this ends, Ctrl-C ends it")
+        console.result(f"export OPENAI_BASE_URL={address}\nexport OPENAI_API_KEY={running.token}")
+        console.note(f"the model is called {model!r}; the key is good until this ends, Ctrl-C ends it")
     sys.stdout.flush()

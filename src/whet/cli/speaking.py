@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from whet.recipes.chat.generation.speaking import Speaker
 
 
-def open_speaker(run: Path, *, checkpoint: str, device: str) -> "Speaker":
+def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Speaker":
     """The model of a run with its weights, on a device."""
     from whet.base.errors import UsageError, WhetError
-    from whet.device.environment import before_torch
+    from whet.device.environment import configure_before_torch
     from whet.recipes.recipe import BUILT_IN, load_recipe
     from whet.run.folder import open_run
 
@@ -24,9 +24,9 @@ def open_speaker(run: Path, *, checkpoint: str, device: str) -> "Speaker":
     speak = getattr(recipe, "speak", None)
     if speak is None:
         raise UsageError("this run cannot be spoken with", got=f"a run of {opened.header.recipe}", try_="a chat run")
-    before_torch(mps_fallback=False)
+    configure_before_torch(mps_fallback=False)
     from whet.device.open import open_device
-    from whet.engine.reading import load_weights
+    from whet.training.weights import load_weights
 
     place = open_device(device).device
     try:
@@ -44,11 +44,11 @@ def as_turns(text: str, system: str | None) -> "list[Turn]":
     """A question alone, or after a system turn."""
     from whet.recipes.chat.conversation import Turn
 
-    before = [Turn("system", readable(system))] if system else []
+    before = [Turn("system", valid_utf8(system))] if system else []
     return [*before, Turn("user", text)]
 
 
-def readable(text: str) -> str:
+def valid_utf8(text: str) -> str:
     """The text without bytes that were no UTF-8 on the command line."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
@@ -61,4 +61,4 @@ def read_lines() -> Iterator[str]:
         sys.stdin.reconfigure(errors="surrogateescape")
     for line in sys.stdin:
         if line.strip():
-            yield readable(line.rstrip("\n"))
+            yield valid_utf8(line.rstrip("\n"))

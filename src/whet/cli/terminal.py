@@ -15,9 +15,8 @@ from types import FrameType
 from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 
-from whet.cli import screen
-from whet.report.board import Lookout
-from whet.report.terminal import LEAST_HEIGHT, LEAST_WIDTH, Paper, lines, num_rows
+from whet.cli import console
+from whet.report.watch.terminal import MIN_HEIGHT, MIN_WIDTH, BoardReader, TerminalArea, board_rows, render_board
 
 _LOOK_SECONDS = 1.0
 _KEY_SECONDS = 0.2
@@ -28,23 +27,23 @@ _ROWS_ON_PAPER = 20
 
 def watch_in_terminal(folder: Path, *, once: bool = False) -> None:
     """Shows the runs of a folder until q or Ctrl-C; where there is no terminal, or `once`, as plain lines once."""
-    lookout = Lookout(folder)
-    console = Console()
-    if once or not console.is_terminal or console.is_dumb_terminal:
-        paper = Paper(width=screen.width(), height=None, unicode=screen.speaks_unicode())
+    lookout = BoardReader(folder)
+    terminal = Console()
+    if once or not terminal.is_terminal or terminal.is_dumb_terminal:
+        paper = TerminalArea(width=console.width(), height=None, unicode=console.supports_unicode())
         board = lookout.look(rows=_ROWS_ON_PAPER)
-        screen.result("\n".join(line.plain.rstrip() for line in lines(board, paper)))
+        console.result("\n".join(line.plain.rstrip() for line in render_board(board, paper)))
         return
     # The training beside it comes first.
     with contextlib.suppress(OSError):
         os.nice(10)
-    _Screen(lookout, console).show()
+    _Screen(lookout, terminal).show()
 
 
 class _Screen:
     """The alternate screen and the keys."""
 
-    def __init__(self, lookout: Lookout, console: Console) -> None:
+    def __init__(self, lookout: BoardReader, console: Console) -> None:
         self._lookout = lookout
         self._console = console
         self._is_asked_to_rest = self._is_asked_to_leave = False
@@ -84,9 +83,11 @@ class _Screen:
                 move += _MOVES.get(key, 0)
 
     def _draw(self, width: int, height: int, move: int) -> None:
-        paper = Paper(width=max(width, LEAST_WIDTH), height=max(height, LEAST_HEIGHT), unicode=screen.speaks_unicode())
-        board = self._lookout.look(rows=num_rows(height), move=move)
-        self._live.update(Group(*lines(board, paper, has_keys=sys.stdin.isatty())), refresh=True)
+        paper = TerminalArea(
+            width=max(width, MIN_WIDTH), height=max(height, MIN_HEIGHT), unicode=console.supports_unicode()
+        )
+        board = self._lookout.look(rows=board_rows(height), move=move)
+        self._live.update(Group(*render_board(board, paper, has_keys=sys.stdin.isatty())), refresh=True)
 
 
 def _size() -> tuple[int, int]:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from whet.config.resolve import Resolved
-    from whet.engine.loop import Result
-    from whet.engine.progress_line import ProgressLine
-    from whet.engine.recorder import Show
+    from whet.config.resolve import ResolvedConfig
     from whet.recipes.recipe import Recipe
+    from whet.training.callbacks.event_log import EventHandler
+    from whet.training.callbacks.progress import ProgressLine
+    from whet.training.loop import TrainResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,19 +84,20 @@ def train(
     runs in a process of its own: when that is killed, for lack of memory above all, it is started again and goes on.
     """
     from whet.base.errors import UsageError
-    from whet.cli import screen, several
-    from whet.cli.seeds import train_seeds, wanted_seeds
-    from whet.engine import supervise
+    from whet.cli import console
+    from whet.cli import nproc as processes
+    from whet.cli.multi_run import parse_seeds, train_seeds
+    from whet.training import supervisor
 
     if fresh and run is None:
         raise UsageError("--fresh needs a folder", got="no --run", try_="--run DIR")
     if from_search is not None:
-        from whet.recipes.searching import final_words
+        from whet.api.search import winning_args
 
         # Your own words come later, and win.
-        words = [*final_words(from_search, recipe=what), *(words or ())]
-        screen.note(f"search    {from_search}: {' '.join(words)}")
-    if supervise.is_orphan():
+        words = [*winning_args(from_search, recipe=what), *(words or ())]
+        console.note(f"search    {from_search}: {' '.join(words)}")
+    if supervisor.is_orphan():
         raise typer.Exit(1)
 
     how = _How(
@@ -109,13 +110,13 @@ def train(
         max_restarts=max_restarts,
         nproc=nproc,
     )
-    several.refuse(what, words or [], how.nproc, config=config, device=device)
+    processes.validate(what, words or [], how.nproc, config=config, device=device)
 
     def one(words: list[str], run: Path | None) -> int:
         return _train_one(what, words, run, how)
 
-    chosen = wanted_seeds(words or (), config)
-    if len(chosen) == 1 or supervise.is_supervised():
+    chosen = parse_seeds(words or (), config)
+    if len(chosen) == 1 or supervisor.is_supervised():
         raise typer.Exit(one(words or [], run))
 
     def command(folder: Path) -> list[str]:
@@ -129,59 +130,59 @@ def train(
 
 def _train_one(what: str, words: list[str], run: Path | None, how: _How) -> int:
     """One run, in a process that may be started again, or right here; its exit code."""
-    from whet.cli import ending, screen, several
-    from whet.engine import supervise
+    from whet.cli import console, nproc, train_output
     from whet.recipes.recipe import load_recipe
     from whet.run.folder import next_run_path
+    from whet.training import supervisor
 
     def again(path: Path | None) -> list[str]:
         options = [*_options(how.config, how.device), *(["--allow", how.allow] if how.allow else [])]
         options += [*([] if how.measures else ["--no-measure"]), *(["--notify"] if how.notifies else [])]
         folder = path or run
         named = ["--run", str(folder)] if folder else []
-        return ["train", what, *words, *options, *named, *screen.switches()]
+        return ["train", what, *words, *options, *named, *console.global_flags()]
 
     if how.nproc > 1:
         with (
             _set_aside(run) if how.fresh and run else contextlib.nullcontext(),
-            ending.notified_of_kills(what, is_wanted=how.notifies) as say,
+            train_output.restart_notifier(what, is_wanted=how.notifies) as say,
         ):
             # Named here: who is started again must find it.
             folder = run or next_run_path(Path("runs"), recipe=load_recipe(what).name)
             restarts = how.max_restarts
-            return several.launch(again, folder, num_processes=how.nproc, max_restarts=restarts, say=say)
-    if several.is_one_of_several():
-        several.refuse_nameless(run)
-        several.stop_with_launcher()
-        several.watch_others()
+            return nproc.launch(again, folder, num_processes=how.nproc, max_restarts=restarts, say=say)
+    if nproc.is_distributed():
+        nproc.check_run_named(run)
+        nproc.stop_with_launcher()
+        nproc.report_lost_ranks()
         return _train_here(what, words, run, how)
-    if how.max_restarts and not supervise.is_supervised() and not _has_virtual_mac():
+    if how.max_restarts and not supervisor.is_supervised() and not _has_virtual_mac():
         with (
             _set_aside(run) if how.fresh and run else contextlib.nullcontext(),
-            ending.notified_of_kills(what, is_wanted=how.notifies) as say,
+            train_output.restart_notifier(what, is_wanted=how.notifies) as say,
         ):
-            return supervise.supervise(again, max_restarts=how.max_restarts, say=say)
-    supervise.die_with_parent()
+            return supervisor.supervise(again, max_restarts=how.max_restarts, say=say)
+    supervisor.exit_with_parent()
     return _train_here(what, words, run, how)
 
 
 def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int:
     """One run in this process; its exit code."""
     from whet.base.errors import UsageError
-    from whet.cli import ending, screen, several
-    from whet.config.resolve import resolve
+    from whet.cli import console, nproc, train_output
+    from whet.config.resolve import resolve_config
     from whet.recipes.recipe import BUILT_IN, load_recipe
     from whet.run.durable import check_writable
-    from whet.run.folder import RUN_FILE, next_run_path, open_run, refuse_occupied
+    from whet.run.folder import RUN_FILE, check_run_path, next_run_path, open_run
 
     recipe = load_recipe(what)
-    resolved = resolve(recipe.Config, words, file=how.config, can_measure=True)
+    resolved = resolve_config(recipe.Config, words, file=how.config, can_measure=True)
     recipe.describe(resolved.config)
-    path = several.agreed(run or next_run_path(Path("runs"), recipe=recipe.name))
+    path = nproc.broadcast_path(run or next_run_path(Path("runs"), recipe=recipe.name))
     if not path.exists():
         check_writable(path)
     if getattr(resolved.config, "selfplay", False):
-        from whet.cli.train_selfplay import train_selfplay
+        from whet.cli.multi_run import train_selfplay
 
         if how.fresh and path.exists():
             raise UsageError("a self-play is not removed", got=f"--fresh --run {path}", try_="another --run DIR")
@@ -189,110 +190,121 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
         return train_selfplay(recipe, resolved, path, device=how.device, command=said)
     if not (path / RUN_FILE).exists():
         # Before a minute is spent on measuring.
-        refuse_occupied(path)
+        check_run_path(path)
     if resolved.is_batch_open:
         resolved = _with_a_batch(what, resolved, path, device=how.device, fresh=how.fresh, measures=how.measures)
-    command = ["whet", "train", what, *words, *_options(how.config, how.device), *several.options(), "--run", str(path)]
+    command = [
+        "whet",
+        "train",
+        what,
+        *words,
+        *_options(how.config, how.device),
+        *nproc.nproc_options(),
+        "--run",
+        str(path),
+    ]
     is_done = not how.fresh and _is_done(path, resolved.config.model_dump(mode="json"))
-    if several.agreed_answer(is_done):
-        screen.note(f"{path} is done; epochs or max_steps may grow, --fresh starts anew")
+    if nproc.broadcast_flag(is_done):
+        console.note(f"{path} is done; epochs or max_steps may grow, --fresh starts anew")
     else:
         result = _train_now(what, recipe, resolved, path, command, how)
         if result.state == "stopped":
             why = "" if result.exit_code else " (epochs_per_sitting)"
-            ending.say_stopped(path, step=result.step, why=why, command=command)
+            train_output.print_stopped(path, step=result.step, why=why, command=command)
             return result.exit_code
-    if not screen.rank:
+    if not console.rank:
         can = {name: recipe.name in BUILT_IN and hasattr(recipe, name) for name in ("hold_contest", "speak")}
         ask = getattr(recipe, "question", None) if recipe.name in BUILT_IN else None
         question = ask(open_run(path).kept) if ask else None
-        ending.say_done(path, question=question, can_play=can["hold_contest"], can_speak=can["speak"])
+        train_output.print_summary(path, question=question, can_play=can["hold_contest"], can_speak=can["speak"])
     return 0
 
 
 def _train_now(
-    what: str, recipe: "Recipe", resolved: "Resolved[Any]", path: Path, command: list[str], how: _How
-) -> "Result":
+    what: str, recipe: "Recipe", resolved: "ResolvedConfig[Any]", path: Path, command: list[str], how: _How
+) -> "TrainResult":
     """Trains what is not done yet; torch is loaded here, unless a recipe of yours has done so."""
-    from whet.cli import screen, several
-    from whet.device.environment import before_torch
-    from whet.engine.supervise import tell_parent
+    from whet.cli import console, nproc
+    from whet.device.environment import configure_before_torch
+    from whet.training.supervisor import report_to_parent
 
-    before_torch(mps_fallback=resolved.config.mps_fallback == "on", deterministic=resolved.config.deterministic == "on")
-    from whet.engine.notifying import Notifying
-    from whet.engine.progress_line import ProgressLine
-    from whet.recipes.measuring import rig_of
-    from whet.recipes.train import train_recipe
+    configure_before_torch(
+        mps_fallback=resolved.config.mps_fallback == "on", deterministic=resolved.config.deterministic == "on"
+    )
+    from whet.api.autotune import recipe_bench
+    from whet.recipes.runner import train_recipe
+    from whet.training.callbacks.notifications import DesktopNotifier
+    from whet.training.callbacks.progress import ProgressLine
 
     line = ProgressLine(recipe.name, epochs=resolved.config.epochs)
     show = _show_in(line, path)
-    measures = how.measures and not several.is_one_of_several()
+    measures = how.measures and not nproc.is_distributed()
     if how.measures and not measures and not path.exists():
-        screen.note("not measured: the steps of several processes are planned by rules")
+        console.note("not measured: the steps of several processes are planned by rules")
     if measures and not path.exists():
-        tell_parent(None)
-    with several.first_alone(_set_aside(path)) if how.fresh else contextlib.nullcontext():
+        report_to_parent(None)
+    with nproc.on_rank_zero(_set_aside(path)) if how.fresh else contextlib.nullcontext():
         return train_recipe(
             recipe,
             resolved,
             run=path,
             device=how.device,
             command=command,
-            show=Notifying(recipe.name, show=show, say=line.say) if how.notifies else show,
+            show=DesktopNotifier(recipe.name, show=show, say=line.say) if how.notifies else show,
             allow=tuple(word.strip() for word in how.allow.split(",") if word.strip()),
-            open_rig=partial(rig_of, what, resolved, device=how.device) if measures else None,
+            open_bench=partial(recipe_bench, what, resolved, device=how.device) if measures else None,
         )
 
 
-def _show_in(line: "ProgressLine", path: Path) -> "Show":
+def _show_in(line: "ProgressLine", path: Path) -> "EventHandler":
     """What happens in a run, for the screen and for the process that watches over this one."""
-    from whet.cli import screen
-    from whet.engine.supervise import tell_parent
+    from whet.cli import console
     from whet.plan.plan import read_plan
-    from whet.plan.words import plan_lines
+    from whet.plan.render import plan_lines
     from whet.run.folder import open_run
+    from whet.training.supervisor import report_to_parent
 
     def show(kind: str, fields: dict[str, Any]) -> None:
         if kind in ("start", "resume", "step"):
-            tell_parent(path, step=fields["step"])
-        if screen.quiet or screen.rank:
+            report_to_parent(path, step=fields["step"])
+        if console.quiet or console.rank:
             return
         if kind == "data":
             line.say("\n".join(f"data      {note}" for note in fields["notes"]))
-        if kind in ("start", "resume") and "went_back" not in fields:
+        if kind in ("start", "resume") and "rollback_reason" not in fields:
             plan = read_plan(open_run(path).plan, where=f"{path}/plan.json")
-            line.say("\n".join((f"run       {path}", *plan_lines(plan, width=screen.width()), "")))
+            line.say("\n".join((f"run       {path}", *plan_lines(plan, width=console.width()), "")))
         line(kind, fields)
 
     return show
 
 
 def _with_a_batch(
-    what: str, resolved: "Resolved[Any]", path: Path, *, device: str, fresh: bool, measures: bool
-) -> "Resolved[Any]":
+    what: str, resolved: "ResolvedConfig[Any]", path: Path, *, device: str, fresh: bool, measures: bool
+) -> "ResolvedConfig[Any]":
     """With the global batch of the run that is there, or with one that is measured now."""
-    from whet.cli import screen
-    from whet.config.resolve import refuse_open_batch
-    from whet.engine.supervise import tell_parent
-    from whet.recipes.batch import MOST_SECONDS, batch_of_run, find_batch
+    from whet.api.autotune import BATCH_SIZE_BUDGET_SECONDS, resolve_auto_batch_size, restore_auto_batch
+    from whet.cli import console
+    from whet.config.resolve import auto_batch_error
+    from whet.training.supervisor import report_to_parent
 
-    kept = None if fresh else batch_of_run(path, resolved)
+    kept = None if fresh else restore_auto_batch(path, resolved)
     if kept is not None:
         return kept
     if not measures:
-        raise refuse_open_batch("--no-measure")
-    tell_parent(None)
-    screen.note(f"measuring which global batch uses this machine well, {MOST_SECONDS:.0f} s at most ...")
-    with screen.measuring(what) as watch:
-        found = find_batch(what, resolved, device=device, watch=watch)
+        raise auto_batch_error("--no-measure")
+    report_to_parent(None)
+    console.note(f"measuring which global batch uses this machine well, {BATCH_SIZE_BUDGET_SECONDS:.0f} s at most ...")
+    with console.measuring_progress(what) as watch:
+        found = resolve_auto_batch_size(what, resolved, device=device, watch=watch)
     for line in found.batch.lines if found.batch else ():
-        screen.note(line)
+        console.note(line)
     return found
 
 
 def _has_virtual_mac() -> bool:
     """A simulated machine lives in this process alone; one is there only if its module was loaded."""
-    installing = sys.modules.get("whet.device.virtual_mac.installing")
+    installing = sys.modules.get("whet.device.virtual_mac.install")
     return installing is not None and installing.installed() is not None
 
 
@@ -303,7 +315,7 @@ def _options(config: Path | None, device: str) -> list[str]:
 
 def _is_done(path: Path, config: dict[str, Any]) -> bool:
     """Whether the run ended and is asked for nothing else."""
-    from whet.report.summary import summarize
+    from whet.report.run_report import summarize
     from whet.run.folder import RUN_FILE, open_run
 
     return (path / RUN_FILE).exists() and open_run(path).config == config and summarize(path).state == "done"
@@ -315,7 +327,7 @@ def _set_aside(path: Path) -> Iterator[None]:
     from whet.base.errors import UsageError
     from whet.run import durable, lock
     from whet.run.folder import open_run
-    from whet.run.runs import foreign_files
+    from whet.run.prune import foreign_files
 
     path = path.resolve()
     if not path.exists():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from whet.web.running import Running
+    from whet.web.registry import RunningServer
 
 
 def watch(
@@ -36,26 +36,26 @@ def watch(
 
         watch_in_terminal(folder, once=once)
         return
-    from whet.cli import screen
-    from whet.report.watch.server import running_already, watch_runs, watched_folder
+    from whet.cli import console
+    from whet.report.watch.server import find_watch_server, resolve_watch_folder, watch_runs
 
-    found = running_already(folder)
+    found = find_watch_server(folder)
     if found is not None:
         _tell(found, as_json=json, is_new=False)
         if not no_browser:
             _open(found)
         return
-    if not watched_folder(folder).exists():
-        screen.note(f"{folder} is not there yet: runs are shown as they come")
+    if not resolve_watch_folder(folder).exists():
+        console.note(f"{folder} is not there yet: runs are shown as they come")
     is_loopback = address in ("127.0.0.1", "::1", "localhost")
     if not is_loopback:
-        screen.note(f"WARNING: everybody who can reach {address} can knock at this server, and read along on the way:")
-        screen.note("the link is the only lock, and nothing is encrypted. `ssh -L 8321:127.0.0.1:8321 HOST` is safer.")
+        console.note(f"WARNING: everybody who can reach {address} can knock at this server, and read along on the way:")
+        console.note("the link is the only lock, and nothing is encrypted. `ssh -L 8321:127.0.0.1:8321 HOST` is safer.")
     code = watch_runs(
         folder,
         port=port,
         address="127.0.0.1" if is_loopback else address,
-        may_be_reached_by_others=not is_loopback,
+        allow_remote=not is_loopback,
         open_browser=not no_browser,
         on_ready=lambda running: _tell(running, as_json=json, is_new=True),
         on_failure=_failed,
@@ -63,34 +63,34 @@ def watch(
     raise typer.Exit(code)
 
 
-def _tell(running: "Running", *, as_json: bool, is_new: bool) -> None:
+def _tell(running: "RunningServer", *, as_json: bool, is_new: bool) -> None:
     import sys
 
-    from whet.cli import screen
+    from whet.cli import console
 
     if as_json:
-        screen.line_json({"url": running.url, "link": running.link(), "pid": running.pid, "is_new": is_new})
+        console.line_json({"url": running.url, "link": running.link(), "pid": running.pid, "is_new": is_new})
     else:
-        screen.result(f"{running.link()}")
-        screen.note("opens once; whet watch again gives another link" + (", Ctrl-C ends it" if is_new else ""))
+        console.result(f"{running.link()}")
+        console.note("opens once; whet watch again gives another link" + (", Ctrl-C ends it" if is_new else ""))
     sys.stdout.flush()
 
 
-def _open(running: "Running") -> None:
+def _open(running: "RunningServer") -> None:
     """Shows a server that runs already; the file may go once the browser has read it, which we cannot see."""
     import time
 
-    from whet.web.browser import open_page, page_that_opens
+    from whet.web.registry import open_in_browser, redirect_page
 
-    with page_that_opens(running.link()) as page:
-        if open_page(page):
+    with redirect_page(running.link()) as page:
+        if open_in_browser(page):
             time.sleep(5)
 
 
 def _failed(error: BaseException) -> None:
     import traceback
 
-    from whet.cli import screen
+    from whet.cli import console
 
-    shown = "".join(traceback.format_exception(error)) if screen.debug else f"{type(error).__name__}: {error}"
-    screen.note(f"a request failed: {shown}")
+    shown = "".join(traceback.format_exception(error)) if console.debug else f"{type(error).__name__}: {error}"
+    console.note(f"a request failed: {shown}")

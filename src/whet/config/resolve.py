@@ -1,4 +1,4 @@
-"""How the pieces come together: default < config file < command line, unknown keys refused with a suggestion."""
+"""Combine defaults, config file and command line; reject unknown keys with a suggestion."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -9,14 +9,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from whet.base.errors import UsageError, nearest
-from whet.config.files import read_config_file
-from whet.config.keys import DTYPE_NAMES, SYNONYMS, CommonConfig
-from whet.config.words import flatten, nest, read_words
-from whet.plan.chosen_batch import ChosenBatch
+from whet.base.errors import UsageError, closest_match
+from whet.config.options import ALIASES, DTYPE_ALIASES, CommonConfig
+from whet.config.sources import flatten, nest, parse_args, read_config_file
 from whet.plan.setting import Scalar
+from whet.plan.workload import AutoBatch
 
-_LAWS = {
+_EXPECTED = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",
     "int_parsing_size": "a smaller number",
@@ -33,56 +32,56 @@ C = TypeVar("C", bound=CommonConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resolved(Generic[C]):
+class ResolvedConfig(Generic[C]):
     """A recipe's config, and which keys the user gave (a plan never overrides those)."""
 
     config: C
     given: tuple[str, ...]
     is_batch_open: bool = False
     """global_batch_size=auto: the config has the recipe's own number, which lr is meant for, until it is measured."""
-    batch: ChosenBatch | None = None
+    batch: AutoBatch | None = None
     """What was measured."""
 
     @property
-    def wishes(self) -> dict[str, Scalar]:
+    def overrides(self) -> dict[str, Scalar]:
         """The given keys that are settings of the plan."""
         top = {key: getattr(self.config, key) for key in self.config.plan_keys if key in self.given}
         return {key: value for key, value in top.items() if value != "auto"}
 
-    def with_batch(self, chosen: ChosenBatch) -> "Resolved[C]":
+    def with_batch(self, chosen: AutoBatch) -> "ResolvedConfig[C]":
         """With the global batch that was measured, and the learning rate that goes with it."""
         numbers = {"global_batch_size": chosen.batch, "lr": chosen.rates[0]}
         config = self.config.model_copy(update=numbers)
         return replace(self, config=config, is_batch_open=False, batch=chosen)
 
 
-def resolve(
+def resolve_config(
     model: type[C], words: Iterable[str] = (), *, file: Path | None = None, can_measure: bool = False
-) -> Resolved[C]:
+) -> ResolvedConfig[C]:
     """The config of a recipe from a file and words; every key is checked before anything runs.
 
     `can_measure` is for those who will find a global batch that is left open.
     """
-    said = read_words(words)
-    from_file = _rename(flatten(read_config_file(file)), model.group_words) if file else {}
-    from_words = _rename(said.values, model.group_words)
+    said = parse_args(words)
+    from_file = _apply_aliases(flatten(read_config_file(file)), model.group_aliases) if file else {}
+    from_words = _apply_aliases(said.values, model.group_aliases)
     known = known_keys(model)
     for values, where in ((from_file, str(file)), (from_words, "the command line"), (said.dropped, "the command line")):
-        _refuse_unknown(values, known, where)
+        _check_keys(values, known, where)
     flat = {**{key: value for key, value in from_file.items() if key not in said.dropped}, **from_words}
     is_batch_open = flat.get("global_batch_size") == "auto"
     if is_batch_open:
         if not can_measure:
-            raise refuse_open_batch("nothing is measured here")
+            raise auto_batch_error("nothing is measured here")
         del flat["global_batch_size"]
     try:
         config = model.model_validate(nest(flat))
     except ValidationError as error:
-        raise _explain(error, known) from None
-    return Resolved(config=config, given=tuple(sorted(flat)), is_batch_open=is_batch_open)
+        raise _explain_validation(error, known) from None
+    return ResolvedConfig(config=config, given=tuple(sorted(flat)), is_batch_open=is_batch_open)
 
 
-def refuse_open_batch(why: str) -> UsageError:
+def auto_batch_error(why: str) -> UsageError:
     """The error where a global batch that is left open cannot be found."""
     return UsageError(
         "global_batch_size=auto has to be measured",
@@ -95,7 +94,7 @@ def known_keys(model: type[BaseModel], *, prefix: str = "") -> dict[str, FieldIn
     """Every dotted key of a config model with its type, default and description."""
     keys: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
-        group = _group_of(field.annotation)
+        group = _group_model(field.annotation)
         if group is None:
             keys[f"{prefix}{name}"] = field
         else:
@@ -103,26 +102,26 @@ def known_keys(model: type[BaseModel], *, prefix: str = "") -> dict[str, FieldIn
     return keys
 
 
-def _group_of(annotation: Any) -> type[BaseModel] | None:
+def _group_model(annotation: Any) -> type[BaseModel] | None:
     for part in (annotation, *get_args(annotation)):
         if isinstance(part, type) and issubclass(part, BaseModel):
             return part
     return None
 
 
-def _rename(values: Mapping[str, Any], group_words: Mapping[str, str]) -> dict[str, Any]:
+def _apply_aliases(values: Mapping[str, Any], group_aliases: Mapping[str, str]) -> dict[str, Any]:
     """The guides' names for our keys, and torch's names for our precisions."""
-    synonyms = {**SYNONYMS, **group_words}
+    synonyms = {**ALIASES, **group_aliases}
     for other, key in synonyms.items():
         if other in values and key in values:
             raise UsageError("two words for one key", got=f"{other} and {key}", try_=f"only {key}")
     renamed = {synonyms.get(key, key): value for key, value in values.items()}
     if isinstance(renamed.get("precision"), str):
-        renamed["precision"] = DTYPE_NAMES.get(renamed["precision"], renamed["precision"])
+        renamed["precision"] = DTYPE_ALIASES.get(renamed["precision"], renamed["precision"])
     return renamed
 
 
-def _refuse_unknown(keys: Iterable[str], known: Mapping[str, FieldInfo], where: str) -> None:
+def _check_keys(keys: Iterable[str], known: Mapping[str, FieldInfo], where: str) -> None:
     groups = {key.rpartition(".")[0] for key in known}
     for key in keys:
         if key in known:
@@ -130,16 +129,18 @@ def _refuse_unknown(keys: Iterable[str], known: Mapping[str, FieldInfo], where: 
         if key in groups:
             raise UsageError(f"{key!r} is a group of keys", got=key, try_=f"{key}.NAME=VALUE")
         inside = next((name for name in known if name.endswith(f".{key}")), None)
-        meant = inside or nearest(key, known)
+        meant = inside or closest_match(key, known)
         hint = f"did you mean {meant!r}?" if meant else "known keys: " + ", ".join(known)
         raise UsageError(f"unknown key in {where}", got=key, try_=hint)
 
 
-def _explain(error: ValidationError, known: Mapping[str, FieldInfo]) -> UsageError:
+def _explain_validation(error: ValidationError, known: Mapping[str, FieldInfo]) -> UsageError:
     """What the first wrong value should have been."""
     complaints = error.errors()
-    key = _key_of(complaints[0], known)
-    laws = dict.fromkeys(_law(complaint) for complaint in complaints if _key_of(complaint, known) == key)
+    key = _key_of_error(complaints[0], known)
+    laws = dict.fromkeys(
+        _expected_text(complaint) for complaint in complaints if _key_of_error(complaint, known) == key
+    )
     field = known.get(key)
     hint = None
     if field is not None:
@@ -148,14 +149,14 @@ def _explain(error: ValidationError, known: Mapping[str, FieldInfo]) -> UsageErr
     return UsageError(f"{key} must be {' or '.join(laws)}", got=repr(complaints[0]["input"])[:200], try_=hint)
 
 
-def _key_of(complaint: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
+def _key_of_error(complaint: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
     """The longest known key that a complaint is about; its place also names the branch of a union."""
     parts = [str(part) for part in complaint["loc"]]
     places = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     return next((place for place in places if place in known), places[-1] if places else "the config")
 
 
-def _law(complaint: ErrorDetails) -> str:
-    return _LAWS.get(complaint["type"]) or complaint["msg"].removeprefix("Value error, ").removeprefix(
+def _expected_text(complaint: ErrorDetails) -> str:
+    return _EXPECTED.get(complaint["type"]) or complaint["msg"].removeprefix("Value error, ").removeprefix(
         "Input should be "
     )

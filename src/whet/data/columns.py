@@ -1,5 +1,6 @@
-"""Data as named columns of equal length: tensors, or ragged columns of samples that differ in length."""
+"""Data as named columns of equal length, and subsets of it."""
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -7,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet.base.errors import WhetError
-from whet.data.ragged import Ragged
+from whet.base.errors import UsageError, WhetError
+from whet.data.batch import Ragged
 
 Column = Tensor | Ragged
 Columns = dict[str, Column]
@@ -27,9 +28,9 @@ def as_columns(data: object) -> Columns | None:
     named = {name: _as_tensor(c) if isinstance(c, np.ndarray) else c for name, c in named.items()}
     if not named or not all(isinstance(column, Tensor | Ragged) for column in named.values()):
         return None
-    refuse_taken_names(named)
-    _refuse_unequal(named)
-    _refuse_nonfinite(named)
+    check_field_names(named)
+    _check_lengths(named)
+    _check_finite_data(named)
     return named
 
 
@@ -46,7 +47,7 @@ def stack_samples(samples: Sequence[Any], *, ragged: set[str]) -> Columns:
     """
     fields = [_as_fields(sample) for sample in samples]
     names = fields[0].keys()
-    refuse_taken_names(names)
+    check_field_names(names)
     if any(field.keys() != names for field in fields):
         raise WhetError("samples have different fields", got=", ".join(names), try_="the same keys in every sample")
     columns = {name: _stack(name, [_as_tensor(field[name]) for field in fields], ragged) for name in names}
@@ -54,9 +55,9 @@ def stack_samples(samples: Sequence[Any], *, ragged: set[str]) -> Columns:
     return columns
 
 
-def refuse_taken_names(names: Iterable[str]) -> None:
+def check_field_names(names: Iterable[str]) -> None:
     """A field of that name would be hidden by what a micro-batch says of itself."""
-    taken = sorted({"ids", "fields", "moved", "first_place"} & set(names))
+    taken = sorted({"ids", "fields", "moved", "first_index"} & set(names))
     if taken:
         raise WhetError(
             "a micro-batch has such a name already", got=", ".join(taken), try_=f"{taken[0]}_ or another name"
@@ -91,13 +92,13 @@ def _stack(name: str, values: list[Tensor], ragged: set[str]) -> Column:
     return Ragged.of(values)
 
 
-def _refuse_unequal(columns: Columns) -> None:
+def _check_lengths(columns: Columns) -> None:
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) > 1:
         raise WhetError("columns must have one length", got=", ".join(f"{n}: {s}" for n, s in sizes.items()))
 
 
-def _refuse_nonfinite(columns: Columns) -> None:
+def _check_finite_data(columns: Columns) -> None:
     for name, column in columns.items():
         values = column.values if isinstance(column, Ragged) else column
         if not values.is_floating_point() or bool(values.isfinite().all()):
@@ -109,3 +110,47 @@ def _refuse_nonfinite(columns: Columns) -> None:
             got=f"{len(rows)} rows, the first at {rows[:5]}",
             try_="remove or fill them",
         )
+
+
+class SubsetDataset:
+    """Some samples of a map-style dataset, in their order."""
+
+    def __init__(self, data: Any, rows: list[int]) -> None:
+        self._data = data
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[self._rows[index]]
+
+
+def count_samples(data: Any) -> int | None:
+    """How many samples there are; None for a stream."""
+    columns = as_columns(data)
+    if columns is not None:
+        return len(next(iter(columns.values())))
+    return len(data) if callable(getattr(data, "__len__", None)) else None
+
+
+def subset(data: Any, *, share: float, seed: int) -> Any:
+    """That share of the samples, at least one; the order of those that are left stays."""
+    total = count_samples(data)
+    if share >= 1:
+        return data
+    if total is None or total == 0:
+        raise UsageError("a share of a stream cannot be drawn", got=type(data).__name__, try_="a map-style dataset")
+    rows = sorted(random.Random(f"subset {seed}").sample(range(total), max(1, round(share * total))))
+    columns = as_columns(data)
+    return (
+        SubsetDataset(data, rows)
+        if columns is None
+        else {name: _select_rows(column, rows) for name, column in columns.items()}
+    )
+
+
+def _select_rows(column: Column, rows: list[int]) -> Column:
+    if isinstance(column, Ragged):
+        return Ragged.of([column[row] for row in rows], pad_value=column.pad_value)
+    return column[torch.tensor(rows)]

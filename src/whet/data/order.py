@@ -20,16 +20,16 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True
     ids = np.arange(num_samples, dtype=np.int64)
     if not shuffle:
         return ids
-    keys = _scramble(ids.astype(np.uint64) + np.uint64(mix(seed, epoch)))
+    keys = _scramble(ids.astype(np.uint64) + np.uint64(mix_seed(seed, epoch)))
     return np.argsort(keys, kind="stable")
 
 
 def sample_seed(seed: int, epoch: int, sample: int) -> int:
     """The seed of everything random about one sample in one epoch (augmentation, masking)."""
-    return mix(seed, epoch, sample)
+    return mix_seed(seed, epoch, sample)
 
 
-def mix(*parts: int) -> int:
+def mix_seed(*parts: int) -> int:
     """One well-spread 64-bit number from several (SplitMix64 steps)."""
     state = 0
     for part in parts:

@@ -17,21 +17,21 @@ from torch import Tensor
 from whet.base.errors import WhetError
 from whet.data.order import sample_seed
 
-_OURS = str(Path(__file__).parent.parent)
+_WHET_ROOT = str(Path(__file__).parent.parent)
 
 
 class BadSampleError(WhetError):
     """A sample that the dataset could not give; the error it raised is its cause, or a note if a worker met it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made_again, (self.what, self.got, self.try_)
+        return _rebuild_error, (self.what, self.got, self.try_)
 
 
-def _made_again(what: str, got: str | None, try_: str | None) -> BadSampleError:
+def _rebuild_error(what: str, got: str | None, try_: str | None) -> BadSampleError:
     return BadSampleError(what, got=got, try_=try_)
 
 
-class Reader:
+class DatasetReader:
     """Reads a sample with generators seeded from (seed, epoch, sample), and leaves the process's own as they were."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -40,18 +40,18 @@ class Reader:
 
     def __call__(self, request: tuple[int, int]) -> Any:
         epoch, sample = request
-        with own_randomness(sample_seed(self._seed, epoch, sample)):
+        with seeded_rng(sample_seed(self._seed, epoch, sample)):
             try:
                 return self._dataset[sample]
             except WhetError:
                 raise
             except Exception as error:
-                raise _explained(error, sample) from error
+                raise _explain(error, sample) from error
 
 
-def _explained(error: Exception, sample: int) -> BadSampleError:
+def _explain(error: Exception, sample: int) -> BadSampleError:
     frames = traceback.extract_tb(error.__traceback__)
-    libraries = (_OURS, "<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
+    libraries = (_WHET_ROOT, "<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     theirs = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames[-1:]
     where = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno} in {theirs[-1].name}()"
     what = f"{type(error).__name__}: {error}"[:300]
@@ -65,7 +65,7 @@ def _explained(error: Exception, sample: int) -> BadSampleError:
 
 
 @contextlib.contextmanager
-def own_randomness(seed: int) -> Iterator[None]:
+def seeded_rng(seed: int) -> Iterator[None]:
     """Python's, numpy's and torch's generators begin at `seed`, and are put back afterwards."""
     saved = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
@@ -83,7 +83,7 @@ def own_randomness(seed: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
+class _PackedTensor:
     """A tensor as bytes: sending it otherwise takes a file in /dev/shm each, which is small in containers."""
 
     data: np.ndarray
@@ -91,24 +91,24 @@ class _Numbers:
     shape: tuple[int, ...]
 
 
-def plain(value: Any) -> Any:
+def pack_sample(value: Any) -> Any:
     """The sample with its tensors as plain bytes."""
     if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu":
         flat = value.detach().contiguous().reshape(-1)
-        return _Numbers(flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
-    return _mapped(plain, value)
+        return _PackedTensor(flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
+    return _map_nested(pack_sample, value)
 
 
-def restored(value: Any) -> Any:
-    """The sample as it was before `plain`."""
-    if isinstance(value, _Numbers):
+def unpack_sample(value: Any) -> Any:
+    """The sample as it was before `pack_sample`."""
+    if isinstance(value, _PackedTensor):
         if not value.data.size:
             return torch.empty(value.shape, dtype=value.dtype)
         return torch.from_numpy(value.data).view(value.dtype).reshape(value.shape)
-    return _mapped(restored, value)
+    return _map_nested(unpack_sample, value)
 
 
-def _mapped(change: Any, value: Any) -> Any:
+def _map_nested(change: Any, value: Any) -> Any:
     if type(value) is dict:
         return {name: change(item) for name, item in value.items()}
     if type(value) in (list, tuple):
@@ -119,7 +119,7 @@ def _mapped(change: Any, value: Any) -> Any:
 # --- is it the same sample? ------------------------------------------------------------------------------------------
 
 
-def digest_of(value: Any) -> bytes:
+def sample_digest(value: Any) -> bytes:
     """What tells a sample from another; numbers, texts and collections of them count, other objects by their type."""
     digest = hashlib.sha256()
     _digest(digest, value)

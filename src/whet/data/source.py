@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from whet.base.errors import UsageError
-from whet.data.batch import Field, GlobalBatch, Micro, Position
+from whet.data.batch import Field, GlobalBatch, MicroBatch, Packed, Position, Put, Ragged
 from whet.data.columns import Columns, stack_samples
-from whet.data.cut import Lengths, Totals, cut, padded_length
 from whet.data.order import epoch_order
-from whet.data.ragged import Packed, Put, Ragged
-from whet.data.share import Share
+from whet.data.split import LengthMode, PackedTotals, RankShare, padded_length, split_indices
 
 
 class AbstractSource(ABC):
@@ -30,7 +28,7 @@ class AbstractSource(ABC):
         """The global batches of the epoch that `position` lies in, from there on."""
 
     @abstractmethod
-    def micros(self, batch: GlobalBatch, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
+    def micro_batches(self, batch: GlobalBatch, *, micro_batch: int, how: LengthMode) -> Iterator[MicroBatch]:
         """The pieces of a global batch; on the device already where the data lies there."""
 
     def fingerprint(self) -> str | None:
@@ -64,7 +62,7 @@ def ordered_batches(
         yield order[start:end], after, is_last
 
 
-class Cutter:
+class BatchSplitter:
     """Cuts rows out of columns, piece by piece, and hands each piece over as a micro-batch."""
 
     def __init__(self, columns: Columns, *, send: Put, is_there: bool = False) -> None:
@@ -75,9 +73,11 @@ class Cutter:
         # On the host, so that shapes are known without asking the device.
         self._lengths = {n: c.lengths.cpu().numpy() for n, c in columns.items() if isinstance(c, Ragged)}
         self._longest = {name: int(lengths.max(initial=1)) for name, lengths in self._lengths.items()}
-        self._totals: dict[tuple[str, int], Totals] = {}
+        self._totals: dict[tuple[str, int], PackedTotals] = {}
 
-    def micros(self, rows: np.ndarray, ids: np.ndarray, *, micro_batch: int, how: Lengths) -> Iterator[Micro]:
+    def micro_batches(
+        self, rows: np.ndarray, ids: np.ndarray, *, micro_batch: int, how: LengthMode
+    ) -> Iterator[MicroBatch]:
         """The pieces of the chosen rows; `ids` are the samples' ids, row by row."""
         if len(rows) <= micro_batch and not self._lengths:
             yield self._whole(rows, ids)
@@ -89,26 +89,26 @@ class Cutter:
             fields = {name: self._take(name, rows[piece], chosen, how) for name in self._columns}
             for name, (fill, total) in totals.items():
                 fields[name] = self._filled(name, fields[name], fill, total)
-            first_place = piece.start if isinstance(piece, slice) else None
-            yield Micro(fields=fields, ids=ids[piece], first_place=first_place, is_there=self._is_there)
+            first_index = piece.start if isinstance(piece, slice) else None
+            yield MicroBatch(fields=fields, ids=ids[piece], first_index=first_index, is_there=self._is_there)
 
-    def _whole(self, rows: np.ndarray, ids: np.ndarray) -> Micro:
+    def _whole(self, rows: np.ndarray, ids: np.ndarray) -> MicroBatch:
         """All rows at once, where all are of one shape: with small steps every call counts."""
         chosen = self._send(torch.from_numpy(rows))
         fields = {name: self._take(name, rows, chosen, "fixed") for name in self._columns}
-        return Micro(fields=fields, ids=ids, is_there=self._is_there)
+        return MicroBatch(fields=fields, ids=ids, is_there=self._is_there)
 
     def lengths_of(self, rows: np.ndarray) -> np.ndarray | None:
         """How long the samples in these rows are, all columns together; None where all are of one shape."""
         return np.sum([lengths[rows] for lengths in self._lengths.values()], axis=0) if self._lengths else None
 
-    def _pieces(self, rows: np.ndarray, *, micro_batch: int, how: Lengths) -> Iterator[slice | np.ndarray]:
+    def _pieces(self, rows: np.ndarray, *, micro_batch: int, how: LengthMode) -> Iterator[slice | np.ndarray]:
         lengths = self.lengths_of(rows)
         if lengths is not None:
-            return cut(lengths, micro_batch=micro_batch, how=how)
+            return split_indices(lengths, micro_batch=micro_batch, how=how)
         return (slice(start, start + micro_batch) for start in range(0, len(rows), micro_batch))
 
-    def _take(self, name: str, rows: np.ndarray, chosen: Tensor, how: Lengths) -> Field:
+    def _take(self, name: str, rows: np.ndarray, chosen: Tensor, how: LengthMode) -> Field:
         column = self._columns[name]
         if isinstance(column, Tensor):
             # On the host twice as fast as column[chosen].
@@ -120,35 +120,35 @@ class Cutter:
             return column.packed(chosen, max_length=self._longest[name], total=int(lengths.sum()))
         return column.padded(chosen, length=padded_length(lengths, how=how, max_length=self._longest[name]))
 
-    def _total(self, name: str, rows: np.ndarray, pieces: Sequence[slice | np.ndarray]) -> tuple[Totals, int]:
+    def _total(self, name: str, rows: np.ndarray, pieces: Sequence[slice | np.ndarray]) -> tuple[PackedTotals, int]:
         """What all pieces of a global batch are filled up to: one total, so that a step has few shapes."""
         num_samples = max(len(rows[piece]) for piece in pieces)
         fill = self._totals.get((name, num_samples))
         if fill is None:
-            fill = self._totals[name, num_samples] = Totals.of(self._lengths[name], num_samples=num_samples)
+            fill = self._totals[name, num_samples] = PackedTotals.of(self._lengths[name], num_samples=num_samples)
         return fill, fill.total(max(int(self._lengths[name][rows[piece]].sum()) for piece in pieces))
 
-    def _filled(self, name: str, field: Field, fill: Totals, total: int) -> Packed:
+    def _filled(self, name: str, field: Field, fill: PackedTotals, total: int) -> Packed:
         column = self._columns[name]
         assert isinstance(field, Packed)
         assert isinstance(column, Ragged)
         return column.filled(field, total=total, num_fillers=fill.num_fillers(len(field.values), total=total))
 
 
-def micros_of_samples(
-    batch: GlobalBatch, *, micro_batch: int, how: Lengths, ragged: set[str], share: Share
-) -> Iterator[Micro]:
+def split_samples(
+    batch: GlobalBatch, *, micro_batch: int, how: LengthMode, ragged: set[str], share: RankShare
+) -> Iterator[MicroBatch]:
     """Micro-batches of samples that were read one by one; they lie on the host."""
-    cutter = Cutter(stack_samples(batch.samples, ragged=ragged), send=lambda rows: rows)
+    cutter = BatchSplitter(stack_samples(batch.samples, ragged=ragged), send=lambda rows: rows)
     if share.size == 1:
-        return cutter.micros(np.arange(len(batch)), batch.ids, micro_batch=micro_batch, how=how)
+        return cutter.micro_batches(np.arange(len(batch)), batch.ids, micro_batch=micro_batch, how=how)
     part = share.of(len(batch))
     rows = np.arange(len(part.places))
-    micros = cutter.micros(rows, batch.ids[part.places], micro_batch=micro_batch, how=how)
-    return share.evened(micros, part, num_samples=len(batch), micro_batch=micro_batch)
+    micro_batches = cutter.micro_batches(rows, batch.ids[part.places], micro_batch=micro_batch, how=how)
+    return share.evened(micro_batches, part, num_samples=len(batch), micro_batch=micro_batch)
 
 
-def refuse_too_short(num_samples: int | None, global_batch_size: int) -> None:
+def check_dataset_size(num_samples: int | None, global_batch_size: int) -> None:
     """Data to train on holds at least one global batch; a stream shows only later whether it does."""
     if num_samples is None:
         return

@@ -28,23 +28,23 @@ import torch
 
 from whet.base.errors import WhetError
 from whet.data.batch import Position
-from whet.data.sample import BadSampleError, digest_of, plain, restored
+from whet.data.sample import BadSampleError, pack_sample, sample_digest, unpack_sample
 
 WORKER_TIMEOUT_SECONDS = 120.0
 """A worker that reads no sample for so long is taken to hang."""
-MOST_LOSSES = 3
+MAX_LOSSES = 3
 """So often workers may be lost before this many batches arrive in a row:"""
-QUIET_BATCHES = 100
+BATCHES_TO_RESET_LOSSES = 100
 
 _HEAD = struct.Struct("<cQ")
-_BATCH, _ERROR, _BEAT = b"b", b"e", b"."
-_BEAT_SECONDS = 1.0
+_BATCH, _ERROR, _HEARTBEAT = b"b", b"e", b"."
+_HEARTBEAT_SECONDS = 1.0
 
-Planned = Callable[[Position], Iterator[tuple[np.ndarray, Position, bool]]]
-Read = Callable[[tuple[int, int]], Any]
+PlannedBatches = Callable[[Position], Iterator[tuple[np.ndarray, Position, bool]]]
+ReadSample = Callable[[tuple[int, int]], Any]
 
 
-class _LostError(Exception):
+class _WorkerLostError(Exception):
     """A worker that will not answer, and how it ended."""
 
 
@@ -58,7 +58,7 @@ class _Worker:
 class Workers:
     """Reads the batches of an epoch with processes; they stay for the next one."""
 
-    def __init__(self, read: Read, planned: Planned, *, count: int, start: str, prefetch: int) -> None:
+    def __init__(self, read: ReadSample, planned: PlannedBatches, *, count: int, start: str, prefetch: int) -> None:
         self._read, self._planned = read, planned
         self._count, self._prefetch = count, prefetch
         self._context: Any = multiprocessing.get_context(start)
@@ -83,7 +83,7 @@ class Workers:
                 try:
                     samples = self._receive(self._workers[turn % self._count])
                     break
-                except _LostError as lost:
+                except _WorkerLostError as lost:
                     self._note(str(lost), ids)
                     self.close()
                     self._begin(here)
@@ -103,7 +103,7 @@ class Workers:
             self._workers = [self._start(0)]
             self._workers[0].commands.send([*ids, ids[0]])
             return self._receive(self._workers[0])
-        except (_LostError, OSError):
+        except (_WorkerLostError, OSError):
             return None
         finally:
             self.close()
@@ -140,7 +140,7 @@ class Workers:
         hears, commands = self._context.Pipe(duplex=False)
         results, tells = self._context.Pipe(duplex=False)
         words = (self._read, self._planned, number, self._count, self._prefetch, hears, tells, os.getpid())
-        process = self._context.Process(target=serve, args=words, daemon=True, name=f"whet-data-{number}")
+        process = self._context.Process(target=worker_main, args=words, daemon=True, name=f"whet-data-{number}")
         with warnings.catch_warnings():
             # Newer Pythons warn of forks beside threads; the children use none that were there.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -154,26 +154,26 @@ class Workers:
         try:
             while True:
                 kind, size = _HEAD.unpack(_read_exactly(worker.results, _HEAD.size))
-                if kind != _BEAT:
+                if kind != _HEARTBEAT:
                     content = ForkingPickler.loads(_read_exactly(worker.results, size))
                     break
         except EOFError:
             worker.process.join(5)
-            raise _LostError(_how_it_ended(worker.process.exitcode)) from None
+            raise _WorkerLostError(_describe_exit(worker.process.exitcode)) from None
         except TimeoutError:
             worker.process.kill()
-            raise _LostError(f"it read no sample for {WORKER_TIMEOUT_SECONDS:.0f} s and was killed") from None
+            raise _WorkerLostError(f"it read no sample for {WORKER_TIMEOUT_SECONDS:.0f} s and was killed") from None
         if kind == _ERROR:
             error, told = content
             error.add_note(told)
             raise error
-        return [restored(sample) for sample in content]
+        return [unpack_sample(sample) for sample in content]
 
     def _note(self, how: str, ids: np.ndarray) -> None:
-        self._num_losses = 1 if self._num_quiet >= QUIET_BATCHES else self._num_losses + 1
+        self._num_losses = 1 if self._num_quiet >= BATCHES_TO_RESET_LOSSES else self._num_losses + 1
         self._num_quiet = 0
         named = ", ".join(str(number) for number in ids[:4]) + (", ..." if len(ids) > 4 else "")
-        if self._num_losses >= MOST_LOSSES:
+        if self._num_losses >= MAX_LOSSES:
             raise WhetError(
                 f"a data worker was lost {self._num_losses} times",
                 got=f"{how}; the batch that did not arrive has the samples {named}",
@@ -183,7 +183,7 @@ class Workers:
         self.news.append(("warning", {"reason": f"a data worker was lost: {how}", "again": again, "samples": named}))
 
 
-def _how_it_ended(code: int | None) -> str:
+def _describe_exit(code: int | None) -> str:
     if code is None:
         return "it closed its pipe"
     if code < 0:
@@ -211,9 +211,9 @@ def _read_exactly(source: Connection, size: int) -> bytearray:
 # --- in the worker ---------------------------------------------------------------------------------------------------
 
 
-def serve(
-    read: Read,
-    planned: Planned,
+def worker_main(
+    read: ReadSample,
+    planned: PlannedBatches,
     number: int,
     count: int,
     prefetch: int,
@@ -225,7 +225,7 @@ def serve(
     # Ctrl-C reaches every process of a terminal; the training decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _die_with(parent)
+    _exit_with_parent(parent)
     torch.set_num_threads(1)
     outbox: queue.Queue[tuple[bytes, Any]] = queue.Queue(prefetch)
     threading.Thread(target=_send, args=(outbox, tells), daemon=True).start()
@@ -236,7 +236,7 @@ def serve(
             return
         try:
             if isinstance(told, list):
-                outbox.put((_BATCH, ForkingPickler.dumps([digest_of(read((0, sample))) for sample in told])))
+                outbox.put((_BATCH, ForkingPickler.dumps([sample_digest(read((0, sample))) for sample in told])))
                 continue
             epoch, samples = told
             for turn, (ids, _, _) in enumerate(planned(Position(epoch=epoch, samples=samples))):
@@ -246,15 +246,15 @@ def serve(
             outbox.put((_ERROR, ForkingPickler.dumps((error, "\n".join(error.__notes__)))))
 
 
-def _read_all(read: Read, epoch: int, ids: np.ndarray, outbox: "queue.Queue[tuple[bytes, Any]]") -> list[Any]:
+def _read_all(read: ReadSample, epoch: int, ids: np.ndarray, outbox: "queue.Queue[tuple[bytes, Any]]") -> list[Any]:
     found = []
     beaten = time.monotonic()
     for sample in ids:
-        found.append(plain(read((epoch, int(sample)))))
-        if time.monotonic() - beaten > _BEAT_SECONDS:
+        found.append(pack_sample(read((epoch, int(sample)))))
+        if time.monotonic() - beaten > _HEARTBEAT_SECONDS:
             beaten = time.monotonic()
             if outbox.empty():
-                outbox.put((_BEAT, b""))
+                outbox.put((_HEARTBEAT, b""))
     return found
 
 
@@ -269,7 +269,7 @@ def _send(outbox: "queue.Queue[tuple[bytes, Any]]", tells: Connection) -> None:
             os._exit(0)
 
 
-def _die_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """Ends this process when the training is killed: at once where the system does it, else within a second."""
     if sys.platform == "linux":
         set_parent_death_signal = 1

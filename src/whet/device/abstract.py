@@ -1,22 +1,49 @@
-"""What the rest of whet may ask of a device. The base does nothing; a device overrides what it needs."""
+"""The interface of a device. The base class does nothing; a device overrides what it needs."""
 
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
-from whet.device.attention import preferring
-from whet.device.graphs import AbstractGraphs
-from whet.device.oom import is_out_of_memory
-from whet.device.own.wanted import by_torch, own_attention, own_norms
+from whet.device.errors import is_out_of_memory
+from whet.device.kernels.switches import prefer_sdpa_kernel, use_own_attention, use_own_norms, use_torch_kernels
+
+Made = TypeVar("Made")
+
+Replay = Callable[[], None]
+"""Does captured work again, on the same memory; Python is not asked again."""
+
+
+class AbstractGraphs(ABC):
+    """Captures work. Everything captured by one of these shares a pool of memory, so two are never replayed at once.
+
+    Capturing computes nothing: no tensor that was there before and no generator of the device has changed afterwards.
+    What Python did meanwhile stays done.
+    """
+
+    @abstractmethod
+    def warm_up(self) -> AbstractContextManager[list[str]]:
+        """Where work runs before it is captured; the list tells what in it waited for the device, with its line."""
+
+    @abstractmethod
+    def capture(self, work: Callable[[], Made]) -> tuple[Replay, Made]:
+        """How to do the work again, and what it made: tensors that each replay fills anew.
+
+        Raises what the work raised. Then nothing captured before may be replayed any more, and the device computes on.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Nothing captured so far will be replayed any more: what comes next has a pool of its own."""
+
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,7 +52,7 @@ Mark = Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
+class MemoryUsage:
     """Bytes, read from counters without waiting for the device; None where there is no counter."""
 
     allocated: int | None = None
@@ -81,13 +108,13 @@ class AbstractDevice(ABC):
         """This moment, for measuring what lies between two of them."""
         return time.perf_counter()
 
-    def seconds_between(self, start: Mark, end: Mark) -> float:
+    def elapsed_seconds(self, start: Mark, end: Mark) -> float:
         """The time between two marks; waits until the device has passed them."""
         return float(end - start)
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         """What the counters say now."""
-        return Memory()
+        return MemoryUsage()
 
     def reset_peak(self) -> None:
         """Begins to look for the peak anew, where there is a counter."""
@@ -135,8 +162,8 @@ class AbstractDevice(ABC):
         """
         self.refuse_attention(kernel)
         if kernel == "own":
-            return own_attention()
-        return by_torch("attention") if kernel == "torch" else preferring(kernel)
+            return use_own_attention()
+        return use_torch_kernels("attention") if kernel == "torch" else prefer_sdpa_kernel(kernel)
 
     def refuse_attention(self, kernel: str) -> None:
         """Refuses an attention kernel that this device does not have."""
@@ -156,7 +183,7 @@ class AbstractDevice(ABC):
     def norms(self, kernels: str) -> AbstractContextManager[object]:
         """While entered with "own", models that have a place for whet's own norms use them."""
         self.refuse_norms(kernels)
-        return own_norms() if kernels == "own" else by_torch("norms")
+        return use_own_norms() if kernels == "own" else use_torch_kernels("norms")
 
     def refuse_norms(self, kernels: str) -> None:
         """Refuses kernels of norms that this device does not have."""

@@ -14,32 +14,32 @@ from whet.base.errors import UsageError
 FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 HIGH = "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
 LOW = "PYTORCH_MPS_LOW_WATERMARK_RATIO"
-_OURS = {HIGH: "1.0", LOW: "0.9"}
-_TORCHS = {HIGH: 1.7, LOW: 1.4}
-_MOST = 2.0
-_CURE = f"export {HIGH}=1.0 {LOW}=0.9, or unset both"
+_WHET_WATERMARKS = {HIGH: "1.0", LOW: "0.9"}
+_TORCH_WATERMARKS = {HIGH: 1.7, LOW: 1.4}
+_MAX_RATIO = 2.0
+_FIX = f"export {HIGH}=1.0 {LOW}=0.9, or unset both"
 
 
-def before_torch(*, mps_fallback: bool, deterministic: bool = False) -> None:
+def configure_before_torch(*, mps_fallback: bool, deterministic: bool = False) -> None:
     """To be called before torch is imported; afterwards the fall-back can no longer be switched."""
     if deterministic:
         # Read by cuBLAS when it starts: without it some products have no deterministic form.
-        env.set_unless_set({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+        env.set_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     if mps_fallback:
-        env.set_unless_set({FALLBACK: "1"})
+        env.set_defaults({FALLBACK: "1"})
     _set_watermarks()
 
 
-def before_first_allocation() -> None:
+def configure_mps_memory() -> None:
     """To be called before MPS is asked for memory, or for how much there is: then it reads the watermarks.
 
     Sets both, unless you have set one; a pair that MPS would die of is refused here, where the cure can be told.
     """
     _set_watermarks()
-    _refuse_watermarks()
+    _check_watermarks()
 
 
-def before_compiling() -> None:
+def configure_compile_cache() -> None:
     """What torch compiles is kept with whet's other caches, so that the next start of a run or a like one is fast.
 
     torch's own place is a temporary folder, which a restart of the machine empties.
@@ -50,15 +50,15 @@ def before_compiling() -> None:
         # Importing torch's compiler, which others may have done, writes its place into the variable.
         torchs = Path(tempfile.gettempdir()).absolute() / f"torchinductor_{getpass.getuser()}"
         folder.mkdir(parents=True, exist_ok=True)
-        env.set_unless_set({"TORCHINDUCTOR_CACHE_DIR": str(folder)}, defaults=(str(torchs),))
+        env.set_defaults({"TORCHINDUCTOR_CACHE_DIR": str(folder)}, defaults=(str(torchs),))
 
 
 def watermark_note() -> str | None:
     """What to know about watermarks that are not the plan's; None when they are."""
-    found = {name: env.read(name) for name in _OURS}
-    if found == _OURS:
+    found = {name: env.read(name) for name in _WHET_WATERMARKS}
+    if found == _WHET_WATERMARKS:
         return None
-    if _as_ratio(HIGH) == 0:
+    if _read_ratio(HIGH) == 0:
         return f"{HIGH}=0.0 removes the limit of GPU memory: the Mac may swap or freeze, and the GPU fail silently"
     said = ", ".join(f"{name}={value}" for name, value in found.items() if value is not None)
     return f"the watermarks are yours, not the plan's: {said}"
@@ -70,34 +70,34 @@ def has_fallback() -> bool:
 
 
 def _set_watermarks() -> None:
-    if not any(env.read(name) for name in _OURS):
-        env.set_unless_set(_OURS)
+    if not any(env.read(name) for name in _WHET_WATERMARKS):
+        env.set_defaults(_WHET_WATERMARKS)
 
 
-def _refuse_watermarks() -> None:
-    high, low = _as_ratio(HIGH), _as_ratio(LOW)
-    most = high or _MOST
+def _check_watermarks() -> None:
+    high, low = _read_ratio(HIGH), _read_ratio(LOW)
+    most = high or _MAX_RATIO
     if low <= most:
         return
     if env.read(LOW) is None:
         raise UsageError(
             "MPS needs both watermarks, or none",
-            got=f"{HIGH}={env.read(HIGH)} alone, below torch's own {LOW}={_TORCHS[LOW]}",
-            try_=_CURE,
+            got=f"{HIGH}={env.read(HIGH)} alone, below torch's own {LOW}={_TORCH_WATERMARKS[LOW]}",
+            try_=_FIX,
         )
     raise UsageError(
-        "MPS's low watermark must not be above the high one", got=f"{LOW}={low:g}, {HIGH}={high:g}", try_=_CURE
+        "MPS's low watermark must not be above the high one", got=f"{LOW}={low:g}, {HIGH}={high:g}", try_=_FIX
     )
 
 
-def _as_ratio(name: str) -> float:
+def _read_ratio(name: str) -> float:
     value = env.read(name)
     if value is None:
-        return _TORCHS[name]
+        return _TORCH_WATERMARKS[name]
     try:
         ratio = float(value)
     except ValueError:
         ratio = -1.0
-    if not 0 <= ratio <= _MOST:
-        raise UsageError(f"{name} must be a number from 0 to 2", got=repr(value), try_=_CURE)
+    if not 0 <= ratio <= _MAX_RATIO:
+        raise UsageError(f"{name} must be a number from 0 to 2", got=repr(value), try_=_FIX)
     return ratio

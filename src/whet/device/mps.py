@@ -1,34 +1,142 @@
 """Apple GPUs through MPS. Written from PyTorch's sources and issues; never run on a real Mac."""
 
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from whet.base.errors import UsageError, WhetError
-from whet.device.abstract import AbstractDevice, Memory
-from whet.device.contiguous import make_contiguous
-from whet.device.environment import HIGH, before_first_allocation, watermark_note
-from whet.device.explaining import explained, refuse_wide
-from whet.device.fallbacks import FallbackTimer
-from whet.device.handled_warnings import handled_warnings
+from whet.base.units import format_seconds
+from whet.device.abstract import AbstractDevice, MemoryUsage
+from whet.device.environment import HIGH, configure_mps_memory, watermark_note
+from whet.device.errors import check_dtype, explain_mps_errors, ignore_handled_warnings
+from whet.device.operators import operator_status, torch_operators
 from whet.device.stderr_watch import StderrWatch
 
-METAL_FAILED = "command buffer exited with error status"
+
+@torch.no_grad()
+def make_contiguous(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Gives each parameter that is not contiguous new memory that is; what an optimizer keeps for it follows.
+
+    Left as they are: parameters that share their memory, since they would no longer.
+    """
+    owners = Counter(_storage_address(tensor) for tensor in {id(p): p for p in model.parameters()}.values())
+    for parameter in model.parameters():
+        if parameter.is_contiguous() or owners[_storage_address(parameter)] > 1:
+            continue
+        parameter.data = parameter.data.contiguous()
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.contiguous()
+        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        # Fused kernels want state of the same layout.
+        state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0})
+
+
+def _storage_address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@dataclass
+class _FallbackCost:
+    calls: int = 0
+    seconds: float = 0.0
+
+
+class FallbackTimer:
+    """Times the operators that fall back, during the first `num_steps` steps; each costs two waits for the GPU more."""
+
+    def __init__(self, *, num_steps: int = 2, sync: Callable[[], None]) -> None:
+        self._num_steps = num_steps
+        self._steps_done = 0
+        self._mode = _FallbackTimingMode(sync)
+
+    @contextmanager
+    def during_step(self) -> Iterator[None]:
+        """Around one optimizer step."""
+        if self._steps_done >= self._num_steps:
+            yield
+            return
+        with self._mode:
+            yield
+        self._steps_done += 1
+
+    def result(self) -> dict[str, Any] | None:
+        """What fell back, by name, as calls and seconds of one step; None before the steps are done, or if nothing."""
+        if self._steps_done < self._num_steps or not self._mode.costs:
+            return None
+        steps = self._steps_done
+        dearest = sorted(self._mode.costs.items(), key=lambda item: -item[1].seconds)
+        told = [
+            f"{name} {cost.calls / steps:g} calls a step, {_format_duration(cost.seconds / steps)} a step"
+            for name, cost in dearest
+        ]
+        return {
+            "operators": {n: {"calls": c.calls / steps, "seconds": c.seconds / steps} for n, c in dearest},
+            "reason": f"fell back to the CPU: {'; '.join(told)} (the mean of {steps} steps)",
+        }
+
+
+def _format_duration(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else format_seconds(seconds)
+
+
+class _FallbackTimingMode(TorchDispatchMode):
+    def __init__(self, sync: Callable[[], None]) -> None:
+        super().__init__()
+        self.costs: dict[str, _FallbackCost] = {}
+        self._sync = sync
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if not (falls_back(name) and _is_on_mps((args, kwargs))):
+            return func(*args, **(kwargs or {}))
+        self._sync()
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        self._sync()
+        cost = self.costs.setdefault(name, _FallbackCost())
+        cost.calls += 1
+        cost.seconds += time.perf_counter() - start
+        return result
+
+
+def falls_back(name: str) -> bool:
+    """Whether an operator ("aten::x.out") has no way to run on MPS itself, by the dispatcher's own order."""
+    space, _, name = name.partition("::")
+    if space != "aten":
+        return False
+    status = operator_status(name, torch_operators())
+    if status.way == "CompositeExplicitAutograd":
+        # It has a way of its own, which for x is that of x_, if there is one.
+        base, dot, overload = name.partition(".")
+        return falls_back(f"aten::{base}_{dot}{overload}")
+    return status.kind in ("missing", "on the CPU")
+
+
+def _is_on_mps(arguments: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.device.type == "mps" for leaf in tree_leaves(arguments))
+
+
+METAL_FAILURE_TEXT = "command buffer exited with error status"
 """All that is heard of a GPU that failed: torch 2.13 never looks at the status itself (MPSStream.mm)."""
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 @final
-class Mps(AbstractDevice):
+class MpsDevice(AbstractDevice):
     kind = "mps"
 
     def __init__(self) -> None:
-        before_first_allocation()
+        configure_mps_memory()
         # The allocator counts its own peak from torch 2.13 on (pytorch#186748); before, marks sample it.
         self._has_peak = torch_release() >= (2, 13)
         self._sampled_peak = 0
@@ -51,7 +159,7 @@ class Mps(AbstractDevice):
         return True
 
     def put(self, tensor: Tensor) -> Tensor:
-        refuse_wide(tensor)
+        check_dtype(tensor)
         # Never non_blocking: such copies have read memory that was freed (pytorch#139550, #189690).
         return tensor.to(self.place)
 
@@ -60,7 +168,7 @@ class Mps(AbstractDevice):
         for role, tensors in named.items():
             for name, tensor in tensors:
                 cure = "model.float() before the optimizer is made; or --device cpu"
-                refuse_wide(tensor, name=f"{role} {name!r}", cure=cure)
+                check_dtype(tensor, name=f"{role} {name!r}", cure=cure)
         super().put_model(model)
         # conv2d is wrong otherwise (pytorch#192212).
         make_contiguous(model, optimizer)
@@ -75,14 +183,14 @@ class Mps(AbstractDevice):
         event.record()
         return event
 
-    def seconds_between(self, start: torch.mps.Event, end: torch.mps.Event) -> float:
+    def elapsed_seconds(self, start: torch.mps.Event, end: torch.mps.Event) -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         allocated = torch.mps.current_allocated_memory()
         self._sampled_peak = max(self._sampled_peak, allocated)
-        return Memory(
+        return MemoryUsage(
             allocated=allocated,
             reserved=torch.mps.driver_allocated_memory(),
             peak=torch.accelerator.max_memory_allocated(self.place) if self._has_peak else self._sampled_peak,
@@ -125,15 +233,15 @@ class Mps(AbstractDevice):
     @contextmanager
     def guard(self, *, has_fallback: bool = False) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(handled_warnings(has_fallback=has_fallback))
+            stack.enter_context(ignore_handled_warnings(has_fallback=has_fallback))
             self._timer = FallbackTimer(sync=self.sync) if has_fallback else None
-            self._watch = stack.enter_context(StderrWatch(METAL_FAILED))
+            self._watch = stack.enter_context(StderrWatch(METAL_FAILURE_TEXT))
             yield
 
     @contextmanager
     def computing(self, *, is_step: bool = False) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(explained())
+            stack.enter_context(explain_mps_errors())
             if is_step and self._timer is not None:
                 stack.enter_context(self._timer.during_step())
             yield
@@ -142,7 +250,7 @@ class Mps(AbstractDevice):
         if self._watch is not None and self._watch.has_seen(wait=wait):
             raise WhetError(
                 "the GPU has failed, and what it computed since is not to be trusted",
-                got=f"Metal's {METAL_FAILED!r} on standard error; often that is memory",
+                got=f"Metal's {METAL_FAILURE_TEXT!r} on standard error; often that is memory",
                 try_=f"a smaller micro_batch, without {HIGH}=0.0; the last checkpoint is from before",
             )
 
@@ -167,7 +275,7 @@ def torch_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def why_not() -> str | None:
+def mps_unavailable_reason() -> str | None:
     """Why MPS cannot be used in this process; None when it can."""
     if torch.backends.mps.is_available():
         return None

@@ -1,4 +1,4 @@
-"""The one door to devices: what was asked for, or a clear refusal; never a silent fall-back."""
+"""Open a device by name, and describe the machine this process runs on."""
 
 from dataclasses import dataclass
 
@@ -7,38 +7,98 @@ import torch
 from whet.base.errors import UsageError, WhetError
 from whet.device import cuda, mps
 from whet.device.abstract import AbstractDevice
-from whet.device.cpu import Cpu
-from whet.device.cuda import Cuda
-from whet.device.fake import Fake
-from whet.device.mps import Mps
+from whet.device.cpu import CpuDevice
+from whet.device.cuda import CudaDevice
+from whet.device.environment import configure_mps_memory
+from whet.device.fake import FakeDevice
+from whet.device.mps import MpsDevice
+from whet.device.virtual_mac.faults import conditions as simulated_conditions
+from whet.device.virtual_mac.install import installed as installed_virtual_mac
+from whet.machine.facts import Conditions, Machine
+from whet.machine.probe import assemble_machine, read_system
+from whet.machine.torch_info import CudaInfo, TorchInfo
 
-_WHY_NOT = {"cuda": cuda.why_not, "mps": mps.why_not}
+
+def current_machine() -> tuple[Machine, Conditions]:
+    """What `whet probe` would say about the machine, in milliseconds, since torch is loaded already.
+
+    In a process with a virtual Mac that is the simulated machine; how busy it is, is this computer's answer where
+    nothing else is simulated.
+    """
+    system = read_system()
+    return installed_virtual_mac() or assemble_machine(system, torch=_torch_facts()), with_simulated_conditions(
+        system.conditions
+    )
+
+
+def with_simulated_conditions(conditions: Conditions) -> Conditions:
+    """What the sensors said, with what a virtual Mac simulates in its place; as it is without one."""
+    simulated = simulated_conditions()
+    if simulated is None:
+        return conditions
+    return conditions.model_copy(update={name: getattr(simulated, name) for name in simulated.model_fields_set})
+
+
+def _torch_facts() -> TorchInfo:
+    has_mps = mps.mps_unavailable_reason() is None
+    if has_mps:
+        # MPS reads the watermarks when it is first asked about memory, which is below.
+        configure_mps_memory()
+    return TorchInfo(
+        version=str(torch.__version__),
+        num_threads=torch.get_num_threads(),
+        cuda_build=torch.version.cuda,
+        cuda_available=cuda.cuda_unavailable_reason() is None,
+        cuda_devices=_cuda_devices(),
+        mps_built=torch.backends.mps.is_built(),
+        mps_available=has_mps,
+        mps_recommended_bytes=torch.mps.recommended_max_memory() if has_mps else None,
+        mps_num_cores=torch.backends.mps.get_core_count() if has_mps else None,
+    )
+
+
+def _cuda_devices() -> tuple[CudaInfo, ...]:
+    if cuda.cuda_unavailable_reason() is not None:
+        return ()
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(
+        CudaInfo(
+            name=card.name,
+            memory_bytes=card.total_memory,
+            capability=f"{card.major}.{card.minor}",
+            num_multiprocessors=card.multi_processor_count,
+        )
+        for card in found
+    )
+
+
+_UNAVAILABLE_REASONS = {"cuda": cuda.cuda_unavailable_reason, "mps": mps.mps_unavailable_reason}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
+class OpenedDevice:
     """A device, and why it is not the one that was asked for (None when it is)."""
 
     device: AbstractDevice
     fell_back: str | None = None
 
 
-def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies: bool = False) -> Opened:
+def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies: bool = False) -> OpenedDevice:
     """The named device: auto (cuda, else mps, else cpu), cuda, cuda:1, mps, cpu or fake."""
     kind, _, index = name.partition(":")
     if kind == "auto":
-        kind = next((kind for kind, why_not in _WHY_NOT.items() if why_not() is None), "cpu")
+        kind = next((kind for kind, why_not in _UNAVAILABLE_REASONS.items() if why_not() is None), "cpu")
     if kind not in ("cpu", "cuda", "mps", "fake") or (index and (kind != "cuda" or not index.isdecimal())):
         raise UsageError("no such device", got=name, try_="auto, mps, cuda, cuda:1 or cpu")
     try:
-        return Opened(device=_open(kind, int(index or 0), overlaps_copies=overlaps_copies))
+        return OpenedDevice(device=_open(kind, int(index or 0), overlaps_copies=overlaps_copies))
     except WhetError as error:
         if on_failure != "cpu":
             raise
-        return Opened(device=Cpu(), fell_back=f"{error.what}: {error.got}")
+        return OpenedDevice(device=CpuDevice(), fell_back=f"{error.what}: {error.got}")
 
 
-def own_card(name: str, local_rank: int) -> str:
+def rank_device(name: str, local_rank: int) -> str:
     """The device of one of several processes on a machine: each has the next GPU; they share where there are fewer."""
     if name != "cuda" or local_rank == 0:
         return name
@@ -46,8 +106,8 @@ def own_card(name: str, local_rank: int) -> str:
 
 
 def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
-    if kind in _WHY_NOT:
-        reason = _WHY_NOT[kind]()
+    if kind in _UNAVAILABLE_REASONS:
+        reason = _UNAVAILABLE_REASONS[kind]()
         if reason is not None:
             raise WhetError(
                 f"the device {kind} cannot be used", got=reason, try_="whet probe says more; --device cpu trains here"
@@ -59,5 +119,5 @@ def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
                 got=f"{torch.cuda.device_count()} GPUs, counted from 0",
                 try_="--device cuda",
             )
-        return Cuda(index, overlaps_copies=overlaps_copies)
-    return {"mps": Mps, "cpu": Cpu, "fake": Fake}[kind]()
+        return CudaDevice(index, overlaps_copies=overlaps_copies)
+    return {"mps": MpsDevice, "cpu": CpuDevice, "fake": FakeDevice}[kind]()

@@ -1,28 +1,65 @@
-"""What did the examination of a device find? All checks in their order, within a budget, and the record to share.
+"""Runs all checks of a device within a time budget and returns a report without personal data."""
 
-No torch here: it is loaded in the processes that check.
-"""
-
+import getpass
 import json
 import os
+import platform
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 from whet.base.errors import UsageError, WhetError
-from whet.base.record import Record
+from whet.base.model import FrozenModel
 from whet.base.version import VERSION
 from whet.device.environment import FALLBACK
-from whet.device.virtual_mac.installing import installed as installed_virtual_mac
-from whet.doctor.case import Check, Group
-from whet.doctor.privacy import without_names
-from whet.doctor.ward import Ward
+from whet.device.virtual_mac.install import installed as installed_virtual_mac
+from whet.doctor.check import CheckGroup, CheckResult
+from whet.doctor.runner import CheckRunner
 from whet.machine.facts import Conditions, Machine
-from whet.machine.probe import ask_system, probe
-from whet.run.folder import versions
+from whet.machine.probe import probe, read_system
+from whet.run.folder import installed_versions
+
+_PATH = re.compile(r"(?<![\w:/.])(?:~|[A-Za-z]:)?(?:/[^\s/:'\"<>,;()]+){2,}/?")
+_QUOTED = re.compile(r"""(['"`])(?:~|/)[^'"`\n]*/([^'"`/\n]*)/?\1""")
+"""In quotes a path may hold blanks."""
+_SHORTEST_NAME = 2
+
+
+def redact(text: str) -> str:
+    """The text with paths cut down to their last part, and without the user's and the computer's name.
+
+    >>> without_names("dlopen(/Users/anna/venv/lib/libtorch.dylib) failed")
+    'dlopen(.../libtorch.dylib) failed'
+    """
+    for shown, pattern in _patterns():
+        text = pattern.sub(shown, text)
+    text = _QUOTED.sub(r"\1.../\2\1", text)
+    return _PATH.sub(lambda found: ".../" + found[0].rstrip("/").rsplit("/", 1)[-1], text)
+
+
+@lru_cache(maxsize=1)
+def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
+    host = platform.node()
+    # The home first: its parts may be names too.
+    names = [("~", str(Path.home())), ("(host)", host), ("(host)", host.split(".")[0]), ("(user)", _user())]
+    return tuple(
+        (shown, re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE))
+        for shown, name in names
+        if len(name) >= _SHORTEST_NAME
+    )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return ""
+
 
 FORMAT_VERSION = 1
 BUDGET_SECONDS = 120.0
@@ -32,19 +69,19 @@ BUDGET_SECONDS = 120.0
 _STEADY = {FALLBACK: "0", "OMP_NUM_THREADS": "1"}
 
 GROUPS = (
-    Group(name="environment", table="whet.doctor.cases.environment:CASES"),
-    Group(name="operators", table="whet.doctor.cases.operators:CASES", environment=_STEADY),
-    Group(name="hazards", table="whet.doctor.cases.hazards:CASES", environment=_STEADY),
-    Group(name="parity", table="whet.doctor.cases.parity:CASES", environment=_STEADY),
-    Group(name="resume", table="whet.doctor.cases.resume:CASES", environment=_STEADY),
-    Group(name="speeds", table="whet.doctor.cases.speeds:CASES"),
+    CheckGroup(name="environment", table="whet.doctor.checks.environment:CHECKS"),
+    CheckGroup(name="operators", table="whet.doctor.checks.operators:CHECKS", environment=_STEADY),
+    CheckGroup(name="hazards", table="whet.doctor.checks.hazards:CHECKS", environment=_STEADY),
+    CheckGroup(name="parity", table="whet.doctor.checks.training:PARITY", environment=_STEADY),
+    CheckGroup(name="resume", table="whet.doctor.checks.training:RESUME", environment=_STEADY),
+    CheckGroup(name="speeds", table="whet.doctor.checks.speeds:CHECKS"),
 )
 
-Told = Callable[[str, Check | None], None]
+CheckCallback = Callable[[str, CheckResult | None], None]
 """Is told the name of a group when it begins, and each check when it is done."""
 
 
-class Examination(Record):
+class DoctorReport(FrozenModel):
     """One device of one machine, examined once. Nothing in it names the owner."""
 
     format_version: Literal[1] = 1
@@ -64,33 +101,33 @@ class Examination(Record):
     load_per_core: float | None = None
     """Processes that wanted to run in the minute before we began, for each core; above 1 all speeds are too low."""
     versions: dict[str, str | None]
-    checks: tuple[Check, ...]
+    checks: tuple[CheckResult, ...]
 
     @property
-    def trouble(self) -> tuple[Check, ...]:
+    def trouble(self) -> tuple[CheckResult, ...]:
         """What somebody should look at."""
         return tuple(check for check in self.checks if check.is_trouble)
 
 
-def examine(
+def examine_device(
     device: str = "auto",
     *,
     budget_seconds: float = BUDGET_SECONDS,
     quick: bool = False,
-    show: Told | None = None,
-    groups: Sequence[Group] = GROUPS,
-) -> Examination:
+    show: CheckCallback | None = None,
+    groups: Sequence[CheckGroup] = GROUPS,
+) -> DoctorReport:
     """Runs every check on a device. A check that raises, dies, hangs or is cut by the budget is a finding."""
-    _refuse_unknown(device)
+    _validate_device_name(device)
     started, ends_at = _now(), time.monotonic() + budget_seconds
     load_per_core = _load_per_core()
     virtual = installed_virtual_mac()
     found = probe()
     machine = virtual or found.machine
     device = choose_device(device, machine)
-    checks: list[Check] = []
+    checks: list[CheckResult] = []
     with tempfile.TemporaryDirectory(prefix="whet-doctor-") as folder:
-        ward = Ward(
+        ward = CheckRunner(
             device=device,
             ends_at=ends_at,
             budget_seconds=budget_seconds,
@@ -105,7 +142,7 @@ def examine(
                 checks.append(_shareable(check))
                 if show is not None:
                     show(group.name, checks[-1])
-    return Examination(
+    return DoctorReport(
         whet=VERSION,
         device=device,
         is_virtual=virtual is not None,
@@ -113,12 +150,12 @@ def examine(
         started=started,
         finished=_now(),
         budget_seconds=budget_seconds,
-        machine=_without_names(machine),
+        machine=_redact_machine(machine),
         conditions=found.conditions.model_copy(update={"busy": ()}),
-        conditions_after=ask_system().conditions.model_copy(update={"busy": ()}),
+        conditions_after=read_system().conditions.model_copy(update={"busy": ()}),
         num_busy_processes=len(found.conditions.busy),
         load_per_core=load_per_core,
-        versions=versions(),
+        versions=installed_versions(),
         checks=tuple(checks),
     )
 
@@ -126,7 +163,7 @@ def examine(
 def choose_device(name: str, machine: Machine) -> str:
     """The device to examine: what was asked for, or what training would take; refused if it is not there."""
     if machine.torch.error is not None:
-        raise WhetError("torch cannot be loaded", got=without_names(machine.torch.error), try_="whet probe says more")
+        raise WhetError("torch cannot be loaded", got=redact(machine.torch.error), try_="whet probe says more")
     kind, _, index = name.partition(":")
     kinds = [kind for kind in ("cuda", "mps") if machine.accelerator(kind) is not None]
     if kind == "auto":
@@ -139,13 +176,13 @@ def choose_device(name: str, machine: Machine) -> str:
     return name
 
 
-def _refuse_unknown(name: str) -> None:
+def _validate_device_name(name: str) -> None:
     kind, _, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda", "mps") or (index and (kind != "cuda" or not index.isdecimal())):
         raise UsageError("no such device", got=name, try_="auto, mps, cuda, cuda:1 or cpu")
 
 
-def as_bytes(examination: Examination) -> bytes:
+def report_bytes(examination: DoctorReport) -> bytes:
     """The file to share."""
     return (json.dumps(examination.as_json(), indent=2, allow_nan=False) + "\n").encode()
 
@@ -158,15 +195,15 @@ def _written(virtual: Machine, folder: Path) -> Path:
     return path
 
 
-def _shareable(check: Check) -> Check:
-    figures = {name: without_names(v) if isinstance(v, str) else v for name, v in check.figures.items()}
-    return check.model_copy(update={"what": without_names(check.what), "figures": figures})
+def _shareable(check: CheckResult) -> CheckResult:
+    figures = {name: redact(v) if isinstance(v, str) else v for name, v in check.figures.items()}
+    return check.model_copy(update={"what": redact(check.what), "figures": figures})
 
 
-def _without_names(machine: Machine) -> Machine:
+def _redact_machine(machine: Machine) -> Machine:
     """A machine's facts hold no names; only a torch that could not be asked may have said a path."""
     error = machine.torch.error
-    torch = machine.torch.model_copy(update={"error": error and without_names(error)})
+    torch = machine.torch.model_copy(update={"error": error and redact(error)})
     return machine.model_copy(update={"torch": torch})
 
 

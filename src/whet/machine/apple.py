@@ -1,13 +1,193 @@
-"""What is this Mac, and how is it now? Asks macOS's own programs, without root, and puts the facts together."""
+"""Facts about a Mac, read from macOS's own programs without root."""
 
 import ctypes
+import json
+import plistlib
+import re
 import sys
 from typing import Any, Literal, NamedTuple
 
-from whet.machine import apple_parsers as parse
-from whet.machine.chips import find_chip
-from whet.machine.facts import Accelerator, Conditions, Cpu, Machine, OperatingSystem, ThermalLevel
-from whet.machine.programs import Run, clean_name, positive_number, run_program
+from whet.base.units import GB
+from whet.machine.facts import Accelerator, Conditions, CpuFacts, Machine, OperatingSystem, PressureLevel, ThermalLevel
+from whet.machine.known import find_chip
+from whet.machine.programs import ProgramRunner, clean_name, complete_lines, positive_number, run_program, whole_number
+
+_BYTE_UNITS = {"B": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
+_PRESSURE_LEVELS: dict[str, PressureLevel] = {"1": "normal", "2": "warn", "4": "critical"}
+_THERMAL_LEVELS: tuple[ThermalLevel, ...] = ("nominal", "moderate", "heavy", "trapping", "sleeping")
+_WITH_FAN = ("MacBook Pro", "Mac mini", "iMac", "Mac Studio", "Mac Pro")
+_WITHOUT_FAN = ("MacBook Air", "MacBook Neo")
+
+
+def parse_sysctl(text: str | None) -> dict[str, str]:
+    """`name: value` lines as a dictionary; a name given twice with two values is unknown."""
+    found: dict[str, str] = {}
+    doubtful: set[str] = set()
+    for line in complete_lines(text):
+        name, separator, value = line.partition(":")
+        if not separator or not re.fullmatch(r"[A-Za-z0-9_.]+", name):
+            continue
+        if found.setdefault(name, value.strip()) != value.strip():
+            doubtful.add(name)
+    return {name: value for name, value in found.items() if name not in doubtful}
+
+
+class CoreClusters(NamedTuple):
+    fast: int | None
+    slow: int | None
+
+
+def core_clusters(sysctl: dict[str, str]) -> CoreClusters:
+    """Cores of level 0, the fastest, and of all other levels together; a missing level makes the sum unknown."""
+    levels = positive_number(sysctl.get("hw.nperflevels"))
+    fast = positive_number(sysctl.get("hw.perflevel0.physicalcpu"))
+    if levels is None:
+        return CoreClusters(fast, None)
+    rest = [positive_number(sysctl.get(f"hw.perflevel{level}.physicalcpu")) for level in range(1, min(levels, 8))]
+    known = [cores for cores in rest if cores is not None]
+    return CoreClusters(fast, sum(known) if len(known) == levels - 1 else None)
+
+
+def parse_flag(sysctl: dict[str, str], name: str) -> bool | None:
+    """A 0/1 value as a claim."""
+    return {"0": False, "1": True}.get(sysctl.get(name, ""))
+
+
+def parse_memory_pressure(sysctl: dict[str, str]) -> PressureLevel | None:
+    """Memory pressure in the kernel's own verdict: 1 normal, 2 warn, 4 critical (xnu, memorystatus_notify.md)."""
+    return _PRESSURE_LEVELS.get(sysctl.get("kern.memorystatus_vm_pressure_level", ""))
+
+
+def memory_pressure_level(level: int | None) -> PressureLevel | None:
+    """The same verdict from its number."""
+    return _PRESSURE_LEVELS.get(str(level))
+
+
+def parse_swap_used(sysctl: dict[str, str]) -> int | None:
+    """Bytes in use of `total = 2048.00M  used = 1117.25M  free = 930.75M  (encrypted)`; a comma is a point too."""
+    found = re.search(r"\bused = (\d{1,9})(?:[.,](\d{1,4}))?([BKMGT])\b", sysctl.get("vm.swapusage", ""), re.ASCII)
+    if found is None:
+        return None
+    return int(float(f"{found[1]}.{found[2] or 0}") * _BYTE_UNITS[found[3]])
+
+
+def parse_wired_limit(sysctl: dict[str, str]) -> int | None:
+    """The GPU memory limit somebody set by hand, in bytes; None for 0, the system's own choice."""
+    megabytes = positive_number(sysctl.get("iogpu.wired_limit_mb"))
+    return megabytes * 1024**2 if megabytes else None
+
+
+class AppleGpu(NamedTuple):
+    name: str | None = None
+    num_cores: int | None = None
+    busy_percent: float | None = None
+
+
+def parse_ioreg(text: str | None) -> AppleGpu:
+    """The Apple GPU in `ioreg -r -d 1 -w 0 -c IOAccelerator -a`: the first entry that counts its cores."""
+    try:
+        entries = plistlib.loads((text or "").encode("utf-8"), fmt=plistlib.FMT_XML)
+    except Exception:  # plistlib lets expat's, struct's and its own errors through: each means "not a plist"
+        return AppleGpu()
+    for entry in entries if isinstance(entries, list) else ():
+        cores = _plist_int(entry, "gpu-core-count", highest=10_000)
+        if cores:
+            statistics = entry.get("PerformanceStatistics")
+            busy = _plist_int(statistics, "Device Utilization %", highest=100)
+            return AppleGpu(clean_name(entry.get("model")), cores, None if busy is None else float(busy))
+    return AppleGpu()
+
+
+class MacHardware(NamedTuple):
+    name: str | None = None
+    """What people call it: "MacBook Air"."""
+    identifier: str | None = None
+    """"Mac14,2"."""
+    chip: str | None = None
+    memory_bytes: int | None = None
+
+
+def parse_hardware(text: str | None) -> MacHardware:
+    """`system_profiler SPHardwareDataType -json`: serial numbers and identifiers of the owner are left there."""
+    try:
+        entry = json.loads(text or "")["SPHardwareDataType"][0]
+        memory = entry.get("physical_memory")
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return MacHardware()
+    found = re.fullmatch(r"(\d{1,5}) (GB|TB)", memory, re.ASCII) if isinstance(memory, str) else None
+    return MacHardware(
+        name=clean_name(entry.get("machine_name")),
+        identifier=clean_name(entry.get("machine_model")),
+        chip=clean_name(entry.get("chip_type")),
+        memory_bytes=(int(found[1]) * (GB if found[2] == "GB" else 1024 * GB) or None) if found else None,
+    )
+
+
+def parse_power_source(text: str | None) -> Literal["mains", "battery"] | None:
+    """First line of `pmset -g batt`: "Now drawing from 'AC Power'"; older systems say "Currently drawing from"."""
+    for line in complete_lines(text):
+        found = re.search(r"drawing from '(AC|Battery|UPS) Power'", line)
+        if found:
+            return "mains" if found[1] == "AC" else "battery"
+    return None
+
+
+def parse_thermal_warning(text: str | None) -> ThermalLevel | None:
+    """`pmset -g therm`, which says something on Intel only: a speed limit below 100 is real throttling.
+
+    "No thermal warning level has been recorded" is printed by hot Apple silicon too, so it means nothing.
+    """
+    for line in complete_lines(text):
+        found = re.fullmatch(r"\s*CPU_Speed_Limit\s*=\s*(\d{1,3})\s*", line, re.ASCII)
+        if found:
+            return "nominal" if int(found[1]) >= 100 else "heavy"
+    return None
+
+
+def parse_low_power(text: str | None) -> bool | None:
+    """`lowpowermode` or, on newer systems, `powermode` in `pmset -g`: 0 automatic, 1 low power, 2 high power."""
+    seen: set[str] = set()
+    for line in complete_lines(text):
+        found = re.fullmatch(r"\s*(?:lowpowermode|powermode)\s+([012])\s*", line, re.ASCII)
+        if found:
+            seen.add(found[1])
+    return None if len(seen) != 1 else seen == {"1"}
+
+
+def parse_sw_vers(text: str | None) -> str | None:
+    """The version of macOS in `sw_vers`, "15.1"."""
+    for line in complete_lines(text):
+        found = re.fullmatch(r"ProductVersion:\s+(\d{1,3}(?:\.\d{1,4}){0,3})\s*", line, re.ASCII)
+        if found:
+            return found[1]
+    return None
+
+
+def thermal_level(level: int | None) -> ThermalLevel | None:
+    """The five levels of OSThermalNotification.h for macOS by their names."""
+    return _THERMAL_LEVELS[level] if level is not None and 0 <= level < len(_THERMAL_LEVELS) else None
+
+
+def is_fanless(*, name: str | None, chip: str | None) -> bool | None:
+    """Whether the Mac cools without a fan. A MacBook Air does since it has Apple silicon; before, it had a fan."""
+    if name in _WITH_FAN:
+        return False
+    if name in _WITHOUT_FAN and chip is not None:
+        return chip.startswith("Apple ")
+    return None
+
+
+def major_version(version: str | None) -> int | None:
+    """The 15 of "15.1"."""
+    return whole_number((version or "").split(".")[0])
+
+
+def _plist_int(entry: Any, key: str, *, highest: int) -> int | None:
+    value = entry.get(key) if isinstance(entry, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if 0 <= value <= highest else None
+
 
 # By full path: /usr/sbin is not on every user's PATH.
 SYSCTL = (
@@ -39,28 +219,28 @@ SW_VERS = ("/usr/bin/sw_vers",)
 _THERMAL_KEY = b"com.apple.system.thermalpressurelevel"
 
 
-class Answers(NamedTuple):
+class MacReadings(NamedTuple):
     """What the programs said, parsed; every field may be unknown."""
 
     sysctl: dict[str, str]
-    gpu: parse.AppleGpu = parse.AppleGpu()
-    hardware: parse.Hardware = parse.Hardware()
+    gpu: AppleGpu = AppleGpu()
+    hardware: MacHardware = MacHardware()
     version: str | None = None
     power_source: Literal["mains", "battery"] | None = None
     low_power: bool | None = None
     thermal: ThermalLevel | None = None
 
 
-def ask_macos(*, run: Run = run_program) -> Answers:
+def read_mac(*, run: ProgramRunner = run_program) -> MacReadings:
     """Every answer of this Mac, each program asked once."""
-    return Answers(
-        sysctl=parse.parse_sysctl(run(SYSCTL, any_exit=True)),
-        gpu=parse.parse_ioreg(run(IOREG)),
-        hardware=parse.parse_hardware(run(HARDWARE)),
-        version=parse.parse_sw_vers(run(SW_VERS)),
-        power_source=parse.parse_power_source(run(BATTERY)),
-        low_power=parse.parse_low_power(run(POWER)),
-        thermal=parse.thermal_name(thermal_pressure()) or parse.parse_thermal_warning(run(THERMAL)),
+    return MacReadings(
+        sysctl=parse_sysctl(run(SYSCTL, any_exit=True)),
+        gpu=parse_ioreg(run(IOREG)),
+        hardware=parse_hardware(run(HARDWARE)),
+        version=parse_sw_vers(run(SW_VERS)),
+        power_source=parse_power_source(run(BATTERY)),
+        low_power=parse_low_power(run(POWER)),
+        thermal=thermal_level(thermal_pressure()) or parse_thermal_warning(run(THERMAL)),
     )
 
 
@@ -112,41 +292,41 @@ def _sysctl(name: bytes, most_bytes: int, *, libc: Any) -> bytes | None:
     return value.raw[: size.value]
 
 
-def has_apple_silicon(answers: Answers) -> bool | None:
+def has_apple_silicon(answers: MacReadings) -> bool | None:
     """Whether the Mac itself is Apple silicon, whatever this Python was built for."""
-    if parse.flag_of(answers.sysctl, "sysctl.proc_translated"):
+    if parse_flag(answers.sysctl, "sysctl.proc_translated"):
         return True
     if (answers.hardware.chip or "").startswith("Apple "):
         return True
-    return parse.flag_of(answers.sysctl, "hw.optional.arm64")
+    return parse_flag(answers.sysctl, "hw.optional.arm64")
 
 
-def machine_of(answers: Answers, *, architecture: str | None) -> Machine:
+def mac_machine(answers: MacReadings, *, architecture: str | None) -> Machine:
     """The Mac without its accelerator and torch. `architecture` is what this Python was built for."""
     sysctl, hardware = answers.sysctl, answers.hardware
-    clusters = parse.clusters_of(sysctl)
+    clusters = core_clusters(sysctl)
     # Under Rosetta brand_string names a made-up processor, so system_profiler is believed first.
     chip = hardware.chip or clean_name(sysctl.get("machdep.cpu.brand_string"))
     return Machine(
         name="this machine",
-        model=_model(hardware.name, hardware.identifier or clean_name(sysctl.get("hw.model"))),
+        model=_model_name(hardware.name, hardware.identifier or clean_name(sysctl.get("hw.model"))),
         chip=chip,
-        is_fanless=parse.is_fanless(name=hardware.name, chip=chip),
+        is_fanless=is_fanless(name=hardware.name, chip=chip),
         os=OperatingSystem(name="macOS", version=answers.version, architecture=architecture),
-        cpu=Cpu(
+        cpu=CpuFacts(
             name=chip,
             physical_cores=positive_number(sysctl.get("hw.physicalcpu")),
             logical_cores=positive_number(sysctl.get("hw.logicalcpu")),
             fast_cores=clusters.fast,
             slow_cores=clusters.slow,
-            has_bf16=parse.flag_of(sysctl, "hw.optional.arm.FEAT_BF16"),
+            has_bf16=parse_flag(sysctl, "hw.optional.arm.FEAT_BF16"),
         ),
         memory_bytes=positive_number(sysctl.get("hw.memsize")) or hardware.memory_bytes,
     )
 
 
-def accelerator_of(
-    answers: Answers, *, machine: Machine, recommended_bytes: int | None, num_cores: int | None
+def mac_accelerator(
+    answers: MacReadings, *, machine: Machine, recommended_bytes: int | None, num_cores: int | None
 ) -> Accelerator:
     """The GPU that torch can use here; torch's own numbers come before ours."""
     chip = find_chip(machine.chip)
@@ -156,25 +336,25 @@ def accelerator_of(
         num_cores=num_cores or answers.gpu.num_cores,
         memory_bytes=machine.memory_bytes,
         # Metal reports exactly a limit set by hand (AlexsJones/llmfit#754).
-        usable_bytes=recommended_bytes or parse.wired_limit_of(answers.sysctl),
+        usable_bytes=recommended_bytes or parse_wired_limit(answers.sysctl),
         shares_memory=True,
         capability=chip.gpu_family if chip else None,
     )
 
 
-def conditions_of(answers: Answers) -> Conditions:
+def mac_conditions(answers: MacReadings) -> Conditions:
     """How the Mac is now, as far as its own programs tell."""
     return Conditions(
-        swap_used_bytes=parse.swap_used_of(answers.sysctl),
+        swap_used_bytes=parse_swap_used(answers.sysctl),
         power_source=answers.power_source,
         low_power_mode=answers.low_power,
         thermal=answers.thermal,
-        memory_pressure=parse.pressure_of(answers.sysctl),
+        memory_pressure=parse_memory_pressure(answers.sysctl),
         gpu_busy_percent=answers.gpu.busy_percent,
     )
 
 
-def _model(name: str | None, identifier: str | None) -> str | None:
+def _model_name(name: str | None, identifier: str | None) -> str | None:
     if name and identifier:
         return f"{name} ({identifier})"
     return name or identifier

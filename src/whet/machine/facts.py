@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from whet.base.record import Record
+from whet.base.model import FrozenModel
 
 PositiveInt = Annotated[int, Field(gt=0, le=2**62)]
 DeviceKind = Literal["mps", "cuda"]
@@ -16,7 +16,7 @@ ThermalLevel = Literal["nominal", "moderate", "heavy", "trapping", "sleeping"]
 PressureLevel = Literal["normal", "warn", "critical"]
 
 
-class OperatingSystem(Record):
+class OperatingSystem(FrozenModel):
     name: str | None = None
     """"macOS" or "Linux"."""
     version: str | None = None
@@ -24,7 +24,7 @@ class OperatingSystem(Record):
     """"arm64" or "x86_64"."""
 
 
-class Cpu(Record):
+class CpuFacts(FrozenModel):
     name: str | None = None
     physical_cores: PositiveInt | None = None
     logical_cores: PositiveInt | None = None
@@ -36,7 +36,7 @@ class Cpu(Record):
     """Whether the cores multiply bf16 natively; without it a bf16 product was measured 60 to 100 times slower."""
 
 
-class Accelerator(Record):
+class Accelerator(FrozenModel):
     kind: DeviceKind
     name: str | None = None
     num_cores: PositiveInt | None = None
@@ -51,7 +51,7 @@ class Accelerator(Record):
     driver: str | None = None
 
 
-class Torch(Record):
+class TorchFacts(FrozenModel):
     version: str | None = None
     """None when torch is not installed or could not be asked."""
     cuda_build: str | None = None
@@ -73,7 +73,7 @@ class Torch(Record):
         return (int(parts[0]), int(parts[1])) < (major, minor)
 
 
-class Absent(Record):
+class MissingDevice(FrozenModel):
     """A device that torch cannot use here: why, and what would help."""
 
     device: DeviceKind
@@ -81,7 +81,7 @@ class Absent(Record):
     cure: str
 
 
-class Machine(Record):
+class Machine(FrozenModel):
     name: str
     origin: Origin = "probed"
     sources: tuple[str, ...] = ()
@@ -92,11 +92,11 @@ class Machine(Record):
     """"Apple M2"; the CPU's or the GPU's name elsewhere."""
     is_fanless: bool | None = None
     os: OperatingSystem = OperatingSystem()
-    cpu: Cpu = Cpu()
+    cpu: CpuFacts = CpuFacts()
     memory_bytes: PositiveInt | None = None
     accelerators: tuple[Accelerator, ...] = ()
-    absent: tuple[Absent, ...] = ()
-    torch: Torch = Torch()
+    absent: tuple[MissingDevice, ...] = ()
+    torch: TorchFacts = TorchFacts()
     python: str | None = None
 
     def accelerator(self, kind: str) -> Accelerator | None:
@@ -104,14 +104,14 @@ class Machine(Record):
         return next((a for a in self.accelerators if a.kind == kind), None)
 
 
-class BusyProcess(Record):
+class BusyProcess(FrozenModel):
     name: str
     pid: int
     memory_bytes: NonNegativeInt | None = None
     cpu_percent: float | None = None
 
 
-class Conditions(Record):
+class Conditions(FrozenModel):
     """How the machine is at this moment; what slows a run down although the machine could do better."""
 
     memory_available_bytes: int | None = None
@@ -127,7 +127,7 @@ class Conditions(Record):
     """Uncached read speed of the disk that holds the working folder."""
 
 
-class Probe(Record):
+class ProbeResult(FrozenModel):
     """All that `whet probe` found."""
 
     machine: Machine

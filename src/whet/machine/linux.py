@@ -1,4 +1,4 @@
-"""What is this Linux machine, and how much of it may this process use? Reads /proc and /sys, nothing else."""
+"""Facts about a Linux machine, read from /proc and /sys, within the limits of its control group."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import psutil
 
 from whet.machine import cgroup
-from whet.machine.facts import Conditions, Cpu, Machine, OperatingSystem
+from whet.machine.facts import Conditions, CpuFacts, Machine, OperatingSystem
 from whet.machine.programs import clean_name, complete_lines, whole_number
 
 NVIDIA_VENDOR = "0x10de"
@@ -27,18 +27,18 @@ class CpuInfo(NamedTuple):
 
 def parse_cpuinfo(text: str | None) -> CpuInfo:
     """/proc/cpuinfo: the first name, the flags that all processors share, and which core each belongs to."""
-    blocks = _blocks(text)
+    blocks = _cpu_blocks(text)
     names = [block["model name"] for block in blocks if "model name" in block]
     flags = [set(block.get("flags", block.get("Features", "")).split()) for block in blocks]
     shared = set.intersection(*flags) if flags else set()
     return CpuInfo(
         name=clean_name(names[0]) if names else None,
         has_bf16=bool(shared & _BF16_FLAGS) if shared else None,
-        cores=_cores(blocks),
+        cores=_core_ids(blocks),
     )
 
 
-def _blocks(text: str | None) -> list[dict[str, str]]:
+def _cpu_blocks(text: str | None) -> list[dict[str, str]]:
     blocks: list[dict[str, str]] = []
     for line in complete_lines(text):
         key, separator, value = (part.strip() for part in line.partition(":"))
@@ -49,7 +49,7 @@ def _blocks(text: str | None) -> list[dict[str, str]]:
     return blocks
 
 
-def _cores(blocks: list[dict[str, str]]) -> dict[int, tuple[int, int]] | None:
+def _core_ids(blocks: list[dict[str, str]]) -> dict[int, tuple[int, int]] | None:
     cores: dict[int, tuple[int, int]] = {}
     for block in blocks:
         processor, package, core = (whole_number(block.get(key)) for key in ("processor", "physical id", "core id"))
@@ -76,7 +76,7 @@ def parse_os_release(text: str | None) -> str | None:
     return clean_name(plain.get("PRETTY_NAME") or plain.get("NAME"))
 
 
-class Supply(NamedTuple):
+class PowerSupply(NamedTuple):
     """One entry of /sys/class/power_supply."""
 
     kind: str | None = None
@@ -85,7 +85,7 @@ class Supply(NamedTuple):
     scope: str | None = None
 
 
-def power_source_of(supplies: Iterable[Supply]) -> Literal["mains", "battery"] | None:
+def power_source(supplies: Iterable[PowerSupply]) -> Literal["mains", "battery"] | None:
     """Where the power comes from; the batteries of a mouse or a headset (scope "Device") do not count."""
     own = [supply for supply in supplies if supply.scope != "Device"]
     batteries = {supply.status for supply in own if supply.kind == "Battery"}
@@ -114,10 +114,10 @@ def usable_cores(
     return physical, logical
 
 
-def read_machine(*, root: Path = Path("/"), architecture: str | None = None) -> Machine:
+def linux_machine(*, root: Path = Path("/"), architecture: str | None = None) -> Machine:
     """The machine without its accelerators and torch, as far as this process may use it."""
-    info = parse_cpuinfo(_read(root / "proc/cpuinfo"))
-    limits = cgroup.read_limits(root)
+    info = parse_cpuinfo(_read_text(root / "proc/cpuinfo"))
+    limits = cgroup.read_cgroup_limits(root)
     physical, logical = usable_cores(cores=info.cores, allowed=_affinity(), quota=limits.processors)
     if physical is None and logical is not None and info.cores is None:
         counted = psutil.cpu_count(logical=False)
@@ -126,28 +126,30 @@ def read_machine(*, root: Path = Path("/"), architecture: str | None = None) -> 
         name="this machine",
         chip=info.name,
         os=OperatingSystem(
-            name="Linux", version=parse_os_release(_read(root / "etc/os-release")), architecture=architecture
+            name="Linux", version=parse_os_release(_read_text(root / "etc/os-release")), architecture=architecture
         ),
-        cpu=Cpu(name=info.name, physical_cores=physical, logical_cores=logical, has_bf16=info.has_bf16),
-        memory_bytes=memory_bytes(root=root),
+        cpu=CpuFacts(name=info.name, physical_cores=physical, logical_cores=logical, has_bf16=info.has_bf16),
+        memory_bytes=usable_memory_bytes(root=root),
     )
 
 
-def memory_bytes(*, root: Path = Path("/")) -> int | None:
+def usable_memory_bytes(*, root: Path = Path("/")) -> int | None:
     """All memory that this process may use."""
-    return cgroup.smaller(
-        parse_meminfo(_read(root / "proc/meminfo")).get("MemTotal"), cgroup.read_limits(root).memory_bytes
+    return cgroup.min_known(
+        parse_meminfo(_read_text(root / "proc/meminfo")).get("MemTotal"), cgroup.read_cgroup_limits(root).memory_bytes
     )
 
 
-def read_conditions(*, root: Path = Path("/")) -> Conditions:
+def linux_conditions(*, root: Path = Path("/")) -> Conditions:
     """Memory, swap and power as they are now."""
-    memory = parse_meminfo(_read(root / "proc/meminfo"))
+    memory = parse_meminfo(_read_text(root / "proc/meminfo"))
     swap_total, swap_free = memory.get("SwapTotal"), memory.get("SwapFree")
     return Conditions(
-        memory_available_bytes=cgroup.smaller(memory.get("MemAvailable"), cgroup.read_limits(root).memory_left_bytes),
+        memory_available_bytes=cgroup.min_known(
+            memory.get("MemAvailable"), cgroup.read_cgroup_limits(root).memory_left_bytes
+        ),
         swap_used_bytes=None if swap_total is None or swap_free is None else max(0, swap_total - swap_free),
-        power_source=power_source_of(_supplies(root / "sys/class/power_supply")),
+        power_source=power_source(_power_supplies(root / "sys/class/power_supply")),
     )
 
 
@@ -156,17 +158,17 @@ def has_nvidia_card(*, root: Path = Path("/")) -> bool | None:
     devices = _folders(root / "sys/bus/pci/devices")
     if not devices:
         return None
-    display = (d for d in devices if (_read(d / "class") or "").startswith("0x03"))
-    return any((_read(d / "vendor") or "").strip() == NVIDIA_VENDOR for d in display)
+    display = (d for d in devices if (_read_text(d / "class") or "").startswith("0x03"))
+    return any((_read_text(d / "vendor") or "").strip() == NVIDIA_VENDOR for d in display)
 
 
-def _supplies(folder: Path) -> list[Supply]:
+def _power_supplies(folder: Path) -> list[PowerSupply]:
     def word(entry: Path, name: str) -> str | None:
-        text = _read(entry / name)
+        text = _read_text(entry / name)
         return text.strip() if text else None
 
     return [
-        Supply(word(entry, "type"), word(entry, "online"), word(entry, "status"), word(entry, "scope"))
+        PowerSupply(word(entry, "type"), word(entry, "online"), word(entry, "status"), word(entry, "scope"))
         for entry in _folders(folder)
     ]
 
@@ -185,5 +187,5 @@ def _folders(folder: Path) -> list[Path]:
         return []
 
 
-def _read(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     return cgroup.read_text(path)

@@ -11,10 +11,10 @@ from typing import Protocol
 from whet.base import env
 
 TIMEOUT_SECONDS = 5.0
-_LONGEST_NAME = 120
+_MAX_NAME = 120
 
 
-class Run(Protocol):
+class ProgramRunner(Protocol):
     """Runs a program and returns what it wrote on stdout, or None; tests put samples in its place."""
 
     def __call__(self, command: Sequence[str], *, any_exit: bool = False) -> str | None: ...
@@ -35,7 +35,7 @@ def run_program(
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=timeout_seconds,
-            env=env.in_plain_language(),
+            env=env.c_locale_environment(),
             # So that macOS starts it by posix_spawn: fork() would copy the page tables of a process that trains.
             close_fds=False,
             check=False,
@@ -80,4 +80,4 @@ def clean_name(text: object) -> str | None:
     if not isinstance(text, str):
         return None
     shown = "".join(c if c.isprintable() else " " for c in text)
-    return " ".join(shown.split())[:_LONGEST_NAME] or None
+    return " ".join(shown.split())[:_MAX_NAME] or None

@@ -1,45 +1,43 @@
-"""A plan: the frozen set of settings of one run, made by rules, measurements and your own word, in that order."""
+"""Plan: the settings of one run, decided by rules, measurements and the user's overrides."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
 
-from whet.base.errors import UsageError, WhetError, nearest
-from whet.base.record import Record
+from whet.base.errors import InsufficientMemoryError, UsageError, WhetError, closest_match
+from whet.base.model import FrozenModel
 from whet.machine.facts import Conditions, Machine
-from whet.plan.cautions import cautions
-from whet.plan.chosen_batch import ChosenBatch
-from whet.plan.hazards import hazards
-from whet.plan.rule import Facts, Rule
-from whet.plan.rules import ALL
-from whet.plan.setting import Measured, Scalar, Setting
-from whet.plan.trial import Trial
-from whet.plan.workload import Workload
+from whet.plan.rule import Rule, RuleContext
+from whet.plan.rules import ALL_RULES
+from whet.plan.setting import MeasuredSetting, Scalar, Setting, TuneTrial
+from whet.plan.values import SettingValues
+from whet.plan.warnings import known_hazards, plan_warnings
+from whet.plan.workload import AutoBatch, Workload
 
 FORMAT_VERSION = 1
-_MAY_BE_UNSET = ("threads", "bucket_mb", "memory_gb", "checkpoint_steps", "checkpoint_epochs")
+_NULLABLE = ("threads", "bucket_mb", "memory_gb", "checkpoint_steps", "checkpoint_epochs")
 """What rules may leave open: None."""
 
 
-class Plan(Record):
+class Plan(SettingValues, FrozenModel):
     """How one workload is executed on one machine."""
 
     format_version: int = FORMAT_VERSION
     machine: Machine
     conditions: Conditions
     workload: Workload
-    wishes: Mapping[str, Scalar] = Field(default_factory=dict)
-    measured: Mapping[str, Measured] = Field(default_factory=dict)
+    overrides: Mapping[str, Scalar] = Field(default_factory=dict)
+    measured: Mapping[str, MeasuredSetting] = Field(default_factory=dict)
     settings: Mapping[str, Setting]
     cautions: tuple[str, ...] = ()
     hazards: tuple[str, ...] = ()
     """Ids of the known wrong results that apply to this torch on this machine (docs/hazards.md)."""
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[TuneTrial, ...] = ()
     """What was measured for it, the losers too; none in plans of before."""
 
     def __str__(self) -> str:
-        from whet.plan.words import plan_lines
+        from whet.plan.render import plan_lines
 
         return "\n".join(plan_lines(self, width=120))
 
@@ -54,55 +52,55 @@ def make_plan(
     machine: Machine,
     workload: Workload,
     *,
-    wishes: Mapping[str, Scalar] | None = None,
-    measured: Mapping[str, Measured] | None = None,
+    overrides: Mapping[str, Scalar] | None = None,
+    measured: Mapping[str, MeasuredSetting] | None = None,
     conditions: Conditions | None = None,
-    trials: tuple[Trial, ...] = (),
+    trials: tuple[TuneTrial, ...] = (),
 ) -> Plan:
     """The plan for a workload on a machine; your wishes are kept, measurements go before rules.
 
     Needs no torch, and the machine need not be this one.
     """
-    wishes = {name: value for name, value in (wishes or {}).items() if value is not None}
+    overrides = {name: value for name, value in (overrides or {}).items() if value is not None}
     measured, conditions = measured or {}, conditions or Conditions()
-    _refuse_unknown({*wishes, *measured})
+    _check_setting_names({*overrides, *measured})
     decided: dict[str, Setting] = {}
-    facts = Facts(machine=machine, conditions=conditions, workload=workload, decided=decided)
-    for rule in ALL:
-        decided[rule.setting] = _decide(rule, facts, wishes, measured)
+    facts = RuleContext(machine=machine, conditions=conditions, workload=workload, settings=decided)
+    for rule in ALL_RULES:
+        decided[rule.setting] = _decide(rule, facts, overrides, measured)
         if rule.setting == "on_device_failure":
-            _settle_missing_device(facts, decided)
+            _resolve_missing_device(facts, decided)
     return Plan(
         machine=machine,
         conditions=conditions,
         workload=workload,
-        wishes=wishes,
+        overrides=overrides,
         measured=measured,
         settings=decided,
-        cautions=tuple(cautions(facts)),
-        hazards=tuple(hazard.id for hazard in hazards(machine, facts.device)),
+        cautions=tuple(plan_warnings(facts)),
+        hazards=tuple(hazard.id for hazard in known_hazards(machine, facts.device)),
         trials=trials,
     )
 
 
-def override(plan: Plan, wishes: Mapping[str, Scalar]) -> Plan:
+def override(plan: Plan, overrides: Mapping[str, Scalar]) -> Plan:
     """The plan as it would be with these wishes too; what depends on them is decided again."""
     return make_plan(
         plan.machine,
         plan.workload,
-        wishes={**plan.wishes, **wishes},
+        overrides={**plan.overrides, **overrides},
         measured=plan.measured,
         conditions=plan.conditions,
         trials=plan.trials,
     )
 
 
-def with_batch(plan: Plan, chosen: ChosenBatch | None) -> Plan:
+def with_auto_batch(plan: Plan, chosen: AutoBatch | None) -> Plan:
     """The plan with how its global batch came about."""
     return plan.model_copy(update={"workload": plan.workload.model_copy(update={"batch": chosen})})
 
 
-def with_learnt(plan: Plan, learnt: Mapping[str, Measured]) -> Plan:
+def with_runtime_changes(plan: Plan, learnt: Mapping[str, MeasuredSetting]) -> Plan:
     """The plan after the run itself has shown that it must differ: that goes before your own word too, and is said."""
     settings = {
         **plan.settings,
@@ -111,8 +109,8 @@ def with_learnt(plan: Plan, learnt: Mapping[str, Measured]) -> Plan:
             for name, found in learnt.items()
         },
     }
-    facts = Facts(machine=plan.machine, conditions=plan.conditions, workload=plan.workload, decided=settings)
-    return plan.model_copy(update={"settings": settings, "cautions": tuple(cautions(facts))})
+    facts = RuleContext(machine=plan.machine, conditions=plan.conditions, workload=plan.workload, settings=settings)
+    return plan.model_copy(update={"settings": settings, "cautions": tuple(plan_warnings(facts))})
 
 
 def read_plan(data: object, *, where: str) -> Plan:
@@ -125,9 +123,9 @@ def read_plan(data: object, *, where: str) -> Plan:
             try_="update whet",
         )
     plan = Plan.from_json(data, where=where)
-    for rule in ALL:
+    for rule in ALL_RULES:
         saved = plan.settings.get(rule.setting)
-        is_open = saved is not None and saved.value is None and rule.setting in _MAY_BE_UNSET
+        is_open = saved is not None and saved.value is None and rule.setting in _NULLABLE
         if saved is not None and not is_open and not rule.law.holds(saved.value):
             raise WhetError(
                 f"{where} has a setting that no plan decides",
@@ -139,14 +137,16 @@ def read_plan(data: object, *, where: str) -> Plan:
 
 def setting_names() -> tuple[str, ...]:
     """The names of all settings, in the order of decision."""
-    return tuple(rule.setting for rule in ALL)
+    return tuple(rule.setting for rule in ALL_RULES)
 
 
-def _decide(rule: Rule, facts: Facts, wishes: Mapping[str, Scalar], measured: Mapping[str, Measured]) -> Setting:
+def _decide(
+    rule: Rule, facts: RuleContext, overrides: Mapping[str, Scalar], measured: Mapping[str, MeasuredSetting]
+) -> Setting:
     by_rule = rule.decide(facts)
     evidence: dict[str, Any] = {"rule": rule.id, **by_rule.evidence}
-    if rule.setting in wishes:
-        value = wishes[rule.setting]
+    if rule.setting in overrides:
+        value = overrides[rule.setting]
         if not rule.law.holds(value):
             raise UsageError(f"{rule.setting} must be {rule.law.text}", got=repr(value), try_=rule.sections["Override"])
         reason = "you said so" if value == by_rule.value else f"you said so; the rule says {by_rule.value}"
@@ -157,20 +157,20 @@ def _decide(rule: Rule, facts: Facts, wishes: Mapping[str, Scalar], measured: Ma
     return Setting(value=by_rule.value, reason=by_rule.reason, source="rule", evidence=evidence)
 
 
-def _refuse_unknown(names: set[str]) -> None:
+def _check_setting_names(names: set[str]) -> None:
     known = setting_names()
     for name in sorted(names - set(known)):
-        meant = nearest(name, known)
+        meant = closest_match(name, known)
         hint = f"did you mean {meant!r}?" if meant else "one of " + ", ".join(known)
         raise UsageError("a plan has no such setting", got=name, try_=hint)
 
 
-def _settle_missing_device(facts: Facts, decided: dict[str, Setting]) -> None:
+def _resolve_missing_device(facts: RuleContext, decided: dict[str, Setting]) -> None:
     """A device that was asked for and is not there is refused; or it becomes the CPU, if that was asked for too."""
     if facts.device == "cpu" or facts.accelerator is not None:
         return
-    asked = facts.value("device")
-    if facts.value("on_device_failure") == "cpu" and facts.device in ("mps", "cuda"):
+    asked = facts.device_name
+    if facts.on_device_failure == "cpu" and facts.device in ("mps", "cuda"):
         reason = f"{asked} is not there, and on_device_failure=cpu"
         decided["device"] = decided["device"].model_copy(update={"value": "cpu", "reason": reason})
         return
@@ -181,3 +181,41 @@ def _settle_missing_device(facts: Facts, decided: dict[str, Setting]) -> None:
         got=f"--device {asked}" + (f" ({why.reason})" if why else ""),
         try_=why.cure if why else "--device " + " or --device ".join([*available, "cpu"]),
     )
+
+
+def with_smaller_micro_batch(plan: Plan, at_most: int, *, reason: str, problem: str) -> Plan:
+    """The plan with the largest even cut of the global batch that is no larger than `at_most`."""
+    whole = plan.workload.global_batch_size
+    cuts = -(-whole // at_most)
+    micro = -(-whole // cuts)
+    evidence = {"problem": problem, "before": plan.micro_batch}
+    return with_runtime_changes(
+        plan,
+        {
+            "micro_batch": MeasuredSetting(value=micro, reason=reason, evidence=evidence),
+            "accumulation": MeasuredSetting(value=cuts, reason=f"{cuts} times {micro} make {whole}", evidence=evidence),
+            "eval_batch": MeasuredSetting(
+                value=min(_as_int(plan.eval_batch), 2 * micro),
+                reason="no backward pass, so twice the micro-batch",
+                evidence=evidence,
+            ),
+        },
+    )
+
+
+def with_smaller_eval_batch(plan: Plan, *, step: int, problem: str) -> Plan:
+    """The plan with half of what is evaluated at once; refuses where it is one sample already."""
+    before = _as_int(plan.eval_batch)
+    if before == 1:
+        raise InsufficientMemoryError(
+            "not even one sample can be evaluated", got=problem, try_="a smaller model or shorter samples"
+        )
+    reason = f"evaluating {before} at once ran out of memory at step {step:,}"
+    return with_runtime_changes(
+        plan, {"eval_batch": MeasuredSetting(value=before // 2, reason=reason, evidence={"problem": problem})}
+    )
+
+
+def _as_int(value: object) -> int:
+    assert isinstance(value, int)
+    return value

@@ -11,33 +11,36 @@ from dataclasses import dataclass, field
 
 from whet.machine.facts import Accelerator, Conditions, Machine
 from whet.plan.setting import Evidence, Scalar, Setting
+from whet.plan.values import SettingValues
 from whet.plan.workload import Workload
 
 SECTIONS = ("Why", "When wrong", "Override", "Sources")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+@dataclass(frozen=True, kw_only=True)
+class RuleContext(SettingValues):
     """All that a rule may look at: the machine, its moment, the workload, and what was decided before."""
 
     machine: Machine
     conditions: Conditions
     workload: Workload
-    decided: Mapping[str, Setting]
-
-    def value(self, name: str) -> Scalar:
-        """The value of a setting that was decided before."""
-        return self.decided[name].value
+    settings: Mapping[str, Setting]
+    """The settings decided so far."""
 
     @property
-    def device(self) -> str:
+    def device_name(self) -> str:
+        """The decided device, with its index if it has one: "cuda:1"."""
+        return str(self.settings["device"].value)
+
+    @property
+    def device(self) -> str:  # type: ignore[override]
         """The kind of the decided device, without an index: "cuda:1" is "cuda"."""
-        return str(self.value("device")).partition(":")[0]
+        return self.device_name.partition(":")[0]
 
     @property
     def num_parts(self) -> int:
         """By how many processes weights, gradients and state are divided; an older plan knows nothing of it."""
-        sharding = self.decided.get("sharding")
+        sharding = self.settings.get("sharding")
         return self.workload.world_size if sharding is not None and sharding.value == "full" else 1
 
     @property
@@ -63,27 +66,27 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Law:
+class Constraint:
     """What a setting's value may be, in words and as a test."""
 
     text: str
     holds: Callable[[Scalar], bool]
 
 
-def one_of(*values: Scalar) -> Law:
+def one_of(*values: Scalar) -> Constraint:
     """One of a few words."""
-    return Law(text=" or ".join(map(str, values)), holds=lambda value: value in values)
+    return Constraint(text=" or ".join(map(str, values)), holds=lambda value: value in values)
 
 
-def whole(least: int, most: int = 2**53) -> Law:
+def integer(least: int, most: int = 2**53) -> Constraint:
     """A whole number."""
-    return Law(
+    return Constraint(
         text=f"a whole number, {least} or more" if most == 2**53 else f"a whole number from {least} to {most}",
         holds=lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
     )
 
 
-POSITIVE = Law(
+POSITIVE = Constraint(
     text="a number above 0",
     holds=lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
 )
@@ -95,17 +98,17 @@ class Rule:
 
     id: str
     setting: str
-    law: Law
-    decide: Callable[[Facts], Decision]
+    law: Constraint
+    decide: Callable[[RuleContext], Decision]
     what: str
     sections: Mapping[str, str]
 
 
-def rule(rule_id: str, setting: str, law: Law) -> Callable[[Callable[[Facts], Decision]], Rule]:
+def rule(rule_id: str, setting: str, law: Constraint) -> Callable[[Callable[[RuleContext], Decision]], Rule]:
     """Turns a documented function into the rule that decides `setting`."""
 
-    def make(decide: Callable[[Facts], Decision]) -> Rule:
-        what, sections = _read_page(inspect.getdoc(decide) or "")
+    def make(decide: Callable[[RuleContext], Decision]) -> Rule:
+        what, sections = _parse_docstring(inspect.getdoc(decide) or "")
         missing = [name for name in SECTIONS if not sections.get(name)]
         assert what, f"rule {rule_id} needs a first line"
         assert not missing, f"rule {rule_id} needs the sections {missing}"
@@ -114,11 +117,11 @@ def rule(rule_id: str, setting: str, law: Law) -> Callable[[Callable[[Facts], De
     return make
 
 
-def _read_page(text: str) -> tuple[str, dict[str, str]]:
+def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
     parts = re.split(rf"^({'|'.join(SECTIONS)}):\s*", text, flags=re.MULTILINE)
-    sections = {name: _join(body) for name, body in zip(parts[1::2], parts[2::2], strict=True)}
-    return _join(parts[0]), sections
+    sections = {name: _join_lines(body) for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+    return _join_lines(parts[0]), sections
 
 
-def _join(body: str) -> str:
+def _join_lines(body: str) -> str:
     return " ".join(body.split())

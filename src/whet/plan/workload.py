@@ -1,16 +1,62 @@
-"""What is to be trained, as far as a plan needs to know. The user owns every number here; a plan changes none."""
+"""Workload: what is trained, as far as a plan needs to know. A plan changes nothing here."""
 
-from pydantic import NonNegativeInt, PositiveInt
+from typing import Literal
 
-from whet.base.record import Record
-from whet.plan.chosen_batch import ChosenBatch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from whet.base.model import FrozenModel
+
+Scaling = Literal["linear", "square root"]
+
+
+class BatchPoint(FrozenModel):
+    """One global batch that was tried."""
+
+    batch: PositiveInt
+    samples_per_second: PositiveFloat | None = None
+    """None where no step could be measured."""
+    low: PositiveFloat | None = None
+    high: PositiveFloat | None = None
+    confidence: float = 0.0
+    """That the true median lies between the two."""
+    steps: NonNegativeInt = 0
+    micro_batch: PositiveInt | None = None
+    peak_bytes: NonNegativeInt | None = None
+    words: str = ""
+    """Why there is no number."""
+
+
+class AutoBatch(FrozenModel):
+    """The global batch at the knee, and the learning rates that go with it."""
+
+    batch: PositiveInt
+    base_batch: PositiveInt
+    """The one that the learning rate was meant for."""
+    base_rates: tuple[NonNegativeFloat, ...] = Field(min_length=1)
+    """As they were given, one for each group of parameters."""
+    rates: tuple[NonNegativeFloat, ...] = Field(min_length=1)
+    """What is trained with."""
+    factor: PositiveFloat
+    """What each was multiplied by."""
+    scaling: Scaling
+    reason: str
+    rate_reason: str
+    points: tuple[BatchPoint, ...] = ()
+    """All that were tried, the smallest first."""
+    spent_seconds: NonNegativeFloat = 0.0
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What to tell whoever asked for it."""
+        return f"global batch {self.reason}", self.rate_reason
+
 
 WEIGHT_BYTES = 4
 GRADIENT_BYTES = 4
 ADAM_STATE_BYTES = 8
 
 
-class Workload(Record):
+class Workload(FrozenModel):
     recipe: str
     num_parameters: PositiveInt
     """Those that are trained."""
@@ -39,12 +85,12 @@ class Workload(Record):
     has_batchnorm: bool = False
     is_causal: bool = False
     layers: tuple[str, ...] = ()
-    """Kinds of layers that known wrong results speak of (`plan/known_hazards.py`), as far as they were seen."""
+    """Kinds of layers that known wrong results speak of (`plan/hazard_table.py`), as far as they were seen."""
     world_size: PositiveInt = 1
     """Processes that share each global batch."""
     local_size: PositiveInt = 1
     """Those of them on this machine."""
-    batch: ChosenBatch | None = None
+    batch: AutoBatch | None = None
     """How the global batch came about where the user left it open (global_batch_size=auto)."""
 
     @property

@@ -1,15 +1,34 @@
-"""What a recipe is, and how one is found: by name, or in a Python file of yours."""
+"""The base class of recipes, and how a recipe is loaded: by name or from a Python file."""
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
-from whet.base.errors import UsageError, WhetError, nearest
-from whet.config.keys import CommonConfig
+from whet.base.errors import UsageError, WhetError, closest_match
+from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
+from whet.run.folder import installed_versions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataInspection:
+    """A data report, ready to be shown."""
+
+    lines: tuple[str, ...]
+    as_json: dict[str, Any]
+    num_findings: int
+
+
+class InspectsData(Protocol):
+    """A recipe that can look at data before it trains on it."""
+
+    def inspect_data(self, config: Any, path: Path, *, fix: Path | None, leave: tuple[str, ...]) -> DataInspection:
+        """What `path` holds and what is wrong with it; a cleaned copy at `fix`, with the kinds in `leave` left in."""
+
 
 BUILT_IN = {
     "text": "whet.recipes.text.recipe",
@@ -25,7 +44,7 @@ class Splits(Protocol):
     @property
     def train(self) -> Any: ...
     @property
-    def dev(self) -> Any: ...
+    def val(self) -> Any: ...
     @property
     def test(self) -> Any: ...
 
@@ -44,7 +63,7 @@ class Recipe(Protocol):
 
     name: str
     Config: type[Any]
-    """A model that extends `whet.config.keys.CommonConfig`."""
+    """A model that extends `whet.config.options.CommonConfig`."""
     goal: str
     """The metric that counts; higher is better, unless an attribute `lower_is_better` lists its name.
 
@@ -63,19 +82,19 @@ class Recipe(Protocol):
     def loss(self, model: Any, micro: Any) -> Any:
         """The mean over the samples of a micro-batch, or a pair (sum, weight)."""
 
-    def evaluate(self, model: Any, micros: Any) -> dict[str, Any]:
-        """Metrics over micro-batches of a split, and perhaps a confusion matrix and samples (engine/findings.py)."""
+    def evaluate(self, model: Any, micro_batches: Any) -> dict[str, Any]:
+        """Metrics over micro-batches of a split, and perhaps a confusion matrix and samples (training/metrics.py)."""
 
     def keep(self, config: Any, data: Any) -> dict[str, Any]:
         """What using the model later needs besides its weights, as plain JSON; kept in the run folder."""
 
 
-PARTS = ("name", "Config", "goal", "describe", "data", "model", "loss", "evaluate", "keep")
+REQUIRED_ATTRIBUTES = ("name", "Config", "goal", "describe", "data", "model", "loss", "evaluate", "keep")
 
 
 def load_recipe(word: str) -> Recipe:
     """The recipe behind a word: a built-in name, `path.py`, `path.py:factory` or `module:factory`."""
-    return as_recipe(load_factory(word)(), word)
+    return validate_recipe(load_factory(word)(), word)
 
 
 def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callable[[], Any]:
@@ -88,7 +107,7 @@ def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callab
     elif factory:
         module = _import_module(place)
     else:
-        meant = nearest(word, BUILT_IN)
+        meant = closest_match(word, BUILT_IN)
         hint = f"did you mean {meant!r}?" if meant else "a recipe (" + ", ".join(BUILT_IN) + ") or a file.py"
         raise UsageError("no such recipe", got=word, try_=hint)
     names = (factory,) if factory else default
@@ -105,9 +124,9 @@ def is_recipe(made: object) -> bool:
     return hasattr(made, "Config")
 
 
-def as_recipe(made: object, word: str) -> Recipe:
+def validate_recipe(made: object, word: str) -> Recipe:
     """What a factory gave, if it is a recipe."""
-    missing = [name for name in PARTS if getattr(made, name, None) is None]
+    missing = [name for name in REQUIRED_ATTRIBUTES if getattr(made, name, None) is None]
     if missing:
         raise UsageError(
             f"what {word} gives is not a recipe", got=f"no {', '.join(missing)}", try_="whet init FILE writes one"
@@ -117,7 +136,7 @@ def as_recipe(made: object, word: str) -> Recipe:
         raise UsageError(
             f"the Config of {word} lacks the common keys",
             got=repr(config),
-            try_="class Config(whet.config.keys.CommonConfig)",
+            try_="class Config(whet.config.options.CommonConfig)",
         )
     return cast(Recipe, made)
 
@@ -134,19 +153,19 @@ def _import_file(path: Path) -> Any:
     if str(path.parent.absolute()) not in sys.path:
         sys.path.append(str(path.parent.absolute()))
     loader = spec.loader
-    _run(lambda: loader.exec_module(module), str(path))
+    _import_checked(lambda: loader.exec_module(module), str(path))
     return module
 
 
 def _import_module(name: str) -> Any:
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return _run(lambda: importlib.import_module(name), name)
+        return _import_checked(lambda: importlib.import_module(name), name)
     finally:
         sys.path.pop(0)
 
 
-def _run(load: Callable[[], Any], where: str) -> Any:
+def _import_checked(load: Callable[[], Any], where: str) -> Any:
     try:
         return load()
     except WhetError:
@@ -160,3 +179,33 @@ def _run(load: Callable[[], Any], where: str) -> Any:
         raise WhetError(
             f"{where} could not be loaded", got=f"{type(error).__name__}: {error}", try_="--debug shows where"
         ) from error
+
+
+class EmbeddedData(NamedTuple):
+    """What data is made from, in words of its recipe."""
+
+    is_made: str
+    """ "the embedded talks are made from whet itself and from Python's library" """
+    sources: Mapping[str, str]
+    """What a run records the versions of, by how it is called there."""
+    otherwise: str
+    """What must have changed where all of those versions are the same."""
+    instead: str
+    """What does not change by itself."""
+
+
+def explain_data_change(error: UsageError, made: EmbeddedData, then: Mapping[str, str | None]) -> UsageError:
+    """The refusal of other data with its reason; `then` are the versions that the run was started with."""
+    now = installed_versions()
+    changes = [
+        f"{name} has changed since ({then.get(key)} -> {now[key]})"
+        for key, name in made.sources.items()
+        if then.get(key) != now[key]
+    ]
+    before = ", ".join(f"{name} {then.get(key)}" for key, name in made.sources.items())
+    return UsageError(
+        error.what,
+        got=f"{error.got}; {made.is_made}, and {' and '.join(changes) or made.otherwise}",
+        try_=f"--fresh or another --run to start anew; to go on, what it was started with ({before}); "
+        f"{made.instead} stay as they are",
+    )

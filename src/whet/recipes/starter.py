@@ -7,7 +7,7 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import nn
 
-from whet.config.keys import CommonConfig
+from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
 
 
@@ -30,7 +30,7 @@ class Data:
         x = torch.rand(2_000, 2, generator=draw) * 2 - 1
         y = (x[:, 0] * x[:, 1] > 0).long()
         self.train = {"x": x[:1_600], "y": y[:1_600]}
-        self.dev = {"x": x[1_600:1_800], "y": y[1_600:1_800]}
+        self.val = {"x": x[1_600:1_800], "y": y[1_600:1_800]}
         self.test = {"x": x[1_800:], "y": y[1_800:]}
 
 
@@ -61,9 +61,9 @@ class MyRecipe:
         """The mean over the samples of a micro-batch; or a pair (sum, weight), where tokens count."""
         return nn.functional.cross_entropy(model(micro.x), micro.y)
 
-    def evaluate(self, model, micros):
+    def evaluate(self, model, micro_batches):
         right = total = 0
-        for micro in micros:
+        for micro in micro_batches:
             right += int((model(micro.x).argmax(1) == micro.y).sum())
             total += len(micro)
         return {"accuracy": right / total}

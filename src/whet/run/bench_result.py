@@ -8,21 +8,21 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from whet.base.errors import UsageError, WhetError
-from whet.base.record import Record
+from whet.base.model import FrozenModel
 from whet.machine.facts import Machine
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
-from whet.run.plain_file import read_plain
+from whet.run.disk import read_regular_file
 
 FORMAT_VERSION = 1
 KIND = "whet bench"
 
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Outcome = Literal["measured", "far slower", "does not fit", "failed", "no time"]
+RowOutcome = Literal["measured", "far slower", "does not fit", "failed", "no time"]
 """far slower: so slow that a step or two said enough."""
 
 
-class Interval(Record):
+class BenchInterval(FrozenModel):
     """A middle value and where it lies, with that confidence, whatever the noise is like."""
 
     middle: Amount
@@ -32,7 +32,7 @@ class Interval(Record):
     repeats: PositiveInt
 
 
-class Row(Record):
+class BenchRow(FrozenModel):
     """One value of what was varied."""
 
     value: Scalar
@@ -40,14 +40,14 @@ class Row(Record):
     """Whether it is what the plan says."""
     execution: Mapping[str, Scalar]
     """How steps were made: device, precision, micro_batch and the rest."""
-    outcome: Outcome
+    outcome: RowOutcome
     words: str = ""
     """Why there are no numbers, or what else must be known."""
-    step_seconds: Interval | None = None
+    step_seconds: BenchInterval | None = None
     """By its own times, the quiet and the busy minutes in which they fell included."""
-    samples_per_second: Interval | None = None
+    samples_per_second: BenchInterval | None = None
     """The plan's own rate; of other values that rate times their speed-up, where there were pairs."""
-    speedup: Interval | None = None
+    speedup: BenchInterval | None = None
     """Against the plan, from pairs of steps on the same batches, one right after the other."""
     peak_bytes: NonNegativeInt | None = None
     needed_bytes: NonNegativeInt | None = None
@@ -58,16 +58,16 @@ class Row(Record):
     """Its step time in the second half of the measurement as a multiple of the first half's."""
 
 
-class Sweep(Record):
+class BenchSweep(FrozenModel):
     """One thing varied, all else as in the plan."""
 
     setting: str
     """ "against" where the plan as a whole is compared, "arch" where the model is another one."""
-    rows: tuple[Row, ...] = ()
+    rows: tuple[BenchRow, ...] = ()
     note: str = ""
 
 
-class BenchResult(Record):
+class BenchResult(FrozenModel):
     """Everything one run of `whet bench` found out on one machine."""
 
     kind: Literal["whet bench"] = "whet bench"
@@ -83,7 +83,7 @@ class BenchResult(Record):
     """What a step may take, by the plan."""
     budget_seconds: Amount
     spent_seconds: Amount
-    sweeps: tuple[Sweep, ...] = ()
+    sweeps: tuple[BenchSweep, ...] = ()
     strain: tuple[str, ...] = ()
     """What disturbed the measurement: throttling, drift, other programs."""
     versions: Mapping[str, str | None] = Field(default_factory=dict)
@@ -93,11 +93,11 @@ class BenchResult(Record):
         """Whether the machine is composed or captured: then no number here is about a real one."""
         return self.machine.origin != "probed"
 
-    def sweep(self, setting: str) -> Sweep | None:
+    def sweep(self, setting: str) -> BenchSweep | None:
         """What was found about one setting."""
         return next((sweep for sweep in self.sweeps if sweep.setting == setting), None)
 
-    def best_by_device(self) -> Iterator[Row]:
+    def best_by_device(self) -> Iterator[BenchRow]:
         """For each device the plan's own row, or the one of the device sweep."""
         # A curve over global batches is not measured in turns.
         sweeps = [sweep for sweep in self.sweeps if sweep.setting != "global_batch_size"]
@@ -108,15 +108,15 @@ class BenchResult(Record):
             yield max(own, key=lambda row: row.samples_per_second.repeats if row.samples_per_second else 0)
 
 
-def encode_result(result: BenchResult) -> bytes:
+def encode_bench(result: BenchResult) -> bytes:
     """The result as the bytes of its file."""
     return (json.dumps(result.as_json(), indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
-def read_result(path: Path) -> BenchResult:
+def read_bench(path: Path) -> BenchResult:
     """A result back from its file; anything else is refused."""
     try:
-        fields = json.loads(read_plain(path, follows_links=True))
+        fields = json.loads(read_regular_file(path, follows_links=True))
     except FileNotFoundError:
         raise UsageError("no such benchmark", got=str(path), try_="check the path") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from whet.base.errors import WhetError
-from whet.base.units import show_bytes
+from whet.base.units import format_bytes
 from whet.run.disk import NOT_SUPPORTED, Disk
 
 LEFTOVER_PREFIX = ".tmp-"
@@ -45,15 +45,15 @@ def leftover_name(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def told(doing: str, path: Path) -> Iterator[None]:
+def disk_errors(doing: str, path: Path) -> Iterator[None]:
     """Turns an OSError inside into a WhetError that names the path, the system's reason and what to try."""
     try:
         yield
     except OSError as error:
-        raise explain(error, doing=doing, path=path) from error
+        raise explain_os_error(error, doing=doing, path=path) from error
 
 
-def explain(error: OSError, *, doing: str, path: Path) -> WhetError:
+def explain_os_error(error: OSError, *, doing: str, path: Path) -> WhetError:
     """The three lines for a failed disk operation.
 
     >>> print(explain(OSError(errno.ENAMETOOLONG, "File name too long"), doing="write", path=Path("/x")).try_)
@@ -62,7 +62,7 @@ def explain(error: OSError, *, doing: str, path: Path) -> WhetError:
     code = errno.errorcode.get(error.errno or 0, "unknown")
     reason = f"{os.strerror(error.errno) if error.errno else error} ({code})"
     free = free_bytes(path)
-    space = "" if free is None else f"; {show_bytes(free)} free there"
+    space = "" if free is None else f"; {format_bytes(free)} free there"
     return WhetError(f"cannot {doing} {path}", got=reason + space, try_=_advice(error.errno, path=path))
 
 
@@ -102,7 +102,7 @@ def free_bytes(path: Path) -> int | None:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """What a file should hold, known before it is read back."""
 
     size: int
@@ -113,7 +113,7 @@ def write_file(path: Path, *, data: bytes | Iterable[bytes]) -> None:
     """Writes or replaces a file: after a crash it holds either the old bytes or the new ones."""
     draft = leftover_name(path)
     pieces = (data,) if isinstance(data, bytes) else data
-    with told("write", path):
+    with disk_errors("write", path):
         try:
             _write_new(draft, pieces=pieces, sync=disk.full_sync)
             disk.rename(draft, path)
@@ -124,22 +124,22 @@ def write_file(path: Path, *, data: bytes | Iterable[bytes]) -> None:
         _sync_folder(path.parent, sync=disk.full_sync)
 
 
-def write_draft(path: Path, *, data: bytes | Iterable[bytes | memoryview], is_last: bool = False) -> Written:
+def write_draft(path: Path, *, data: bytes | Iterable[bytes | memoryview], is_last: bool = False) -> WrittenFile:
     """Writes and syncs a new file inside a draft of `publish_directory`; the last file with the drive's cache."""
     pieces = (data,) if isinstance(data, bytes) else data
-    with told("write", path):
+    with disk_errors("write", path):
         # One full sync flushes the whole drive on macOS, so the files before the last need only the ordinary kind.
         return _write_new(path, pieces=pieces, sync=disk.full_sync if is_last else disk.sync)
 
 
-class GrowingFile:
+class StreamedFile:
     """A new file inside a draft of `publish_directory`, for who writes several at a time, piece by piece."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._collected = bytearray()
         self._digest, self._size = hashlib.sha256(), 0
-        with told("write", path):
+        with disk_errors("write", path):
             self._descriptor = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def append(self, data: bytes | memoryview) -> None:
@@ -148,15 +148,15 @@ class GrowingFile:
         if len(self._collected) >= _LEAST_WRITE:
             self._write()
 
-    def close(self) -> Written:
+    def close(self) -> WrittenFile:
         """Syncs and closes it; what it holds."""
         try:
             self._write()
-            with told("write", self._path):
+            with disk_errors("write", self._path):
                 disk.sync(self._descriptor)
         finally:
             self.abandon()
-        return Written(self._size, self._digest.hexdigest())
+        return WrittenFile(self._size, self._digest.hexdigest())
 
     def abandon(self) -> None:
         """Closes it as it is; its draft goes anyway."""
@@ -170,12 +170,12 @@ class GrowingFile:
         self._size += len(self._collected)
         rest = memoryview(bytes(self._collected))
         self._collected.clear()
-        with told("write", self._path):
+        with disk_errors("write", self._path):
             while rest:
                 rest = rest[disk.write(self._descriptor, rest) :]
 
 
-def _write_new(path: Path, *, pieces: Iterable[bytes | memoryview], sync: Callable[[int], None]) -> Written:
+def _write_new(path: Path, *, pieces: Iterable[bytes | memoryview], sync: Callable[[int], None]) -> WrittenFile:
     """Synced through the descriptor that wrote: the system tells a later one nothing of what went wrong before."""
     digest, size = hashlib.sha256(), 0
     descriptor = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -189,7 +189,7 @@ def _write_new(path: Path, *, pieces: Iterable[bytes | memoryview], sync: Callab
         sync(descriptor)
     finally:
         disk.close(descriptor)
-    return Written(size, digest.hexdigest())
+    return WrittenFile(size, digest.hexdigest())
 
 
 def _in_large_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
@@ -225,7 +225,7 @@ def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
     same files: the draft goes, and who wants to try again writes a new one.
     """
     draft = leftover_name(path)
-    with told("create", path):
+    with disk_errors("create", path):
         try:
             disk.make_folder(draft)
             fill(draft)
@@ -243,7 +243,7 @@ def publish_files(files: Sequence[tuple[Path, Iterable[bytes]]]) -> None:
     """Writes several new files; all are complete before the first gets its name, and none replaces another."""
     drafts: list[tuple[Path, Path]] = []
     for path, _ in files:
-        with told("write", path):
+        with disk_errors("write", path):
             if path.exists() or path.is_symlink():
                 raise FileExistsError(errno.EEXIST, "is there already")
     try:
@@ -252,7 +252,7 @@ def publish_files(files: Sequence[tuple[Path, Iterable[bytes]]]) -> None:
             write_draft(drafts[-1][0], data=pieces, is_last=len(drafts) == len(files))
         while drafts:
             draft, path = drafts[-1]
-            with told("write", path):
+            with disk_errors("write", path):
                 disk.rename(draft, path)
                 _sync_folder(path.parent, sync=disk.full_sync)
             drafts.pop()
@@ -266,7 +266,7 @@ def publish_files(files: Sequence[tuple[Path, Iterable[bytes]]]) -> None:
 def make_directory(path: Path) -> tuple[Path, ...]:
     """Makes a folder and its parents where they are missing; the new ones, outermost first."""
     made: list[Path] = []
-    with told("create", path):
+    with disk_errors("create", path):
         missing = [place for place in (path, *path.parents) if not place.exists()]
         if not missing and not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "not a folder")
@@ -284,7 +284,7 @@ def make_directory(path: Path) -> tuple[Path, ...]:
 
 def check_writable(path: Path) -> None:
     """Refuses a path that could not be made, before anything is written: its nearest existing parent decides."""
-    with told("create", path):
+    with disk_errors("create", path):
         place = next(place for place in path.parents if place.exists())
         if not place.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "not a folder")
@@ -301,7 +301,7 @@ def check_writable(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Removes a file or a whole folder: gone under its name at once, and for good when this returns."""
-    with told("remove", path):
+    with disk_errors("remove", path):
         doomed = path
         if not is_leftover(path):
             doomed = leftover_name(path)
@@ -313,9 +313,9 @@ def remove(path: Path) -> None:
             disk.unlink(doomed)
 
 
-def set_aside(path: Path) -> Path:
+def move_aside(path: Path) -> Path:
     """Takes a name away from what has it, without deleting it; where it lies now. `remove` ends it."""
-    with told("move", path):
+    with disk_errors("move", path):
         aside = leftover_name(path)
         disk.rename(path, aside)
         return aside

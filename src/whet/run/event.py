@@ -50,19 +50,19 @@ from typing import Any
 
 from whet.run import strict_json
 
-HAPPENINGS = ("oom", "resume", "restart", "throttle", "pressure", "skip", "spike", "fallback", "warning")
+INCIDENT_KINDS = ("oom", "resume", "restart", "throttle", "pressure", "skip", "spike", "fallback", "warning")
 """What is worth telling in a report."""
 
-KINDS = frozenset(("start", "plan", "step", "health", "eval", "epoch", "checkpoint", *HAPPENINGS, "end"))
+EVENT_KINDS = frozenset(("start", "plan", "step", "health", "eval", "epoch", "checkpoint", *INCIDENT_KINDS, "end"))
 """What may be written. Readers pass on kinds they do not know: a newer whet may have written them."""
 
-REPLACED = frozenset(("step", "eval", "epoch"))
+VOIDED_KINDS = frozenset(("step", "eval", "epoch"))
 """The kinds that a later `resume` from an earlier step makes void: they will happen again."""
 
-SITTINGS = frozenset(("start", "resume"))
+SESSION_START_KINDS = frozenset(("start", "resume"))
 """The kinds that begin a sitting: one process training without a break."""
 
-RESERVED = frozenset(("kind", "time", "step", strict_json.MARK))
+RESERVED_FIELDS = frozenset(("kind", "time", "step", strict_json.NONFINITE_KEY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +93,17 @@ def as_number(value: object) -> float | None:
         return math.inf if value > 0 else -math.inf
 
 
-def read_line(line: bytes) -> Event | None:
+def parse_event(line: bytes) -> Event | None:
     """The event on a line; None when the line is damaged.
 
     >>> read_line(b'{"kind":"step","time":1.5,"step":3,"loss":0.25}').number("loss")
     0.25
     """
-    parts = read_parts(line)
+    parts = parse_event_fields(line)
     return None if parts is None else Event(*parts)
 
 
-def read_parts(line: bytes) -> tuple[str, float, int, dict[str, Any]] | None:
+def parse_event_fields(line: bytes) -> tuple[str, float, int, dict[str, Any]] | None:
     """Kind, time, step and fields of the event on a line: for those who read millions."""
     try:
         record = strict_json.decode(line)

@@ -1,12 +1,9 @@
-"""How are events.jsonl and its index written while a run trains, and read back?
-
-Writing is cheap per step: lines wait in memory and go to the system once a second, at every happening that is no step,
-and on close; `sync` makes them survive a power cut. Only a torn last line is ever cut off, when the file is opened.
-Reading shows the run as it counts: what a later `resume` made void is left out.
-"""
+"""Writing events.jsonl and its index while a run trains, and reading them back."""
 
 import contextlib
+import errno
 import itertools
+import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator
@@ -15,15 +12,83 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from whet.base.errors import WhetError, nearest
-from whet.run import strict_json
-from whet.run.appender import Appender
-from whet.run.event import KINDS, REPLACED, RESERVED, SITTINGS, Event
-from whet.run.folder import EVENTS_FILE, INDEX_FILE, Run, folder_of
-from whet.run.index import HEADER, LONG_BYTES, Layout, Progress, read_block, read_layout, read_places, write_entry
-from whet.run.plain_file import open_plain
-from whet.run.spare_index import keep_spare, spare_path
-from whet.run.tally import Block, Tally
+from whet.base.errors import WhetError, closest_match
+from whet.run import durable, strict_json
+from whet.run.disk import open_regular_file
+from whet.run.event import EVENT_KINDS, RESERVED_FIELDS, SESSION_START_KINDS, VOIDED_KINDS, Event
+from whet.run.event_block import BlockBuilder, EventBlock
+from whet.run.event_index import (
+    INDEX_HEADER,
+    LONG_BYTES,
+    LogLayout,
+    ScanProgress,
+    cache_index,
+    cached_index_path,
+    encode_entry,
+    read_block,
+    read_layout,
+    read_non_steps,
+)
+from whet.run.folder import EVENTS_FILE, INDEX_FILE, Run, run_folder
+
+
+class AppendOnlyFile:
+    """A file that only grows. Bytes wait in memory until `flush`; what the disk refused stays and goes first next time,
+    so a full disk loses nothing that space will not bring back."""
+
+    def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
+        """Opens or makes `path`; `keep_bytes` cuts off what lies behind (a torn end)."""
+        self._path = path
+        self._waiting: list[bytes] = []
+        with durable.disk_errors("open", path):
+            self._descriptor = durable.disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._owner = os.getpid()
+            if keep_bytes is not None:
+                durable.disk.truncate(self._descriptor, keep_bytes)
+            self.size = os.fstat(self._descriptor).st_size
+            """Where the next byte goes, counting those that wait."""
+
+    def add(self, data: bytes) -> None:
+        """Puts bytes in line; touches no durable.disk."""
+        self._waiting.append(data)
+        self.size += len(data)
+
+    def flush(self) -> None:
+        """Hands all that waits to the system: it then survives this process, not yet a power cut."""
+        if not self._waiting or os.getpid() != self._owner:
+            return  # A forked child holds a copy of what waits; writing it would repeat it.
+        data = memoryview(b"".join(self._waiting))
+        with durable.disk_errors("write", self._path):
+            try:
+                while data:
+                    data = data[durable.disk.write(self._descriptor, data) :]
+            finally:
+                self._waiting = [bytes(data)] if data else []
+
+    def sync(self) -> None:
+        """Makes everything so far survive a power cut."""
+        self.flush()
+        with durable.disk_errors("sync", self._path):
+            if os.fstat(self._descriptor).st_nlink == 0:
+                raise FileNotFoundError(errno.ENOENT, "deleted while open")
+            durable.disk.full_sync(self._descriptor)
+
+    def settle(self) -> None:
+        """Makes what was flushed survive a power cut together with what is fully synced next; from any thread."""
+        with durable.disk_errors("sync", self._path):
+            if self._descriptor >= 0:
+                durable.disk.sync(self._descriptor)
+
+    def close(self) -> None:
+        """Syncs and closes; closing twice is fine."""
+        if self._descriptor < 0:
+            return
+        try:
+            self.sync()
+        finally:
+            descriptor, self._descriptor = self._descriptor, -1
+            with durable.disk_errors("close", self._path):
+                durable.disk.close(descriptor)
 
 
 class EventLog:
@@ -38,20 +103,20 @@ class EventLog:
         stopwatch: Callable[[], float] = time.monotonic,
     ) -> None:
         """Opens the log for more events; `clock` dates them, `stopwatch` paces the flushes (it never jumps)."""
-        folder = folder_of(run)
-        layout = layout_of(folder)
+        folder = run_folder(run)
+        layout = read_log_layout(folder)
         self.path = folder / EVENTS_FILE
-        self._events = Appender(folder / EVENTS_FILE, keep_bytes=layout.end)
+        self._events = AppendOnlyFile(folder / EVENTS_FILE, keep_bytes=layout.end)
         try:
-            self._index = Appender(folder / INDEX_FILE, keep_bytes=layout.index_bytes)
+            self._index = AppendOnlyFile(folder / INDEX_FILE, keep_bytes=layout.index_bytes)
         except BaseException:
             self._events.close()
             raise
         if layout.index_bytes == 0:
-            self._index.add(HEADER)
+            self._index.add(INDEX_HEADER)
         for block in layout.blocks[layout.num_indexed :]:
-            self._index.add(write_entry(block))
-        self._tally = Tally(layout.end)
+            self._index.add(encode_entry(block))
+        self._tally = BlockBuilder(layout.end)
         self._flush_seconds = flush_seconds
         self._clock = clock
         self._stopwatch = stopwatch
@@ -59,18 +124,22 @@ class EventLog:
 
     def append(self, kind: str, /, *, step: int, **fields: Any) -> None:
         """Adds one event. If the disk refuses it this raises, but keeps the event and writes it when it can."""
-        if kind not in KINDS:
-            raise WhetError("unknown kind of event", got=kind, try_=nearest(kind, KINDS) or ", ".join(sorted(KINDS)))
-        if not RESERVED.isdisjoint(fields):
-            raise ValueError(f"names of fields that every event has: {sorted(RESERVED & fields.keys())}")
+        if kind not in EVENT_KINDS:
+            raise WhetError(
+                "unknown kind of event",
+                got=kind,
+                try_=closest_match(kind, EVENT_KINDS) or ", ".join(sorted(EVENT_KINDS)),
+            )
+        if not RESERVED_FIELDS.isdisjoint(fields):
+            raise ValueError(f"names of fields that every event has: {sorted(RESERVED_FIELDS & fields.keys())}")
         record = {"kind": kind, "time": self._clock(), "step": step, **fields}
         try:
             # Steps are many, and hold nothing but what the engine puts in.
-            line = strict_json.quick(record) if kind == "step" else strict_json.compact(record).encode()
+            line = strict_json.encode_fast(record) if kind == "step" else strict_json.encode_compact(record).encode()
         except (ValueError, TypeError):
-            record, line = _odd_record(record)
+            record, line = _encode_unusual(record)
             fields = {name: record[name] for name in fields}
-        if kind in SITTINGS or self._tally.is_full:
+        if kind in SESSION_START_KINDS or self._tally.is_full:
             self._close_block()
         data = line + b"\n"
         self._tally.add(kind, record["time"], record["step"], fields, start=self._events.size, length=len(data))
@@ -105,8 +174,8 @@ class EventLog:
 
     def _close_block(self) -> None:
         if self._tally.count:
-            self._index.add(write_entry(self._tally.block(self._events.size)))
-            self._tally = Tally(self._events.size)
+            self._index.add(encode_entry(self._tally.block(self._events.size)))
+            self._tally = BlockBuilder(self._events.size)
 
     def __enter__(self) -> Self:
         return self
@@ -121,18 +190,18 @@ class History:
     Where the index is missing or old, the events are read: `progress` is told how many bytes of how many.
     """
 
-    def __init__(self, run: Run | Path, *, progress: Progress | None = None) -> None:
-        self._path = folder_of(run) / EVENTS_FILE
-        self._take(layout_of(folder_of(run), progress=progress))
+    def __init__(self, run: Run | Path, *, progress: ScanProgress | None = None) -> None:
+        self._path = run_folder(run) / EVENTS_FILE
+        self._take(read_log_layout(run_folder(run), progress=progress))
 
-    def _take(self, layout: Layout) -> None:
+    def _take(self, layout: LogLayout) -> None:
         self.layout = layout
         self.damaged = sum(block.damaged for block in layout.blocks)
         """Lines in the file that are no events; they are passed over."""
         self.tables: dict[tuple[str, str], Any] = {}
-        """What whet.run.thin keeps, so that it need not be read again."""
-        self._limits = _limits(layout.blocks)
-        self._rests: dict[int, Block] = {}
+        """What whet.run.curve keeps, so that it need not be read again."""
+        self._limits = _void_limits(layout.blocks)
+        self._rests: dict[int, EventBlock] = {}
 
     def __iter__(self) -> Iterator[Event]:
         return self.events()
@@ -157,7 +226,7 @@ class History:
         """The newest event of these kinds, or None."""
         return next(self.backwards(kinds=kinds), None)
 
-    def counted_blocks(self) -> Iterator[Block]:
+    def counted_blocks(self) -> Iterator[EventBlock]:
         """All blocks; one with void events comes as a block of what is left of it."""
         for position, block in enumerate(self.layout.blocks):
             if block.greatest_step <= self._limits[position]:
@@ -168,11 +237,11 @@ class History:
             if self._rests[position].kinds:
                 yield self._rests[position]
 
-    def step_blocks(self) -> Iterator[Block]:
+    def step_blocks(self) -> Iterator[EventBlock]:
         """Blocks with the step events that count."""
         return (block for block in self.counted_blocks() if "step" in block.kinds)
 
-    def read(self, block: Block) -> Iterator[Event]:
+    def read(self, block: EventBlock) -> Iterator[Event]:
         """The events that count of a block of this history."""
         starts = [each.start for each in self.layout.blocks]
         return self._read([bisect_left(starts, block.start)], kinds=None)
@@ -187,23 +256,25 @@ class History:
     ) -> Iterator[Event]:
         if not positions:
             return
-        with open_plain(self._path) as file:
+        with open_regular_file(self._path) as file:
             for position in positions:
                 block, limit = self.layout.blocks[position], self._limits[position]
                 if kinds is None or "step" in kinds:
                     events = read_block(file, block, newest_first=newest_first)
                 else:
-                    events = read_places(file, block, kinds=kinds, newest_first=newest_first)
+                    events = read_non_steps(file, block, kinds=kinds, newest_first=newest_first)
                 for event in events:
-                    if (kinds is None or event.kind in kinds) and (event.step <= limit or event.kind not in REPLACED):
+                    if (kinds is None or event.kind in kinds) and (
+                        event.step <= limit or event.kind not in VOIDED_KINDS
+                    ):
                         yield event
 
-    def _rest(self, position: int) -> Block:
+    def _rest(self, position: int) -> EventBlock:
         block = self.layout.blocks[position]
         is_all_void = block.least_step > self._limits[position]
         # Of thousands of blocks that are void, only what stays true is read.
-        kinds = block.kinds.keys() - REPLACED if is_all_void else None
-        tally = Tally(block.start)
+        kinds = block.kinds.keys() - VOIDED_KINDS if is_all_void else None
+        tally = BlockBuilder(block.start)
         for event in self._read([position], kinds=kinds) if kinds is None or kinds else ():
             tally.add(event.kind, event.time, event.step, event.fields, start=block.start, length=0)
         return replace(tally.block(block.end), places=())
@@ -221,26 +292,26 @@ def tail(run: Run | Path, n: int) -> tuple[Event, ...]:
     return tuple(itertools.islice(History(run).backwards(), n))[::-1]
 
 
-def _odd_record(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     """A record with NaN or another library's numbers, in Python's own types, and its line."""
     try:
-        record = strict_json.plain(record)
+        record = strict_json.to_plain(record)
     except TypeError as error:
         what = f"a {record['kind']} event cannot be written"
         raise WhetError(what, got=str(error), try_="numbers, text, lists and maps of them") from None
     return record, strict_json.encode(record).encode()
 
 
-def layout_of(folder: Path, *, progress: Progress | None = None) -> Layout:
+def read_log_layout(folder: Path, *, progress: ScanProgress | None = None) -> LogLayout:
     """The blocks of the events in a run folder; if finding out took long, it is kept for the next time."""
     events, index = folder / EVENTS_FILE, folder / INDEX_FILE
-    layout = read_layout(events, index=index, spare=lambda: spare_path(events), progress=progress)
+    layout = read_layout(events, index=index, spare=lambda: cached_index_path(events), progress=progress)
     if layout.read_bytes >= LONG_BYTES:
-        keep_spare(events, layout.blocks[:-1])  # The last one may still grow.
+        cache_index(events, layout.blocks[:-1])  # The last one may still grow.
     return layout
 
 
-def _limits(blocks: tuple[Block, ...]) -> list[float]:
+def _void_limits(blocks: tuple[EventBlock, ...]) -> list[float]:
     """For each block the lowest step that a later block resumed from: above it, its steps are void."""
     limits: list[float] = []
     lowest = float("inf")

@@ -22,11 +22,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from whet.base.errors import UsageError, WhetError, nearest
-from whet.base.record import Record
+from whet.base.errors import UsageError, WhetError, closest_match
+from whet.base.model import FrozenModel
 from whet.base.version import VERSION
 from whet.run import durable, strict_json
-from whet.run.plain_file import read_plain
+from whet.run.disk import read_regular_file
 
 FORMAT_VERSION = 1
 
@@ -34,15 +34,15 @@ RUN_FILE = "run.json"
 EVENTS_FILE = "events.jsonl"
 INDEX_FILE = "events.index"
 CHECKPOINTS = "checkpoints"
-KEPT_FILE = "recipe.json"
+RECIPE_FILE = "recipe.json"
 """What the recipe kept for using the model later; a run of your own loop has none."""
-PARTS = ("config", "plan", "machine", "versions")
+RUN_PARTS = ("config", "plan", "machine", "versions")
 """What is kept in a JSON file each, beside run.json."""
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "pydantic", "psutil", "tokenizers", "transformers", "optuna")
 
 
-class Header(Record):
+class RunHeader(FrozenModel):
     """What run.json says."""
 
     format_version: int
@@ -56,11 +56,11 @@ class Header(Record):
     """The words of the command that made it; saying them again resumes it."""
 
 
-class Run(Record):
+class Run(FrozenModel):
     """A run folder as it was read; the folder may have moved on since."""
 
     path: Path
-    header: Header
+    header: RunHeader
     config: dict[str, Any]
     plan: dict[str, Any]
     machine: dict[str, Any]
@@ -69,7 +69,7 @@ class Run(Record):
     @property
     def kept(self) -> dict[str, Any]:
         """What the recipe kept for using the model later; empty where there is none."""
-        path = self.path / KEPT_FILE
+        path = self.path / RECIPE_FILE
         return _read_object(path) if path.exists() else {}
 
     @property
@@ -78,7 +78,7 @@ class Run(Record):
         return self.path / CHECKPOINTS
 
 
-def versions() -> dict[str, str | None]:
+def installed_versions() -> dict[str, str | None]:
     """The versions that decide what a run does; None for what is not installed. Imports none of them."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
@@ -116,9 +116,9 @@ def create_run(
 ) -> Run:
     """Makes a run folder: complete, or not at all."""
     path = path.expanduser().absolute()
-    refuse_occupied(path)
+    check_run_path(path)
     durable.check_writable(path)
-    header = Header(
+    header = RunHeader(
         format_version=FORMAT_VERSION,
         id=secrets.token_hex(8),
         recipe=recipe,
@@ -148,11 +148,11 @@ def open_run(path: Path | str) -> Run:
     """The run in a folder, every part of it read and checked."""
     path = Path(path).expanduser().absolute()
     header = read_header(path)
-    parts = {name: _read_object(path / f"{name}.json") for name in PARTS}
+    parts = {name: _read_object(path / f"{name}.json") for name in RUN_PARTS}
     return Run.from_json({"path": path, "header": header, **parts}, where=path)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> RunHeader:
     """What run.json of a run folder says; refuses what is no run, or one this version cannot read."""
     if not (path / RUN_FILE).is_file():
         raise _not_a_run(path)
@@ -164,19 +164,19 @@ def read_header(path: Path) -> Header:
             got=f"format {version} (whet {data.get('whet', 'unknown')}); this is {FORMAT_VERSION} (whet {VERSION})",
             try_="upgrade: pip install --upgrade whet",
         )
-    return Header.from_json(data, where=path / RUN_FILE)
+    return RunHeader.from_json(data, where=path / RUN_FILE)
 
 
-def rewrite(run: Run, **parts: Mapping[str, Any]) -> Run:
+def rewrite_parts(run: Run, **parts: Mapping[str, Any]) -> Run:
     """Replaces config, plan, machine or versions of a run (a grown `epochs`, a plan for another machine)."""
     for name, value in parts.items():
-        if name not in PARTS:
+        if name not in RUN_PARTS:
             raise ValueError(f"a run has no part {name!r}")
         durable.write_file(run.path / f"{name}.json", data=_file_bytes(value))
     return open_run(run.path)
 
 
-def folder_of(run: Run | Path) -> Path:
+def run_folder(run: Run | Path) -> Path:
     """The folder, of a run or as given."""
     return run.path if isinstance(run, Run) else run
 
@@ -186,7 +186,7 @@ def run_folders(root: Path) -> list[Path]:
     return [p for p in _children(root) if _is_there(p / RUN_FILE) or _is_there(p / EVENTS_FILE)]
 
 
-def groups_of_runs(root: Path) -> dict[Path, int]:
+def run_groups(root: Path) -> dict[Path, int]:
     """Folders in `root` that are no runs but hold some, as those of several seeds do: how many each."""
     runs = set(run_folders(root))
     found = {path: len(run_folders(path)) for path in _children(root) if path not in runs}
@@ -217,18 +217,18 @@ def _read_object(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():
         raise WhetError(f"the run file {path} is damaged", got="not a regular file", try_=hint)
     try:
-        return strict_json.decode(read_plain(path))
+        return strict_json.decode(read_regular_file(path))
     except FileNotFoundError:
         raise WhetError(f"the run file {path} is missing", got=f"no {path.name}", try_=hint) from None
     except OSError as error:
-        raise durable.explain(error, doing="read", path=path) from error
+        raise durable.explain_os_error(error, doing="read", path=path) from error
     except ValueError as error:
         raise WhetError(f"the run file {path} is damaged", got=str(error), try_=hint) from None
 
 
-def refuse_occupied(path: Path) -> None:
+def check_run_path(path: Path) -> None:
     """Refuses a place where no run can be made."""
-    with durable.told("create", path):
+    with durable.disk_errors("create", path):
         if path.is_symlink() and not path.exists():
             raise UsageError(f"cannot make a run at {path}", got="a link that leads nowhere", try_="another --run DIR")
         if not path.exists():
@@ -260,6 +260,6 @@ def _not_a_run(path: Path) -> UsageError:
         hint = f"one of the {len(inside)} in it, such as {inside[-1]}; `whet runs {path}` lists them"
     else:
         siblings = [p.name for p in _children(path.parent) if (p / RUN_FILE).is_file()]
-        meant = nearest(path.name, siblings)
+        meant = closest_match(path.name, siblings)
         hint = f"{path.parent / meant}" if meant else "`whet runs` lists the runs there are"
     return UsageError(f"{path} is not a run", got=got, try_=hint)

@@ -19,23 +19,23 @@ from types import TracebackType
 from typing import Self
 
 from whet.base.errors import UsageError, WhetError
-from whet.base.record import Record
+from whet.base.model import FrozenModel
 from whet.run import strict_json
-from whet.run.durable import told
+from whet.run.durable import disk_errors
 
 LOCK_FILE = "lock"
 
 _BUSY = (errno.EACCES, errno.EAGAIN)
-_PATIENCE_SECONDS = 5.0
+_WAIT_SECONDS = 5.0
 """`holder` takes the lock for some microseconds to look, and longer where a busy machine stops it right then; that must
 not refuse a real owner. Where another owner is alive, nothing is waited for."""
 
 _held: dict[tuple[int, int], "RunLock"] = {}
-"""The locks of this process by (device, inode) of their file; a forked child finds its parent's here, see `_ours`."""
+"""The locks of this process by (device, inode) of their file; a forked child finds its parent's here, see `_own_lock`."""
 _guard = threading.Lock()
 
 
-class Holder(Record):
+class LockHolder(FrozenModel):
     """The process that writes in a run folder."""
 
     pid: int
@@ -51,7 +51,7 @@ class Holder(Record):
 class RunLock:
     """The right to write in a run folder; a context manager. Taken with `acquire`."""
 
-    def __init__(self, *, descriptor: int, key: tuple[int, int], holder: Holder) -> None:
+    def __init__(self, *, descriptor: int, key: tuple[int, int], holder: LockHolder) -> None:
         self._descriptor = descriptor
         self._key = key
         self.holder = holder
@@ -78,25 +78,25 @@ class RunLock:
 def acquire(folder: Path) -> RunLock:
     """Takes the lock of a run folder, or says who has it."""
     path = folder / LOCK_FILE
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _WAIT_SECONDS
     while True:
-        with _guard, told("lock", path):
+        with _guard, disk_errors("lock", path):
             lock = _try_acquire(path)
         if lock is not None:
             return lock
         found = holder(folder)
         if found is not None and found.pid != 0 and (_is_alive(found) or time.monotonic() > deadline):
-            raise _refusal(folder, found)
+            raise _locked_error(folder, found)
         if time.monotonic() > deadline:
-            raise _refusal(folder, None)
+            raise _locked_error(folder, None)
         time.sleep(0.02)
 
 
-def holder(folder: Path) -> Holder | None:
+def holder(folder: Path) -> LockHolder | None:
     """Who holds the lock of a run folder now; None when nobody does. pid 0: somebody, not yet known who."""
     path = folder / LOCK_FILE
-    with _guard, told("read", path):
-        ours = _ours(path)
+    with _guard, disk_errors("read", path):
+        ours = _own_lock(path)
         if ours is not None:
             return ours.holder
         try:
@@ -120,7 +120,7 @@ def is_locked(folder: Path) -> bool:
     return holder(folder) is not None
 
 
-def _ours(path: Path) -> RunLock | None:
+def _own_lock(path: Path) -> RunLock | None:
     try:
         stat = path.stat()
     except OSError:
@@ -131,7 +131,7 @@ def _ours(path: Path) -> RunLock | None:
 
 
 def _try_acquire(path: Path) -> RunLock | None:
-    if _ours(path) is not None:
+    if _own_lock(path) is not None:
         return None
     descriptor = _open(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -140,7 +140,7 @@ def _try_acquire(path: Path) -> RunLock | None:
         if not _is_still(path, stat):  # Somebody removed the folder between our open and our lock.
             os.close(descriptor)
             return None
-        owner = Holder(pid=os.getpid(), host=platform.node() or "unknown", since=time.time())
+        owner = LockHolder(pid=os.getpid(), host=platform.node() or "unknown", since=time.time())
         data = (strict_json.encode(owner.as_json()) + "\n").encode()
         os.pwrite(descriptor, data, 0)
         os.ftruncate(descriptor, len(data))
@@ -170,14 +170,14 @@ def _is_still(path: Path, stat: os.stat_result) -> bool:
         return False
 
 
-def _read_holder(descriptor: int) -> Holder:
+def _read_holder(descriptor: int) -> LockHolder:
     try:
-        return Holder.from_json(strict_json.decode(os.pread(descriptor, 4096, 0)), where=LOCK_FILE)
+        return LockHolder.from_json(strict_json.decode(os.pread(descriptor, 4096, 0)), where=LOCK_FILE)
     except (ValueError, UsageError):
-        return Holder(pid=0, host="unknown", since=0.0)
+        return LockHolder(pid=0, host="unknown", since=0.0)
 
 
-def _is_alive(owner: Holder) -> bool:
+def _is_alive(owner: LockHolder) -> bool:
     # What stands in the file may be a dead predecessor's for the instant in which the new owner writes its own.
     if owner.host != platform.node():
         return True
@@ -190,7 +190,7 @@ def _is_alive(owner: Holder) -> bool:
     return True
 
 
-def _refusal(folder: Path, owner: Holder | None) -> WhetError:
+def _locked_error(folder: Path, owner: LockHolder | None) -> WhetError:
     if owner is None or owner.pid == 0:
         return WhetError(
             f"another process is using the run {folder}",

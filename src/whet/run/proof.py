@@ -7,18 +7,18 @@ from pydantic import Field
 
 from whet.base.errors import UsageError, WhetError
 from whet.run import durable, strict_json
-from whet.run.strict_json import StrictRecord
+from whet.run.strict_json import StrictModel
 
 FORMAT_VERSION = 1
 PROOF_FILE = "proof.json"
 
-LEAST_RESUMED = 0.6
+MIN_RESUMED_FRACTION = 0.6
 """Fewer lives than this share that went on from a checkpoint show nothing: all kills may have hit the start."""
 
 Verdict = Literal["proved", "broken", "cannot be proved"]
 
 
-class Tally(StrictRecord):
+class KillCounts(StrictModel):
     """What one kind of kill met."""
 
     kills: int = 0
@@ -33,12 +33,12 @@ class Tally(StrictRecord):
     torn: int = 0
     """Checkpoints that had their final name and were not whole."""
 
-    def plus(self, other: "Tally") -> "Tally":
+    def plus(self, other: "KillCounts") -> "KillCounts":
         """Both together."""
-        return Tally(**{name: getattr(self, name) + getattr(other, name) for name in Tally.model_fields})
+        return KillCounts(**{name: getattr(self, name) + getattr(other, name) for name in KillCounts.model_fields})
 
 
-class Compared(StrictRecord):
+class ComparedCounts(StrictModel):
     """How much of each run was compared with the one that nobody interrupted."""
 
     tensors: int = 0
@@ -51,7 +51,7 @@ class Compared(StrictRecord):
     """Metrics that differ even between two runs that nobody interrupted, such as seconds."""
 
 
-class Difference(StrictRecord):
+class ProofDifference(StrictModel):
     """What was not the same."""
 
     what: str
@@ -66,14 +66,14 @@ class Difference(StrictRecord):
     """Which kills the run had behind it: "disk call 17", "random kill 3 to 9"."""
 
 
-class Proof(StrictRecord):
+class Proof(StrictModel):
     """A verdict, and what it rests on."""
 
     format_version: int = FORMAT_VERSION
     verdict: Verdict
     reason: str | None = None
     """Why it is not proved."""
-    difference: Difference | None = None
+    difference: ProofDifference | None = None
     recipe: str
     device: str = "unknown"
     steps: int = 0
@@ -82,11 +82,11 @@ class Proof(StrictRecord):
     """How the piece differs from the training that was asked for."""
     births: str = ""
     """How the processes were made."""
-    at_random: Tally = Field(default_factory=Tally)
-    at_disk_calls: Tally = Field(default_factory=Tally)
+    at_random: KillCounts = Field(default_factory=KillCounts)
+    at_disk_calls: KillCounts = Field(default_factory=KillCounts)
     disk_calls: int = 0
     """Calls that change the disk, of one resume, the save after it and its tidying."""
-    compared: Compared = Field(default_factory=Compared)
+    compared: ComparedCounts = Field(default_factory=ComparedCounts)
     seed: int
     repeat: str
     """The command that draws the same kills again."""
@@ -96,19 +96,21 @@ class Proof(StrictRecord):
     seconds: float = 0.0
 
     @property
-    def total(self) -> Tally:
+    def total(self) -> KillCounts:
         """All kills together."""
         return self.at_random.plus(self.at_disk_calls)
 
 
-def too_little(at_random: Tally, at_disk_calls: Tally, compared: Compared, *, asked: int, steps: int) -> str | None:
+def why_insufficient(
+    at_random: KillCounts, at_disk_calls: KillCounts, compared: ComparedCounts, *, asked: int, steps: int
+) -> str | None:
     """Why equal results would show nothing; None when they do."""
     total = at_random.plus(at_disk_calls)
     if at_random.kills < asked:
         return f"{at_random.kills} of {asked} kills at random instants happened"
     if at_disk_calls.kills == 0:
         return "no kill at a disk call happened"
-    if at_random.resumed < LEAST_RESUMED * at_random.lives:
+    if at_random.resumed < MIN_RESUMED_FRACTION * at_random.lives:
         return f"only {at_random.resumed} of {at_random.lives} lives went on from a checkpoint"
     if total.inside_save == 0:
         return "no kill fell inside a save"
@@ -138,7 +140,7 @@ def read_proof(folder: Path) -> Proof | None:
         raise WhetError("the proof cannot be read", got=f"{path}: {error}"[:300], try_="whet prove again") from None
 
 
-def in_one_line(proof: Proof) -> str:
+def proof_line(proof: Proof) -> str:
     """The proof as a report shows it."""
     total = proof.total
     resumed = f"{total.resumed} of {total.lives} lives resumed"

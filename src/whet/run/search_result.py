@@ -7,7 +7,7 @@ from pydantic import Field
 
 from whet.base.errors import UsageError
 from whet.run import durable, strict_json
-from whet.run.strict_json import StrictRecord
+from whet.run.strict_json import StrictModel
 
 FORMAT_VERSION = 1
 RESULT_FILE = "result.json"
@@ -15,7 +15,7 @@ RESULT_FILE = "result.json"
 TrialState = Literal["complete", "pruned", "infeasible", "failed", "running", "waiting"]
 
 
-class SearchTrial(StrictRecord):
+class SearchTrial(StrictModel):
     """One trial."""
 
     number: int
@@ -31,7 +31,7 @@ class SearchTrial(StrictRecord):
     """Why it has no value."""
 
 
-class Candidate(StrictRecord):
+class SearchCandidate(StrictModel):
     """One of the best, trained again with seeds that the search had not seen."""
 
     number: int
@@ -46,7 +46,7 @@ class Candidate(StrictRecord):
     """Where the mean over seeds lies, 95 % sure, if it is spread like a bell; None with fewer than two seeds."""
 
 
-class SearchResult(StrictRecord):
+class SearchResult(StrictModel):
     """Everything a search found out."""
 
     format_version: int = FORMAT_VERSION
@@ -68,7 +68,7 @@ class SearchResult(StrictRecord):
     continued: int = 0
     """Trials that were killed or stopped, and went on from where they were."""
     importance: dict[str, float] = Field(default_factory=dict)
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[SearchCandidate, ...] = ()
     """The best first."""
     difference_low: float | None = None
     difference_high: float | None = None
@@ -79,7 +79,7 @@ class SearchResult(StrictRecord):
     created: str = ""
 
     @property
-    def winner(self) -> Candidate | None:
+    def winner(self) -> SearchCandidate | None:
         """The best that was found; None where no trial came to its end."""
         return self.candidates[0] if self.candidates else None
 

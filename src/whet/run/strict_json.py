@@ -18,18 +18,18 @@ from typing import Any, NoReturn, Self, SupportsFloat, SupportsIndex
 
 from pydantic_core import from_json, to_json
 
-from whet.base.record import Record
+from whet.base.model import FrozenModel
 
-MARK = "nonfinite"
+NONFINITE_KEY = "nonfinite"
 
-compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+encode_compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 """JSON on one line, for values known to be plain: ValueError on NaN, TypeError on what is not JSON."""
 _pretty = json.JSONEncoder(allow_nan=False, indent=2).encode
 _PLAIN = frozenset((bool, int, float, str))
 _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def quick(record: dict[str, Any]) -> bytes:
+def encode_fast(record: dict[str, Any]) -> bytes:
     """The same for a map of Python's own numbers, plain words and maps, six times as fast; ValueError on all else."""
     line = to_json(record)
     if b"NaN" in line or b"Infinity" in line or not line.isascii():
@@ -37,12 +37,12 @@ def quick(record: dict[str, Any]) -> bytes:
     return line
 
 
-class StrictRecord(Record):
+class StrictModel(FrozenModel):
     """A record whose numbers may be NaN or infinite, and whose JSON is strict all the same."""
 
     def as_json(self) -> dict[str, Any]:
         """The value as plain JSON types, without NaN."""
-        return strict(super().as_json())
+        return to_strict(super().as_json())
 
     @classmethod
     def from_json(cls, data: object, *, where: str | Path) -> Self:
@@ -56,31 +56,31 @@ def encode(record: Mapping[str, Any], *, pretty: bool = False) -> str:
     >>> encode({"loss": math.nan, "step": 3})
     '{"loss":null,"step":3,"nonfinite":{"loss":"nan"}}'
     """
-    write = _pretty if pretty else compact
+    write = _pretty if pretty else encode_compact
     try:
         return write(record)
     except (ValueError, TypeError):
-        return write(strict(record))
+        return write(to_strict(record))
 
 
-def strict(record: Mapping[str, Any]) -> dict[str, Any]:
+def to_strict(record: Mapping[str, Any]) -> dict[str, Any]:
     """The object in plain JSON types: no NaN, and numbers of other libraries as ordinary ones."""
     marks: dict[str, str] = {}
-    result: dict[str, Any] = _clean(plain(record), path=None, marks=marks)
+    result: dict[str, Any] = _clean(to_plain(record), path=None, marks=marks)
     if marks:
-        result[MARK] = marks
+        result[NONFINITE_KEY] = marks
     return result
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """The value in Python's own types, NaN kept; anything that is no number, text, list or map is refused."""
     # Python's own numbers first: a page has a hundred thousand of them, and asking for a protocol takes a microsecond.
     if value is None or type(value) in _PLAIN or isinstance(value, bool | str):
         return value
     if isinstance(value, Mapping):
-        return {_name(key): plain(item) for key, item in value.items()}
+        return {_name(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, SupportsIndex):
         # Arrays and tensors of one element have __index__ whatever they hold, and refuse it unless they are whole.
         with contextlib.suppress(TypeError):
@@ -103,8 +103,8 @@ def decode(text: str | bytes) -> dict[str, Any]:
         value = _decode_slowly(text)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
-    if MARK in value:
-        _restore(value, marks=value.pop(MARK))
+    if NONFINITE_KEY in value:
+        _restore(value, marks=value.pop(NONFINITE_KEY))
     return value
 
 

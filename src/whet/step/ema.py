@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from whet.world.rows import held
+from whet.distributed.strategies import local_tensor
 
 
 class Ema:
@@ -45,10 +45,10 @@ class Ema:
             if name in live and (name not in self.average or self.average[name].shape != buffer.shape):
                 # A buffer that was made or grew in a forward pass: its average begins anew.
                 self.average[name] = buffer.detach().clone()
-        now = [held(live[name].detach()) for name in self.average]
+        now = [local_tensor(live[name].detach()) for name in self.average]
         if not isinstance(share, Tensor):
             # What is here of tensors that several processes share, with those that each has whole.
-            torch._foreach_lerp_([held(average) for average in self.average.values()], now, share)
+            torch._foreach_lerp_([local_tensor(average) for average in self.average.values()], now, share)
             return
         for average, weights in zip(self.average.values(), now, strict=True):
             # Half formats are averaged in float32, as the kernel for a plain number does.

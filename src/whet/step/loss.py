@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from whet.base.errors import WhetError
-from whet.data.batch import Micro
+from whet.data.batch import MicroBatch
 
 _TINY = 1e-37
 
 Loss = Tensor | tuple[Tensor, Tensor | float]
-LossFunction = Callable[[Micro], Loss]
+LossFunction = Callable[[MicroBatch], Loss]
 
 
-def split_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
+def parse_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
     """(mean, None) or (sum, weight); anything else is refused before it can train."""
     if isinstance(returned, tuple | list) and len(returned) == 2:
         total, weight = returned
@@ -50,7 +50,7 @@ def split_loss(returned: Any) -> tuple[Tensor, Tensor | float | None]:
     return total if total.dim() == 0 else total.reshape(()), weight
 
 
-def at_least_tiny(weight: Tensor | float) -> Tensor | float:
+def clamp_weight(weight: Tensor | float) -> Tensor | float:
     """The weight, or the smallest number above zero: a batch in which nothing counts has loss 0, not 0/0."""
     if isinstance(weight, Tensor):
         return weight.clamp(min=torch.finfo(weight.dtype).tiny)

@@ -1,9 +1,9 @@
-"""One optimizer step, top to bottom: forward, backward, weigh, clip, update, average.
+"""One optimizer step: forward, backward, clip, update, EMA.
 
-Nothing here waits for the device or looks at a tensor's value, so that a step can be captured and run again.
+Nothing here waits for the device or reads a tensor's value, so that a step can be captured and replayed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -12,12 +12,34 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whet.base.errors import WhetError
-from whet.data.batch import Micro
+from whet.data.batch import MicroBatch
 from whet.device.abstract import AbstractDevice, Mark
-from whet.step.clipping import clip_at_once, may_clip_at_once
+from whet.distributed.strategies import ParallelStrategy
 from whet.step.ema import Ema
-from whet.step.loss import LossFunction, at_least_tiny, split_loss
-from whet.world.joining import Joining
+from whet.step.loss import LossFunction, clamp_weight, parse_loss
+
+_FOREACH_DEVICES = ("cpu", "cuda")
+"""Where torch computes many tensors in one call; elsewhere it takes them one by one."""
+
+
+def can_clip_foreach(parameters: Sequence[Tensor]) -> bool:
+    """Whether these are plain, of one dtype and on one device that computes many tensors in one call."""
+    first = parameters[0]
+    are_plain = all(type(p) in (nn.Parameter, Tensor) for p in parameters)
+    are_alike = all((p.device, p.dtype) == (first.device, first.dtype) for p in parameters)
+    return are_plain and are_alike and first.device.type in _FOREACH_DEVICES
+
+
+@torch.no_grad()
+def clip_foreach(parameters: Sequence[Tensor], most: float) -> Tensor:
+    """Makes all gradients smaller by one factor if their norm is over `most`; the norm before."""
+    gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+    if not gradients:
+        return torch.tensor(0.0)
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
+    torch._foreach_mul_(gradients, torch.clamp(most / (norm + 1e-6), max=1.0))
+    return norm
+
 
 NORM_EVERY = 16
 """Without clipping the norm of the gradient is taken in one step of so many: in every step it cost 3 to 5 % of small
@@ -55,14 +77,14 @@ class Stepper:
         loss_scaling: str = "off",
         clip: float | None = None,
         ema: Ema | None = None,
-        joining: Joining | None = None,
+        joining: ParallelStrategy | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.device = device
         self.scaler = device.scaler(loss_scaling)
         self.ema = ema
-        self.joining = joining or Joining()
+        self.joining = joining or ParallelStrategy()
         self.is_updating = False
         """Whether weights may have changed although the step is not done."""
         self.refusal: str | None = None
@@ -73,19 +95,25 @@ class Stepper:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def __call__(
-        self, loss: LossFunction, micros: Iterable[Micro], *, num_samples: int, step: int, is_careful: bool = False
+        self,
+        loss: LossFunction,
+        micro_batches: Iterable[MicroBatch],
+        *,
+        num_samples: int,
+        step: int,
+        is_careful: bool = False,
     ) -> Outcome:
         """Makes step number `step` (counted from 1) from all micro-batches of one global batch.
 
         A careful step waits for the device and looks at the numbers before they change any weight.
         """
         with self.device.computing(is_step=True):
-            return self._step(loss, micros, num_samples=num_samples, step=step, is_careful=is_careful)
+            return self._step(loss, micro_batches, num_samples=num_samples, step=step, is_careful=is_careful)
 
     def _step(
         self,
         loss: LossFunction,
-        micros: Iterable[Micro],
+        micro_batches: Iterable[MicroBatch],
         *,
         num_samples: int,
         step: int,
@@ -99,7 +127,7 @@ class Stepper:
         weight_sum: Tensor | float | None = None
         is_whole = True
         start = mark()
-        for made, is_last in zip(micros, repeat(True)) if self.joining.is_alone else with_last(micros):
+        for made, is_last in zip(micro_batches, repeat(True)) if self.joining.is_alone else mark_last(micro_batches):
             loaded = mark()
             micro = made if made.is_there else made.moved(self.device.put)
             moved = mark()
@@ -107,12 +135,12 @@ class Stepper:
             is_whole = len(micro) == num_samples and self.joining.is_alone
             with self.joining.computing(is_last=is_last):
                 with self.device.autocast(self._precision):
-                    total, weight = split_loss(self.joining.call(loss, micro))
+                    total, weight = parse_loss(self.joining.call(loss, micro))
                 if weight is None:
                     # A mean over the micro-batch: its share of the global batch is known beforehand.
                     part = total if is_whole else total * (micro.counts * len(micro) / num_samples)
                 elif is_whole:
-                    part = total / at_least_tiny(weight)
+                    part = total / clamp_weight(weight)
                 else:
                     # A sum: over the samples for now, over all weights once they are known.
                     part, weight = (total / num_samples, weight) if micro.counts else (total * 0.0, weight * 0.0)
@@ -134,10 +162,10 @@ class Stepper:
         loss_sum, weight_sum = self.joining.totals(loss_sum, weight_sum)
         if not self._has_gradients:
             self._refuse_no_gradients()
-            self._clips_at_once = may_clip_at_once(self._parameters)
+            self._clips_at_once = can_clip_foreach(self._parameters)
         self.scaler.unscale_(self.optimizer)
         if weight_sum is not None:
-            correction = loss_sum.new_full((), num_samples) / at_least_tiny(weight_sum)
+            correction = loss_sum.new_full((), num_samples) / clamp_weight(weight_sum)
             self._scale_gradients(correction)
             loss_sum = loss_sum * correction
         grad_norm = None
@@ -208,7 +236,7 @@ class Stepper:
                 parameter.grad = None
 
     def _clip_gradients(self, most: float) -> Tensor:
-        clip = clip_at_once if self._clips_at_once else nn.utils.clip_grad_norm_
+        clip = clip_foreach if self._clips_at_once else nn.utils.clip_grad_norm_
         return self.joining.whole(clip(self._parameters, most))
 
     def _norm(self) -> Tensor:
@@ -225,10 +253,10 @@ class Stepper:
             torch._foreach_mul_(same, factor.to(dtype))
 
 
-def with_last(micros: Iterable[Micro]) -> Iterator[tuple[Micro, bool]]:
+def mark_last(micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
     """Each with whether it is the last, which shows only behind it."""
-    ahead: Micro | None = None
-    for micro in micros:
+    ahead: MicroBatch | None = None
+    for micro in micro_batches:
         if ahead is not None:
             yield ahead, False
         ahead = micro

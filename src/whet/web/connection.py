@@ -13,29 +13,28 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from whet.web.limits import Limits
-from whet.web.refusal import RefusedError
+from whet.web.access import ClientLimits, HttpError
 
-_LOOK_SECONDS = 0.5
+_CHECK_SECONDS = 0.5
 
 
-class Watch:
+class ConnectionMonitor:
     """Looks after the connections of one server."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
         self.cut_off = 0
         """How many connections were ended by us so far."""
-        self._open: dict[Connection, None] = {}
+        self._open: dict[MonitoredConnection, None] = {}
         self._is_looking = False
 
     def connection(
         self, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None
     ) -> Any:
         """What uvicorn calls for each new connection."""
-        return Connection(self, config, server_state, app_state, _loop)
+        return MonitoredConnection(self, config, server_state, app_state, _loop)
 
-    def add(self, connection: "Connection") -> None:
+    def add(self, connection: "MonitoredConnection") -> None:
         """Counts a new connection; one too many pushes out the oldest that is not being answered."""
         self._open[connection] = None
         if len(self._open) > self.limits.connections:
@@ -43,13 +42,13 @@ class Watch:
             self.cut(next(waiting, connection))
         if not self._is_looking:
             self._is_looking = True
-            connection.loop.call_later(_LOOK_SECONDS, self._look, connection.loop)
+            connection.loop.call_later(_CHECK_SECONDS, self._look, connection.loop)
 
-    def remove(self, connection: "Connection") -> None:
+    def remove(self, connection: "MonitoredConnection") -> None:
         """It is closed."""
         self._open.pop(connection, None)
 
-    def cut(self, connection: "Connection") -> None:
+    def cut(self, connection: "MonitoredConnection") -> None:
         """Ends a connection at once, whatever it still has to send."""
         self.cut_off += 1
         self.remove(connection)
@@ -62,13 +61,13 @@ class Watch:
                 self.cut(connection)
         self._is_looking = bool(self._open)
         if self._is_looking:
-            loop.call_later(_LOOK_SECONDS, self._look, loop)
+            loop.call_later(_CHECK_SECONDS, self._look, loop)
 
 
-class Connection(H11Protocol):
+class MonitoredConnection(H11Protocol):
     """One connection, and since when we wait for it."""
 
-    def __init__(self, watch: Watch, *arguments: Any) -> None:
+    def __init__(self, watch: ConnectionMonitor, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._watch = watch
         self._receiving_since: float | None = None
@@ -80,7 +79,7 @@ class Connection(H11Protocol):
         """Whether it is for the client to say something: no request of it is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
-    def is_overdue(self, now: float, limits: Limits) -> bool:
+    def is_overdue(self, now: float, limits: ClientLimits) -> bool:
         """Whether the client took too long with a request, or with taking an answer."""
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or unsent < self._unsent:
@@ -127,7 +126,7 @@ class Connection(H11Protocol):
         if self.conn.our_state is not h11.IDLE and self.conn.our_state is not h11.SEND_RESPONSE:
             self.transport.close()  # An answer is under way: there is no place for another.
             return
-        refusal = RefusedError(400, "this is no HTTP request that we understand", got=msg, try_="HTTP/1.1")
+        refusal = HttpError(400, "this is no HTTP request that we understand", got=msg, try_="HTTP/1.1")
         body = refusal.body()
         headers = [
             ("content-type", "text/plain; charset=utf-8"),

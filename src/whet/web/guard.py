@@ -11,16 +11,22 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from whet.base.errors import UsageError, WhetError
-from whet.web.key import Key
-from whet.web.limits import Limits
-from whet.web.origin import READING, Asked, check_host, check_origin, is_from_our_page
-from whet.web.refusal import RefusedError
+from whet.web.access import (
+    READ_METHODS,
+    ClientLimits,
+    HttpError,
+    RequestInfo,
+    ServerKey,
+    check_host,
+    check_origin,
+    is_same_origin,
+)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
-Shape = Callable[[str, RefusedError], object | None]
+ErrorFormat = Callable[[str, HttpError], object | None]
 """The JSON of a refusal at a path; None for plain text."""
 
 CONTENT_SECURITY_POLICY = (
@@ -42,18 +48,18 @@ _ENTRY = (
 """The browser must come again from here: after a redirect it would not send the cookie of a link opened elsewhere."""
 
 
-class Guard:
+class RequestGuard:
     """An ASGI application that lets through to another one what may pass."""
 
     def __init__(
         self,
         app: App,
         *,
-        key: Key,
+        key: ServerKey,
         hosts: Collection[str],
-        methods: Collection[str] = READING,
-        limits: Limits | None = None,
-        refusal_shape: Shape | None = None,
+        methods: Collection[str] = READ_METHODS,
+        limits: ClientLimits | None = None,
+        error_format: ErrorFormat | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         """`hosts` are the names with port that are ours; a request by any other `methods` is refused."""
@@ -61,8 +67,8 @@ class Guard:
         self._key = key
         self._hosts = frozenset(host.lower() for host in hosts)
         self._methods = frozenset(methods)
-        self._limits = limits or Limits()
-        self._refusal_shape = refusal_shape
+        self._limits = limits or ClientLimits()
+        self._error_format = error_format
         self._on_failure = on_failure
         ports = {host.rpartition(":")[2] for host in self._hosts}
         # The servers of one host share its cookies, whatever their ports.
@@ -73,43 +79,41 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send)
+        answer = _GuardedResponse(send)
         try:
-            asked = Asked(scope)
+            asked = RequestInfo(scope)
             self._check(asked)
             if self._is_entry(asked):
                 await answer.page(_ENTRY, cookie=f"{self._cookie_name}={self._key.cookie}")
                 return
             self._check_key(asked)
-            await self._app(scope, _Capped(receive, self._check_body(asked)), answer.send)
-        except RefusedError as refusal:
+            await self._app(scope, _LimitedBody(receive, self._check_body(asked)), answer.send)
+        except HttpError as refusal:
             await self._refuse(scope, answer, refusal)
         except WhetError as error:
             status = 400 if isinstance(error, UsageError) else 409
-            await self._refuse(scope, answer, RefusedError(status, error.what, got=error.got, try_=error.try_))
+            await self._refuse(scope, answer, HttpError(status, error.what, got=error.got, try_=error.try_))
         except Exception as error:
             if self._on_failure is not None:
                 self._on_failure(error)
             what = "this should not have happened"
             try_ = "the terminal in which the server runs says more"
-            await self._refuse(scope, answer, RefusedError(500, what, got=type(error).__name__, try_=try_))
+            await self._refuse(scope, answer, HttpError(500, what, got=type(error).__name__, try_=try_))
 
-    def _check(self, asked: Asked) -> None:
+    def _check(self, asked: RequestInfo) -> None:
         check_host(asked, self._hosts)
         if asked.num_headers > self._limits.num_headers:
-            raise RefusedError(
-                431, "too many headers", got=asked.num_headers, try_=f"{self._limits.num_headers} at most"
-            )
+            raise HttpError(431, "too many headers", got=asked.num_headers, try_=f"{self._limits.num_headers} at most")
         if asked.method not in self._methods:
             allowed = ", ".join(sorted(self._methods))
-            refusal = RefusedError(405, "this method is not known here", got=asked.method, try_=allowed)
+            refusal = HttpError(405, "this method is not known here", got=asked.method, try_=allowed)
             refusal.headers.append((b"allow", allowed.encode()))
             raise refusal
         check_origin(asked, self._hosts)
         if not asked.is_websocket and any("websocket" in value.lower() for value in asked.every("upgrade")):
-            raise RefusedError(400, "there are no websockets here", got="Upgrade: websocket", try_="plain HTTP")
+            raise HttpError(400, "there are no websockets here", got="Upgrade: websocket", try_="plain HTTP")
 
-    def _is_entry(self, asked: Asked) -> bool:
+    def _is_entry(self, asked: RequestInfo) -> bool:
         """Whether a link with a good ticket is opened; a bad one is told here, unless the browser is known anyway."""
         if asked.is_websocket or asked.path != "/" or not asked.query.startswith(b"token="):
             return False
@@ -121,21 +125,21 @@ class Guard:
         if self._key.spend(ticket):
             return True
         what = "this link was used before, or is of another server"
-        raise RefusedError(401, what, try_="the same command again: it finds this server and gives a new link")
+        raise HttpError(401, what, try_="the same command again: it finds this server and gives a new link")
 
-    def _check_key(self, asked: Asked) -> None:
+    def _check_key(self, asked: RequestInfo) -> None:
         scheme, _, given = (asked.one("authorization") or "").partition(" ")
         if scheme.lower() == "bearer" and self._key.opens_as_bearer(given.strip()):
             return
         if not self._has_cookie(asked):
             what = "this server opens with its key"
-            refusal = RefusedError(401, what, try_="the key or the link that the command printed")
+            refusal = HttpError(401, what, try_="the key or the link that the command printed")
             refusal.headers.append((b"www-authenticate", b"Bearer"))
             raise refusal
-        if (asked.method not in READING or asked.is_websocket) and not is_from_our_page(asked):
-            raise RefusedError(403, "a change needs to say which page it comes from", got="no Origin", try_="the token")
+        if (asked.method not in READ_METHODS or asked.is_websocket) and not is_same_origin(asked):
+            raise HttpError(403, "a change needs to say which page it comes from", got="no Origin", try_="the token")
 
-    def _has_cookie(self, asked: Asked) -> bool:
+    def _has_cookie(self, asked: RequestInfo) -> bool:
         for header in asked.every("cookie"):
             for part in header.split(";"):
                 name, _, value = part.strip().partition("=")
@@ -144,30 +148,30 @@ class Guard:
                     return True
         return False
 
-    def _check_body(self, asked: Asked) -> int:
+    def _check_body(self, asked: RequestInfo) -> int:
         """How many bytes of body may come."""
         most = self._limits.body_bytes
         told = asked.one("content-length") or "0"
         if not (told.isascii() and told.isdigit()) or len(told) > 18 or int(told) > most:
-            raise RefusedError(413, "the request is too large", got=f"{told} bytes", try_=f"{most:,} bytes at most")
-        if asked.method not in READING:
+            raise HttpError(413, "the request is too large", got=f"{told} bytes", try_=f"{most:,} bytes at most")
+        if asked.method not in READ_METHODS:
             # A form of another page can send text, never this.
             kind = (asked.one("content-type") or "").partition(";")[0].strip().lower()
             if kind != "application/json":
-                raise RefusedError(415, "a change is sent as JSON", got=kind or "no type", try_="application/json")
+                raise HttpError(415, "a change is sent as JSON", got=kind or "no type", try_="application/json")
         return most
 
-    async def _refuse(self, scope: Message, answer: "_Answer", refusal: RefusedError) -> None:
+    async def _refuse(self, scope: Message, answer: "_GuardedResponse", refusal: HttpError) -> None:
         if scope["type"] == "websocket":
             await answer.send({"type": "websocket.close", "code": 1008})
         elif answer.has_begun:
             raise ConnectionAbortedError(refusal.what)  # Too late to say it: the connection is cut.
         else:
-            shape = self._refusal_shape
+            shape = self._error_format
             await answer.refuse(refusal, None if shape is None else shape(scope["path"], refusal))
 
 
-class _Capped:
+class _LimitedBody:
     """Receives a body up to a number of bytes."""
 
     def __init__(self, receive: Receive, most: int) -> None:
@@ -180,11 +184,11 @@ class _Capped:
         if message["type"] == "http.request":
             self._left -= len(message.get("body", b""))
             if self._left < 0:
-                raise RefusedError(413, "the request is too large", try_=f"{self._most:,} bytes at most")
+                raise HttpError(413, "the request is too large", try_=f"{self._most:,} bytes at most")
         return message
 
 
-class _Answer:
+class _GuardedResponse:
     """Sends an answer with the headers that all have."""
 
     def __init__(self, send: Send) -> None:
@@ -204,7 +208,7 @@ class _Answer:
         set_cookie = (b"set-cookie", f"{cookie}; Path=/; HttpOnly; SameSite=Strict".encode())
         await self._whole(200, html.encode(), [(b"content-type", b"text/html; charset=utf-8"), set_cookie])
 
-    async def refuse(self, refusal: RefusedError, shaped: object | None) -> None:
+    async def refuse(self, refusal: HttpError, shaped: object | None) -> None:
         kind = b"text/plain; charset=utf-8" if shaped is None else b"application/json"
         body = refusal.body() if shaped is None else json.dumps(shaped).encode()
         headers = [(b"content-type", kind), (b"connection", b"close"), *refusal.headers]

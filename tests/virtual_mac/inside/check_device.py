@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from whet.base.errors import UsageError
 from whet.device import virtual_mac
-from whet.device.machine_here import machine_here
-from whet.device.open import open_device
+from whet.device.open import current_machine, open_device
 from whet.machine.known import load_machine
 
 GIB = 2**30
@@ -43,7 +42,7 @@ def test_torch_believes_it_and_the_name_says_that_it_is_virtual() -> None:
 
 
 def test_the_machine_here_is_the_virtual_one() -> None:
-    machine, _ = machine_here()
+    machine, _ = current_machine()
     assert machine.name == "m2-air-8gb (virtual)"
     assert "not a Mac" in machine.sources[-1]
     assert machine.accelerator("mps") == load_machine("m2-air-8gb").accelerator("mps")
@@ -273,7 +272,7 @@ def test_another_mac_and_none() -> None:
     assert virtual_mac.installed() is None
     assert not torch.backends.mps.is_available()
     assert not torch.accelerator.is_available()
-    assert machine_here()[0].accelerator("mps") is None
+    assert current_machine()[0].accelerator("mps") is None
     assert tensor.tolist() == [1, 1, 1]
     with pytest.raises(UsageError, match="h200 has no Apple GPU"):
         virtual_mac.install("h200")

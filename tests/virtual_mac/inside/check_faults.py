@@ -10,7 +10,7 @@ from torch import nn
 
 from whet.base.errors import UsageError
 from whet.device import virtual_mac
-from whet.device.machine_here import machine_here
+from whet.device.open import current_machine
 from whet.device.virtual_mac import (
     GpuFailure,
     GraphCache,
@@ -179,14 +179,14 @@ def test_simulated_heat_by_the_clock() -> None:
 
 def test_simulated_conditions_are_what_the_sensors_say() -> None:
     assert virtual_mac.conditions() is None
-    plain = machine_here()[1]
+    plain = current_machine()[1]
     with simulate(Conditions(memory_pressure="warn", power_source="battery")):
         with simulate(Conditions(memory_pressure="critical", thermal="heavy")):
-            found = machine_here()[1]
+            found = current_machine()[1]
             assert (found.memory_pressure, found.thermal, found.power_source) == ("critical", "heavy", "battery")
             assert found.memory_available_bytes is not None, "what is not simulated is this computer's"
         assert virtual_mac.conditions() == Conditions(memory_pressure="warn", power_source="battery")
-    assert machine_here()[1].memory_pressure == plain.memory_pressure
+    assert current_machine()[1].memory_pressure == plain.memory_pressure
     simulate(Conditions(thermal="heavy"))
     virtual_mac.uninstall()
     assert virtual_mac.conditions() is None

@@ -14,8 +14,8 @@ from small_models import convnet, images
 from whet.base.errors import WhetError
 from whet.device.open import open_device
 from whet.device.virtual_mac import Miscompute, has_strided_weight, simulate
-from whet.plan.plan import with_learnt
-from whet.plan.setting import Measured
+from whet.plan.plan import with_runtime_changes
+from whet.plan.setting import MeasuredSetting
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
@@ -32,14 +32,14 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def session_of(model: nn.Module, data: Any, run: Path | None, **options: Any) -> whet.Session:
-    wishes = {"threads": 1, "micro_batch": 8, **options.pop("wishes", {})}
+    overrides = {"threads": 1, "micro_batch": 8, **options.pop("wishes", {})}
     return whet.Session(
         model,
         whet.OptimizerChoice(lr=1e-3),
         data,
         global_batch_size=8,
         epochs=9,
-        **{"max_steps": 3, "device": "mps", "run": run, "wishes": wishes, **options},
+        **{"max_steps": 3, "device": "mps", "run": run, "wishes": overrides, **options},
     )
 
 
@@ -49,8 +49,8 @@ def train_gpt(run: Path | None, *, precision: str | None = None, **options: Any)
     model = Gpt()
     with session_of(model, sentences(64), run, outputs=model.outputs, **options) as session:
         if precision is not None:
-            faster = {"precision": Measured(value=precision, reason="faster in a trial", evidence={})}
-            session._execution._use(with_learnt(session.plan, faster))
+            faster = {"precision": MeasuredSetting(value=precision, reason="faster in a trial", evidence={})}
+            session._execution._use(with_runtime_changes(session.plan, faster))
             session._stepper.use_precision(precision, loss_scaling="off")
         for batch in session:
             session.step(model.loss, batch)
@@ -79,7 +79,7 @@ def is_half(*inputs: torch.Tensor) -> bool:
 
 
 def test_what_is_said_and_that_the_training_has_the_same_bits(tmp_path: Path) -> None:
-    checked, unchecked = train_gpt(tmp_path / "on"), train_gpt(tmp_path / "off", wishes={"verify": "off"})
+    checked, unchecked = train_gpt(tmp_path / "on"), train_gpt(tmp_path / "off", overrides={"verify": "off"})
     assert said(tmp_path / "on").startswith("verified: loss and 30 gradients agree with the CPU (")
     assert "); causal; the same bits twice  (" in said(tmp_path / "on")
     assert said(tmp_path / "off") == "not verified: verify=off"
@@ -109,18 +109,18 @@ def test_a_loss_with_tensors_of_its_own_is_not_compared_and_trains(tmp_path: Pat
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_agrees_where_nothing_is_wrong(tmp_path: Path, precision: str) -> None:
-    train_gpt(tmp_path / "run", wishes={"precision": precision})
+    train_gpt(tmp_path / "run", overrides={"precision": precision})
     assert said(tmp_path / "run").startswith("verified: loss and 30 gradients agree with the CPU")
 
 
 # --- the ladder ------------------------------------------------------------------------------------------------------
 
 
-def train_convnet(run: Path, **wishes: str) -> nn.Module:
+def train_convnet(run: Path, **overrides: str) -> nn.Module:
     """With weights in another layout, as a loop of one's own may choose."""
     torch.manual_seed(0)
     model = convnet()
-    with session_of(model, images(32, seed=0), run, wishes=wishes) as session:
+    with session_of(model, images(32, seed=0), run, overrides=overrides) as session:
         model.to(memory_format=torch.channels_last)
         assert not model[3].weight.is_contiguous()
         for batch in session:
@@ -154,14 +154,14 @@ def test_half_precision_that_nobody_asked_for_becomes_fp32_simulated(tmp_path: P
 def test_your_own_word_is_not_overridden_but_the_run_stops_simulated(tmp_path: Path) -> None:
     wrong = simulate(Miscompute("addmm", relative_error=0.5, when=is_half))
     with wrong, pytest.raises(WhetError, match="the model computes something else on this device") as caught:
-        train_gpt(tmp_path / "run", wishes={"precision": "bf16"})
+        train_gpt(tmp_path / "run", overrides={"precision": "bf16"})
     assert "precision=fp32 instead of the precision=bf16 that you asked for" in str(caught.value)
     assert num_steps(tmp_path / "run") == 0
 
 
 def test_a_leak_in_half_precision_gets_a_mask_simulated(tmp_path: Path) -> None:
     with leaking_attention(torch.bfloat16):
-        train_gpt(tmp_path / "asked", wishes={"precision": "bf16"})
+        train_gpt(tmp_path / "asked", overrides={"precision": "bf16"})
         train_gpt(tmp_path / "measured", precision="bf16")
     for name in ("asked", "measured"):
         assert "the output at place 5 moves by" in said(tmp_path / name)
@@ -183,7 +183,7 @@ def test_what_nothing_helps_against_stops_the_run_by_name_simulated(tmp_path: Pa
 
 
 def test_a_resumed_run_whose_precision_changes_says_since_when_simulated(tmp_path: Path) -> None:
-    train_gpt(tmp_path / "run", precision="bf16", max_steps=2, wishes={"verify": "off"})
+    train_gpt(tmp_path / "run", precision="bf16", max_steps=2, overrides={"verify": "off"})
     with simulate(Miscompute("addmm", relative_error=0.5, when=is_half)):
         train_gpt(tmp_path / "run", precision="bf16", max_steps=4)
     report = whet.summarize(tmp_path / "run")

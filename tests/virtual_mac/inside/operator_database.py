@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from whet.device import virtual_mac
-from whet.device.virtual_mac.loaded import native
+from whet.device.virtual_mac.native import native
 
 virtual_mac.install("m3-max-64gb")
 

@@ -19,9 +19,9 @@ from whet.device import virtual_mac
 
 virtual_mac.install("m2-air-8gb")
 
+from whet.api.verify import model_subject  # noqa: E402
 from whet.device.virtual_mac import Miscompute, simulate  # noqa: E402
-from whet.recipes.comparing import subject_of  # noqa: E402
-from whet.verify.parity.comparing import compare_subject  # noqa: E402
+from whet.verify.parity.compare import compare_devices  # noqa: E402
 
 
 class Reader(nn.Module):
@@ -64,7 +64,7 @@ def subjects():
     seeing = (torch.randn(6, 3, 8, 8), torch.randn(6, 4))
     reader = Reader()
     STARTED["reader"] = reader.head[2].bias.detach().clone()
-    return {"reader": subject_of(reader, reading, read_loss), "seer": subject_of(seer(), seeing, see_loss)}
+    return {"reader": model_subject(reader, reading, read_loss), "seer": model_subject(seer(), seeing, see_loss)}
 
 
 FAULTS = {
@@ -128,7 +128,7 @@ def condition_faults():
 def ask(subject, fault, program: Path, expected: str, **options) -> dict:
     """What compare says under a fault, and what its program says with and without it."""
     with simulate(fault):
-        wrong = compare_subject(subject, out=program, **options)
+        wrong = compare_devices(subject, out=program, **options)
         with_fault = exit_code(program) if program.exists() else "not written"
     located = wrong.located
     culprit = located.culprit if located else None
@@ -150,7 +150,7 @@ def main(folder: Path, which: str) -> None:
     options = {"devices": ["cpu", "mps"], "steps": 2, "precisions": []}
     made, found = subjects(), {}
     for name, subject in made.items():
-        sound = compare_subject(subject, **options)
+        sound = compare_devices(subject, **options)
         found[name] = {"agrees": sound.agrees, "rows": {row.what: row.error for row in sound.rows}}
     for name, label, fault, expected in factor_faults() if which == "factor" else condition_faults():
         program = folder / f"{name}_{label}.py".replace(" ", "_")

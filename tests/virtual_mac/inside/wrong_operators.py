@@ -12,13 +12,13 @@ from whet.device import virtual_mac
 
 virtual_mac.install("m2-air-8gb")
 
-from whet.device.mps import Mps  # noqa: E402
+from whet.device.mps import MpsDevice  # noqa: E402
 from whet.device.open import open_device  # noqa: E402
-from whet.doctor.case import Place  # noqa: E402
-from whet.doctor.child import read_table, try_case  # noqa: E402
+from whet.doctor.check import DeviceUnderTest  # noqa: E402
+from whet.doctor.runner import load_checks, run_check_safely  # noqa: E402
 
 GROUPS = ("operators", "hazards", "parity", "resume")
-CASES = {case.name: case for group in GROUPS for case in read_table(f"whet.doctor.cases.{group}:CASES")}
+CASES = {case.name: case for group in GROUPS for case in load_checks(f"whet.doctor.checks.{group}:CASES")}
 ATTENTION = f.scaled_dot_product_attention
 
 
@@ -118,12 +118,12 @@ def _wrong_gradient(func, x, *rest, **options):
 
 @contextlib.contextmanager
 def forgets_the_generator():
-    kept = Mps.set_rng_state
-    Mps.set_rng_state = lambda *_: None
+    kept = MpsDevice.set_rng_state
+    MpsDevice.set_rng_state = lambda *_: None
     try:
         yield
     finally:
-        Mps.set_rng_state = kept
+        MpsDevice.set_rng_state = kept
 
 
 FAULTS = {
@@ -149,12 +149,12 @@ FAULTS = {
 
 
 def main() -> None:
-    place = Place(device=open_device("mps").device, name="mps", is_virtual=True)
+    place = DeviceUnderTest(device=open_device("mps").device, name="mps", is_virtual=True)
     found = {}
     for name, fault in FAULTS.items():
-        without = try_case(CASES[name], place)
+        without = run_check_safely(CASES[name], place)
         with fault:
-            found[name] = {"without": without.verdict, "with": try_case(CASES[name], place).verdict}
+            found[name] = {"without": without.verdict, "with": run_check_safely(CASES[name], place).verdict}
     print(json.dumps(found), flush=True)
     os._exit(0)
 

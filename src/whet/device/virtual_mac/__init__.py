@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from whet.device.virtual_mac.faults import hold_memory as hold_memory
     from whet.device.virtual_mac.faults import reduces_over as reduces_over
     from whet.device.virtual_mac.faults import simulate as simulate
-    from whet.device.virtual_mac.installing import Fallback as Fallback
-    from whet.device.virtual_mac.installing import Stats as Stats
-    from whet.device.virtual_mac.installing import install as install
-    from whet.device.virtual_mac.installing import installed as installed
-    from whet.device.virtual_mac.installing import reset_stats as reset_stats
-    from whet.device.virtual_mac.installing import stats as stats
-    from whet.device.virtual_mac.installing import uninstall as uninstall
+    from whet.device.virtual_mac.install import FallbackStats as FallbackStats
+    from whet.device.virtual_mac.install import Stats as Stats
+    from whet.device.virtual_mac.install import install as install
+    from whet.device.virtual_mac.install import installed as installed
+    from whet.device.virtual_mac.install import reset_stats as reset_stats
+    from whet.device.virtual_mac.install import stats as stats
+    from whet.device.virtual_mac.install import uninstall as uninstall
     from whet.machine.facts import Conditions as Conditions
 
 _PLACES = {
-    "installing": ("Fallback", "Stats", "install", "installed", "reset_stats", "stats", "uninstall"),
+    "install": ("FallbackStats", "Stats", "install", "installed", "reset_stats", "stats", "uninstall"),
     "faults": (
         "Conditions", "GpuFailure", "GraphCache", "Heat", "HeldMemory", "KilledByPressure", "Miscompute", "Simulation",
         "conditions", "has_strided_weight", "hold_memory", "reduces_over", "simulate",

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
-from whet.base.errors import UsageError, nearest
-from whet.device.virtual_mac.loaded import here, native
+from whet.base.errors import UsageError, closest_match
+from whet.device.virtual_mac.native import native, state
 from whet.machine.facts import Conditions
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ When = Callable[..., bool]
 """A question to the tensors that a kernel was given, e.g. `lambda x, weight: len(x) > 32_768`."""
 
 
-class Fault(Protocol):
+class SimulatedFault(Protocol):
     def start(self) -> Undo:
         """Makes it happen; how to end it."""
 
@@ -43,7 +43,7 @@ class GraphCache:
     bytes_per_graph: int = 55_000
 
     def start(self) -> Undo:
-        return _put(_graph_bytes, self.bytes_per_graph, native().hold_per_graph)
+        return _push(_graph_bytes, self.bytes_per_graph, native().hold_per_graph)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class KilledByPressure:
     share: float = 1.0
 
     def start(self) -> Undo:
-        if here.asked is None or here.asked.memory_bytes is None:
+        if state.asked is None or state.asked.memory_bytes is None:
             raise UsageError("nobody knows how much memory this machine has", try_='install("m2-air-8gb")')
-        return _put(_deadly_bytes, int(self.share * here.asked.memory_bytes), native().kill_above)
+        return _push(_deadly_bytes, int(self.share * state.asked.memory_bytes), native().kill_above)
 
 
 class Simulation:
@@ -135,7 +135,7 @@ _conditions: dict[object, Conditions] = {}
 _held_by_hand: list[HeldMemory] = [HeldMemory(0)]
 
 
-def simulate(*faults: Fault | Conditions) -> Simulation:
+def simulate(*faults: SimulatedFault | Conditions) -> Simulation:
     """Starts at once, as `open` does: use it with `with`, or call `end()`, or leave it until the process ends.
 
     `Conditions` are what the sensors of the machine shall say: heat, memory pressure, power.
@@ -145,7 +145,7 @@ def simulate(*faults: Fault | Conditions) -> Simulation:
     _running.append(simulation)
     try:
         for fault in faults:
-            simulation._undo.append(_put(_conditions, fault) if isinstance(fault, Conditions) else fault.start())
+            simulation._undo.append(_push(_conditions, fault) if isinstance(fault, Conditions) else fault.start())
     except BaseException:
         simulation.end()
         raise
@@ -167,7 +167,7 @@ def hold_memory(num_bytes: int) -> None:
 
 def conditions() -> Conditions | None:
     """What the sensors of the virtual Mac say: only what is simulated is set. None where nothing is."""
-    if here.asked is None or not (_conditions or _heats):
+    if state.asked is None or not (_conditions or _heats):
         return None
     said: dict[str, Any] = {"thermal": _thermal()} if _heats else {}
     for one in _conditions.values():
@@ -185,7 +185,7 @@ def has_strided_weight(_x: "torch.Tensor", weight: "torch.Tensor", *_bias: "torc
     return not weight.is_contiguous()
 
 
-def _put(into: dict[object, T], value: T, apply: Callable[[Any], object] = lambda _: None) -> Undo:
+def _push(into: dict[object, T], value: T, apply: Callable[[Any], object] = lambda _: None) -> Undo:
     """Applies the value until it is taken out again; then the newest that is left, or 0."""
     key = object()
     into[key] = value
@@ -209,8 +209,8 @@ def _kernel(operator: str | None) -> str:
     if operator is None:
         return ""
     name = operator.removeprefix("aten::").partition(".")[0]
-    if name in here.kernels:
+    if name in state.kernels:
         return name
-    meant = {"linear": "addmm", "scaled_dot_product_attention": "bmm"}.get(name) or nearest(name, here.kernels)
+    meant = {"linear": "addmm", "scaled_dot_product_attention": "bmm"}.get(name) or closest_match(name, state.kernels)
     hint = f"{meant!r}?" if meant else "the name of an operator that torch computes on MPS, e.g. 'mm'"
     raise UsageError("no kernel of the virtual GPU has this name", got=operator, try_=hint)

@@ -16,9 +16,9 @@ from whet.base.errors import UsageError
 from whet.hex.board import MOST_SIZE, SWAP, parse_cell
 from whet.hex.play.view import look
 from whet.hex.player import Player
-from whet.report.watch.files import ICON, page_files
+from whet.report.watch.server import ICON_FILE, page_files
 from whet.run import strict_json
-from whet.web.refusal import RefusedError
+from whet.web.access import HttpError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ class Routes:
         return self._file(PAGE)
 
     async def _icon(self, request: "Request") -> "Response":  # noqa: ARG002
-        return self._file(ICON)
+        return self._file(ICON_FILE)
 
     async def _static(self, request: "Request") -> "Response":
         return self._file(request.path_params["name"])
@@ -74,7 +74,7 @@ class Routes:
 
         found = self._files.get(name)
         if found is None:
-            raise RefusedError(404, "the page has no such file", got=name, try_="/")
+            raise HttpError(404, "the page has no such file", got=name, try_="/")
         return Response(found.body, media_type=found.kind, headers={"Cache-Control": "no-cache, private"})
 
     async def _tell(self, request: "Request") -> "Response":  # noqa: ARG002
@@ -106,4 +106,4 @@ def _number(text: str | None, name: str) -> int:
 def _json(value: object) -> "Response":
     from starlette.responses import Response
 
-    return Response(strict_json.compact(value).encode(), media_type="application/json")
+    return Response(strict_json.encode_compact(value).encode(), media_type="application/json")

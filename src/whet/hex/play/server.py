@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from whet.base.errors import UsageError
 from whet.hex.play.routes import Routes
 from whet.hex.player import Player
-from whet.web.running import Running
-from whet.web.serving import require_libraries, serve
+from whet.web.registry import RunningServer
+from whet.web.server import require_libraries, serve
 
 NAME = "play"
 PORT = 8322
@@ -20,7 +20,7 @@ def serve_game(
     colour: str = "blue",
     port: int = PORT,
     open_browser: bool = False,
-    on_ready: Callable[[Running], None] | None = None,
+    on_ready: Callable[[RunningServer], None] | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> int:
     """Serves the page until a signal ends it; the exit code."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from whet.base.record import Record
+from whet.base.model import FrozenModel
 from whet.hex.board import BLUE, COLOURS, EMPTY, RED, SWAP, cell_name
 from whet.hex.game import Game, replay
 from whet.hex.groups import chains
@@ -19,7 +19,7 @@ _FREE_PLIES, _FREEDOM = 3, 0.25
 """The first moves of a player are drawn, so that no two games need be the same."""
 
 
-class Suggestion(Record):
+class Suggestion(FrozenModel):
     """A move and how much of the player's policy it has."""
 
     cell: int
@@ -27,7 +27,7 @@ class Suggestion(Record):
     share: float
 
 
-class GameView(Record):
+class GameView(FrozenModel):
     """A game as it is now."""
 
     size: int

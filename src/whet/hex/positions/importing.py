@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from whet.base.errors import UsageError, WhetError
-from whet.base.record import Record
+from whet.base.model import FrozenModel
 from whet.hex.board import BLUE, LEAST_SIZE, MOST_SIZE
 from whet.hex.games import Games, unroll
 from whet.hex.positions.manifest import FORMAT, GAME_ROW, GAMES, MANIFEST, POSITIONS, FileFacts, Manifest, SplitFacts
@@ -22,7 +22,7 @@ Progress = Callable[[int], None]
 _BAD_SHARE = 0.1
 
 
-class ImportWishes(Record):
+class ImportWishes(FrozenModel):
     """What one may say about an import."""
 
     size: int | None = Field(default=None, ge=LEAST_SIZE, le=MOST_SIZE)
@@ -34,12 +34,12 @@ class ImportWishes(Record):
 
 
 def import_records(
-    path: Path, *, into: Path | None, wishes: ImportWishes | None = None, progress: Progress | None = None
+    path: Path, *, into: Path | None, overrides: ImportWishes | None = None, progress: Progress | None = None
 ) -> Manifest:
     """Reads a file or folder of games; `into` becomes a set of positions. Without it they are only looked at."""
-    wishes = wishes or ImportWishes()
-    source = open_source(path, size=wishes.size)
-    taking = _Taking(source, wishes, name=path.name, progress=progress)
+    overrides = overrides or ImportWishes()
+    source = open_source(path, size=overrides.size)
+    taking = _Taking(source, overrides, name=path.name, progress=progress)
     if into is None:
         for _ in taking.rows():
             pass
@@ -65,8 +65,8 @@ def import_records(
 class _Taking:
     """Goes through the games of a source once."""
 
-    def __init__(self, source: Source, wishes: ImportWishes, *, name: str, progress: Progress | None) -> None:
-        self._source, self._wishes, self._name, self._progress = source, wishes, name, progress
+    def __init__(self, source: Source, overrides: ImportWishes, *, name: str, progress: Progress | None) -> None:
+        self._source, self._wishes, self._name, self._progress = source, overrides, name, progress
         self._ledger = Ledger()
         self._seen: set[bytes] = set()
         self._num_good = self._repeated = self._num_positions = 0

@@ -6,12 +6,12 @@ import numpy as np
 from pydantic import Field
 
 from whet.base.errors import UsageError, WhetError
-from whet.base.record import Record
+from whet.base.model import FrozenModel
 from whet.hex.board import check_size
 from whet.hex.positions.splitting import SPLITS
 from whet.hex.records.orientation import Orientation
 from whet.run import strict_json
-from whet.run.plain_file import read_plain
+from whet.run.disk import read_regular_file
 
 FORMAT = "whet hex positions 1"
 MANIFEST, POSITIONS, GAMES = "manifest.json", "positions.bin", "games.bin"
@@ -19,21 +19,21 @@ GAME_ROW = np.dtype([("begin", "<u8"), ("length", "<u2"), ("split", "u1"), ("win
 """One game: where its positions begin, how many there are, its part (splitting.SPLITS) and who won."""
 
 
-class FileFacts(Record):
+class FileFacts(FrozenModel):
     """A file and what it should hold."""
 
     bytes: int
     sha256: str
 
 
-class SplitFacts(Record):
+class SplitFacts(FrozenModel):
     """One part."""
 
     games: int = Field(ge=0)
     positions: int = Field(ge=0)
 
 
-class Manifest(Record):
+class Manifest(FrozenModel):
     """All about a set of positions."""
 
     format: str
@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise UsageError("no set of positions is here", got=str(folder), try_=hint)
     try:
-        data = strict_json.decode(read_plain(path).decode())
+        data = strict_json.decode(read_regular_file(path).decode())
     except ValueError as error:
         raise WhetError(f"{path} is damaged", got=str(error)[:200], try_=hint) from None
     if data.get("format") != FORMAT:

@@ -13,7 +13,7 @@ from whet.hex.positions.packing import row_type, unpack_boards
 from whet.hex.positions.splitting import SPLITS
 from whet.hex.rules import Positions
 from whet.hex.symmetry import Symmetries, transform, transform_moves
-from whet.run.plain_file import open_plain
+from whet.run.disk import open_regular_file
 
 
 class PositionSet:
@@ -28,7 +28,7 @@ class PositionSet:
         if rest or not num_rows:
             raise self._damaged(POSITIONS, "not a whole number of positions")
         self._rows = np.memmap(folder / POSITIONS, dtype=kind, mode="r", shape=(num_rows,))
-        with open_plain(folder / GAMES) as file:
+        with open_regular_file(folder / GAMES) as file:
             data = file.read()
         if len(data) % GAME_ROW.itemsize:
             raise self._damaged(GAMES, "not a whole number of games")
@@ -86,7 +86,7 @@ class PositionSet:
             path = self.folder / name
             if not path.is_file() or path.stat().st_size != facts.bytes:
                 raise self._damaged(name, f"not the {facts.bytes:,} bytes it had")
-            with open_plain(path) as file:
+            with open_regular_file(path) as file:
                 digest = hashlib.sha256()
                 while piece := file.read(2**20):
                     digest.update(piece)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from whet.hex.games import Games
 from whet.hex.symmetry import TURNED, cell_maps
 
-SPLITS = ("train", "dev", "test")
+SPLITS = ("train", "val", "test")
 
 
 def game_keys(games: Games, *, seed: int) -> list[bytes]:

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from whet.base.record import Record
+from whet.base.model import FrozenModel
 from whet.hex.board import EMPTY
 from whet.hex.games import Verdict, as_moves, judge
 from whet.hex.symmetry import MIRRORED, cell_maps
 
 
-class Orientation(Record):
+class Orientation(FrozenModel):
     """How the moves of a file are read."""
 
     is_mirrored: bool

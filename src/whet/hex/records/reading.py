@@ -12,7 +12,7 @@ from whet.hex.board import COLOURS, EMPTY, check_size
 from whet.hex.games import Games, as_moves, judge
 from whet.hex.records.notation import LONGEST_LINE, Written, read_game
 from whet.hex.records.orientation import Orientation, find_orientation, read
-from whet.run.plain_file import open_plain
+from whet.run.disk import open_regular_file
 
 SUFFIXES = (".trmph", ".txt", ".dat", ".hex")
 _AT_ONCE = 1024
@@ -149,7 +149,7 @@ def _files(path: Path) -> tuple[Path, ...]:
 def _lines(files: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
     """Lines that are not empty and no comment, with where they stand; a line without end is cut."""
     for path in files:
-        with open_plain(path, follows_links=True) as file:
+        with open_regular_file(path, follows_links=True) as file:
             number = 0
             while piece := file.readline(2 * LONGEST_LINE):
                 number += 1

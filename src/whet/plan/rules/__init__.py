@@ -1,9 +1,20 @@
-"""Every rule, in the order of decision: a rule may look at what the rules before it decided."""
+"""All rules in the order of decision: a rule sees what the rules before it decided."""
 
 from whet.plan.rule import Rule
-from whet.plan.rules import attention, care, checkpoints, checks, device, kernels, loading, memory, norms, precision
+from whet.plan.rules import (
+    attention,
+    care,
+    checkpoints,
+    device,
+    kernels,
+    loading,
+    memory,
+    norms,
+    precision,
+    verification,
+)
 
-ALL: tuple[Rule, ...] = (
+ALL_RULES: tuple[Rule, ...] = (
     *device.RULES,
     *precision.RULES,
     *kernels.RULES,
@@ -13,5 +24,5 @@ ALL: tuple[Rule, ...] = (
     *loading.RULES,
     *checkpoints.RULES,
     *care.RULES,
-    *checks.RULES,
+    *verification.RULES,
 )

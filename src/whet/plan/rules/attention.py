@@ -1,17 +1,17 @@
 """Which kernels compute attention."""
 
-from whet.plan.own_attention import own_attention_reason
-from whet.plan.rule import Decision, Facts, one_of, rule
+from whet.plan.kernel_support import attention_kernel_reason
+from whet.plan.rule import Decision, RuleContext, one_of, rule
 
-_HALF = ("bf16", "fp16")
-_FIRST_WITH_CUDNN = 9
+_HALF_PRECISIONS = ("bf16", "fp16")
+_CUDNN_CAPABILITY = 9
 """CUDA's compute capability from which torch prefers cuDNN's attention."""
-_MEASURED = "9"
+_KERNEL_CAPABILITY = "9"
 """The compute capability for which whet's own kernels were written and measured."""
 
 
 @rule("K7", "attention", one_of("torch", "cudnn", "flash", "efficient", "math", "own"))
-def choose_attention(facts: Facts) -> Decision:
+def choose_attention(facts: RuleContext) -> Decision:
     """Which kernels compute attention: those that torch chooses, one of torch's first (where it cannot, those that
     follow it in the order cudnn, flash, efficient, math), or whet's own.
 
@@ -30,18 +30,18 @@ def choose_attention(facts: Facts) -> Decision:
     scaled_dot_product_attention, and own for a model without attention of these two kinds.
     Sources: own measurement (H200, torch 2.11; docs/lab.md); torch.nn.attention.sdpa_kernel (2.13).
     """
-    precision, lengths = str(facts.value("precision")), facts.value("lengths")
+    precision, lengths = facts.precision, facts.lengths
     accelerator = facts.accelerator
     capability = (accelerator.capability or "") if accelerator is not None else ""
     generation = capability.partition(".")[0]
     evidence = {"device": facts.device, "precision": precision, "lengths": lengths, "capability": capability or None}
-    prefers_cudnn = facts.device == "cuda" and generation.isdecimal() and int(generation) >= _FIRST_WITH_CUDNN
+    prefers_cudnn = facts.device == "cuda" and generation.isdecimal() and int(generation) >= _CUDNN_CAPABILITY
     has_many_shapes = facts.workload.lengths_vary and lengths in ("sorted", "packed")
     workload = facts.workload
-    own = own_attention_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths)
-    if facts.device == "cuda" and precision in _HALF and own and generation == _MEASURED:
+    own = attention_kernel_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths)
+    if facts.device == "cuda" and precision in _HALF_PRECISIONS and own and generation == _KERNEL_CAPABILITY:
         return Decision(value="own", reason=own, evidence=evidence)
-    if prefers_cudnn and precision in _HALF and has_many_shapes:
+    if prefers_cudnn and precision in _HALF_PRECISIONS and has_many_shapes:
         return Decision(value="flash", reason="cuDNN's kernel costs 0.1 s for every new length", evidence=evidence)
     return Decision(value="torch", reason="torch chooses among its kernels", evidence=evidence)
 

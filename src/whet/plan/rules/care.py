@@ -1,10 +1,10 @@
 """How a run treats the machine it runs on."""
 
-from whet.plan.rule import Decision, Facts, one_of, rule
+from whet.plan.rule import Decision, RuleContext, one_of, rule
 
 
 @rule("H1", "on_heat", one_of("warn", "pace", "pause"))
-def choose_on_heat(facts: Facts) -> Decision:
+def choose_on_heat(facts: RuleContext) -> Decision:
     """What happens when the machine gets hot and slow: say so, rest a share of the time, or pause until it is cool.
 
     Why: a hot machine slows itself down and comes to no harm; whether it should rest is a matter of noise, lap and

@@ -1,13 +1,13 @@
 """When a run is saved, and what is kept."""
 
-from whet.plan.rule import POSITIVE, Decision, Facts, rule, whole
+from whet.plan.rule import POSITIVE, Decision, RuleContext, integer, rule
 
 _MINUTES = 5
 _KEEP = 2
 
 
 @rule("C1", "checkpoint_minutes", POSITIVE)
-def choose_checkpoint_minutes(facts: Facts) -> Decision:
+def choose_checkpoint_minutes(facts: RuleContext) -> Decision:
     """After how many minutes a checkpoint is written, at the soonest.
 
     Why: the interval that loses least is about sqrt(2 x cost of a save x time between interruptions); for a save of
@@ -25,8 +25,8 @@ def choose_checkpoint_minutes(facts: Facts) -> Decision:
     )
 
 
-@rule("C2", "checkpoint_steps", whole(1))
-def choose_checkpoint_steps(facts: Facts) -> Decision:
+@rule("C2", "checkpoint_steps", integer(1))
+def choose_checkpoint_steps(facts: RuleContext) -> Decision:
     """After how many optimizer steps a checkpoint is written, beside the minutes.
 
     Why: a step says nothing about the time at risk, so time decides unless you say otherwise.
@@ -37,8 +37,8 @@ def choose_checkpoint_steps(facts: Facts) -> Decision:
     return Decision(value=None, reason="time decides", evidence={"num_steps": facts.workload.num_steps})
 
 
-@rule("C3", "checkpoint_epochs", whole(1))
-def choose_checkpoint_epochs(facts: Facts) -> Decision:
+@rule("C3", "checkpoint_epochs", integer(1))
+def choose_checkpoint_epochs(facts: RuleContext) -> Decision:
     """After how many epochs a checkpoint is written, beside the minutes.
 
     Why: an epoch may take a second or a day, so time decides unless you say otherwise.
@@ -49,8 +49,8 @@ def choose_checkpoint_epochs(facts: Facts) -> Decision:
     return Decision(value=None, reason="time decides", evidence={"num_samples": facts.workload.num_samples})
 
 
-@rule("C4", "keep", whole(2))
-def choose_keep(facts: Facts) -> Decision:
+@rule("C4", "keep", integer(2))
+def choose_keep(facts: RuleContext) -> Decision:
     """How many of the last checkpoints are kept, beside the best one and two milestones.
 
     Why: two, never one: while one is being replaced the other is whole. The milestones are the first checkpoints of

@@ -1,17 +1,17 @@
-"""Which device computes, and what happens when it cannot."""
+"""Rules for the device, and for how a run treats the machine."""
 
 import re
 
-from whet.plan.rule import Decision, Facts, Law, one_of, rule
+from whet.plan.rule import Constraint, Decision, RuleContext, one_of, rule
 
-DEVICE = Law(
+DEVICE_NAME = Constraint(
     text="auto, mps, cuda, cuda:1 or cpu",
     holds=lambda value: isinstance(value, str) and re.fullmatch(r"mps|cpu|cuda(:\d+)?", value) is not None,
 )
 
 
-@rule("D1", "device", DEVICE)
-def choose_device(facts: Facts) -> Decision:
+@rule("D1", "device", DEVICE_NAME)
+def choose_device(facts: RuleContext) -> Decision:
     """The device that computes: CUDA, else MPS, else the CPU.
 
     Why: a GPU is usually the fastest device of a machine, and CUDA has the more complete and better tested kernels
@@ -33,7 +33,7 @@ def choose_device(facts: Facts) -> Decision:
 
 
 @rule("D2", "on_device_failure", one_of("stop", "cpu"))
-def choose_on_device_failure(facts: Facts) -> Decision:
+def choose_on_device_failure(facts: RuleContext) -> Decision:
     """What happens when the chosen device cannot be used: stop, or go on with the CPU.
 
     Why: a silent move to the CPU hides a slow-down of ten times and more. It is stated, or it does not happen.
@@ -45,7 +45,7 @@ def choose_on_device_failure(facts: Facts) -> Decision:
 
 
 @rule("D3", "mps_fallback", one_of("off", "on"))
-def choose_mps_fallback(facts: Facts) -> Decision:
+def choose_mps_fallback(facts: RuleContext) -> Decision:
     """Whether operators that MPS lacks run on the CPU instead of failing.
 
     Why: each one costs a GPU synchronisation and two copies per call, says so once at most, and does not cover
@@ -62,7 +62,7 @@ def choose_mps_fallback(facts: Facts) -> Decision:
 
 
 @rule("D4", "keep_awake", one_of("on", "off", "unused"))
-def choose_keep_awake(facts: Facts) -> Decision:
+def choose_keep_awake(facts: RuleContext) -> Decision:
     """Whether the machine is kept from falling asleep while it trains.
 
     Why: a Mac that nobody touches sleeps after some minutes, and a run with it. `caffeinate -i -w PID` prevents that

@@ -1,16 +1,19 @@
-"""Which implementation of the same arithmetic is used."""
+"""Rules for the implementation of the same arithmetic: kernels, compilation, graphs, layout."""
 
-from whet.plan.own_attention import SPANS
-from whet.plan.own_norms import BENT_GROUP_NORMS, has_norm_kernels
-from whet.plan.rule import Decision, Facts, one_of, rule, whole
-from whet.plan.unpadded import has_unpadded_attention
+from whet.plan.kernel_support import (
+    GROUP_NORM_ACTIVATION,
+    SPAN_ATTENTION,
+    has_norm_kernels,
+    supports_unpadded_attention,
+)
+from whet.plan.rule import Decision, RuleContext, integer, one_of, rule
 
-_WORTH_CAPTURING = 50
+_MIN_STEPS_TO_CAPTURE = 50
 """Steps: each of a dozen shapes is run once as it is before it is captured."""
 
 
 @rule("K1", "optimizer_kernels", one_of("fused", "foreach", "loop", "your optimizer"))
-def choose_optimizer_kernels(facts: Facts) -> Decision:
+def choose_optimizer_kernels(facts: RuleContext) -> Decision:
     """How the optimizer updates all parameters: fused in few kernels, in lists (foreach), or one by one (loop).
 
     Why: torch's default on MPS and CPU is a Python loop over parameters with ten and more kernels each; the fused
@@ -23,11 +26,7 @@ def choose_optimizer_kernels(facts: Facts) -> Decision:
     """
     version = facts.machine.torch.version
     evidence = {"device": facts.device, "torch": version}
-    if (
-        facts.device == "mps"
-        and facts.value("precision") == "fp16"
-        and facts.machine.torch.is_before(2, 13) is not False
-    ):
+    if facts.device == "mps" and facts.precision == "fp16" and facts.machine.torch.is_before(2, 13) is not False:
         return Decision(
             value="loop", reason="fused kernels ignore the loss scale on MPS before torch 2.13", evidence=evidence
         )
@@ -38,7 +37,7 @@ def choose_optimizer_kernels(facts: Facts) -> Decision:
 
 
 @rule("K2", "compile", one_of("off", "blocks", "on"))
-def choose_compile(facts: Facts) -> Decision:
+def choose_compile(facts: RuleContext) -> Decision:
     """Whether torch.compile rewrites the model (on), or each of its repeated blocks (blocks), which takes less time.
 
     Why: compiling costs seconds to minutes, and must earn them back in this run. On MPS it made a small ResNet 4.5 to
@@ -57,7 +56,7 @@ def choose_compile(facts: Facts) -> Decision:
 
 
 @rule("K3", "graph", one_of("off", "on"))
-def choose_graph(facts: Facts) -> Decision:
+def choose_graph(facts: RuleContext) -> Decision:
     """Whether a whole optimizer step is captured once for each shape and replayed as one launch.
 
     Why: it removes the cost of launching kernels one by one, which dominates small models on fast GPUs. Only CUDA has
@@ -84,25 +83,25 @@ def choose_graph(facts: Facts) -> Decision:
     if facts.workload.world_size > 1:
         evidence["processes"] = facts.workload.world_size
         return Decision(value="off", reason="a captured step cannot wait for other processes", evidence=evidence)
-    if has_unpadded_attention(facts.machine, facts.workload, device=facts.device, precision=facts.value("precision")):
+    if supports_unpadded_attention(facts.machine, facts.workload, device=facts.device, precision=facts.precision):
         evidence["num_steps"] = facts.workload.num_steps
-        if (facts.workload.num_steps or _WORTH_CAPTURING) < _WORTH_CAPTURING:
+        if (facts.workload.num_steps or _MIN_STEPS_TO_CAPTURE) < _MIN_STEPS_TO_CAPTURE:
             reason = f"{facts.workload.num_steps} steps are too few to capture about a dozen shapes"
             return Decision(value="off", reason=reason, evidence=evidence)
         reason = "packed samples have few totals, and launching kernels one by one dominates"
         return Decision(value="on", reason=reason, evidence=evidence)
-    if {BENT_GROUP_NORMS, SPANS} & set(facts.workload.layers) and not facts.workload.lengths_vary:
+    if {GROUP_NORM_ACTIVATION, SPAN_ATTENTION} & set(facts.workload.layers) and not facts.workload.lengths_vary:
         evidence["num_steps"] = facts.workload.num_steps
-        if (facts.workload.num_steps or _WORTH_CAPTURING) >= _WORTH_CAPTURING:
+        if (facts.workload.num_steps or _MIN_STEPS_TO_CAPTURE) >= _MIN_STEPS_TO_CAPTURE:
             reason = "one shape: in a graph no kernel waits for its launch"
-            if BENT_GROUP_NORMS in facts.workload.layers:
+            if GROUP_NORM_ACTIVATION in facts.workload.layers:
                 reason = "one shape, many small kernels: launching them one by one dominates"
             return Decision(value="on", reason=reason, evidence=evidence)
     return Decision(value="off", reason="not measured yet", evidence=evidence)
 
 
 @rule("K4", "layout", one_of("contiguous", "channels_last"))
-def choose_layout(facts: Facts) -> Decision:
+def choose_layout(facts: RuleContext) -> Decision:
     """The memory layout of the weights of convolutions; what they compute follows it through the model.
 
     Why: channels_last helps convolutions on CUDA and on some CPUs, and has a long list of crashes and wrong results on
@@ -117,9 +116,9 @@ def choose_layout(facts: Facts) -> Decision:
     but for parameters on MPS.
     Sources: pytorch/pytorch#188371, #192212, #180992; own measurement (H200, torch 2.11; docs/lab.md).
     """
-    precision = facts.value("precision")
+    precision = facts.precision
     has_kernels = has_norm_kernels(facts.machine, device=facts.device, precision=precision)
-    if has_kernels and BENT_GROUP_NORMS in facts.workload.layers:
+    if has_kernels and GROUP_NORM_ACTIVATION in facts.workload.layers:
         reason = "convolutions are faster so in half precision, and group norms of whet's own copy nothing"
         return Decision(
             value="channels_last", reason=reason, evidence={"device": facts.device, "precision": str(precision)}
@@ -131,8 +130,8 @@ def choose_layout(facts: Facts) -> Decision:
     return Decision(value="contiguous", reason=reason, evidence={"device": facts.device})
 
 
-@rule("K5", "threads", whole(1, 1024))
-def choose_threads(facts: Facts) -> Decision:
+@rule("K5", "threads", integer(1, 1024))
+def choose_threads(facts: RuleContext) -> Decision:
     """How many threads compute on the CPU.
 
     Why: slow cores hold fast ones back at every barrier, and two threads on one core share its arithmetic units. So:
@@ -163,7 +162,7 @@ def choose_threads(facts: Facts) -> Decision:
 
 
 @rule("K6", "deterministic", one_of("off", "on"))
-def choose_deterministic(facts: Facts) -> Decision:
+def choose_deterministic(facts: RuleContext) -> Decision:
     """Whether only kernels are used that give the same bits each time.
 
     Why: on a GPU some sums are taken in the order in which they happen to finish. With "on" torch uses other kernels

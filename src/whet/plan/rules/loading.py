@@ -1,15 +1,15 @@
 """Where the data lies and how it reaches the device."""
 
-from whet.base.units import GB, show_bytes
-from whet.plan.rule import Decision, Facts, one_of, rule, whole
+from whet.base.units import GB, format_bytes
+from whet.plan.rule import Decision, RuleContext, integer, one_of, rule
 
 _RESIDENT_SHARE = 0.1
 _MAC_WORKERS = 0
 _LINUX_WORKERS = 2
 
 
-@rule("L1", "data_home", one_of("device", "host", "files"))
-def choose_data_home(facts: Facts) -> Decision:
+@rule("L1", "data_location", one_of("device", "host", "files"))
+def choose_data_location(facts: RuleContext) -> Decision:
     """Where the samples lie while training: on the device, in host memory, or read by workers.
 
     Why: a data set that takes less than a tenth of the memory is put on the device once; then nothing is copied,
@@ -18,7 +18,7 @@ def choose_data_home(facts: Facts) -> Decision:
     Override: none yet.
     Sources: hyrax#224 (an epoch fell from 1-2 min to 15 s without workers).
     """
-    workload, limit = facts.workload, facts.value("memory_gb")
+    workload, limit = facts.workload, facts.memory_gb
     size = workload.data_bytes
     evidence = {"data_bytes": size, "needs_decoding": workload.needs_decoding}
     if workload.needs_decoding:
@@ -26,14 +26,16 @@ def choose_data_home(facts: Facts) -> Decision:
     if size is None or not isinstance(limit, int | float):
         return Decision(value="host", reason="its size or the device's memory is unknown", evidence=evidence)
     if size <= _RESIDENT_SHARE * limit * GB:
-        return Decision(value="device", reason=f"{show_bytes(size)}: copied once, no workers needed", evidence=evidence)
+        return Decision(
+            value="device", reason=f"{format_bytes(size)}: copied once, no workers needed", evidence=evidence
+        )
     return Decision(
-        value="host", reason=f"{show_bytes(size)} are over a tenth of the device's memory", evidence=evidence
+        value="host", reason=f"{format_bytes(size)} are over a tenth of the device's memory", evidence=evidence
     )
 
 
-@rule("L2", "workers", whole(0, 1024))
-def choose_workers(facts: Facts) -> Decision:
+@rule("L2", "workers", integer(0, 1024))
+def choose_workers(facts: RuleContext) -> Decision:
     """How many processes read data ahead.
 
     Why: workers are for data that must be decoded. macOS starts each with a fresh Python that imports torch again
@@ -44,9 +46,9 @@ def choose_workers(facts: Facts) -> Decision:
     Override: workers=N.
     Sources: cvg/Hierarchical-Localization#502; hyrax#224; public advice says 0, 1, 2 and 4.
     """
-    machine, home = facts.machine, facts.value("data_home")
+    machine, home = facts.machine, facts.data_location
     cores = machine.cpu.logical_cores
-    evidence = {"data_home": home, "os": machine.os.name, "logical_cores": cores}
+    evidence = {"data_location": home, "os": machine.os.name, "logical_cores": cores}
     if home != "files":
         return Decision(value=0, reason="nothing has to be decoded", evidence=evidence)
     if machine.os.name == "macOS":
@@ -60,7 +62,7 @@ def choose_workers(facts: Facts) -> Decision:
 
 
 @rule("L3", "pin_memory", one_of("off", "on"))
-def choose_pin_memory(facts: Facts) -> Decision:
+def choose_pin_memory(facts: RuleContext) -> Decision:
     """Whether host memory is pinned for faster copies.
 
     Why: CUDA copies from pinned memory without waiting. MPS ignores it with a warning up to torch 2.13, and a CPU has
@@ -69,17 +71,17 @@ def choose_pin_memory(facts: Facts) -> Decision:
     Override: none.
     Sources: torch/utils/data/dataloader.py (2.13); pytorch/pytorch#86060; guides 2 and 4 disagree.
     """
-    evidence = {"device": facts.device, "data_home": facts.value("data_home")}
+    evidence = {"device": facts.device, "data_location": facts.data_location}
     if facts.device != "cuda":
         reason = "MPS ignores it up to torch 2.13" if facts.device == "mps" else "the CPU copies nothing"
         return Decision(value="off", reason=reason, evidence=evidence)
-    if facts.value("data_home") == "device":
+    if facts.data_location == "device":
         return Decision(value="off", reason="the data lies on the device", evidence=evidence)
     return Decision(value="on", reason="copies overlap with computing", evidence=evidence)
 
 
 @rule("L4", "copies", one_of("blocking", "overlapped"))
-def choose_copies(facts: Facts) -> Decision:
+def choose_copies(facts: RuleContext) -> Decision:
     """Whether copies to the device are waited for.
 
     Why: asynchronous copies to MPS have read freed memory; a blocking one on unified memory costs little. CUDA orders
@@ -88,7 +90,7 @@ def choose_copies(facts: Facts) -> Decision:
     Override: none.
     Sources: pytorch/pytorch#139550, #189690, #181017.
     """
-    if facts.value("pin_memory") == "on":
+    if facts.pin_memory == "on":
         return Decision(
             value="overlapped", reason="pinned copies run beside the kernels", evidence={"pin_memory": "on"}
         )
@@ -96,8 +98,8 @@ def choose_copies(facts: Facts) -> Decision:
     return Decision(value="blocking", reason=reason, evidence={"device": facts.device})
 
 
-@rule("L5", "worker_start", one_of("fork", "spawn"))
-def choose_worker_start(facts: Facts) -> Decision:
+@rule("L5", "worker_start_method", one_of("fork", "spawn"))
+def choose_worker_start_method(facts: RuleContext) -> Decision:
     """How workers are started: forked from this process, or as fresh ones.
 
     Why: a fork takes the data set along without copying or pickling it, and starts in milliseconds. On macOS a fork
@@ -113,8 +115,8 @@ def choose_worker_start(facts: Facts) -> Decision:
     return Decision(value="spawn", reason="a fork after Metal has started aborts", evidence={"os": system})
 
 
-@rule("L6", "prefetch", whole(1, 1024))
-def choose_prefetch(facts: Facts) -> Decision:
+@rule("L6", "prefetch", integer(1, 1024))
+def choose_prefetch(facts: RuleContext) -> Decision:
     """How many global batches each worker reads ahead.
 
     Why: two hide an uneven time per batch; more only take memory.
@@ -122,7 +124,14 @@ def choose_prefetch(facts: Facts) -> Decision:
     Override: none.
     Sources: torch/utils/data/dataloader.py uses 2 as well.
     """
-    return Decision(value=2, reason="enough to hide uneven batches", evidence={"workers": facts.value("workers")})
+    return Decision(value=2, reason="enough to hide uneven batches", evidence={"workers": facts.workers})
 
 
-RULES = (choose_data_home, choose_workers, choose_pin_memory, choose_copies, choose_worker_start, choose_prefetch)
+RULES = (
+    choose_data_location,
+    choose_workers,
+    choose_pin_memory,
+    choose_copies,
+    choose_worker_start_method,
+    choose_prefetch,
+)

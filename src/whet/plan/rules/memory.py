@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from whet.base.units import GB, show_bytes
-from whet.plan.hazards import ROW_LIMIT, has_row_limit
-from whet.plan.prediction import predict_bytes
-from whet.plan.rule import POSITIVE, Decision, Facts, one_of, rule, whole
-from whet.plan.rules.scale import choose_bucket, choose_sharding
-from whet.plan.unpadded import has_unpadded_attention
+from whet.base.units import GB, format_bytes
+from whet.plan.kernel_support import supports_unpadded_attention
+from whet.plan.memory import predict_memory
+from whet.plan.rule import POSITIVE, Decision, RuleContext, integer, one_of, rule
+from whet.plan.rules.distributed import choose_bucket, choose_sharding
+from whet.plan.warnings import ROW_LIMIT, has_row_limit
 
 _CUDA_SHARE = 0.92
 _CPU_SHARE = 0.75
@@ -15,7 +15,7 @@ _UNKNOWN_MEMORY_MICRO_BATCH = 8
 
 
 @rule("M1", "memory_gb", POSITIVE)
-def choose_memory(facts: Facts) -> Decision:
+def choose_memory(facts: RuleContext) -> Decision:
     """How much memory the run may plan for, in GB of 2**30 bytes.
 
     Why: on unified memory a step that is too large does not fail, it swaps (BERT on an M1 Max fell from 36 to 3.9
@@ -34,13 +34,13 @@ def choose_memory(facts: Facts) -> Decision:
     if usable is None:
         return Decision(value=None, reason=f"how much memory {facts.device} may use is unknown", evidence=evidence)
     if facts.device == "cuda":
-        limit, reason = usable * _CUDA_SHARE, f"92 % of the card's {show_bytes(usable)}"
+        limit, reason = usable * _CUDA_SHARE, f"92 % of the card's {format_bytes(usable)}"
     elif facts.device == "mps":
-        limit, reason = float(usable), f"Metal recommends at most {show_bytes(usable)}; above it the Mac swaps"
+        limit, reason = float(usable), f"Metal recommends at most {format_bytes(usable)}; above it the Mac swaps"
     else:
-        limit, reason = usable * _CPU_SHARE, f"three quarters of {show_bytes(usable)}; the rest is the system's"
+        limit, reason = usable * _CPU_SHARE, f"three quarters of {format_bytes(usable)}; the rest is the system's"
     if free is not None and facts.device != "cuda" and free < limit:
-        limit, reason = float(free), f"only {show_bytes(free)} are free now"
+        limit, reason = float(free), f"only {format_bytes(free)} are free now"
     sharers = facts.processes_per_device
     if sharers > 1:
         limit, reason = limit / sharers, f"{reason}; one of {sharers} processes that share it"
@@ -48,7 +48,7 @@ def choose_memory(facts: Facts) -> Decision:
 
 
 @rule("M2", "activation_checkpointing", one_of("off", "on"))
-def choose_activation_checkpointing(facts: Facts) -> Decision:
+def choose_activation_checkpointing(facts: RuleContext) -> Decision:
     """Whether activations are computed again in the backward pass instead of being kept.
 
     Why: it saves memory for about a third more arithmetic, so it is for models of which not even one sample fits; a
@@ -65,14 +65,14 @@ def choose_activation_checkpointing(facts: Facts) -> Decision:
     if needed is None or limit is None:
         return Decision(value="off", reason="not known to be needed", evidence=evidence)
     if needed <= limit:
-        return Decision(value="off", reason=f"the smallest step needs {show_bytes(needed)}", evidence=evidence)
+        return Decision(value="off", reason=f"the smallest step needs {format_bytes(needed)}", evidence=evidence)
     return Decision(
-        value="on", reason=f"the smallest step needs {show_bytes(needed)} of {show_bytes(limit)}", evidence=evidence
+        value="on", reason=f"the smallest step needs {format_bytes(needed)} of {format_bytes(limit)}", evidence=evidence
     )
 
 
-@rule("M3", "micro_batch", whole(1))
-def choose_micro_batch(facts: Facts) -> Decision:
+@rule("M3", "micro_batch", integer(1))
+def choose_micro_batch(facts: RuleContext) -> Decision:
     """How many samples of the global batch go through the model at once.
 
     Why: the whole global batch if it fits, else the fewest equal cuts that do: few large kernels keep a GPU busy, and
@@ -94,28 +94,28 @@ def choose_micro_batch(facts: Facts) -> Decision:
     if workload.has_batchnorm:
         return Decision(value=whole, reason="BatchNorm's statistics depend on it, so it is not cut", evidence=evidence)
     if limit is None or needed is None:
-        start = _smallest_cut(whole, at_most=_UNKNOWN_MEMORY_MICRO_BATCH)
+        start = _largest_even_split(whole, at_most=_UNKNOWN_MEMORY_MICRO_BATCH)
         return Decision(value=start, reason="a careful start: the memory it needs is unknown", evidence=evidence)
 
-    rows = _most_rows(facts)
+    rows = _row_limit(facts)
     if rows is not None:
         evidence["row_limit"] = rows
     most = whole if rows is None else max(1, rows // workload.max_length)
-    fitting = next((cut for cut in cuts(whole) if cut <= most and (_needed_bytes(facts, cut) or 0) <= limit), 1)
+    fitting = next((cut for cut in even_splits(whole) if cut <= most and (_needed_bytes(facts, cut) or 0) <= limit), 1)
     evidence["step_bytes"] = _needed_bytes(facts, fitting)
     if fitting == whole:
-        return Decision(value=whole, reason=f"{what} fits: {_share(facts, whole, limit)}", evidence=evidence)
+        return Decision(value=whole, reason=f"{what} fits: {_share_text(facts, whole, limit)}", evidence=evidence)
     if fitting == 1 and (evidence["step_bytes"] or 0) > limit:
-        return Decision(value=1, reason=f"not even one sample fits: {_share(facts, 1, limit)}", evidence=evidence)
-    if most < whole and (_needed_bytes(facts, _smallest_cut(whole, at_most=most)) or 0) <= limit:
+        return Decision(value=1, reason=f"not even one sample fits: {_share_text(facts, 1, limit)}", evidence=evidence)
+    if most < whole and (_needed_bytes(facts, _largest_even_split(whole, at_most=most)) or 0) <= limit:
         reason = f"more than {rows:,} rows give wrong gradients on this GPU with torch up to 2.13"
     else:
-        reason = f"the largest even cut that fits: {_share(facts, fitting, limit)}"
+        reason = f"the largest even cut that fits: {_share_text(facts, fitting, limit)}"
     return Decision(value=fitting, reason=reason, evidence=evidence)
 
 
-@rule("M4", "accumulation", whole(1))
-def choose_accumulation(facts: Facts) -> Decision:
+@rule("M4", "accumulation", integer(1))
+def choose_accumulation(facts: RuleContext) -> Decision:
     """How many micro-batches make one optimizer step.
 
     Why: it follows from the global batch, which is yours, and the micro-batch. Losses are summed with the weight of
@@ -124,7 +124,7 @@ def choose_accumulation(facts: Facts) -> Decision:
     Override: global_batch_size=N or micro_batch=N.
     Sources: arithmetic.
     """
-    whole, micro = facts.workload.share, facts.value("micro_batch")
+    whole, micro = facts.workload.share, facts.micro_batch
     assert isinstance(micro, int)
     cuts = -(-whole // micro)
     last = whole - (cuts - 1) * micro
@@ -138,8 +138,8 @@ def choose_accumulation(facts: Facts) -> Decision:
     return Decision(value=cuts, reason=reason, evidence=evidence)
 
 
-@rule("M5", "eval_batch", whole(1))
-def choose_eval_batch(facts: Facts) -> Decision:
+@rule("M5", "eval_batch", integer(1))
+def choose_eval_batch(facts: RuleContext) -> Decision:
     """How many samples are evaluated at once.
 
     Why: without a backward pass a sample needs a fraction of the memory, so twice the micro-batch is safe; results do
@@ -148,7 +148,7 @@ def choose_eval_batch(facts: Facts) -> Decision:
     Override: eval_batch=N.
     Sources: arithmetic.
     """
-    micro = facts.value("micro_batch")
+    micro = facts.micro_batch
     assert isinstance(micro, int)
     return Decision(
         value=2 * micro, reason="no backward pass, so twice the micro-batch", evidence={"micro_batch": micro}
@@ -156,7 +156,7 @@ def choose_eval_batch(facts: Facts) -> Decision:
 
 
 @rule("M6", "lengths", one_of("fixed", "sorted", "few shapes", "packed", "packed few"))
-def choose_lengths(facts: Facts) -> Decision:
+def choose_lengths(facts: RuleContext) -> Decision:
     """How samples of different lengths are put together.
 
     Why: samples of one global batch may be sorted by length before they are cut: the step's samples stay the same and
@@ -176,8 +176,8 @@ def choose_lengths(facts: Facts) -> Decision:
         return Decision(value="fixed", reason="all samples have one shape", evidence=evidence)
     if facts.device == "cpu" and facts.workload.can_pack:
         return Decision(value="packed", reason="no padding at all; the step's samples stay the same", evidence=evidence)
-    if has_unpadded_attention(facts.machine, facts.workload, device=facts.device, precision=facts.value("precision")):
-        if facts.value("graph") == "on" or facts.value("compile") != "off":
+    if supports_unpadded_attention(facts.machine, facts.workload, device=facts.device, precision=facts.precision):
+        if facts.graph == "on" or facts.compile != "off":
             reason = "no padding, and few totals: each is captured or compiled once"
             return Decision(value="packed few", reason=reason, evidence=evidence)
         return Decision(value="packed", reason="no padding at all; attention has a kernel for it", evidence=evidence)
@@ -189,7 +189,7 @@ def choose_lengths(facts: Facts) -> Decision:
 
 
 @rule("M7", "watermarks", one_of("high 1.0, low 0.9", "unused"))
-def choose_watermarks(facts: Facts) -> Decision:
+def choose_watermarks(facts: RuleContext) -> Decision:
     """MPS's high and low watermark, as multiples of the recommended working set.
 
     Why: torch's own values (1.7 and 1.4) let a run take more than the physical memory before it fails. At 1.0 an
@@ -209,7 +209,7 @@ def choose_watermarks(facts: Facts) -> Decision:
 
 
 @rule("M8", "empty_cache", one_of("never", "per epoch"))
-def choose_empty_cache(facts: Facts) -> Decision:
+def choose_empty_cache(facts: RuleContext) -> Decision:
     """When cached memory is given back to the system.
 
     Why: it waits for the GPU and throws away buffers that the next step needs; on MPS it also drops compiled graphs
@@ -225,7 +225,7 @@ def choose_empty_cache(facts: Facts) -> Decision:
 
 
 @rule("M9", "freed_memory", one_of("returned", "kept"))
-def choose_freed_memory(facts: Facts) -> Decision:
+def choose_freed_memory(facts: RuleContext) -> Decision:
     """Whether the C library keeps what a step on a CPU has freed for the next one, or returns it to the system.
 
     Why: a step asks for what the last one freed. glibc returns large blocks at once, so that each of their pages is
@@ -247,40 +247,40 @@ def choose_freed_memory(facts: Facts) -> Decision:
     return Decision(value="returned", reason=reason, evidence=evidence)
 
 
-def _limit_bytes(facts: Facts) -> int | None:
-    limit = facts.value("memory_gb")
+def _limit_bytes(facts: RuleContext) -> int | None:
+    limit = facts.memory_gb
     return int(limit * GB) if isinstance(limit, int | float) else None
 
 
-def _needed_bytes(facts: Facts, micro_batch: int) -> int | None:
-    checkpointing = facts.decided.get("activation_checkpointing")
-    return predict_bytes(
+def _needed_bytes(facts: RuleContext, micro_batch: int) -> int | None:
+    checkpointing = facts.settings.get("activation_checkpointing")
+    return predict_memory(
         facts.workload,
         micro_batch=micro_batch,
         device=facts.device,
-        precision=str(facts.value("precision")),
+        precision=facts.precision,
         is_checkpointed=checkpointing is not None and checkpointing.value == "on",
         num_parts=facts.num_parts,
     )
 
 
-def _share(facts: Facts, micro_batch: int, limit: int) -> str:
-    return f"about {show_bytes(_needed_bytes(facts, micro_batch) or 0)} of {show_bytes(limit)}"
+def _share_text(facts: RuleContext, micro_batch: int, limit: int) -> str:
+    return f"about {format_bytes(_needed_bytes(facts, micro_batch) or 0)} of {format_bytes(limit)}"
 
 
-def _most_rows(facts: Facts) -> int | None:
+def _row_limit(facts: RuleContext) -> int | None:
     """The rows one product may have without a wrong gradient; None where no limit is known."""
     return ROW_LIMIT if has_row_limit(facts.machine, facts.device) else None
 
 
-def cuts(whole: int) -> Iterator[int]:
+def even_splits(whole: int) -> Iterator[int]:
     """The micro-batch sizes that cut a global batch evenly into 1, 2, 3, ... parts, largest first."""
     return (-(-whole // parts) for parts in range(1, whole + 1))
 
 
-def _smallest_cut(whole: int, *, at_most: int) -> int:
+def _largest_even_split(whole: int, *, at_most: int) -> int:
     """The largest even cut that is no larger than `at_most`."""
-    return next(cut for cut in cuts(whole) if cut <= at_most)
+    return next(cut for cut in even_splits(whole) if cut <= at_most)
 
 
 RULES = (

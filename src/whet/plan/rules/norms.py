@@ -1,11 +1,11 @@
 """Whose kernels compute norms."""
 
-from whet.plan.own_norms import has_norm_kernels, own_norms_reason
-from whet.plan.rule import Decision, Facts, one_of, rule
+from whet.plan.kernel_support import has_norm_kernels, norm_kernel_reason
+from whet.plan.rule import Decision, RuleContext, one_of, rule
 
 
 @rule("K8", "norms", one_of("torch", "own"))
-def choose_norms(facts: Facts) -> Decision:
+def choose_norms(facts: RuleContext) -> Decision:
     """Whose kernels compute norms together with what stands beside them: torch's, or whet's own.
 
     Why: a norm computes little and reads much, so what it costs is how often its numbers go through the memory. Three
@@ -21,9 +21,9 @@ def choose_norms(facts: Facts) -> Decision:
     precision, and where a norm does not fit them torch's are used.
     Sources: own measurement (H200, torch 2.11; docs/lab.md).
     """
-    layout, precision = str(facts.value("layout")), facts.value("precision")
+    layout, precision = facts.layout, facts.precision
     evidence = {"device": facts.device, "precision": str(precision), "layout": layout}
-    own = own_norms_reason(facts.workload.layers, layout=layout)
+    own = norm_kernel_reason(facts.workload.layers, layout=layout)
     if own and has_norm_kernels(facts.machine, device=facts.device, precision=precision):
         return Decision(value="own", reason=own, evidence=evidence)
     return Decision(value="torch", reason="kernels of our own are not for this workload here", evidence=evidence)

@@ -1,12 +1,12 @@
 """In which number format the model computes."""
 
-from whet.plan.rule import Decision, Facts, one_of, rule
+from whet.plan.rule import Decision, RuleContext, one_of, rule
 
 _TENSOR_CORES_WITH_TF32 = 8.0
 
 
 @rule("P1", "precision", one_of("fp32", "tf32", "bf16", "fp16"))
-def choose_precision(facts: Facts) -> Decision:
+def choose_precision(facts: RuleContext) -> Decision:
     """The number format of matrix products: fp32, tf32, bf16 or fp16; weights and optimizer stay float32.
 
     Why: half precision is not faster by itself. On MPS it ran from 17 % slower to 31 % faster, depending on chip
@@ -51,7 +51,7 @@ def choose_precision(facts: Facts) -> Decision:
 
 
 @rule("P2", "loss_scaling", one_of("off", "dynamic"))
-def choose_loss_scaling(facts: Facts) -> Decision:
+def choose_loss_scaling(facts: RuleContext) -> Decision:
     """Whether the loss is scaled before the backward pass.
 
     Why: only fp16 needs it, since its smallest numbers are about 6e-8; bf16 has the range of float32. On MPS a scaler
@@ -61,7 +61,7 @@ def choose_loss_scaling(facts: Facts) -> Decision:
     Override: choose another precision.
     Sources: pytorch/pytorch#186360, #184286, #150255.
     """
-    precision = str(facts.value("precision"))
+    precision = facts.precision
     if precision == "fp16":
         return Decision(value="dynamic", reason="fp16 gradients underflow without it", evidence={"precision": "fp16"})
     return Decision(value="off", reason=f"{precision} does not need it", evidence={"precision": precision})

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whet.base.errors import UsageError
-from whet.base.units import show_count
+from whet.base.units import format_count
 
 PRESETS: dict[str, dict[str, int]] = {
     "nano": {"hidden_size": 128, "L_layers": 2, "num_heads": 4},
@@ -95,7 +95,7 @@ class Arch(BaseModel):
 
     @property
     def inner_size(self) -> int:
-        """Width inside a feed-forward layer (`whet.recipes.recursive.layers.inner_width`)."""
+        """Width inside a feed-forward layer (`whet.recipes.layers.inner_width`)."""
         return 256 * -(-round(self.expansion * self.hidden_size * 2 / 3) // 256)
 
     @property
@@ -133,8 +133,8 @@ class Arch(BaseModel):
         tables = self.table_parameters(vocab_size)
         blocks = self.num_parameters(vocab_size) - tables
         return (
-            f"{self.kind} {self.hidden_size} wide: {show_count(blocks + tables)} parameters "
-            f"({show_count(blocks)} in {self.depth} blocks, {show_count(tables)} in tables of {vocab_size:,} tokens), "
-            f"{self.applications} blocks passed through, {show_count(self.token_flops(vocab_size))} operations a token "
-            f"({show_count(self.training_flops(vocab_size))} in training)"
+            f"{self.kind} {self.hidden_size} wide: {format_count(blocks + tables)} parameters "
+            f"({format_count(blocks)} in {self.depth} blocks, {format_count(tables)} in tables of {vocab_size:,} tokens), "
+            f"{self.applications} blocks passed through, {format_count(self.token_flops(vocab_size))} operations a token "
+            f"({format_count(self.training_flops(vocab_size))} in training)"
         )

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, cast
 from pydantic import Field
 
 from whet.base.errors import UsageError, WhetError
-from whet.base.record import Record
+from whet.base.model import FrozenModel
 from whet.recipes.chat.assembling import assemble
 from whet.recipes.chat.conversation import Conversation, Loss, Turn
 from whet.recipes.chat.fitting import LEAST_LENGTH
@@ -35,7 +35,7 @@ Told = Callable[[str, int, int | None], None]
 """Is told what is done, how many conversations are through, and of how many, if that is known."""
 
 
-class Options(Record):
+class Options(FrozenModel):
     """What `whet data chat` can be asked for."""
 
     format: Literal["auto", "sharegpt", "alpaca", "openai", "openassistant"] = "auto"
@@ -241,7 +241,7 @@ def _source_facts(source: Source) -> dict[str, Any]:
 
 
 def _refuse_taken(folder: Path) -> None:
-    with durable.told("create", folder):
+    with durable.disk_errors("create", folder):
         is_taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if is_taken:
         raise UsageError("the output folder is not empty", got=folder, try_="another --output-dir, or remove it")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from whet.base.errors import UsageError, WhetError
-from whet.run.plain_file import open_plain
+from whet.run.disk import open_regular_file
 
 _DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error)
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -21,7 +21,7 @@ _ZSTD = b"\x28\xb5\x2f\xfd"
 def open_stream(path: Path) -> Iterator[IO[bytes]]:
     """The bytes of a file, unpacked; a broken stream is told in three lines."""
     try:
-        with open_plain(path, follows_links=True) as file:
+        with open_regular_file(path, follows_links=True) as file:
             start = file.read(6)
             file.seek(0)
             with _unpacked(file, start, path) as stream:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from whet.base.errors import UsageError
-from whet.config.keys import CommonConfig
-from whet.plan.own_attention import SPANS, has_span_kernels
-from whet.plan.own_norms import SUM_NORMS, has_sum_norms
+from whet.config.options import CommonConfig
+from whet.plan.kernel_support import ADD_NORM, SPAN_ATTENTION, supports_add_norm, supports_span_attention
 from whet.plan.workload import Workload
 from whet.recipes.chat.arch import Arch
 
@@ -37,7 +36,7 @@ class ChatConfig(CommonConfig):
     )
     arch: Arch = Arch()
 
-    group_words: ClassVar[dict[str, str]] = {"arch": "arch.kind"}
+    group_aliases: ClassVar[dict[str, str]] = {"arch": "arch.kind"}
 
 
 def data_folders(config: ChatConfig) -> tuple[Path, ...]:
@@ -118,8 +117,8 @@ def describe(config: ChatConfig, *, vocab_size: int, longest: int, num_rows: int
 
 def _layers(arch: Arch) -> tuple[str, ...]:
     more = {
-        SPANS: has_span_kernels(arch.hidden_size // arch.num_heads),
-        SUM_NORMS: has_sum_norms(arch.hidden_size),
+        SPAN_ATTENTION: supports_span_attention(arch.hidden_size // arch.num_heads),
+        ADD_NORM: supports_add_norm(arch.hidden_size),
     }
     return ("attention", "linear", *(name for name, is_there in more.items() if is_there))
 

@@ -18,7 +18,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.recipes.chat.manifest import PARTS, TOKENIZER, Manifest, Part, PartFacts, facts_of, read_manifest
 from whet.recipes.chat.packing import rows_of
 from whet.recipes.chat.tokenizer import ChatTokenizer
-from whet.run.plain_file import read_plain
+from whet.run.disk import read_regular_file
 
 Array = np.ndarray[Any, np.dtype[Any]]
 ARRAYS = {"tokens": None, "loss": "|u1", "starts": "<i8", "loss_bytes": "<i8", "rows": "<i8"}
@@ -112,7 +112,7 @@ class ChatDataset:
     manifest: Manifest
     tokenizer: ChatTokenizer
     train: ChatPart
-    dev: ChatPart
+    val: ChatPart
     test: ChatPart
 
     @property
@@ -131,7 +131,7 @@ def open_dataset(folder: Path, *, verify: bool = False) -> ChatDataset:
         raise WhetError(f"{folder} is damaged", got=f"its manifest names {got}", try_="prepare the data again")
     for name, facts in manifest.files.items():
         _check_file(folder, name, size=facts.bytes, sha256=facts.sha256 if verify or name == TOKENIZER else None)
-    tokenizer = ChatTokenizer.from_json(read_plain(folder / TOKENIZER, follows_links=True).decode())
+    tokenizer = ChatTokenizer.from_json(read_regular_file(folder / TOKENIZER, follows_links=True).decode())
     if tokenizer.vocab_size != manifest.vocab_size:
         raise WhetError(
             f"{folder / TOKENIZER} is another tokenizer",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from whet.data.batch import Micro
+from whet.data.batch import MicroBatch
 from whet.recipes.chat.generation.decoding import Ask, Rules, decode
 from whet.recipes.chat.generation.sampling import Sampling
 from whet.recipes.chat.loss import inputs_of, targets_of
@@ -22,15 +22,15 @@ _MOST_NATS = 50.0
 """Beyond it a perplexity says nothing, and soon is no number."""
 
 
-def judge(model: CausalModel, micros: Iterator[Micro], data: ChatData | None) -> dict[str, Any]:
+def judge(model: CausalModel, micro_batches: Iterator[MicroBatch], data: ChatData | None) -> dict[str, Any]:
     """Over all tokens that count, each weighing the same; and answers to the data's questions, the likeliest ones."""
-    return conclude(model, [tally(model, micros)], data)
+    return conclude(model, [tally(model, micro_batches)], data)
 
 
-def tally(model: CausalModel, micros: Iterator[Micro]) -> list[float]:
+def tally(model: CausalModel, micro_batches: Iterator[MicroBatch]) -> list[float]:
     """Nats, tokens, right ones and bytes of these rows: several processes may tally a part each."""
     nats = tokens = right = num_bytes = 0.0
-    for micro in micros:
+    for micro in micro_batches:
         targets = targets_of(micro)
         logits = model.logits(model(*inputs_of(micro))[-1])
         is_counted = targets >= 0

@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whet.base.errors import UsageError, WhetError
-from whet.base.record import Record
+from whet.base.model import FrozenModel
 from whet.recipes.chat.conversation import Loss
-from whet.run.plain_file import open_plain, read_plain
+from whet.run.disk import open_regular_file, read_regular_file
 
 FORMAT = "whet chat 1"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-Part = Literal["train", "dev", "test"]
-PARTS: tuple[Part, ...] = ("train", "dev", "test")
+Part = Literal["train", "val", "test"]
+PARTS: tuple[Part, ...] = ("train", "val", "test")
 
 
-class PartFacts(Record):
+class PartFacts(FrozenModel):
     """How much is in a part."""
 
     conversations: int = 0
@@ -34,14 +34,14 @@ class PartFacts(Record):
     """Tokens of the longest document."""
 
 
-class FileFacts(Record):
+class FileFacts(FrozenModel):
     """What a file must hold."""
 
     bytes: int
     sha256: str
 
 
-class Manifest(Record):
+class Manifest(FrozenModel):
     """All of it."""
 
     format: str = FORMAT
@@ -67,7 +67,7 @@ class Manifest(Record):
 def facts_of(path: Path) -> FileFacts:
     """What a file holds."""
     digest, size = hashlib.sha256(), 0
-    with open_plain(path, follows_links=True) as file:
+    with open_regular_file(path, follows_links=True) as file:
         while piece := file.read(1024**2):
             digest.update(piece)
             size += len(piece)
@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder that `whet data chat` wrote."""
     path = folder / MANIFEST
     try:
-        read = json.loads(read_plain(path, follows_links=True))
+        read = json.loads(read_regular_file(path, follows_links=True))
     except FileNotFoundError:
         raise UsageError(
             f"{folder} is no folder of prepared conversations",

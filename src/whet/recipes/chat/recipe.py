@@ -3,25 +3,25 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from whet.base.errors import OtherDataError, UsageError
+from whet.base.errors import DataChangedError, UsageError
 from whet.base.version import VERSION
 from whet.plan.workload import Workload
 from whet.recipes.chat import config as chat_config
 from whet.recipes.chat.arch import PRESETS
 from whet.recipes.chat.config import ChatConfig
-from whet.recipes.updated import Embedded, explained
+from whet.recipes.recipe import EmbeddedData, explain_data_change
 from whet.run.folder import open_run
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from whet.data.batch import Micro
+    from whet.data.batch import MicroBatch
     from whet.recipes.chat.generation.speaking import Speaker
     from whet.recipes.chat.model.causal import CausalModel
     from whet.recipes.chat.rows import ChatData
 
 
-_EMBEDDED = Embedded(
+_EMBEDDED = EmbeddedData(
     is_made="the embedded talks are made from whet itself and from Python's library",
     sources={"whet": "whet", "python": "Python"},
     otherwise=f"whet has changed since (still {VERSION}, with other files)",
@@ -59,26 +59,26 @@ class ChatRecipe:
 
         return open_model(data.arch, vocab_size=data.tokenizer.vocab_size, dropout=config.dropout)
 
-    def loss(self, model: "CausalModel", micro: "Micro") -> "tuple[Tensor, Tensor]":
+    def loss(self, model: "CausalModel", micro: "MicroBatch") -> "tuple[Tensor, Tensor]":
         from whet.recipes.chat.loss import next_token_loss
 
         return next_token_loss(model, micro)
 
-    def outputs(self, model: "CausalModel", micro: "Micro") -> "Tensor":
+    def outputs(self, model: "CausalModel", micro: "MicroBatch") -> "Tensor":
         """What comes out at every place: before the first step it is tried whether that is causal."""
         from whet.recipes.chat.loss import inputs_of
 
         return model.logits(model(*inputs_of(micro))[-1])
 
-    def evaluate(self, model: "CausalModel", micros: Iterator["Micro"]) -> dict[str, Any]:
+    def evaluate(self, model: "CausalModel", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
         from whet.recipes.chat.judging import judge
 
-        return judge(model, micros, self._data)
+        return judge(model, micro_batches, self._data)
 
-    def tally(self, model: "CausalModel", micros: Iterator["Micro"]) -> list[float]:
+    def tally(self, model: "CausalModel", micro_batches: Iterator["MicroBatch"]) -> list[float]:
         from whet.recipes.chat.judging import tally
 
-        return tally(model, micros)
+        return tally(model, micro_batches)
 
     def conclude(self, model: "CausalModel", tallies: list[list[float]]) -> dict[str, Any]:
         from whet.recipes.chat.judging import conclude
@@ -90,11 +90,11 @@ class ChatRecipe:
 
         return {**kept_of(data.tokenizer, data.arch), "data": data.fingerprint}
 
-    def explain_other_data(
-        self, error: OtherDataError, config: ChatConfig, versions: Mapping[str, str | None]
+    def explain_changed_data(
+        self, error: DataChangedError, config: ChatConfig, versions: Mapping[str, str | None]
     ) -> UsageError:
         """Only the embedded conversations change by themselves."""
-        return error if chat_config.data_folders(config) else explained(error, _EMBEDDED, versions)
+        return error if chat_config.data_folders(config) else explain_data_change(error, _EMBEDDED, versions)
 
     def speak(self, kept: dict[str, Any]) -> "Speaker":
         """Who answers, without weights yet."""

@@ -66,7 +66,7 @@ class ChatData:
     """Three parts of rows, and what is needed to speak with the model."""
 
     train: Any
-    dev: Any
+    val: Any
     test: Any
     arch: Arch
     """With a number for seq_len."""

@@ -10,7 +10,7 @@ from whet.recipes.chat.manifest import PARTS, Part
 from whet.recipes.chat.reading import Record
 from whet.recipes.chat.shapes.every import SHAPES, TRM_FOLDER, Shape, detect
 from whet.recipes.chat.shapes.trm_folder import ROWS, is_folder
-from whet.recipes.text.rows.sources import part_of
+from whet.recipes.text.readers.sources import split_name
 
 _ENDINGS = {".json", ".jsonl", ".ndjson", ".gz", ".bz2", ".xz", ".zst"}
 _NAMES = ("id", "conversation_id", "message_tree_id", "uuid", "hash")
@@ -45,7 +45,7 @@ def find_sources(path: Path, *, shape: str = "auto") -> tuple[Source, ...]:
             for file in sorted(path.iterdir())
             if file.suffix.lower() in _ENDINGS
             and file.is_file()
-            and (part := part_of(file.name.split(".")[0])) == wanted
+            and (part := split_name(file.name.split(".")[0])) == wanted
         ]
         if not any(part == "train" for part, _ in files):
             raise UsageError(f"no training file in {path}", got="no train.json or train.jsonl", try_="a file")

@@ -85,7 +85,7 @@ def survey(
     parts, num_repeated = _parts(
         ordered,
         given,
-        missing=[part for part in ("dev", "test") if part not in has],
+        missing=[part for part in ("val", "test") if part not in has],
         train_split=train_split,
         subsample_size=subsample_size,
     )
@@ -120,8 +120,8 @@ def _parts(
     held = _num_held(len(order), train_split) if missing else 0
     start = _whole(places[order], len(order) - held)
     middle = start if missing == ["test"] else _whole(places[order], (start + len(order) + 1) // 2)
-    middle = len(order) if missing == ["dev"] else middle
-    parts[order[start:middle]] = PARTS.index("dev")
+    middle = len(order) if missing == ["val"] else middle
+    parts[order[start:middle]] = PARTS.index("val")
     parts[order[middle:]] = PARTS.index("test")
     return parts, num_repeated
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from whet.base.units import show_bytes, show_share, show_some
+from whet.base.units import format_bytes, format_percent, format_plural
 from whet.recipes.chat.manifest import PARTS, Manifest
 
 _SHOWN_BAD = 5
@@ -12,7 +12,7 @@ def lines(manifest: Manifest, folder: Path) -> tuple[str, ...]:
     """What was read, what became of it, and what to do next."""
     told = manifest.told
     read = ", ".join(f"{source['name']} ({source['shape']})" for source in manifest.made_from)
-    rows = [("read", f"{show_some(told['conversations_found'], 'conversation')}: {read}")]
+    rows = [("read", f"{format_plural(told['conversations_found'], 'conversation')}: {read}")]
     for number, (where, why) in enumerate(told["bad_records_shown"][:_SHOWN_BAD]):
         rows.append(("" if number else "skipped", f"{where}: {why}"))
     if told["bad_records"] > _SHOWN_BAD:
@@ -20,7 +20,7 @@ def lines(manifest: Manifest, folder: Path) -> tuple[str, ...]:
     for key, words in _LEFT_OUT.items():
         if told[key]:
             rows.append(("note", f"{told[key]:,} {words}"))
-    if not manifest.parts["dev"].conversations:
+    if not manifest.parts["val"].conversations:
         rows.append(
             ("note", "nothing is held out for dev, which a training needs: more conversations, or --train-split")
         )
@@ -30,14 +30,14 @@ def lines(manifest: Manifest, folder: Path) -> tuple[str, ...]:
         rows.append(
             (
                 part,
-                f"{show_some(facts.conversations, 'conversation')}, {show_some(facts.tokens, 'token')}, "
-                f"{facts.loss_tokens:,} of them learned; {show_some(facts.rows, 'row')} of {manifest.max_length:,}, "
-                f"{show_share(fill, 1)} full",
+                f"{format_plural(facts.conversations, 'conversation')}, {format_plural(facts.tokens, 'token')}, "
+                f"{facts.loss_tokens:,} of them learned; {format_plural(facts.rows, 'row')} of {manifest.max_length:,}, "
+                f"{format_percent(fill, 1)} full",
             )
         )
     rows.append(("tokens", f"{manifest.tokenizer}, {manifest.vocab_size:,} ids; loss on {_LOSS[manifest.loss]}"))
     size = sum(file.bytes for file in manifest.files.values())
-    rows.append(("wrote", f"{folder} ({show_bytes(size)}); whet train chat data_paths=[{folder}]"))
+    rows.append(("wrote", f"{folder} ({format_bytes(size)}); whet train chat data_paths=[{folder}]"))
     return tuple(f"{name:9} {words}" for name, words in rows)
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from whet.base.errors import UsageError, WhetError
 from whet.recipes.chat.tokenizer import ChatTokenizer
-from whet.recipes.hub_words import why_not
-from whet.run.plain_file import read_plain
+from whet.recipes.hub import explain_hub_error
+from whet.run.disk import read_regular_file
 
 BYTE_PAIRS = "bpe"
 """The word for a byte-level vocabulary learned from the training conversations."""
@@ -25,7 +25,7 @@ def find_tokenizer(word: str) -> ChatTokenizer:
         if path.suffix == ".json" or word.startswith((".", "/", "~")):
             raise UsageError("no such tokenizer", got=word, try_=f"{BYTE_PAIRS}, a {_FILE}, or a name on the hub")
         path = _from_hub(word)
-    return ChatTokenizer.from_json(read_plain(path, follows_links=True))
+    return ChatTokenizer.from_json(read_regular_file(path, follows_links=True))
 
 
 def _from_hub(word: str) -> Path:
@@ -44,7 +44,7 @@ def _from_hub(word: str) -> Path:
                 reason = error
     finally:
         logging.set_verbosity(verbosity)
-    what, detail = why_not(reason)
+    what, detail = explain_hub_error(reason)
     raise WhetError(
         f"no file or folder {name} is here, and {what}",
         got=f"{word}, looked up on the hub since it may be a name there: {detail}",

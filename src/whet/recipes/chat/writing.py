@@ -37,7 +37,7 @@ class PartWriter:
         self._part = part
         self._packer: Packer[Document] = Packer(max_length)
         durable.make_directory(draft / part)
-        self._files = {name: durable.GrowingFile(draft / part / f"{name}.bin") for name in ARRAYS}
+        self._files = {name: durable.StreamedFile(draft / part / f"{name}.bin") for name in ARRAYS}
         self._documents = self._rows = self._tokens = self._loss_tokens = self._loss_bytes = self._longest = 0
         self._append(_STARTS, 0)
         self._append(_ROWS, 0)

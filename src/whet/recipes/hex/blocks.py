@@ -6,7 +6,7 @@ Shapes: B boards of N x N cells, W channels: every block takes and gives (B, W, 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.device.own.norm import normed
+from whet.device.kernels.group_norm import group_norm_activation
 from whet.recipes.hex.arch import Arch, num_groups
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "mish": nn.Mish}
@@ -33,7 +33,7 @@ class Bent(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         layers = list(self)
         for norm, activation, convolution in zip(layers[::3], layers[1::3], layers[2::3], strict=True):
-            x = convolution(normed(norm, activation, x))
+            x = convolution(group_norm_activation(norm, activation, x))
         return x
 
 

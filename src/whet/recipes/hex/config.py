@@ -16,8 +16,8 @@ from pydantic import (
 )
 
 from whet.base.errors import UsageError
-from whet.config.keys import Auto, CommonConfig
-from whet.plan.own_norms import BENT_GROUP_NORMS, has_own_norms
+from whet.config.options import Auto, CommonConfig
+from whet.plan.kernel_support import GROUP_NORM_ACTIVATION, supports_group_norm
 from whet.plan.workload import Workload
 from whet.recipes.hex.arch import Arch, activation_bytes, count_parameters, num_groups
 
@@ -143,6 +143,6 @@ def _layers(arch: Arch, *, num_cells: int) -> tuple[str, ...]:
     more = {
         "attention": arch.num_attention_blocks > 0,
         "gelu": arch.activation == "gelu",
-        BENT_GROUP_NORMS: is_plain and has_own_norms(num_cells, arch.width, num_groups(arch.width)),
+        GROUP_NORM_ACTIVATION: is_plain and supports_group_norm(num_cells, arch.width, num_groups(arch.width)),
     }
     return tuple(sorted({"conv", "conv2d", "linear", *(name for name, is_there in more.items() if is_there)}))

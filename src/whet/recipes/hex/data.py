@@ -26,7 +26,7 @@ class HexData:
 
     size: int
     train: Columns
-    dev: Columns
+    val: Columns
     test: Columns | None
     """None where no game is for it: then nothing is said at the end."""
     fingerprint: str
@@ -41,7 +41,7 @@ def read_data(config: HexConfig) -> HexData:
 def _recorded(config: HexConfig, folder: Path) -> HexData:
     found = PositionSet(folder)
     refuse_other_size(config, found.size)
-    parts = [columns(found.batch(found.split(name))) for name in ("train", "dev", "test")]
+    parts = [columns(found.batch(found.split(name))) for name in ("train", "val", "test")]
     return _of_parts(
         config, parts, size=found.size, fingerprint=found.fingerprint, source=f"{len(found.games):,} games"
     )
@@ -61,7 +61,7 @@ def _of_parts(config: HexConfig, parts: list[Columns], *, size: int, fingerprint
     note = f"{source} on {size}x{size}: {counts} positions (train, dev, test), split by game"
     train = with_half_turns(parts[0]) if config.augment else parts[0]
     test = parts[2] if len(parts[2]["move"]) else None
-    return HexData(size=size, train=train, dev=parts[1], test=test, fingerprint=fingerprint, notes=(note,))
+    return HexData(size=size, train=train, val=parts[1], test=test, fingerprint=fingerprint, notes=(note,))
 
 
 def split(games: Games) -> tuple[Games, Games, Games]:

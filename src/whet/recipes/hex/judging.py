@@ -8,22 +8,22 @@ import numpy as np
 from whet.recipes.hex.loss import policy_losses, value_losses
 
 if TYPE_CHECKING:
-    from whet.data.batch import Micro
+    from whet.data.batch import MicroBatch
     from whet.recipes.hex.net import HexNet
 
 NUM_BINS = 10
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
-def judge(model: "HexNet", micros: Iterator["Micro"]) -> dict[str, Any]:
+def judge(model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
     """The metrics of a net over micro-batches."""
-    return conclude([tally(model, micros)])
+    return conclude([tally(model, micro_batches)])
 
 
-def tally(model: "HexNet", micros: Iterator["Micro"]) -> dict[str, Any]:
+def tally(model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
     """What is known of these positions, as plain JSON: several processes may tally a part each."""
     ranks, wins, results, losses = [], [], [], []
-    for micro in micros:
+    for micro in micro_batches:
         said = model(micro.board)
         has_move = micro.move >= 0
         chosen = said.policy.gather(1, micro.move.clamp(min=0)[:, None])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from whet.data.batch import Micro
+from whet.data.batch import MicroBatch
 from whet.recipes.hex.net import Judgement
 
 
@@ -22,7 +22,7 @@ class Weights:
     uncertainty: float = 0.1
 
 
-def hex_loss(said: Judgement, micro: Micro, weights: Weights) -> Tensor:
+def hex_loss(said: Judgement, micro: MicroBatch, weights: Weights) -> Tensor:
     """The mean over positions."""
     parts = (
         weights.policy * policy_losses(said, micro),
@@ -32,7 +32,7 @@ def hex_loss(said: Judgement, micro: Micro, weights: Weights) -> Tensor:
     return sum(parts[1:], start=parts[0]).mean()
 
 
-def policy_losses(said: Judgement, micro: Micro) -> Tensor:
+def policy_losses(said: Judgement, micro: MicroBatch) -> Tensor:
     """Of each position: against the move that was played, or the shares of a search; 0 where there is no move."""
     logs = said.policy.log_softmax(1)
     if "shares" in micro.fields:
@@ -41,12 +41,12 @@ def policy_losses(said: Judgement, micro: Micro) -> Tensor:
     return -logs.gather(1, micro.move.clamp(min=0)[:, None])[:, 0] * (micro.move >= 0)
 
 
-def value_losses(said: Judgement, micro: Micro) -> Tensor:
+def value_losses(said: Judgement, micro: MicroBatch) -> Tensor:
     """Of each position: against who won."""
     return functional.binary_cross_entropy_with_logits(said.value, micro.win, reduction="none")
 
 
-def uncertainty_losses(said: Judgement, micro: Micro) -> Tensor:
+def uncertainty_losses(said: Judgement, micro: MicroBatch) -> Tensor:
     """Of each position: how well the net knows how wrong its value is; the value itself does not move for it."""
     squared = (said.win.detach() - micro.win).square()
     return functional.binary_cross_entropy_with_logits(said.error, squared, reduction="none")

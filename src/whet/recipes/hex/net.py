@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from whet.device.own.norm import normed
+from whet.device.kernels.group_norm import group_norm_activation
 from whet.recipes.hex.arch import NUM_PLANES, Arch
 from whet.recipes.hex.blocks import make_activation, make_blocks, make_norm
 
@@ -62,7 +62,7 @@ class HexNet(nn.Module):
         x = self.stem(planes(boards, like=self.stem.weight))
         for block in self.blocks:
             x = block(x)
-        x = normed(self.norm, self.activation, x)
+        x = group_norm_activation(self.norm, self.activation, x)
         policy = self.policy(x).flatten(1).float().masked_fill(boards.flatten(1) != 0, IMPOSSIBLE)
         seen = torch.cat((x.mean((2, 3)), x.amax((2, 3))), dim=1)
         value, error = self.value_out(self.dropout(self.activation(self.value_in(seen)))).float().unbind(1)

@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from whet.base.errors import UsageError, WhetError
 from whet.device.abstract import AbstractDevice
-from whet.engine.reading import load_weights
 from whet.hex.board import LEAST_SIZE, MOST_SIZE
 from whet.hex.player import Player, RandomPlayer
 from whet.hex.two_distance import TwoDistancePlayer
@@ -18,7 +17,8 @@ from whet.recipes.hex.net import HexNet
 from whet.recipes.hex.players import NetPlayer, SearchPlayer
 from whet.recipes.hex.search.mcts import Search
 from whet.recipes.hex.selfplay.state import champion_run, is_selfplay
-from whet.run.folder import KEPT_FILE, open_run
+from whet.run.folder import RECIPE_FILE, open_run
+from whet.training.weights import load_weights
 
 PLAYERS: dict[str, Callable[[], Player]] = {"random": RandomPlayer, "two-distance": TwoDistancePlayer}
 """Who plays without a net."""
@@ -72,7 +72,7 @@ def load_net(path: Path, *, device: AbstractDevice, checkpoint: str = "last") ->
         raise WhetError(f"{path / 'config.json'} is damaged", got=where, try_=_RESTORE) from None
     size = run.kept.get("size")
     if not isinstance(size, int) or not LEAST_SIZE <= size <= MOST_SIZE:
-        raise WhetError(f"{path / KEPT_FILE} is damaged", got=f"size {size}", try_=_RESTORE)
+        raise WhetError(f"{path / RECIPE_FILE} is damaged", got=f"size {size}", try_=_RESTORE)
     net = HexNet(arch)
     load_weights(path, net, checkpoint=checkpoint)
     device.put_model(net)

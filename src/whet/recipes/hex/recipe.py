@@ -12,8 +12,8 @@ from whet.recipes.hex.config import HexConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from whet.config.resolve import Resolved
-    from whet.data.batch import Micro
+    from whet.config.resolve import ResolvedConfig
+    from whet.data.batch import MicroBatch
     from whet.recipes.hex.arena.contest import Contest
     from whet.recipes.hex.data import HexData
     from whet.recipes.hex.loss import Weights
@@ -58,20 +58,20 @@ class HexRecipe:
         )
         return HexNet(config.arch, dropout=config.dropout)
 
-    def loss(self, model: "HexNet", micro: "Micro") -> "Tensor":
+    def loss(self, model: "HexNet", micro: "MicroBatch") -> "Tensor":
         from whet.recipes.hex.loss import Weights, hex_loss
 
         return hex_loss(model(micro.board), micro, self._weights or Weights())
 
-    def evaluate(self, model: "HexNet", micros: Iterator["Micro"]) -> dict[str, Any]:
+    def evaluate(self, model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
         from whet.recipes.hex.judging import judge
 
-        return judge(model, micros)
+        return judge(model, micro_batches)
 
-    def tally(self, model: "HexNet", micros: Iterator["Micro"]) -> dict[str, Any]:
+    def tally(self, model: "HexNet", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
         from whet.recipes.hex.judging import tally
 
-        return tally(model, micros)
+        return tally(model, micro_batches)
 
     def conclude(self, model: "HexNet", tallies: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002
         from whet.recipes.hex.judging import conclude
@@ -87,7 +87,7 @@ class HexRecipe:
 
         return hold_contest(one, two, **how)
 
-    def improve(self, resolved: "Resolved[HexConfig]", **how: Any) -> int:
+    def improve(self, resolved: "ResolvedConfig[HexConfig]", **how: Any) -> int:
         """A self-play: see `whet.recipes.hex.selfplay.improving`; the exit code."""
         from whet.recipes.hex.selfplay.improving import Improvement
 

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from whet.base.errors import UsageError
-from whet.config.keys import Auto, CommonConfig
-from whet.plan.own_attention import SHORT_TURNED, has_own_kernels
-from whet.plan.own_norms import SUM_NORMS, has_sum_norms
+from whet.config.options import Auto, CommonConfig
+from whet.plan.kernel_support import ADD_NORM, SHORT_ROTARY_ATTENTION, supports_add_norm, supports_short_attention
 from whet.plan.workload import Workload
 
 TRAIN_GRIDS_4X4 = 200
@@ -31,7 +30,7 @@ _LARGE = {"global_batch_size": 768, "lr": 1e-4, "warmup_steps": 2000, "weight_de
 """9x9: what the official implementation trains Sudoku with."""
 
 
-class Arch(BaseModel):
+class PuzzleArch(BaseModel):
     """The recursive model; keys have the names of the official implementation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,7 +63,7 @@ class Arch(BaseModel):
     )
 
     @model_validator(mode="after")
-    def sizes_fit(self) -> "Arch":
+    def sizes_fit(self) -> "PuzzleArch":
         if not self.mlp_t and self.hidden_size % (2 * self.num_heads):
             raise UsageError(
                 "a head's width must be even and whole",
@@ -126,7 +125,7 @@ class PuzzleConfig(CommonConfig):
     dropout: Annotated[float, Field(ge=0, le=0)] = Field(0.0, description="the model has none")
     ema: bool = Field(True, description="evaluate with an exponential moving average of the weights")
     clip: PositiveFloat | None = Field(None, description="largest norm of the gradient; null for none")
-    arch: Arch = Arch()
+    arch: PuzzleArch = PuzzleArch()
 
     @model_validator(mode="before")
     @classmethod
@@ -197,17 +196,17 @@ def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int 
     )
 
 
-def _layers(arch: Arch, *, num_places: int) -> tuple[str, ...]:
+def _layers(arch: PuzzleArch, *, num_places: int) -> tuple[str, ...]:
     has_turns = not arch.mlp_t and arch.pos_encodings == "rope"
     more = {
         "attention": not arch.mlp_t,
-        SHORT_TURNED: has_turns and has_own_kernels(num_places, arch.hidden_size // arch.num_heads),
-        SUM_NORMS: has_sum_norms(arch.hidden_size),
+        SHORT_ROTARY_ATTENTION: has_turns and supports_short_attention(num_places, arch.hidden_size // arch.num_heads),
+        ADD_NORM: supports_add_norm(arch.hidden_size),
     }
     return ("linear", *(name for name, is_there in more.items() if is_there))
 
 
-def count_parameters(arch: Arch, sizes: Sizes) -> int:
+def count_parameters(arch: PuzzleArch, sizes: Sizes) -> int:
     """All that is trained: tables, blocks and heads."""
     width, places = arch.hidden_size, arch.puzzle_emb_len + sizes.length
     mixing = _feed_forward(places, arch) if arch.mlp_t else 4 * width**2
@@ -216,5 +215,5 @@ def count_parameters(arch: Arch, sizes: Sizes) -> int:
     return tables + sizes.num_puzzles * arch.puzzle_width + blocks + 2 * (width + 1)
 
 
-def _feed_forward(width: int, arch: Arch) -> int:
+def _feed_forward(width: int, arch: PuzzleArch) -> int:
     return 3 * width * 256 * math.ceil(round(arch.expansion * width * 2 / 3) / 256)

@@ -11,10 +11,10 @@ from whet.recipes.puzzle.config import PuzzleConfig, Sizes
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from whet.data.batch import Micro
+    from whet.data.batch import MicroBatch
     from whet.recipes.puzzle.data import PuzzleData
     from whet.recipes.puzzle.model import PuzzleModel
-    from whet.step.optimizer import OptimizerChoice
+    from whet.step.optimizers import OptimizerChoice
 
 Answer = Callable[[Sequence[str]], list[dict[str, Any]]]
 
@@ -23,7 +23,7 @@ class PuzzleRecipe:
     """Solves puzzles; by default 4x4 Sudokus, 88 of whose 288 grids are held back."""
 
     name = "puzzle"
-    only_one_process = "each place of the batch keeps its puzzle from step to step, in one process's memory"
+    single_process_reason = "each place of the batch keeps its puzzle from step to step, in one process's memory"
     Config = PuzzleConfig
     goal = "exact_accuracy"
 
@@ -41,7 +41,7 @@ class PuzzleRecipe:
         return make_model(config, data.sizes, num_slots=config.global_batch_size)
 
     def optimizer(self, config: PuzzleConfig) -> "OptimizerChoice":
-        from whet.step.optimizer import OptimizerChoice
+        from whet.step.optimizers import OptimizerChoice
 
         return OptimizerChoice(
             name=config.optimizer,
@@ -51,15 +51,15 @@ class PuzzleRecipe:
             table_weight_decay=config.puzzle_emb_weight_decay,
         )
 
-    def loss(self, model: "PuzzleModel", micro: "Micro") -> "Tensor":
-        from whet.recipes.puzzle.loss import puzzle_loss
+    def loss(self, model: "PuzzleModel", micro: "MicroBatch") -> "Tensor":
+        from whet.recipes.puzzle.model import puzzle_loss
 
         return puzzle_loss(model, micro)
 
-    def evaluate(self, model: "PuzzleModel", micros: Iterator["Micro"]) -> dict[str, Any]:
-        from whet.recipes.puzzle.judging import judge
+    def evaluate(self, model: "PuzzleModel", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
+        from whet.recipes.puzzle.evaluation import evaluate
 
-        return judge(model, micros)
+        return evaluate(model, micro_batches)
 
     def keep(self, config: PuzzleConfig, data: "PuzzleData") -> dict[str, Any]:  # noqa: ARG002
         return {**data.sizes.model_dump(), "is_sudoku": data.is_sudoku}
@@ -76,18 +76,18 @@ class PuzzleRecipe:
         model = make_model(config, sizes, num_slots=1)
 
         def answer(texts: Sequence[str]) -> list[dict[str, Any]]:
-            from whet.recipes.puzzle.answering import answers
+            from whet.recipes.puzzle.evaluation import solve_texts
 
-            return answers(model, texts, sizes)
+            return solve_texts(model, texts, sizes)
 
         return model, answer
 
 
 def make_model(config: PuzzleConfig, sizes: Sizes, *, num_slots: int) -> "PuzzleModel":
-    from whet.recipes.puzzle.model import PuzzleModel, Shape, Slotting
+    from whet.recipes.puzzle.model import PuzzleModel, PuzzleShape, SlotConfig
 
     arch = config.arch
-    shape = Shape(
+    shape = PuzzleShape(
         num_tokens=sizes.num_tokens,
         length=sizes.length,
         num_puzzles=sizes.num_puzzles,
@@ -102,7 +102,7 @@ def make_model(config: PuzzleConfig, sizes: Sizes, *, num_slots: int) -> "Puzzle
         prefix=arch.puzzle_emb_len,
         puzzle_width=arch.puzzle_width,
     )
-    slotting = Slotting(
+    slotting = SlotConfig(
         number=num_slots,
         most_steps=arch.halt_max_steps,
         exploration=arch.halt_exploration_prob,

@@ -1,16 +1,18 @@
-"""Which model does `model=` name, and how large is it? Read from its config.json; no torch, no transformers."""
+"""Locate a pretrained model and read its sizes from config.json, without torch or transformers."""
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, WhetError
+from whet.recipes.hub import explain_hub_error
 
-_LIKE_BERT = ("bert", "camembert", "roberta", "xlm-roberta")
+_BERT_TYPES = ("bert", "camembert", "roberta", "xlm-roberta")
 BERT_ACTIVATIONS = {
     "gelu": ("gelu", "none"),
     "gelu_new": ("gelu", "tanh"),
@@ -23,7 +25,7 @@ SMALL = "small"
 """The word for the encoder that is trained from scratch."""
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
-_COUNT_BEHIND_PADDING = (
+_POSITIONS_AFTER_PADDING = (
     "camembert",
     "data2vec-text",
     "esm",
@@ -63,13 +65,13 @@ class Backbone:
     @property
     def is_read_packed(self) -> bool:
         """Whether our own execution knows this architecture (`bert.py`), which needs no padding."""
-        is_known = self.kind in _LIKE_BERT and self.activation in BERT_ACTIVATIONS and self.num_segments > 0
+        is_known = self.kind in _BERT_TYPES and self.activation in BERT_ACTIVATIONS and self.num_segments > 0
         return is_known and self.is_plain and self.width % self.heads == 0
 
     @property
     def most_tokens(self) -> int:
         """Tokens that have a position; RoBERTa's relatives begin to count behind their padding."""
-        if "roberta" not in self.kind and self.kind not in _COUNT_BEHIND_PADDING:
+        if "roberta" not in self.kind and self.kind not in _POSITIONS_AFTER_PADDING:
             return self.num_positions
         # MPNet takes 1 for its padding whatever its config says.
         return max(1, self.num_positions - max(1, self.padding) - 1)
@@ -116,7 +118,7 @@ BERT_BASE = Backbone(
 """What most encoders on the hub are like: taken where a model's config.json does not lie on this machine yet."""
 
 
-def folder_of(word: str) -> Path | None:
+def local_folder(word: str) -> Path | None:
     """The folder that `model=` names; None for a name on the hub. Something else is refused.
 
     >>> folder_of("allenai/scibert_scivocab_uncased") is None
@@ -138,7 +140,7 @@ def folder_of(word: str) -> Path | None:
 
 def read_backbone(word: str) -> Backbone:
     """The sizes behind `model=`; BERT base where they are not on this machine."""
-    folder = folder_of(word)
+    folder = local_folder(word)
     if folder is None:
         return BERT_BASE
     try:
@@ -190,3 +192,85 @@ def _num_stored(folder: Path) -> int | None:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
     return total or None
+
+
+DOWNLOADED_FILES = (
+    "config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+_TRY_FOLDER = "model=FOLDER, a copy with config.json, model.safetensors and tokenizer.json; or model=small"
+
+
+def import_transformers() -> Any:
+    """transformers, or a word about the extra that brings it."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            "a pretrained model needs the extra text", got=str(error), try_="pip install 'whet[text]', or model=small"
+        ) from None
+    return transformers
+
+
+def model_folder(word: str) -> Path:
+    """Where the files of `model=` lie; a name on the hub is looked up in its cache first."""
+    folder = local_folder(word) or _download(word)
+    if not any(folder.glob("*.safetensors")):
+        raise UsageError(
+            "the model has no weights as safetensors, and no other form is read",
+            got=f"model={word}",
+            try_="NAME@refs/pr/N where the hub offers a conversion; or a folder with model.safetensors",
+        )
+    return folder
+
+
+def _download(word: str) -> Path:
+    import_transformers()
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = word.partition("@")
+
+    def ask(*, is_local: bool) -> Path:
+        found = snapshot_download(
+            name, revision=revision or None, allow_patterns=list(DOWNLOADED_FILES), local_files_only=is_local
+        )
+        return Path(found)
+
+    with contextlib.suppress(Exception):
+        here = ask(is_local=True)
+        # A cache may hold a part of a model only.
+        if (here / "config.json").is_file() and any(here.glob("*.safetensors")):
+            return here
+    try:
+        return ask(is_local=False)
+    except Exception as error:  # Many kinds: no network, no such name, no leave to read it, a full disk.
+        what, detail = explain_hub_error(error)
+        raise WhetError(
+            f"no folder {name} is here, and {what}",
+            got=f"model={word}, looked up on the hub since it may be a name there: {detail}",
+            try_=_TRY_FOLDER,
+        ) from None
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """transformers without its reports and progress bars: what matters in them is told by us."""
+    logging = import_transformers().utils.logging
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.data.ragged import Packed, Padded
-from whet.device.own.sum_norm import normed_sum
-from whet.recipes.text.attending import Layout, attend, first, layout_of
+from whet.data.batch import Packed, Padded
+from whet.device.kernels.residual_norm import residual_layer_norm
+from whet.recipes.text.attention import TokenLayout, attend, first_token, token_layout
 from whet.recipes.text.backbone import BERT_ACTIVATIONS
-from whet.recipes.text.pretrained_tokenizer import SEGMENT
+from whet.recipes.text.tokenizer import SEGMENT_OFFSET
 
 
 class Bert(nn.Module):
@@ -28,8 +28,8 @@ class Bert(nn.Module):
         self.has_segments = config.type_vocab_size > 1
         is_bert = config.model_type == "bert"
         self._body = "bert" if is_bert else "roberta"
-        head = _linear(config, config.num_labels) if is_bert else _Head(config)
-        self.network = nn.ModuleDict({self._body: _Body(config), "classifier": head})
+        head = _linear(config, config.num_labels) if is_bert else _RobertaHead(config)
+        self.network = nn.ModuleDict({self._body: _BertModel(config), "classifier": head})
         self.dropout = nn.Dropout(_last_dropout(config))
 
     @classmethod
@@ -42,26 +42,28 @@ class Bert(nn.Module):
 
     def forward(self, tokens: Padded | Packed) -> Tensor:
         """The logits, (B, C)."""
-        found: Tensor = self.network[self._body](tokens, layout_of(tokens))
+        found: Tensor = self.network[self._body](tokens, token_layout(tokens))
         logits: Tensor = self.network["classifier"](self.dropout(found))
         return logits
 
 
-class _Body(nn.Module):
+class _BertModel(nn.Module):
     """Embeddings, post-norm blocks, and what the pooler, if there is one, makes of each text's first token."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.embeddings = _Embeddings(config)
-        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(_Block(config) for _ in range(config.num_hidden_layers))})
+        self.embeddings = _BertEmbeddings(config)
+        self.encoder = nn.ModuleDict(
+            {"layer": nn.ModuleList(_BertBlock(config) for _ in range(config.num_hidden_layers))}
+        )
         if config.model_type == "bert":
             self.pooler = nn.ModuleDict({"dense": _linear(config, config.hidden_size)})
 
-    def forward(self, tokens: Padded | Packed, layout: Layout) -> Tensor:
+    def forward(self, tokens: Padded | Packed, layout: TokenLayout) -> Tensor:
         x = whole = self.embeddings(tokens.values, layout)
         for block in self._blocks():
             whole, x = block(whole, x, layout)
-        found = first(whole, layout)
+        found = first_token(whole, layout)
         return self.pooler["dense"](found).tanh() if hasattr(self, "pooler") else found
 
     def _blocks(self) -> nn.ModuleList:
@@ -70,7 +72,7 @@ class _Body(nn.Module):
         return blocks
 
 
-class _Embeddings(nn.Module):
+class _BertEmbeddings(nn.Module):
     """Word, place and segment."""
 
     def __init__(self, config: Any) -> None:
@@ -83,18 +85,18 @@ class _Embeddings(nn.Module):
         self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, ids: Tensor, layout: Layout) -> Tensor:
-        words = ids % SEGMENT
+    def forward(self, ids: Tensor, layout: TokenLayout) -> Tensor:
+        words = ids % SEGMENT_OFFSET
         # Padding may reach beyond the last position that was learned; whatever stands there is never looked at.
         places = self._places(words, layout).clamp(max=self.position_embeddings.num_embeddings - 1)
         if self.token_type_embeddings.num_embeddings > 1:
-            segments = self.token_type_embeddings(ids // SEGMENT)
+            segments = self.token_type_embeddings(ids // SEGMENT_OFFSET)
         else:
             segments = self.token_type_embeddings.weight[0]
         seen = self.word_embeddings(words) + segments + self.position_embeddings(places)
         return self.dropout(self.LayerNorm(seen))
 
-    def _places(self, words: Tensor, layout: Layout) -> Tensor:
+    def _places(self, words: Tensor, layout: TokenLayout) -> Tensor:
         """RoBERTa counts from behind its padding's number, and over the padding that stands inside a text."""
         if self.padding is None:
             return layout.positions
@@ -106,10 +108,10 @@ class _Embeddings(nn.Module):
         return torch.where(counts, total, 0) + self.padding
 
 
-class _Block(nn.Module):
+class _BertBlock(nn.Module):
     """Attention, then a feed-forward layer; what each adds is normed together with what came in.
 
-    What came in comes twice, as sums and as products need it (`normed_sum`), and leaves so.
+    What came in comes twice, as sums and as products need it (`residual_layer_norm`), and leaves so.
     """
 
     def __init__(self, config: Any) -> None:
@@ -119,11 +121,11 @@ class _Block(nn.Module):
         self.attention_dropout = float(config.attention_probs_dropout_prob)
         self.activation, self.approximate = BERT_ACTIVATIONS[config.hidden_act]
         mixing = nn.ModuleDict({name: _linear(config, width) for name in ("query", "key", "value")})
-        self.attention = nn.ModuleDict({"self": mixing, "output": _Added(config, width)})
+        self.attention = nn.ModuleDict({"self": mixing, "output": _ResidualNorm(config, width)})
         self.intermediate = nn.ModuleDict({"dense": _linear(config, config.intermediate_size)})
-        self.output = _Added(config, config.intermediate_size)
+        self.output = _ResidualNorm(config, config.intermediate_size)
 
-    def forward(self, whole: Tensor, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    def forward(self, whole: Tensor, x: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
         dropout = self.attention_dropout if self.training else 0.0
         found = attend(self._mix(x), layout, num_heads=self.num_heads, dropout=dropout)
         whole, x = self.attention["output"](found, whole)
@@ -143,7 +145,7 @@ class _Block(nn.Module):
         return functional.linear(x, weight, bias)
 
 
-class _Added(nn.Module):
+class _ResidualNorm(nn.Module):
     """A linear layer whose result is added to what came in before, and normed."""
 
     def __init__(self, config: Any, width: int) -> None:
@@ -153,10 +155,10 @@ class _Added(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        return normed_sum(self.dense, self.dropout, self.LayerNorm, x, before)
+        return residual_layer_norm(self.dense, self.dropout, self.LayerNorm, x, before)
 
 
-class _Head(nn.Module):
+class _RobertaHead(nn.Module):
     """RoBERTa's classifier."""
 
     def __init__(self, config: Any) -> None:

@@ -17,13 +17,12 @@ from pydantic import (
 )
 
 from whet.base.errors import UsageError
-from whet.config.keys import CommonConfig
-from whet.plan.own_attention import SPANS, has_span_kernels
-from whet.plan.own_norms import SUM_NORMS, has_sum_norms
+from whet.config.options import CommonConfig
+from whet.plan.kernel_support import ADD_NORM, SPAN_ATTENTION, supports_add_norm, supports_span_attention
 from whet.plan.workload import Workload
 from whet.recipes.text.backbone import SMALL, Backbone, read_backbone
-from whet.recipes.text.rows.columns import Wishes
-from whet.recipes.text.weights import ClassWeights, read_class_weights
+from whet.recipes.text.corpus import ClassWeights, read_class_weights
+from whet.recipes.text.readers.samples import ColumnOverrides
 
 EMBEDDED_CLASSES = 6
 EMBEDDED_ROWS_PER_CLASS = 1_100
@@ -38,7 +37,7 @@ LORA_LR = 2e-4
 FINE_TUNING_LENGTH = 256
 
 
-class Arch(BaseModel):
+class TextArch(BaseModel):
     """The small encoder that is trained from scratch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,7 +51,7 @@ class Arch(BaseModel):
     vocab_size: Annotated[int, Field(ge=300, le=10**7)] = Field(4096, description="entries of the byte-pair vocabulary")
 
     @model_validator(mode="after")
-    def heads_divide_width(self) -> "Arch":
+    def heads_divide_width(self) -> "TextArch":
         if self.hidden_size % self.heads:
             fitting = [str(n) for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0][:8]
             raise UsageError(
@@ -63,7 +62,7 @@ class Arch(BaseModel):
         return self
 
 
-_DEFAULT_ARCH = Arch()
+_DEFAULT_ARCH = TextArch()
 
 
 class TextConfig(CommonConfig):
@@ -114,7 +113,7 @@ class TextConfig(CommonConfig):
     split_seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         0, description="decides which rows are held back when the data brings no dev or test part"
     )
-    arch: Arch = Arch()
+    arch: TextArch = TextArch()
 
     plan_keys: ClassVar[tuple[str, ...]] = (*CommonConfig.plan_keys, "lengths")
 
@@ -174,9 +173,11 @@ class TextConfig(CommonConfig):
         return self
 
     @property
-    def column_wishes(self) -> Wishes:
+    def column_overrides(self) -> ColumnOverrides:
         """The columns that you name."""
-        return Wishes(text=self.text_column, label=self.label_column, pair=self.pair_column, group=self.group_column)
+        return ColumnOverrides(
+            text=self.text_column, label=self.label_column, pair=self.pair_column, group=self.group_column
+        )
 
 
 def is_read_packed(config: TextConfig, backbone: Backbone | None) -> bool:
@@ -189,7 +190,7 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
 
     `folder` is where the files of a name on the hub lie, once they are here.
     """
-    _refuse_missing_data(config)
+    _check_data_exists(config)
     num_samples = int(EMBEDDED_CLASSES * EMBEDDED_ROWS_PER_CLASS * TRAIN_SHARE) if config.is_embedded else None
     backbone = read_backbone(config.model if folder is None else str(folder)) if config.is_pretrained else None
     can_pack = is_read_packed(config, backbone)
@@ -217,17 +218,19 @@ def describe(config: TextConfig, folder: Path | None = None) -> Workload:
 
 
 def _layers(config: TextConfig, backbone: Backbone | None) -> tuple[str, ...]:
-    has_sums = backbone is not None and is_read_packed(config, backbone) and has_sum_norms(backbone.width)
-    more = {SPANS: _has_spans(config, backbone), SUM_NORMS: has_sums}
+    has_sums = backbone is not None and is_read_packed(config, backbone) and supports_add_norm(backbone.width)
+    more = {SPAN_ATTENTION: _has_spans(config, backbone), ADD_NORM: has_sums}
     return ("attention", "gelu", "layer norm", "linear", *(name for name, is_there in more.items() if is_there))
 
 
 def _has_spans(config: TextConfig, backbone: Backbone | None) -> bool:
     """Whether whet's own kernels can attend packed texts: they drop nothing."""
     if backbone is None:
-        return has_span_kernels(config.arch.hidden_size // config.arch.heads)
+        return supports_span_attention(config.arch.hidden_size // config.arch.heads)
     dropped = config.dropout if config.attention_dropout is None else config.attention_dropout
-    return dropped == 0 and is_read_packed(config, backbone) and has_span_kernels(backbone.width // backbone.heads)
+    return (
+        dropped == 0 and is_read_packed(config, backbone) and supports_span_attention(backbone.width // backbone.heads)
+    )
 
 
 def describe_data(
@@ -243,7 +246,7 @@ def describe_data(
     return workload.model_copy(update=known)
 
 
-def count_parameters(arch: Arch, *, num_classes: int) -> int:
+def count_parameters(arch: TextArch, *, num_classes: int) -> int:
     """The encoder's parameters: embeddings, blocks, final norm and classifier."""
     width = arch.hidden_size
     block = 12 * width**2 + 13 * width
@@ -262,7 +265,7 @@ def _num_parameters(config: TextConfig, *, num_classes: int) -> dict[str, int]:
     return {"num_parameters": trained, "num_frozen": backbone.num_parameters(num_classes=num_classes) - own}
 
 
-def activation_bytes(arch: Arch) -> int:
+def activation_bytes(arch: TextArch) -> int:
     """What one text of full length keeps for the backward pass in float32.
 
     Korthikanti et al. 2022 ("Reducing Activation Recomputation"), section 4.1, count 34 sbh + 5 as^2 b bytes per block
@@ -280,7 +283,7 @@ def _num_steps(config: TextConfig, num_samples: int | None) -> int | None:
     return min(steps, config.max_steps) if config.max_steps else steps
 
 
-def _refuse_missing_data(config: TextConfig) -> None:
+def _check_data_exists(config: TextConfig) -> None:
     for path in (config.data, *config.data_paths):
         if path is not None and not _is_there(Path(path)):
             raise UsageError("the data is not there", got=f"data={path}", try_="a file or folder that exists")

@@ -1,23 +1,64 @@
-"""What does the trainer get to see? A corpus as columns of token ids and class numbers, one set per split."""
+"""Tokenized splits for training, and a naive Bayes baseline to compare with."""
 
+import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from whet.data.ragged import Ragged
-from whet.recipes.text.config import Arch
+from whet.data.batch import Ragged
+from whet.recipes.text.config import TextArch
 from whet.recipes.text.corpus import Corpus, Examples
-from whet.recipes.text.naive_bayes import baseline_accuracy
-from whet.recipes.text.pretrained_tokenizer import PretrainedTokenizer
-from whet.recipes.text.tokenizer import PAD_ID, Tokenizer
+from whet.recipes.text.tokenizer import PAD_ID, PretrainedTokenizer, Tokenizer
+
+_WORD = re.compile(r"\w+")
+
+
+def baseline_accuracy(corpus: Corpus) -> float:
+    """The share of the test texts that naive Bayes, counted on the training texts, puts into the right class."""
+    num_classes = len(corpus.classes)
+    rows: dict[str, int] = {}
+    for text in _full_texts(corpus.train):
+        for word in _words(text):
+            rows.setdefault(word, len(rows))
+    # Add-one smoothing: a word that a class has never shown must not rule the class out.
+    counts = np.ones((len(rows), num_classes))
+    for text, label in zip(_full_texts(corpus.train), corpus.train.labels, strict=True):
+        for word in _words(text):
+            counts[rows[word], label] += 1
+    evidence = np.log(counts / counts.sum(0))
+    seen = Counter(corpus.train.labels)
+    prior = np.array([math.log(seen[label]) if seen[label] else -math.inf for label in range(num_classes)])
+    return _accuracy(corpus.test, rows=rows, evidence=evidence, prior=prior)
+
+
+def _accuracy(examples: Examples, *, rows: dict[str, int], evidence: np.ndarray, prior: np.ndarray) -> float:
+    right = 0
+    for text, label in zip(_full_texts(examples), examples.labels, strict=True):
+        known = [rows[word] for word in _words(text) if word in rows]
+        right += int(np.argmax(prior + evidence[known].sum(0))) == label
+    return right / len(examples)
+
+
+def _full_texts(examples: Examples) -> list[str]:
+    """Texts with their second halves."""
+    pairs = examples.pairs or ("",) * len(examples)
+    return [f"{text} {pair}" for text, pair in zip(examples.texts, pairs, strict=True)]
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
 
 AnyTokenizer = Tokenizer | PretrainedTokenizer
 
 
-class Columns(TypedDict):
+class SplitColumns(TypedDict):
     """A split: int64 token ids and the number of each text's class."""
 
     tokens: Ragged
@@ -31,9 +72,9 @@ class Columns(TypedDict):
 class TextData:
     """Three splits as tensors, and what is needed to read a prediction."""
 
-    train: Columns
-    dev: Columns
-    test: Columns
+    train: SplitColumns
+    val: SplitColumns
+    test: SplitColumns
     classes: tuple[str, ...]
     tokenizer: AnyTokenizer
     max_length: int
@@ -55,7 +96,7 @@ class TextData:
         return self.train["label"].dim() == 2
 
 
-def learn_tokenizer(corpus: Corpus, *, arch: Arch) -> Tokenizer:
+def learn_tokenizer(corpus: Corpus, *, arch: TextArch) -> Tokenizer:
     """The tokenizer of a run, learned from the training texts alone."""
     return Tokenizer.train((*corpus.train.texts, *corpus.train.pairs), vocab_size=arch.vocab_size)
 
@@ -68,9 +109,9 @@ def tokenize(
     class_weights: Sequence[float] | None = None,
 ) -> TextData:
     """The corpus as columns."""
-    splits = (corpus.train, corpus.dev, corpus.test)
-    train, dev, test = (
-        Columns(
+    splits = (corpus.train, corpus.val, corpus.test)
+    train, val, test = (
+        SplitColumns(
             tokens=token_column(part.texts, tokenizer=tokenizer, max_length=max_length, pairs=part.pairs),
             label=label_column(part, num_classes=len(corpus.classes)),
         )
@@ -81,7 +122,7 @@ def tokenize(
         train["weight"] = weight_column(train["label"], class_weights)
     return TextData(
         train=train,
-        dev=dev,
+        val=val,
         test=test,
         classes=corpus.classes,
         tokenizer=tokenizer,
@@ -93,7 +134,7 @@ def tokenize(
     )
 
 
-def cut_lines(data: TextData) -> list[str]:
+def truncation_notes(data: TextData) -> list[str]:
     """How many training texts are as long as what is read of them, or longer."""
     lengths = data.train["tokens"].lengths
     num_full = int((lengths >= data.max_length).sum())

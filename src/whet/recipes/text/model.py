@@ -10,40 +10,40 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.data.ragged import Packed, Padded
-from whet.recipes.text.attending import Layout, attend, layout_of, mean
-from whet.recipes.text.config import Arch
+from whet.data.batch import Packed, Padded
+from whet.recipes.text.attention import TokenLayout, attend, mean_pool, token_layout
+from whet.recipes.text.config import TextArch
 
-_SMALL = 0.02
+_INIT_STD = 0.02
 """The standard deviation of first embeddings and of what a block adds, so that words count from the first step."""
 
 
 class Encoder(nn.Module):
     """Token and position embeddings, pre-norm blocks, the mean over a text's tokens, and a linear classifier."""
 
-    def __init__(self, arch: Arch, *, num_classes: int, dropout: float = 0.0, word_dropout: float = 0.0) -> None:
+    def __init__(self, arch: TextArch, *, num_classes: int, dropout: float = 0.0, word_dropout: float = 0.0) -> None:
         super().__init__()
         width = arch.hidden_size
         self.word_dropout = word_dropout
         self.tokens = nn.Embedding(arch.vocab_size, width)
         self.positions = nn.Embedding(arch.max_length, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(_Block(arch, dropout=dropout) for _ in range(arch.layers))
+        self.blocks = nn.ModuleList(_EncoderBlock(arch, dropout=dropout) for _ in range(arch.layers))
         self.norm = nn.LayerNorm(width)
         self.classifier = nn.Linear(width, num_classes)
         for weight in (self.tokens.weight, self.positions.weight, self.classifier.weight):
-            nn.init.normal_(weight, std=_SMALL)
+            nn.init.normal_(weight, std=_INIT_STD)
         nn.init.zeros_(self.classifier.bias)
 
     def forward(self, tokens: Padded | Packed) -> Tensor:
         """The logits, (B, C)."""
-        layout = layout_of(tokens)
+        layout = token_layout(tokens)
         # Padding may reach beyond the last position that was learned; whatever stands there is never looked at.
         positions = layout.positions.clamp(max=self.positions.num_embeddings - 1)
         x = self.dropout(self._read(tokens.values) + self.positions(positions))
         for block in self.blocks:
             x = block(x, layout)
-        return self.classifier(mean(self.norm(x), layout))
+        return self.classifier(mean_pool(self.norm(x), layout))
 
     def _read(self, ids: Tensor) -> Tensor:
         """What the tokens mean, (B, L, W) or (T, W); while training some are not seen, and their places stay."""
@@ -54,10 +54,10 @@ class Encoder(nn.Module):
         return meanings * is_seen[..., None]
 
 
-class _Block(nn.Module):
+class _EncoderBlock(nn.Module):
     """Attention, then a feed-forward layer, each added to what came in."""
 
-    def __init__(self, arch: Arch, *, dropout: float) -> None:
+    def __init__(self, arch: TextArch, *, dropout: float) -> None:
         super().__init__()
         width = arch.hidden_size
         self.num_heads = arch.heads
@@ -72,10 +72,10 @@ class _Block(nn.Module):
             nn.init.normal_(layer.weight, std=1 / math.sqrt(width))
             nn.init.zeros_(layer.bias)
         for layer in (self.attention_out, self.feed_forward_out):
-            nn.init.normal_(layer.weight, std=_SMALL / math.sqrt(2 * arch.layers))
+            nn.init.normal_(layer.weight, std=_INIT_STD / math.sqrt(2 * arch.layers))
             nn.init.zeros_(layer.bias)
 
-    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+    def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         mixed = attend(self.queries_keys_values(self.attention_norm(x)), layout, num_heads=self.num_heads)
         x = x + self.dropout(self.attention_out(mixed))
         inner = functional.gelu(self.feed_forward_in(self.feed_forward_norm(x)))

@@ -1,25 +1,69 @@
-"""What is trained when a model is named? A classifier of transformers that reads whet's padded batches.
-
-Shapes: B texts, L tokens of the longest, C classes. Packed batches are not read: BERT-like classifiers of transformers
-pool the first token of each row, and their attention without padding needs the package flash-attn. Those that we can
-compute ourselves go on as a `Bert`.
-"""
+"""Classifiers from transformers: loading, freezing, LoRA and saving."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from whet.base.errors import UsageError, WhetError
-from whet.data.ragged import Padded
+from whet.data.batch import Padded
+from whet.recipes.text.backbone import import_transformers, quiet_transformers
 from whet.recipes.text.bert import Bert
-from whet.recipes.text.freezing import Freeze, freeze
-from whet.recipes.text.hub import import_transformers, quietly
-from whet.recipes.text.lora import add_lora, merged
-from whet.recipes.text.pretrained_tokenizer import SEGMENT, PretrainedTokenizer, write_files
+from whet.recipes.text.tokenizer import SEGMENT_OFFSET, PretrainedTokenizer, write_files
+
+Freeze = Literal["none", "embeddings", "encoder"] | int
+"""A number: the embeddings and so many of the first layers."""
+
+
+def freeze_layers(network: Any, what: Freeze) -> None:
+    """Stops the gradient at some of the weights; the head always learns, and a pooler belongs to it."""
+    if what == "none":
+        return
+    layers = _encoder_layers(network.base_model)
+    if isinstance(what, int) and what > len(layers):
+        raise UsageError("freeze counts more layers than the model has", got=f"freeze={what}", try_=f"{len(layers)}")
+    num_frozen = {"embeddings": 0, "encoder": len(layers)}.get(str(what), what)
+    assert isinstance(num_frozen, int)
+    learning = {id(parameter) for layer in layers[num_frozen:] for parameter in layer.parameters()}
+    pooler = getattr(network.base_model, "pooler", None)
+    learning |= {id(parameter) for parameter in (pooler.parameters() if isinstance(pooler, nn.Module) else ())}
+    for parameter in network.base_model.parameters():
+        parameter.requires_grad_(id(parameter) in learning)
+
+
+def _encoder_layers(encoder: nn.Module) -> nn.ModuleList:
+    """The stack of blocks: the longest list of modules that an encoder has."""
+    lists = [module for module in encoder.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise UsageError("the model's layers cannot be told apart", got=type(encoder).__name__, try_="freeze=none")
+    return max(lists, key=len)
+
+
+def add_lora(network: Any, *, rank: int, dropout: float) -> Any:
+    """The network with updates of a rank beside its matrices; of the rest only the head learns."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UsageError(
+            "LoRA needs the extra lora", got=str(error), try_="pip install 'whet[lora]', or without lora="
+        ) from None
+    # Twice the rank: the updates count the same whatever the rank, and peft's own examples do so.
+    choice = peft.LoraConfig(task_type="SEQ_CLS", r=rank, lora_alpha=2 * rank, lora_dropout=dropout)
+    try:
+        return peft.get_peft_model(network, choice)
+    except ValueError:
+        # Models that peft does not know by name: every linear layer.
+        choice.target_modules = "all-linear"
+        return peft.get_peft_model(network, choice)
+
+
+def merge_lora(network: Any) -> Any:
+    """The network with its updates added to its own matrices; as it is where there are none."""
+    return network.merge_and_unload() if hasattr(network, "merge_and_unload") else network
+
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob")
 _DROPOUTS = (
@@ -38,11 +82,11 @@ _DROPOUTS = (
 _PRIVATE = ("_name_or_path", "attn_implementation", "auto_map", "dtype", "quantization_config", "torch_dtype")
 """Entries of a model's config that say where it came from or how it is run: not kept, and not believed."""
 
-_TAKE_SQUARES = ("albert", "bert", "camembert", "distilbert", "electra", "ernie", "roberta", "xlm-roberta")
+_ACCEPT_4D_MASK = ("albert", "bert", "camembert", "distilbert", "electra", "ernie", "roberta", "xlm-roberta")
 """Models that take a mask of attention as it is. Given a mask of tokens, transformers asks the device whether all of it
 is true, and a step that waits cannot be captured."""
 
-_READ_THE_LAST = ("xlnet",)
+_POOL_LAST_TOKEN = ("xlnet",)
 """Models whose classifier reads the last cell of a row, whatever stands there: their padding lies in front."""
 
 
@@ -57,8 +101,10 @@ class Pretrained(nn.Module):
         self.has_segments = int(getattr(config, "type_vocab_size", 0) or 0) > 1
         # A decoder's mask is not of tokens alone: transformers adds that nothing looks ahead.
         is_decoder = bool(getattr(config, "is_decoder", False))
-        self._takes_square = config.model_type in _TAKE_SQUARES and _asked_for(config) == "sdpa" and not is_decoder
-        self._reads_last = config.model_type in _READ_THE_LAST
+        self._takes_square = (
+            config.model_type in _ACCEPT_4D_MASK and _attention_kind(config) == "sdpa" and not is_decoder
+        )
+        self._reads_last = config.model_type in _POOL_LAST_TOKEN
 
     def forward(self, tokens: Padded) -> Tensor:
         """The logits, (B, C)."""
@@ -70,9 +116,9 @@ class Pretrained(nn.Module):
         is_real = (place >= 0) & (place < lengths[:, None])
         # Some models count positions by what is padding, so it has to be theirs.
         mask = is_real[:, None, None] if self._takes_square else is_real.long()
-        words = {"input_ids": torch.where(is_real, ids % SEGMENT, self._pad), "attention_mask": mask}
+        words = {"input_ids": torch.where(is_real, ids % SEGMENT_OFFSET, self._pad), "attention_mask": mask}
         if self.has_segments:
-            words["token_type_ids"] = torch.where(is_real, ids // SEGMENT, 0)
+            words["token_type_ids"] = torch.where(is_real, ids // SEGMENT_OFFSET, 0)
         logits: Tensor = self.network(**words).logits
         return logits
 
@@ -89,7 +135,7 @@ def load_pretrained(
 ) -> Pretrained:
     """The classifier with a model's weights and a new head, drawn from torch's generator."""
     transformers = import_transformers()
-    with quietly(), _explained(folder):
+    with quiet_transformers(), _load_errors(folder):
         config = _read_config(
             folder, classes=classes, is_multi_label=is_multi_label, dropout=dropout, attention_dropout=attention_dropout
         )
@@ -105,7 +151,7 @@ def load_pretrained(
             # A model that was a classifier before has a head for its own classes.
             ignore_mismatched_sizes=True,
         )
-    _refuse_gaps(network, told, folder)
+    _check_all_loaded(network, told, folder)
     return _prepared(network, frozen=frozen, lora=lora, dropout=dropout)
 
 
@@ -115,7 +161,7 @@ def empty_pretrained(
     """The same classifier from the config that a run has kept; its weights are the checkpoint's."""
     transformers = import_transformers()
     plain = {name: value for name, value in written.items() if name not in _PRIVATE}
-    with quietly():
+    with quiet_transformers():
         try:
             kind = transformers.AutoConfig.for_model(plain.pop("model_type"))
             config = type(kind).from_dict(plain)
@@ -140,18 +186,18 @@ def pretrained_config(
     attention_dropout: float | None = None,
 ) -> dict[str, Any]:
     """The model's config as plain JSON: with it and a checkpoint the model can be made again."""
-    with quietly(), _explained(folder):
+    with quiet_transformers(), _load_errors(folder):
         config = _read_config(
             folder, classes=classes, is_multi_label=is_multi_label, dropout=dropout, attention_dropout=attention_dropout
         )
     return {name: value for name, value in config.to_dict().items() if name not in _PRIVATE}
 
 
-def padded(model: Bert | Pretrained) -> Pretrained:
+def as_pretrained(model: Bert | Pretrained) -> Pretrained:
     """The classifier as transformers computes it; it shares the weights."""
     if isinstance(model, Pretrained):
         return model
-    with quietly():
+    with quiet_transformers():
         network = import_transformers().AutoModelForSequenceClassification.from_config(
             model.config, dtype=torch.float32, attn_implementation=_attention(model.config), trust_remote_code=False
         )
@@ -161,14 +207,14 @@ def padded(model: Bert | Pretrained) -> Pretrained:
 
 def save_transformers(model: Bert | Pretrained, tokenizer: PretrainedTokenizer, folder: Path) -> None:
     """Writes a folder that AutoModelForSequenceClassification and AutoTokenizer load; LoRA goes into the weights."""
-    network = merged(padded(model).network)
-    with quietly():
+    network = merge_lora(as_pretrained(model).network)
+    with quiet_transformers():
         network.save_pretrained(str(folder))
     write_files(tokenizer.files, folder)
 
 
 def _prepared(network: Any, *, frozen: Freeze, lora: int | None, dropout: float) -> Pretrained:
-    freeze(network, frozen)
+    freeze_layers(network, frozen)
     return Pretrained(add_lora(network, rank=lora, dropout=dropout) if lora else network)
 
 
@@ -189,11 +235,11 @@ def _read_config(
             is_other = attention_dropout is not None and name in _ATTENTION_DROPOUTS
             setattr(config, name, attention_dropout if is_other else dropout)
     if getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = _padding(config)
+        config.pad_token_id = _default_pad_token(config)
     return config
 
 
-def _padding(config: Any) -> int:
+def _default_pad_token(config: Any) -> int:
     """For a model that was never padded, such as GPT-2: a decoder's classifier looks for the last token before it."""
     ends = getattr(config, "eos_token_id", None)
     end = ends[0] if isinstance(ends, list) and ends else ends
@@ -201,7 +247,7 @@ def _padding(config: Any) -> int:
 
 
 @contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
+def _load_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
@@ -220,13 +266,13 @@ def _attention(config: Any) -> str:
     return "sdpa" if getattr(kind, "_supports_sdpa", False) else "eager"
 
 
-def _asked_for(config: Any) -> str | None:
+def _attention_kind(config: Any) -> str | None:
     """The attention that a network was made with."""
     asked: str | None = getattr(config, "_attn_implementation", None)
     return asked
 
 
-def _refuse_gaps(network: Any, told: Mapping[str, Any], folder: Path) -> None:
+def _check_all_loaded(network: Any, told: Mapping[str, Any], folder: Path) -> None:
     """New weights belong into the head alone: an encoder of random numbers would train, badly, without a word."""
     prefix = f"{network.base_model_prefix}."
     lost = {str(name[0] if isinstance(name, tuple) else name) for name in told["mismatched_keys"]}

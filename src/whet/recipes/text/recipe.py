@@ -5,25 +5,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.base.errors import OtherDataError, UsageError
+from whet.base.errors import DataChangedError, UsageError
 from whet.plan.workload import Workload
+from whet.recipes.recipe import EmbeddedData, explain_data_change
 from whet.recipes.text import config as text_config
-from whet.recipes.text.backbone import folder_of
+from whet.recipes.text.backbone import local_folder
 from whet.recipes.text.config import TextConfig
-from whet.recipes.updated import Embedded, explained
 from whet.run.folder import open_run
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from whet.data.batch import Micro
-    from whet.recipes.looking import DataLook
-    from whet.recipes.text.choosing import Classifier
+    from whet.data.batch import MicroBatch
+    from whet.recipes.recipe import DataInspection
     from whet.recipes.text.data import TextData
-    from whet.recipes.text.using.answering import Answering
+    from whet.recipes.text.factory import Classifier
+    from whet.recipes.text.prediction import Answering
 
 
-_EMBEDDED = Embedded(
+_EMBEDDED_DATA = EmbeddedData(
     is_made="the embedded texts are docstrings of six installed libraries",
     sources={"python": "Python", "torch": "torch", "transformers": "transformers", "numpy": "numpy"},
     otherwise="one of them has changed since, sympy or networkx perhaps",
@@ -44,7 +44,7 @@ class TextRecipe:
     def describe(self, config: TextConfig, data: "TextData | None" = None) -> Workload:
         if data is None:
             return text_config.describe(config)
-        from whet.recipes.text.hub import model_folder
+        from whet.recipes.text.backbone import model_folder
 
         # A name on the hub is a folder by now.
         workload = text_config.describe(config, model_folder(config.model) if config.is_pretrained else None)
@@ -54,61 +54,61 @@ class TextRecipe:
 
     def assumptions(self, config: TextConfig) -> tuple[str, ...]:
         """What `describe` takes for granted before anything is loaded."""
-        if not config.is_pretrained or folder_of(config.model) is not None:
+        if not config.is_pretrained or local_folder(config.model) is not None:
             return ()
         return (f"model={config.model} is no folder here, so BERT base is counted; a training counts the real one",)
 
     def data(self, config: TextConfig) -> "TextData":
-        from whet.recipes.text.choosing import max_length_of, tokenizer_of
-        from whet.recipes.text.data import cut_lines, tokenize
-        from whet.recipes.text.reading import read_told_corpus
-        from whet.recipes.text.weights import class_weights
+        from whet.recipes.text.corpus import class_weights
+        from whet.recipes.text.corpus_reader import load_corpus
+        from whet.recipes.text.data import tokenize, truncation_notes
+        from whet.recipes.text.factory import effective_max_length, make_tokenizer
 
-        texts = read_told_corpus(config)
+        texts = load_corpus(config)
         corpus, kept = texts.corpus, None
         if config.init_from is not None:
             # The old weights know the old tokens; the classes must be the same too.
-            refuse_imported(config.init_from)
+            check_not_imported(config.init_from)
             kept = open_run(config.init_from).kept
-            refuse_other_classes(corpus.classes, kept.get("classes"), where=config.init_from)
-        tokenizer = tokenizer_of(config, corpus, kept=kept)
+            check_same_classes(corpus.classes, kept.get("classes"), where=config.init_from)
+        tokenizer = make_tokenizer(config, corpus, kept=kept)
         data = tokenize(
             corpus,
             tokenizer=tokenizer,
-            max_length=max_length_of(config, tokenizer),
+            max_length=effective_max_length(config, tokenizer),
             class_weights=class_weights(config.class_weights, corpus),
         )
         # The embedded texts are no news.
-        self._data = replace(data, notes=(*texts.told, *cut_lines(data))) if texts.told else data
+        self._data = replace(data, notes=(*texts.told, *truncation_notes(data))) if texts.told else data
         return self._data
 
     def model(self, config: TextConfig, data: "TextData") -> "Classifier":
-        from whet.recipes.text.choosing import model_of
+        from whet.recipes.text.factory import make_model
 
-        return model_of(config, data)
+        return make_model(config, data)
 
-    def loss(self, model: "Classifier", micro: "Micro") -> "Tensor | tuple[Tensor, Tensor]":
-        from whet.recipes.text.loss import classification_loss
+    def loss(self, model: "Classifier", micro: "MicroBatch") -> "Tensor | tuple[Tensor, Tensor]":
+        from whet.recipes.text.evaluation import classification_loss
 
         return classification_loss(model(micro.tokens), micro)
 
-    def evaluate(self, model: "Classifier", micros: Iterator["Micro"]) -> dict[str, Any]:
-        from whet.recipes.text.judging import judge
+    def evaluate(self, model: "Classifier", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
+        from whet.recipes.text.evaluation import evaluate
 
-        return judge(model, micros, self._data)
+        return evaluate(model, micro_batches, self._data)
 
-    def tally(self, model: "Classifier", micros: Iterator["Micro"]) -> dict[str, Any]:
-        from whet.recipes.text.judging import tally
+    def tally(self, model: "Classifier", micro_batches: Iterator["MicroBatch"]) -> dict[str, Any]:
+        from whet.recipes.text.evaluation import tally
 
-        return tally(model, micros, self._data)
+        return tally(model, micro_batches, self._data)
 
     def conclude(self, model: "Classifier", tallies: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002
-        from whet.recipes.text.judging import conclude
+        from whet.recipes.text.evaluation import conclude
 
         return conclude(tallies, self._data)
 
     def keep(self, config: TextConfig, data: "TextData") -> dict[str, Any]:
-        from whet.recipes.text.choosing import kept_of
+        from whet.recipes.text.factory import saved_model_config
 
         return {
             "max_length": data.max_length,
@@ -118,19 +118,21 @@ class TextRecipe:
             "baseline": {} if data.baseline is None else {"naive Bayes": data.baseline},
             "is_multi_label": data.is_multi_label,
             "has_pairs": data.has_pairs,
-            **kept_of(config, data),
+            **saved_model_config(config, data),
         }
 
-    def explain_other_data(
-        self, error: OtherDataError, config: TextConfig, versions: Mapping[str, str | None]
+    def explain_changed_data(
+        self, error: DataChangedError, config: TextConfig, versions: Mapping[str, str | None]
     ) -> UsageError:
         """Only the embedded texts change by themselves."""
-        return explained(error, _EMBEDDED, versions) if config.is_embedded else error
+        return explain_data_change(error, _EMBEDDED_DATA, versions) if config.is_embedded else error
 
-    def look_at_data(self, config: TextConfig, path: Path, *, fix: Path | None, leave: tuple[str, ...]) -> "DataLook":
-        from whet.recipes.text.inspection.look import look_at_data
+    def inspect_data(
+        self, config: TextConfig, path: Path, *, fix: Path | None, leave: tuple[str, ...]
+    ) -> "DataInspection":
+        from whet.recipes.text.data_report.command import report_on_data
 
-        return look_at_data(config, path, fix=fix, leave=leave)
+        return report_on_data(config, path, fix=fix, leave=leave)
 
     def question(self, kept: dict[str, Any]) -> str:  # noqa: ARG002
         """What it can be asked."""
@@ -138,29 +140,29 @@ class TextRecipe:
 
     def predict(self, config: TextConfig, kept: dict[str, Any]) -> "tuple[Classifier, Answering]":
         """A model without its weights, and what to ask once it has them."""
-        from whet.recipes.text.choosing import kept_model, kept_tokenizer
-        from whet.recipes.text.using.answering import Answering
+        from whet.recipes.text.factory import load_model, load_tokenizer
+        from whet.recipes.text.prediction import Answering
 
-        model = kept_model(config, kept)
+        model = load_model(config, kept)
         has_pairs = kept.get("has_pairs")
         return model, Answering(
             model,
-            tokenizer=kept_tokenizer(kept),
+            tokenizer=load_tokenizer(kept),
             classes=[str(name) for name in kept["classes"]],
             max_length=int(kept["max_length"]),
             is_multi_label=bool(kept.get("is_multi_label")),
             has_pairs=has_pairs if isinstance(has_pairs, bool) else None,
-            columns=config.column_wishes,
+            columns=config.column_overrides,
             separator=config.label_separator,
         )
 
     def write_model_files(self, model: "Classifier", kept: dict[str, Any], folder: Path, *, to: str) -> dict[str, Any]:
-        from whet.recipes.text.using.model_files import write_model_files
+        from whet.recipes.text.export import write_model_files
 
         return write_model_files(model, kept, folder, to=to)
 
 
-def refuse_imported(folder: str) -> None:
+def check_not_imported(folder: str) -> None:
     """Imported weights know tokens that nobody told of."""
     if (Path(folder) / "import.json").exists():
         raise UsageError(
@@ -170,7 +172,7 @@ def refuse_imported(folder: str) -> None:
         )
 
 
-def refuse_other_classes(ours: Sequence[str], theirs: object, *, where: str) -> None:
+def check_same_classes(ours: Sequence[str], theirs: object, *, where: str) -> None:
     """A run whose weights are taken over must know the same classes."""
     if not isinstance(theirs, list) or list(ours) != theirs:
         raise UsageError(f"{where} has other classes", got=", ".join(ours)[:200], try_=f"data with {theirs}")

@@ -1,39 +1,98 @@
-"""How does a view become one file that holds everything? (The live page is `static/watch.html`.)
-
-What comes from a run is in the page as JSON alone, in a block that no browser runs; the scripts put it into the page as
-text. The policy of the page allows exactly these scripts and styles, by their hashes, and no connection at all.
-"""
+"""The HTML report of a run as one self-contained file."""
 
 import base64
 import hashlib
 import html
+import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from whet.base.errors import WhetError
-from whet.report.comparing import CompareView
-from whet.report.page.inline import one_script, static_text
-from whet.report.view import RunView
-from whet.report.watch.shorten import shorten
+from whet.report.comparison import RunComparison
+from whet.report.run_view import RunView
 from whet.run import strict_json
-from whet.run.plain_file import open_plain
+from whet.run.disk import open_regular_file
 
-BEGINNING = '<!doctype html>\n<html lang="en" data-made-by="whet report">'
-_LONGEST_TITLE = 200
+STATIC_FOLDER = Path(__file__).parent / "static"
+
+_IMPORT = re.compile(r'^import \{ (\w+(?:, \w+)*) \} from "\./([\w.]+)";$', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) (\w+))", re.MULTILINE)
+_UNSUPPORTED = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
+
+
+@cache
+def bundle_script(entry: str) -> str:
+    """The module and all it imports, those first that others need."""
+    order: list[str] = []
+    _visit(entry, order, above=())
+    return '"use strict";\nconst modules = {};\n' + "".join(_wrap_module(name) for name in order)
+
+
+def static_text(name: str) -> str:
+    """A file of the front end."""
+    return (STATIC_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _visit(name: str, order: list[str], *, above: tuple[str, ...]) -> None:
+    if name in above:
+        raise ValueError(f"modules that import each other: {' -> '.join((*above, name))}")
+    if name in order:
+        return
+    for _, needed in _IMPORT.findall(static_text(name)):
+        _visit(needed, order, above=(*above, name))
+    order.append(name)
+
+
+def _wrap_module(name: str) -> str:
+    source = static_text(name)
+    exported = ", ".join(_EXPORT.findall(source))
+    body = _EXPORT.sub("", _IMPORT.sub(r'const { \1 } = modules["\2"];', source))
+    left = _UNSUPPORTED.search(body)
+    if left is not None:
+        raise ValueError(f"{name} has a line that cannot be put into a page: {left[0]}")
+    return f'modules["{name}"] = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();\n'
+
+
+MAX_TEXT = 4000
+_MAX_ITEMS = 20_000
+_ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
+
+
+def shorten(value: Any, *, most: int = MAX_TEXT) -> Any:
+    """The same JSON with long texts and endless lists cut; half of a character pair, which is no text, replaced."""
+    if isinstance(value, str):
+        return _shorten_text(value, most)
+    if isinstance(value, dict):
+        items = list(value.items())[:_MAX_ITEMS]
+        return {_shorten_text(name, most): shorten(item, most=most) for name, item in items}
+    if isinstance(value, list):
+        return [shorten(item, most=most) for item in value[:_MAX_ITEMS]]
+    return value
+
+
+def _shorten_text(text: str, most: int) -> str:
+    clean = text if text.isascii() else text.encode("utf-8", "replace").decode()
+    return clean if len(clean) <= most else clean[: most - 1] + _ELLIPSIS
+
+
+DOCUMENT_START = '<!doctype html>\n<html lang="en" data-made-by="whet report">'
+_MAX_TITLE = 200
 UPLOT_SCRIPT, UPLOT_STYLE = "uPlot.iife.min.js", "uPlot.min.css"
 
 
-def report_page(view: RunView | CompareView) -> str:
+def report_page(view: RunView | RunComparison) -> str:
     """The whole report as one HTML file."""
     styles = [static_text(UPLOT_STYLE), static_text("page.css")]
-    scripts = [static_text(UPLOT_SCRIPT), one_script("report.js")]
-    title = shorten(view.name if isinstance(view, RunView) else " / ".join(view.labels), most=_LONGEST_TITLE)
+    scripts = [static_text(UPLOT_SCRIPT), bundle_script("report.js")]
+    title = shorten(view.name if isinstance(view, RunView) else " / ".join(view.labels), most=_MAX_TITLE)
     return "\n".join(
         [
-            BEGINNING,
+            DOCUMENT_START,
             "<head>",
             '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy(scripts=scripts, styles=styles)}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{content_policy(scripts=scripts, styles=styles)}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="referrer" content="no-referrer">',
             f"<title>{html.escape(title)} - whet</title>",
@@ -42,7 +101,7 @@ def report_page(view: RunView | CompareView) -> str:
             "<body>",
             '<div id="bar" class="bar"></div>',
             '<main id="page"><noscript>This report is drawn by JavaScript, without a network.</noscript></main>',
-            f'<script type="application/json" id="data">{inert_json(view)}</script>',
+            f'<script type="application/json" id="data">{embedded_json(view)}</script>',
             *(f"<script>{script}</script>" for script in scripts),
             "</body>",
             "</html>",
@@ -51,7 +110,7 @@ def report_page(view: RunView | CompareView) -> str:
     )
 
 
-def policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
+def content_policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
     """What the page may do: run these scripts, use these styles, and nothing else."""
     return "; ".join(
         [
@@ -64,9 +123,9 @@ def policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
     )
 
 
-def inert_json(view: RunView | CompareView) -> str:
+def embedded_json(view: RunView | RunComparison) -> str:
     """The view as JSON that cannot end the block it stands in, whatever a run is called or logs."""
-    text = strict_json.compact(shorten(view.as_json()))
+    text = strict_json.encode_compact(shorten(view.as_json()))
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text
@@ -79,8 +138,8 @@ def _hash(text: str) -> str:
 def is_report(path: Path) -> bool:
     """Whether a file begins as our reports do, so that a newer one may take its place."""
     try:
-        with open_plain(path) as file:
-            start = file.read(len(BEGINNING))
+        with open_regular_file(path) as file:
+            start = file.read(len(DOCUMENT_START))
     except (OSError, WhetError):
         return False
-    return start == BEGINNING.encode()
+    return start == DOCUMENT_START.encode()

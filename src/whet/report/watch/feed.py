@@ -10,20 +10,19 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
-from whet.report.watch.line import RunLine
-from whet.report.watch.listing import Changes, Listing
-from whet.report.watch.looking import Looking
-from whet.report.watch.pace import Work
-from whet.report.watch.shorten import shorten
+from whet.report.page.html import shorten
+from whet.report.watch.listing import ListingChanges, RunListing
+from whet.report.watch.run_cache import RunCache, WorkTimer
+from whet.report.watch.status_reader import ListedRun
 from whet.run import strict_json
-from whet.web.refusal import RefusedError
+from whet.web.access import HttpError
 
-MOST_LISTENERS = 64
+MAX_LISTENERS = 64
 _POLL_SECONDS = 1.0
-_SHARE = 0.05
+_MAX_CORE_SHARE = 0.05
 """Of a core at most is spent on looking for changes."""
 _HEARTBEAT_SECONDS = 15.0
-_MOST_GROUPS = 20
+_MAX_GROUPS = 20
 
 T = TypeVar("T")
 
@@ -34,13 +33,13 @@ class _Listener:
     def __init__(self, idents: Collection[str]) -> None:
         self.idents = frozenset(idents)
         self.versions: dict[str, str] = {}
-        self._lines: dict[str, RunLine] = {}
+        self._lines: dict[str, ListedRun] = {}
         self._removed: set[str] = set()
         self._groups: dict[str, int] | None = None
         self._runs: dict[str, str] = {}
         self._wake = asyncio.Event()
 
-    def tell(self, changes: Changes) -> None:
+    def tell(self, changes: ListingChanges) -> None:
         for line in changes.changed:
             self._lines[line.id] = line
             self._removed.discard(line.id)
@@ -68,16 +67,16 @@ class _Listener:
         said = []
         if lines or removed or groups is not None:
             changed = [line.as_json() for line in lines.values()]
-            told = {} if groups is None else {"groups": shown_groups(groups)}
+            told = {} if groups is None else {"groups": groups_json(groups)}
             said.append(_event("runs", {"changed": changed, "removed": sorted(removed), **told}))
         said += [_event("run", {"id": ident, "version": version}) for ident, version in runs.items()]
         return said or [_event("still", {})]
 
 
-class Feed:
+class UpdateFeed:
     """Looks at the runs while anybody listens, and tells each what is new for it."""
 
-    def __init__(self, listing: Listing, looking: Looking, lister: Executor) -> None:
+    def __init__(self, listing: RunListing, looking: RunCache, lister: Executor) -> None:
         self._listing = listing
         self._looking = looking
         self._lister = lister
@@ -110,8 +109,8 @@ class Feed:
 
     def refuse_too_many(self) -> None:
         """Says no before an answer has begun."""
-        if self.num_listeners >= MOST_LISTENERS:
-            raise RefusedError(503, "too many pages are open", got=self.num_listeners, try_="close some of them")
+        if self.num_listeners >= MAX_LISTENERS:
+            raise HttpError(503, "too many pages are open", got=self.num_listeners, try_="close some of them")
 
     async def look(self) -> float:
         """Looks at the runs now, for whomever, and tells everybody what changed; how long to rest then."""
@@ -130,27 +129,31 @@ class Feed:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._lister, work)
 
-    def _look(self) -> tuple[Changes, dict[str, str], float]:
-        work = Work()
+    def _look(self) -> tuple[ListingChanges, dict[str, str], float]:
+        work = WorkTimer()
         changes = self._listing.look()
         watched = {ident for listener in tuple(self._listeners) for ident in listener.idents}
         versions = self._versions(ident for ident in watched if not self._looking.is_at_rest(ident))
-        rest = max(_POLL_SECONDS, work.rest(share=_SHARE)) if self._listing.is_complete else max(0.1, work.seconds)
+        rest = (
+            max(_POLL_SECONDS, work.rest(share=_MAX_CORE_SHARE))
+            if self._listing.is_complete
+            else max(0.1, work.seconds)
+        )
         return changes, versions, rest
 
     def _versions(self, idents: Iterable[str]) -> dict[str, str]:
         found = {}
         for ident in idents:
-            with contextlib.suppress(RefusedError, OSError):
+            with contextlib.suppress(HttpError, OSError):
                 found[ident] = self._looking.version(ident)
         return found
 
 
-def shown_groups(groups: dict[str, int]) -> list[dict[str, Any]]:
+def groups_json(groups: dict[str, int]) -> list[dict[str, Any]]:
     """As a page shows them: by name, a few."""
-    return [{"name": shorten(name), "number": number} for name, number in sorted(groups.items())[:_MOST_GROUPS]]
+    return [{"name": shorten(name), "number": number} for name, number in sorted(groups.items())[:_MAX_GROUPS]]
 
 
 def _event(name: str, data: dict[str, Any]) -> bytes:
     # JSON on one line: nothing in it can begin another event.
-    return f"event: {name}\ndata: {strict_json.compact(data)}\n\n".encode()
+    return f"event: {name}\ndata: {strict_json.encode_compact(data)}\n\n".encode()

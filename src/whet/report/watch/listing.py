@@ -6,18 +6,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from whet.report.watch.line import LineReader, Mark, RunLine, run_id
+from whet.report.watch.status_reader import ListedRun, RunStamp, StatusReader, run_id
 from whet.run.folder import RUN_FILE, run_folders
 
-_LOOK_SECONDS = 0.3
+_SCAN_SECONDS = 0.3
 """So long one look reads at most; what is left is read at the next one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class ListingChanges:
     """What one look found."""
 
-    changed: tuple[RunLine, ...] = ()
+    changed: tuple[ListedRun, ...] = ()
     removed: tuple[str, ...] = ()
     """Ids of runs that are gone."""
     groups: dict[str, int] | None = None
@@ -27,13 +27,13 @@ class Changes:
         return bool(self.changed or self.removed or self.groups is not None)
 
 
-class Listing:
+class RunListing:
     """The runs of a folder, or one run. One thread at a time looks; any may ask."""
 
     def __init__(self, folder: Path) -> None:
         self._only = folder.name if (folder / RUN_FILE).is_file() else None
         self._root = folder.parent if self._only else folder
-        self._readers: dict[str, LineReader] = {}
+        self._readers: dict[str, StatusReader] = {}
         self._folders: dict[str, Path] = {}
         self._idents: dict[str, str] = {}
         self._looking = threading.Lock()
@@ -47,12 +47,12 @@ class Listing:
         """The folder of a run; None for any id that was not listed."""
         return self._folders.get(ident)
 
-    def lines(self) -> tuple[RunLine, ...]:
+    def lines(self) -> tuple[ListedRun, ...]:
         """All runs that were read so far, the newest first."""
         lines = [reader.line for reader in list(self._readers.values())]
         return tuple(sorted(lines, key=lambda line: -line.changed))
 
-    def look(self, *, seconds: float = _LOOK_SECONDS) -> Changes:
+    def look(self, *, seconds: float = _SCAN_SECONDS) -> ListingChanges:
         """Finds what changed: three stats for each run, reading only for those that did, new ones first."""
         with self._looking:
             self.looked_at = time.monotonic()
@@ -61,12 +61,12 @@ class Listing:
             except (FileNotFoundError, NotADirectoryError):
                 marks, groups, self._folders = {}, {}, {}
             except OSError:
-                return Changes()  # The disk does not answer: what was there may be there still.
+                return ListingChanges()  # The disk does not answer: what was there may be there still.
             is_other, self.groups = groups != self.groups, groups
             removed = tuple(ident for ident in self._readers if ident not in marks)
             for ident in removed:
                 del self._readers[ident]
-            changed: list[RunLine] = []
+            changed: list[ListedRun] = []
             until, self.is_complete = time.monotonic() + seconds, True
             # What could not be read comes last: it is tried at every look, and nothing should wait for it.
             unreadable = {ident for ident, reader in self._readers.items() if reader.line.state == "unreadable"}
@@ -76,20 +76,20 @@ class Listing:
                     break
                 reader = self._readers.get(ident)
                 if reader is None:
-                    reader = self._readers[ident] = LineReader(self._folders[ident])
+                    reader = self._readers[ident] = StatusReader(self._folders[ident])
                     reader.refresh(mark)
                     changed.append(reader.line)
                 elif reader.refresh(mark):
                     changed.append(reader.line)
             self.looked_at = time.monotonic()
-            return Changes(changed=tuple(changed), removed=removed, groups=groups if is_other else None)
+            return ListingChanges(changed=tuple(changed), removed=removed, groups=groups if is_other else None)
 
-    def _marks(self) -> tuple[dict[str, Mark], dict[str, int]]:
+    def _marks(self) -> tuple[dict[str, RunStamp], dict[str, int]]:
         """Of every folder that is a run, or was before something damaged it, and those that hold runs instead.
 
         Links and hidden ones are neither.
         """
-        found: dict[str, Mark] = {}
+        found: dict[str, RunStamp] = {}
         groups: dict[str, int] = {}
         folders: dict[str, Path] = {}
         with os.scandir(self._root) as entries:
@@ -98,7 +98,7 @@ class Listing:
                     continue
                 if not entry.is_dir(follow_symlinks=False):
                     continue
-                if (mark := Mark.of(entry.path)).newest:
+                if (mark := RunStamp.of(entry.path)).newest:
                     ident = self._idents.get(entry.name) or run_id(entry.name)
                     self._idents[entry.name] = ident
                     found[ident] = mark

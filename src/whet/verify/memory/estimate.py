@@ -21,25 +21,24 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError, WhetError
-from whet.data.batch import Micro
-from whet.device.branches import StandIn, branches_of
+from whet.data.batch import MicroBatch
+from whet.device.tracing import StandInDevice, trace_as
 from whet.step.ema import named_tensors
-from whet.step.optimizer import make_optimizer
-from whet.step.recompute import recompute_blocks
+from whet.step.model_contexts import checkpoint_activations
+from whet.step.optimizers import build_optimizer
 from whet.step.step import Outcome, Stepper
-from whet.verify.answering import UNANSWERED, Answers, fake_mode
+from whet.verify.fake_tensors import DATA_DEPENDENT_ERRORS, FakeExecutor, fake_mode
 from whet.verify.memory.kernels import DeviceKernels, autocast
-from whet.verify.memory.lifetimes import Lifetimes, Window
-from whet.verify.memory.scratch import FIXED_SCRATCH_BYTES, scratch_of
-from whet.verify.subject import Specimen, Subject
+from whet.verify.memory.lifetimes import FIXED_SCRATCH_BYTES, LiveBytes, StorageTracker, scratch_function
+from whet.verify.trainable import Trainable, TrainableSpec
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
-_GRANULES = {"cuda": 512, "mps": 16_384, "cpu": 64}
+_ALLOCATION_GRANULARITY = {"cuda": 512, "mps": 16_384, "cpu": 64}
 """What the allocators round up to: CUDACachingAllocator's blocks, Metal's pages, the CPU's alignment."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Estimate:
+class MemoryEstimate:
     """What a step needs at its peak, for any number of samples at once."""
 
     name: str
@@ -90,8 +89,8 @@ class Estimate:
         return rows
 
 
-def estimate(
-    subject: Subject,
+def estimate_memory(
+    subject: TrainableSpec,
     *,
     sizes: tuple[int, int] | None = None,
     device: str = "cuda",
@@ -99,18 +98,20 @@ def estimate(
     precision: str = "fp32",
     kernels: str = "fused",
     clip: float | None = 1.0,
-) -> Estimate:
+) -> MemoryEstimate:
     """The memory of the subject's training step on a device of this kind; nothing is computed, nothing allocated.
 
     `sizes` are the two numbers of samples that are followed.
     """
-    if device not in _GRANULES:
-        raise UsageError("memory is not estimated for this device", got=device, try_=" or ".join(_GRANULES))
+    if device not in _ALLOCATION_GRANULARITY:
+        raise UsageError(
+            "memory is not estimated for this device", got=device, try_=" or ".join(_ALLOCATION_GRANULARITY)
+        )
 
-    def attempt(*, is_one_size: bool, truth: bool) -> Estimate:
+    def attempt(*, is_one_size: bool, truth: bool) -> MemoryEstimate:
         with fake_mode() as mode:
             specimen = subject.make()
-            return estimate_specimen(
+            return estimate_trainable(
                 replace(specimen, is_scalable=False) if is_one_size else specimen,
                 name=subject.name,
                 sizes=sizes,
@@ -119,7 +120,7 @@ def estimate(
                 precision=precision,
                 kernels=kernels,
                 clip=clip,
-                answers=Answers(mode, truth=truth),
+                answers=FakeExecutor(mode, truth=truth),
             )
 
     # Some models know their inputs' size, and some conditions on numbers lead to an error one way and not the other.
@@ -129,7 +130,7 @@ def estimate(
             return attempt(is_one_size=is_one_size, truth=truth)
     try:
         return attempt(is_one_size=last[0], truth=last[1])
-    except UNANSWERED as error:
+    except DATA_DEPENDENT_ERRORS as error:
         raise WhetError(
             "the step looks at numbers, so its memory cannot be told without computing it",
             got=f"{type(error).__name__}: {error}"[:200],
@@ -137,8 +138,8 @@ def estimate(
         ) from None
 
 
-def estimate_specimen(
-    specimen: Specimen,
+def estimate_trainable(
+    specimen: Trainable,
     *,
     name: str,
     sizes: tuple[int, int] | None = None,
@@ -147,29 +148,31 @@ def estimate_specimen(
     precision: str = "fp32",
     kernels: str = "fused",
     clip: float | None = 1.0,
-    answers: Answers | None = None,
-) -> Estimate:
+    answers: FakeExecutor | None = None,
+) -> MemoryEstimate:
     """The same for a specimen that was made: a fake one with `answers`, or a real one, whose steps are really made."""
-    answers = answers or Answers(None)
+    answers = answers or FakeExecutor(None)
     small, large = sizes or (2, max(4, specimen.size))
     asked = (small, large) if specimen.is_scalable else (specimen.size, specimen.size)
-    lifetimes = Lifetimes(granule=_GRANULES[device], scratch=scratch_of(device), answers=answers)
-    stand_in = _Counting(device, lifetimes)
-    micros = [_micro(specimen, size) for size in asked]
+    lifetimes = StorageTracker(
+        granule=_ALLOCATION_GRANULARITY[device], scratch=scratch_function(device), answers=answers
+    )
+    stand_in = _CountingDevice(device, lifetimes)
+    micro_batches = [_micro(specimen, size) for size in asked]
     with ExitStack() as stack:
         if activation_checkpointing:
-            stack.enter_context(recompute_blocks(specimen.model))
+            stack.enter_context(checkpoint_activations(specimen.model))
         stack.enter_context(answers.to_readers())
-        stack.enter_context(branches_of(device))
+        stack.enter_context(trace_as(device))
         stack.enter_context(DeviceKernels(device))
         stack.enter_context(lifetimes)
         lifetimes.follow((tensor for _, tensor in named_tensors(specimen.model)), label="weights")
-        optimizer = make_optimizer(specimen.optimizer, specimen.model, stand_in, kernels=kernels)
+        optimizer = build_optimizer(specimen.optimizer, specimen.model, stand_in, kernels=kernels)
         stepper = Stepper(specimen.model, optimizer, stand_in, precision=precision, clip=clip)
-        seen = [_step(stepper, specimen, micro, lifetimes, optimizer) for micro in micros]
-    fixed, per_sample = _lines(*seen, sizes=[len(micro) for micro in micros])
+        seen = [_step(stepper, specimen, micro, lifetimes, optimizer) for micro in micro_batches]
+    fixed, per_sample = _fit_rows(*seen, sizes=[len(micro) for micro in micro_batches])
     fixed["temporary"] = fixed["temporary"] + FIXED_SCRATCH_BYTES[device]
-    return Estimate(
+    return MemoryEstimate(
         name=name,
         device=device,
         precision=precision,
@@ -182,10 +185,10 @@ def estimate_specimen(
 
 
 @final
-class _Counting(StandIn):
+class _CountingDevice(StandInDevice):
     """One whose clock counts operators."""
 
-    def __init__(self, kind: str, lifetimes: Lifetimes) -> None:
+    def __init__(self, kind: str, lifetimes: StorageTracker) -> None:
         super().__init__(kind)
         self._lifetimes = lifetimes
 
@@ -199,7 +202,7 @@ class _Counting(StandIn):
         return autocast(precision)
 
 
-def _micro(specimen: Specimen, size: int) -> Micro:
+def _micro(specimen: Trainable, size: int) -> MicroBatch:
     """Made from real data where there is some: lengths are looked at. A fake specimen's own inputs need their mode."""
     with unset_fake_temporarily(), suppress(Exception):
         return specimen.micro(size)
@@ -207,10 +210,10 @@ def _micro(specimen: Specimen, size: int) -> Micro:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _TracedStep:
     """One step: what was alive at each operator, and in which phase it was."""
 
-    window: Window
+    window: LiveBytes
     phases: tuple[str, ...]
 
     @property
@@ -218,11 +221,13 @@ class _Seen:
         return self.phases.index("optimizer")
 
 
-def _step(stepper: Stepper, specimen: Specimen, micro: Micro, lifetimes: Lifetimes, optimizer: Optimizer) -> _Seen:
+def _step(
+    stepper: Stepper, specimen: Trainable, micro: MicroBatch, lifetimes: StorageTracker, optimizer: Optimizer
+) -> _TracedStep:
     start = lifetimes.now
     lifetimes.label = "activations"
 
-    def loss(moved: Micro) -> Any:
+    def loss(moved: MicroBatch) -> Any:
         returned = specimen.loss(moved)
         lifetimes.label = "temporary"
         return returned
@@ -232,7 +237,7 @@ def _step(stepper: Stepper, specimen: Specimen, micro: Micro, lifetimes: Lifetim
     lifetimes.follow(gradients, label="gradients")
     state = (value for slot in optimizer.state.values() for value in slot.values() if isinstance(value, Tensor))
     lifetimes.follow(state, label="optimizer")
-    return _Seen(lifetimes.window(start, lifetimes.now), _phases(outcome, start, lifetimes.now))
+    return _TracedStep(lifetimes.window(start, lifetimes.now), _phases(outcome, start, lifetimes.now))
 
 
 def _phases(outcome: Outcome, start: int, end: int) -> tuple[str, ...]:
@@ -242,10 +247,10 @@ def _phases(outcome: Outcome, start: int, end: int) -> tuple[str, ...]:
     return tuple(phases)
 
 
-Lines = dict[str, np.ndarray]
+MemoryRows = dict[str, np.ndarray]
 
 
-def _lines(small: _Seen, large: _Seen, *, sizes: list[int]) -> tuple[Lines, Lines]:
+def _fit_rows(small: _TracedStep, large: _TracedStep, *, sizes: list[int]) -> tuple[MemoryRows, MemoryRows]:
     """For each operator and part the line through what was alive with few samples and with many.
 
     The optimizer's state is born in the first step and does not depend on samples, like all that the update takes.
@@ -262,11 +267,11 @@ def _lines(small: _Seen, large: _Seen, *, sizes: list[int]) -> tuple[Lines, Line
             grows[part][:moments] = (rows[part] - small.window.row(part)[: len(rows[part])])[:moments] / (many - few)
         else:
             # Another number of operators for another number of samples: only the peaks can be compared.
-            grows[part][:moments] = (_highest(large, part) - _highest(small, part)) / (many - few)
+            grows[part][:moments] = (_peak_of(large, part) - _peak_of(small, part)) / (many - few)
     return {part: rows[part] - many * grows[part] for part in PARTS}, grows
 
 
-def _highest(seen: _Seen, part: str) -> float:
+def _peak_of(seen: _TracedStep, part: str) -> float:
     """What one part has at the peak before the update."""
     moments = seen.num_before_update
     total = np.sum([seen.window.row(each)[:moments] for each in PARTS], axis=0)

@@ -5,22 +5,22 @@ from functools import cache
 
 from torch import nn
 
-from whet.base.record import Record
-from whet.base.units import GB, show_bytes
+from whet.base.model import FrozenModel
+from whet.base.units import GB, format_bytes
 from whet.machine.facts import Conditions, Machine
-from whet.machine.known import known_names, load_machine
+from whet.machine.known import known_machine_names, load_machine
+from whet.plan.memory import CONTEXT_BYTES
 from whet.plan.plan import Plan, make_plan
-from whet.plan.prediction import FIXED_BYTES
-from whet.plan.rules.memory import cuts
+from whet.plan.rules.memory import even_splits
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
-from whet.step.blocks import find_blocks
-from whet.verify.answering import fake_mode
-from whet.verify.memory.estimate import Estimate, estimate
-from whet.verify.subject import Specimen, Subject
+from whet.step.model_contexts import find_blocks
+from whet.verify.fake_tensors import fake_mode
+from whet.verify.memory.estimate import MemoryEstimate, estimate_memory
+from whet.verify.trainable import Trainable, TrainableSpec
 
 
-class Fit(Record):
+class MachineFit(FrozenModel):
     """One machine's answer."""
 
     machine: str
@@ -43,11 +43,11 @@ class Fit(Record):
     @property
     def words(self) -> str:
         """The answer in one line."""
-        named = f"{self.machine} ({show_bytes(self.memory_bytes)})" if self.memory_bytes else self.machine
-        needs = show_bytes(self.num_bytes)
+        named = f"{self.machine} ({format_bytes(self.memory_bytes)})" if self.memory_bytes else self.machine
+        needs = format_bytes(self.num_bytes)
         if self.limit_bytes is None:
             return f"{named}: a step with {self.least} needs {needs}; how much there is, is unknown"
-        limit = show_bytes(self.limit_bytes)
+        limit = format_bytes(self.limit_bytes)
         # The unit once, where it is the same: 3.9 of 5.3 GB.
         needs = needs.removesuffix(f" {limit.split()[-1]}")
         if self.micro_batch is not None:
@@ -61,18 +61,18 @@ class Fit(Record):
 
 def known_machines() -> tuple[Machine, ...]:
     """All that come with whet."""
-    return tuple(load_machine(name) for name in known_names())
+    return tuple(load_machine(name) for name in known_machine_names())
 
 
-def fits(
-    subject: Subject,
+def fit_machines(
+    subject: TrainableSpec,
     machines: Sequence[Machine] | None = None,
     *,
     global_batch_size: int | None = None,
-    wishes: Mapping[str, Scalar] | None = None,
+    overrides: Mapping[str, Scalar] | None = None,
     conditions: Conditions | None = None,
-    specimen: Specimen | None = None,
-) -> tuple[Fit, ...]:
+    specimen: Trainable | None = None,
+) -> tuple[MachineFit, ...]:
     """For each machine, the known ones unless told otherwise: the most samples at once that its plan's limit allows.
 
     Device, precision and limit are those that the machine's plan would have with these wishes. `conditions` are what is
@@ -81,8 +81,8 @@ def fits(
     workload, has_blocks = _describe(subject, specimen, global_batch_size)
 
     @cache
-    def estimated(device: str, precision: str, kernels: str, is_checkpointed: bool) -> Estimate:
-        return estimate(
+    def estimated(device: str, precision: str, kernels: str, is_checkpointed: bool) -> MemoryEstimate:
+        return estimate_memory(
             subject,
             device=device,
             precision=precision,
@@ -92,36 +92,36 @@ def fits(
 
     found = []
     for machine in known_machines() if machines is None else machines:
-        plan = make_plan(machine, workload, wishes=wishes, conditions=conditions)
+        plan = make_plan(machine, workload, overrides=overrides, conditions=conditions)
         found.append(_fit(plan, estimated, has_blocks=has_blocks))
     return tuple(found)
 
 
-def _fit(plan: Plan, estimated: Callable[[str, str, str, bool], Estimate], *, has_blocks: bool) -> Fit:
-    device = str(plan.value("device")).partition(":")[0]
-    precision, kernels = str(plan.value("precision")), str(plan.value("optimizer_kernels"))
-    is_checkpointed = has_blocks and plan.value("activation_checkpointing") == "on"
-    limit_gb = plan.value("memory_gb")
+def _fit(plan: Plan, estimated: Callable[[str, str, str, bool], MemoryEstimate], *, has_blocks: bool) -> MachineFit:
+    device = plan.device.partition(":")[0]
+    precision, kernels = plan.precision, plan.optimizer_kernels
+    is_checkpointed = has_blocks and plan.activation_checkpointing == "on"
+    limit_gb = plan.memory_gb
     limit = int(limit_gb * GB) if isinstance(limit_gb, int | float) else None
     whole = plan.workload.global_batch_size
     least = whole if plan.workload.has_batchnorm else 1
 
     def needed(size: int, is_checkpointed: bool) -> int:
         guess = estimated(device, precision, kernels, is_checkpointed)
-        return guess.bytes_at(size, is_cut=size < whole) + FIXED_BYTES.get(device, 0)
+        return guess.bytes_at(size, is_cut=size < whole) + CONTEXT_BYTES.get(device, 0)
 
     def most(is_checkpointed: bool) -> int | None:
         if limit is None:
             return None
         # Of a large batch most cuts are of the same size.
-        sizes = (size for size in dict.fromkeys(cuts(whole)) if size >= least)
+        sizes = (size for size in dict.fromkeys(even_splits(whole)) if size >= least)
         return next((size for size in sizes if needed(size, is_checkpointed) <= limit), None)
 
     micro_batch = most(is_checkpointed)
     could_recompute = has_blocks and not is_checkpointed and micro_batch is None and limit is not None
     accelerator = plan.machine.accelerator(device)
     memory = accelerator.memory_bytes if accelerator is not None else None
-    return Fit(
+    return MachineFit(
         machine=plan.machine.name,
         memory_bytes=memory or plan.machine.memory_bytes,
         device=device,
@@ -135,7 +135,9 @@ def _fit(plan: Plan, estimated: Callable[[str, str, str, bool], Estimate], *, ha
     )
 
 
-def _describe(subject: Subject, specimen: Specimen | None, global_batch_size: int | None) -> tuple[Workload, bool]:
+def _describe(
+    subject: TrainableSpec, specimen: Trainable | None, global_batch_size: int | None
+) -> tuple[Workload, bool]:
     """What the plan must know of a model, and whether it has blocks that can be computed again."""
     if specimen is None:
         with fake_mode():

@@ -1,4 +1,4 @@
-"""Which memory is alive at each moment of a step? Every storage from its birth to its death, fake or real."""
+"""Track which storages are alive at each operator of a step."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from whet.verify.answering import Answers
+from whet.verify.fake_tensors import FakeExecutor
 
-Scratch = Callable[[Any, tuple[Any, ...], Any], int]
+ScratchFunction = Callable[[Any, tuple[Any, ...], Any], int]
 """Bytes that a kernel takes beside its outputs and gives back when it is done, from the operator, inputs, outputs."""
 
 
 @dataclass(slots=True)
-class Life:
+class StorageLifetime:
     num_bytes: int
     born: int
     label: str
@@ -26,7 +26,7 @@ class Life:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
+class LiveBytes:
     """What was alive at each operator of one step, in bytes: a row for each label."""
 
     live: dict[str, np.ndarray]
@@ -39,24 +39,24 @@ class Window:
 
 
 @dataclass(slots=True)
-class _Ledger:
+class _StorageLog:
     """What is written down; apart from the mode, so that storages that outlive it do not hold the mode."""
 
     now: int = 0
-    lives: list[Life] = field(default_factory=list)
-    alive: dict[int, tuple[weakref.ref[Any], Life]] = field(default_factory=dict)
+    lives: list[StorageLifetime] = field(default_factory=list)
+    alive: dict[int, tuple[weakref.ref[Any], StorageLifetime]] = field(default_factory=dict)
     scratch: dict[int, int] = field(default_factory=dict)
 
 
-class Lifetimes(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """While entered, each operator is one moment, and each new storage is followed until it is freed."""
 
-    def __init__(self, *, granule: int, scratch: Scratch, answers: Answers) -> None:
+    def __init__(self, *, granule: int, scratch: ScratchFunction, answers: FakeExecutor) -> None:
         super().__init__()
         self._granule = granule
         self._scratch = scratch
         self._answers = answers
-        self._ledger = _Ledger()
+        self._ledger = _StorageLog()
         self.label = "activations"
         """What a storage is called that is born now."""
 
@@ -87,7 +87,7 @@ class Lifetimes(TorchDispatchMode):
                 self._follow(leaf, self.label)
         return out
 
-    def window(self, start: int, end: int) -> Window:
+    def window(self, start: int, end: int) -> LiveBytes:
         """What was alive at the operators after moment `start`, up to moment `end`."""
         changes: dict[str, np.ndarray] = {}
         for life in self._ledger.lives:
@@ -104,9 +104,9 @@ class Lifetimes(TorchDispatchMode):
             if start < moment <= end:
                 extra[moment - start - 1] += num_bytes
         live["temporary"] = live.get("temporary", 0) + extra
-        return Window(live=live, num_moments=end - start)
+        return LiveBytes(live=live, num_moments=end - start)
 
-    def _follow(self, tensor: Tensor, label: str) -> Life:
+    def _follow(self, tensor: Tensor, label: str) -> StorageLifetime:
         # Past the modes that watch functions: each would be asked about every tensor.
         with torch._C.DisableTorchFunction():
             storage = tensor.untyped_storage()
@@ -115,7 +115,7 @@ class Lifetimes(TorchDispatchMode):
         if known is not None:
             return known[1]
         ledger = self._ledger
-        life = Life(num_bytes=self.rounded(storage.nbytes()), born=ledger.now, label=label)
+        life = StorageLifetime(num_bytes=self.rounded(storage.nbytes()), born=ledger.now, label=label)
         ledger.lives.append(life)
 
         def end(_: Any) -> None:
@@ -125,3 +125,40 @@ class Lifetimes(TorchDispatchMode):
 
         ledger.alive[key] = (weakref.ref(storage, end), life)
         return life
+
+
+_MB = 1024**2
+
+FIXED_SCRATCH_BYTES = {"cuda": 64 * _MB, "mps": 0, "cpu": 0}
+"""cuBLAS keeps a workspace for each thread and stream that multiplied: 32 MiB on Hopper (8 before) for the forward
+pass and as much for autograd's own thread. torch takes them from its allocator, so they count as allocated."""
+
+_MADE_CONTIGUOUS = {"aten::native_layer_norm": 0, "aten::native_layer_norm_backward": 1}
+"""Operators that copy an input, at this place, if it does not lie in one row."""
+
+
+def scratch_function(device: str) -> ScratchFunction:
+    """The rule of one device."""
+    return _on_cuda if device == "cuda" else _none
+
+
+def _none(func: Any, args: tuple[Any, ...], out: Any) -> int:  # noqa: ARG001
+    return 0
+
+
+def _on_cuda(func: Any, args: tuple[Any, ...], out: Any) -> int:  # noqa: ARG001
+    name = func.name()
+    if name == "aten::_scaled_dot_product_flash_attention_backward":
+        # The gradient of the queries is summed in float32; and one number a row.
+        return int(args[1].numel() * 4 + args[1].numel() // args[1].shape[-1] * 4)
+    if name == "aten::_scaled_dot_product_efficient_attention_backward":
+        query = args[1]
+        rows = query.numel() // query.shape[-1]
+        return int(rows * 4 + (0 if query.element_size() == 4 else query.numel() * 4))
+    if name in _MADE_CONTIGUOUS:
+        given = args[_MADE_CONTIGUOUS[name]]
+        return 0 if given.is_contiguous() else int(given.nbytes)
+    if name == "aten::embedding_dense_backward":
+        # Indices are sorted with their places: both twice, and what the sort needs.
+        return int(args[1].numel() * 8 * 5)
+    return 0

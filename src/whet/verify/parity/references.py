@@ -13,7 +13,7 @@ _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CompletedCall:
     """An operator's call after it ran: what it returned, and its arguments, some of which it may have changed."""
 
     returned: Any
@@ -22,31 +22,33 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ReferenceResult:
     """The right result; None where nobody knows it."""
 
-    wide: Done | None
+    wide: CompletedCall | None
     """With all numbers in float64."""
-    own: Done | None
+    own: CompletedCall | None
     """In the operator's own number formats: how much the CPU itself errs."""
     is_formula: bool = False
 
 
-def expected_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Expected:
+def reference_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReferenceResult:
     """From inputs on the CPU, which stay as they are."""
     formula = FORMULAS.get(func.name())
     if formula is not None:
-        returned = _tried(lambda: formula(*widened(args), **widened(kwargs)))
-        return Expected(returned and Done(returned.returned, args, kwargs), None, is_formula=True)
-    return Expected(_run(func, widened(args), widened(kwargs)), _run(func, copied(args), copied(kwargs)))
+        returned = _try_call(lambda: formula(*copy_to_float64(args), **copy_to_float64(kwargs)))
+        return ReferenceResult(returned and CompletedCall(returned.returned, args, kwargs), None, is_formula=True)
+    return ReferenceResult(
+        _run(func, copy_to_float64(args), copy_to_float64(kwargs)), _run(func, copy_to_cpu(args), copy_to_cpu(kwargs))
+    )
 
 
-def widened(tree: Any) -> Any:
+def copy_to_float64(tree: Any) -> Any:
     """Copies in float64."""
     return tree_map(lambda leaf: _copy(leaf, wide=True), tree)
 
 
-def copied(tree: Any) -> Any:
+def copy_to_cpu(tree: Any) -> Any:
     """Copies on the CPU; layouts stay."""
     return tree_map(lambda leaf: _copy(leaf, wide=False), tree)
 
@@ -62,20 +64,20 @@ def _copy(leaf: Any, *, wide: bool) -> Any:
     return on_cpu.to(_WIDE.get(on_cpu.dtype, on_cpu.dtype)) if wide else on_cpu
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done | None:
-    done = _tried(lambda: func(*args, **kwargs))
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompletedCall | None:
+    done = _try_call(lambda: func(*args, **kwargs))
     if done is None:
         # What only a GPU has may still be made of operators that the CPU has.
         from torch._decomp import decomposition_table
 
         decomposed = decomposition_table.get(func)
-        done = decomposed and _tried(lambda: decomposed(*args, **kwargs))
-    return done and Done(done.returned, args, kwargs)
+        done = decomposed and _try_call(lambda: decomposed(*args, **kwargs))
+    return done and CompletedCall(done.returned, args, kwargs)
 
 
-def _tried(call: Callable[[], Any]) -> Done | None:
+def _try_call(call: Callable[[], Any]) -> CompletedCall | None:
     try:
-        return Done(call(), (), {})
+        return CompletedCall(call(), (), {})
     except _REFUSALS:
         return None
 

@@ -1,24 +1,103 @@
-"""Which operator is wrong? Each one of a step is replayed on the CPU from the very inputs that the device gave it."""
+"""Replay each operator of a step on the CPU, from the inputs that the device gave it."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whet.device.abstract import AbstractDevice
-from whet.verify.agreement import OWN_SCALE, bound_of, error_of, largest, leaves
-from whet.verify.parity.references import Done, Expected, copied, expected_of
-from whet.verify.parity.whereabouts import Spot, Whereabouts
+from whet.verify.parity.references import CompletedCall, ReferenceResult, copy_to_cpu, reference_result
+from whet.verify.preflight.findings import user_line
+from whet.verify.tolerance import SMALL_TENSOR_SHARE, error_bound, max_abs, relative_error, tensor_leaves
 
-LEAST, ALONE = 1e-5, 1e-4
+
+@dataclass(frozen=True, slots=True)
+class OperatorLocation:
+    """A place in a training step."""
+
+    phase: str
+    """forward, backward or update"""
+    module: str | None = None
+    line: str | None = None
+    """file.py:42"""
+
+
+class OperatorLocator:
+    """Follows a step: which module computes, and which forward operator a backward one belongs to."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._optimizer = optimizer
+        self._open: list[str] = []
+        self._is_updating = False
+        self._forward: dict[int, OperatorLocation] = {}
+        """By the number that autograd gives to the node of a forward operator."""
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """While a step is made."""
+        self._forward.clear()
+        hooks = []
+        for module, name in self._names.items():
+            hooks.append(module.register_forward_pre_hook(self._enter(name)))
+            hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        if self._optimizer is not None:
+            hooks.append(self._optimizer.register_step_pre_hook(lambda *_: self._set_updating(True)))
+            hooks.append(self._optimizer.register_step_post_hook(lambda *_: self._set_updating(False)))
+        try:
+            # One thread: what is noted on the way must be in the order of the operators.
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def here(self) -> OperatorLocation:
+        """The place of the operator that is at work; to be asked from a dispatch mode, once for each."""
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            forward = self._forward.get(node._sequence_nr())
+            return (
+                OperatorLocation("backward")
+                if forward is None
+                else OperatorLocation("backward", forward.module, forward.line)
+            )
+        if self._is_updating:
+            return OperatorLocation("update")
+        spot = OperatorLocation("forward", self._open[-1] if self._open else None, _line())
+        # The node was made just before its operator runs; operators without one come later and must not replace it.
+        self._forward.setdefault(torch.autograd._get_sequence_nr() - 1, spot)
+        return spot
+
+    def _enter(self, name: str) -> Any:
+        return lambda *_: self._open.append(name)
+
+    def _leave(self, *_: Any) -> None:
+        if self._open:
+            self._open.pop()
+
+    def _set_updating(self, value: bool) -> None:
+        self._is_updating = value
+
+
+def _line() -> str | None:
+    line = user_line()
+    return None if line is None else f"{Path(line[0]).name}:{line[1]}"
+
+
+MIN_BOUND, BOUND_WITHOUT_REFERENCE = 1e-5, 1e-4
 """The largest error of a single operator in float32 that counts as rounding: whatever the CPU's own is, and where that
 is not known. A convolution's gradient before a BatchNorm cancels: 4e-5 is seen there on a sound CPU."""
-COARSE = ("aten::convolution", "aten::cudnn_convolution", "aten::mkldnn_convolution", "aten::_fused_")
-"""`ALONE` is their least bound. GPUs may compute convolutions by Winograd's transforms, which round more than a plain
+COARSE_OPERATORS = ("aten::convolution", "aten::cudnn_convolution", "aten::mkldnn_convolution", "aten::_fused_")
+"""`BOUND_WITHOUT_REFERENCE` is their least bound. GPUs may compute convolutions by Winograd's transforms, which round more than a plain
 sum; fused updates on CUDA round 1 - beta in float32, which is 1e-5 of it (1.3e-5 seen on an H200)."""
 _ROUNDING = {torch.float32: 1.0, torch.float16: 2.0**13, torch.bfloat16: 2.0**16}
 """How much coarser a number format rounds than float32."""
@@ -30,7 +109,7 @@ _TIES = ("aten::argmax", "aten::argmin", "aten::argsort", "aten::sort", "aten::t
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class TensorLayout:
     """How a tensor lay in memory: some kernels are wrong for some layouts only."""
 
     size: tuple[int, ...]
@@ -40,19 +119,19 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WrongCall:
+class WrongOperatorCall:
     """A call of an operator whose result is not the CPU's, with all that is needed to make it again."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     """As the call got them, on the CPU."""
-    layouts: tuple[Layout, ...]
+    layouts: tuple[TensorLayout, ...]
     """Of every tensor among them, in order."""
     expected: tuple[Tensor, ...]
     is_formula: bool
     """Whether the CPU has no such operator, so that only the expected result can be compared with."""
-    spot: Spot
+    spot: OperatorLocation
     error: float
     bound: float
     """Of the result that is furthest beyond its own."""
@@ -62,10 +141,10 @@ class WrongCall:
 
 
 @dataclass(slots=True)
-class Findings:
+class ReplayResult:
     """What a replayed step showed."""
 
-    first: WrongCall | None = None
+    first: WrongOperatorCall | None = None
     wrong: dict[str, int] = field(default_factory=dict)
     """Every wrong operator, with the number of its wrong calls, in the order of their first."""
     draws: set[str] = field(default_factory=set)
@@ -75,12 +154,12 @@ class Findings:
     num_judged: int = 0
 
 
-class Replay(TorchDispatchMode):
+class OperatorReplay(TorchDispatchMode):
     """Judges every operator that runs on a device while it is entered."""
 
-    def __init__(self, device: AbstractDevice, whereabouts: Whereabouts) -> None:
+    def __init__(self, device: AbstractDevice, whereabouts: OperatorLocator) -> None:
         super().__init__()
-        self.findings = Findings()
+        self.findings = ReplayResult()
         self._device = device
         self._where = whereabouts
 
@@ -89,10 +168,10 @@ class Replay(TorchDispatchMode):
         spot = self._where.here()
         if not self._is_judged(func, args, kwargs):
             return func(*args, **kwargs)
-        before = copied((args, kwargs))
-        layouts = tuple(_layout(tensor) for tensor in leaves((args, list(kwargs.values()))))
+        before = copy_to_cpu((args, kwargs))
+        layouts = tuple(_layout(tensor) for tensor in tensor_leaves((args, list(kwargs.values()))))
         returned = func(*args, **kwargs)
-        self._judge(func, before, Done(returned, args, kwargs), layouts, spot)
+        self._judge(func, before, CompletedCall(returned, args, kwargs), layouts, spot)
         return returned
 
     def _is_judged(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -103,7 +182,7 @@ class Replay(TorchDispatchMode):
             return False
         if name.startswith((*_UNSET, *_TIES)) or _is_view(func):
             return False
-        is_plain = all(t.layout == torch.strided and not t.is_complex() for t in leaves((args, kwargs)))
+        is_plain = all(t.layout == torch.strided and not t.is_complex() for t in tensor_leaves((args, kwargs)))
         return is_plain and self._is_here(args, kwargs)
 
     def _is_here(self, args: Any, kwargs: Any) -> bool:
@@ -111,11 +190,13 @@ class Replay(TorchDispatchMode):
         found = [leaf.device if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves((args, kwargs))]
         return any(isinstance(device, torch.device) and device.type == kind for device in found)
 
-    def _judge(self, func: Any, before: Any, done: Done, layouts: tuple[Layout, ...], spot: Spot) -> None:
-        found = outputs(func, done, before)
+    def _judge(
+        self, func: Any, before: Any, done: CompletedCall, layouts: tuple[TensorLayout, ...], spot: OperatorLocation
+    ) -> None:
+        found = call_outputs(func, done, before)
         if not found:
             return
-        expected = expected_of(func, *before)
+        expected = reference_result(func, *before)
         right = _right(func, expected, before, found)
         if right is None:
             self.findings.unknown.add(_base(func.name()))
@@ -125,18 +206,18 @@ class Replay(TorchDispatchMode):
         errors = _errors(found, right, floors)
         owns: list[float] | None = None
         if self._device.kind != "cpu" and expected.own is not None:
-            owns = _errors(outputs(func, expected.own, before), right, floors)
-        formats = {t.dtype for t in leaves(before) if t.dtype in _ROUNDING}
-        least = ALONE if owns is None or func.name().startswith(COARSE) else LEAST
+            owns = _errors(call_outputs(func, expected.own, before), right, floors)
+        formats = {t.dtype for t in tensor_leaves(before) if t.dtype in _ROUNDING}
+        least = BOUND_WITHOUT_REFERENCE if owns is None or func.name().startswith(COARSE_OPERATORS) else MIN_BOUND
         least = min(0.1, least * max((_ROUNDING[dtype] for dtype in formats), default=1.0))
-        bounds = [bound_of(least, owns[index] if owns else None) for index in range(len(errors))]
+        bounds = [error_bound(least, owns[index] if owns else None) for index in range(len(errors))]
         error, bound = max(zip(errors, bounds, strict=True), key=lambda pair: pair[0] / pair[1])
         if error <= bound:
             return
         name = _base(func.name())
         self.findings.wrong[name] = self.findings.wrong.get(name, 0) + 1
         if self.findings.first is None:
-            self.findings.first = WrongCall(
+            self.findings.first = WrongOperatorCall(
                 func=func,
                 args=before[0],
                 kwargs=before[1],
@@ -151,15 +232,15 @@ class Replay(TorchDispatchMode):
             )
 
 
-def outputs(func: Any, done: Done, before: Any) -> list[Tensor]:
+def call_outputs(func: Any, done: CompletedCall, before: Any) -> list[Tensor]:
     """What a call gave, on the CPU: returned tensors and changed arguments. Whole numbers count only where there is
     nothing else: beside a value they tell where it was found, and equal values are found in any order."""
-    changed = leaves(changed_arguments(func, done.args, done.kwargs))
+    changed = tensor_leaves(changed_arguments(func, done.args, done.kwargs))
     if func.name().startswith("aten::_fused_"):
         # A fused optimizer: a wrong update is small beside the weight that it changes, so the change itself counts.
-        were = leaves(changed_arguments(func, *before))
+        were = tensor_leaves(changed_arguments(func, *before))
         return [now.detach().cpu().double() - was.double() for now, was in zip(changed, were, strict=True)]
-    found = [tensor.detach().cpu() for tensor in (*leaves(done.returned), *changed)]
+    found = [tensor.detach().cpu() for tensor in (*tensor_leaves(done.returned), *changed)]
     return [tensor for tensor in found if tensor.is_floating_point()] or found
 
 
@@ -172,13 +253,13 @@ def changed_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
-def _right(func: Any, expected: Expected, before: Any, found: list[Tensor]) -> list[Tensor] | None:
+def _right(func: Any, expected: ReferenceResult, before: Any, found: list[Tensor]) -> list[Tensor] | None:
     """The right results: in float64, but for decisions (a comparison with 0.1 depends on the number format)."""
     is_number = found[0].is_floating_point()
     chosen = (expected.wide or expected.own) if is_number else (expected.own or expected.wide)
     if chosen is None:
         return None
-    right = outputs(func, chosen, before)
+    right = call_outputs(func, chosen, before)
     return right[: len(found)] or None
 
 
@@ -186,22 +267,22 @@ def _errors(found: list[Tensor], right: list[Tensor], floors: tuple[float, ...])
     """Of each result; a zero of the reference may be noise here, so small results count beside the largest."""
     if len(found) < len(right):
         return [math.inf] * len(right)
-    return [error_of(a, b, floor=floor) for a, b, floor in zip(found, right, floors, strict=False)]
+    return [relative_error(a, b, floor=floor) for a, b, floor in zip(found, right, floors, strict=False)]
 
 
 def _floors(func: Any, before: Any, right: list[Tensor]) -> tuple[float, ...]:
     if func.name().startswith("aten::_fused_"):
         # A change of weights is known to the rounding of the weights.
-        return tuple(4 * _EPSILON / LEAST * largest(was) for was in leaves(changed_arguments(func, *before)))
-    return tuple(max(OWN_SCALE * largest(right), _noise(func, before, one)) for one in right)
+        return tuple(4 * _EPSILON / MIN_BOUND * max_abs(was) for was in tensor_leaves(changed_arguments(func, *before)))
+    return tuple(max(SMALL_TENSOR_SHARE * max_abs(right), _noise(func, before, one)) for one in right)
 
 
 def _noise(func: Any, before: Any, result: Tensor) -> float:
     """What a sum is measured against, at least: one that should be zero is the rounding of its terms."""
-    count = max((tensor.numel() for tensor in leaves(before)), default=0)
+    count = max((tensor.numel() for tensor in tensor_leaves(before)), default=0)
     if torch.Tag.reduction not in func.tags or not result.is_floating_point() or count <= result.numel():
         return 0.0
-    return 4 * _EPSILON / LEAST * (count / max(1, result.numel())) * largest(before)
+    return 4 * _EPSILON / MIN_BOUND * (count / max(1, result.numel())) * max_abs(before)
 
 
 def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
@@ -212,8 +293,8 @@ def _argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     return None
 
 
-def _layout(tensor: Tensor) -> Layout:
-    return Layout(
+def _layout(tensor: Tensor) -> TensorLayout:
+    return TensorLayout(
         size=tuple(tensor.shape),
         stride=tensor.stride(),
         offset=int(tensor.storage_offset()),

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from whet.plan.hazards import ROW_LIMIT
-from whet.plan.known_hazards import Hazard
-from whet.verify.preflight.finding import Sighting
-from whet.verify.preflight.host import ASKS
-from whet.verify.preflight.watcher import Call, Watcher
+from whet.plan.hazard_table import Hazard
+from whet.plan.warnings import ROW_LIMIT
+from whet.verify.preflight.findings import Detection, Detector, OperatorCall
+from whet.verify.preflight.host_sync import HOST_READS
 
 _HUGE_BATCH = 65_536
 _LARGE_KERNEL = 256
@@ -21,31 +20,31 @@ _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 """Where an operator has its two factors."""
 
 
-class KnownFaultWatcher(Watcher):
+class KnownFaultDetector(Detector):
     """Compares calls with the conditions of the faults that apply; those that no trace can see are left out."""
 
     def __init__(self, hazards: Iterable[Hazard]) -> None:
         self._hazards = {hazard.id: hazard for hazard in hazards}
 
-    def operator(self, call: Call) -> Iterable[Sighting]:
+    def operator(self, call: OperatorCall) -> Iterable[Detection]:
         if call.phase == "making":
             return
         for name, is_met in _BY_OPERATOR.items():
             if name in self._hazards and is_met(call):
-                seen = as_sighting(self._hazards[name])
+                seen = fault_detection(self._hazards[name])
                 yield _with_rows(seen, call) if name == "linear-rows" else seen
 
-    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Sighting]:
+    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Detection]:
         for name, is_met in _BY_FUNCTION.items():
             if name in self._hazards and is_met(function, args, kwargs):
-                yield as_sighting(self._hazards[name])
+                yield fault_detection(self._hazards[name])
 
 
-def as_sighting(hazard: Hazard) -> Sighting:
-    return Sighting(f"known-fault/{hazard.id}", "warning", f"{hazard.what} (pytorch{hazard.issue})", hazard.answer)
+def fault_detection(hazard: Hazard) -> Detection:
+    return Detection(f"known-fault/{hazard.id}", "warning", f"{hazard.what} (pytorch{hazard.issue})", hazard.answer)
 
 
-def _with_rows(seen: Sighting, call: Call) -> Sighting:
+def _with_rows(seen: Detection, call: OperatorCall) -> Detection:
     """With the number that it is; a plan keeps only those few that grow with the micro-batch."""
     summed = call.args[_PRODUCTS[call.base][0]].shape[-1]
     cure = (
@@ -55,16 +54,16 @@ def _with_rows(seen: Sighting, call: Call) -> Sighting:
     return replace(seen, what=f"{seen.what}; this one sums over {summed:,}", try_=cure)
 
 
-def _sums_many_rows(call: Call) -> bool:
+def _sums_many_rows(call: OperatorCall) -> bool:
     factors = _PRODUCTS.get(call.base)
     return factors is not None and call.args[factors[0]].shape[-1] > ROW_LIMIT
 
 
-def _is_large_bmm(call: Call) -> bool:
+def _is_large_bmm(call: OperatorCall) -> bool:
     return call.base in ("bmm", "baddbmm") and call.outputs[0].numel() > _MOST_RESULTS
 
 
-def _is_expanded(call: Call) -> bool:
+def _is_expanded(call: OperatorCall) -> bool:
     factors = _PRODUCTS.get(call.base)
     return factors is not None and any(_has_zero_stride(call.args[index]) for index in factors)
 
@@ -73,37 +72,37 @@ def _has_zero_stride(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _weight(call: Call) -> Tensor | None:
+def _weight(call: OperatorCall) -> Tensor | None:
     """That of a 2-d convolution."""
     weight = call.args[1] if call.base == "convolution" else None
     return weight if isinstance(weight, Tensor) and weight.dim() == 4 else None
 
 
-def _has_strided_weight(call: Call) -> bool:
+def _has_strided_weight(call: OperatorCall) -> bool:
     weight = _weight(call)
     return weight is not None and not weight.is_contiguous()
 
 
-def _has_large_kernel(call: Call) -> bool:
+def _has_large_kernel(call: OperatorCall) -> bool:
     weight = _weight(call)
     return weight is not None and max(weight.shape[2:]) >= _LARGE_KERNEL
 
 
-def _is_channels_last(call: Call) -> bool:
+def _is_channels_last(call: OperatorCall) -> bool:
     if _weight(call) is None:
         return False
     x = call.args[0]
     return not x.is_contiguous() and bool(x.is_contiguous(memory_format=torch.channels_last))
 
 
-def _is_uneven_max_pool(call: Call) -> bool:
+def _is_uneven_max_pool(call: OperatorCall) -> bool:
     if call.base != "adaptive_max_pool2d":
         return False
     sizes = zip(call.inputs[0].shape[-2:], call.outputs[0].shape[-2:], strict=True)
     return any(max(a, b) % max(min(a, b), 1) for a, b in sizes)
 
 
-def _fills_gaps(call: Call) -> bool:
+def _fills_gaps(call: OperatorCall) -> bool:
     return call.base in ("masked_fill", "masked_fill_") and not call.inputs[0].is_contiguous()
 
 
@@ -134,7 +133,7 @@ def _is_lstm_with_dropout(function: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _copies_to_host(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return function in (Tensor.cpu, Tensor.to) and bool(args) and ASKS[function].is_asking(args, kwargs)
+    return function in (Tensor.cpu, Tensor.to) and bool(args) and HOST_READS[function].is_asking(args, kwargs)
 
 
 def _converts_on_the_way(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -156,7 +155,7 @@ def _pins(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return function is Tensor.pin_memory
 
 
-_BY_OPERATOR: dict[str, Callable[[Call], bool]] = {
+_BY_OPERATOR: dict[str, Callable[[OperatorCall], bool]] = {
     "linear-rows": _sums_many_rows,
     "bmm-large": _is_large_bmm,
     "product-expanded": _is_expanded,

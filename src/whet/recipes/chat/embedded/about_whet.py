@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from whet.config.keys import CommonConfig
+from whet.config.options import CommonConfig
 from whet.config.resolve import known_keys
-from whet.plan.rules import ALL
+from whet.plan.rules import ALL_RULES
 from whet.recipes.chat.embedded.fact import Fact, first_sentences
 
 _COMMANDS = Path(__file__).parents[3] / "cli"
@@ -104,7 +104,7 @@ def _default(value: Any) -> str:
 
 
 def _rules() -> Iterator[Fact]:
-    for rule in ALL:
+    for rule in ALL_RULES:
         name = rule.setting
         asked = (f"What does the setting {name} of a plan decide?", f"What is {name} in a plan?", f"Rule {rule.id}?")
         yield Fact(" ".join(rule.what.split()), asked)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from whet.recipes.chat.arch import Arch
 from whet.recipes.chat.model.looking import look_back, look_in_documents
-from whet.recipes.recursive.layers import Look, Memory, embedding, linear
+from whet.recipes.layers import AttentionArgs, KeyValueCache, init_embedding, init_linear
 
 IGNORED = -100
 """The target of a place at which nothing is to be predicted."""
@@ -25,8 +25,8 @@ class CausalModel(nn.Module):
         super().__init__()
         self.arch = arch
         self.dropout = nn.Dropout(dropout)
-        self.tokens = embedding(vocab_size, arch.hidden_size)
-        self.head = None if arch.tied else linear(arch.hidden_size, vocab_size)
+        self.tokens = init_embedding(vocab_size, arch.hidden_size)
+        self.head = None if arch.tied else init_linear(arch.hidden_size, vocab_size)
 
     def forward(self, tokens: Tensor, is_start: Tensor, targets: Tensor | None = None) -> tuple[Tensor, ...]:
         """The states of each supervised pass, (B, S, W); the last one is the answer. `is_start`: see looking.py.
@@ -37,14 +37,14 @@ class CausalModel(nn.Module):
         found = self.states(x, look_in_documents(is_start, head_size=self.head_size, like=x))
         return found if targets is None else tuple(surprise(self.logits(states), targets) for states in found)
 
-    def go_on(self, tokens: Tensor, positions: Tensor, *, memory: Memory | None, num_keys: int) -> Tensor:
+    def go_on(self, tokens: Tensor, positions: Tensor, *, memory: KeyValueCache | None, num_keys: int) -> Tensor:
         """The last states of new places, (B, S, W), in rows of one document each; `memory` knows earlier places."""
         x = self._read(tokens)
         look = look_back(positions, num_keys, memory=memory, head_size=self.head_size, dtype=x.dtype)
         return self.states(x, look)[-1]
 
     @abstractmethod
-    def states(self, x: Tensor, look: Look) -> tuple[Tensor, ...]:
+    def states(self, x: Tensor, look: AttentionArgs) -> tuple[Tensor, ...]:
         """From embedded tokens to the states of each supervised pass."""
 
     def logits(self, states: Tensor) -> Tensor:

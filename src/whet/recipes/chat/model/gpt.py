@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from whet.recipes.chat.arch import Arch
 from whet.recipes.chat.model.causal import CausalModel
-from whet.recipes.recursive.layers import Attention, Look, SwiGLU, rms_norm
+from whet.recipes.layers import AttentionArgs, SelfAttention, SwiGLU, rms_norm
 
 
 class Gpt(CausalModel):
@@ -21,7 +21,7 @@ class Gpt(CausalModel):
         super().__init__(arch, vocab_size=vocab_size, dropout=dropout)
         self.blocks = nn.ModuleList(_PreNormBlock(arch, dropout=dropout) for _ in range(arch.depth))
 
-    def states(self, x: Tensor, look: Look) -> tuple[Tensor, ...]:
+    def states(self, x: Tensor, look: AttentionArgs) -> tuple[Tensor, ...]:
         for block in self.blocks:
             x = block(x, look)
         return (rms_norm(x),)
@@ -32,13 +32,13 @@ class _PreNormBlock(nn.Module):
 
     def __init__(self, arch: Arch, *, dropout: float) -> None:
         super().__init__()
-        self.attention = Attention(arch.hidden_size, num_heads=arch.num_heads)
+        self.attention = SelfAttention(arch.hidden_size, num_heads=arch.num_heads)
         self.feed_forward = SwiGLU(arch.hidden_size, expansion=arch.expansion)
         self.dropout = nn.Dropout(dropout)
         with torch.no_grad():
             for layer in (self.attention.out, self.feed_forward.down):
                 layer.weight.div_(math.sqrt(2 * arch.depth))
 
-    def forward(self, x: Tensor, look: Look) -> Tensor:
+    def forward(self, x: Tensor, look: AttentionArgs) -> Tensor:
         x = x + self.dropout(self.attention(rms_norm(x), look))
         return x + self.dropout(self.feed_forward(rms_norm(x)))

@@ -3,23 +3,23 @@
 import torch
 from torch import Tensor
 
-from whet.device.own.spans import Spans, are_spans_taken
-from whet.recipes.recursive.layers import Look, Memory, rotation
+from whet.device.kernels.spans import Spans, has_span_kernel
+from whet.recipes.layers import AttentionArgs, KeyValueCache, rotary_angles
 
 
-def look_in_documents(is_start: Tensor, *, head_size: int, like: Tensor) -> Look:
+def look_in_documents(is_start: Tensor, *, head_size: int, like: Tensor) -> AttentionArgs:
     """For rows that hold several documents; `is_start` is (B, S), true where one begins. Positions begin anew there.
 
     What fills a row up is a document of its own at the end, so that nobody looks at it. `like`: what is computed with.
     """
     document = is_start.cumsum(1)
-    if are_spans_taken(like, head_size):
+    if has_span_kernel(like, head_size):
         places = torch.arange(is_start.shape[1], device=is_start.device)
-        return Look(rotation=rotation(places, head_size), spans=_spans(document), is_causal=True)
+        return AttentionArgs(rotation=rotary_angles(places, head_size), spans=_spans(document), is_causal=True)
     is_same = document[:, :, None] == document[:, None, :]
     may_look = is_same & _is_earlier(is_start.shape[1], is_start.device)
     positions = may_look.sum(2) - 1
-    return Look(rotation=rotation(positions, head_size), mask=_added(may_look, like.dtype)[:, None])
+    return AttentionArgs(rotation=rotary_angles(positions, head_size), mask=_added(may_look, like.dtype)[:, None])
 
 
 def _spans(document: Tensor) -> Spans:
@@ -30,10 +30,14 @@ def _spans(document: Tensor) -> Spans:
     return Spans.of(firsts.flatten(), lasts.flatten())
 
 
-def look_back(positions: Tensor, num_keys: int, *, memory: Memory | None, head_size: int, dtype: torch.dtype) -> Look:
+def look_back(
+    positions: Tensor, num_keys: int, *, memory: KeyValueCache | None, head_size: int, dtype: torch.dtype
+) -> AttentionArgs:
     """For rows of one document each: (B, S) places of new tokens, which look at all keys at or before them."""
     may_look = torch.arange(num_keys, device=positions.device) <= positions[:, :, None]
-    return Look(rotation=rotation(positions, head_size), mask=_added(may_look, dtype)[:, None], memory=memory)
+    return AttentionArgs(
+        rotation=rotary_angles(positions, head_size), mask=_added(may_look, dtype)[:, None], memory=memory
+    )
 
 
 def _is_earlier(length: int, device: torch.device) -> Tensor:

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from whet.recipes.chat.arch import Arch
 from whet.recipes.chat.model.causal import CausalModel
-from whet.recipes.recursive.initial import truncated_normal_
-from whet.recipes.recursive.layers import Look, PostNormBlock
-from whet.recipes.recursive.recursion import refine
+from whet.recipes.layers import AttentionArgs, PostNormBlock, refine, truncated_normal_
 
 
 class RecursiveModel(CausalModel):
@@ -29,7 +27,7 @@ class RecursiveModel(CausalModel):
         for name in ("answer", "latent"):
             self.register_buffer(name, truncated_normal_(torch.empty(arch.hidden_size), deviation=1.0))
 
-    def states(self, x: Tensor, look: Look) -> tuple[Tensor, ...]:
+    def states(self, x: Tensor, look: AttentionArgs) -> tuple[Tensor, ...]:
         def net(state: Tensor, added: Tensor) -> Tensor:
             state = state + added
             for block in self.blocks:

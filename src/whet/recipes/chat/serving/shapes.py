@@ -8,7 +8,7 @@ from typing import Any
 
 from whet.base.units import printable
 from whet.recipes.chat.serving.asking import BadRequestError
-from whet.web.refusal import RefusedError
+from whet.web.access import HttpError
 
 _CODES = {401: "invalid_api_key"}
 """What OpenAI's server calls it where a client might look."""
@@ -69,7 +69,7 @@ def error_of(error: BadRequestError) -> dict[str, Any]:
     return _error(str(error), status=error.status, param=error.param, code=error.code)
 
 
-def refusal_shape(path: str, refusal: RefusedError) -> dict[str, Any] | None:
+def error_format(path: str, refusal: HttpError) -> dict[str, Any] | None:
     """What the guard refuses; plain text where no client of OpenAI's asks."""
     if not f"{path}/".startswith("/v1/"):
         return None

@@ -13,7 +13,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.recipes.chat.conversation import Turn
 from whet.recipes.chat.reading import Record
 from whet.recipes.chat.shapes import openai
-from whet.run.plain_file import read_plain
+from whet.run.disk import read_regular_file
 
 ROWS = "all__inputs.npy"
 _ROLES = ("user", "assistant")
@@ -42,7 +42,9 @@ def records(path: Path) -> Iterator[Record]:
 
     folder = path.parent.parent
     try:
-        engine = Tokenizer.from_str(read_plain(folder / "tokenizer" / "tokenizer.json", follows_links=True).decode())
+        engine = Tokenizer.from_str(
+            read_regular_file(folder / "tokenizer" / "tokenizer.json", follows_links=True).decode()
+        )
     except WhetError:
         raise
     except Exception as error:  # The library raises bare Exception.

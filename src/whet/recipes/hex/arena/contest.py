@@ -1,7 +1,7 @@
 """What is a contest in an arena? Two words for players, how many games, and what came out, ready to be shown."""
 
-from whet.base.record import Record
-from whet.base.units import show_share
+from whet.base.model import FrozenModel
+from whet.base.units import format_percent
 from whet.device.open import open_device
 from whet.recipes.hex.arena.match import Watch, play_match
 from whet.recipes.hex.arena.openings import NUM_STONES, Kind, draw_openings
@@ -10,7 +10,7 @@ from whet.recipes.hex.config import DEFAULT_SIZE
 from whet.recipes.hex.opponents import find_opponent
 
 
-class Contest(Record):
+class Contest(FrozenModel):
     """Who met, on what, and how it ended for the first."""
 
     one: str
@@ -32,8 +32,8 @@ class Contest(Record):
         games = f"{rating.num_games} games, {num_pairs} {self.openings} openings of {self.num_stones} stones"
         return (
             f"{self.one} against {self.two} on {self.size}x{self.size}: {games}, both colours",
-            f"won       {rating.num_wins} of {rating.num_games}: {show_share(rating.win_rate, 1)}, 95 % interval "
-            f"{show_share(rating.low, 1)} to {show_share(rating.high, 1)}",
+            f"won       {rating.num_wins} of {rating.num_games}: {format_percent(rating.win_rate, 1)}, 95 % interval "
+            f"{format_percent(rating.low, 1)} to {format_percent(rating.high, 1)}",
             f"openings  {rating.num_pairs_won} won with both colours, {rating.num_pairs_lost} lost, {shared} shared",
             f"Elo       {_signed(rating.elo, rating.win_rate)}, {_signed(rating.elo_low, 0)} to "
             f"{_signed(rating.elo_high, 1)}",

@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, variance
 
-from whet.base.record import Record
+from whet.base.model import FrozenModel
 
 _CONFIDENCE_95 = 1.959964
 
 
-class Rating(Record):
+class Rating(FrozenModel):
     """How the first player fared."""
 
     num_games: int

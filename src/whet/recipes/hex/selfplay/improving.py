@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from whet.base.errors import UsageError
-from whet.base.units import show_share
-from whet.config.resolve import Resolved
+from whet.base.units import format_percent
+from whet.config.resolve import ResolvedConfig
 from whet.device.abstract import AbstractDevice
 from whet.device.open import open_device
-from whet.engine.loop import Result
-from whet.engine.recorder import Show
 from whet.hex.board import Boards
 from whet.recipes.hex.arena.match import Player, play_match
 from whet.recipes.hex.arena.openings import draw_openings
@@ -30,8 +28,10 @@ from whet.recipes.hex.search.mcts import Search
 from whet.recipes.hex.selfplay.learning import GenerationRecipe
 from whet.recipes.hex.selfplay.playing import Played, play_itself, read_played, write_played
 from whet.recipes.hex.selfplay.state import Generation, State, games_path, open_state, run_path, write_state
-from whet.recipes.train import train_recipe
+from whet.recipes.runner import train_recipe
 from whet.run import lock
+from whet.training.callbacks.event_log import EventHandler
+from whet.training.loop import TrainResult
 
 _NOISE_SHARE = 0.25
 """Of the root's priors in self-play, as in AlphaZero."""
@@ -43,11 +43,11 @@ class Improvement:
     """A self-play in its folder."""
 
     folder: Path
-    resolved: Resolved[HexConfig]
+    resolved: ResolvedConfig[HexConfig]
     device: str
     command: Sequence[str]
     say: Callable[[str], None]
-    show: Show | None
+    show: EventHandler | None
 
     @property
     def config(self) -> HexConfig:
@@ -71,7 +71,7 @@ class Improvement:
             self.say(f"all {self.config.loop.generations} generations are over; the champion is of {state.champion}")
         return 0
 
-    def _generation(self, number: int, state: State) -> tuple[Result, Generation | None]:
+    def _generation(self, number: int, state: State) -> tuple[TrainResult, Generation | None]:
         if number == 0 or state.champion is None:
             self.say("generation 0 learns from games of the two-distance player")
             result = self._train(HexRecipe(), number)
@@ -95,10 +95,10 @@ class Improvement:
             return result, None
         rating = self._gate(number, state.champion, device)
         is_better = rating.win_rate >= loop.gate
-        verdict = "is champion" if is_better else f"does not reach {show_share(loop.gate)}: the champion stays"
-        interval = f"{show_share(rating.low, 1)} to {show_share(rating.high, 1)}"
+        verdict = "is champion" if is_better else f"does not reach {format_percent(loop.gate)}: the champion stays"
+        interval = f"{format_percent(rating.low, 1)} to {format_percent(rating.high, 1)}"
         self.say(
-            f"generation {number} wins {show_share(rating.win_rate, 1)} ({interval}) of "
+            f"generation {number} wins {format_percent(rating.win_rate, 1)} ({interval}) of "
             f"{rating.num_games} games against generation {state.champion}, and {verdict}"
         )
         return result, Generation(
@@ -131,12 +131,12 @@ class Improvement:
             write_played(path, found)
         return found
 
-    def _train(self, recipe: HexRecipe, number: int, **changes: Any) -> Result:
+    def _train(self, recipe: HexRecipe, number: int, **changes: Any) -> TrainResult:
         # What the loop does is not the training's: a longer loop goes on with a generation that has begun.
         config = self.config.model_copy(update={**changes, "selfplay": False, "loop": Loop()})
         return train_recipe(
             recipe,
-            Resolved(config=config, given=self.resolved.given),
+            ResolvedConfig(config=config, given=self.resolved.given),
             run=run_path(self.folder, number),
             device=self.device,
             command=list(self.command),

@@ -23,14 +23,14 @@ class GenerationRecipe(HexRecipe):
         self._fingerprint = fingerprint
 
     def data(self, config: HexConfig) -> HexData:
-        parts = {name: [] for name in ("train", "dev", "test")}  # type: dict[str, list[Columns]]
+        parts = {name: [] for name in ("train", "val", "test")}  # type: dict[str, list[Columns]]
         for played in self._played:
             part = played.games % _HELD_OUT
-            for name, is_its in (("train", part > 1), ("dev", part == 0), ("test", part == 1)):
+            for name, is_its in (("train", part > 1), ("val", part == 0), ("test", part == 1)):
                 parts[name].append(_columns(played, is_its))
-        train, dev, test = (_joined(columns) for columns in parts.values())
+        train, val, test = (_joined(columns) for columns in parts.values())
         train = with_half_turns(train) if config.augment else train
-        return HexData(size=self._size, train=train, dev=dev, test=test, fingerprint=self._fingerprint)
+        return HexData(size=self._size, train=train, val=val, test=test, fingerprint=self._fingerprint)
 
 
 def _columns(played: Played, is_its: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> Columns:

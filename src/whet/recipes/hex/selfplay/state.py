@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from whet.base.errors import UsageError, WhetError
-from whet.base.record import Record
+from whet.base.model import FrozenModel
 from whet.run import durable, strict_json
-from whet.run.plain_file import read_plain
+from whet.run.disk import read_regular_file
 
 STATE = "state.json"
 FORMAT = "whet hex selfplay 1"
 
 
-class Generation(Record):
+class Generation(FrozenModel):
     """What came of one generation."""
 
     number: int
@@ -28,7 +28,7 @@ class Generation(Record):
     is_champion: bool
 
 
-class State(Record):
+class State(FrozenModel):
     """All generations that are over."""
 
     format: str = FORMAT
@@ -64,7 +64,7 @@ def read_state(folder: Path) -> State:
     """What was written last."""
     path = folder / STATE
     try:
-        found = State.from_json(strict_json.decode(read_plain(path).decode()), where=path)
+        found = State.from_json(strict_json.decode(read_regular_file(path).decode()), where=path)
     except ValueError as error:
         raise WhetError(f"{path} is damaged", got=str(error)[:200], try_="a new folder with --run DIR") from None
     if found.format != FORMAT:

@@ -1,0 +1,63 @@
+"""Export a trained model to a folder that other programs can load."""
+
+from pathlib import Path
+from typing import Any
+
+from whet.base.errors import UsageError, WhetError
+from whet.recipes.recipe import BUILT_IN, load_recipe
+from whet.report.export.files import ExportResult, publish_export
+from whet.run import strict_json
+from whet.run.folder import Run, open_run
+from whet.training.weights import load_weights
+
+EXPORT_MANIFEST = "whet-export.json"
+
+
+def export_model(
+    run: Run | Path | str,
+    *,
+    to: str,
+    out: Path | str | None = None,
+    force: bool = False,
+    checkpoint: str = "best",
+    recipe: str | None = None,
+) -> ExportResult:
+    """Writes a run's model in a format of others; NAME-FORMAT where you are, if not told.
+
+    Beside it lies whet-export.json: classes, length, inputs, and the step whose weights these are.
+    """
+    run = run if isinstance(run, Run) else open_run(run)
+    if recipe is None and run.header.recipe not in BUILT_IN:
+        raise UsageError("the run is of a recipe of yours", got=run.header.recipe, try_="--recipe FILE")
+    loaded = load_recipe(recipe or run.header.recipe)
+    predict, write = getattr(loaded, "predict", None), getattr(loaded, "write_model_files", None)
+    if predict is None or write is None:
+        raise UsageError(f"the recipe {loaded.name} cannot export its model", got=to, try_="csv, parquet, tensorboard")
+
+    def fill(draft: Path) -> list[str]:
+        try:
+            model, _ = predict(loaded.Config.model_validate(run.config), run.kept)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            raise WhetError("the run does not hold what its recipe needs", got=what, try_="another run") from None
+        step = load_weights(run.path, model, checkpoint=checkpoint)
+        model.eval()
+        told = write(model, run.kept, draft, to=to)
+        files = sorted(file.name for file in draft.iterdir())
+        listed: dict[str, Any] = {"format": to, "run": run.header.id, "step": step, **told, "files": files}
+        (draft / EXPORT_MANIFEST).write_text(strict_json.encode(listed, pretty=True) + "\n", encoding="utf-8")
+        return [*files, EXPORT_MANIFEST]
+
+    folder = Path(out if out is not None else f"{run.path.name}-{to}").expanduser().absolute()
+    return publish_export(run, folder, fill=fill, is_ours=_earlier_export_files(folder), force=force)
+
+
+def _earlier_export_files(folder: Path) -> Any:
+    """Tells which files an earlier export wrote there: only those may be replaced."""
+    names = {EXPORT_MANIFEST}
+    try:
+        read = strict_json.decode((folder / EXPORT_MANIFEST).read_bytes())
+        names |= {str(name) for name in read["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return names.__contains__

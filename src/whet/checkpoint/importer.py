@@ -1,0 +1,304 @@
+"""Import weights from torch and safetensors files, and load them into a model."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import stat
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from whet.base.errors import UsageError, WhetError, closest_match
+from whet.base.model import FrozenModel
+from whet.checkpoint import encoding
+from whet.checkpoint.encoding import decode_tensors, dtype_name, encode_tensors
+from whet.checkpoint.manifest import FileDigest, Size, read_verified
+from whet.checkpoint.snapshot import describe_names
+from whet.run import durable, strict_json
+
+IMPORT_FORMAT_VERSION = 1
+WEIGHTS_FILE, IMPORT_FILE = "weights.safetensors", "import.json"
+
+
+class ImportedTensor(FrozenModel):
+    dtype: str
+    shape: tuple[Size, ...]
+
+
+class ImportInfo(FrozenModel):
+    """What import.json says."""
+
+    format_version: int
+    source: str
+    """The file's name."""
+    source_bytes: Size
+    source_sha256: str
+    key: str
+    """Where in the file the weights lay; empty for its top."""
+    wrapper: str
+    """What every name began with, and does not any more: module. (DDP), _orig_mod. (torch.compile)."""
+    size: Size
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    """Of the weights file."""
+    taken: dict[str, ImportedTensor]
+    left_out: dict[str, str]
+    """By name: why, or what it was."""
+
+
+def is_import(path: Path) -> bool:
+    """Whether the folder was made by `whet import`."""
+    return (path / IMPORT_FILE).is_file()
+
+
+def read_import(path: Path) -> dict[str, Tensor]:
+    """The tensors in such a folder, every byte checked."""
+    try:
+        about = ImportInfo.from_json(
+            encoding.load_foreign_json(read_verified(path / IMPORT_FILE)), where=path / IMPORT_FILE
+        )
+    except ValueError as error:
+        raise WhetError(
+            "the imported weights are damaged", got=f"{path / IMPORT_FILE}: {error}", try_="import again"
+        ) from None
+    if about.format_version != IMPORT_FORMAT_VERSION:
+        got = f"{path}: format {about.format_version}; this whet reads {IMPORT_FORMAT_VERSION}"
+        raise WhetError("the imported weights have another format", got=got, try_="import again")
+    data = read_verified(path / WEIGHTS_FILE, vouched=FileDigest(size=about.size, sha256=about.sha256))
+    try:
+        return decode_tensors(data)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
+        raise WhetError("the imported weights are damaged", got=f"{path}: {error}", try_="import again") from None
+
+
+@torch.no_grad()
+def load_imported(model: nn.Module, tensors: dict[str, Tensor], *, where: Path) -> None:
+    """Copies tensors into a model by name; floating-point numbers become the model's own kind.
+
+    A name that means the same tensor as another in this model may be left out or given, as state_dict does.
+    """
+    wanted = dict(model.state_dict())
+    _, tied = describe_names(model)
+    for names in tied:
+        given = [name for name in names if name in tensors]
+        for name in names:
+            if name in wanted and name not in given[:1]:
+                del wanted[name]
+                tensors = {n: t for n, t in tensors.items() if n != name}
+    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
+    if missing or extra:
+        near = {name: closest_match(name, extra) for name in missing[:3]}
+        hints = [f"{theirs!r} is perhaps this model's {ours!r}" for ours, theirs in near.items() if theirs]
+        raise UsageError(
+            "the imported weights do not fit this model",
+            got=f"{len(missing)} missing ({', '.join(missing[:3])}), {len(extra)} unknown ({', '.join(extra[:3])})",
+            try_="; ".join(hints) or f"a model with the names listed in {where / IMPORT_FILE}",
+        )
+    for name, target in wanted.items():
+        value = tensors[name]
+        is_alike = value.dtype == target.dtype or (value.is_floating_point() and target.is_floating_point())
+        if target.shape != value.shape or not is_alike:
+            got = f"{tuple(value.shape)} {value.dtype}; the model has {tuple(target.shape)} {target.dtype}"
+            raise UsageError(f"the imported weights do not fit {name!r}", got=got, try_="the model they were made with")
+        target.copy_(value)
+
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
+MIN_TORCH = (2, 10)
+"""Older ones can be made to run code, or to write beyond their memory (CVE-2025-32434, CVE-2026-24747)."""
+
+_ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
+_MAX_RECORDS = 200_000
+_START_SECONDS = 60
+_MIN_BYTES_PER_SECOND = 20 * 1024**2
+
+
+def import_weights(source: Path, out: Path, *, key: str | None = None) -> ImportInfo:
+    """Makes the folder `out` from a file: safetensors, and a list of what was taken and what was left out."""
+    if source.suffix.lower() not in SUFFIXES:
+        raise UsageError("this cannot be imported", got=str(source), try_="a file that ends in " + ", ".join(SUFFIXES))
+    if out.exists() or out.is_symlink():
+        raise UsageError("the folder is there already", got=str(out), try_="another --out DIR")
+    durable.check_writable(out.absolute())
+    with _open_regular(source) as file:
+        size = os.fstat(file.fileno()).st_size
+        if source.suffix.lower() == ".safetensors":
+            if key is not None:
+                raise UsageError("a safetensors file has no keys to choose from", got=f"--key {key}", try_="no --key")
+        else:
+            _check_torch_version()
+            _check_torch_file(file, source, size=size)
+        about: ImportInfo | None = None
+
+        def fill(draft: Path) -> None:
+            nonlocal about
+            about = _fill(draft, file, source, key=key)
+
+        made = durable.make_directory(out.absolute().parent)
+        try:
+            durable.publish_directory(out.absolute(), fill=fill)
+        except BaseException:
+            durable.remove_empty(made)
+            raise
+    assert about is not None
+    return about
+
+
+def _fill(draft: Path, file: BufferedReader, source: Path, *, key: str | None) -> ImportInfo:
+    size = os.fstat(file.fileno()).st_size
+    said: Mapping[str, Any] = {}
+    if source.suffix.lower() == ".safetensors":
+        durable.write_draft(draft / WEIGHTS_FILE, data=encode_tensors(_tensors_in(file, source)))
+    else:
+        said = _run_unpickle(
+            file, draft / WEIGHTS_FILE, key=key, seconds=_START_SECONDS + size // _MIN_BYTES_PER_SECOND
+        )
+    # Not what the process says it wrote: what is there.
+    with _open_regular(draft / WEIGHTS_FILE) as written:
+        tensors = _tensors_in(written, draft / WEIGHTS_FILE)
+        digest, num_bytes = _hash(written), os.fstat(written.fileno()).st_size
+    about = ImportInfo(
+        format_version=IMPORT_FORMAT_VERSION,
+        source=source.name,
+        source_bytes=size,
+        source_sha256=_hash(file),
+        key=str(said.get("key", "")),
+        wrapper=str(said.get("wrapper", "")),
+        size=num_bytes,
+        sha256=digest,
+        taken={name: ImportedTensor(dtype=dtype_name(t.dtype), shape=tuple(t.shape)) for name, t in tensors.items()},
+        left_out=_string_dict(said.get("left_out")),
+    )
+    told = strict_json.encode(about.as_json(), pretty=True) + "\n"
+    durable.write_draft(draft / IMPORT_FILE, data=told.encode(), is_last=True)
+    return about
+
+
+# --- looking at a file without reading what is in it -----------------------------------------------------------------
+
+
+def _open_regular(path: Path) -> BufferedReader:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError("the file cannot be read", got=f"{path}: {error.strerror}", try_="check the path") from None
+    file = os.fdopen(descriptor, "rb")
+    found = os.fstat(descriptor)
+    free = psutil.virtual_memory().available
+    if stat.S_ISREG(found.st_mode) and found.st_size <= free:
+        return file
+    file.close()
+    if not stat.S_ISREG(found.st_mode):
+        raise UsageError("only an ordinary file can be imported", got=str(path), try_="check the path")
+    got = f"{path}: {found.st_size:,} bytes; {free:,} bytes of memory are free"
+    raise UsageError("the file is larger than the free memory", got=got, try_="a machine with more memory")
+
+
+def _check_torch_version() -> None:
+    version = importlib.metadata.version("torch")
+    major, minor = (int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:2])
+    if (major, minor) < MIN_TORCH:
+        raise WhetError(
+            "this torch does not read such files safely",
+            got=f"torch {version}; {'.'.join(map(str, MIN_TORCH))} is the least",
+            try_="a newer torch, or a safetensors file",
+        )
+
+
+def _check_torch_file(file: BufferedReader, source: Path, *, size: int) -> None:
+    """Refuses what `torch.save` does not write, above all archives that unpack to more than they are."""
+    head = file.read(64)
+    if head.startswith(_LEGACY):
+        file.seek(0)
+        return
+    if not head.startswith(_ZIP):
+        hint = "the file torch.save wrote, or safetensors"
+        raise UsageError("this is no torch file", got=f"{source}: begins with {head[:8]!r}", try_=hint)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError, OverflowError) as error:
+        raise UsageError("the archive is damaged", got=f"{source}: {error}", try_="the whole file") from None
+    if len(records) > _MAX_RECORDS:
+        raise UsageError("the archive has too many parts", got=f"{len(records):,}", try_=f"at most {_MAX_RECORDS:,}")
+    packed = next((record for record in records if record.compress_type != zipfile.ZIP_STORED), None)
+    if packed is not None or sum(record.file_size for record in records) > size:
+        got = f"{source}: {sum(record.file_size for record in records):,} bytes in a file of {size:,}"
+        what = "the archive is compressed, or larger inside than outside"
+        raise UsageError(what, got=got, try_="what torch.save wrote")
+    if not any(record.filename.endswith("/data.pkl") for record in records):
+        raise UsageError("this is an archive, and no torch file", got=str(source), try_="what torch.save wrote")
+    file.seek(0)
+
+
+def _tensors_in(file: BufferedReader, path: Path) -> dict[str, Tensor]:
+    file.seek(0)
+    data = bytearray(os.fstat(file.fileno()).st_size)
+    file.readinto(data)
+    try:
+        tensors = decode_tensors(data, is_foreign=True)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
+        what = f"{type(error).__name__} {error}"[:300]
+        raise WhetError("the safetensors file cannot be read", got=f"{path}: {what}", try_="the whole file") from None
+    if not tensors:
+        raise WhetError("the file holds no tensors", got=str(path), try_="another file")
+    return tensors
+
+
+def _hash(file: BufferedReader) -> str:
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# --- the process that may die ----------------------------------------------------------------------------------------
+
+
+def _run_unpickle(file: BufferedReader, target: Path, *, key: str | None, seconds: int) -> dict[str, Any]:
+    """What the process says about the weights it wrote; its error where it has one."""
+    from whet.checkpoint.unpickle import ANSWER_PREFIX
+
+    # The process shares the descriptor's place; the buffered file's own is another.
+    os.lseek(file.fileno(), 0, os.SEEK_SET)
+    code, output = run_unpickle_process(file, [str(target), key or "", str(seconds)], seconds=seconds)
+    lines = [line for line in output.decode(errors="replace").splitlines() if line.startswith(ANSWER_PREFIX)]
+    if not lines:
+        how = "took too long" if code is None else f"ended with {code}"
+        got = f"the process that read it {how}, without an answer"
+        raise WhetError("the file could not be read", got=got, try_="the file's origin")
+    try:
+        said = json.loads(lines[-1][len(ANSWER_PREFIX) :])
+        if "error" in said:
+            what, got, hint = said["error"]
+            raise WhetError(str(what), got=got, try_=hint)
+    except (ValueError, TypeError, RecursionError):
+        raise WhetError(
+            "the file could not be read", got="an answer that makes no sense", try_="another file"
+        ) from None
+    return dict(said)
+
+
+def run_unpickle_process(file: BufferedReader, words: list[str], *, seconds: int) -> tuple[int | None, bytes]:
+    """The exit code of the process and what it wrote; None for one that had to be ended."""
+    # -P: the folder we are in may hold a torch.py.
+    command = [sys.executable, "-P", "-m", "whet.checkpoint.unpickle", *words]
+    try:
+        done = subprocess.run(
+            command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None, b""
+    return done.returncode, done.stdout
+
+
+def _string_dict(value: object) -> dict[str, str]:
+    return {str(name): str(why) for name, why in value.items()} if isinstance(value, dict) else {}

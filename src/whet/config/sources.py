@@ -1,0 +1,232 @@
+"""Options from key=value arguments and from TOML or YAML files."""
+
+import contextlib
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from whet.base.errors import UsageError
+
+_MAX_FILE_BYTES = 100_000
+_MAX_FILE_DEPTH = 20
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The file's content as nested mappings."""
+    suffix = path.suffix.lower()
+    if suffix not in (".toml", ".yaml", ".yml"):
+        raise UsageError(
+            "a config file is TOML or YAML", got=str(path), try_="a file that ends in .toml, .yaml or .yml"
+        )
+    text = _read_text(path)
+    content = _parse_toml(text, path) if suffix == ".toml" else _parse_yaml(text, path)
+    if content is None:
+        return {}
+    if _nesting_depth(content) > _MAX_FILE_DEPTH:
+        raise _too_deep_error(path)
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UsageError(f"{path} does not hold keys and values", got=type(content).__name__, try_="lr: 1e-4")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise UsageError("the config file cannot be read", got=f"{path}: not a file", try_="check the path")
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(
+            "the config file cannot be read", got=f"{path}: {error.strerror}", try_="check the path"
+        ) from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise UsageError(
+            "the config file is too large", got=f"{path}: over {_MAX_FILE_BYTES:,} bytes", try_="the right file"
+        )
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            "the config file is not UTF-8 text", got=f"{path}: byte {error.start}", try_="save it as UTF-8"
+        ) from None
+
+
+def _parse_toml(text: str, path: Path) -> Any:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not valid TOML", got=str(error), try_='lr = 1e-4 or name = "text"') from None
+    except RecursionError:
+        raise _too_deep_error(path) from None
+    except ValueError as error:
+        # A number of thousands of digits.
+        raise UsageError(f"{path} is not valid TOML", got=str(error), try_="lr = 1e-4") from None
+
+
+def _parse_yaml(text: str, path: Path) -> Any:
+    import yaml
+
+    try:
+        depth = 0
+        # Before it is built: deep nesting takes minutes, and aliases can blow a small file up.
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise UsageError(f"{path} uses YAML aliases", got=f"*{event.anchor}", try_="write the value out")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_FILE_DEPTH:
+                raise _too_deep_error(path)
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}: " if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UsageError(f"{path} is not valid YAML", got=f"{place}{problem}", try_="lr: 1e-4") from None
+    except ValueError as error:
+        # A value that looks like a date and is none.
+        raise UsageError(f"{path} is not valid YAML", got=str(error), try_="quote the value") from None
+
+
+def _nesting_depth(content: Any) -> int:
+    """How deeply groups are nested, counted without recursion."""
+    level, depth = [content], 0
+    while level and depth <= _MAX_FILE_DEPTH + 1:
+        level, depth = [v for c in level if isinstance(c, dict) for v in c.values()], depth + 1
+    return depth - 1
+
+
+def _too_deep_error(path: Path) -> UsageError:
+    return UsageError(
+        f"{path} is nested too deeply", got=f"over {_MAX_FILE_DEPTH} levels", try_="keys and groups of keys"
+    )
+
+
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+_INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
+_MAX_DIGITS = 300
+_MAX_LIST_DEPTH = 20
+_CONSTANTS = {"null": None, "none": None, "true": True, "false": False}
+_CLOSING_BRACKETS = {"[": "]", "(": ")", "{": "}"}
+
+
+class ParsedArgs(NamedTuple):
+    """What words say: values by dotted key, and keys that get their default back."""
+
+    values: dict[str, Any]
+    dropped: tuple[str, ...]
+
+
+def parse_args(words: Iterable[str]) -> ParsedArgs:
+    """Words as values by dotted key; a later word wins.
+
+    `+key=value` and `++key=value` set a key too; `~key` gives it its default back.
+
+    >>> read_words(["lr=1e-4", "arch.layers=4", "data_paths=[a,b]", "ema=True", "seed=7", "~seed"])
+    Words(values={'lr': 0.0001, 'arch.layers': 4, 'data_paths': ['a', 'b'], 'ema': True}, dropped=('seed',))
+    """
+    values: dict[str, Any] = {}
+    dropped: dict[str, None] = {}
+    for word in words:
+        if word.startswith("~"):
+            key = _check_key(word[1:], word)
+            values.pop(key, None)
+            dropped[key] = None
+            continue
+        name, equals, text = word.lstrip("+").partition("=")
+        if not equals:
+            meant = f"data={word}" if _is_file(word) else f"{word}=VALUE"
+            raise UsageError("a setting is written key=value", got=repr(word), try_=meant)
+        values[_check_key(name, word)] = parse_value(text, word)
+    return ParsedArgs(values=values, dropped=tuple(dropped))
+
+
+def _is_file(word: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return Path(word).exists()
+    return False
+
+
+def parse_value(text: str, word: str, *, depth: int = 0) -> Any:
+    """The value a text stands for: null, a truth value, a number, a list, or else the text itself.
+
+    >>> read_value("1e-4", ""), read_value("null", ""), read_value("[1,[a,'b,c']]", ""), read_value("3.0", "")
+    (0.0001, None, [1, ['a', 'b,c']], 3.0)
+    """
+    text = text.strip()
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        return text[1:-1]
+    if text.startswith("["):
+        if not text.endswith("]"):
+            raise UsageError("a list is not closed", got=repr(word), try_="key=[a,b]")
+        if depth >= _MAX_LIST_DEPTH:
+            raise UsageError("a list is nested too deeply", got=f"over {_MAX_LIST_DEPTH} levels", try_="key=[a,b]")
+        return [parse_value(item, word, depth=depth + 1) for item in _split_items(text[1:-1], word)]
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    if _INTEGER.fullmatch(text) and len(text) <= _MAX_DIGITS:
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested mappings.
+
+    >>> nest({"lr": 1, "arch.layers": 4})
+    {'lr': 1, 'arch': {'layers': 4}}
+    """
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, leaf = key.split(".")
+        place = tree
+        for parent in parents:
+            below = place.setdefault(parent, {})
+            if not isinstance(below, dict):
+                raise UsageError("a key is both a value and a group", got=f"{parent} and {key}", try_="one of them")
+            place = below
+        if isinstance(place.get(leaf), dict) and not isinstance(value, dict):
+            raise UsageError("a key is both a value and a group", got=key, try_=f"{key}.NAME=VALUE")
+        place[leaf] = value
+    return tree
+
+
+def flatten(tree: dict[str, Any], *, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys: the inverse of `nest`."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, prefix=f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _check_key(name: str, word: str) -> str:
+    if not _KEY.fullmatch(name):
+        raise UsageError("a key is made of letters, digits, _ and dots", got=repr(word), try_="arch.hidden_size=768")
+    return name
+
+
+def _split_items(text: str, word: str) -> list[str]:
+    """Items between commas that are inside no bracket and no quotes."""
+    items, item, waiting, quote = [], "", [], ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter in _CLOSING_BRACKETS:
+            waiting.append(_CLOSING_BRACKETS[letter])
+        elif waiting and letter == waiting[-1]:
+            waiting.pop()
+        elif letter == "," and not waiting:
+            items.append(item)
+            item = ""
+            continue
+        item += letter
+    if quote or waiting:
+        raise UsageError("a quote or bracket is not closed", got=repr(word), try_="key=[a,'b,c']")
+    return [*items, item] if item.strip() or items else []

@@ -1,0 +1,139 @@
+"""Operators and limits of MPS in the installed torch, read without importing torch.
+
+The operator list (torchgen/packaged/ATen/native/native_functions.yaml) ships with every wheel, so it matches the installed
+version. Its few keys are parsed line by line: a YAML parser would take seconds instead of 50 ms.
+"""
+
+import importlib.util
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from whet.base.errors import WhetError
+
+MAX_BUFFER_SHARE = 0.75
+"""Metal's maxBufferLength as a share of the recommended memory: an assumption."""
+
+MAX_DIMENSIONS = 16
+MAX_DIMENSION_SIZE = 2**31 - 1
+MAX_ELEMENTS = 2**32
+MAX_CONV_CHANNELS = 65_536
+"""Output channels of a convolution."""
+
+
+ALWAYS_ON_CPU = frozenset({"embedding_renorm_", "linalg_svd", "linalg_svd.U"})
+"""Sent to the CPU with or without the fall-back (MPSFallback.mm of torch 2.13)."""
+
+StatusKind = Literal["kernel", "parts", "on the CPU", "missing", "unknown"]
+
+_FUNCTION = re.compile(r"- func: ([^\s(]+)\((.*)$")
+_KEY = re.compile(r"  ([a-z_]+):\s*(.*)$")
+_KERNEL = re.compile(r"    ([A-Za-z0-9_, ]+):\s*\S+")
+_EXPLICIT, _NON_FUNCTIONAL = "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"
+_IMPLICIT = "CompositeImplicitAutograd"
+
+
+@dataclass
+class OperatorEntry:
+    """One overload as the list describes it."""
+
+    name: str
+    returns: str
+    backends: set[str] = field(default_factory=set)
+    delegates_to: str | None = None
+    is_structured: bool = False
+    is_dispatched: bool = False
+    """Whether the list says which kernels it has, be it none."""
+    is_generated: bool = False
+    """Listed under `autogen`: torch writes it from another overload."""
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it returns an alias of what it was given and writes nothing."""
+        return "(a)" in self.returns
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorStatus:
+    """How a backend runs an operator."""
+
+    kind: StatusKind
+    """By a kernel; in parts, which must be there themselves; on the CPU, always; not at all; or nobody knows."""
+    named: str
+    """The overload that torch's error or warning names."""
+    way: str = ""
+    """The dispatch key through which it is run in parts."""
+
+
+def read_operators(path: Path | None = None) -> dict[str, OperatorEntry]:
+    """Every overload in torch's list, by name; those that torch generates too."""
+    found: dict[str, OperatorEntry] = {}
+    generated: list[str] = []
+    current, in_dispatch = None, False
+    for raw in (path or _native_functions_file()).read_text(encoding="utf-8").splitlines():
+        line = "" if raw.startswith("#") else raw.split(" #")[0].rstrip()
+        if start := _FUNCTION.match(line):
+            current, in_dispatch = OperatorEntry(start[1], returns=start[2].split("->")[-1]), False
+            found[current.name] = current
+        elif current and (key := _KEY.match(line)):
+            in_dispatch = key[1] == "dispatch"
+            current.is_dispatched |= in_dispatch
+            if key[1] == "structured_delegate":
+                current.delegates_to = key[2]
+            elif key[1] == "structured":
+                current.is_structured = key[2] == "True"
+            elif key[1] == "ufunc_inner_loop":
+                # torch writes these two from the one loop.
+                current.backends.update(("CPU", "CUDA"))
+            elif key[1] == "autogen":
+                generated += [name.strip() for name in key[2].split(",")]
+        elif current and in_dispatch and (kernel := _KERNEL.match(line)):
+            current.backends.update(name.strip() for name in kernel[1].split(","))
+    for name in generated:
+        found.setdefault(name, OperatorEntry(name, returns="", backends={_EXPLICIT}, is_generated=True))
+    return found
+
+
+def operator_status(name: str, operators: dict[str, OperatorEntry], *, backend: str = "MPS") -> OperatorStatus:
+    """How a backend runs the overload `name` ("add.Tensor"), in the order in which torch's dispatcher looks."""
+    if backend == "MPS" and name in ALWAYS_ON_CPU:
+        return OperatorStatus("on the CPU", name)
+    operator = operators.get(name)
+    if operator is None:
+        return OperatorStatus("unknown", name)
+    out = operators.get(operator.delegates_to or "")
+    if backend in operator.backends:
+        return OperatorStatus("kernel", name)
+    if out is not None and backend in out.backends:
+        return OperatorStatus("kernel", out.name)
+    for way in (_EXPLICIT, _NON_FUNCTIONAL):
+        if way in operator.backends:
+            return OperatorStatus("parts", name, way)
+    if out is not None:
+        # torch writes a form of it that calls the out= overload, which has no kernel: that one is in the error.
+        return OperatorStatus("missing", out.name)
+    if _IMPLICIT in operator.backends or not (operator.is_dispatched or operator.is_structured):
+        return OperatorStatus("parts", name, _IMPLICIT)
+    return OperatorStatus("missing", name)
+
+
+@cache
+def torch_operators() -> dict[str, OperatorEntry]:
+    """The list of the installed torch, read once."""
+    return read_operators()
+
+
+def mps_kernels(operators: dict[str, OperatorEntry]) -> list[OperatorEntry]:
+    """The overloads that MPS computes itself: by a kernel of their own, or by that of the `out=` form."""
+    return [operator for operator in operators.values() if operator_status(operator.name, operators).kind == "kernel"]
+
+
+def _native_functions_file() -> Path:
+    found = importlib.util.find_spec("torchgen")
+    if found is None or found.origin is None:
+        raise WhetError(
+            "torch's list of operators is missing", got="no module torchgen", try_="install torch from its wheel"
+        )
+    return Path(found.origin).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"

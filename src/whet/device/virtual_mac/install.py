@@ -1,0 +1,252 @@
+"""Install a virtual Apple GPU in this process and report what it was asked to do."""
+
+import atexit
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from whet.base.errors import UsageError, WhetError
+from whet.device.environment import has_fallback
+from whet.device.operators import MAX_BUFFER_SHARE, mps_kernels, read_operators
+from whet.device.virtual_mac import faults
+from whet.device.virtual_mac.native import load_extension, native, state
+from whet.machine.facts import Accelerator, Machine, TorchFacts
+from whet.machine.known import load_machine
+
+_OWN_KERNELS = frozenset(
+    {
+        # Written out in kernels.cpp and computing.cpp, or left to torch's device-independent composition.
+        "empty.memory_format", "empty_strided", "resize_", "set_", "set_.source_Tensor", "set_.source_Storage",
+        "set_.source_Storage_storage_offset", "copy_", "_copy_from", "_copy_from_and_resize", "_local_scalar_dense",
+        "zero_", "as_strided", "view", "_reshape_alias", "unfold", "view_as_real", "view_as_complex",
+        "scaled_dot_product_attention", "linear", "max_pool2d", "mish_backward", "_fused_rms_norm",
+        "bincount",
+    }
+)  # fmt: skip
+_COMPUTED = {"convolution", "convolution_backward", "bincount"}
+_OWN_SPARSE_KERNELS = frozenset(
+    {
+        # sparse.cpp
+        "empty.memory_format", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors",
+        "sparse_dim", "dense_dim", "_nnz", "is_coalesced", "_coalesced_", "_indices", "_values", "indices", "values",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FallbackStats:
+    """What an operator cost that ran on the CPU because MPS has no kernel for it."""
+
+    calls: int
+    seconds: float
+    """This computer's time, copies included; a Mac's would be another."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stats:
+    """What the virtual GPU was asked to do since it was installed or the stats were reset."""
+
+    num_syncs: int
+    """How often the program waited for the device: `.item()`, copies to the CPU, `synchronize()`."""
+    num_kernels: int
+    num_allocations: int
+    allocated: int
+    """Bytes of live tensors."""
+    peak: int
+    reserved: int
+    """Bytes of the heaps that Metal would hold."""
+    graph_cache_entries: int
+    """Compiled graphs that MPSGraph would keep: one for each operator, shapes and dtypes until `empty_cache()`."""
+    graph_cache_bytes: int
+    """The host memory they would take, 55 KB each unless simulated otherwise; no counter of torch shows it."""
+    fallbacks: Mapping[str, FallbackStats]
+    """Operators that ran on the CPU because MPS has no kernel for them."""
+
+
+def install(machine: str | Machine) -> Machine:
+    """Gives this process a virtual Mac; the machine it now seems to be. Again with another name: another Mac.
+
+    Call it before anything asks torch for MPS: torch remembers the first answer.
+    """
+    wanted = machine if isinstance(machine, Machine) else load_machine(machine)
+    gpu = _gpu_of(wanted)
+    if state.native is None:
+        _check_torch_build()
+        _load()
+    if state.asked != wanted:
+        uninstall()
+        _configure(state.native, wanted, gpu)
+        state.undo = _patch_torch(state.native, gpu)
+        state.asked = wanted
+    found = installed()
+    assert found is not None
+    return found
+
+
+def uninstall() -> None:
+    """Hides the virtual Mac: torch reports no MPS again, no fault is left. Tensors that are still on it stay valid."""
+    if state.native is None or state.undo is None:
+        return
+    faults.end_all()
+    for undo in reversed(state.undo):
+        undo()
+    state.asked, state.undo = None, None
+
+
+def installed() -> Machine | None:
+    """The machine this process seems to be, marked as virtual; None without a virtual Mac."""
+    if state.asked is None:
+        return None
+    import torch
+
+    facts = TorchFacts(version=str(torch.__version__), mps_built=True, num_threads=torch.get_num_threads())
+    return state.asked.model_copy(
+        update={
+            "name": f"{state.asked.name} (virtual)",
+            "sources": (*state.asked.sources, "simulated on a Linux CPU by whet.device.virtual_mac; not a Mac"),
+            "torch": facts,
+        }
+    )
+
+
+def stats() -> Stats:
+    """What happened on the virtual GPU."""
+    found = native().stats()
+    fallbacks = {
+        name: FallbackStats(calls=calls, seconds=seconds) for name, (calls, seconds) in found["fallbacks"].items()
+    }
+    return Stats(**{**found, "fallbacks": MappingProxyType(fallbacks)})
+
+
+def reset_stats() -> None:
+    """Counts from zero, and the peak from what is allocated now."""
+    native().reset_stats()
+
+
+def _gpu_of(machine: Machine) -> Accelerator:
+    gpu = machine.accelerator("mps")
+    if gpu is None or gpu.usable_bytes is None:
+        why = "has no Apple GPU" if gpu is None else "does not say how much memory its GPU may use"
+        raise UsageError(
+            "this machine cannot be a virtual Mac", got=f"{machine.name} {why}", try_="m2-air-8gb, or m3-max-64gb"
+        )
+    return gpu
+
+
+def _check_torch_build() -> None:
+    import torch
+
+    reasons = {
+        "this torch has MPS of its own: use the real Mac": torch.backends.mps.is_built(),
+        # Context.h of torch 2.13: one accelerator per build.
+        f"this torch is built for CUDA {torch.version.cuda}": torch.version.cuda is not None,
+        f"this torch is built for ROCm {torch.version.hip}": torch.version.hip is not None,
+        f"the system is {sys.platform}": sys.platform != "linux",
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise WhetError(
+                "a virtual Mac needs a CPU build of torch on Linux",
+                got=reason,
+                try_="pip install torch --index-url https://download.pytorch.org/whl/cpu, in an environment of its own",
+            )
+
+
+_EXIT_SECONDS = 0.3
+"""torch's thread for the device may still be letting go of a backward pass; ended in the middle of that, it aborts."""
+
+
+def _load() -> None:
+    """Loads the compiled part, with a kernel for every operator that has one in this torch's MPS."""
+    import torch
+
+    atexit.register(time.sleep, _EXIT_SECONDS)
+
+    native = load_extension(str(torch.__version__))
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    listed = read_operators()
+    with_kernel = mps_kernels(listed)
+    dense = [
+        operator.name
+        for operator in with_kernel
+        if operator.name not in _OWN_KERNELS
+        # A view needs no kernel of its own: torch's own works on every device.
+        and not operator.is_view
+        and any(has_kernel(f"aten::{operator.name}", key) for key in ("CPU", "CompositeExplicitAutograd"))
+    ]
+    sparse = [
+        operator.name
+        for operator in listed.values()
+        if "SparseMPS" in operator.backends
+        and operator.name not in _OWN_SPARSE_KERNELS
+        and has_kernel(f"aten::{operator.name}", "SparseCPU")
+    ]
+    native.set_native_operators([operator.name for operator in with_kernel])
+    native.register_kernels(dense, is_sparse=False)
+    native.register_kernels(sparse, is_sparse=True)
+    state.kernels = frozenset(name.partition(".")[0] for name in dense) | _COMPUTED
+    state.native = native
+
+
+def _configure(native: Any, machine: Machine, gpu: Accelerator) -> None:
+    import torch
+
+    assert gpu.usable_bytes is not None
+    version = [int(part) for part in (machine.os.version or "15.0").split(".") if part.isdecimal()]
+    native.configure(
+        recommended_bytes=gpu.usable_bytes,
+        max_buffer_bytes=int(gpu.usable_bytes * MAX_BUFFER_SHARE),
+        has_fallback=has_fallback(),
+        macos_major=version[0] if version else 15,
+        macos_minor=version[1] if len(version) > 1 else 0,
+        torch_commit=torch.version.git_version or "unknown",
+    )
+    native.set_available(True)
+    if not torch._C._mps_is_available():
+        native.set_available(False)
+        raise WhetError(
+            "the virtual Mac came too late",
+            got="torch was asked for MPS before, and remembers the answer",
+            try_="install it right after `import torch`",
+        )
+
+
+def _patch_torch(native: Any, gpu: Accelerator) -> list[Callable[[], None]]:
+    """Changes what a Linux build has fixed at compile time; how to take it back."""
+    import torch
+
+    name, cores = f"{gpu.name or 'Apple GPU'} (virtual)", gpu.num_cores or 0
+    changes: list[tuple[Any, str, Any]] = [
+        (torch._C, "_has_mps", True),
+        (torch._C, "_mps_get_name", lambda: name),
+        (torch._C, "_mps_get_core_count", lambda: cores),
+        (torch.storage._StorageBase, "mps", _storage_to_mps),
+        (torch.UntypedStorage, "mps", _storage_to_mps),
+    ]
+    undo: list[Callable[[], None]] = [torch.backends.mps.is_available.cache_clear, lambda: native.set_available(False)]
+    for owner, attribute, value in changes:
+        undo.append(_restore_attribute(owner, attribute))
+        setattr(owner, attribute, value)
+    torch.backends.mps.is_available.cache_clear()
+    return undo
+
+
+def _restore_attribute(owner: Any, attribute: str) -> Callable[[], None]:
+    if attribute not in vars(owner):
+        return lambda: delattr(owner, attribute)
+    before = vars(owner)[attribute]
+    return lambda: setattr(owner, attribute, before)
+
+
+def _storage_to_mps(storage: Any) -> Any:
+    """What `storage.mps()` does on a Mac; loading a file with `map_location="mps"` uses it."""
+    import torch
+
+    if storage.device.type == "mps":
+        return storage
+    moved = torch.empty(storage.nbytes(), dtype=torch.uint8, device="mps")
+    moved.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+    return moved.untyped_storage()

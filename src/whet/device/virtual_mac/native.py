@@ -1,0 +1,130 @@
+"""Build, cache and load the native extension, and hold the state of the virtual Mac in this process."""
+
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from whet.base import env
+from whet.base.errors import UsageError, WhetError
+from whet.machine.facts import Machine
+
+NAME = "whet_virtual_mac"
+SOURCES = Path(__file__).parent / "cpp"
+_BUILD_TIMEOUT_SECONDS = 900
+_INSTALL_HINT = "pip install 'whet[virtual-mac]' and a C++ compiler (Debian: apt install g++ python3-dev)"
+
+
+def load_extension(torch_version: str) -> ModuleType:
+    """The compiled part; the first call for a torch version builds it, which takes half a minute."""
+    library = _folder(torch_version) / f"{NAME}.so"
+    if not library.exists():
+        with _build_lock(library.parent):
+            if not library.exists():
+                _build(library)
+    spec = importlib.util.spec_from_file_location(
+        NAME, library, loader=importlib.machinery.ExtensionFileLoader(NAME, str(library))
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _folder(torch_version: str) -> Path:
+    """The cache of this torch, this Python and this source: another of any of them is another folder."""
+    digest = hashlib.sha256()
+    for path in sorted([*SOURCES.iterdir(), Path(__file__).with_name("compile_native.py")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    tag = f"torch-{torch_version}-{sys.implementation.cache_tag}-{digest.hexdigest()[:12]}"
+    return env.home() / "virtual-mac" / tag
+
+
+@contextmanager
+def _build_lock(folder: Path) -> Iterator[None]:
+    """Lets one process at a time build here; the system frees the lock of one that dies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(library: Path) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), env.read("PATH") or os.defpath])
+    _check_build_tools(path)
+    work = library.parent / "build"
+    # Whoever left something here died while building: its lock is free, and we hold it.
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    # -P: the folder of the program is not searched for modules.
+    command = [sys.executable, "-P", str(Path(__file__).with_name("compile_native.py")), NAME, str(SOURCES), str(work)]
+    try:
+        done = subprocess.run(
+            command,
+            env=env.child_environment(PATH=path),
+            capture_output=True,
+            text=True,
+            timeout=_BUILD_TIMEOUT_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise WhetError("the virtual Mac could not be built", got=f"no end after {_BUILD_TIMEOUT_SECONDS} s") from None
+    built = work / library.name
+    if done.returncode != 0 or not built.exists():
+        raise WhetError(
+            "the virtual Mac could not be built", got=_first_error(done.stdout + done.stderr), try_=_INSTALL_HINT
+        )
+    # Moved when complete: no process ever loads half a library.
+    built.replace(library)
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def _check_build_tools(path: str) -> None:
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    compiler = env.read("CXX") or "c++"
+    missing = [tool for tool in (compiler, "ninja") if shutil.which(tool, path=path) is None]
+    if not headers.exists():
+        missing.append("Python.h")
+    if missing:
+        raise WhetError(
+            "the virtual Mac needs a C++ compiler, ninja and Python's headers",
+            got=f"no {', no '.join(missing)}",
+            try_=_INSTALL_HINT,
+        )
+
+
+def _first_error(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    # A compiler's own line, else what Python raised at the end.
+    telling = [line for line in lines if ": error: " in line or ": fatal error: " in line] or lines[-1:]
+    return (telling or ["no output"])[0][:300]
+
+
+@dataclass
+class VirtualMacState:
+    native: ModuleType | None = None
+    kernels: frozenset[str] = frozenset()
+    """Operators, without their overloads, that are computed by a kernel of the virtual GPU."""
+    asked: Machine | None = None
+    undo: list[Callable[[], None]] | None = None
+
+
+state = VirtualMacState()
+
+
+def native() -> Any:
+    """The compiled part."""
+    if state.native is None:
+        raise UsageError("there is no virtual Mac in this process", try_='virtual_mac.install("m2-air-8gb")')
+    return state.native

@@ -1,0 +1,97 @@
+"""Launch several ranks on this machine with torch's elastic launcher."""
+
+import logging
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from whet.base.errors import LostRankError
+
+_FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SHUTDOWN_SECONDS = 120
+"""Until processes that were asked to stop are killed: they finish a step and save."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchResult:
+    """How all processes ended."""
+
+    code: int
+    """0 if all ended well; else the exit code of the one that failed first, minus the signal that killed it."""
+    rank: int = 0
+    """Which one that was."""
+    asked: int | None = None
+    """The signal that asked us to stop, and was passed on to all."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a process was killed or went silent, and none failed by itself: all may begin again."""
+        return self.asked is None and (self.code < 0 or self.code == LostRankError.exit_code)
+
+
+def launch(words: Sequence[str], *, num_processes: int) -> LaunchResult:
+    """Runs `whet` with these words in several processes on this machine, until all have ended.
+
+    When one fails, the others are ended too. SIGINT, SIGTERM and SIGHUP are passed on to all.
+    """
+    # Under nohup it is ignored, and torch would hear it nevertheless.
+    heard = [number for number in _FORWARDED_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    # Its warnings tell of what we tell in our own words.
+    logging.disable(logging.ERROR)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+        signals_to_handle=",".join(number.name for number in heard),
+    )
+    try:
+        # -P: as for the program `whet` itself, the folder we are in is not searched for modules.
+        elastic_launch(config, sys.executable)("-P", "-m", "whet", *words)
+    except SignalException as stopped:
+        return LaunchResult(code=128 + int(stopped.sigval), asked=int(stopped.sigval))
+    except ChildFailedError as failed:
+        rank, code = first_failure({rank: failure.exitcode for rank, failure in failed.failures.items()})
+        return LaunchResult(code=code, rank=rank)
+    finally:
+        logging.disable(logging.NOTSET)
+    return LaunchResult(code=0)
+
+
+def first_failure(codes: Mapping[int, int]) -> tuple[int, int]:
+    """The rank and the exit code of the process on whose account all ended.
+
+    Who failed by itself has a reason to tell; others were killed, lost somebody, or were asked to stop afterwards.
+
+    >>> first_of({0: 75, 1: -9, 2: 143}), first_of({0: 75, 1: 1, 2: -9})
+    ((1, -9), (1, 1))
+    """
+    asked = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGTERM)
+
+    def rate(rank: int) -> int:
+        code = codes[rank]
+        return 3 if code in asked else 2 if code == LostRankError.exit_code else 1 if code < 0 else 0
+
+    first = min(codes, key=lambda rank: (rate(rank), rank))
+    return first, codes[first]
+
+
+def signal_name(ended: LaunchResult) -> str:
+    """The signal that killed the first one, by name."""
+    if ended.code >= 0:
+        return "silence"
+    try:
+        return signal.Signals(-ended.code).name
+    except ValueError:
+        return f"signal {-ended.code}"

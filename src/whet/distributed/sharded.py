@@ -1,0 +1,96 @@
+"""Sharded training: each rank holds a shard of every parameter, gradient and optimizer state (FSDP2)."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from whet.distributed.group import RankGroup
+from whet.distributed.strategies import ParallelStrategy, sum_over_ranks
+
+
+class ShardedStrategy(ParallelStrategy):
+    """Shards a model in place; its parameters are others from now on, so the optimizer is made afterwards."""
+
+    is_alone = False
+    holds_all = False
+
+    def __init__(self, model: nn.Module, group: RankGroup, *, blocks: Sequence[nn.Module], kind: str) -> None:
+        self._group = group
+        self._root = model
+        mesh = _device_mesh(group, kind)
+        for block in blocks:
+            if any(True for _ in block.parameters()):
+                fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        # Of torch: blocks whose output is a view must not be changed in place; ours and transformers' are not.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self._modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    @contextlib.contextmanager
+    def _synced(self, *, is_last: bool) -> Iterator[None]:
+        for module in self._modules:
+            module.set_requires_gradient_sync(is_last, recurse=False)
+        with self._group.told():
+            yield
+
+    def computing(self, *, is_last: bool) -> AbstractContextManager[object]:
+        self._group.headway.get_on()
+        return self._synced(is_last=is_last)
+
+    def totals(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
+        return sum_over_ranks(self._group, loss, weight)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return full_tensor(tensor)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """With all weights gathered: processes may then call the model a different number of times."""
+        with torch.no_grad():
+            for module in self._modules:
+                module.set_reshard_after_forward(False, recurse=False)
+                module.unshard()
+        try:
+            yield
+        finally:
+            for module in self._modules:
+                module.set_reshard_after_forward(module is not self._root, recurse=False)
+                module.reshard()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether each process holds a part of it only."""
+    return isinstance(tensor, DTensor)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, gathered from all processes; all must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_like(value: Tensor, target: Tensor) -> Tensor:
+    """A whole tensor that every process has, cut as `target` is; as it is where `target` is whole."""
+    if not isinstance(target, DTensor):
+        return value
+    placed: Any = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+    return placed
+
+
+def _device_mesh(group: RankGroup, kind: str) -> DeviceMesh:
+    if group.tensors is None:
+        return init_device_mesh(kind, (group.world.size,))
+    return DeviceMesh.from_group(group.tensors, kind)

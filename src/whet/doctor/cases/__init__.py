@@ -1,1 +1,0 @@
-"""The checks, each table a list of cases: operators, known hazards, parity, resume, speeds, environment."""

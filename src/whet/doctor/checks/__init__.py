@@ -1,0 +1,1 @@
+"""The checks; the only part of the doctor that imports torch."""

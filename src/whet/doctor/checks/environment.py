@@ -1,0 +1,104 @@
+"""Checks of environment variables, sensors, sleep prevention and disk sync."""
+
+import fcntl
+import re
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from whet.base import env
+from whet.device.environment import FALLBACK, has_fallback
+from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, Figure, differs, failed, good, not_applicable
+from whet.machine.probe import read_system
+from whet.run import durable
+
+_VARIABLES = (
+    FALLBACK,
+    "PYTORCH_MPS_HIGH_WATERMARK_RATIO",
+    "PYTORCH_MPS_LOW_WATERMARK_RATIO",
+    "PYTORCH_MPS_FAST_MATH",
+    "PYTORCH_MPS_PREFER_METAL",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+)
+_AS_STARTED = {name: env.read(name) for name in _VARIABLES}
+"""Read with this file, which is before the device is opened: whet sets the watermarks then."""
+_PLAIN = re.compile(r"[0-9.,]{1,8}")
+"""A number or a switch; anything else, such as the identity of a GPU, is nobody's business."""
+_SENSORS = ("thermal", "memory_pressure", "swap_used_bytes", "power_source", "low_power_mode", "gpu_busy_percent")
+
+
+def _is_mac(place: DeviceUnderTest) -> bool:
+    return sys.platform == "darwin" and not place.is_virtual
+
+
+def _variables(place: DeviceUnderTest) -> CheckFinding:
+    """What the user has set, and the watermarks that hold: whet sets both where the user has set none."""
+    found: dict[str, Figure] = {
+        name: value if _PLAIN.fullmatch(value) else "set" for name, value in _AS_STARTED.items() if value is not None
+    }
+    what = f"you have set {len(found)} of {len(_VARIABLES)}" if found else "you have set none"
+    if place.device.kind == "mps":
+        found |= {"high_watermark": env.read(_VARIABLES[1]), "low_watermark": env.read(_VARIABLES[2])}
+    if place.device.kind == "mps" and has_fallback():
+        return differs(f"{FALLBACK} is on: operators may run on the CPU without a word", **found)
+    return good(what, **found)
+
+
+def _memory_limit(place: DeviceUnderTest) -> CheckFinding:
+    memory = place.device.memory()
+    figures: dict[str, Figure] = {"limit_bytes": memory.limit, "allocated_bytes": memory.allocated}
+    return (
+        failed("the device does not say how much memory it has") if memory.limit is None else good("known", **figures)
+    )
+
+
+def _sensors(place: DeviceUnderTest) -> CheckFinding:
+    """Which of the sensors can be read; None is an answer too."""
+    conditions = read_system().conditions
+    found: dict[str, Figure] = {name: getattr(conditions, name) for name in _SENSORS}
+    unread = [name.replace("_", " ") for name, value in found.items() if value is None]
+    if not _is_mac(place):
+        return not_applicable("these are a Mac's sensors", **found)
+    if unread:
+        return differs(f"could not be read: {', '.join(unread)}", **found)
+    return good("all can be read", **found)
+
+
+def _caffeinate(place: DeviceUnderTest) -> CheckFinding:
+    if not _is_mac(place):
+        return not_applicable("only a Mac has it")
+    return (
+        good("there") if shutil.which("caffeinate") else failed("caffeinate is not on the path: a run may fall asleep")
+    )
+
+
+def _disk(_: DeviceUnderTest) -> CheckFinding:
+    """Whether bytes can be put onto the medium itself, and what that costs."""
+    with tempfile.TemporaryDirectory(prefix="whet-doctor-") as folder:
+        path = Path(folder, "trial")
+        start = time.perf_counter()
+        durable.write_file(path, data=bytes(2**20))
+        seconds = time.perf_counter() - start
+        is_whole = path.read_bytes() == bytes(2**20)
+        if sys.platform == "darwin":
+            with path.open("r+b") as file:
+                try:
+                    fcntl.fcntl(file.fileno(), fcntl.F_FULLFSYNC)
+                except OSError as error:
+                    return differs(f"F_FULLFSYNC is refused here: {error.strerror}", seconds=seconds)
+    if not is_whole:
+        return differs("the file read back is not the one written", seconds=seconds)
+    return good("a megabyte was written, synced and read back", seconds=seconds)
+
+
+CHECKS: list[Check] = [
+    Check(name="variables", run=_variables, is_quick=True),
+    Check(name="memory limit", run=_memory_limit, is_quick=True),
+    Check(name="sensors", run=_sensors, is_quick=True),
+    Check(name="caffeinate", run=_caffeinate, is_quick=True),
+    Check(name="disk sync", run=_disk, is_quick=True),
+]

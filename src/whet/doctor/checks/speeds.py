@@ -1,0 +1,201 @@
+"""Speed measurements: matrix products, bandwidth, copies, kernel launches and training steps."""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from whet.base.units import format_bytes, format_seconds
+from whet.device.abstract import AbstractDevice
+from whet.device.cpu import CpuDevice
+from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, Figure, good, not_applicable
+from whet.doctor.checks.compare import draw_integers
+from whet.doctor.checks.models import VOCABULARY, ModelTask, SmallTransformer
+
+REPEATS = 7
+_WORTH_TIMING = 0.004
+"""Seconds: what is shorter is timed in a larger size."""
+_LARGEST = 8_192
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def time_in_turn(calls: Mapping[str, tuple[AbstractDevice, Callable[[], object]]]) -> dict[str, list[float]]:
+    """Seconds of each call, `REPEATS` times round; each waits for its device before and after."""
+    for device, call in calls.values():
+        call()
+        device.sync()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(REPEATS):
+        for name, (device, call) in calls.items():
+            device.sync()
+            start = time.perf_counter()
+            call()
+            device.sync()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def at_best(device: AbstractDevice, call: Callable[[], object]) -> float:
+    """Seconds of the quickest of a few warm calls: for choosing sizes, which a busy moment must not decide."""
+    call()
+    seconds = []
+    for _ in range(4):
+        device.sync()
+        start = time.perf_counter()
+        call()
+        device.sync()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _spread(seconds: list[float]) -> float:
+    """Half the distance between the quartiles, as a share of the median."""
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    return (high - low) / 2 / middle
+
+
+def show_speed(speed: float) -> str:
+    """Two figures at least: on a busy machine a product may take thousands of times as long, and no speed is 0.
+
+    >>> [show_speed(speed) for speed in (12_345.6, 9.98, 1.04, 0.0342)]
+    ['12,346', '10', '1.0', '0.034']
+    """
+    return f"{speed:,.0f}" if speed >= 9.95 else f"{speed:#.2g}"
+
+
+def _matmul(place: DeviceUnderTest) -> CheckFinding:
+    device = place.device
+
+    def product(size: int, dtype: torch.dtype) -> Callable[[], object]:
+        a = torch.randn(size, size).to(dtype).to(device.place)
+        return lambda: a @ a
+
+    sizes, calls = {}, {}
+    for name, dtype in _DTYPES.items():
+        # Each from small to worth timing: a CPU without such cores can be a hundred times slower in one of them.
+        size = 128
+        while size < _LARGEST and at_best(device, product(size, dtype)) < _WORTH_TIMING:
+            size *= 2
+        sizes[name], calls[name] = size, (device, product(size, dtype))
+    seconds = time_in_turn(calls)
+    figures: dict[str, Figure] = {}
+    shown = []
+    for name, taken in seconds.items():
+        work = 2 * sizes[name] ** 3 / 1e9
+        speed = work / statistics.median(taken)
+        figures |= {f"{name}_gflops": speed, f"{name}_best_gflops": work / min(taken)}
+        figures |= {f"{name}_size": sizes[name], f"{name}_spread": _spread(taken)}
+        shown.append(f"{name} {show_speed(speed)}")
+    return good(f"GFLOP/s: {', '.join(shown)}", **figures)
+
+
+def _bandwidth(place: DeviceUnderTest) -> CheckFinding:
+    device = place.device
+    limit = device.memory().limit or 2**33
+    num_bytes = min(2**28, limit // 32)
+    source = torch.zeros(num_bytes // 4, device=device.place)
+    target = torch.empty_like(source)
+    seconds = time_in_turn({"copy": (device, lambda: target.copy_(source))})["copy"]
+    speed = 2 * num_bytes / statistics.median(seconds)
+    return good(
+        f"{speed / 1e9:,.1f} GB/s read and written", gb_per_second=speed / 1e9, spread=_spread(seconds), bytes=num_bytes
+    )
+
+
+def _copies(place: DeviceUnderTest) -> CheckFinding:
+    device = place.device
+    if device.kind == "cpu":
+        return not_applicable("nothing has to be copied")
+    host = torch.zeros(2**24)
+    there = device.put(host)
+    seconds = time_in_turn({"to": (device, lambda: device.put(host)), "from": (device, there.cpu)})
+    to, back = (2**26 / statistics.median(seconds[way]) / 1e9 for way in ("to", "from"))
+    return good(f"{to:,.1f} GB/s to the device, {back:,.1f} back", to_gb_per_second=to, from_gb_per_second=back,
+                to_spread=_spread(seconds["to"]), from_spread=_spread(seconds["from"]))  # fmt: skip
+
+
+def _launches(place: DeviceUnderTest) -> CheckFinding:
+    device, count = place.device, 500
+    x = torch.zeros(16, device=device.place)
+
+    def ask() -> None:
+        for _ in range(count):
+            x.add_(1)
+
+    def ask_and_wait() -> None:
+        for _ in range(20):
+            x.add_(1)
+            device.sync()
+
+    seconds = time_in_turn({"ask": (device, ask), "wait": (device, ask_and_wait)})
+    asked, waited = statistics.median(seconds["ask"]) / count, statistics.median(seconds["wait"]) / 20
+    return good(
+        f"{asked * 1e6:.1f} us for a small operator in a row, {waited * 1e6:.1f} us with a wait",
+        launch_us=asked * 1e6, wait_us=waited * 1e6,
+        launch_spread=_spread(seconds["ask"]), wait_spread=_spread(seconds["wait"]),
+    )  # fmt: skip
+
+
+def _stepper(device: AbstractDevice, *, width: int, batch: int) -> Callable[[], object]:
+    torch.manual_seed(0)
+    tokens = draw_integers(batch, 65, below=VOCABULARY)
+    model = SmallTransformer(width=width, length=64).to(device.place)
+    task = ModelTask(
+        copy.deepcopy(model), device.put(tokens[:, :-1].contiguous()), device.put(tokens[:, 1:].contiguous())
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        task.loss(model).backward()
+        optimizer.step()
+
+    return step
+
+
+def _training(place: DeviceUnderTest, *, width: int, batch: int) -> CheckFinding:
+    device = place.device
+    calls = {place.device.kind: (device, _stepper(device, width=width, batch=batch))}
+    if device.kind != "cpu":
+        calls["cpu"] = (CpuDevice(), _stepper(CpuDevice(), width=width, batch=batch))
+    seconds = time_in_turn(calls)
+    figures: dict[str, Figure] = {"tokens": batch * 64, "width": width}
+    for name, taken in seconds.items():
+        figures |= {f"{name}_seconds": statistics.median(taken), f"{name}_spread": _spread(taken)}
+    what = f"{format_seconds(statistics.median(seconds[device.kind]))} a step"
+    if device.kind != "cpu":
+        # Of pairs that were measured one after the other.
+        ratio = statistics.median(c / d for c, d in zip(seconds["cpu"], seconds[device.kind], strict=True))
+        figures["times_the_cpu"] = ratio
+        what += f", {ratio:.2f} times the speed of the CPU"
+    return good(what, **figures)
+
+
+def _memory(place: DeviceUnderTest) -> CheckFinding:
+    device = place.device
+    if device.kind == "cpu":
+        return not_applicable("there is no cache to empty", limit_bytes=device.memory().limit)
+    seconds = []
+    for _ in range(3):
+        torch.zeros(2**24, device=device.place)
+        device.sync()
+        start = time.perf_counter()
+        device.empty_cache()
+        seconds.append(time.perf_counter() - start)
+    limit = device.memory().limit
+    cost = statistics.median(seconds)
+    what = f"emptying the cache takes {format_seconds(cost)}; recommended memory {format_bytes(limit) if limit else 'unknown'}"
+    return good(what, empty_cache_seconds=cost, limit_bytes=limit)
+
+
+CHECKS: list[Check] = [
+    Check(name="matrix product", run=_matmul, is_quick=True),
+    Check(name="memory bandwidth", run=_bandwidth),
+    Check(name="copies from and to the host", run=_copies),
+    Check(name="launching a kernel", run=_launches),
+    Check(name="training step, small", run=lambda place: _training(place, width=64, batch=8), is_quick=True),
+    Check(name="training step, larger", run=lambda place: _training(place, width=128, batch=32)),
+    Check(name="memory", run=_memory),
+]

@@ -1,0 +1,75 @@
+"""The configuration of a search, saved beside its trials."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from whet.base.errors import UsageError
+from whet.base.model import FrozenModel
+from whet.hpo.space import SearchSpace, as_argument
+from whet.run import durable, strict_json
+
+SEARCH_FILE = "search.json"
+FORMAT_VERSION = 1
+EVALUATIONS = 9
+"""Of one trial, evenly spread; the first two end none (sampling)."""
+
+
+class SearchConfig(FrozenModel):
+    """A search, without how long it may take and by how many hands."""
+
+    format_version: int = FORMAT_VERSION
+    name: str
+    recipe: str
+    """The recipe's own name."""
+    goal: str
+    is_higher_better: bool = True
+    resource: str = "epochs"
+    """What a promising trial gets more of: "epochs" or "steps"; its evaluations are spread evenly over them."""
+    space: SearchSpace
+    fixed: dict[str, Any] = Field(default_factory=dict)
+    """The settings that all trials share, as given."""
+    subset: float = Field(1.0, gt=0, le=1)
+    """The share of the training part that trials see."""
+    seed: int = 0
+    seeds: int = Field(3, ge=0)
+    sampler: str = "TPESampler"
+    pruner: str = "PercentilePruner"
+    evaluations: int = Field(EVALUATIONS, ge=1)
+
+
+def check_same_search(kept: SearchConfig, asked: SearchConfig, *, where: str) -> None:
+    """Refuses a search that goes on under the same name and means something else."""
+    ours, theirs = _shown(asked), _shown(kept)
+    for key, value in ours.items():
+        if value != theirs[key]:
+            raise UsageError(
+                f"{where} is another search: {key} differs",
+                got=f"{value} instead of {theirs[key]}"[:300],
+                try_="the same words, or another --name",
+            )
+
+
+def _shown(question: SearchConfig) -> dict[str, Any]:
+    """As a user would say it."""
+    words = " ".join(question.space.words)
+    fixed = " ".join(sorted(as_argument(key, value) for key, value in question.fixed.items()))
+    return {**question.as_json(), "space": words, "fixed": fixed or "no other settings"}
+
+
+def write_search_config(folder: Path, question: SearchConfig) -> None:
+    """Keeps it in the folder of the search."""
+    data = (strict_json.encode(question.as_json(), pretty=True) + "\n").encode()
+    durable.write_file(folder / SEARCH_FILE, data=data)
+
+
+def read_search_config(folder: Path) -> SearchConfig | None:
+    """The search of a folder; None where there is none."""
+    path = folder / SEARCH_FILE
+    if not path.is_file():
+        return None
+    try:
+        return SearchConfig.from_json(strict_json.decode(path.read_bytes()), where=path)
+    except (OSError, ValueError) as error:
+        raise UsageError("the search cannot be read", got=f"{path}: {error}"[:300], try_="another --name") from None

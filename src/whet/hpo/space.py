@@ -1,0 +1,278 @@
+"""The search space: overrides with a range or a list instead of a value."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import Field
+
+from whet.base.errors import UsageError
+from whet.base.model import FrozenModel
+from whet.config.options import CommonConfig
+from whet.config.resolve import known_keys, resolve_config
+from whet.config.sources import parse_args, parse_value
+
+_NUMBER = r"[+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})((?::[^:]*)*)")
+_NOT_SEARCHED = {
+    "seed": "--seeds K: the best are trained with several seeds before a winner is named",
+    "seeds": "--seeds K: the best are trained with several seeds before a winner is named",
+    "split_seed": "one split for all trials: settings are compared on the same rows",
+    "data": "one search for each data set",
+    "data_paths": "one search for each data set",
+    "init_from": "one search for each start",
+    "label_column": "one search for each question",
+    "label_separator": "one search for each question",
+    "group_column": "one split for all trials: settings are compared on the same rows",
+    "goal": "goal=NAME: what is compared must be the same",
+    "eval_every": "eval_every=N: trials are compared at the same evaluations",
+    "epochs_per_session": "leave it out: a trial is trained in one sitting",
+}
+_NOT_SET = ("seeds", "epochs_per_session")
+_EXAMPLES = "lr=1e-5..1e-3:log, arch.layers=[1,2,4] or global_batch_size=32..512:step=32"
+
+MOST_VALUES = 100_000
+"""More points than that are no grid."""
+Choice = bool | int | float | str | None
+
+
+class NumberRange(FrozenModel):
+    """Numbers from low to high, both included."""
+
+    kind: Literal["range"] = "range"
+    low: float
+    high: float
+    is_log: bool = False
+    step: float | None = None
+    is_whole: bool = False
+    """Whether only whole numbers are meant."""
+
+    @property
+    def ends(self) -> tuple[Any, Any]:
+        return (int(self.low), int(self.high)) if self.is_whole else (self.low, self.high)
+
+    @property
+    def values(self) -> tuple[Any, ...] | None:
+        """All of them, where they can be counted and are not too many to be."""
+        if self.is_log or (self.step is None and not self.is_whole):
+            return None
+        step = self.step or 1
+        count = math.floor((self.high - self.low) / step + 1e-9) + 1
+        if count > MOST_VALUES:
+            return None
+        found = [self.low + number * step for number in range(count)]
+        return tuple(int(value) for value in found) if self.is_whole else tuple(found)
+
+    def __str__(self) -> str:
+        low, high = map(_short, self.ends)
+        step = "" if self.step is None else f":step={_short(self.step)}"
+        return f"{low}..{high}{':log' if self.is_log else ''}{step}"
+
+
+class Choices(FrozenModel):
+    """One of these."""
+
+    kind: Literal["choices"] = "choices"
+    values: tuple[Choice, ...]
+
+    def __str__(self) -> str:
+        return f"[{','.join(as_text(value) for value in self.values)}]"
+
+
+def _short(number: float) -> str:
+    """A number in as few signs as say it exactly."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
+
+
+Dimension = Annotated[NumberRange | Choices, Field(discriminator="kind")]
+
+
+class SearchSpace(FrozenModel):
+    """What is tried, by dotted key."""
+
+    dimensions: dict[str, Dimension]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return tuple(f"{key}={dimension}" for key, dimension in self.dimensions.items())
+
+
+def read_space(
+    config: type[CommonConfig], words: Iterable[str], *, file: Mapping[str, Any] | None = None
+) -> tuple[SearchSpace, tuple[str, ...]]:
+    """The space that words and a file's keys describe, and the words that only set a key; all checked with the config.
+
+    Each value of the space is tried alone with the other words, so that a wrong one is refused before anything runs.
+    """
+    known = known_keys(config)
+    dimensions: dict[str, NumberRange | Choices] = {}
+    fixed: list[str] = []
+    for word in (*_words_of(file or {}), *words):
+        key, equals, text = word.lstrip("+").partition("=")
+        found = _dimension(text.strip(), word, holds_list=_holds_list(known.get(key))) if equals else None
+        if found is None:
+            fixed.append(word)
+        else:
+            dimensions[key] = found
+    if not dimensions:
+        raise UsageError("nothing is left open to search", got=" ".join(fixed) or "no words", try_=_EXAMPLES)
+    for key in parse_args(fixed).values:
+        if key in _NOT_SET:
+            raise UsageError(f"{key} is nothing for trials", got=key, try_=_NOT_SEARCHED[key])
+        if key in dimensions:
+            raise UsageError("a key is both set and searched", got=key, try_="one of them")
+    for key in dimensions:
+        _check_searchable(key, config)
+    return SearchSpace(dimensions=_checked(config, dimensions, fixed)), tuple(fixed)
+
+
+def as_argument(key: str, value: Any) -> str:
+    """A setting as the word that says it."""
+    return f"{key}={as_text(value)}"
+
+
+def as_text(value: Any) -> str:
+    """A value as `parse_value` reads it back.
+
+    >>> as_text(0.0001), as_text(True), as_text(None), as_text(["a", "b,c"]), as_text("7"), as_text(64)
+    ('0.0001', 'true', 'null', "[a,'b,c']", "'7'", '64')
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(as_text(item) for item in value)}]"
+    if isinstance(value, str):
+        is_plain = parse_value(value, value) == value and not set(value) & set("[](){},'\"")
+        return value if is_plain else f'"{value}"' if "'" in value else f"'{value}'"
+    return repr(value)
+
+
+def _words_of(file: Mapping[str, Any]) -> list[str]:
+    """A file says the same: a text such as "1e-5..1e-3:log", a list of choices, or a value."""
+    # A text stays one ("7" is no number), unless it is meant as a list: TOML and YAML have lists of their own.
+    return [
+        f"{key}={value}" if isinstance(value, str) and value.startswith("[") else as_argument(key, value)
+        for key, value in file.items()
+    ]
+
+
+def _dimension(text: str, word: str, *, holds_list: bool) -> NumberRange | Choices | None:
+    if found := _RANGE.fullmatch(text):
+        return _range(found[1], found[2], found[3], word)
+    if not text.startswith("["):
+        return None
+    values = parse_value(text, word)
+    if holds_list and not all(isinstance(value, list) for value in values):
+        return None
+    if any(isinstance(value, list) for value in values):
+        raise UsageError("a choice is a number, a text or a truth value", got=word, try_="key=[a,b]")
+    unique = tuple(dict.fromkeys((type(value).__name__, value) for value in values))
+    if len(unique) < 2:
+        raise UsageError("a list of choices has at least two", got=word, try_=_EXAMPLES)
+    return Choices(values=tuple(value for _, value in unique))
+
+
+def _range(low: str, high: str, options: str, word: str) -> NumberRange:
+    is_log, step = False, None
+    for option in filter(None, options.split(":")):
+        name, _, value = option.partition("=")
+        if option == "log":
+            is_log = True
+        elif name == "step" and re.fullmatch(_NUMBER, value) and float(value) > 0:
+            step = float(value)
+        else:
+            raise UsageError("a range may have :log or :step=N", got=word, try_=_EXAMPLES)
+    ends = float(low), float(high)
+    if not ends[0] < ends[1] or not all(map(math.isfinite, ends)):
+        raise UsageError("a range goes from the lower number to the higher", got=word, try_=_EXAMPLES)
+    if is_log and ends[0] <= 0:
+        raise UsageError("a logarithmic range begins above 0", got=word, try_=_EXAMPLES)
+    if is_log and step is not None:
+        raise UsageError("a range has :log or :step=N, not both", got=word, try_=_EXAMPLES)
+    if step is not None:
+        count = math.floor((ends[1] - ends[0]) / step + 1e-9)
+        if count < 1:
+            raise UsageError("the step is longer than the range", got=word, try_=_EXAMPLES)
+        # 4..8:step=3 ends with 7: that is the last value that can be drawn.
+        ends = ends[0], min(ends[1], ends[0] + count * step)
+    numbers = [low, high, *([] if step is None else [repr(step) if step % 1 else str(int(step))])]
+    return NumberRange(
+        low=ends[0],
+        high=ends[1],
+        is_log=is_log,
+        step=step,
+        is_whole=all(isinstance(parse_value(n, n), int) for n in numbers),
+    )
+
+
+def _holds_list(field: Any) -> bool:
+    annotation = None if field is None else field.annotation
+    return any(get_origin(part) in (tuple, list) for part in (annotation, *get_args(annotation)))
+
+
+def _check_searchable(key: str, config: type[CommonConfig]) -> None:
+    if key in config.plan_keys:
+        raise UsageError(
+            f"{key} belongs to the plan: it is measured, not searched",
+            got=key,
+            try_=f"whet plan --measure, or {key}=...",
+        )
+    if key in _NOT_SEARCHED:
+        raise UsageError(f"{key} is the same in all trials", got=key, try_=_NOT_SEARCHED[key])
+
+
+def _checked(
+    config: type[CommonConfig], dimensions: Mapping[str, NumberRange | Choices], fixed: Sequence[str]
+) -> dict[str, NumberRange | Choices]:
+    """Every value is one that the config takes; a range of a key that is no whole number has none."""
+    checked = dict(dimensions)
+    # Keys may depend on each other (heads must divide the width): one value that fits is enough.
+    others = {key: list(_some(dimension)) for key, dimension in dimensions.items()}
+    for key, dimension in dimensions.items():
+        beside = {k: v for k, v in others.items() if k != key}
+        settled = [_taken(config, key, value, beside, fixed) for value in _some(dimension)]
+        if isinstance(dimension, NumberRange):
+            checked[key] = dimension.model_copy(update={"is_whole": _is_whole(key, dimension, settled)})
+        elif len(set(map(repr, settled))) < len(settled):
+            raise UsageError("two choices mean the same", got=f"{key}={dimension}", try_="each of them once")
+    return checked
+
+
+def _is_whole(key: str, said: NumberRange, settled: Sequence[Any]) -> bool:
+    """Whether the config makes whole numbers of both ends, however they were written: 1e2..1e3 are some too."""
+    if any(isinstance(value, float) for value in settled):
+        return False
+    if all(isinstance(value, int) for value in settled) and said.step is not None and said.step % 1:
+        raise UsageError(f"{key} has whole numbers only", got=f"{key}={said}", try_=f"{key}=...:step=1")
+    return said.is_whole or all(isinstance(value, int) for value in settled)
+
+
+def _some(dimension: NumberRange | Choices) -> tuple[Any, ...]:
+    return dimension.ends if isinstance(dimension, NumberRange) else dimension.values
+
+
+def _taken(
+    config: type[CommonConfig], key: str, value: Any, others: Mapping[str, Sequence[Any]], fixed: Sequence[str]
+) -> Any:
+    """What the config makes of a value, together with some values of the other keys."""
+    refused: UsageError | None = None
+    for count, combination in enumerate(product(*others.values())):
+        words = [as_argument(name, other) for name, other in zip(others, combination, strict=True)]
+        try:
+            resolved = resolve_config(config, [*fixed, *words, as_argument(key, value)])
+        except UsageError as error:
+            refused = refused or error
+            if count >= 63:
+                break
+            continue
+        settled: Any = resolved.config
+        for part in key.split("."):
+            settled = getattr(settled, part)
+        return settled
+    assert refused is not None
+    raise refused

@@ -1,0 +1,216 @@
+"""Trial storage: a journal file, PostgreSQL or SQLite."""
+
+import fcntl
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from whet.base.errors import UsageError, WhetError
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+
+JOURNAL_FILE = "journal.log"
+_PATIENCE_SECONDS = 300.0
+_PAUSE_SECONDS = 0.5
+_OPENINGS = 20
+
+
+def is_sqlite(url: str | None) -> bool:
+    """Whether trials are kept in SQLite, which only one process may use."""
+    return url is not None and url.startswith("sqlite:")
+
+
+def without_password(url: str | None) -> str:
+    """The address as it may be shown and kept."""
+    if url is None:
+        return JOURNAL_FILE
+    parts = urlsplit(url)
+    hidden = url.replace(f":{parts.password}@", ":***@") if parts.password else url
+    return re.sub(r"(?i)([?&][^=&]*password=)[^&]*", r"\1***", hidden)
+
+
+def check_address(url: str | None) -> None:
+    """Refuses an address that cannot be one, before anything is written."""
+    path = _own_file(url)
+    if url is None:
+        return
+    if path is None and not re.match(r"postgresql(\+\w+)?://.", url):
+        raise UsageError(
+            "trials are kept in a journal file, PostgreSQL or SQLite",
+            got=without_password(url),
+            try_="postgresql+psycopg://USER@HOST/DATABASE",
+        )
+    if path is not None and (str(path) in (".", ":memory:") or path.is_dir()):
+        raise UsageError("trials are kept in a file", got=url, try_="sqlite:///trials.db")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UsageError("no such folder for the trials", got=str(path.parent), try_=f"mkdir -p {path.parent}")
+
+
+def _own_file(url: str | None) -> Path | None:
+    """The file that an address names; None for a database elsewhere."""
+    if url is None or not url.startswith(("journal:", "sqlite:")):
+        return None
+    if url.startswith("journal:"):
+        return Path(url.removeprefix("journal:").removeprefix("//"))
+    return Path(url.partition("?")[0].removeprefix("sqlite:").removeprefix("//").removeprefix("/"))
+
+
+@contextmanager
+def open_storage(url: str | None, *, folder: Path) -> "Iterator[BaseStorage]":
+    """While entered, it is open; the journal of the folder if no address is given."""
+    check_address(url)
+    with _alone(url):
+        storage = _opened(url, folder=folder)
+        try:
+            yield storage
+        finally:
+            engine = getattr(storage, "engine", None)
+            if engine is not None:
+                engine.dispose()
+
+
+@contextmanager
+def _alone(url: str | None) -> Iterator[None]:
+    """While entered, no other search uses this SQLite file, whatever its name is."""
+    path = _own_file(url)
+    if path is None or not is_sqlite(url):
+        yield
+        return
+    descriptor = os.open(f"{path}.held", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                "SQLite is for one process at a time",
+                got=f"another one uses {path}",
+                try_="wait, or no --storage: the journal file",
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _opened(url: str | None, *, folder: Path) -> "BaseStorage":
+    try:
+        import optuna
+    except ImportError:
+        raise WhetError("a search needs Optuna", got="it is not installed", try_='pip install "whet[search]"') from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    if url is None or url.startswith("journal:"):
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        path = _own_file(url) or folder / JOURNAL_FILE
+        held: Any = JournalLock(path)
+        try:
+            return JournalStorage(JournalFileBackend(str(path), lock_obj=held))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise WhetError(
+                "the journal of the trials is damaged",
+                got=f"{path}: {error}"[:300],
+                try_="restore it from a copy, or another --name",
+            ) from None
+    return _database(url)
+
+
+def _database(url: str) -> "BaseStorage":
+    from optuna.exceptions import StorageInternalError
+    from optuna.storages import RDBStorage
+    from sqlalchemy.exc import IntegrityError, ProgrammingError
+
+    kwargs: dict[str, Any] = {"connect_args": {"timeout": 60}} if is_sqlite(url) else {"pool_pre_ping": True}
+    for tries_left in reversed(range(_OPENINGS)):
+        try:
+            made = RDBStorage(url, engine_kwargs=kwargs)
+            break
+        except ImportError as error:
+            raise WhetError(
+                "the database's driver is not installed", got=str(error)[:300], try_='pip install "whet[postgres]"'
+            ) from None
+        except (IntegrityError, ProgrammingError, StorageInternalError) as error:
+            # Two who come first at once both make the tables, and one of them fails.
+            if not tries_left:
+                raise _unopened(url, error) from None
+            time.sleep(_PAUSE_SECONDS)
+        except Exception as error:
+            raise _unopened(url, error) from None
+    patient: Any = _RetryingStorage(made)
+    return patient  # type: ignore[no-any-return]
+
+
+def _unopened(url: str, error: Exception) -> WhetError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return WhetError(
+        "the database cannot be opened", got=f"{without_password(url)}: {reason}"[:300], try_="check that it runs"
+    )
+
+
+class _RetryingStorage:
+    """A database that may be restarted: what fails for that reason is asked again, for five minutes."""
+
+    def __init__(self, storage: Any) -> None:
+        self._storage = storage
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._storage, name)
+        return _again_and_again(found) if callable(found) else found
+
+
+def _again_and_again(call: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(*arguments: Any, **options: Any) -> Any:
+        from optuna.exceptions import StorageInternalError
+        from sqlalchemy.exc import DBAPIError
+
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                return call(*arguments, **options)
+            except (StorageInternalError, DBAPIError):
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE_SECONDS)
+
+    return asked
+
+
+class JournalLock:
+    """Is free the instant its holder dies; Optuna's own locks are files that outlive a kill by 30 s."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._held: dict[int, int] = {}
+
+    def acquire(self) -> bool:
+        """Waits until nobody else writes."""
+        # Not Optuna's name for a lock, which it would take for an old one and remove.
+        descriptor = os.open(f"{self._path}.held", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        self._held[threading.get_ident()] = descriptor
+        _drop_torn_line(self._path)
+        return True
+
+    def release(self) -> None:
+        """Lets go."""
+        os.close(self._held.pop(threading.get_ident()))
+
+
+def _drop_torn_line(path: Path) -> None:
+    """A power cut may leave half a line, to which the next one would be glued; it was never told as done."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return
+    with path.open("r+b") as file:
+        file.seek(max(0, size - 1))
+        if size == 0 or file.read(1) == b"\n":
+            return
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)

@@ -1,0 +1,250 @@
+"""Current load: free memory, busy processes, disk speed and this process's own usage."""
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from whet.machine.facts import BusyProcess, Conditions
+from whet.machine.programs import clean_name
+
+READ_BYTES = 32 * 1024**2
+READ_SECONDS = 0.2
+WRITE_BYTES = 8 * 1024**2
+WRITE_SECONDS = 0.1
+_CHUNK_BYTES = 1024**2
+_MIN_FILE_BYTES = 4 * 1024**2
+_MAX_ENTRIES = 200
+_CACHE_SPEED = 20e9
+"""Bytes per second that no disk reaches: what is faster came out of a cache."""
+
+
+def disk_read_speed(folder: Path) -> float | None:
+    """Bytes per second of reading from the folder's disk, within about 0.3 s; None if it cannot be measured."""
+    try:
+        existing = _largest_file(folder)
+        if existing is not None:
+            with existing.open("rb", buffering=0) as file:
+                return _timed_read(file.fileno())
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            _write_random(file.fileno())
+            return _timed_read(file.fileno())
+    except (OSError, ValueError):
+        return None
+
+
+def _largest_file(folder: Path) -> Path | None:
+    best, best_size = None, _MIN_FILE_BYTES
+    with os.scandir(folder) as entries:
+        for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False):
+            if entry.is_file(follow_symlinks=False) and os.access(entry.path, os.R_OK):
+                size = entry.stat(follow_symlinks=False).st_size
+                if size >= best_size:
+                    best, best_size = Path(entry.path), size
+    return best
+
+
+def _write_random(file: int) -> None:
+    deadline = time.monotonic() + WRITE_SECONDS
+    # Random bytes: a file system that compresses or leaves holes would not read zeros from the disk.
+    chunk = os.urandom(_CHUNK_BYTES)
+    for _ in range(WRITE_BYTES // _CHUNK_BYTES):
+        os.write(file, chunk)
+        if time.monotonic() > deadline:
+            break
+    os.fsync(file)
+    os.lseek(file, 0, os.SEEK_SET)
+
+
+def _timed_read(file: int) -> float | None:
+    _drop_page_cache(file)
+    start = time.monotonic()
+    done = 0
+    while done < READ_BYTES and time.monotonic() - start < READ_SECONDS:
+        got = len(os.read(file, _CHUNK_BYTES))
+        if got == 0:
+            break
+        done += got
+    seconds = time.monotonic() - start
+    if done < _CHUNK_BYTES or seconds <= 0 or done / seconds > _CACHE_SPEED:
+        return None
+    return done / seconds
+
+
+def _drop_page_cache(file: int) -> None:
+    if sys.platform == "darwin":
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
+    elif hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+SAMPLE_SECONDS = 0.2
+BUSY_PERCENT = 90.0
+"""A process that fills one core shows 90 to 110 % in so short a sample: times are counted in steps of 10 ms."""
+MEMORY_SHARE = 0.1
+MAX_PROCESSES = 5
+
+
+class ProcessSample(NamedTuple):
+    """One process at one moment."""
+
+    name: str
+    cpu_seconds: float
+    memory_bytes: int
+
+
+def complete_conditions(known: Conditions, *, folder: Path) -> Conditions:
+    """`known`, which the system's own programs or files told, with what can be measured anywhere added."""
+    memory = _system_memory()
+    return known.model_copy(
+        update={
+            "memory_available_bytes": _first_known(known.memory_available_bytes, memory.available if memory else None),
+            "swap_used_bytes": _first_known(known.swap_used_bytes, _swap_used()),
+            "power_source": known.power_source or _power_source(),
+            "busy": busy_processes(memory_bytes=memory.total if memory else None),
+            "disk_bytes_per_second": disk_read_speed(folder),
+        }
+    )
+
+
+def busy_processes(*, memory_bytes: int | None, sample_seconds: float = SAMPLE_SECONDS) -> tuple[BusyProcess, ...]:
+    """Other processes that use a whole core or a tenth of the memory; not us, our parents and our children."""
+    ours = _own_process_tree()
+    before, start = _process_samples(ours), time.monotonic()
+    time.sleep(sample_seconds)
+    after = _process_samples(ours)
+    return heaviest_processes(before, after, seconds=time.monotonic() - start, memory_bytes=memory_bytes)
+
+
+def heaviest_processes(
+    before: dict[int, ProcessSample], after: dict[int, ProcessSample], *, seconds: float, memory_bytes: int | None
+) -> tuple[BusyProcess, ...]:
+    """The heavy ones among processes seen twice, heaviest first."""
+    found = []
+    for pid, now in after.items():
+        then = before.get(pid)
+        if then is None or then.name != now.name or seconds <= 0:
+            continue
+        percent = 100 * max(0.0, now.cpu_seconds - then.cpu_seconds) / seconds
+        fills_memory = memory_bytes is not None and now.memory_bytes >= MEMORY_SHARE * memory_bytes
+        if percent >= BUSY_PERCENT or fills_memory:
+            found.append(
+                BusyProcess(name=now.name, pid=pid, memory_bytes=now.memory_bytes, cpu_percent=round(percent, 1))
+            )
+    found.sort(key=lambda p: (p.cpu_percent or 0, p.memory_bytes or 0), reverse=True)
+    return tuple(found[:MAX_PROCESSES])
+
+
+def _process_samples(ours: set[int]) -> dict[int, ProcessSample]:
+    found: dict[int, ProcessSample] = {}
+    for process in _processes():
+        if process.pid in ours:
+            continue
+        try:
+            with process.oneshot():
+                times, memory = process.cpu_times(), process.memory_info().rss
+                name = clean_name(process.name()) or "unnamed"
+            found[process.pid] = ProcessSample(name, times.user + times.system, memory)
+        except (psutil.Error, OSError):
+            continue  # gone meanwhile, or another user's: it stays unknown
+    return found
+
+
+def _processes() -> Iterable[psutil.Process]:
+    try:
+        yield from psutil.process_iter()
+    except (psutil.Error, OSError):
+        return
+
+
+def _own_process_tree() -> set[int]:
+    try:
+        own = psutil.Process()
+        family = {own.pid}
+        family.update(process.pid for process in own.parents())
+        family.update(process.pid for process in own.children(recursive=True))
+    except (psutil.Error, OSError):
+        return set()
+    return family
+
+
+def cpu_percent(sample_seconds: float = 0.5) -> float | None:
+    """Per cent of all cores that are at work; asked while we wait, it is what others take."""
+    try:
+        return float(psutil.cpu_percent(interval=sample_seconds))
+    except (psutil.Error, OSError):
+        return None
+
+
+class _SystemMemory(NamedTuple):
+    total: int
+    available: int
+
+
+def _system_memory() -> _SystemMemory | None:
+    try:
+        found = psutil.virtual_memory()
+        return _SystemMemory(int(found.total), int(found.available))
+    except (psutil.Error, OSError, ValueError):
+        return None
+
+
+def _swap_used() -> int | None:
+    try:
+        return int(psutil.swap_memory().used)
+    except (psutil.Error, OSError, ValueError, RuntimeError):
+        return None
+
+
+def _power_source() -> str | None:
+    try:
+        battery = psutil.sensors_battery()
+    except (psutil.Error, OSError, ValueError, AttributeError):
+        return None
+    if battery is None or battery.power_plugged is None:
+        return None
+    return "mains" if battery.power_plugged else "battery"
+
+
+def _first_known(known: int | None, other: int | None) -> int | None:
+    return other if known is None else known
+
+
+class Usage(NamedTuple):
+    """Since the last time; None where the system does not say."""
+
+    cpu_percent: float | None = None
+    """Of all cores, by all programs."""
+    process_percent: float | None = None
+    """Of one core, by this process: two busy cores are 200."""
+    process_bytes: int | None = None
+    """What this process holds in memory."""
+
+
+class ProcessUsage:
+    """Asks in the thread that made it; a tenth of a millisecond each time."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        # Both tell what happened since they were last asked.
+        self()
+
+    def __call__(self) -> Usage:
+        try:
+            with self._process.oneshot():
+                return Usage(
+                    cpu_percent=float(psutil.cpu_percent(interval=None)),
+                    process_percent=float(self._process.cpu_percent(interval=None)),
+                    process_bytes=int(self._process.memory_info().rss),
+                )
+        except (psutil.Error, OSError, ValueError):
+            return Usage()

@@ -1,0 +1,304 @@
+"""Table of known wrong results on Apple GPUs, from PyTorch's sources and issues; not tested on a Mac.
+
+`docs/hazards.md` is generated from this table.
+"""
+
+from dataclasses import dataclass
+
+Release = tuple[int, int]
+
+ANY_WORKLOAD = frozenset[str]()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hazard:
+    """One known fault: where it applies, what happens, and what whet does about it."""
+
+    id: str
+    what: str
+    issue: str
+    """Number in pytorch/pytorch, as "#177116"; of the fix where no issue is known."""
+    answer: str
+    """What whet does; or what is left to you."""
+    is_avoided: bool = False
+    """Whether what whet does keeps it out of a run, unless your own code brings it in."""
+    fixed_in: Release | None = None
+    """The first torch without it; None where no fix is known."""
+    macos_from: Release | None = None
+    macos_until: Release | None = None
+    """The first macOS without it."""
+    families: tuple[str, ...] = ()
+    """GPU families; empty means all."""
+    needs: frozenset[str] = ANY_WORKLOAD
+    """What a workload must have for it: kinds of layers, "half" precision, "fp16", many "rows", a "huge batch"."""
+
+
+_COMPARE_WITH_CPU = "to check, train a few steps with --device cpu too and compare the losses"
+_AFTER_2_13 = (2, 14)
+
+HAZARDS: tuple[Hazard, ...] = (
+    Hazard(
+        id="linear-rows",
+        what="gradients are wrong by 1e3 and more when a product sums over more than 32,768 rows",
+        issue="#177116",
+        answer=(
+            "the planned micro-batch stays below (rule M3); a larger one that you ask for is warned of. A head over "
+            "more than 32,768 words sums over them in its backward pass, with any micro-batch: whet check finds it; "
+            "its product in pieces, a newer torch or --device cpu avoids it"
+        ),
+        is_avoided=True,
+        fixed_in=_AFTER_2_13,
+        families=("apple7", "apple8"),
+        needs=frozenset({"rows"}),
+    ),
+    Hazard(
+        id="linear-huge-batch",
+        what="rows of a linear layer with bias are damaged when a batch dimension is above 65,536",
+        issue="#189495",
+        answer="nothing; keep micro_batch and lengths below 65,536",
+        fixed_in=_AFTER_2_13,
+        needs=frozenset({"huge batch"}),
+    ),
+    Hazard(
+        id="linear-vector-bias",
+        what="a linear layer drops its bias for a single vector",
+        issue="#188438",
+        answer="a micro-batch always has a dimension for its samples; vectors inside your model are yours",
+        fixed_in=_AFTER_2_13,
+        macos_from=(26, 0),
+        needs=frozenset({"vectors"}),
+    ),
+    Hazard(
+        id="linear-half-m5",
+        what="a linear layer without bias gives garbage in half precision, another one each time",
+        issue="#180776",
+        answer="precision stays fp32 unless you ask for another",
+        fixed_in=(2, 13),
+        families=("apple10",),
+        needs=frozenset({"linear", "half"}),
+    ),
+    Hazard(
+        id="linear-abort-macos-27",
+        what="a linear layer with a transposed weight in bf16 ends the process",
+        issue="#197796",
+        answer="precision stays fp32 unless you ask for another; the run goes on from its last checkpoint",
+        fixed_in=_AFTER_2_13,
+        macos_from=(27, 0),
+        needs=frozenset({"linear", "half"}),
+    ),
+    Hazard(
+        id="linear-large",
+        what="gradients of large linear layers differ from the CPU's",
+        issue="#153957",
+        answer=_COMPARE_WITH_CPU,
+        needs=frozenset({"very large layers"}),
+    ),
+    Hazard(
+        id="bmm-large",
+        what="gradients of a batched product with more than 2**32 results are wrong",
+        issue="#197636",
+        answer="nothing; a smaller micro_batch",
+        needs=frozenset({"very large layers"}),
+    ),
+    Hazard(
+        id="conv-weights",
+        what="conv2d is wrong when its weights are not contiguous",
+        issue="#192212",
+        answer="parameters are made contiguous before the first step",
+        is_avoided=True,
+        fixed_in=_AFTER_2_13,
+        macos_from=(15, 0),
+        needs=frozenset({"conv"}),
+    ),
+    Hazard(
+        id="conv-kernel-256",
+        what="conv2d is wrong for kernels of 256 and more",
+        issue="#188335",
+        answer=_COMPARE_WITH_CPU,
+        fixed_in=_AFTER_2_13,
+        needs=frozenset({"conv", "large kernel"}),
+    ),
+    Hazard(
+        id="channels-last",
+        what="channels_last crashes or gives wrong results in BatchNorm, convolutions and linear layers",
+        issue="#188371",
+        answer="the layout stays contiguous (rule K4)",
+        is_avoided=True,
+        fixed_in=_AFTER_2_13,
+        needs=frozenset({"conv"}),
+    ),
+    Hazard(
+        id="copy-converts",
+        what="a copy to the CPU that also changes the dtype can overwrite the tensor it reads",
+        issue="#189563",
+        answer="whet copies first and converts afterwards; in code of yours write .cpu() before .to(dtype)",
+        is_avoided=True,
+        fixed_in=_AFTER_2_13,
+    ),
+    Hazard(
+        id="copy-gaps",
+        what="a copy to the CPU of a view with gaps is wrong",
+        issue="#189961",
+        answer="whet makes a tensor contiguous on the GPU before it is copied; in code of yours write .contiguous()",
+        is_avoided=True,
+        fixed_in=_AFTER_2_13,
+    ),
+    Hazard(
+        id="copy-unawaited",
+        what="non_blocking copies read memory that was freed, or return before the data is there",
+        issue="#139550, #189690",
+        answer="every copy waits (rule L4)",
+        is_avoided=True,
+    ),
+    Hazard(
+        id="pinned-memory",
+        what="pin_memory() writes through a pointer that is none",
+        issue="#86060",
+        answer="nothing is pinned (rule L3)",
+        is_avoided=True,
+        fixed_in=_AFTER_2_13,
+    ),
+    Hazard(
+        id="scalar-offset",
+        what="an element of a CPU tensor in arithmetic with a GPU tensor: x * s[4] takes s[0]",
+        issue="#187117",
+        answer="whet has no such arithmetic; in code of yours write s[4].item(), or move s first",
+        is_avoided=True,
+        fixed_in=_AFTER_2_13,
+    ),
+    Hazard(
+        id="scaler-fused",
+        what="fused optimizers ignore the loss scale and do not skip infinite gradients",
+        issue="#186360",
+        answer="before torch 2.13 the optimizer is not fused with fp16 (rule K1), and a fused one of yours is refused",
+        is_avoided=True,
+        fixed_in=(2, 13),
+        needs=frozenset({"fp16"}),
+    ),
+    Hazard(
+        id="scaler-half-gradients",
+        what="unscaling sets fp16 and bf16 gradients to zero",
+        issue="#184286",
+        answer="weights and gradients stay float32; half weights with fp16 are refused before torch 2.13",
+        is_avoided=True,
+        fixed_in=(2, 13),
+        needs=frozenset({"fp16"}),
+    ),
+    Hazard(
+        id="lstm-dropout-backward",
+        what="the dropout of nn.LSTM is ignored in the backward pass",
+        issue="#190056",
+        answer="nothing; put nn.Dropout between layers of your own",
+        fixed_in=_AFTER_2_13,
+        needs=frozenset({"lstm", "dropout"}),
+    ),
+    Hazard(
+        id="lstm-dropout-forward",
+        what="the dropout of nn.LSTM is not applied",
+        issue="#185351",
+        answer="nothing; put nn.Dropout between layers of your own",
+        fixed_in=(2, 13),
+        needs=frozenset({"lstm", "dropout"}),
+    ),
+    Hazard(
+        id="layer-norm-small-variance",
+        what="layer_norm is inaccurate for rows of small variance",
+        issue="#190491",
+        answer=_COMPARE_WITH_CPU,
+        fixed_in=_AFTER_2_13,
+        needs=frozenset({"layer norm"}),
+    ),
+    Hazard(
+        id="layer-norm-frozen",
+        what="the gradient of layer_norm is wrong when its input is frozen",
+        issue="#183825",
+        answer=_COMPARE_WITH_CPU,
+        fixed_in=(2, 13),
+        needs=frozenset({"layer norm", "frozen"}),
+    ),
+    Hazard(
+        id="rms-norm-half",
+        what="the fused RMSNorm rounds wrongly in half precision",
+        issue="#189617",
+        answer="precision stays fp32 unless you ask for another",
+        fixed_in=_AFTER_2_13,
+        needs=frozenset({"rms norm", "half"}),
+    ),
+    Hazard(
+        id="adaptive-max-pool",
+        what="adaptive_max_pool is wrong for sizes that do not divide",
+        issue="#189659",
+        answer="nothing; choose sizes that divide",
+        fixed_in=_AFTER_2_13,
+        needs=frozenset({"adaptive max pool"}),
+    ),
+    Hazard(
+        id="gelu-overflow",
+        what="gelu and tanh overflow to NaN for large inputs",
+        issue="#186278",
+        answer="a step whose numbers are not finite is left out before it is saved; too many stop the run",
+        fixed_in=(2, 13),
+        needs=frozenset({"gelu"}),
+    ),
+    Hazard(
+        id="sort-range",
+        what="sort returns indices out of range for truth values, largest integers and NaN",
+        issue="#184620",
+        answer=_COMPARE_WITH_CPU,
+        fixed_in=(2, 13),
+        needs=frozenset({"sort"}),
+    ),
+    Hazard(
+        id="attention-permuted",
+        what="attention is wrong for permuted queries, keys and values with more than one sample",
+        issue="#181133",
+        answer="nothing; make them contiguous",
+        fixed_in=(2, 12),
+        needs=frozenset({"attention"}),
+    ),
+    Hazard(
+        id="attention-macos-26.3",
+        what="attention is less accurate than on macOS 26.2 with the same torch",
+        issue="#181742",
+        answer=_COMPARE_WITH_CPU,
+        macos_from=(26, 3),
+        needs=frozenset({"attention"}),
+    ),
+    Hazard(
+        id="product-expanded",
+        what="a product of expanded tensors is wrong",
+        issue="#180201",
+        answer="nothing; make them contiguous",
+        fixed_in=(2, 12),
+        macos_from=(15, 0),
+        macos_until=(26, 4),
+        needs=frozenset({"expanded tensors"}),
+    ),
+    Hazard(
+        id="product-fp16-padding",
+        what="a product with a vector overflows in fp16",
+        issue="#178056",
+        answer="precision stays fp32 unless you ask for another",
+        fixed_in=(2, 12),
+        needs=frozenset({"half"}),
+    ),
+    Hazard(
+        id="masked-fill",
+        what="masked_fill writes wrong places of a tensor that is not contiguous",
+        issue="#176159",
+        answer="nothing; make it contiguous",
+        fixed_in=(2, 12),
+        needs=frozenset({"masked fill"}),
+    ),
+)
+
+BEFORE_2_11: tuple[tuple[str, str, str], ...] = (
+    ("2.11", "#174861", "attention in half precision with grouped queries damaged memory"),
+    ("2.10", "#165257", "random in-place operators wrote wrong places of tensors that are not contiguous"),
+    ("2.10", "#160841", "attention overflowed in fp16"),
+    ("2.9", "#156555", "the gradient of batch_norm was wrong"),
+    ("2.9", "#161640", "linear layers were wrong for tensors that are not contiguous"),
+    ("2.4", "#118115", "Adam did not update transposed weights"),
+    ("2.4", "#124335", "copies of 4 GiB and more were wrong"),
+)
+"""Faults of older torch: (fixed in, issue, what)."""

@@ -1,0 +1,60 @@
+"""Memory that a training step needs, predicted from the workload."""
+
+from whet.plan.workload import GRADIENT_BYTES, Workload
+
+CONTEXT_BYTES = {"cpu": 0, "mps": 256 * 1024**2, "cuda": 768 * 1024**2}
+"""Contexts, kernels and workspaces before the first tensor; 768 MB is the order of a CUDA context with cuBLAS."""
+
+_ACTIVATION_SHARE = {"fp32": 1.0, "tf32": 1.0, "bf16": 0.6, "fp16": 0.6}
+"""Under autocast most, not all, activations are halved: norms, softmax and losses stay float32."""
+
+_CHECKPOINTING_SHARE = 0.3
+"""With activation checkpointing only the inputs of blocks stay, plus one block's worth during backward."""
+
+
+def predict_memory_parts(
+    workload: Workload,
+    *,
+    micro_batch: int,
+    device: str,
+    precision: str,
+    is_checkpointed: bool = False,
+    num_parts: int = 1,
+) -> dict[str, int] | None:
+    """What the peak of a training step is made of; None when nothing is known about the activations.
+
+    `num_parts` is by how many processes weights, gradients and state are divided.
+    """
+    if workload.activation_bytes is None:
+        return None
+    activations = workload.activation_bytes * micro_batch * _ACTIVATION_SHARE.get(precision, 1.0)
+    if is_checkpointed:
+        activations *= _CHECKPOINTING_SHARE
+    return {
+        "weights": workload.weight_bytes // num_parts,
+        "gradients": workload.num_parameters * GRADIENT_BYTES // num_parts,
+        "optimizer": workload.num_parameters * workload.optimizer_bytes // num_parts,
+        "activations": int(activations),
+        "device": CONTEXT_BYTES.get(device, 0),
+    }
+
+
+def predict_memory(
+    workload: Workload,
+    *,
+    micro_batch: int,
+    device: str,
+    precision: str,
+    is_checkpointed: bool = False,
+    num_parts: int = 1,
+) -> int | None:
+    """Peak bytes of a training step; None when nothing is known about the activations."""
+    parts = predict_memory_parts(
+        workload,
+        micro_batch=micro_batch,
+        device=device,
+        precision=precision,
+        is_checkpointed=is_checkpointed,
+        num_parts=num_parts,
+    )
+    return None if parts is None else sum(parts.values())

@@ -1,0 +1,194 @@
+"""Plans as text: the table of settings, and one setting explained."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from whet.base.errors import UsageError, closest_match
+from whet.base.model import FrozenModel
+from whet.base.units import format_bytes, format_count
+from whet.machine.render import machine_line
+from whet.plan.memory import predict_memory_parts
+from whet.plan.plan import Plan
+from whet.plan.rules import ALL_RULES
+from whet.plan.setting import Setting
+from whet.plan.workload import Workload
+
+_MEMORY_SETTINGS = ("memory_gb", "micro_batch", "activation_checkpointing")
+
+
+class SettingDifference(FrozenModel):
+    """A setting that two plans decide differently, each with its reason."""
+
+    name: str
+    ours: Setting
+    theirs: Setting
+
+
+def diff_plans(ours: Plan, theirs: Plan) -> tuple[SettingDifference, ...]:
+    """The settings whose values differ, in the order of decision."""
+    return tuple(
+        SettingDifference(name=name, ours=setting, theirs=theirs.settings[name])
+        for name, setting in ours.settings.items()
+        if setting.value != theirs.settings[name].value
+    )
+
+
+def explain_setting(plan: Plan, name: str) -> str:
+    """Why a plan sets `name` as it does: the value, the evidence, and the rule's own page."""
+    if name == "global_batch_size":
+        return _explain_auto_batch(plan)
+    rule = next((rule for rule in ALL_RULES if rule.setting == name), None)
+    if rule is None:
+        meant = closest_match(name, plan.settings)
+        hint = f"did you mean {meant!r}?" if meant else "one of " + ", ".join(plan.settings)
+        raise UsageError("a plan has no such setting", got=name, try_=hint)
+    if name not in plan.settings:
+        raise UsageError("this plan is older than that setting", got=name, try_="one of " + ", ".join(plan.settings))
+    setting = plan.settings[name]
+    facts = [f"  {key} = {_format_evidence(value)}" for key, value in setting.evidence.items() if key != "rule"]
+    return "\n".join(
+        [
+            f"{name} = {_format_evidence(setting.value)}   (from: {setting.source})",
+            f"  {setting.reason}",
+            "",
+            "evidence",
+            *(facts or ["  none"]),
+            "",
+            *(_memory_lines(plan) if name in _MEMORY_SETTINGS else ()),
+            f"rule {rule.id}: {rule.what}",
+            *(f"{section}: {text}" for section, text in rule.sections.items()),
+        ]
+    )
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    """What a step is expected to take, part by part."""
+    workload, micro = plan.workload, plan.micro_batch
+    assert isinstance(micro, int)
+    parts = predict_memory_parts(
+        workload,
+        micro_batch=micro,
+        device=plan.device,
+        precision=plan.precision,
+        is_checkpointed=plan.activation_checkpointing == "on",
+    )
+    if parts is None:
+        return ["memory of a step: what activations take is measured before the first one", ""]
+    trained, frozen = workload.num_parameters, workload.num_frozen
+    of_what = {
+        "weights": f"{trained + frozen:,} numbers of 4 bytes",
+        "gradients": "one for each weight" if not frozen else f"only of the {trained:,} weights that are trained",
+        "optimizer": f"{workload.optimizer_bytes} bytes for each weight that is trained",
+        "activations": f"kept for the backward pass of {micro} samples of the greatest length, about",
+        "device": "kernels and workspaces before the first tensor, about",
+    }
+    rows = [f"  {name:<12} {format_bytes(size):>8}  {of_what[name]}" for name, size in parts.items() if size]
+    whole = f"  {'together':<12} {format_bytes(sum(parts.values())):>8}"
+    measured = "  what a run really holds: whet report RUN; on this machine: whet plan RECIPE --measure"
+    return [f"memory of a step with micro batch {micro}, computed", *rows, whole, measured, ""]
+
+
+def _explain_auto_batch(plan: Plan) -> str:
+    chosen = plan.workload.batch
+    if chosen is None:
+        return f"global_batch_size = {plan.workload.global_batch_size}   (from: you)\n  a plan never changes it"
+    rows = [
+        f"  {point.batch:>7,}: {point.samples_per_second:,.4g} samples/s in {point.steps} steps"
+        if point.samples_per_second
+        else f"  {point.batch:>7,}: {point.words}"
+        for point in chosen.points
+    ]
+    return "\n".join(
+        [
+            f"global_batch_size = {chosen.batch}   (from: measured, since you said auto)",
+            *(f"  {line}" for line in chosen.lines),
+            "",
+            "evidence",
+            *rows,
+        ]
+    )
+
+
+def _format_evidence(value: object) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+SettingRow = tuple[str, str, str, str]
+"""A setting for a screen: name, value, why, from."""
+
+_MIN_REASON_WIDTH = 24
+_MAX_REASON = 4_100
+"""A damaged plan may give a reason of megabytes, which would take a minute to wrap."""
+
+
+def workload_line(workload: Workload) -> str:
+    """What is trained, in one line."""
+    batch = f"global batch {workload.global_batch_size}" + (" (measured)" if workload.batch else "")
+    trained = f"{format_count(workload.num_parameters)} parameters"
+    frozen = f" ({format_count(workload.num_frozen)} more stay as they are)" if workload.num_frozen else ""
+    parts = [trained + frozen, batch]
+    if workload.lengths_vary:
+        mean = f"mean length {workload.mean_length:.0f} of" if workload.mean_length else "lengths up to"
+        parts.append(f"{mean} {workload.max_length}")
+    parts.append(f"{workload.num_steps:,} steps" if workload.num_steps else "steps unknown until the data is read")
+    return f"{workload.recipe}: " + ", ".join(parts)
+
+
+def settings_rows(plan: Plan) -> list[SettingRow]:
+    """One row for each setting: name, value, why, from; what has no meaning on the device is left out."""
+    return [
+        (name, format_value(setting.value), setting.reason, _source_text(setting))
+        for name, setting in plan.settings.items()
+        if setting.value not in (None, "unused") or setting.source == "you"
+    ]
+
+
+def settings_table(rows: Sequence[SettingRow], *, width: int) -> list[str]:
+    """The rows below a header, reasons wrapped to the width; stacked where a table would be too narrow to read."""
+    if not rows:
+        return []
+    table = [("setting", "value", "why", "from"), *rows]
+    name, value, source = (max(len(row[column]) for row in table) for column in (0, 1, 3))
+    why = width - name - value - source - 6
+    if why < _MIN_REASON_WIDTH:
+        return [line for row in rows for line in _stacked_row(row, width=width)]
+    why = min(why, max(len(row[2]) for row in table))
+    lines: list[str] = []
+    for row in table:
+        parts = textwrap.wrap(row[2][:_MAX_REASON], why) or [""]
+        lines.append(f"{row[0]:<{name}}  {row[1]:<{value}}  {parts[0]:<{why}}  {row[3]}".rstrip())
+        lines += [" " * (name + value + 4) + part for part in parts[1:]]
+    return lines
+
+
+def format_value(value: object) -> str:
+    """A setting's value as text; null is "none"."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _stacked_row(row: SettingRow, *, width: int) -> Iterator[str]:
+    name, value, why, source = row
+    yield from textwrap.wrap(f"{name}: {value} ({source})", width, subsequent_indent="  ")
+    yield from textwrap.wrap(why[:_MAX_REASON], width, initial_indent="  ", subsequent_indent="  ")
+
+
+def _source_text(setting: Setting) -> str:
+    return f"rule {setting.evidence['rule']}" if setting.source == "rule" else setting.source
+
+
+def plan_lines(plan: Plan, *, width: int) -> Iterator[str]:
+    """The whole plan: for which machine, for what, the settings, and what to beware of."""
+    yield f"machine   {machine_line(plan.machine)}"
+    yield f"workload  {workload_line(plan.workload)}"
+    yield from (f"          {line}" for line in (plan.workload.batch.lines if plan.workload.batch else ()))
+    yield ""
+    yield from settings_table(settings_rows(plan), width=width)
+    if plan.cautions:
+        yield ""
+        yield from (f"note: {line}" for line in plan.cautions)

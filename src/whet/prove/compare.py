@@ -1,0 +1,130 @@
+"""Bit-exact comparison of the results of two runs."""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.checkpoint import encoding, store
+from whet.checkpoint.encoding import as_bytes
+from whet.run.events import read_events
+from whet.run.folder import open_run
+from whet.run.proof import ComparedCounts, ProofDifference
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """The last checkpoint and the numbers on the way there."""
+
+    tensors: "dict[str, Tensor]"
+    """Weights, averages, optimizer and generators."""
+    facts: dict[str, Any]
+    losses: dict[int, float | None]
+    """By step."""
+    metrics: dict[tuple[int, str], Any]
+    """By step and name."""
+
+    def compared(self, *, runs: int, left_out: Collection[str]) -> ComparedCounts:
+        """How much of it is looked at."""
+        return ComparedCounts(
+            tensors=len(self.tensors),
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values()),
+            losses=len(self.losses),
+            metrics=sum(name not in left_out for _, name in self.metrics),
+            runs=runs,
+            left_out=tuple(sorted(left_out)),
+        )
+
+
+def read_result(run: Path) -> RunResult:
+    """What a run folder holds of a run that has ended."""
+    opened = open_run(run)
+    found = store.load_newest(opened.checkpoints, run_id=opened.header.id)
+    assert found is not None, "a run that has ended has a checkpoint"
+    return RunResult(
+        tensors=found.snapshot.tensors,
+        facts=found.snapshot.facts,
+        losses={event.step: event.number("loss") for event in read_events(opened, kinds=("step",))},
+        metrics={(e.step, name): v for e in read_events(opened, kinds=("eval",)) for name, v in e.fields.items()},
+    )
+
+
+def unsteady_metrics(one: RunResult, other: RunResult) -> set[str]:
+    """Metrics that differ between two runs that nobody interrupted."""
+    keys = one.metrics.keys() | other.metrics.keys()
+    return {key[1] for key in keys if not _same(one.metrics.get(key), other.metrics.get(key))}
+
+
+def first_difference(expected: RunResult, got: RunResult, *, left_out: Collection[str] = ()) -> ProofDifference | None:
+    """Where two results part; None when every bit is the same."""
+    unlike = [name for name in sorted(expected.tensors.keys() | got.tensors.keys()) if not _equal(expected, got, name)]
+    steps = sorted(expected.losses.keys() | got.losses.keys())
+    step = next((s for s in steps if not _same(expected.losses.get(s, "none"), got.losses.get(s, "none"))), None)
+    if unlike:
+        name = unlike[0]
+        a, b = expected.tensors.get(name), got.tensors.get(name)
+        largest = None if a is None or b is None or a.shape != b.shape else _largest(a, b)
+        by = "" if largest is None else f", by up to {largest:.3g}"
+        at = "" if step is None else f"; losses differ from step {step:,} on"
+        count = f"{len(unlike)} of {len(expected.tensors)} tensors differ"
+        return ProofDifference(what=f"{count}, {name} first{by}{at}", tensor=name, largest=largest, step=step)
+    if step is not None:
+        before, now = expected.losses.get(step), got.losses.get(step)
+        return ProofDifference(what=f"the loss of step {step:,} is {now!r} instead of {before!r}", step=step)
+    if encoding.dump_json(expected.facts) != encoding.dump_json(got.facts):
+        return ProofDifference(
+            what=f"the facts of the last checkpoint differ: {_first_fact(expected.facts, got.facts)}"
+        )
+    for key in sorted(expected.metrics.keys() | got.metrics.keys()):
+        if key[1] not in left_out and not _same(expected.metrics.get(key), got.metrics.get(key)):
+            words = f"{got.metrics.get(key)!r} instead of {expected.metrics.get(key)!r}"
+            return ProofDifference(what=f"the metric {key[1]} at step {key[0]:,} is {words}", step=key[0])
+    return None
+
+
+def can_tell(result: RunResult) -> bool:
+    """Whether the comparison notices one flipped bit of one tensor, and one loss that is off."""
+    name = next((name for name, tensor in sorted(result.tensors.items()) if tensor.numel()), None)
+    if name is None or not result.losses:
+        return False
+    flipped = result.tensors[name].clone()
+    as_bytes(flipped)[0] ^= 1
+    step, loss = next(iter(result.losses.items()))
+    other_tensor = replace(result, tensors={**result.tensors, name: flipped})
+    other_loss = replace(result, losses={**result.losses, step: math.nextafter(loss or 0.0, math.inf)})
+    found = [first_difference(result, other) for other in (result, other_tensor, other_loss)]
+    return [None if difference is None else (difference.tensor, difference.step) for difference in found] == [
+        None,
+        (name, None),
+        (None, step),
+    ]
+
+
+def _equal(expected: RunResult, got: RunResult, name: str) -> bool:
+    a, b = expected.tensors.get(name), got.tensors.get(name)
+    if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return a.numel() == 0 or as_bytes(a) == as_bytes(b)
+
+
+def _largest(a: "Tensor", b: "Tensor") -> float:
+    return float((a.double() - b.double()).abs().max())
+
+
+def _same(a: Any, b: Any) -> bool:
+    """NaN is like NaN here, and 0.0 is not -0.0."""
+    return type(a) is type(b) and (
+        repr(a) == repr(b) if isinstance(a, float) and math.isfinite(a) else str(a) == str(b)
+    )
+
+
+def _first_fact(expected: Any, got: Any, *, path: str = "") -> str:
+    if isinstance(expected, dict) and isinstance(got, dict):
+        for name in sorted(expected.keys() | got.keys()):
+            if expected.get(name) != got.get(name):
+                return _first_fact(expected.get(name), got.get(name), path=f"{path}/{name}" if path else name)
+    return f"{path} is {got!r} instead of {expected!r}"[:300]

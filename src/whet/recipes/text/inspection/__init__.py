@@ -1,1 +1,0 @@
-"""What is wrong with labelled texts, row by row, and how to get rid of it; streamed, no torch."""

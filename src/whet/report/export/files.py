@@ -1,0 +1,296 @@
+"""Export files of a run, written into a new folder completely or not at all."""
+
+import csv
+import importlib
+import io
+import itertools
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from whet.base.errors import UsageError, WhetError, closest_match
+from whet.base.model import FrozenModel
+from whet.report.export.tables import (
+    EXPORTED_KINDS,
+    ExportRow,
+    ExportTable,
+    checked_step,
+    find_tables,
+    named_event_numbers,
+    read_rows,
+    without_repeated_health,
+)
+from whet.run import durable
+from whet.run.events import History
+from whet.run.folder import Run, open_run
+
+_ROWS_AT_ONCE = 2_000
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+
+
+def csv_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """The files by name, each as pieces of bytes."""
+    for table in find_tables(history):
+        yield f"{table.name}.csv", _csv_chunks(history, table)
+
+
+def _csv_chunks(history: History, table: ExportTable) -> Iterator[bytes]:
+    head = io.StringIO()
+    csv.writer(head, lineterminator="\n").writerow(_escape_formula(name) for name in table.header)
+    yield head.getvalue().encode()
+    rows = read_rows(history, table)
+    while lines := [_csv_line(row) for row in itertools.islice(rows, _ROWS_AT_ONCE)]:
+        yield "".join(lines).encode()
+
+
+def _csv_line(row: ExportRow) -> str:
+    # repr: the shortest text that gives the same number back. What an event lacks is an empty cell.
+    return ",".join(["" if value is None else repr(value) for value in row]) + "\n"
+
+
+def _escape_formula(name: str) -> str:
+    """A name that a spreadsheet takes for a name, and never for a formula to work out."""
+    return f"'{name}" if name.startswith(_FORMULA_STARTS) else name
+
+
+_ROWS_OF_A_GROUP = 32_768
+
+
+def parquet_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """The files by name, each as pieces of bytes."""
+    try:
+        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise WhetError(
+            "Parquet files need pyarrow", got="it is not installed", try_="pip install 'whet[parquet]'; or --to csv"
+        ) from None
+    for table in find_tables(history):
+        yield f"{table.name}.parquet", _parquet_chunks(history, table, arrow=arrow, parquet=parquet)
+
+
+def _parquet_chunks(history: History, table: ExportTable, *, arrow: Any, parquet: Any) -> Iterator[bytes]:
+    types = [arrow.int64(), *(arrow.float64() for _ in table.header[1:])]
+    schema = arrow.schema(list(zip(table.header, types, strict=True)))
+    sink = _ChunkSink()
+    rows = read_rows(history, table)
+    with parquet.ParquetWriter(sink, schema) as writer:
+        # One group after the other: memory holds one of them, however long the run is.
+        while group := list(itertools.islice(rows, _ROWS_OF_A_GROUP)):
+            columns = [
+                arrow.array([row[place] for row in group], type=type_, from_pandas=False)
+                for place, type_ in enumerate(types)
+            ]
+            writer.write_table(arrow.Table.from_arrays(columns, schema=schema))
+            yield sink.take()
+    yield sink.take()
+
+
+class _ChunkSink(io.RawIOBase):
+    """A file that is written to and emptied now and then."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+        self._taken = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._held += data
+        return len(data)
+
+    def tell(self) -> int:
+        return self._taken + len(self._held)
+
+    def take(self) -> bytes:
+        """What was written since the last time."""
+        taken = bytes(self._held)
+        self._taken += len(taken)
+        self._held.clear()
+        return taken
+
+
+_POLYNOMIAL = 0x82F63B78
+_MOST_FLOAT = 3.4028234663852886e38
+_CHUNK_BYTES = 1024**2
+
+
+def tensorboard_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """The one file: its name, and its pieces of bytes."""
+    first = next((event.time for event in history.events()), 0.0)
+    yield f"events.out.tfevents.{max(0, int(first)):010d}.whet", _tensorboard_chunks(history, started=first)
+
+
+def _tensorboard_chunks(history: History, *, started: float) -> Iterator[bytes]:
+    held = bytearray(record(_double(1, started) + _bytes(3, b"brain.Event:2")))
+    heads: dict[str, bytes] = {}
+    for event in without_repeated_health(history.events(kinds=EXPORTED_KINDS)):
+        values = named_event_numbers(event)
+        if not values:
+            continue
+        head = _double(1, event.time) + _whole(2, checked_step(event))
+        held += record(head + _bytes(5, _summary(values, heads=heads)))
+        if len(held) >= _CHUNK_BYTES:
+            yield bytes(held)
+            held.clear()
+    yield bytes(held)
+
+
+def _summary(values: Mapping[str, float], *, heads: dict[str, bytes]) -> bytes:
+    parts = []
+    for name, value in values.items():
+        head = heads.get(name)
+        if head is None:
+            tag = _bytes(1, name.encode())
+            head = heads[name] = b"\x0a" + _varint(len(tag) + 5) + tag + b"\x15"
+        parts.append(head + _four_bytes(value))
+    return b"".join(parts)
+
+
+def _four_bytes(value: float) -> bytes:
+    """A number in 32 bits; one that is too large becomes the largest."""
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:
+        return struct.pack("<f", math.copysign(_MOST_FLOAT, value))
+
+
+def record(data: bytes) -> bytes:
+    """The data as one record of the file."""
+    length = struct.pack("<Q", len(data))
+    return length + struct.pack("<I", _masked(length)) + data + struct.pack("<I", _masked(data))
+
+
+def _masked(data: bytes) -> int:
+    crc = crc32c(data)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def crc32c(data: bytes) -> int:
+    """The checksum by Castagnoli's polynomial, which the standard library lacks.
+
+    >>> hex(crc32c(b"123456789"))
+    '0xe3069283'
+    """
+    crc, table = 0xFFFFFFFF, _TABLE
+    for byte in data:
+        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    return crc ^ 0xFFFFFFFF
+
+
+def _table_entry(crc: int) -> int:
+    for _ in range(8):
+        crc = (crc >> 1) ^ (_POLYNOMIAL if crc & 1 else 0)
+    return crc
+
+
+_TABLE = tuple(_table_entry(byte) for byte in range(256))
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number >= 0x80:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
+
+
+def _whole(field: int, number: int) -> bytes:
+    return _varint(field << 3) + _varint(number)
+
+
+def _double(field: int, number: float) -> bytes:
+    return _varint(field << 3 | 1) + struct.pack("<d", number)
+
+
+def _bytes(field: int, data: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(data)) + data
+
+
+FileWriter = Callable[[History], Iterator[tuple[str, Iterable[bytes]]]]
+
+FORMATS: dict[str, FileWriter] = {"csv": csv_files, "parquet": parquet_files, "tensorboard": tensorboard_files}
+MODEL_FORMATS = ("transformers", "onnx")
+"""Of the model itself: `whet.api.export` writes those."""
+_EXPORT_PREFIXES = ("steps.", "evaluations.", "health.", "events.out.tfevents.")
+"""How the names begin of what is written: a folder with anything else is never replaced."""
+
+
+class ExportResult(FrozenModel):
+    """What was written."""
+
+    folder: Path
+    files: dict[str, int]
+    """Bytes by name."""
+
+
+def export_run(run: Run | Path | str, *, to: str, out: Path | str | None = None, force: bool = False) -> ExportResult:
+    """Writes the numbers of a run as files of a format into a new folder; NAME-FORMAT where you are, if not told.
+
+    Steps that were made again after a resume are there once. A folder that is there already is refused, or replaced
+    with `force` if an export made it.
+    """
+    if to not in FORMATS:
+        known = (*FORMATS, *MODEL_FORMATS)
+        meant = closest_match(to, known)
+        raise UsageError("no such format", got=to, try_=f"--to {meant}" if meant else " or ".join(known))
+    run = run if isinstance(run, Run) else open_run(run)
+    folder = Path(out if out is not None else f"{run.path.name}-{to}").expanduser().absolute()
+    history = History(run)
+
+    def fill(draft: Path) -> list[str]:
+        names = []
+        for name, pieces in FORMATS[to](history):
+            durable.write_draft(draft / name, data=pieces)
+            names.append(name)
+        return names
+
+    return publish_export(run, folder, fill=fill, is_ours=lambda name: name.startswith(_EXPORT_PREFIXES), force=force)
+
+
+def publish_export(
+    run: Run, folder: Path, *, fill: Callable[[Path], Iterable[str]], is_ours: Callable[[str], bool], force: bool
+) -> ExportResult:
+    """A new folder with the files that `fill` writes into a draft of it, and names: all of them, or none.
+
+    A folder that is there already is replaced only with `force`, and only where every file in it `is_ours`.
+    """
+    _check_target(folder, run=run, is_ours=is_ours, force=force)
+    files: dict[str, int] = {}
+    old: list[Path] = []
+
+    def fill_and_make_room(draft: Path) -> None:
+        files.update((name, (draft / name).stat().st_size) for name in fill(draft))
+        if folder.exists() and any(folder.iterdir()):
+            # Only now that the new one is complete.
+            old.append(durable.move_aside(folder))
+
+    made = durable.make_directory(folder.parent)
+    try:
+        durable.publish_directory(folder, fill=fill_and_make_room)
+    except BaseException:
+        for aside in old:
+            aside.rename(folder)
+        durable.remove_empty(made)
+        raise
+    for aside in old:
+        durable.remove(aside)
+    return ExportResult(folder=folder, files=files)
+
+
+def _check_target(folder: Path, *, run: Run, is_ours: Callable[[str], bool], force: bool) -> None:
+    if folder.resolve().is_relative_to(run.path.resolve()):
+        raise UsageError("an export does not belong into the run", got=folder, try_="--out DIR outside of it")
+    with durable.disk_errors("write", folder):
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            raise UsageError("there is something else of that name", got=folder, try_="another --out DIR")
+        inside = sorted(child.name for child in folder.iterdir()) if folder.exists() else []
+    foreign = [name for name in inside if not is_ours(name)]
+    if foreign:
+        shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise UsageError(f"{folder} holds files that no export made", got=shown, try_="another --out DIR")
+    if inside and not force:
+        raise UsageError(f"{folder} is there already", got=", ".join(inside), try_="--force, or another --out DIR")

@@ -1,0 +1,205 @@
+"""Forward a run to a dashboard: read its events, send them in batches, retry until accepted."""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from whet.base.model import FrozenModel
+from whet.report.export.tables import EXPORTED_KINDS, checked_step, named_event_numbers
+from whet.report.forward.dashboards import Dashboard, DashboardRow, UnreachableError, describe_run
+from whet.run.event import SESSION_START_KINDS, Event
+from whet.run.events import History
+from whet.run.folder import Run
+from whet.run.follow import PROCESS_DIED, follow
+
+
+class RowCollector:
+    """Collects events into rows. The newest is held back until a later step shows that nothing more belongs to it."""
+
+    def __init__(self) -> None:
+        self._open: DashboardRow | None = None
+        self._sent = -1
+        self.state: str | None = None
+        """How the run ended; None while it has not."""
+
+    def take(self, event: Event) -> Iterator[DashboardRow]:
+        """The rows that are complete now."""
+        if event.kind == "end":
+            told = event.get("state")
+            self.state = told if isinstance(told, str) else "done"
+        if event.kind in SESSION_START_KINDS:
+            self.state = None
+        if event.kind == "resume" and self._open is not None and self._open.step > event.step:
+            # Void now: the run went back behind it, and makes it again.
+            self._open = None
+        if event.kind not in EXPORTED_KINDS:
+            return
+        step = checked_step(event)
+        if event.kind == "health" and (self._open is None or self._open.step != step):
+            return  # Of a step that was made again: the reading came with the first time.
+        if self._open is not None and step > self._open.step:
+            yield from self.rest()
+        if step > self._sent:
+            known = self._open.values if self._open is not None else {}
+            self._open = DashboardRow(step, event.time, {**known, **named_event_numbers(event)})
+
+    def rest(self) -> Iterator[DashboardRow]:
+        """The row that was held back."""
+        if self._open is not None:
+            self._sent = self._open.step
+            yield self._open
+            self._open = None
+
+
+_QUEUE_EVENTS = 10_000
+"""So many wait in memory while a dashboard is slow; the rest waits in the file."""
+_BATCH_SECONDS = 1.0
+_FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0
+
+Notify = Callable[[str], None]
+
+
+class ForwardResult(FrozenModel):
+    """What was forwarded."""
+
+    rows: int
+    """Steps that were new to the dashboard."""
+    last_step: int | None
+    state: str | None
+    """How the run ended; None where it has not."""
+
+
+def forward_run(
+    run: Run,
+    target: Dashboard,
+    *,
+    project: str = "whet",
+    once: bool = False,
+    tries: int | None = None,
+    say: Notify | None = None,
+    stop: threading.Event | None = None,
+) -> ForwardResult:
+    """Forwards what the dashboard does not have yet, then what comes, until the run ends (`once`: until now).
+
+    A dashboard that does not answer is tried again, `tries` times or for ever. Setting `stop` ends it soon; what was
+    not sent is sent the next time.
+    """
+    stop, say = stop or threading.Event(), say or _ignore
+    insist = _Retry(tries=tries, say=say, stop=stop)
+    told, rows = describe_run(run, project=project), RowCollector()
+    num_sent, last = 0, None
+    try:
+        held = insist(partial(target.open, told))
+        say(f"{run.path.name} is forwarded to {target.where()}")
+        for events in _batches(run, once=once, stop=stop):
+            if any(event.kind == PROCESS_DIED for event in events):
+                say("the training has died; its next events are waited for")
+            found = [row for event in events for row in rows.take(event)]
+            # No events: it is over. A run that ended has nothing more for its last step.
+            found += [] if events or rows.state is None else rows.rest()
+            fresh = [row for row in map(held.news, found) if row is not None]
+            for start in range(0, len(fresh), target.most_rows):
+                part = fresh[start : start + target.most_rows]
+                insist(partial(target.send, part))
+                num_sent, last = num_sent + len(part), part[-1].step
+        insist(partial(target.close, rows.state))
+    except BaseException as error:
+        with contextlib.suppress(UnreachableError):
+            target.close(None)
+        if not isinstance(error, _StoppedError):
+            raise
+    finally:
+        stop.set()
+    return ForwardResult(rows=num_sent, last_step=last, state=rows.state)
+
+
+class _StoppedError(Exception):
+    """It was told to stop before the dashboard answered."""
+
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class _Retry:
+    """Asks a dashboard until it answers, with longer and longer pauses."""
+
+    tries: int | None
+    say: Notify
+    stop: threading.Event
+
+    def __call__(self, ask: Callable[[], _Answer]) -> _Answer:
+        pause, failed = _FIRST_RETRY_SECONDS, 0
+        while not self.stop.is_set():
+            try:
+                answer = ask()
+            except UnreachableError as error:
+                failed += 1
+                if self.tries is not None and failed >= self.tries:
+                    raise
+                if failed == 1:
+                    self.say(f"no answer ({error}); tried again until there is one, the training does not wait")
+                self.stop.wait(pause)
+                pause = min(2 * pause, _MAX_RETRY_SECONDS)
+            else:
+                if failed:
+                    self.say("it answers again")
+                return answer
+        raise _StoppedError
+
+
+def _ignore(text: str) -> None:
+    """Says it to nobody."""
+
+
+def _batches(run: Run, *, once: bool, stop: threading.Event) -> Iterator[list[Event]]:
+    """The events of a run, a second's worth at a time, or as many as may wait; none at last."""
+    if once:
+        batch: list[Event] = []
+        for event in History(run).events():
+            batch.append(event)
+            if len(batch) == _QUEUE_EVENTS:
+                yield batch
+                batch = []
+        yield from (batch, [])
+        return
+    waiting: queue.Queue[Event | BaseException | None] = queue.Queue(_QUEUE_EVENTS)
+    # A thread: following waits for the file, and what was read must not wait with it.
+    threading.Thread(target=_read_events, args=(run, waiting, stop), daemon=True, name="follow").start()
+    is_over = False
+    while not is_over and not stop.is_set():
+        batch, until = [], time.monotonic() + _BATCH_SECONDS
+        while len(batch) < _QUEUE_EVENTS and (left := until - time.monotonic()) > 0:
+            try:
+                item = waiting.get(timeout=left)
+            except queue.Empty:
+                break
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                is_over = True
+                break
+            batch.append(item)
+        if batch:
+            yield batch
+    yield []
+
+
+def _read_events(run: Run, waiting: "queue.Queue[Event | BaseException | None]", stop: threading.Event) -> None:
+    def put(item: Event | BaseException | None) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                waiting.put(item, timeout=0.5)
+                return
+
+    try:
+        for event in follow(run, stop=stop):
+            put(event)
+        put(None)
+    except BaseException as error:
+        put(error)

@@ -1,0 +1,104 @@
+"""A run opened from Python: its curves as lists, a plot and a summary."""
+
+import math
+from pathlib import Path
+from typing import Literal
+
+from whet.base.errors import UsageError, closest_match
+from whet.base.units import format_seconds
+from whet.report.export.tables import export_name
+from whet.report.run_report import RunReport, summarize
+from whet.report.svg import CurveBand, SvgImage, draw_curve_panels
+from whet.run import folder
+from whet.run.curve import CurvePoint, downsample_curves
+from whet.run.events import History
+from whet.run.prune import goal_name
+
+POINTS = 600
+_MAX_PANELS = 8
+
+Axis = Literal["step", "samples", "seconds"]
+Curves = dict[str, dict[str, list[float]]]
+
+
+class OpenedRun(folder.Run):
+    """A run folder as it was read, with its curves. What it says of the run is read anew each time it is asked."""
+
+    def curves(self, *, points: int = POINTS) -> Curves:
+        """Every curve by name ("train/loss", "eval/accuracy", "seconds/data", "health/memory/process").
+
+        A curve is lists of one length: `step`, `samples`, `seconds` (of training), `time` (unix seconds), and of the
+        steps from there to the next point `mean`, `low` and `high`; NaN where there is none. Each has at most `points`
+        points, and a spike stays in `high`. `pandas.DataFrame(run.curves()["train/loss"])` makes a table of one.
+        """
+        if points < 1:
+            raise UsageError("a curve needs points", got=f"points={points}", try_=f"points={POINTS}")
+        found = downsample_curves(History(self), points=points)
+        return {export_name(curve.kind, curve.field): _lists(curve.points) for curve in found.values()}
+
+    def plot(self, *names: str, by: Axis = "step", points: int = POINTS) -> SvgImage:
+        """A picture of curves, the loss and the goal if not told; a notebook shows it, `.save(path)` writes it.
+
+        A name is one of `curves()`, or the end of one: `run.plot("loss", "accuracy", by="samples")`.
+        """
+        if by not in ("step", "samples", "seconds"):
+            raise UsageError("no such axis", got=by, try_="by='step', 'samples' or 'seconds'")
+        curves = self.curves(points=points)
+        chosen = [_match_curve(name, curves) for name in names] if names else self._usual(curves)
+        lines = [_line(name, curves[name], by=by) for name in chosen[:_MAX_PANELS]]
+        report = self.summary()
+        of_all = f" of {report.total_steps:,}" if report.total_steps else ""
+        took = format_seconds(report.training_seconds)
+        return draw_curve_panels(
+            f"{self.path.name}: {report.recipe}",
+            lines,
+            subtitle=f"{report.state}, step {report.step:,}{of_all}, {took} of training",
+            x_title=by if by != "seconds" else "seconds of training",
+        )
+
+    def summary(self) -> RunReport:
+        """What the run did, as `whet report` tells."""
+        return summarize(self)
+
+    def _usual(self, curves: Curves) -> list[str]:
+        goal = goal_name(History(self))
+        usual = ["train/loss", *([f"eval/{goal}"] if goal else [n for n in curves if n.startswith("eval/")][:2])]
+        return [name for name in usual if name in curves]
+
+
+def open_run(path: Path | str) -> OpenedRun:
+    """The run in a folder: `.curves()`, `.plot()`, `.summary()`, and what its files say (`.config`, `.plan`, ...)."""
+    run = folder.open_run(path)
+    return OpenedRun(**{name: getattr(run, name) for name in type(run).model_fields})
+
+
+def _match_curve(name: str, curves: Curves) -> str:
+    if name in curves:
+        return name
+    ends = [known for known in curves if known.endswith(f"/{name}")]
+    if ends:
+        return ends[0]
+    meant = closest_match(name, [*curves, *(known.partition("/")[2] for known in curves)])
+    raise UsageError("the run has no such curve", got=name, try_=meant or ", ".join(curves) or "later: it has none yet")
+
+
+def _lists(points: tuple[CurvePoint, ...]) -> dict[str, list[float]]:
+    return {
+        "step": [point.step for point in points],
+        "samples": [_number(point.samples) for point in points],
+        "seconds": [_number(point.elapsed) for point in points],
+        "time": [_number(point.time) for point in points],
+        "mean": [_number(point.mean) for point in points],
+        "low": [_number(point.low) for point in points],
+        "high": [_number(point.high) for point in points],
+    }
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _line(name: str, curve: dict[str, list[float]], *, by: Axis) -> CurveBand:
+    # Where the run does not tell how many samples, steps are what there is.
+    x = curve[by] if all(math.isfinite(place) for place in curve[by]) else curve["step"]
+    return CurveBand(name, x, curve["low"], curve["mean"], curve["high"])

@@ -1,0 +1,351 @@
+"""Search results as text, Markdown, charts and one HTML page."""
+
+import html
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from whet.base.units import format_seconds
+from whet.config.sources import parse_value
+from whet.report.markdown import code_span, escape_markdown, markdown_table
+from whet.report.page.html import DOCUMENT_START, content_policy, static_text
+from whet.report.seeds import format_interval
+from whet.report.svg import escape_svg, svg_text
+from whet.run.search_result import SearchCandidate, SearchResult, SearchTrial
+
+_MAX_ROWS = 40
+
+
+def render_search(result: SearchResult) -> str:
+    """Plain lines for a terminal."""
+    rows = [_cells(result, trial) for trial in _ranked(result)[:_MAX_ROWS]]
+    lines = [
+        f"search    {result.name}: {result.recipe}, {' '.join(result.space)}",
+        f"trials    {_trial_counts(result)}",
+        "",
+    ]
+    lines += _aligned(("trial", result.goal, "settings", "steps", "time", ""), rows)
+    if len(result.trials) > len(rows):
+        lines += [f"and {len(result.trials) - len(rows):,} more; --markdown and --json have them all"]
+    if result.importance:
+        lines += ["", "mattered  " + ", ".join(f"{key} {100 * share:.0f} %" for key, share in _shares(result))]
+    if result.candidates:
+        lines += [
+            "",
+            *(f"{'seeds' if n == 0 else '':<10}{_seed_line(result, c)}" for n, c in enumerate(result.candidates)),
+        ]
+    return "\n".join([*lines, "", f"winner    {winner_text(result)}"])
+
+
+def search_markdown(result: SearchResult) -> str:
+    """The same as a page of Markdown."""
+    rows = [tuple(escape_markdown(cell) for cell in _cells(result, trial)) for trial in _ranked(result)]
+    sections = [
+        f"# {escape_markdown(result.name)}",
+        f"{escape_markdown(result.recipe)}: {' '.join(code_span(word) for word in result.space)}. {escape_markdown(_trial_counts(result))}.",
+        f"**Winner:** {escape_markdown(winner_text(result))}",
+        markdown_table(
+            ("candidate", "settings", result.goal, "95 %"),
+            [
+                (
+                    f"trial {c.number}",
+                    escape_markdown(format_settings(c.settings)),
+                    f"{c.mean:.4g}",
+                    escape_markdown(_interval(result, c)),
+                )
+                for c in result.candidates
+            ],
+        ),
+        markdown_table(
+            ("setting", "mattered"), [(code_span(key), f"{100 * share:.0f} %") for key, share in _shares(result)]
+        ),
+        "## Trials\n\n"
+        + markdown_table(("trial", escape_markdown(result.goal), "settings", "steps", "time", ""), rows),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def winner_text(result: SearchResult) -> str:
+    """Who won, with its interval, and how sure that is."""
+    winner = result.winner
+    if winner is None:
+        return "none: no trial came to its end"
+    named = f"trial {winner.number} ({format_settings(winner.settings)}): {result.goal} {winner.mean:.4g}"
+    if not winner.values:
+        return f"{named}, by one run; " + (_lost_seeds(winner) if winner.lost else "other seeds were not tried")
+    if not result.is_confirmed:
+        return f"{named} by {len(winner.values)} of {result.seeds} seeds; the same search goes on"
+    if winner.low is None:
+        return f"{named} with one other seed; two or more give an interval"
+    said = f"{named}, {_interval(result, winner)} with {len(winner.values)} seeds"
+    said += f"; {_lost_seeds(winner)}" if winner.lost else ""
+    if len(result.candidates) < 2:
+        return said
+    second = f"trial {result.candidates[1].number}"
+    return f"{said}; " + (f"clearly ahead of {second}" if result.is_clear else f"not clearly ahead of {second}")
+
+
+def format_settings(settings: dict[str, object]) -> str:
+    """Settings in a few signs each."""
+    return " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in settings.items())
+
+
+def _trial_counts(result: SearchResult) -> str:
+    states = ("complete", "pruned", "infeasible", "failed", "running", "waiting")
+    counts = {state: sum(trial.state == state for trial in result.trials) for state in states}
+    parts = [f"{count} {state}" for state, count in counts.items() if count]
+    steps = sum(trial.steps for trial in result.trials)
+    more = f"; {result.continued} went on after a stop or a kill" if result.continued else ""
+    share = f"; on {100 * result.subset:g} % of the training part" if result.subset < 1 else ""
+    return f"{len(result.trials)} ({', '.join(parts)}), {steps:,} steps, {format_seconds(result.seconds)}{share}{more}"
+
+
+def _ranked(result: SearchResult) -> list[SearchTrial]:
+    """Those with a value first, the best on top; then the others by number."""
+    sign = -1 if result.is_higher_better else 1
+    order = ("complete", "pruned")
+
+    def key(trial: SearchTrial) -> tuple[int, float, int]:
+        place = order.index(trial.state) if trial.state in order and trial.value is not None else len(order)
+        return place, sign * (trial.value or 0.0) if place < len(order) else 0.0, trial.number
+
+    return sorted(result.trials, key=key)
+
+
+def _cells(result: SearchResult, trial: SearchTrial) -> tuple[str, ...]:
+    value = "-" if trial.value is None else f"{trial.value:.4g}"
+    why = f"{trial.state} on {trial.machine}" if trial.state == "infeasible" and trial.machine else trial.state
+    is_winner = result.winner is not None and result.winner.number == trial.number
+    words = f"{why}: {trial.words}"[:120] if trial.words else ("winner" if is_winner else why)
+    return (
+        str(trial.number),
+        value,
+        format_settings(trial.settings),
+        f"{trial.steps:,}",
+        format_seconds(trial.seconds),
+        "" if words == "complete" else words,
+    )
+
+
+def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[place]) for row in (header, *rows)) for place in range(len(header))]
+    for row in (header, *rows):
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _shares(result: SearchResult) -> list[tuple[str, float]]:
+    return sorted(result.importance.items(), key=lambda item: -item[1])
+
+
+def _seed_line(result: SearchResult, candidate: SearchCandidate) -> str:
+    around = _interval(result, candidate)
+    values = ", ".join(f"{value:.4g}" for value in candidate.values.values())
+    told = f"{candidate.mean:.4g} ({around}; {values})" if values else f"{candidate.mean:.4g} (one run)"
+    told += f", {_lost_seeds(candidate)}" if candidate.lost else ""
+    return f"trial {candidate.number}  {told}  {format_settings(candidate.settings)}"
+
+
+def _lost_seeds(candidate: SearchCandidate) -> str:
+    return f"no value with {candidate.lost} other seed{'s' if candidate.lost > 1 else ''}"
+
+
+def _interval(result: SearchResult, candidate: SearchCandidate) -> str:
+    if candidate.low is None or candidate.high is None:
+        return "no interval"
+    return format_interval(result.goal, mean=candidate.mean, low=candidate.low, high=candidate.high, form=".4g")
+
+
+SEARCH_STYLE = """
+.whet-search { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; max-width: 100%; height: auto; }
+.whet-search text { fill: currentColor; }
+.whet-search .quiet { opacity: .65; }
+.whet-search .mark { paint-order: stroke; stroke: var(--back, Canvas); stroke-width: 4px; stroke-linejoin: round; }
+.whet-search .axis { stroke: currentColor; opacity: .45; }
+.whet-search .complete { fill: #2f6fde; }
+.whet-search .pruned { fill: none; stroke: #2f6fde; }
+.whet-search .trial { fill: none; stroke: #2f6fde; opacity: .45; }
+.whet-search .left { stroke-dasharray: 3 4; opacity: .25; }
+.whet-search .best { fill: none; stroke: #c2410c; stroke-width: 2; opacity: 1; }
+.whet-search .bar { fill: #2f6fde; }
+"""
+_WIDTH, _LEFT, _RIGHT, _TOP = 640, 86, 30, 34
+
+
+def search_charts(result: SearchResult) -> dict[str, str]:
+    """SVGs by title; only those that there is something to see in."""
+    seen = [trial for trial in result.trials if trial.value is not None and math.isfinite(trial.value)]
+    pictures = {}
+    if seen:
+        pictures["History"] = _search_svg("history", 260, _history(result, seen))
+    if result.importance:
+        height = _TOP + 26 * len(result.importance) + 10
+        pictures["What mattered"] = _search_svg("importance", height, _importance(result))
+    if len(seen) > 1:
+        pictures["Settings"] = _search_svg("parallel coordinates", 320, _parallel(result, seen))
+    return pictures
+
+
+@dataclass(frozen=True, slots=True)
+class _SearchScale:
+    low: float
+    high: float
+    begin: float
+    end: float
+    is_log: bool = False
+
+    def place(self, value: float) -> float:
+        low, high, here = (math.log(v) if self.is_log else v for v in (self.low, self.high, value))
+        share = (here - low) / (high - low) if high > low else 0.5
+        return round(self.begin + share * (self.end - self.begin), 1)
+
+
+def _search_svg(title: str, height: int, parts: Iterator[str]) -> str:
+    begin = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-search" viewBox="0 0 {_WIDTH} {height}"'
+        f' width="{_WIDTH}" height="{height}" role="img" aria-label="{title}">'
+    )
+    return "\n".join([begin, *parts, "</svg>"])
+
+
+def _history(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str]:
+    """Values by trial, and the best so far."""
+    floor, right = 224, _WIDTH - _RIGHT
+    values = [trial.value or 0.0 for trial in seen]
+    across = _SearchScale(0, max(trial.number for trial in result.trials), _LEFT, right)
+    up = _SearchScale(min(values), max(values), floor - 8, _TOP)
+    yield svg_text(_LEFT, 18, f"{result.goal} by trial", extra='font-weight="600"')
+    yield svg_text(right, 18, "filled: complete; hollow: pruned; line: the best so far", css="quiet", extra=_END)
+    yield f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>'
+    for value in sorted({min(values), max(values)}):
+        yield svg_text(_LEFT - 8, up.place(value) + 4, f"{value:.4g}", css="quiet", extra=_END)
+    for number in sorted({0, int(across.high)}):
+        yield svg_text(across.place(number), floor + 18, str(number), css="quiet", extra='text-anchor="middle"')
+    for trial in seen:
+        words = escape_svg(f"trial {trial.number}: {result.goal} {trial.value:.4g}, {format_settings(trial.settings)}")
+        place = f'cx="{across.place(trial.number)}" cy="{up.place(trial.value or 0.0)}"'
+        css = "complete" if trial.state == "complete" else "pruned"
+        yield f'<circle class="{css}" {place} r="4"><title>{words}</title></circle>'
+    better, best, points = (max if result.is_higher_better else min), None, []
+    for trial in sorted(seen, key=lambda trial: trial.number):
+        if trial.state != "complete" or trial.value is None:
+            continue
+        x = across.place(trial.number)
+        if best is not None:
+            points.append(f"{x},{up.place(best)}")
+        best = trial.value if best is None else better(best, trial.value)
+        points.append(f"{x},{up.place(best)}")
+    yield f'<polyline class="best" points="{" ".join(points)}"/>'
+
+
+def _importance(result: SearchResult) -> Iterator[str]:
+    yield svg_text(_LEFT, 18, "share of the differences that a setting explains", extra='font-weight="600"')
+    for number, (key, share) in enumerate(sorted(result.importance.items(), key=lambda item: -item[1])):
+        y = _TOP + 26 * number
+        width = round(share * (_WIDTH - 220 - _RIGHT - 50), 1)
+        yield svg_text(200, y + 13, key, extra=_END)
+        yield f'<rect class="bar" x="210" y="{y}" width="{width}" height="16"/>'
+        yield svg_text(216 + width, y + 13, f"{100 * share:.0f} %", css="quiet")
+
+
+def _parallel(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str]:
+    """An axis for each setting and one for the goal; the winner stands out."""
+    floor, right = 276, _WIDTH - _RIGHT - 60
+    keys = [word.partition("=")[0] for word in result.space]
+    places = [_LEFT + number * (right - _LEFT) / max(1, len(keys)) for number in range(len(keys) + 1)]
+    axes = [_axis(word, floor) for word in result.space]
+    values = [trial.value or 0.0 for trial in seen]
+    goal = _SearchScale(min(values), max(values), floor, _TOP + 20)
+    winner = None if result.winner is None else result.winner.number
+    for trial in sorted(seen, key=lambda trial: trial.number == winner):
+        at = [_axis_position(axis, trial.settings.get(key)) for key, axis in zip(keys, axes, strict=True)]
+        if any(y is None for y in at):
+            continue
+        points = " ".join(
+            f"{round(x, 1)},{y}" for x, y in zip(places, [*at, goal.place(trial.value or 0.0)], strict=True)
+        )
+        css = "best" if trial.number == winner else "trial" if trial.state == "complete" else "trial left"
+        words = escape_svg(f"trial {trial.number}: {result.goal} {trial.value:.4g}, {format_settings(trial.settings)}")
+        yield f'<polyline class="{css}" points="{points}"><title>{words}</title></polyline>'
+    # Above the lines, which would strike them through.
+    for x, key, (scale, labels) in zip(places[:-1], keys, axes, strict=True):
+        yield from _draw_axis(x, key, {label: scale.place(value) for label, value in labels.items()}, floor)
+    ends = {f"{value:.4g}": goal.place(value) for value in (min(values), max(values))}
+    yield from _draw_axis(places[-1], result.goal, ends, floor, is_last=True)
+
+
+def _axis(word: str, floor: int) -> tuple[_SearchScale, dict[str, float]]:
+    """How the values of a setting lie on its axis, and what is written beside it; choices stand evenly."""
+    said = word.partition("=")[2]
+    if said.startswith("["):
+        choices = [_axis_label(choice) for choice in parse_value(said, word)]
+        return _SearchScale(0, len(choices) - 1, floor, _TOP + 20), {c: float(n) for n, c in enumerate(choices)}
+    low, _, rest = said.partition("..")
+    high, *options = rest.split(":")
+    scale = _SearchScale(float(low), float(high), floor, _TOP + 20, "log" in options)
+    return scale, {low: float(low), high: float(high)}
+
+
+def _axis_position(axis: tuple[_SearchScale, dict[str, float]], value: object) -> float | None:
+    scale, labels = axis
+    if _axis_label(value) in labels:
+        return scale.place(labels[_axis_label(value)])
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value is not None
+    return scale.place(float(value)) if is_number else None  # type: ignore[arg-type]
+
+
+def _axis_label(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def _draw_axis(x: float, title: str, labels: dict[str, float], floor: int, *, is_last: bool = False) -> Iterator[str]:
+    """An axis with what is written beside it: to its left, of the last one to its right."""
+    yield f'<line class="axis" x1="{round(x, 1)}" x2="{round(x, 1)}" y1="{_TOP + 20}" y2="{floor}"/>'
+    yield svg_text(x, 30, title, extra='text-anchor="middle" font-weight="600"')
+    for label, y in labels.items():
+        yield svg_text(x + 6 if is_last else x - 6, y + 4, label, css="mark", extra="" if is_last else _END)
+
+
+_END = 'text-anchor="end"'
+
+
+_PAGE_STYLE = """
+main.search { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+main.search pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+main.search pre span { display: block; min-height: 1.5em; padding-left: 10ch; text-indent: -10ch; }
+"""
+
+
+def search_page(result: SearchResult) -> str:
+    """The whole report."""
+    styles = [static_text("page.css"), SEARCH_STYLE + _PAGE_STYLE]
+    pictures = [
+        part
+        for title, picture in search_charts(result).items()
+        for part in (f"<section><h2>{html.escape(title)}</h2>", picture, "</section>")
+    ]
+    return "\n".join(
+        [
+            DOCUMENT_START,
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{content_policy(scripts=[], styles=styles)}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{html.escape(result.name)} - whet</title>",
+            *(f"<style>{style}</style>" for style in styles),
+            "</head>",
+            '<body><main class="search">',
+            f"<h1>{html.escape(result.name)}</h1>",
+            f"<p><strong>Winner:</strong> {html.escape(winner_text(result))}</p>",
+            *pictures,
+            "<section><h2>Trials</h2>",
+            f"<pre>{_html_lines(render_search(result))}</pre></section>",
+            "</main></body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def _html_lines(text: str) -> str:
+    """Each by itself: where one is too long for the page its rest stands below its words, not below its label."""
+    return "".join(f"<span>{html.escape(line)}</span>" for line in text.splitlines())

@@ -1,0 +1,354 @@
+"""Self-contained SVG charts: measured points with error bars, and curves with bands."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from whet.base.errors import UsageError
+from whet.run import durable
+
+_WIDTH, _PANEL_HEIGHT = 640, 250
+_LEFT, _RIGHT, _TOP, _BOTTOM = 86, 24, 34, 50
+_HEAD = 46
+_LINE = 18
+_WIDE_RANGE = 6.0
+"""A limit so many times above all points would press them flat: then the scale is logarithmic."""
+_STYLE = """
+.whet-picture { color: #1f2328; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
+.whet-picture text { fill: currentColor; }
+.whet-picture .quiet { opacity: .65; }
+.whet-picture .grid { stroke: currentColor; opacity: .14; }
+.whet-picture .axis { stroke: currentColor; opacity: .5; }
+.whet-picture .data { stroke: #2f6fde; fill: #2f6fde; }
+.whet-picture .line { stroke: #2f6fde; fill: none; stroke-width: 1.5; opacity: .55; }
+.whet-picture .chosen { stroke: #c2410c; fill: #c2410c; }
+.whet-picture .ring { stroke: #c2410c; fill: none; stroke-width: 2; }
+.whet-picture .cross { stroke: #b42318; stroke-width: 2; }
+.whet-picture .limit { stroke: #b42318; stroke-dasharray: 6 4; stroke-width: 1.5; }
+.whet-picture .limit-text { fill: #b42318; }
+@media (prefers-color-scheme: dark) {
+  .whet-picture { color: #e6edf3; }
+  .whet-picture .data { stroke: #79a8ff; fill: #79a8ff; }
+  .whet-picture .line { stroke: #79a8ff; }
+  .whet-picture .chosen { stroke: #ff9a62; fill: #ff9a62; }
+  .whet-picture .ring { stroke: #ff9a62; }
+  .whet-picture .limit, .whet-picture .cross { stroke: #ff8a80; }
+  .whet-picture .limit-text { fill: #ff8a80; }
+}
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChartPoint:
+    """One measured value above its place on the x axis; without a value it is a cross, and its words say why."""
+
+    label: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    is_chosen: bool = False
+    is_hollow: bool = False
+    """Whether the value is not a measured one."""
+    words: str = ""
+    """Shown when the pointer rests on it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChartPanel:
+    """One pair of axes; points stand side by side in their order."""
+
+    title: str
+    x_title: str
+    points: Sequence[ChartPoint]
+    show: Callable[[float], str]
+    """A number of the y axis as text."""
+    limit: float | None = None
+    limit_words: str = ""
+    is_joined: bool = True
+    """Whether a line leads from point to point: only where the x axis has an order."""
+    is_binary: bool = False
+    """Whether 1024, not 1000, makes a round number."""
+
+
+def draw_chart(title: str, panels: Sequence[ChartPanel], *, subtitle: str = "", footer: Sequence[str] = ()) -> str:
+    """The panels below each other, as one SVG document."""
+    height = _HEAD + len(panels) * _PANEL_HEIGHT + _LINE * len(footer) + 10
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-picture" viewBox="0 0 {_WIDTH} {height}"'
+        f' width="{_WIDTH}" height="{height}" role="img" aria-label="{escape_svg(title)}">',
+        f"<title>{escape_svg(title)}</title>",
+        f"<style>{_STYLE}</style>",
+        svg_text(_LEFT - 62, 20, title, extra='font-weight="600" font-size="15"'),
+        svg_text(_LEFT - 62, 38, subtitle, css="quiet"),
+    ]
+    for number, panel in enumerate(panels):
+        parts.append(f'<g transform="translate(0 {_HEAD + number * _PANEL_HEIGHT})">')
+        parts += _draw_panel(panel)
+        parts.append("</g>")
+    for number, line in enumerate(footer):
+        parts.append(svg_text(_LEFT - 62, height - 10 - _LINE * (len(footer) - 1 - number), line, css="quiet"))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _PanelScale:
+    """From values to heights within a panel."""
+
+    low: float
+    high: float
+    is_log: bool
+
+    def place(self, value: float) -> float:
+        low, high, value = (
+            (math.log(self.low), math.log(self.high), math.log(max(value, self.low)))
+            if self.is_log
+            else (self.low, self.high, value)
+        )
+        share = (value - low) / (high - low)
+        return round(_PANEL_HEIGHT - _BOTTOM - share * (_PANEL_HEIGHT - _TOP - _BOTTOM), 1)
+
+
+def _draw_panel(panel: ChartPanel) -> Iterator[str]:
+    floor, right = _PANEL_HEIGHT - _BOTTOM, _WIDTH - _RIGHT
+    scale, ticks = _scale(panel)
+    yield svg_text(_LEFT, 22, panel.title + (", logarithmic" if scale.is_log else ""), extra='font-weight="600"')
+    for tick in ticks:
+        y = scale.place(tick)
+        yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
+        yield svg_text(_LEFT - 8, y + 4, panel.show(tick), css="quiet", extra='text-anchor="end"')
+    yield f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>'
+    yield svg_text((_LEFT + right) / 2, floor + 40, panel.x_title, css="quiet", extra='text-anchor="middle"')
+    places = [(point, _across(number, len(panel.points))) for number, point in enumerate(panel.points)]
+    if panel.is_joined:
+        joined = " ".join(f"{x},{scale.place(point.value or 0)}" for point, x in places if _is_solid(point))
+        yield f'<polyline class="line" points="{joined}"/>'
+    if panel.limit is not None:
+        y = scale.place(panel.limit)
+        yield f'<line class="limit" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
+        # On the left, since what grows towards a limit comes near it on the right.
+        yield svg_text(_LEFT + 6, y - 6, panel.limit_words, css="limit-text")
+    for point, x in places:
+        yield svg_text(x, floor + 20, point.label, extra='text-anchor="middle"' + _bold(point))
+        yield from _draw_point(point, x, scale)
+
+
+def _draw_point(point: ChartPoint, x: float, scale: _PanelScale) -> Iterator[str]:
+    floor = _PANEL_HEIGHT - _BOTTOM
+    words = f"<title>{escape_svg(point.words)}</title>" if point.words else ""
+    if point.value is None:
+        yield f'<path class="cross" d="M{x - 5} {floor - 15}l10 10m0 -10l-10 10">{words}</path>'
+        return
+    css, y = "chosen" if point.is_chosen else "data", scale.place(point.value)
+    if point.low is not None and point.high is not None:
+        top, bottom = scale.place(point.high), scale.place(point.low)
+        yield (
+            f'<path class="{css}" style="fill:none" stroke-width="1.5" '
+            f'd="M{x} {top}V{bottom}M{x - 5} {top}h10M{x - 5} {bottom}h10"/>'
+        )
+    hollow = ' style="fill:none"' if point.is_hollow else ""
+    yield f'<circle class="{css}"{hollow} cx="{x}" cy="{y}" r="4">{words}</circle>'
+    if point.is_chosen:
+        yield f'<circle class="ring" cx="{x}" cy="{y}" r="8"/>'
+
+
+def _scale(panel: ChartPanel) -> tuple[_PanelScale, list[float]]:
+    known = [v for p in panel.points for v in (p.value, p.low, p.high) if v is not None and math.isfinite(v)]
+    highest = max([*known, 0.0])
+    limit = panel.limit if panel.limit is not None else highest
+    unit = 1024.0 ** int(math.log(max(limit, highest, 1), 1024)) if panel.is_binary else 1.0
+    if known and min(known) > 0 and limit > _WIDE_RANGE * highest:
+        low, high = min(known) / 1.5, limit * 1.6
+        step = 4 if panel.is_binary else 10
+        ticks = [float(step) ** power for power in range(math.ceil(math.log(low, step)), 64)]
+        return _PanelScale(low, high, True), [tick for tick in ticks if low <= tick <= high]
+    top = max(limit, highest) or 1.0
+    ticks = [tick * unit for tick in round_ticks(top / unit)]
+    # Room above for the limit's words and for error bars.
+    return _PanelScale(0.0, max(ticks[-1], top * 1.12), False), ticks
+
+
+def round_ticks(top: float, *, most: int = 5) -> list[float]:
+    """Round numbers from 0 up to `top`, in steps of 1, 2 or 5 times a power of ten.
+
+    >>> round_ticks(870.0), round_ticks(0.3)
+    ([0.0, 200.0, 400.0, 600.0, 800.0], [0.0, 0.1, 0.2, 0.3])
+    """
+    power = 10.0 ** math.floor(math.log10(top / most))
+    step = next(power * factor for factor in (1, 2, 5, 10) if top / (power * factor) <= most)
+    digits = max(0, -math.floor(math.log10(step)))
+    return [round(step * number, digits) for number in range(math.floor(top / step + 1e-9) + 1)]
+
+
+def _across(number: int, count: int) -> float:
+    return round(_LEFT + (number + 0.5) * (_WIDTH - _LEFT - _RIGHT) / count, 1)
+
+
+def _is_solid(point: ChartPoint) -> bool:
+    return point.value is not None and not point.is_hollow
+
+
+def _bold(point: ChartPoint) -> str:
+    return ' font-weight="700"' if point.is_chosen else ""
+
+
+def svg_text(x: float, y: float, text: str, *, css: str = "", extra: str = "") -> str:
+    """A text at a place of the picture."""
+    named = f' class="{css}"' if css else ""
+    return f'<text x="{round(x, 1)}" y="{round(y, 1)}"{named} {extra}>{escape_svg(text)}</text>'
+
+
+def escape_svg(text: str) -> str:
+    """Without anything that XML forbids or that would be markup."""
+    return escape("".join(char if char.isprintable() else " " for char in text))
+
+
+_CURVES_WIDTH, _CURVES_PANEL_HEIGHT = 640, 200
+_CURVES_LEFT, _CURVES_RIGHT, _CURVES_TOP, _CURVES_BOTTOM = 86, 24, 30, 36
+_CURVES_HEAD = 50
+_MAX_DOTS = 40
+"""So few points are also marked one by one."""
+_CURVES_STYLE = """
+.whet-curves { color: #1f2328; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
+.whet-curves text { fill: currentColor; }
+.whet-curves .paper { fill: #ffffff; }
+.whet-curves .quiet { opacity: .65; }
+.whet-curves .grid { stroke: currentColor; opacity: .14; }
+.whet-curves .axis { stroke: currentColor; opacity: .5; }
+.whet-curves .band { fill: #2f6fde; opacity: .22; stroke: none; }
+.whet-curves .line { stroke: #2f6fde; fill: none; stroke-width: 1.5; stroke-linejoin: round; }
+.whet-curves .dot { fill: #2f6fde; }
+@media (prefers-color-scheme: dark) {
+  .whet-curves { color: #e6edf3; }
+  .whet-curves .paper { fill: #0d1117; }
+  .whet-curves .band, .whet-curves .dot { fill: #79a8ff; }
+  .whet-curves .line { stroke: #79a8ff; }
+}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SvgImage:
+    """An SVG that a notebook shows by itself; `save` writes it to a file."""
+
+    svg: str
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def __repr__(self) -> str:
+        return f"<a picture of {len(self.svg):,} bytes of SVG; .save(path) writes it>"
+
+    def save(self, path: Path | str) -> Path:
+        """Writes the picture; a file of that name is replaced."""
+        path = Path(path).expanduser().absolute()
+        if path.suffix.lower() not in ("", ".svg"):
+            raise UsageError("the picture is SVG", got=path.name, try_=f"{path.stem}.svg")
+        durable.write_file(path, data=self.svg.encode())
+        return path
+
+
+@dataclass(frozen=True, slots=True)
+class CurveBand:
+    """One curve: places on the x axis, and above each the least, mean and greatest value; NaN leaves a gap."""
+
+    name: str
+    x: Sequence[float]
+    low: Sequence[float]
+    mean: Sequence[float]
+    high: Sequence[float]
+
+
+def draw_curve_panels(title: str, lines: Sequence[CurveBand], *, subtitle: str, x_title: str) -> SvgImage:
+    """The curves below each other."""
+    height = _CURVES_HEAD + _CURVES_PANEL_HEIGHT * max(1, len(lines)) + 10
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-curves" viewBox="0 0 {_CURVES_WIDTH} {height}"'
+        f' width="{_CURVES_WIDTH}" height="{height}" role="img" aria-label="{escape_svg(title)}">',
+        f"<title>{escape_svg(title)}</title>",
+        f"<style>{_CURVES_STYLE}</style>",
+        # A notebook may be dark where the system is light, or the other way round.
+        f'<rect class="paper" width="{_CURVES_WIDTH}" height="{height}"/>',
+        svg_text(_CURVES_LEFT - 62, 20, title, extra='font-weight="600" font-size="15"'),
+        svg_text(_CURVES_LEFT - 62, 38, subtitle, css="quiet"),
+    ]
+    for number, line in enumerate(lines):
+        parts.append(f'<g transform="translate(0 {_CURVES_HEAD + number * _CURVES_PANEL_HEIGHT})">')
+        parts += _draw_curve_panel(line, x_title=x_title)
+        parts.append("</g>")
+    if not lines:
+        parts.append(svg_text(_CURVES_LEFT, _CURVES_HEAD + 40, "no steps yet", css="quiet"))
+    return SvgImage("\n".join([*parts, "</svg>"]) + "\n")
+
+
+def _draw_curve_panel(line: CurveBand, *, x_title: str) -> Iterator[str]:
+    floor, right = _CURVES_PANEL_HEIGHT - _CURVES_BOTTOM, _CURVES_WIDTH - _CURVES_RIGHT
+    values = [v for v in (*line.low, *line.high) if math.isfinite(v)]
+    yield svg_text(_CURVES_LEFT, 18, line.name, extra='font-weight="600"')
+    yield f'<line class="axis" x1="{_CURVES_LEFT}" x2="{right}" y1="{floor}" y2="{floor}"/>'
+    if not values:
+        yield svg_text(_CURVES_LEFT, floor - 20, "no finite numbers", css="quiet")
+        return
+    across = _CurveAxis(min(line.x), max(line.x), _CURVES_LEFT, right)
+    up = _CurveAxis(min(values), max(values), floor, _CURVES_TOP)
+    for tick in _ticks(up, most=4):
+        y = up.place(tick)
+        yield f'<line class="grid" x1="{_CURVES_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
+        yield svg_text(_CURVES_LEFT - 8, y + 4, f"{tick:.6g}", css="quiet", extra='text-anchor="end"')
+    for tick in _ticks(across, most=6):
+        yield svg_text(across.place(tick), floor + 18, f"{tick:,.10g}", css="quiet", extra='text-anchor="middle"')
+    yield svg_text(right, 18, x_title, css="quiet", extra='text-anchor="end"')
+    for piece in _gapless_ranges(line):
+        yield from _draw_range(line, piece, across, up)
+
+
+def _draw_range(line: CurveBand, piece: range, across: "_CurveAxis", up: "_CurveAxis") -> Iterator[str]:
+    if len(piece) <= _MAX_DOTS:
+        places = ((across.place(line.x[i]), up.place(line.mean[i])) for i in piece)
+        yield from (f'<circle class="dot" cx="{x}" cy="{y}" r="2.5"/>' for x, y in places)
+    there = [f"{across.place(line.x[i])},{up.place(line.high[i])}" for i in piece]
+    back = [f"{across.place(line.x[i])},{up.place(line.low[i])}" for i in reversed(piece)]
+    yield f'<polygon class="band" points="{" ".join(there + back)}"/>'
+    middle = " ".join(f"{across.place(line.x[i])},{up.place(line.mean[i])}" for i in piece)
+    yield f'<polyline class="line" points="{middle}"/>'
+
+
+def _gapless_ranges(line: CurveBand) -> Iterator[range]:
+    """Neighbouring points without a gap between them."""
+    start = None
+    for i, value in enumerate((*line.mean, math.nan)):
+        if math.isfinite(value):
+            start = i if start is None else start
+        elif start is not None:
+            yield range(start, i)
+            start = None
+
+
+@dataclass(frozen=True, slots=True)
+class _CurveAxis:
+    """From numbers to places in the picture."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    def place(self, value: float) -> float:
+        # In halves: the distance between two finite numbers may be infinite.
+        half = self.high / 2 - self.low / 2
+        share = (value / 2 - self.low / 2) / half if half > 0 else 0.5
+        return round(self.begin + share * (self.end - self.begin), 1)
+
+
+def _ticks(axis: _CurveAxis, *, most: int) -> list[float]:
+    """Round numbers within the axis; where there is no room for any, its two ends."""
+    span = axis.high - axis.low
+    if not (0 < span < math.inf):
+        return [axis.low] if span == 0 else [axis.low, axis.high]
+    try:
+        step = round_ticks(span, most=most)[1]
+        first, last = math.ceil(axis.low / step - 1e-9), math.floor(axis.high / step + 1e-9)
+    except (ValueError, OverflowError, ZeroDivisionError, StopIteration, IndexError):
+        return [axis.low, axis.high]
+    return [number * step for number in range(first, last + 1)] if last - first <= 2 * most else [axis.low, axis.high]

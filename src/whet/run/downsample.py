@@ -1,0 +1,336 @@
+"""Curves of a few hundred points from millions of events, computed with numpy."""
+
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whet.run.curve import Curve, CurvePoint
+from whet.run.event import SESSION_START_KINDS, Event, as_number
+from whet.run.event_block import BLOCK_EVENTS, STATS_PER_FIELD, EventBlock
+from whet.run.events import History
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+_MAX_STEP = 2**62
+"""A step beyond this is damage."""
+
+
+class ColumnTable(Protocol):
+    """Rows in the order they were written."""
+
+    @property
+    def steps(self) -> Integers: ...
+    @property
+    def times(self) -> Floats: ...
+    @property
+    def samples(self) -> Floats:
+        """As far as the rows tell it themselves; NaN where they do not."""
+
+    @property
+    def last_step(self) -> int: ...
+    @property
+    def fields(self) -> Collection[str]: ...
+    def numbers(self, field: str) -> Floats:
+        """The five numbers of each row, as an array of five columns."""
+
+
+class EventTable:
+    """The numbers of events of one kind; more may be added."""
+
+    def __init__(self) -> None:
+        self._steps, self._times = array("q"), array("d")
+        self._values: dict[str, array[float]] = {}
+        self._is_there: dict[str, bytearray] = {}
+
+    def add(self, event: Event) -> None:
+        """Takes in one event."""
+        row = len(self._steps)
+        self._steps.append(max(-_MAX_STEP, min(_MAX_STEP, event.step)))
+        self._times.append(event.time)
+        for name, value in event.fields.items():
+            if type(value) is float:
+                self._put(row, name, value)
+            elif isinstance(value, dict):
+                for key, item in value.items():
+                    self._put(row, f"{name}/{key}", as_number(item))
+            else:
+                self._put(row, name, as_number(value))
+
+    def _put(self, row: int, name: str, value: float | None) -> None:
+        if value is None:
+            return
+        values = self._values.get(name)
+        if values is None:
+            values = self._values[name] = array("d")
+            self._is_there[name] = bytearray()
+        there = self._is_there[name]
+        if len(values) <= row:
+            missing = row - len(values)
+            values.extend([0.0] * missing)
+            there.extend(bytes(missing))
+            values.append(value)
+            there.append(1)
+
+    @property
+    def steps(self) -> Integers:
+        return np.array(self._steps, dtype=np.int64)
+
+    @property
+    def times(self) -> Floats:
+        return np.array(self._times, dtype=np.float64)
+
+    @property
+    def samples(self) -> Floats:
+        told = self.numbers("samples")
+        return np.where(told[:, 0] > 0, told[:, 1], np.nan)
+
+    @property
+    def last_step(self) -> int:
+        return max(self._steps, default=0)
+
+    @property
+    def fields(self) -> Collection[str]:
+        return self._values.keys()
+
+    def numbers(self, field: str) -> Floats:
+        rows = np.zeros((len(self._steps), STATS_PER_FIELD))
+        if field in self._values:
+            values = np.array(self._values[field], dtype=np.float64)
+            is_there = np.array(self._is_there[field], dtype=bool)
+            is_finite = np.isfinite(values) & is_there
+            known = rows[: len(values)]
+            known[:, 0] = is_finite
+            known[:, 1:4] = np.where(is_finite, values, 0.0)[:, None]
+            known[:, 4] = is_there & ~is_finite
+        return rows
+
+
+class BlockTable:
+    """The numbers of one kind of events, a row for each block that holds such events."""
+
+    def __init__(self, blocks: Sequence[EventBlock], *, kind: str) -> None:
+        blocks = [block for block in blocks if kind in block.kinds]
+        self._kind = kind
+        self.steps = np.array([max(-_MAX_STEP, min(_MAX_STEP, block.least_step)) for block in blocks], dtype=np.int64)
+        self.times = np.array([block.first_time for block in blocks], dtype=np.float64)
+        self.last_step = max((min(_MAX_STEP, block.greatest_step) for block in blocks), default=0)
+        self._groups: dict[tuple[str, ...], tuple[Integers, Floats]] = {}
+        rows: dict[tuple[str, ...], list[int]] = {}
+        for row, block in enumerate(blocks):
+            rows.setdefault(block.fields, []).append(row)
+        for fields, places in rows.items():
+            packed = b"".join([blocks[place].numbers for place in places])
+            numbers = np.frombuffer(packed, dtype="<f8").reshape(len(places), len(fields), STATS_PER_FIELD)
+            self._groups[fields] = np.array(places, dtype=np.int64), numbers
+
+    @property
+    def samples(self) -> Floats:
+        # Those of the steps first: they lie where the block begins, as its step and its time do.
+        of_steps = self._gather("step/samples")
+        told = np.where(of_steps[:, :1] > 0, of_steps, self.numbers("samples"))
+        return np.where(told[:, 0] > 0, told[:, 1], np.nan)
+
+    @property
+    def fields(self) -> Collection[str]:
+        prefix = f"{self._kind}/"
+        names = {name: None for fields in self._groups for name in fields if name.startswith(prefix)}
+        return tuple(name.removeprefix(prefix) for name in names)
+
+    def numbers(self, field: str) -> Floats:
+        return self._gather(f"{self._kind}/{field}")
+
+    def _gather(self, name: str) -> Floats:
+        found = np.zeros((len(self.steps), STATS_PER_FIELD))
+        for fields, (rows, numbers) in self._groups.items():
+            if name in fields:
+                found[rows] = numbers[:, fields.index(name)]
+        return found
+
+
+class JoinedTable:
+    """The rows of two tables, one behind the other: of a run that grows the first stays, and only the second is new."""
+
+    def __init__(self, first: ColumnTable, second: ColumnTable) -> None:
+        self._parts = first, second
+        self.steps = np.concatenate([part.steps for part in self._parts])
+        self.times = np.concatenate([part.times for part in self._parts])
+        self.last_step = max((part.last_step for part in self._parts if len(part.steps)), default=0)
+
+    @property
+    def samples(self) -> Floats:
+        return np.concatenate([part.samples for part in self._parts])
+
+    @property
+    def fields(self) -> Collection[str]:
+        return dict.fromkeys(name for part in self._parts for name in part.fields)
+
+    def numbers(self, field: str) -> Floats:
+        return np.concatenate([part.numbers(field) for part in self._parts])
+
+
+T = TypeVar("T")
+_MAX_FRESH_BLOCKS = 256
+_MAX_SAMPLES = 2**53
+"""A damaged log may tell of more; a number of samples that is not exact is none."""
+_MAX_EVENTS_READ = 4_096
+"""More events than this, of a kind that is no step, are not read one by one if their blocks are points enough."""
+
+
+def bucket_curves(
+    history: History, *, kind: str, points: int, is_growing: bool = False, field: str | None = None
+) -> Iterator[Curve]:
+    """The curves of one kind of events, or only that of a field; see whet.run.curve."""
+    table = _column_table(history, kind=kind, points=points)
+    fields = [name for name in table.fields if field in (None, name)]
+    if fields:
+        rows = _BucketedRows.of(table, history=history, points=points, is_growing=is_growing)
+        for name in fields:
+            yield rows.curve(table.numbers(name), field=name, kind=kind)
+
+
+def training_seconds(history: History, times: Floats) -> Floats:
+    """From unix seconds to the seconds in which a process was at work until then."""
+    begins, before = _cached(history, "sittings", lambda: _session_starts(history))
+    sitting: Integers = np.maximum(np.searchsorted(begins, times, side="right") - 1, 0)
+    elapsed: Floats = before[sitting] + np.maximum(times - begins[sitting], 0.0)
+    return elapsed
+
+
+def _session_starts(history: History) -> tuple[Floats, Floats]:
+    """When each sitting began, and how long others had worked before."""
+    begins: list[float] = []
+    before: list[float] = []
+    done, last = 0.0, 0.0
+    for block in history.layout.blocks:
+        if block.kinds and (not begins or not SESSION_START_KINDS.isdisjoint(block.kinds)):
+            done += max(0.0, last - begins[-1]) if begins else 0.0
+            # The clock may have been set back in between.
+            begins.append(max(block.first_time, begins[-1] if begins else block.first_time))
+            before.append(done)
+        last = block.last_time if block.kinds else last
+    return np.array(begins), np.array(before)
+
+
+def _cached(history: History, name: str, make: Callable[[], T]) -> T:
+    """Made once for a history, until it grows."""
+    key = name, "blocks"
+    if key not in history.tables:
+        history.tables[key] = make()
+    kept: T = history.tables[key]
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketedRows:
+    """The rows of a table by step, where each lies, and which belong to one point."""
+
+    order: Integers
+    steps: Integers
+    times: Floats
+    elapsed: Floats
+    samples: Floats
+    bucket: Integers
+    last_step: int
+
+    @classmethod
+    def of(cls, table: ColumnTable, *, history: History, points: int, is_growing: bool) -> Self:
+        order = np.argsort(table.steps, kind="stable")
+        steps, times, last = table.steps[order], table.times[order], table.last_step
+        first = int(steps[0])
+        width = max(1, -(-(last - first + 1) // points))
+        if is_growing:
+            # Powers of two, counted from step 0: as long as it is the same width, the same points.
+            width = 1 << (width - 1).bit_length()
+            while last // width - first // width >= points:
+                width *= 2
+            first = 0
+        samples = _fill_samples(table.samples[order], steps, history=history, points=points)
+        elapsed = training_seconds(history, times)
+        return cls(order, steps, times, elapsed, samples, (steps - first) // width, last)
+
+    def curve(self, numbers: Floats, *, field: str, kind: str) -> Curve:
+        """The points of one field: rows that do not have it do not count."""
+        numbers = numbers[self.order]
+        there = np.flatnonzero((numbers[:, 0] > 0) | (numbers[:, 4] > 0))
+        numbers, bucket = numbers[there], self.bucket[there]
+        starts = np.concatenate(([0], np.flatnonzero(np.diff(bucket)) + 1))
+        count = np.add.reduceat(numbers[:, 0], starts)
+        nonfinite = np.add.reduceat(numbers[:, 4], starts)
+        has_values = numbers[:, 0] > 0
+        low = np.minimum.reduceat(np.where(has_values, numbers[:, 1], np.inf), starts)
+        high = np.maximum.reduceat(np.where(has_values, numbers[:, 2], -np.inf), starts)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            mean = np.add.reduceat(numbers[:, 3], starts) / count
+        mean = np.clip(mean, low, high)
+        firsts = there[starts]
+        is_empty = count == 0
+        points = zip(
+            self.steps[firsts].tolist(),
+            _known_values(low, is_empty),
+            _known_values(high, is_empty),
+            _known_values(mean, is_empty),
+            nonfinite.astype(np.int64).tolist(),
+            self.times[firsts].tolist(),
+            self.elapsed[firsts].tolist(),
+            _known_values(np.rint(self.samples[firsts]), ~(np.abs(self.samples[firsts]) < _MAX_SAMPLES)),
+            strict=True,
+        )
+        made = [
+            CurvePoint(step=s, low=lo, high=hi, mean=m, nonfinite=n, time=t, elapsed=e, samples=so_far)
+            for s, lo, hi, m, n, t, e, so_far in points
+        ]
+        return Curve(field=field, kind=kind, points=tuple(made), last_step=self.last_step)
+
+
+def _column_table(history: History, *, kind: str, points: int) -> ColumnTable:
+    """Event by event, or block by block where those would be too many; made once for a history."""
+    counted = _cached(history, "counted", lambda: [*history.counted_blocks()])
+    blocks = [block for block in counted if kind in block.kinds]
+    most = points * BLOCK_EVENTS if kind == "step" else _MAX_EVENTS_READ
+    is_long = len(blocks) > points and sum(block.kinds[kind] for block in blocks) > most
+    key = kind, "blocks" if is_long else "events"
+    if is_long:
+        history.tables.pop((kind, "events"), None)
+    if key not in history.tables:
+        history.tables[key] = _block_table(history, blocks, kind=kind) if is_long else _event_table(history, kind=kind)
+    table: ColumnTable = history.tables[key]
+    return table
+
+
+def _block_table(history: History, blocks: list[EventBlock], *, kind: str) -> ColumnTable:
+    """All but the last blocks are the same when a run has grown, and are kept."""
+    size, base = history.tables.get((kind, "base"), (0, None))
+    if base is None or len(blocks) - size > _MAX_FRESH_BLOCKS:
+        # The last one may still grow.
+        size = len(blocks) - 1
+        base = BlockTable(blocks[:size], kind=kind)
+        history.tables[kind, "base"] = size, base
+    return JoinedTable(base, BlockTable(blocks[size:], kind=kind))
+
+
+def _event_table(history: History, *, kind: str) -> EventTable:
+    table = EventTable()
+    for event in history.events(kinds=(kind,)):
+        table.add(event)
+    return table
+
+
+def _fill_samples(samples: Floats, steps: Integers, *, history: History, points: int) -> Floats:
+    """Where rows do not tell how many samples there were, the steps around them do."""
+    is_open = np.isnan(samples)
+    if not is_open.any():
+        return samples
+    told = _column_table(history, kind="step", points=points)
+    known = np.isfinite(told.samples)
+    if not known.any():
+        return samples
+    return np.where(is_open, np.interp(steps, told.steps[known], told.samples[known]), samples)
+
+
+def _known_values(values: Floats, is_unknown: NDArray[np.bool_]) -> list[float | None]:
+    return [None if unknown else value for value, unknown in zip(values.tolist(), is_unknown.tolist(), strict=True)]

@@ -1,0 +1,193 @@
+"""Build optimizers by name, with the kernels that the plan selects; AdamATan2."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from whet.base.errors import UsageError
+from whet.device.abstract import AbstractDevice
+from whet.distributed.strategies import is_distributed
+
+
+class AdamATan2(Optimizer):
+    """Groups with `is_table` learn by sign. A capturable one keeps every number that a step changes on the device."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        foreach: bool = True,
+        capturable: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "foreach": foreach,
+            "capturable": capturable,
+            "is_table": False,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            gradients = [cast(Tensor, p.grad) for p in trained]
+            if group["is_table"]:
+                for table, gradient in zip(trained, gradients, strict=True):
+                    _sign_update(table, gradient, group)
+                continue
+            lists = (trained,) if group["foreach"] else ([p] for p in trained)
+            for some in lists:
+                if some:
+                    self._update(some, group)
+        return loss
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        gradients = [cast(Tensor, p.grad) for p in params]
+        states = [self._state_of(p, group) for p in params]
+        means = [state["exp_avg"] for state in states]
+        squares = [state["exp_avg_sq"] for state in states]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1.0)
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        scales = torch._foreach_sqrt(squares)
+        corrections = [_correction(step, beta1, beta2, group) for step in steps]
+        torch._foreach_div_(scales, [second for _, second in corrections])
+        for param, mean, scale, (first, _) in zip(params, means, scales, corrections, strict=True):
+            param.sub_(torch.atan2(mean, scale).mul_(lr / first))
+
+    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = self.state[param]
+        if not state:
+            # As wide as the rate where it lies on the device: Metal has no float64.
+            wide = group["lr"].dtype if isinstance(group["lr"], Tensor) else torch.float64
+            place = param.device if group["capturable"] else "cpu"
+            state["step"] = torch.zeros((), dtype=wide, device=place)
+            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return state
+
+
+def _correction(step: Tensor, beta1: float, beta2: float, group: dict[str, Any]) -> tuple[Any, Any]:
+    """1 - b1^t and sqrt(1 - b2^t): tensors where nothing may be read from the device."""
+    if group["capturable"]:
+        return 1 - beta1**step, (1 - beta2**step).sqrt()
+    count = float(step)
+    return 1 - beta1**count, (1 - beta2**count) ** 0.5
+
+
+def _sign_update(table: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    """A row that was not seen has no gradient at all; the gradients of one seen several times are summed in it."""
+    is_seen = (gradient != 0).any(dim=-1, keepdim=True)
+    decayed = table * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * gradient.sign()
+    table.copy_(torch.where(is_seen, decayed, table))
+
+
+OPTIMIZER_NAMES = ("adamw", "adafactor", "sgd", "adam_atan2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerChoice:
+    """An optimizer that whet makes for you, with the kernels the plan says."""
+
+    name: str = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.01
+    table_lr: float | None = None
+    """For tables of which a step sees few rows; as the others if not given."""
+    table_weight_decay: float | None = None
+
+    def base_rates(self, optimizer: Optimizer) -> list[float]:
+        """The learning rate of each group of the optimizer that was made."""
+        table_lr = self.lr if self.table_lr is None else self.table_lr
+        return [table_lr if group.get("is_table") else self.lr for group in optimizer.param_groups]
+
+
+def build_optimizer(
+    choice: OptimizerChoice,
+    model: nn.Module,
+    device: AbstractDevice,
+    *,
+    kernels: str = "fused",
+    is_captured: bool = False,
+) -> Optimizer:
+    """An optimizer over the model's trainable parameters; biases and norms are not decayed, but for adam_atan2.
+
+    One that is captured keeps all its numbers on the device.
+    """
+    name, lr = choice.name, choice.lr
+    groups = decay_groups(model.parameters(), weight_decay=choice.weight_decay)
+    # Fused kernels know no complex numbers.
+    is_real = not any(p.is_complex() for group in groups for p in group["params"])
+    fused, foreach = kernels == "fused" and is_real, kernels == "foreach"
+    if name == "sgd" and fused and any(is_distributed(p) for group in groups for p in group["params"]):
+        # torch's fused SGD knows no parameters in parts.
+        fused, foreach = False, True
+    # A rate that lies in a tensor can change without a new kernel or a new graph; fused kernels take it so.
+    rate: Any = torch.tensor(lr, dtype=device.lr_dtype, device=device.place) if fused or is_captured else lr
+    if name == "adamw":
+        adamw = torch.optim.AdamW(groups, lr=rate, fused=fused, foreach=foreach, capturable=is_captured)
+        # Steps before a capture are no mistake.
+        adamw._warned_capturable_if_run_uncaptured = True
+        return adamw
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=0.9, fused=fused, foreach=foreach)
+    if name == "adam_atan2":
+        groups = atan2_groups(model, choice)
+        foreach = kernels != "loop" and is_real
+        return AdamATan2(groups, lr=rate if is_captured else lr, foreach=foreach, capturable=is_captured)
+    if name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=lr, foreach=None if fused else foreach)
+    raise UsageError("no such optimizer", got=name, try_=" or ".join(OPTIMIZER_NAMES))
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices with decay, vectors (biases, norms) without."""
+    trainable = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def atan2_groups(model: nn.Module, choice: OptimizerChoice) -> list[dict[str, Any]]:
+    """All parameters with decay; tables of modules that say `is_table = True` by themselves."""
+    tables = [p for module in model.modules() if getattr(module, "is_table", False) for p in module.parameters(False)]
+    others = [p for p in model.parameters() if p.requires_grad and all(p is not table for table in tables)]
+    decay = choice.weight_decay if choice.table_weight_decay is None else choice.table_weight_decay
+    groups = [
+        {"params": others, "weight_decay": choice.weight_decay},
+        {"params": [p for p in tables if p.requires_grad], "weight_decay": decay, "is_table": True},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def set_learning_rate(optimizer: Optimizer, factor: float, base_rates: list[float]) -> list[float]:
+    """Sets every group's learning rate to `factor` times its base rate, in place where it is a tensor; the rates."""
+    rates = [base * factor for base in base_rates]
+    # A group that came later has no base rate; steps refuse it, and their error is the one to be seen.
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    return rates

@@ -1,0 +1,1 @@
+"""Callbacks that ship with whet: checkpoints, event log, progress, thermal care, health."""

@@ -1,0 +1,64 @@
+"""Load the weights of a run or an import into a model."""
+
+from pathlib import Path
+
+from torch import nn
+
+from whet.base.errors import UsageError, WhetError
+from whet.checkpoint import importer, store
+from whet.checkpoint.snapshot import Snapshot, restore_model
+from whet.run.folder import open_run
+
+
+def load_weights(run: str | Path, model: nn.Module, *, checkpoint: str = "last", use_average: bool = True) -> int:
+    """Puts a run's weights into a model, the averaged ones if the run has them; the step they are from.
+
+    `checkpoint` is "last", "best" or a step. `run` may also be a folder that `whet import` made: step 0.
+    """
+    folder = Path(run).expanduser()
+    if importer.is_import(folder):
+        tensors = importer.read_import(folder)
+        broken = next((name for name, t in tensors.items() if t.is_floating_point() and bool(t.isnan().any())), None)
+        if broken is not None:
+            raise WhetError("the imported weights are not numbers", got=f"{broken} has NaN", try_="the file's origin")
+        importer.load_imported(model, tensors, where=folder)
+        return 0
+    _check_folder(folder)
+    snapshot, step = read_checkpoint(run, checkpoint=checkpoint)
+    restore_model(snapshot, model, use_average=use_average, with_memory=False)
+    return step
+
+
+def read_checkpoint(run: str | Path, *, checkpoint: str = "last") -> tuple[Snapshot, int]:
+    """A checkpoint of a run and its step."""
+    folder = open_run(run).checkpoints
+    found = store.load_newest(folder)
+    if found is None:
+        raise WhetError("the run has no checkpoint yet", got=str(run), try_="train it first")
+    newest_step, newest, refused = found
+    if refused and checkpoint in ("last", "best"):
+        # Training goes on from an older one; who asks for the last or the best is not given another unsaid.
+        raise WhetError(
+            "the run's newest checkpoint is damaged",
+            got=refused[0][:300],
+            try_=f"checkpoint {newest_step}, which is whole; or remove the damaged folder",
+        )
+    if checkpoint == "last":
+        return newest, newest_step
+    if checkpoint == "best":
+        best = newest.facts["progress"]["progress"]["best_step"]
+        wanted = newest_step if best is None else best
+    elif checkpoint.isdecimal():
+        wanted = int(checkpoint)
+    else:
+        raise UsageError("no such checkpoint", got=checkpoint, try_="last, best or a step")
+    there = store.list_steps(folder)
+    if wanted not in there:
+        raise UsageError("the run has no such checkpoint", got=checkpoint, try_=f"last, best or one of {there}")
+    return store.load_checkpoint(folder / store.checkpoint_name(wanted)), wanted
+
+
+def _check_folder(path: Path) -> None:
+    """A file of weights is never read here: what it may hold, only `whet import` looks at."""
+    if path.is_file():
+        raise UsageError("weights come from a folder", got=str(path), try_=f"whet import {path} --out DIR, then DIR")

@@ -1,0 +1,140 @@
+"""The running servers of this user, and opening one in the browser."""
+
+import contextlib
+import fcntl
+import html
+import json
+import os
+import secrets
+import stat
+import webbrowser
+from collections.abc import Iterator
+from pathlib import Path
+
+from whet.base import env
+from whet.base.errors import WhetError
+from whet.base.model import FrozenModel
+from whet.web.access import ServerKey
+
+
+class RunningServer(FrozenModel):
+    """A server that runs."""
+
+    name: str
+    """Which kind: "watch"."""
+    about: str
+    """What it serves, such as a folder."""
+    host: str
+    """Name and port."""
+    token: str
+    pid: int
+
+    @property
+    def url(self) -> str:
+        """Its address, without anything secret."""
+        return f"http://{self.host}/"
+
+    def link(self) -> str:
+        """A link that opens it once."""
+        return f"{self.url}?token={ServerKey(self.token).ticket()}"
+
+    def __repr__(self) -> str:
+        """Without the token: this may be logged."""
+        return f"Running({self.name} on {self.host})"
+
+    __str__ = __repr__
+
+
+@contextlib.contextmanager
+def registered(*, name: str, about: str, host: str, key: ServerKey) -> Iterator[RunningServer]:
+    """Tells other commands of this user that a server runs, as long as it does.
+
+    It holds a lock on its file, which ends with it however it ends. When a process began tells less: on Linux that
+    changes when the clock is set, and a server that runs would be taken for dead.
+    """
+    running = RunningServer(name=name, about=about, host=host, token=key.token, pid=os.getpid())
+    path = private_folder() / f"{name}-{running.pid}-{secrets.token_hex(4)}.json"
+    draft = path.with_suffix(".draft")
+    write_private(draft, json.dumps(running.as_json()))
+    with draft.open() as held:
+        with contextlib.suppress(OSError):  # A disk without locks: the next command starts a server of its own.
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        draft.rename(path)
+        try:
+            yield running
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def find_server(*, name: str, about: str) -> RunningServer | None:
+    """The server of that kind that serves that; files of servers that were killed are removed."""
+    for path in sorted(private_folder().glob(f"{name}-*.json")):
+        running = _read(path)
+        if running is None or not _is_held(path):
+            path.unlink(missing_ok=True)
+        elif running.about == about:
+            return running
+    return None
+
+
+def private_folder() -> Path:
+    """The folder for these files; nobody else may look into it."""
+    folder = env.home() / "servers"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise WhetError("this folder must be yours alone", got=str(folder), try_="remove it, or set WHET_HOME")
+        if stat.S_IMODE(found.st_mode) != 0o700:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise WhetError("no folder for running servers", got=str(error), try_="set WHET_HOME") from None
+    return folder
+
+
+def write_private(path: Path, text: str) -> None:
+    """A new file that only its owner can read, from its first moment."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+
+
+def _read(path: Path) -> RunningServer | None:
+    try:
+        return RunningServer.from_json(json.loads(path.read_text()), where=path)
+    except (OSError, ValueError, WhetError):
+        return None
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+@contextlib.contextmanager
+def redirect_page(link: str) -> Iterator[Path]:
+    """A file that leads to the link, as long as it is needed."""
+    path = private_folder() / f"open-{secrets.token_hex(8)}.html"
+    target = html.escape(link, quote=True)
+    page = (
+        f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0;url={target}"><title>whet</title>'
+    )
+    write_private(path, f'{page}<p><a href="{target}">Open</a>\n')
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def open_in_browser(path: Path) -> bool:
+    """Shows a file in the user's browser, where there is one."""
+    try:
+        return webbrowser.open(path.as_uri())
+    except (webbrowser.Error, OSError):
+        return False

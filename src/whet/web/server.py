@@ -1,0 +1,297 @@
+"""Serve starlette routes on loopback, behind the guard, until Ctrl-C or SIGTERM."""
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from whet.base.errors import UsageError, WhetError
+from whet.web.access import READ_METHODS, ClientLimits, HttpError, ServerKey
+from whet.web.guard import App, ErrorFormat, Message, Receive, RequestGuard, Send
+from whet.web.registry import RunningServer, open_in_browser, redirect_page, registered
+
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
+
+
+LOOPBACK = "127.0.0.1"
+_MAX_PORTS = 50
+_BACKLOG = 128
+_PORT_IN_USE = (errno.EADDRINUSE, errno.EACCES)
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """Where a server listens, and by which names it may be called."""
+
+    address: str
+    port: int
+    sockets: tuple[socket.socket, ...]
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        return ipaddress.ip_address(self.address).is_loopback
+
+    @property
+    def host(self) -> str:
+        """The name and port for links."""
+        address = _own_addresses()[0] if ipaddress.ip_address(self.address).is_unspecified else self.address
+        return f"{_url_host(address)}:{self.port}"
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """All names and ports that are ours."""
+        names = {"localhost", "127.0.0.1", "[::1]"}
+        if not self.is_loopback:
+            names.add(_url_host(self.address))
+            names.update(_url_host(address) for address in _own_addresses())
+            names.add(socket.gethostname().lower())
+        named = {f"{name}:{self.port}" for name in names}
+        return frozenset(named | names if self.port == 80 else named)
+
+    def queue(self) -> None:
+        """Lets clients wait for us in the system, where they cost nothing; asyncio had set it to how many it takes."""
+        for one in self.sockets:
+            one.listen(_BACKLOG)
+
+    def close(self) -> None:
+        """Lets go of the port."""
+        for one in self.sockets:
+            one.close()
+
+
+def listen(port: int, *, address: str = LOOPBACK) -> ListenAddress:
+    """Takes the port, or the next free one (0: any). On loopback both IPv4 and IPv6, as `localhost` may mean either."""
+    try:
+        wanted = ipaddress.ip_address(address)
+    except ValueError:
+        raise UsageError("not an address", got=address, try_=f"{LOOPBACK}, or an IP address of this machine") from None
+    if not 0 <= port <= 65535:
+        raise UsageError("not a port", got=port, try_="a number from 1024 to 65535, or 0 for any")
+    addresses = ["127.0.0.1", "::1"] if wanted.is_loopback else [str(wanted)]
+    refused: OSError | None = None
+    for offset in range(_MAX_PORTS):
+        tried = port + offset if port else 0
+        if tried > 65535:
+            break
+        try:
+            return _bind(tried, addresses, address=str(wanted))
+        except OSError as error:
+            refused = error
+            if error.errno not in _PORT_IN_USE:
+                break
+    raise WhetError(f"cannot listen on {address}", got=f"port {port}: {refused}", try_="--port 0, which takes any")
+
+
+def _bind(port: int, addresses: list[str], *, address: str) -> ListenAddress:
+    taken: list[socket.socket] = []
+    try:
+        for one in addresses:
+            try:
+                taken.append(_socket(one, port))
+            except OSError as error:
+                if one == "::1" and error.errno not in _PORT_IN_USE:
+                    continue  # A machine without IPv6.
+                raise
+            port = taken[0].getsockname()[1]
+    except BaseException:
+        for one_taken in taken:
+            one_taken.close()
+        raise
+    return ListenAddress(address=address, port=port, sockets=tuple(taken))
+
+
+def _socket(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind((address, port))
+        # Only now the port is taken for everybody: two of us may have bound it.
+        made.listen(_BACKLOG)
+        made.setblocking(False)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _own_addresses() -> list[str]:
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for addresses in psutil.net_if_addrs().values():
+            found += [one.address for one in addresses if one.family == socket.AF_INET]
+    others = [one for one in found if not ipaddress.ip_address(one).is_loopback]
+    return others or [LOOPBACK]
+
+
+def _url_host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+SIGTERM_EXIT_CODE = 143
+_ACCEPT_BATCH = 8
+"""So many connections asyncio takes before it lets us count them; each is a file."""
+
+
+def serve(
+    routes: Sequence["BaseRoute"],
+    *,
+    name: str,
+    about: str,
+    port: int,
+    address: str = LOOPBACK,
+    allow_remote: bool = False,
+    open_browser: bool = False,
+    methods: Collection[str] = READ_METHODS,
+    limits: ClientLimits | None = None,
+    error_format: ErrorFormat | None = None,
+    on_ready: Callable[[RunningServer], None] | None = None,
+    on_failure: Callable[[BaseException], None] | None = None,
+) -> int:
+    """Serves starlette routes until a signal ends it; the exit code: 0 after Ctrl-C, 143 after SIGTERM.
+
+    `name` and `about` let another command find this server (`running.find_running`). `port` is where it begins to look
+    for a free one; 0 takes any. `on_ready` is told address and link once it listens. Handlers raise `HttpError`;
+    what else they raise is told to `on_failure`, and to the client in three lines without details. Where clients
+    expect JSON, `error_format` makes it of refusals.
+    """
+    require_libraries()
+    limits = limits or ClientLimits()
+    place = listen(port, address=address)
+    try:
+        if not place.is_loopback and not allow_remote:
+            raise UsageError(
+                "others could reach this server",
+                got=f"the address {address}",
+                try_="127.0.0.1 and `ssh -L`, or say that this is meant",
+            )
+        key = ServerKey()
+        guard = RequestGuard(
+            _router(routes),
+            key=key,
+            hosts=place.hosts,
+            methods=methods,
+            limits=limits,
+            error_format=error_format,
+            on_failure=on_failure,
+        )
+        with contextlib.ExitStack() as stack:
+            running = stack.enter_context(registered(name=name, about=about, host=place.host, key=key))
+            page = stack.enter_context(redirect_page(running.link())) if open_browser else None
+
+            def ready() -> None:
+                if on_ready is not None:
+                    on_ready(running)
+                if page is not None:
+                    open_in_browser(page)
+
+            return _run(guard, place=place, limits=limits, on_ready=ready)
+    finally:
+        place.close()
+
+
+def require_libraries() -> None:
+    """Refuses where the packages for pages are not installed."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise WhetError("pages need two more packages", got=str(error), try_="pip install 'whet[web]'") from None
+
+
+def _router(routes: Sequence["BaseRoute"]) -> App:
+    from starlette.exceptions import HTTPException
+    from starlette.routing import Router
+
+    async def nothing_here(scope: Message, receive: Receive, send: Send) -> None:  # noqa: ARG001
+        raise HttpError(404, "there is nothing here", got=scope["path"], try_="/")
+
+    router = Router(routes, default=nothing_here, redirect_slashes=False)
+
+    async def routed(scope: Message, receive: Receive, send: Send) -> None:
+        scope["app"] = router  # Only then starlette raises what it refuses, instead of answering in its own words.
+        try:
+            await router(scope, receive, send)
+        except HTTPException as error:
+            refused = HttpError(error.status_code, error.detail.lower(), got=f"{scope['method']} {scope['path']}")
+            refused.headers += [(key.lower().encode(), value.encode()) for key, value in (error.headers or {}).items()]
+            raise refused from None
+
+    return routed
+
+
+def _run(guard: RequestGuard, *, place: ListenAddress, limits: ClientLimits, on_ready: Callable[[], None]) -> int:
+    import uvicorn
+
+    from whet.web.connection import ConnectionMonitor
+
+    config = uvicorn.Config(
+        guard,
+        http=ConnectionMonitor(limits).connection,  # type: ignore[arg-type]  # uvicorn only calls it.
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        workers=1,
+        limit_concurrency=limits.connections + 1,
+        timeout_keep_alive=limits.idle_seconds,  # type: ignore[arg-type]  # It goes to call_later.
+        backlog=_ACCEPT_BATCH,
+        timeout_graceful_shutdown=1,
+        h11_max_incomplete_event_size=limits.header_bytes,
+    )
+    return _until_signalled(uvicorn.Server(config), place=place, on_ready=on_ready)
+
+
+def _until_signalled(server: Any, *, place: ListenAddress, on_ready: Callable[[], None]) -> int:
+    """uvicorn looks for a signal ten times a second and then dies of it; ours waits, and leaves nothing behind."""
+    came: list[int] = []
+
+    async def wait() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def handle(number: int) -> None:
+            came.append(number)
+            stop.set()
+
+        with _signals(loop, handle):
+            await server.startup(sockets=list(place.sockets))
+            place.queue()
+            on_ready()
+            await stop.wait()
+            await server.shutdown(sockets=list(place.sockets))
+
+    if not server.config.loaded:
+        server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    asyncio.run(wait())
+    return SIGTERM_EXIT_CODE if came and came[0] == signal.SIGTERM else 0
+
+
+@contextlib.contextmanager
+def _signals(loop: asyncio.AbstractEventLoop, handle: Callable[[int], None]) -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, handle, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
