@@ -56,7 +56,7 @@ class BenchRequest:
 
 def presets(recipe: Recipe) -> Mapping[str, Mapping[str, object]]:
     """Sizes of the model by name, where a recipe has them: `presets = {"small": {"arch.layers": 2}}`."""
-    found = getattr(recipe, "presets", None) or {}
+    found = recipe.presets
     if not isinstance(found, Mapping) or not all(isinstance(changes, Mapping) for changes in found.values()):
         raise UsageError("presets of a recipe must be a dict of dicts", got=repr(found)[:200], try_=_PRESETS_HINT)
     return found

@@ -30,19 +30,18 @@ def export_model(
     if recipe is None and run.header.recipe not in BUILT_IN:
         raise UsageError("the run is of a recipe of yours", got=run.header.recipe, try_="--recipe FILE")
     loaded = load_recipe(recipe or run.header.recipe)
-    predict, write = getattr(loaded, "predict", None), getattr(loaded, "write_model_files", None)
-    if predict is None or write is None:
+    if not (loaded.supports("predict") and loaded.supports("write_model_files")):
         raise UsageError(f"the recipe {loaded.name} cannot export its model", got=to, try_="csv, parquet, tensorboard")
 
     def fill(draft: Path) -> list[str]:
         try:
-            model, _ = predict(loaded.Config.model_validate(run.config), run.kept)
+            model, _ = loaded.predict(loaded.Config.model_validate(run.config), run.kept)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             raise WhetError("the run does not hold what its recipe needs", got=what, try_="another run") from None
         step = load_weights(run.path, model, checkpoint=checkpoint)
         model.eval()
-        told = write(model, run.kept, draft, to=to)
+        told = loaded.write_model_files(model, run.kept, draft, to=to)
         files = sorted(file.name for file in draft.iterdir())
         listed: dict[str, Any] = {"format": to, "run": run.header.id, "step": step, **told, "files": files}
         (draft / EXPORT_MANIFEST).write_text(strict_json.encode(listed, pretty=True) + "\n", encoding="utf-8")

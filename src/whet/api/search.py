@@ -91,13 +91,15 @@ def prepare_search(
     if not re.fullmatch(r"auto|mps|cpu|fake|cuda(:[0-9]+)?", device):
         raise UsageError("no such device", got=device, try_="auto, mps, cuda, cuda:1 or cpu")
     folder = (root / name if name else next_run_path(root, recipe=f"{recipe.name}-search")).absolute()
-    goal = getattr(resolved.config, "goal", recipe.goal)
+    goal = recipe.selected_goal(resolved.config)
+    if goal is None:
+        raise UsageError("a search needs a metric to optimize", got=f"{what} has no goal", try_='goal = "accuracy"')
     question = SearchConfig(
         name=folder.name,
         recipe=recipe.name,
         goal=goal,
-        is_higher_better=goal not in getattr(recipe, "lower_is_better", ()),
-        resource=getattr(recipe, "resource", "epochs" if resolved.config.max_steps is None else "steps"),
+        is_higher_better=goal not in recipe.lower_is_better,
+        resource=recipe.resource or ("epochs" if resolved.config.max_steps is None else "steps"),
         space=space,
         fixed=parse_args(fixed).values,
         subset=subset,

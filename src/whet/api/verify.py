@@ -15,8 +15,7 @@ from whet.data.batch import MicroBatch, Position
 from whet.device.cpu import CpuDevice
 from whet.machine.facts import Machine
 from whet.machine.known import load_machine
-from whet.recipes.recipe import Recipe, is_recipe, load_factory, validate_recipe
-from whet.recipes.runner import recipe_optimizer
+from whet.recipes.recipe import Recipe, load_factory, validate_recipe
 from whet.verify.fake_tensors import fake_mode
 from whet.verify.parity.compare import ParityResult, compare_devices
 from whet.verify.preflight.check import CheckResult
@@ -31,7 +30,7 @@ def load_subject(
     factory = load_factory(word, default=("recipe", "model"))
     if _makes_recipe(factory):
         recipe = validate_recipe(factory(), word)
-        if is_causal and not hasattr(recipe, "outputs"):
+        if is_causal and not recipe.supports("outputs"):
             raise UsageError(
                 "this recipe does not say what its model predicts",
                 got=f"{word} and --causal",
@@ -46,11 +45,11 @@ def load_subject(
 def _makes_recipe(factory: Callable[[], Any]) -> bool:
     """Whether it makes a recipe, whatever its name; a model is made among fake tensors, which takes no memory."""
     if getattr(factory, "__name__", "") == "recipe":
-        return is_recipe(factory())
+        return isinstance(factory(), Recipe)
     try:
         with fake_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return is_recipe(factory())
+            return isinstance(factory(), Recipe)
     except Exception:
         # A model that needs real numbers to be made: whoever asks about it will see why.
         return False
@@ -79,14 +78,13 @@ def _recipe_subject(recipe: Recipe, words: Sequence[str], *, file: Path | None) 
 
     def make() -> Trainable:
         model = recipe.model(config, data)
-        outputs = getattr(recipe, "outputs", None)
         return Trainable(
             model=model,
             loss=partial(recipe.loss, model),
             micro=micro,
             size=config.global_batch_size,
-            optimizer=recipe_optimizer(recipe, config),
-            outputs=None if outputs is None else partial(outputs, model),
+            optimizer=recipe.optimizer(config),
+            outputs=partial(recipe.outputs, model) if recipe.supports("outputs") else None,
         )
 
     return TrainableSpec(name=recipe.name, make=make, workload=workload)

@@ -43,11 +43,11 @@ def arena(
     from whet.cli import console
     from whet.recipes.recipe import load_recipe
 
-    hold = getattr(load_recipe(what), "hold_contest", None)
-    if hold is None:
+    recipe = load_recipe(what)
+    if not recipe.supports("hold_contest"):
         raise UsageError(f"{what} is not played", got=what, try_="hex")
     with _watched() as watch:
-        found = hold(
+        found = recipe.hold_contest(
             one,
             two,
             num_games=games,

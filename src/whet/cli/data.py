@@ -37,8 +37,7 @@ def data(
     from whet.recipes.recipe import BUILT_IN, load_recipe
 
     recipe = load_recipe(what)
-    look = getattr(recipe, "inspect_data", None)
-    if look is None:
+    if not recipe.supports("inspect_data"):
         raise UsageError(f"the recipe {recipe.name} has no data report", got=what, try_=" or ".join(BUILT_IN))
     if leave and fix is None:
         raise UsageError("--leave says what --fix leaves", got=f"--leave {leave}", try_="--fix OUT")
@@ -46,7 +45,7 @@ def data(
         raise UsageError("the data is not there", got=path, try_="a file or folder that exists")
     config = resolve_config(recipe.Config, words or ()).config
     kinds = tuple(kind.strip() for kind in leave.split(",") if kind.strip())
-    found = look(config, path, fix=fix, leave=kinds)
+    found = recipe.inspect_data(config, path, fix=fix, leave=kinds)
     if json:
         console.result_json(found.as_json)
     else:

@@ -94,7 +94,7 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
     from whet.cli import console
     from whet.device.environment import configure_before_torch
 
-    if getattr(recipe, "improve", None) is None:
+    if not recipe.supports("improve"):
         raise UsageError(f"{recipe.name} is not played", got="selfplay=True", try_="whet train hex selfplay=True")
     if resolved.is_batch_open:
         raise UsageError("a self-play needs a number", got="global_batch_size=auto", try_="global_batch_size=256")

@@ -43,7 +43,7 @@ def validate(what: str, words: Sequence[str], nproc: int, *, config: Path | None
     if world.size > 1 and len(parse_seeds(words, config)) > 1:
         raise UsageError("torchrun trains one run", got="several seeds", try_=f"whet train ... --nproc {world.size}")
     recipe = load_recipe(what)
-    why = getattr(recipe, "single_process_reason", None)
+    why = recipe.single_process_reason
     if why is not None:
         raise UsageError(f"{what} trains in one process", got=f"{number} processes; {why}", try_="no --nproc")
     resolved = resolve_config(recipe.Config, words, file=config, can_measure=True)

@@ -106,7 +106,7 @@ def _new_plan(
     resolved = resolve_config(recipe.Config, words or (), file=config)
     several = {"world_size": nproc, "local_size": nproc}
     workload = recipe.describe(resolved.config).model_copy(update=several)
-    for line in recipe.assumptions(resolved.config) if hasattr(recipe, "assumptions") else ():
+    for line in recipe.assumptions(resolved.config):
         console.note(f"note: {line}")
     overrides = resolved.overrides if device == "auto" else {"device": device, **resolved.overrides}
     if machine is not None:

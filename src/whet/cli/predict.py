@@ -144,9 +144,8 @@ def _answers(opened: "Run", *, recipe: str | None, checkpoint: str, device: str)
     if recipe is None and opened.header.recipe not in BUILT_IN:
         raise UsageError("the run is of a recipe of yours", got=opened.header.recipe, try_="--recipe FILE")
     loaded = load_recipe(recipe or opened.header.recipe)
-    predict_with = getattr(loaded, "predict", None)
-    if predict_with is None:
-        can_speak = hasattr(loaded, "speak")
+    if not loaded.supports("predict"):
+        can_speak = loaded.supports("speak")
         way = f'whet generate {opened.path} --prompt "..."' if can_speak else "a method predict()"
         raise UsageError(f"the recipe {loaded.name} cannot predict", got=str(opened.path), try_=way)
 
@@ -154,7 +153,7 @@ def _answers(opened: "Run", *, recipe: str | None, checkpoint: str, device: str)
     from whet.training.weights import load_weights
 
     try:
-        model, answers = predict_with(loaded.Config.model_validate(opened.config), opened.kept)
+        model, answers = loaded.predict(loaded.Config.model_validate(opened.config), opened.kept)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise WhetError("the run does not hold what its recipe needs", got=what, try_="another run") from None

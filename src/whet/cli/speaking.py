@@ -21,8 +21,7 @@ def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Speaker":
     opened = open_run(run)
     # Only a built-in one: a run folder may come from anywhere, and must not say which code is run.
     recipe = load_recipe(opened.header.recipe) if opened.header.recipe in BUILT_IN else None
-    speak = getattr(recipe, "speak", None)
-    if speak is None:
+    if recipe is None or not recipe.supports("speak"):
         raise UsageError("this run cannot be spoken with", got=f"a run of {opened.header.recipe}", try_="a chat run")
     configure_before_torch(mps_fallback=False)
     from whet.device.open import open_device
@@ -30,7 +29,7 @@ def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Speaker":
 
     place = open_device(device).device
     try:
-        speaker: Speaker = speak(opened.kept)
+        speaker: Speaker = recipe.speak(opened.kept)
     except (KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise WhetError("the run does not hold what its recipe needs", got=what, try_="another run") from None

@@ -209,13 +209,12 @@ def _train_here(what: str, words: list[str], run: Path | None, how: _How) -> int
     else:
         result = _train_now(what, recipe, resolved, path, command, how)
         if result.state == "stopped":
-            why = "" if result.exit_code else " (epochs_per_sitting)"
+            why = "" if result.exit_code else " (epochs_per_session)"
             train_output.print_stopped(path, step=result.step, why=why, command=command)
             return result.exit_code
     if not console.rank:
-        can = {name: recipe.name in BUILT_IN and hasattr(recipe, name) for name in ("hold_contest", "speak")}
-        ask = getattr(recipe, "question", None) if recipe.name in BUILT_IN else None
-        question = ask(open_run(path).kept) if ask else None
+        can = {name: recipe.name in BUILT_IN and recipe.supports(name) for name in ("hold_contest", "speak")}
+        question = recipe.example_input(open_run(path).kept) if recipe.name in BUILT_IN else None
         train_output.print_summary(path, question=question, can_play=can["hold_contest"], can_speak=can["speak"])
     return 0
 

@@ -1,5 +1,7 @@
 """The options that every recipe has, declared once: type, default and meaning."""
 
+import copy
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -57,8 +59,22 @@ class CommonConfig(BaseModel):
         "causal_mask",
     )
     """Keys that are settings of the plan: when you give one, no rule and no measurement overrides it."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Other defaults than those of the base class, by key: {"epochs": 5}."""
     group_aliases: ClassVar[dict[str, str]] = {}
     """Groups of keys whose name alone means one of them: arch=gpt for arch.kind=gpt."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        own = cls.__dict__.get("defaults", {})
+        for name, default in own.items():
+            # A copy: the field is shared with the base class.
+            field = copy.copy(cls.model_fields[name])
+            field.default = default
+            cls.model_fields[name] = field
+        if own:
+            cls.model_rebuild(force=True)
 
     data: str | None = Field(
         None, description="file or folder with the data; the recipe's embedded default if not given"

@@ -1,4 +1,7 @@
-"""The base class of recipes, and how a recipe is loaded: by name or from a Python file."""
+"""The base class of recipes, and how a recipe is loaded: by name or from a Python file.
+
+Needs no torch, so that `whet plan` works on any machine; methods that need it import it themselves.
+"""
 
 import importlib
 import importlib.util
@@ -6,29 +9,16 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
-from whet.base.errors import UsageError, WhetError, closest_match
+from whet.base.errors import DataChangedError, UsageError, WhetError, closest_match
 from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
 from whet.run.folder import installed_versions
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataInspection:
-    """A data report, ready to be shown."""
-
-    lines: tuple[str, ...]
-    as_json: dict[str, Any]
-    num_findings: int
-
-
-class InspectsData(Protocol):
-    """A recipe that can look at data before it trains on it."""
-
-    def inspect_data(self, config: Any, path: Path, *, fix: Path | None, leave: tuple[str, ...]) -> DataInspection:
-        """What `path` holds and what is wrong with it; a cleaned copy at `fix`, with the kinds in `leave` left in."""
-
+if TYPE_CHECKING:
+    from whet.config.resolve import ResolvedConfig
+    from whet.step.optimizers import OptimizerChoice
 
 BUILT_IN = {
     "text": "whet.recipes.text.recipe",
@@ -39,7 +29,7 @@ BUILT_IN = {
 
 
 class Splits(Protocol):
-    """A recipe's data: three parts, each made of tensors, a map-style dataset, or an iterable."""
+    """The data of a recipe: three splits, each made of tensors, a map-style dataset, or an iterable."""
 
     @property
     def train(self) -> Any: ...
@@ -49,56 +39,177 @@ class Splits(Protocol):
     def test(self) -> Any: ...
 
 
-class Recipe(Protocol):
-    """A complete workload. `describe` needs no torch, so that a plan can be made anywhere.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataInspection:
+    """The result of `whet data`: lines for a terminal, JSON for a program, and the number of problems."""
 
-    The recipe of a causal model has a method outputs(model, micro) too, which gives (batch, length, ...): before the
-    first step it is tried whether each place depends on itself and earlier ones only. A recipe whose parameters do not
-    all learn alike has a method optimizer(config), which gives an OptimizerChoice. One that several processes cannot
-    train together says why in an attribute only_one_process. Several processes share an evaluation where there are
-    methods tally(model, micros), what is known of these samples as plain JSON, and conclude(model, tallies), the
-    metrics of all; else the first one evaluates everything while the others wait. One that knows why its data may be
-    other than when a run was started says so in explain_other_data(error, config, versions), which gives a WhetError.
+    lines: tuple[str, ...]
+    as_json: dict[str, Any]
+    num_findings: int
+
+
+class Recipe:
+    """A complete workload: options, data, model, loss and evaluation. Subclass it and override what differs.
+
+    Required: `name`, `data`, `model` and `loss`. With `evaluate`, set `goal` to the metric that selects the best
+    checkpoint. The methods in the second half enable further commands (`whet predict`, `whet data`, ...); the default
+    of each raises an error that names the command.
+
+        class Mine(Recipe):
+            name = "mine"
+
+            def data(self, config): ...
+            def model(self, config, data): ...
+            def loss(self, model, micro): ...
     """
 
-    name: str
-    Config: type[Any]
-    """A model that extends `whet.config.options.CommonConfig`."""
-    goal: str
-    """The metric that counts; higher is better, unless an attribute `lower_is_better` lists its name.
+    name: str = ""
+    Config: type[Any] = CommonConfig
+    """The options: a subclass of `CommonConfig`."""
+    goal: str | None = None
+    """The metric that selects the best checkpoint. A key `goal` in the Config lets the user choose another one."""
+    lower_is_better: tuple[str, ...] = ()
+    """Metrics of which a lower value is better; all others are maximized."""
+    presets: ClassVar[Mapping[str, Mapping[str, object]]] = {}
+    """Model sizes by name for `whet bench --sweep arch`: {"small": {"arch.layers": 2}}."""
+    resource: str | None = None
+    """What a search hands out to its trials, "epochs" or "steps"; None: steps where max_steps is set."""
+    single_process_reason: str | None = None
+    """Why several processes cannot train this recipe together; None where they can."""
 
-    A key `goal` in the Config lets the user choose another one.
-    """
-
-    def describe(self, config: Any, data: Any = None) -> Workload:
-        """What is to be trained; more is known once the data was read."""
+    # What is trained.
 
     def data(self, config: Any) -> Splits:
-        """Reads the data."""
+        """Read the data."""
+        raise NotImplementedError
 
     def model(self, config: Any, data: Any) -> Any:
-        """The model with its first weights, drawn from torch's generator."""
+        """Return the model with its initial weights, drawn from torch's default generator."""
+        raise NotImplementedError
 
     def loss(self, model: Any, micro: Any) -> Any:
-        """The mean over the samples of a micro-batch, or a pair (sum, weight)."""
+        """Return the mean loss over the samples of a micro-batch, or a pair (sum, weight)."""
+        raise NotImplementedError
+
+    def optimizer(self, config: Any) -> "OptimizerChoice":
+        """Return the optimizer; by default one group of parameters with the common options."""
+        from whet.step.optimizers import OptimizerChoice
+
+        return OptimizerChoice(name=config.optimizer, lr=config.lr, weight_decay=config.weight_decay)
 
     def evaluate(self, model: Any, micro_batches: Any) -> dict[str, Any]:
-        """Metrics over micro-batches of a split, and perhaps a confusion matrix and samples (training/metrics.py)."""
+        """Return metrics over the micro-batches of a split, optionally with a confusion matrix and samples."""
+        raise NotImplementedError
 
-    def keep(self, config: Any, data: Any) -> dict[str, Any]:
-        """What using the model later needs besides its weights, as plain JSON; kept in the run folder."""
+    def tally(self, model: Any, micro_batches: Any) -> Any:
+        """Return what one process counted over its share of a split, as JSON; `conclude` combines the tallies.
+
+        Without these two methods the first process evaluates everything while the others wait.
+        """
+        raise NotImplementedError
+
+    def conclude(self, model: Any, tallies: list[Any]) -> dict[str, Any]:
+        """Return the metrics of all tallies."""
+        raise NotImplementedError
+
+    def outputs(self, model: Any, micro: Any) -> Any:
+        """Return the outputs of a causal model, (batch, length, ...).
+
+        If overridden, a check before the first step verifies that each position depends on earlier positions only.
+        """
+        raise NotImplementedError
+
+    def metadata(self, config: Any, data: Any) -> dict[str, Any]:  # noqa: ARG002
+        """Return what using the model later needs besides its weights (class names, a vocabulary), as plain JSON."""
+        return {}
+
+    # What a plan and a resumed run need to know.
+
+    def describe(self, config: Any, data: Any = None) -> Workload:
+        """Describe the workload for a plan; more is known once the data was read.
+
+        The default reads the data and builds the model to count its parameters. A recipe that overrides it can be
+        planned without torch and without data.
+        """
+        from whet.recipes.runner import describe_recipe
+
+        return describe_recipe(self, config, data)
+
+    def assumptions(self, config: Any) -> tuple[str, ...]:  # noqa: ARG002
+        """Return what `describe` assumes without data, one line each."""
+        return ()
+
+    def explain_changed_data(
+        self,
+        error: DataChangedError,
+        config: Any,  # noqa: ARG002
+        versions: Mapping[str, str | None],  # noqa: ARG002
+    ) -> WhetError:
+        """Return the error for a run whose data has changed, with the reason if the recipe knows it.
+
+        `versions` are those that the run was started with.
+        """
+        return error
+
+    # Commands beyond training.
+
+    def predict(self, config: Any, metadata: dict[str, Any]) -> tuple[Any, Any]:  # noqa: ARG002
+        """Return (model, answer function) for `whet predict`; the weights are loaded afterwards."""
+        raise self._unsupported("predict")
+
+    def example_input(self, metadata: dict[str, Any]) -> str | None:  # noqa: ARG002
+        """Return an input to suggest for `whet predict` after training; None for no suggestion."""
+        return None
+
+    def speak(self, metadata: dict[str, Any]) -> Any:  # noqa: ARG002
+        """Return the text generator for `whet generate`, `whet chat` and `whet serve`."""
+        raise self._unsupported("generate text")
+
+    def inspect_data(self, config: Any, path: Path, *, fix: Path | None, leave: tuple[str, ...]) -> DataInspection:  # noqa: ARG002
+        """Report what `path` holds and what is wrong with it; write a cleaned copy to `fix`, except kinds in `leave`."""
+        raise self._unsupported("inspect data")
+
+    def write_model_files(self, model: Any, metadata: dict[str, Any], folder: Path, *, to: str) -> dict[str, Any]:  # noqa: ARG002
+        """Write the model in the format `to` for `whet export`, and return what the export manifest should say."""
+        raise self._unsupported("export its model")
+
+    def hold_contest(self, one: str, two: str, **options: Any) -> Any:  # noqa: ARG002
+        """Play two players against each other for `whet arena`."""
+        raise self._unsupported("be played")
+
+    def improve(self, resolved: "ResolvedConfig[Any]", **options: Any) -> int:  # noqa: ARG002
+        """Train by self-play, and return the exit code."""
+        raise self._unsupported("train by self-play")
+
+    def selected_goal(self, config: Any) -> str | None:
+        """Return the metric that selects the best checkpoint: the config's `goal` if it has one, else the recipe's."""
+        chosen: str | None = getattr(config, "goal", self.goal)
+        return chosen
+
+    def supports(self, method: str) -> bool:
+        """Whether this recipe overrides an optional method.
+
+        >>> Recipe().supports("predict")
+        False
+        """
+        return getattr(type(self), method) is not getattr(Recipe, method)
+
+    def _unsupported(self, action: str) -> UsageError:
+        return UsageError(
+            f"the recipe {self.name} cannot {action}", got=self.name, try_=f"one of {', '.join(BUILT_IN)}"
+        )
 
 
-REQUIRED_ATTRIBUTES = ("name", "Config", "goal", "describe", "data", "model", "loss", "evaluate", "keep")
+_REQUIRED_METHODS = ("data", "model", "loss")
 
 
 def load_recipe(word: str) -> Recipe:
-    """The recipe behind a word: a built-in name, `path.py`, `path.py:factory` or `module:factory`."""
+    """Load a recipe: a built-in name, `path.py`, `path.py:factory` or `module:factory`."""
     return validate_recipe(load_factory(word)(), word)
 
 
 def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callable[[], Any]:
-    """What a word names: a recipe's own factory, the one that is named, or the first of `default` that is there."""
+    """Return the factory that `word` names; without a name, the first of `default` that the file defines."""
     if word in BUILT_IN:
         return cast("Callable[[], Any]", importlib.import_module(BUILT_IN[word]).recipe)
     place, _, factory = word.partition(":")
@@ -111,34 +222,35 @@ def load_factory(word: str, *, default: tuple[str, ...] = ("recipe",)) -> Callab
         hint = f"did you mean {meant!r}?" if meant else "a recipe (" + ", ".join(BUILT_IN) + ") or a file.py"
         raise UsageError("no such recipe", got=word, try_=hint)
     names = (factory,) if factory else default
-    found = next((made for name in names if callable(made := getattr(module, name, None))), None)
-    if found is None:
+    match = next((made for name in names if callable(made := getattr(module, name, None))), None)
+    if match is None:
         raise UsageError(
             f"{place} does not define {' or '.join(names)}()", got=word, try_=f"def {names[0]}(): return ..."
         )
-    return cast("Callable[[], Any]", found)
-
-
-def is_recipe(made: object) -> bool:
-    """Whether this is meant as a recipe, complete or not."""
-    return hasattr(made, "Config")
+    return cast("Callable[[], Any]", match)
 
 
 def validate_recipe(made: object, word: str) -> Recipe:
-    """What a factory gave, if it is a recipe."""
-    missing = [name for name in REQUIRED_ATTRIBUTES if getattr(made, name, None) is None]
+    """Check that a factory returned a complete recipe."""
+    if not isinstance(made, Recipe):
+        raise UsageError(
+            f"what {word} returns is not a recipe",
+            got=type(made).__name__,
+            try_="class Mine(whet.Recipe); whet init FILE writes an example",
+        )
+    missing = [name for name in _REQUIRED_METHODS if not made.supports(name)]
+    missing = missing if made.name else ["name", *missing]
     if missing:
         raise UsageError(
-            f"what {word} gives is not a recipe", got=f"no {', '.join(missing)}", try_="whet init FILE writes one"
+            f"the recipe of {word} is incomplete", got=f"no {', '.join(missing)}", try_="whet init FILE writes one"
         )
-    config = made.Config  # type: ignore[attr-defined]
-    if not (isinstance(config, type) and issubclass(config, CommonConfig)):
+    if not (isinstance(made.Config, type) and issubclass(made.Config, CommonConfig)):
         raise UsageError(
             f"the Config of {word} lacks the common keys",
-            got=repr(config),
+            got=repr(made.Config),
             try_="class Config(whet.config.options.CommonConfig)",
         )
-    return cast(Recipe, made)
+    return made
 
 
 def _import_file(path: Path) -> Any:
@@ -149,7 +261,7 @@ def _import_file(path: Path) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    # What lies beside the file may be imported, as for any script; last, so that it hides nothing.
+    # Modules beside the file can be imported, as for any script; last, so that they shadow nothing.
     if str(path.parent.absolute()) not in sys.path:
         sys.path.append(str(path.parent.absolute()))
     loader = spec.loader
@@ -171,7 +283,7 @@ def _import_checked(load: Callable[[], Any], where: str) -> Any:
     except WhetError:
         raise
     except SystemExit as error:
-        # Silence and exit code 0 would look like a finished training.
+        # Otherwise silence and exit code 0 would look like a finished training.
         raise WhetError(
             f"{where} ends the program", got=f"sys.exit({error.code!r})", try_="a file without it"
         ) from error
@@ -182,20 +294,20 @@ def _import_checked(load: Callable[[], Any], where: str) -> Any:
 
 
 class EmbeddedData(NamedTuple):
-    """What data is made from, in words of its recipe."""
+    """What a recipe's embedded data is generated from, for the message when it has changed."""
 
     is_made: str
-    """ "the embedded talks are made from whet itself and from Python's library" """
+    """ "the embedded texts are docstrings of six installed libraries" """
     sources: Mapping[str, str]
-    """What a run records the versions of, by how it is called there."""
+    """Packages whose versions a run records, with their display names."""
     otherwise: str
-    """What must have changed where all of those versions are the same."""
+    """What must have changed if all of those versions are the same."""
     instead: str
-    """What does not change by itself."""
+    """Data that does not change by itself."""
 
 
 def explain_data_change(error: UsageError, made: EmbeddedData, then: Mapping[str, str | None]) -> UsageError:
-    """The refusal of other data with its reason; `then` are the versions that the run was started with."""
+    """Return the error for changed embedded data with its cause; `then` are the versions the run was started with."""
     now = installed_versions()
     changes = [
         f"{name} has changed since ({then.get(key)} -> {now[key]})"
@@ -206,6 +318,6 @@ def explain_data_change(error: UsageError, made: EmbeddedData, then: Mapping[str
     return UsageError(
         error.what,
         got=f"{error.got}; {made.is_made}, and {' and '.join(changes) or made.otherwise}",
-        try_=f"--fresh or another --run to start anew; to go on, what it was started with ({before}); "
-        f"{made.instead} stay as they are",
+        try_=f"--fresh or another --run to start over; to resume, install what it was started with ({before}); "
+        f"{made.instead} stay the same",
     )

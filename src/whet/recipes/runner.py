@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from whet.base.errors import DataChangedError, UsageError
 from whet.config.resolve import ResolvedConfig
@@ -19,23 +19,19 @@ from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice
 from whet.training.callbacks.event_log import EventHandler, emit_event
 from whet.training.loop import TrainResult, train
+from whet.training.training_config import parse_training_config
 from whet.training.tune import OpenStepBench
-from whet.training.workload import count_parameters, layer_kinds
+from whet.training.workload import count_parameters, describe_workload, layer_kinds
 
-
-def recipe_optimizer(recipe: Recipe, config: Any) -> OptimizerChoice:
-    choose = getattr(recipe, "optimizer", None)
-    if choose is not None:
-        return cast(OptimizerChoice, choose(config))
-    return OptimizerChoice(name=config.optimizer, lr=config.lr, weight_decay=config.weight_decay)
-
-
-WARMUP_SHARE = 0.06
+_WARMUP_SHARE = 0.06
+"""Of all steps, for warmup_steps=auto."""
+_VOCABULARY_KEYS = ("tokenizer", "classes")
+"""Parts of a recipe's metadata that say what the model's inputs and outputs stand for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRecipe:
-    """What a recipe gives for its config: all that `train` and `tune` need."""
+    """A recipe with its data read and its model built: everything that `train` and `tune` need."""
 
     data: Splits
     model: Any
@@ -43,75 +39,28 @@ class PreparedRecipe:
     optimizer: OptimizerChoice
     workload: Workload
     training: dict[str, Any]
-    """The keywords of `whet.training.training_config.TrainingConfig`."""
+    """The training keywords of `whet.Session`."""
 
 
 def prepare_recipe(recipe: Recipe, config: Any, *, data: Splits | None = None) -> PreparedRecipe:
-    """Reads the data, unless it is given, and makes the model."""
+    """Read the data, unless it is given, and build the model."""
     data = recipe.data(config) if data is None else data
     seed_everything(config.seed)
     model = recipe.model(config, data)
-    # Counted, whatever the description says.
-    counted, frozen = count_parameters(model)
-    workload = recipe.describe(config, data)
-    layers = tuple(sorted({*workload.layers, *layer_kinds(model)}))
-    workload = workload.model_copy(update={"num_parameters": max(1, counted), "num_frozen": frozen, "layers": layers})
-    if getattr(data, "is_part", False) and (samples := count_samples(data.train)) is not None:
-        # Less than the recipe may have counted (api/trial.py).
-        steps = config.epochs * -(-samples // config.global_batch_size)
-        workload = workload.model_copy(
-            update={"num_samples": samples, "num_steps": min(steps, config.max_steps or steps)}
-        )
-    share = getattr(config, "warmup_share", WARMUP_SHARE)
-    warmup = int(share * (workload.num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
+    workload = _workload(recipe, config, data, model)
     return PreparedRecipe(
         data=data,
         model=model,
         loss=partial(recipe.loss, model),
-        optimizer=recipe_optimizer(recipe, config),
+        optimizer=recipe.optimizer(config),
         workload=workload,
-        training={
-            "global_batch_size": config.global_batch_size,
-            "epochs": config.epochs,
-            "max_steps": config.max_steps,
-            "seed": config.seed,
-            "schedule": config.schedule,
-            "warmup_steps": warmup,
-            "clip": config.clip,
-            "ema": config.ema,
-            "eval_every": None if config.eval_every == "auto" else config.eval_every,
-            "patience": config.patience,
-            "epochs_per_session": config.epochs_per_session,
-        },
+        training=_training_keywords(config, workload.num_steps),
     )
 
 
-_MEANING_KEYS = ("tokenizer", "classes")
-"""What a model's numbers stand for, as recipes keep it."""
-
-
-class SharedEvaluation:
-    """A recipe's evaluation that several processes can share (training/evaluator.py)."""
-
-    def __init__(self, recipe: Any) -> None:
-        self._recipe = recipe
-
-    def __call__(self, model: Any, micro_batches: Any, /) -> dict[str, Any]:
-        found: dict[str, Any] = self._recipe.evaluate(model, micro_batches)
-        return found
-
-    def tally(self, model: Any, micro_batches: Any, /) -> Any:
-        return self._recipe.tally(model, micro_batches)
-
-    def conclude(self, model: Any, tallies: list[Any], /) -> dict[str, Any]:
-        found: dict[str, Any] = self._recipe.conclude(model, tallies)
-        return found
-
-
-def recipe_evaluation(recipe: Recipe) -> Any:
-    """How a recipe is evaluated: by several processes together, if it says how."""
-    can_share = hasattr(recipe, "tally") and hasattr(recipe, "conclude")
-    return SharedEvaluation(recipe) if can_share else recipe.evaluate
+def describe_recipe(recipe: Recipe, config: Any, data: Splits | None = None) -> Workload:
+    """Describe a recipe that has no `describe` of its own: read its data and build its model."""
+    return prepare_recipe(recipe, config, data=data).workload
 
 
 def train_recipe(
@@ -126,16 +75,15 @@ def train_recipe(
     open_bench: OpenStepBench | None = None,
     data: Splits | None = None,
 ) -> TrainResult:
-    """Trains a recipe in a run folder, or goes on with it; measured before if `open_bench` says how."""
+    """Train a recipe in a run folder, or resume it; with `open_bench`, a new run is measured first."""
     config = resolved.config
     made = prepare_recipe(recipe, config, data=data)
-    goes_on = (run / RECIPE_FILE).exists()
-    if "data" in allow and goes_on:
-        _check_meanings(open_run(run).kept, recipe.keep(config, made.data))
+    is_resumed = (run / RECIPE_FILE).exists()
+    if "data" in allow and is_resumed:
+        _check_vocabulary(open_run(run).kept, recipe.metadata(config, made.data))
     if notes := getattr(made.data, "notes", ()):
         emit_event(show, "data", {"notes": notes})
-    outputs = getattr(recipe, "outputs", None)
-    goal = getattr(config, "goal", recipe.goal)
+    goal = recipe.selected_goal(config)
     with _explain_changed_data(recipe, config, run):
         return train(
             made.model,
@@ -143,15 +91,15 @@ def train_recipe(
             loss=made.loss,
             optimizer=made.optimizer,
             evaluate=recipe_evaluation(recipe),
-            val=made.data.val,
+            val=made.data.val if recipe.supports("evaluate") else None,
             test=made.data.test,
-            attach={} if goes_on else {RECIPE_FILE: json.dumps(recipe.keep(config, made.data)).encode()},
+            attach={} if is_resumed else {RECIPE_FILE: json.dumps(recipe.metadata(config, made.data)).encode()},
             run=run,
             device=device,
             overrides=resolved.overrides,
             workload=made.workload.model_copy(update={"batch": resolved.batch}),
             goal=goal,
-            mode="min" if goal in getattr(recipe, "lower_is_better", ()) else "max",
+            mode="min" if goal in recipe.lower_is_better else "max",
             recipe=recipe.name,
             config=config.model_dump(mode="json"),
             command=list(command),
@@ -160,29 +108,88 @@ def train_recipe(
             measure=open_bench is not None,
             open_bench=open_bench,
             allow=allow,
-            outputs=None if outputs is None else partial(outputs, made.model),
+            outputs=partial(recipe.outputs, made.model) if recipe.supports("outputs") else None,
             **made.training,
         )
 
 
+class SharedEvaluation:
+    """The evaluation of a recipe that several processes can share (training/evaluator.py)."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def __call__(self, model: Any, micro_batches: Any, /) -> dict[str, Any]:
+        return self._recipe.evaluate(model, micro_batches)
+
+    def tally(self, model: Any, micro_batches: Any, /) -> Any:
+        return self._recipe.tally(model, micro_batches)
+
+    def conclude(self, model: Any, tallies: list[Any], /) -> dict[str, Any]:
+        return self._recipe.conclude(model, tallies)
+
+
+def recipe_evaluation(recipe: Recipe) -> Any:
+    """Return the recipe's evaluation function, shared between processes if it has `tally`; None if it has none."""
+    if not recipe.supports("evaluate"):
+        return None
+    return SharedEvaluation(recipe) if recipe.supports("tally") else recipe.evaluate
+
+
+def _workload(recipe: Recipe, config: Any, data: Splits, model: Any) -> Workload:
+    if recipe.supports("describe"):
+        workload = recipe.describe(config, data)
+    else:
+        training = parse_training_config(_training_keywords(config, None))
+        workload = describe_workload(model, data.train, training, recipe=recipe.name)
+    # The model is here, so its parameters and layers are counted, whatever the description says.
+    counted, frozen = count_parameters(model)
+    layers = tuple(sorted({*workload.layers, *layer_kinds(model)}))
+    workload = workload.model_copy(update={"num_parameters": max(1, counted), "num_frozen": frozen, "layers": layers})
+    if getattr(data, "is_part", False) and (samples := count_samples(data.train)) is not None:
+        # A trial of a search trains on fewer samples than the recipe describes (api/trial.py).
+        steps = config.epochs * -(-samples // config.global_batch_size)
+        workload = workload.model_copy(
+            update={"num_samples": samples, "num_steps": min(steps, config.max_steps or steps)}
+        )
+    return workload
+
+
+def _training_keywords(config: Any, num_steps: int | None) -> dict[str, Any]:
+    share = getattr(config, "warmup_share", _WARMUP_SHARE)
+    warmup = int(share * (num_steps or 0)) if config.warmup_steps == "auto" else config.warmup_steps
+    return {
+        "global_batch_size": config.global_batch_size,
+        "epochs": config.epochs,
+        "max_steps": config.max_steps,
+        "seed": config.seed,
+        "schedule": config.schedule,
+        "warmup_steps": warmup,
+        "clip": config.clip,
+        "ema": config.ema,
+        "eval_every": None if config.eval_every == "auto" else config.eval_every,
+        "patience": config.patience,
+        "epochs_per_session": config.epochs_per_session,
+    }
+
+
 @contextmanager
 def _explain_changed_data(recipe: Recipe, config: Any, run: Path) -> Iterator[None]:
-    """A refusal of other data with the reason that the recipe may know."""
+    """Let the recipe explain why its data differs from what the run was started with."""
     try:
         yield
     except DataChangedError as error:
-        explain = getattr(recipe, "explain_changed_data", None)
-        raise error if explain is None else explain(error, config, open_run(run).versions) from None
+        raise recipe.explain_changed_data(error, config, open_run(run).versions) from None
 
 
-def _check_meanings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Weights that go on know the tokens and classes that they began with, whatever data is allowed."""
-    others = [
-        name for name in _MEANING_KEYS if name in before and before[name] != json.loads(json.dumps(now.get(name)))
+def _check_vocabulary(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Reject data with another tokenizer or other classes: the trained weights refer to the original ones."""
+    changed = [
+        name for name in _VOCABULARY_KEYS if name in before and before[name] != json.loads(json.dumps(now.get(name)))
     ]
-    if others:
+    if changed:
         raise UsageError(
-            f"this data does not have the {' and '.join(others)} of the run",
+            f"this data does not have the {' and '.join(changed)} of the run",
             got="--allow data",
-            try_="a new run, or data with the same; the numbers that the model has learnt would mean something else",
+            try_="a new run, or data with the same; the trained weights would mean something else",
         )

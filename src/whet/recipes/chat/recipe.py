@@ -9,7 +9,7 @@ from whet.plan.workload import Workload
 from whet.recipes.chat import config as chat_config
 from whet.recipes.chat.arch import PRESETS
 from whet.recipes.chat.config import ChatConfig
-from whet.recipes.recipe import EmbeddedData, explain_data_change
+from whet.recipes.recipe import EmbeddedData, Recipe, explain_data_change
 from whet.run.folder import open_run
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _EMBEDDED = EmbeddedData(
 )
 
 
-class ChatRecipe:
+class ChatRecipe(Recipe):
     """Learns from conversations; by default from whet's own help and Python's."""
 
     name = "chat"
@@ -85,7 +85,7 @@ class ChatRecipe:
 
         return conclude(model, tallies, self._data)
 
-    def keep(self, config: ChatConfig, data: "ChatData") -> dict[str, Any]:  # noqa: ARG002
+    def metadata(self, config: ChatConfig, data: "ChatData") -> dict[str, Any]:  # noqa: ARG002
         from whet.recipes.chat.generation.speaking import kept_of
 
         return {**kept_of(data.tokenizer, data.arch), "data": data.fingerprint}

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from whet.plan.workload import Workload
 from whet.recipes.hex import config as hex_config
 from whet.recipes.hex.arch import PRESETS
 from whet.recipes.hex.config import HexConfig
+from whet.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from whet.recipes.hex.net import HexNet
 
 
-class HexRecipe:
+class HexRecipe(Recipe):
     """Learns from games; by default from those of the two-distance player."""
 
     name = "hex"
     Config = HexConfig
     goal = "policy_top1"
-    presets = {str(name): {"arch.preset": name} for name in PRESETS}  # noqa: RUF012
+    presets: ClassVar = {str(name): {"arch.preset": name} for name in PRESETS}
     _weights: "Weights | None" = None
 
     def describe(self, config: HexConfig, data: "HexData | None" = None) -> Workload:
@@ -78,7 +79,7 @@ class HexRecipe:
 
         return conclude(tallies)
 
-    def keep(self, config: HexConfig, data: "HexData") -> dict[str, Any]:
+    def metadata(self, config: HexConfig, data: "HexData") -> dict[str, Any]:
         return {"size": data.size, "data": data.fingerprint, "arch": config.arch.model_dump(mode="json")}
 
     def hold_contest(self, one: str, two: str, **how: Any) -> "Contest":

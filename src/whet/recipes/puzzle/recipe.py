@@ -7,6 +7,7 @@ from whet.base.errors import UsageError
 from whet.plan.workload import Workload
 from whet.recipes.puzzle import config as puzzle_config
 from whet.recipes.puzzle.config import PuzzleConfig, Sizes
+from whet.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 Answer = Callable[[Sequence[str]], list[dict[str, Any]]]
 
 
-class PuzzleRecipe:
+class PuzzleRecipe(Recipe):
     """Solves puzzles; by default 4x4 Sudokus, 88 of whose 288 grids are held back."""
 
     name = "puzzle"
@@ -61,10 +62,10 @@ class PuzzleRecipe:
 
         return evaluate(model, micro_batches)
 
-    def keep(self, config: PuzzleConfig, data: "PuzzleData") -> dict[str, Any]:  # noqa: ARG002
+    def metadata(self, config: PuzzleConfig, data: "PuzzleData") -> dict[str, Any]:  # noqa: ARG002
         return {**data.sizes.model_dump(), "is_sudoku": data.is_sudoku}
 
-    def question(self, kept: dict[str, Any]) -> str | None:
+    def example_input(self, kept: dict[str, Any]) -> str | None:
         """A Sudoku that it can be asked, nearly empty."""
         return f"{1:.<{Sizes.model_validate(kept).length}}" if kept["is_sudoku"] else None
 

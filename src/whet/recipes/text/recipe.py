@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import DataChangedError, UsageError
 from whet.plan.workload import Workload
-from whet.recipes.recipe import EmbeddedData, explain_data_change
+from whet.recipes.recipe import EmbeddedData, Recipe, explain_data_change
 from whet.recipes.text import config as text_config
 from whet.recipes.text.backbone import local_folder
 from whet.recipes.text.config import TextConfig
@@ -31,13 +31,13 @@ _EMBEDDED_DATA = EmbeddedData(
 )
 
 
-class TextRecipe:
+class TextRecipe(Recipe):
     """Classifies texts; by default the docstrings of installed libraries by library."""
 
     name = "text"
     Config = TextConfig
     goal = "accuracy"
-    lower_is_better = frozenset(("cross_entropy",))
+    lower_is_better = ("cross_entropy",)
     _data: "TextData | None" = None
     """What was read last: an evaluation shows classes and texts by their names."""
 
@@ -107,7 +107,7 @@ class TextRecipe:
 
         return conclude(tallies, self._data)
 
-    def keep(self, config: TextConfig, data: "TextData") -> dict[str, Any]:
+    def metadata(self, config: TextConfig, data: "TextData") -> dict[str, Any]:
         from whet.recipes.text.factory import saved_model_config
 
         return {
@@ -134,7 +134,7 @@ class TextRecipe:
 
         return report_on_data(config, path, fix=fix, leave=leave)
 
-    def question(self, kept: dict[str, Any]) -> str:  # noqa: ARG002
+    def example_input(self, kept: dict[str, Any]) -> str:  # noqa: ARG002
         """What it can be asked."""
         return "some text"
 
