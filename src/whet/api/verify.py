@@ -63,7 +63,7 @@ def _factory_specimen(factory: Callable[[], Any], word: str, *, is_causal: bool)
             got=type(made).__name__,
             try_="return model, (x, y); or a recipe",
         )
-    return make_trainable(made, word=word, is_causal=is_causal)
+    return make_trainable(made, name=word, is_causal=is_causal)
 
 
 def _recipe_subject(recipe: Recipe, words: Sequence[str], *, file: Path | None) -> TrainableSpec:
@@ -81,8 +81,8 @@ def _recipe_subject(recipe: Recipe, words: Sequence[str], *, file: Path | None) 
         return Trainable(
             model=model,
             loss=partial(recipe.loss, model),
-            micro=micro,
-            size=config.global_batch_size,
+            make_batch=micro,
+            batch_size=config.global_batch_size,
             optimizer=recipe.optimizer(config),
             outputs=partial(recipe.outputs, model) if recipe.supports("outputs") else None,
         )
@@ -130,7 +130,7 @@ def check(
 
 
 def _make_specimen(factory: Callable[[], Any], name: str, *, is_causal: bool) -> Any:
-    return make_trainable(factory(), word=name, is_causal=is_causal)
+    return make_trainable(factory(), name=name, is_causal=is_causal)
 
 
 def _default_device(machine: Machine | None) -> str:
@@ -183,6 +183,6 @@ def model_subject(model: Any, inputs: Any, loss: Callable[..., Any] | None = Non
 
     def make() -> Trainable:
         parts = (copy.deepcopy(model), inputs) if loss is None else (copy.deepcopy(model), inputs, loss)
-        return make_trainable(parts, word=name)
+        return make_trainable(parts, name=name)
 
     return TrainableSpec(name=name, make=make)

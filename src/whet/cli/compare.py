@@ -57,7 +57,7 @@ def compare(
             size=size,
             precisions=precisions,
             out=out,
-            say=console.note,
+            progress=console.note,
         )
     if json:
         console.result_json(found.as_json())
@@ -100,7 +100,7 @@ def _lines(found: "ParityResult") -> list[str]:
         if located.reproducer is not None:
             lines.append(f"reproduce: python {shlex.quote(str(located.reproducer))}")
     elif located is not None:
-        lines.append(f"no single operator is wrong: {located.num_judged} were replayed on the CPU")
+        lines.append(f"no single operator is wrong: {located.num_checked} were replayed on the CPU")
     if found.agrees and not found.rows:
         lines.append("nothing disagrees, but float32 itself was compared with nothing: no other device, no float64")
     else:

@@ -36,7 +36,7 @@ class ModelCheckResult:
 
     @property
     def is_good(self) -> bool:
-        return self.leak is None and (self.agreement is None or self.agreement.holds)
+        return self.leak is None and (self.agreement is None or self.agreement.agrees)
 
     @property
     def error(self) -> float | None:

@@ -1,1 +1,1 @@
-"""Will a model run on a device, is what it computes there right, is a causal model causal, and does it fit?"""
+"""Checks of a model and a device: preflight, parity with the CPU, checks before the first step, memory."""

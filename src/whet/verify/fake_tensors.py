@@ -16,43 +16,44 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""Raised by fake tensors where only real ones can continue."""
 _MAX_REAL_ELEMENTS = 2**24
 _MAX_READS = 2_000
-"""Numbers that Python may ask for in one trace: a loop that ends with a number would never end."""
-DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-"""What fake tensors raise where only real ones could go on."""
+"""Values that Python may read in one trace: a loop that waits for a value would never end."""
 _READ_FUNCTIONS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, torch.equal, torch.allclose)
-"""Functions that read numbers past all operators, or compare them."""
+"""Functions that read or compare values without dispatching an operator."""
+_CONVERSIONS = {Tensor.__bool__: bool, Tensor.__int__: int, Tensor.__index__: int, Tensor.__float__: float}
 
 
 def fake_mode() -> FakeTensorMode:
-    """Fake tensors that never compute: torch would run an operator without a fake form for real, at full size."""
+    """Return a mode that never computes: by default torch runs an operator without a fake kernel for real."""
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 class FakeExecutor:
-    """Calls operators and functions; of real tensors the answer is the true one."""
+    """Runs operators and functions; fills in plausible values for fake tensors, real tensors get real results."""
 
-    def __init__(self, mode: FakeTensorMode | None, *, truth: bool = False) -> None:
+    def __init__(self, mode: FakeTensorMode | None, *, condition: bool = False) -> None:
         self._mode = mode
-        self._truth = truth
-        """What a condition is taken to be."""
-        self._num_asked = 0
+        self._condition = condition
+        """Value that conditions on fake tensors evaluate to."""
+        self._num_reads = 0
 
     @property
-    def are_fake(self) -> bool:
+    def is_fake(self) -> bool:
         return self._mode is not None
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operator's result; of ones where fake tensors cannot tell: that is in range, and masks nothing."""
+    def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator; where fake tensors cannot, run it on ones, which are valid indices and mask nothing."""
         if self._mode is not None and func._schema.name.startswith("aten::_fused_") and func._schema.is_mutable:
-            # They update in place and give nothing; torch would run them for real, for want of a fake form.
+            # Fused optimizers update in place and return nothing. They have no fake kernel.
             return None
         try:
             return func(*args, **kwargs)
         except DATA_DEPENDENT_ERRORS:
             if func is torch.ops.aten._local_scalar_dense.default:
-                return self._number(args[0])
+                return self._scalar(args[0])
             if sum(t.numel() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)) > _MAX_REAL_ELEMENTS:
                 raise
         assert self._mode is not None
@@ -64,53 +65,51 @@ class FakeExecutor:
             return args[0] if func._schema.returns else None
         return tree_map(lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value, result)
 
-    def value(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a function that asks for a value gives."""
+    def read_value(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function that reads values of a tensor, such as `Tensor.item` or `Tensor.cpu`."""
         tensor = args[0]
         if func in (Tensor.cpu, Tensor.to):
-            # On the CPU, where the trace is made, it would be the same tensor, and then the host's.
+            # The trace runs on the CPU, where .cpu() would return the same tensor. The copy is a host tensor.
             copy = tensor.clone()
             return func(copy, *args[1:], **kwargs)
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
             return func(*args, **kwargs)
         if func is Tensor.tolist:
-            return np.full(tensor.shape, self._number(tensor)).tolist()
+            return np.full(tensor.shape, self._scalar(tensor)).tolist()
         if func in (Tensor.numpy, Tensor.__array__):
             with _disable_current_modes():
                 return _ones(tensor).numpy()
         if func in (torch.equal, torch.allclose):
-            return self._asked(self._truth)
-        number = self._number(tensor)
-        return {Tensor.__bool__: bool, Tensor.__int__: int, Tensor.__index__: int, Tensor.__float__: float}.get(
-            func, lambda same: same
-        )(number)
+            return self._count_read(self._condition)
+        number = self._scalar(tensor)
+        return _CONVERSIONS[func](number) if func in _CONVERSIONS else number
 
-    def to_readers(self) -> TorchFunctionMode:
-        """While entered, whoever reads numbers past all operators gets an answer too."""
+    def read_function_mode(self) -> TorchFunctionMode:
+        """Return a mode in which functions that read values without an operator get a substitute too."""
         return _ReadFunctionMode(self)
 
-    def _number(self, tensor: Tensor) -> Any:
+    def _scalar(self, tensor: Tensor) -> Any:
         if tensor.dtype == torch.bool:
-            return self._asked(self._truth)
+            return self._count_read(self._condition)
         if tensor.dtype.is_complex:
-            return self._asked(1 + 0j)
-        return self._asked(1.0 if tensor.dtype.is_floating_point else 1)
+            return self._count_read(1 + 0j)
+        return self._count_read(1.0 if tensor.dtype.is_floating_point else 1)
 
-    def _asked(self, answer: Any) -> Any:
-        self._num_asked += 1
-        if self._num_asked > _MAX_READS:
-            raise RuntimeError(f"Python asked for more than {_MAX_READS:,} numbers: a loop may wait for one of them")
-        return answer
+    def _count_read(self, value: Any) -> Any:
+        self._num_reads += 1
+        if self._num_reads > _MAX_READS:
+            raise RuntimeError(f"Python read more than {_MAX_READS:,} values: a loop may wait for one of them")
+        return value
 
 
 class _ReadFunctionMode(TorchFunctionMode):
-    def __init__(self, answers: FakeExecutor) -> None:
+    def __init__(self, executor: FakeExecutor) -> None:
         super().__init__()
-        self._answers = answers
+        self._executor = executor
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READ_FUNCTIONS:
-            return self._answers.value(func, args, kwargs or {})
+            return self._executor.read_value(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

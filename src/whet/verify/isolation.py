@@ -17,13 +17,19 @@ from whet.step.rollback import BufferSnapshot
 
 _ZERO_THRESHOLD = 1e-3
 _NOISE = 0.02
+_DROPOUT_FUNCTIONS = {
+    f.dropout, f.dropout1d, f.dropout2d, f.dropout3d, f.alpha_dropout, f.feature_alpha_dropout
+}  # fmt: skip
+# These draw no random numbers but compute differently in eval mode; cuDNN also has no backward pass for a recurrent
+# layer in eval mode.
+_KEEP_TRAINING_MODE = (nn.RNNBase, nn.modules.batchnorm._BatchNorm)
 
 
 @contextmanager
 def preserve_model_and_rng(model: nn.Module, device: AbstractDevice) -> Iterator[None]:
-    """The model and every generator are as before afterwards; inside, what is compiled runs as it is written.
+    """Restore the model and every random generator on exit; run compiled code eagerly inside.
 
-    What a loss keeps in Python objects of its own is not put back.
+    State that a loss function keeps in its own Python objects is not restored.
     """
     with preserve_model(model), preserve_rng(device), force_eager():
         yield
@@ -31,22 +37,23 @@ def preserve_model_and_rng(model: nn.Module, device: AbstractDevice) -> Iterator
 
 @contextmanager
 def preserve_model(model: nn.Module) -> Iterator[None]:
-    """Weights, gradients, buffers and modes are as before afterwards, whatever happens inside, and wherever.
+    """Restore weights, gradients, buffers and modes on exit: same objects, same memory, same bits.
 
-    Inside no parameter has a gradient.
+    Gradients are None inside.
     """
-    kept = [(p, p.device, p.detach().to("cpu", copy=True), p.grad) for p in model.parameters()]
+    saved = [(p, p.device, p.detach().to("cpu", copy=True), p.grad) for p in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     buffers = BufferSnapshot(model)
     try:
-        for parameter, *_ in kept:
+        for parameter, *_ in saved:
             parameter.grad = None
         yield
     finally:
-        for parameter, place, values, gradient in kept:
+        for parameter, place, values, gradient in saved:
             memory = parameter.data.to(place, values.dtype)
             if not torch.equal(memory.cpu(), values):
                 memory.copy_(values)
+            # A gradient must match its parameter's dtype and device, so it is detached while the data is replaced.
             parameter.grad = None
             parameter.data = memory
             parameter.grad = gradient
@@ -57,77 +64,69 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def temporary_copy(model: nn.Module, place: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Every parameter and buffer is a copy elsewhere for a while; the objects stay the same, and so does their memory.
+    """Point every parameter and buffer at a copy on `place`, and at its own memory again on exit.
 
-    With `dtype`, floating-point ones are of that type too.
+    With `dtype`, floating-point tensors are converted to it.
     """
-    kept = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
+    saved = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
     try:
-        for tensor, memory in kept:
+        for tensor, memory in saved:
             tensor.data = cast_floating(memory.to(place, copy=True), dtype)
         yield
     finally:
-        for tensor, memory in kept:
+        for tensor, memory in saved:
             tensor.data = memory
 
 
 def cast_floating(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A floating-point tensor in another type; whole numbers as they are."""
+    """Convert a floating-point tensor to `dtype`; return any other tensor unchanged."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 @torch.no_grad()
 def perturb_zero_weights(model: nn.Module) -> None:
-    """Noise in the place of weights that are zero, or almost: they would hide what lies behind them.
+    """Fill (almost) zero weights with noise: a zero weight hides everything computed before it.
 
-    Only inside `preserve_model_and_rng`, which puts the weights back.
+    Call it inside `preserve_model_and_rng`, which restores the weights.
     """
-    noise = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.is_floating_point() and parameter.numel() and float(parameter.abs().max()) < _ZERO_THRESHOLD:
-            drawn = torch.randn(parameter.shape, generator=noise) * _NOISE
-            parameter.copy_(drawn.to(parameter))
+            noise = torch.randn(parameter.shape, generator=generator) * _NOISE
+            parameter.copy_(noise.to(parameter))
 
 
 def force_eager() -> AbstractContextManager[object]:
-    """A model that is compiled runs as it is written: compiling it once more, for the CPU too, would take minutes."""
+    """Run compiled models eagerly: compiling a second time, for the CPU too, would take minutes."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
-_DROPOUT_FUNCTIONS = {
-    f.dropout, f.dropout1d, f.dropout2d, f.dropout3d, f.alpha_dropout, f.feature_alpha_dropout
-}  # fmt: skip
-# cuDNN has no backward pass for a recurrent layer in eval mode.
-_KEEP_TRAINING_MODE = (nn.RNNBase, nn.modules.batchnorm._BatchNorm)
-
-
 @contextmanager
-def disable_dropout(model: nn.Module, *, is_quiet: bool = False) -> Iterator[None]:
-    """Dropout does nothing inside, as a module, as a function or within attention; all else stays in its mode.
+def disable_dropout(model: nn.Module, *, use_eval_mode: bool = False) -> Iterator[None]:
+    """Disable dropout in modules, functions and attention: generators differ between devices.
 
-    If it is to be quiet, modules are in eval mode too, so that those that draw by themselves do not, such as stochastic
-    depth; but for layers that compute otherwise in training and draw nothing.
+    With `use_eval_mode`, other modules are in eval mode too, so that modules with random draws of their own (stochastic
+    depth) make none. Layers that draw nothing but compute differently in training mode stay in training mode.
     """
-    kept: list[tuple[nn.Module, str, Any]] = []
+    saved: list[tuple[nn.Module, str, Any]] = []
 
-    def switch(module: nn.Module, name: str, value: Any) -> None:
-        kept.append((module, name, getattr(module, name)))
+    def override(module: nn.Module, name: str, value: Any) -> None:
+        saved.append((module, name, getattr(module, name)))
         setattr(module, name, value)
 
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-            switch(module, "dropout", 0.0)
-        if isinstance(module, nn.modules.dropout._DropoutNd) or (
-            is_quiet and not isinstance(module, _KEEP_TRAINING_MODE)
-        ):
-            switch(module, "training", False)
+            override(module, "dropout", 0.0)
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+        if is_dropout or (use_eval_mode and not isinstance(module, _KEEP_TRAINING_MODE)):
+            override(module, "training", False)
     try:
         with _DropoutFreeFunctions():
             yield
     finally:
-        for module, name, value in kept:
+        for module, name, value in saved:
             setattr(module, name, value)
 
 

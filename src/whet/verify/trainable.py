@@ -22,45 +22,46 @@ from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice
 
 OutputFunction = Callable[[MicroBatch], Tensor]
-"""What a causal model gives, of shape (batch, length, ...): each place may depend on itself and earlier ones only."""
+"""Returns the outputs of a causal model, of shape (batch, length, ...): each position may depend only on itself and
+earlier positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainable:
-    """One model with all that a step needs; its tensors are fake where it was made among fake ones."""
+    """A model with everything an optimizer step needs. Its tensors are fake if it was made under a fake tensor mode."""
 
     model: nn.Module
     loss: LossFunction
-    micro: Callable[[int], MicroBatch]
-    """A micro-batch of so many samples, on the CPU."""
-    size: int
-    """How many samples a usual step has."""
+    make_batch: Callable[[int], MicroBatch]
+    """Returns a micro-batch of that many samples, on the CPU."""
+    batch_size: int
+    """Samples of a normal step."""
     is_scalable: bool = True
-    """Whether `micro` can give another number of samples than `size`."""
+    """Whether `make_batch` accepts sizes other than `batch_size`."""
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
     outputs: OutputFunction | None = None
-    """Given for a causal model."""
+    """Set for a causal model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainableSpec:
-    """A name, and how to make the model behind it: among fake tensors for a trace, for real to compute."""
+    """A name and a factory: a check makes the model itself, under fake tensors or for real, as often as it needs."""
 
     name: str
     make: Callable[[], Trainable]
     workload: Workload | None = None
-    """What a plan must know of it, where a recipe tells."""
+    """Set by a recipe, so that the check can plan for a machine."""
 
 
-def make_trainable(made: Sequence[Any], *, word: str, is_causal: bool = False) -> Trainable:
-    """A specimen from (model, example inputs) or (model, example inputs, loss).
+def make_trainable(made: Sequence[Any], *, name: str, is_causal: bool = False) -> Trainable:
+    """Return a trainable from (model, example inputs) or (model, example inputs, loss).
 
-    `loss` is called with the model and the inputs. Without one, the model's output is the loss if it is one number,
-    else the mean square of all that it returns.
+    `loss` is called with the model and the inputs. Without one, the model's output is the loss if it is a scalar, else
+    the mean square of everything the model returns.
     """
     if len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         raise UsageError(
-            f"what {word} gives is neither a recipe nor a model with inputs",
+            f"{name} returns neither a recipe nor a model with inputs",
             got=f"a {type(made).__name__} of {len(made)}",
             try_="return model, (x, y); or a third value, loss(model, x, y)",
         )
@@ -68,70 +69,70 @@ def make_trainable(made: Sequence[Any], *, word: str, is_causal: bool = False) -
     _check_trainable(model)
     own_loss = made[2] if len(made) == 3 else None
     if own_loss is not None and not callable(own_loss):
-        raise UsageError("the loss cannot be called", got=type(own_loss).__name__, try_="loss(model, x, y)")
+        raise UsageError("the loss is not callable", got=type(own_loss).__name__, try_="loss(model, x, y)")
     leaves, tree = tree_flatten_with_path(_as_mapping(inputs))
     tensors = {_tensor_name(path): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
     if not tensors:
-        raise UsageError("the example inputs hold no tensor", got=type(inputs).__name__, try_="return model, (x,)")
+        raise UsageError("the example inputs contain no tensor", got=type(inputs).__name__, try_="return model, (x,)")
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors.values()}
-    size = max(sizes)
-    if size == 0 and any(tensor.dim() for tensor in tensors.values()):
-        raise UsageError("the example inputs hold no sample", got="a batch of 0", try_="inputs of a usual batch")
-    is_scalable = len(sizes) == 1 and size > 0
+    batch_size = max(sizes)
+    if batch_size == 0 and any(tensor.dim() for tensor in tensors.values()):
+        raise UsageError("the example inputs contain no sample", got="a batch of 0", try_="inputs of a normal batch")
 
-    def micro(wanted: int) -> MicroBatch:
-        fields = {name: value if wanted == size else _resized(value, wanted) for name, value in tensors.items()}
-        return MicroBatch(fields=fields, ids=np.arange(wanted))
+    def make_batch(size: int) -> MicroBatch:
+        fields = {name: value if size == batch_size else _resized(value, size) for name, value in tensors.items()}
+        return MicroBatch(fields=fields, ids=np.arange(size))
 
-    def call(function: Callable[..., Any], first: tuple[Any, ...], given: MicroBatch) -> Any:
-        # Only tensors are moved; words, numbers and what holds them are as they were.
-        values = [given.fields.get(_tensor_name(path), leaf) for path, leaf in leaves]
+    def call(function: Callable[..., Any], first: tuple[Any, ...], batch: MicroBatch) -> Any:
+        # Only tensors come from the batch; strings, numbers and their containers are passed as they were given.
+        values = [batch.fields.get(_tensor_name(path), leaf) for path, leaf in leaves]
         named: dict[str, Any] = tree_unflatten(values, tree)
         return function(*first, **named) if isinstance(inputs, Mapping) else function(*first, *named.values())
 
-    def loss(given: MicroBatch) -> Any:
+    def loss(batch: MicroBatch) -> Any:
         if own_loss is not None:
-            return call(own_loss, (model,), given)
-        return _as_loss(call(model, (), given))
+            return call(own_loss, (model,), batch)
+        return _as_loss(call(model, (), batch))
 
-    def outputs(given: MicroBatch) -> Any:
+    def outputs(batch: MicroBatch) -> Any:
         if own_loss is None or _accepts(model, inputs):
-            return call(model, (), given)
-        # What comes behind the first input is the loss's, as labels are.
-        return model(next(iter(given.fields.values())))
+            return call(model, (), batch)
+        # The model does not accept all inputs: those after the first, such as labels, are for the loss.
+        return model(next(iter(batch.fields.values())))
 
     return Trainable(
         model=model,
         loss=loss,
-        micro=micro,
-        size=size,
-        is_scalable=is_scalable,
+        make_batch=make_batch,
+        batch_size=batch_size,
+        is_scalable=len(sizes) == 1 and batch_size > 0,
         outputs=outputs if is_causal else None,
     )
 
 
 _SEEN_MODELS: WeakSet[nn.Module] = WeakSet()
-"""Models that were given before: whoever gives one again keeps it."""
-_BUILD_IN_CALL = "a function that makes the model anew in each call"
+"""Models returned by a factory before: a factory that returns one again owns it."""
 
 
 def _copy_if_shared(model: nn.Module) -> nn.Module:
-    """The model, or a copy of one that lives elsewhere: it is trained, and its owner must not notice."""
+    """Return the model, or a copy if its factory keeps it: a check trains the model, and its owner must not notice."""
     mode = detect_fake_mode()
     tensors = [*model.parameters(), *model.buffers()]
     real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
     if mode is None and len(real) < len(tensors):
         raise UsageError(
-            "the model is one that was made before, without numbers", got="a kept model", try_=_BUILD_IN_CALL
+            "the factory returned a model that it made in an earlier call, with fake tensors",
+            got="a shared model",
+            try_="a function that makes a new model in each call",
         )
-    is_kept = bool(real) and (mode is not None or model in _SEEN_MODELS)
+    is_shared = bool(real) and (mode is not None or model in _SEEN_MODELS)
     _SEEN_MODELS.add(model)
-    if not is_kept:
+    if not is_shared:
         return model
-    # Among fake tensors a copy has fake ones, which take no memory.
-    known = {} if mode is None else {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
+    # Under a fake mode the copy gets fake tensors, which take no memory.
+    memo = {} if mode is None else {id(tensor): mode.from_tensor(tensor) for tensor in tensors}
     with unset_fake_temporarily():
-        return copy.deepcopy(model, known)
+        return copy.deepcopy(model, memo)
 
 
 def _check_trainable(model: nn.Module) -> None:
@@ -139,14 +140,16 @@ def _check_trainable(model: nn.Module) -> None:
         raise UsageError(
             "the model has lazy layers whose shapes are not known yet",
             got=type(model).__name__,
-            try_="call model(x) once before it is returned",
+            try_="call model(x) once before returning it",
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError("the model has nothing to train", got="no parameter", try_="a model with weights")
+        raise UsageError(
+            "the model has nothing to train", got="no trainable parameter", try_="a model with trainable weights"
+        )
 
 
 def _accepts(model: nn.Module, inputs: Any) -> bool:
-    """Whether the model itself can be called with all inputs."""
+    """Return whether the model can be called with all inputs."""
     try:
         if isinstance(inputs, Mapping):
             inspect.signature(model.forward).bind(**inputs)
@@ -158,7 +161,7 @@ def _accepts(model: nn.Module, inputs: Any) -> bool:
 
 
 def _tensor_name(path: tuple[Any, ...]) -> str:
-    """input0, or input0['mask'] for a tensor that lies deeper."""
+    """Return input0, or input0['mask'] for a nested tensor."""
     return f"{path[0].key}{keystr(path[1:])}"
 
 
@@ -169,23 +172,23 @@ def _as_mapping(inputs: Any) -> dict[str, Any]:
     return {f"input{index}": value for index, value in enumerate(values)}
 
 
-def _resized(value: Tensor, wanted: int) -> Tensor:
-    """The first rows; repeated where there are too few."""
-    return value if value.dim() == 0 else value[torch.arange(wanted) % len(value)]
+def _resized(value: Tensor, size: int) -> Tensor:
+    """Return the first `size` rows, repeated if there are fewer."""
+    return value if value.dim() == 0 else value[torch.arange(size) % len(value)]
 
 
 def _as_loss(output: Any) -> Tensor:
     if isinstance(output, Tensor) and output.numel() == 1:
         return output
-    # A library's output may carry its own loss.
+    # Outputs of transformers models carry their loss.
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
-    numbers = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    if not numbers:
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    if not tensors:
         raise UsageError(
-            "the model returns no number to train on",
+            "the model returns no floating-point tensor to train on",
             got=type(output).__name__,
             try_="a third value, loss(model, x, y)",
         )
-    return torch.stack([number.float().square().mean() for number in numbers]).sum()
+    return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()

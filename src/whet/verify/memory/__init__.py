@@ -1,1 +1,1 @@
-"""How much memory will a training step take, and on which machines does it fit?"""
+"""Memory of a training step, estimated with fake tensors, and the machines that it fits."""

@@ -1,12 +1,12 @@
-"""How much memory will a training step take on a device that need not be here? Followed among fake tensors.
+"""Estimate the memory of a training step on a device that need not be present, with fake tensors.
 
-The step is the real one: the same code, from zeroed gradients to the update, with tensors that have shapes but no
-memory. What is alive at each operator is a straight line in the number of samples, so two sizes tell all others.
+The step is the real one: the same code, from zeroed gradients to the update, on tensors that have shapes but no memory.
+The bytes alive at each operator are linear in the number of samples, so two batch sizes determine all others.
 
-What depends on numbers gets a plausible answer, as large as it can be: an index by a mask takes every place.
+Where the step depends on data, a plausible result of the largest size is used: an index by a mask selects everything.
 
-Not known, and not counted: what cuDNN takes as workspace for convolutions, the CUDA context, what fragmentation wastes.
-A recurrent layer's reserve is assumed (`fused.py`); on the CPU it is told as if it were written out step by step.
+Not known and not counted: cuDNN's workspaces for convolutions, the CUDA context, fragmentation. The reserve of a
+recurrent layer is assumed (`kernels.py`); on the CPU it is estimated as if the layer were written out step by step.
 """
 
 from collections.abc import Mapping
@@ -34,63 +34,63 @@ from whet.verify.trainable import Trainable, TrainableSpec
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
 _ALLOCATION_GRANULARITY = {"cuda": 512, "mps": 16_384, "cpu": 64}
-"""What the allocators round up to: CUDACachingAllocator's blocks, Metal's pages, the CPU's alignment."""
+"""Bytes that allocators round up to: CUDACachingAllocator's blocks, Metal's pages, the CPU's alignment."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryEstimate:
-    """What a step needs at its peak, for any number of samples at once."""
+    """Peak memory of a step for any micro-batch size."""
 
     name: str
     device: str
     precision: str
     is_checkpointed: bool
-    usual_size: int
-    """The number of samples that a usual step of the subject has."""
+    batch_size: int
+    """Samples of a normal step."""
     phases: tuple[str, ...]
     """The phase of each operator."""
     fixed: Mapping[str, np.ndarray] = field(repr=False)
     """Bytes at each operator that do not depend on the number of samples, by part."""
     per_sample: Mapping[str, np.ndarray] = field(repr=False)
 
-    def bytes_at(self, size: int, *, is_cut: bool = False) -> int:
-        """The peak with so many samples at once; cut if a step has several such micro-batches."""
-        return int(self._total(size, is_cut).max())
+    def bytes_at(self, size: int, *, is_split: bool = False) -> int:
+        """Return the peak with `size` samples at once; `is_split` if a step has several such micro-batches."""
+        return int(self._total(size, is_split).max())
 
-    def parts_at(self, size: int, *, is_cut: bool = False) -> dict[str, int]:
-        """What the peak is made of."""
-        moment = int(self._total(size, is_cut).argmax())
-        return {part: round(float(row[moment])) for part, row in self._rows(size, is_cut).items()}
+    def parts_at(self, size: int, *, is_split: bool = False) -> dict[str, int]:
+        """Return the parts of the peak."""
+        peak = int(self._total(size, is_split).argmax())
+        return {part: round(float(row[peak])) for part, row in self._rows(size, is_split).items()}
 
-    def phase_at(self, size: int, *, is_cut: bool = False) -> str:
-        """In which phase of the step the peak is: transfer, forward, backward or optimizer."""
-        return self.phases[int(self._total(size, is_cut).argmax())]
+    def phase_at(self, size: int, *, is_split: bool = False) -> str:
+        """Return the phase of the peak: transfer, forward, backward or optimizer."""
+        return self.phases[int(self._total(size, is_split).argmax())]
 
     @property
     def fixed_bytes(self) -> int:
-        """What the peak of a usual step would have left without samples."""
-        return self.bytes_at(self.usual_size) - self.usual_size * self.per_sample_bytes
+        """Bytes of a normal step's peak that do not depend on the samples."""
+        return self.bytes_at(self.batch_size) - self.batch_size * self.per_sample_bytes
 
     @property
     def per_sample_bytes(self) -> int:
-        """What one more sample adds to a usual step."""
-        moment = int(self._total(self.usual_size, False).argmax())
-        return round(sum(float(line[moment]) for line in self.per_sample.values()))
+        """Bytes that one more sample adds to the peak of a normal step."""
+        peak = int(self._total(self.batch_size, False).argmax())
+        return round(sum(float(row[peak]) for row in self.per_sample.values()))
 
-    def _total(self, size: int, is_cut: bool) -> np.ndarray:
-        return np.sum(list(self._rows(size, is_cut).values()), axis=0)
+    def _total(self, size: int, is_split: bool) -> np.ndarray:
+        return np.sum(list(self._rows(size, is_split).values()), axis=0)
 
-    def _rows(self, size: int, is_cut: bool) -> dict[str, np.ndarray]:
+    def _rows(self, size: int, is_split: bool) -> dict[str, np.ndarray]:
         rows = {part: self.fixed[part] + size * self.per_sample[part] for part in PARTS}
-        if is_cut:
-            # From the second micro-batch on all gradients are there, and each new one until it is added to the first.
-            born = np.diff(rows["gradients"], prepend=0).clip(min=0)
-            rows["gradients"] = rows["gradients"].max() + born
+        if is_split:
+            # From the second micro-batch on all gradients exist, plus each new one until it is added to the first.
+            new = np.diff(rows["gradients"], prepend=0).clip(min=0)
+            rows["gradients"] = rows["gradients"].max() + new
         return rows
 
 
 def estimate_memory(
-    subject: TrainableSpec,
+    spec: TrainableSpec,
     *,
     sizes: tuple[int, int] | None = None,
     device: str = "cuda",
@@ -99,47 +99,46 @@ def estimate_memory(
     kernels: str = "fused",
     clip: float | None = 1.0,
 ) -> MemoryEstimate:
-    """The memory of the subject's training step on a device of this kind; nothing is computed, nothing allocated.
+    """Estimate the memory of a training step on a kind of device; nothing is computed or allocated.
 
-    `sizes` are the two numbers of samples that are followed.
+    `sizes` are the two batch sizes that are traced.
     """
     if device not in _ALLOCATION_GRANULARITY:
-        raise UsageError(
-            "memory is not estimated for this device", got=device, try_=" or ".join(_ALLOCATION_GRANULARITY)
-        )
+        known = " or ".join(_ALLOCATION_GRANULARITY)
+        raise UsageError("memory cannot be estimated for this device", got=device, try_=known)
 
-    def attempt(*, is_one_size: bool, truth: bool) -> MemoryEstimate:
+    def attempt(*, is_one_size: bool, condition: bool) -> MemoryEstimate:
         with fake_mode() as mode:
-            specimen = subject.make()
+            trainable = spec.make()
             return estimate_trainable(
-                replace(specimen, is_scalable=False) if is_one_size else specimen,
-                name=subject.name,
+                replace(trainable, is_scalable=False) if is_one_size else trainable,
+                name=spec.name,
                 sizes=sizes,
                 device=device,
                 activation_checkpointing=activation_checkpointing,
                 precision=precision,
                 kernels=kernels,
                 clip=clip,
-                answers=FakeExecutor(mode, truth=truth),
+                executor=FakeExecutor(mode, condition=condition),
             )
 
-    # Some models know their inputs' size, and some conditions on numbers lead to an error one way and not the other.
+    # Some models accept one batch size only, and some conditions on data raise one way and not the other.
     *others, last = product((False, True) if sizes is None else (False,), (False, True))
-    for is_one_size, truth in others:
+    for is_one_size, condition in others:
         with suppress(Exception):
-            return attempt(is_one_size=is_one_size, truth=truth)
+            return attempt(is_one_size=is_one_size, condition=condition)
     try:
-        return attempt(is_one_size=last[0], truth=last[1])
+        return attempt(is_one_size=last[0], condition=last[1])
     except DATA_DEPENDENT_ERRORS as error:
         raise WhetError(
-            "the step looks at numbers, so its memory cannot be told without computing it",
+            "the step depends on data, so its memory cannot be estimated without computing it",
             got=f"{type(error).__name__}: {error}"[:200],
             try_="a run, which measures it; or a model without masks as indices",
         ) from None
 
 
 def estimate_trainable(
-    specimen: Trainable,
+    trainable: Trainable,
     *,
     name: str,
     sizes: tuple[int, int] | None = None,
@@ -148,37 +147,36 @@ def estimate_trainable(
     precision: str = "fp32",
     kernels: str = "fused",
     clip: float | None = 1.0,
-    answers: FakeExecutor | None = None,
+    executor: FakeExecutor | None = None,
 ) -> MemoryEstimate:
-    """The same for a specimen that was made: a fake one with `answers`, or a real one, whose steps are really made."""
-    answers = answers or FakeExecutor(None)
-    small, large = sizes or (2, max(4, specimen.size))
-    asked = (small, large) if specimen.is_scalable else (specimen.size, specimen.size)
-    lifetimes = StorageTracker(
-        granule=_ALLOCATION_GRANULARITY[device], scratch=scratch_function(device), answers=answers
-    )
-    stand_in = _CountingDevice(device, lifetimes)
-    micro_batches = [_micro(specimen, size) for size in asked]
+    """Estimate a trainable that exists: a fake one with `executor`, or a real one, whose steps are really made."""
+    executor = executor or FakeExecutor(None)
+    small, large = sizes or (2, max(4, trainable.batch_size))
+    traced_sizes = (small, large) if trainable.is_scalable else (trainable.batch_size, trainable.batch_size)
+    granularity = _ALLOCATION_GRANULARITY[device]
+    tracker = StorageTracker(granularity=granularity, scratch=scratch_function(device), executor=executor)
+    stand_in = _CountingDevice(device, tracker)
+    micro_batches = [_make_batch(trainable, size) for size in traced_sizes]
     with ExitStack() as stack:
         if activation_checkpointing:
-            stack.enter_context(checkpoint_activations(specimen.model))
-        stack.enter_context(answers.to_readers())
+            stack.enter_context(checkpoint_activations(trainable.model))
+        stack.enter_context(executor.read_function_mode())
         stack.enter_context(trace_as(device))
         stack.enter_context(DeviceKernels(device))
-        stack.enter_context(lifetimes)
-        lifetimes.follow((tensor for _, tensor in named_tensors(specimen.model)), label="weights")
-        optimizer = build_optimizer(specimen.optimizer, specimen.model, stand_in, kernels=kernels)
-        stepper = Stepper(specimen.model, optimizer, stand_in, precision=precision, clip=clip)
-        seen = [_step(stepper, specimen, micro, lifetimes, optimizer) for micro in micro_batches]
-    fixed, per_sample = _fit_rows(*seen, sizes=[len(micro) for micro in micro_batches])
+        stack.enter_context(tracker)
+        tracker.follow((tensor for _, tensor in named_tensors(trainable.model)), label="weights")
+        optimizer = build_optimizer(trainable.optimizer, trainable.model, stand_in, kernels=kernels)
+        stepper = Stepper(trainable.model, optimizer, stand_in, precision=precision, clip=clip)
+        steps = [_trace_step(stepper, trainable, micro, tracker, optimizer) for micro in micro_batches]
+    fixed, per_sample = _fit_rows(*steps, sizes=[len(micro) for micro in micro_batches])
     fixed["temporary"] = fixed["temporary"] + FIXED_SCRATCH_BYTES[device]
     return MemoryEstimate(
         name=name,
         device=device,
         precision=precision,
         is_checkpointed=activation_checkpointing,
-        usual_size=specimen.size,
-        phases=seen[1].phases,
+        batch_size=trainable.batch_size,
+        phases=steps[1].phases,
         fixed=fixed,
         per_sample=per_sample,
     )
@@ -186,34 +184,34 @@ def estimate_trainable(
 
 @final
 class _CountingDevice(StandInDevice):
-    """One whose clock counts operators."""
+    """A stand-in device whose clock counts operators."""
 
-    def __init__(self, kind: str, lifetimes: StorageTracker) -> None:
+    def __init__(self, kind: str, tracker: StorageTracker) -> None:
         super().__init__(kind)
-        self._lifetimes = lifetimes
+        self._tracker = tracker
 
     def put(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
     def mark(self) -> int:
-        return self._lifetimes.now
+        return self._tracker.now
 
     def autocast(self, precision: str) -> Any:
         return autocast(precision)
 
 
-def _micro(specimen: Trainable, size: int) -> MicroBatch:
-    """Made from real data where there is some: lengths are looked at. A fake specimen's own inputs need their mode."""
+def _make_batch(trainable: Trainable, size: int) -> MicroBatch:
+    """Make a batch outside the fake mode, because real data is read; inputs that are fake need the mode."""
     with unset_fake_temporarily(), suppress(Exception):
-        return specimen.micro(size)
-    return specimen.micro(size)
+        return trainable.make_batch(size)
+    return trainable.make_batch(size)
 
 
 @dataclass(frozen=True, slots=True)
 class _TracedStep:
-    """One step: what was alive at each operator, and in which phase it was."""
+    """Bytes alive at each operator of one step, and the operators' phases."""
 
-    window: LiveBytes
+    live: LiveBytes
     phases: tuple[str, ...]
 
     @property
@@ -221,23 +219,24 @@ class _TracedStep:
         return self.phases.index("optimizer")
 
 
-def _step(
-    stepper: Stepper, specimen: Trainable, micro: MicroBatch, lifetimes: StorageTracker, optimizer: Optimizer
+def _trace_step(
+    stepper: Stepper, trainable: Trainable, micro: MicroBatch, tracker: StorageTracker, optimizer: Optimizer
 ) -> _TracedStep:
-    start = lifetimes.now
-    lifetimes.label = "activations"
+    start = tracker.now
+    tracker.label = "activations"
 
     def loss(moved: MicroBatch) -> Any:
-        returned = specimen.loss(moved)
-        lifetimes.label = "temporary"
+        returned = trainable.loss(moved)
+        # Everything allocated after the forward pass is freed within the step.
+        tracker.label = "temporary"
         return returned
 
     outcome = stepper(loss, [micro], num_samples=len(micro), step=1)
-    gradients = (p.grad for p in specimen.model.parameters() if p.grad is not None)
-    lifetimes.follow(gradients, label="gradients")
+    gradients = (p.grad for p in trainable.model.parameters() if p.grad is not None)
+    tracker.follow(gradients, label="gradients")
     state = (value for slot in optimizer.state.values() for value in slot.values() if isinstance(value, Tensor))
-    lifetimes.follow(state, label="optimizer")
-    return _TracedStep(lifetimes.window(start, lifetimes.now), _phases(outcome, start, lifetimes.now))
+    tracker.follow(state, label="optimizer")
+    return _TracedStep(tracker.live_bytes(start, tracker.now), _phases(outcome, start, tracker.now))
 
 
 def _phases(outcome: Outcome, start: int, end: int) -> tuple[str, ...]:
@@ -251,28 +250,28 @@ MemoryRows = dict[str, np.ndarray]
 
 
 def _fit_rows(small: _TracedStep, large: _TracedStep, *, sizes: list[int]) -> tuple[MemoryRows, MemoryRows]:
-    """For each operator and part the line through what was alive with few samples and with many.
+    """Fit a line through the bytes of both batch sizes, for each operator and part; return intercepts and slopes.
 
-    The optimizer's state is born in the first step and does not depend on samples, like all that the update takes.
+    The optimizer's state is created in the first step and does not depend on samples, nor does anything in the update.
     """
     few, many = sizes
-    rows = {part: large.window.row(part) for part in PARTS}
-    grows = {part: np.zeros_like(rows[part]) for part in PARTS}
-    moments = large.num_before_update
+    rows = {part: large.live.row(part) for part in PARTS}
+    slopes = {part: np.zeros_like(rows[part]) for part in PARTS}
+    end = large.num_before_update
     for part in ("activations", "temporary"):
         if few == many:
-            # One size is all there is: activations are taken to grow with the samples, from nothing.
-            grows[part][:moments] = rows[part][:moments] / many if part == "activations" else 0
-        elif small.num_before_update == moments:
-            grows[part][:moments] = (rows[part] - small.window.row(part)[: len(rows[part])])[:moments] / (many - few)
+            # Only one size is known: activations are assumed to be proportional to it.
+            slopes[part][:end] = rows[part][:end] / many if part == "activations" else 0
+        elif small.num_before_update == end:
+            slopes[part][:end] = (rows[part] - small.live.row(part)[: len(rows[part])])[:end] / (many - few)
         else:
-            # Another number of operators for another number of samples: only the peaks can be compared.
-            grows[part][:moments] = (_peak_of(large, part) - _peak_of(small, part)) / (many - few)
-    return {part: rows[part] - many * grows[part] for part in PARTS}, grows
+            # The number of operators depends on the batch size: only the peaks can be compared.
+            slopes[part][:end] = (_bytes_at_peak(large, part) - _bytes_at_peak(small, part)) / (many - few)
+    return {part: rows[part] - many * slopes[part] for part in PARTS}, slopes
 
 
-def _peak_of(seen: _TracedStep, part: str) -> float:
-    """What one part has at the peak before the update."""
-    moments = seen.num_before_update
-    total = np.sum([seen.window.row(each)[:moments] for each in PARTS], axis=0)
-    return float(seen.window.row(part)[total.argmax()])
+def _bytes_at_peak(step: _TracedStep, part: str) -> float:
+    """Return the bytes of one part at the peak before the update."""
+    end = step.num_before_update
+    total = np.sum([step.live.row(each)[:end] for each in PARTS], axis=0)
+    return float(step.live.row(part)[total.argmax()])

@@ -1,4 +1,4 @@
-"""On which machines does a model's training fit, and with how many samples at once?"""
+"""Find the largest micro-batch that fits into the memory of each machine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -21,38 +21,38 @@ from whet.verify.trainable import Trainable, TrainableSpec
 
 
 class MachineFit(FrozenModel):
-    """One machine's answer."""
+    """Whether and how a training fits one machine."""
 
     machine: str
     memory_bytes: int | None
-    """The machine's; the card's where it has its own."""
+    """Memory of the machine, or of the card if it has its own."""
     device: str
     precision: str
     is_checkpointed: bool
     micro_batch: int | None
-    """The most samples at once that fit, as the plan cuts the global batch; None where not even the least fit."""
+    """The largest even split of the global batch that fits; None if not even the smallest fits."""
     least: int
-    """The fewest samples that may go through at once: 1, or the global batch where BatchNorm forbids a cut."""
+    """The smallest allowed micro-batch: 1, or the global batch if BatchNorm forbids splitting."""
     num_bytes: int
-    """What a step takes with that many samples; with the least where none fit."""
+    """Memory of a step with `micro_batch`, or with `least` if nothing fits."""
     limit_bytes: int | None
-    """What the plan allows; None where the memory is unknown."""
+    """Memory that the plan allows; None if the machine's memory is unknown."""
     micro_batch_checkpointed: int | None = None
-    """How many would fit with activation checkpointing; asked only where none fit without."""
+    """What would fit with activation checkpointing; computed only if nothing fits without."""
 
     @property
-    def words(self) -> str:
-        """The answer in one line."""
+    def summary(self) -> str:
+        """Return the result in one line."""
         named = f"{self.machine} ({format_bytes(self.memory_bytes)})" if self.memory_bytes else self.machine
         needs = format_bytes(self.num_bytes)
         if self.limit_bytes is None:
-            return f"{named}: a step with {self.least} needs {needs}; how much there is, is unknown"
+            return f"{named}: a step with {self.least} needs {needs}; the machine's memory is unknown"
         limit = format_bytes(self.limit_bytes)
-        # The unit once, where it is the same: 3.9 of 5.3 GB.
+        # A shared unit is shown once: 3.9 of 5.3 GB.
         needs = needs.removesuffix(f" {limit.split()[-1]}")
         if self.micro_batch is not None:
             return f"fits {named} at micro batch {self.micro_batch}: {needs} of {limit}"
-        what = "one sample needs" if self.least == 1 else f"the {self.least} samples that may not be cut need"
+        what = "one sample needs" if self.least == 1 else f"the {self.least} samples that cannot be split need"
         line = f"does not fit {named}: {what} {needs} of {limit}"
         if self.micro_batch_checkpointed is None:
             return line
@@ -60,65 +60,60 @@ class MachineFit(FrozenModel):
 
 
 def known_machines() -> tuple[Machine, ...]:
-    """All that come with whet."""
+    """Return all machines that whet knows by name."""
     return tuple(load_machine(name) for name in known_machine_names())
 
 
 def fit_machines(
-    subject: TrainableSpec,
+    spec: TrainableSpec,
     machines: Sequence[Machine] | None = None,
     *,
     global_batch_size: int | None = None,
     overrides: Mapping[str, Scalar] | None = None,
     conditions: Conditions | None = None,
-    specimen: Trainable | None = None,
+    trainable: Trainable | None = None,
 ) -> tuple[MachineFit, ...]:
-    """For each machine, the known ones unless told otherwise: the most samples at once that its plan's limit allows.
+    """Return the largest micro-batch for each machine, by default all known ones.
 
-    Device, precision and limit are those that the machine's plan would have with these wishes. `conditions` are what is
-    free now, for the machine that this is; `specimen` is one of the subject, where it was made already.
+    Device, precision and memory limit come from the plan that the machine would have with these overrides. `conditions`
+    is the free memory of this machine; `trainable` is one of the spec if it was made already.
     """
-    workload, has_blocks = _describe(subject, specimen, global_batch_size)
+    workload, has_blocks = _describe(spec, trainable, global_batch_size)
 
     @cache
-    def estimated(device: str, precision: str, kernels: str, is_checkpointed: bool) -> MemoryEstimate:
+    def estimate(device: str, precision: str, kernels: str, is_checkpointed: bool) -> MemoryEstimate:
         return estimate_memory(
-            subject,
-            device=device,
-            precision=precision,
-            kernels=kernels,
-            activation_checkpointing=is_checkpointed,
+            spec, device=device, precision=precision, kernels=kernels, activation_checkpointing=is_checkpointed
         )
 
-    found = []
+    fits = []
     for machine in known_machines() if machines is None else machines:
         plan = make_plan(machine, workload, overrides=overrides, conditions=conditions)
-        found.append(_fit(plan, estimated, has_blocks=has_blocks))
-    return tuple(found)
+        fits.append(_fit(plan, estimate, has_blocks=has_blocks))
+    return tuple(fits)
 
 
-def _fit(plan: Plan, estimated: Callable[[str, str, str, bool], MemoryEstimate], *, has_blocks: bool) -> MachineFit:
+def _fit(plan: Plan, estimate: Callable[[str, str, str, bool], MemoryEstimate], *, has_blocks: bool) -> MachineFit:
     device = plan.device.partition(":")[0]
     precision, kernels = plan.precision, plan.optimizer_kernels
     is_checkpointed = has_blocks and plan.activation_checkpointing == "on"
-    limit_gb = plan.memory_gb
-    limit = int(limit_gb * GB) if isinstance(limit_gb, int | float) else None
-    whole = plan.workload.global_batch_size
-    least = whole if plan.workload.has_batchnorm else 1
+    limit = None if plan.memory_gb is None else int(plan.memory_gb * GB)
+    global_batch = plan.workload.global_batch_size
+    least = global_batch if plan.workload.has_batchnorm else 1
 
     def needed(size: int, is_checkpointed: bool) -> int:
-        guess = estimated(device, precision, kernels, is_checkpointed)
-        return guess.bytes_at(size, is_cut=size < whole) + CONTEXT_BYTES.get(device, 0)
+        memory = estimate(device, precision, kernels, is_checkpointed)
+        return memory.bytes_at(size, is_split=size < global_batch) + CONTEXT_BYTES.get(device, 0)
 
-    def most(is_checkpointed: bool) -> int | None:
+    def largest(is_checkpointed: bool) -> int | None:
         if limit is None:
             return None
-        # Of a large batch most cuts are of the same size.
-        sizes = (size for size in dict.fromkeys(even_splits(whole)) if size >= least)
+        # Most splits of a large batch have the same size.
+        sizes = (size for size in dict.fromkeys(even_splits(global_batch)) if size >= least)
         return next((size for size in sizes if needed(size, is_checkpointed) <= limit), None)
 
-    micro_batch = most(is_checkpointed)
-    could_recompute = has_blocks and not is_checkpointed and micro_batch is None and limit is not None
+    micro_batch = largest(is_checkpointed)
+    could_checkpoint = has_blocks and not is_checkpointed and micro_batch is None and limit is not None
     accelerator = plan.machine.accelerator(device)
     memory = accelerator.memory_bytes if accelerator is not None else None
     return MachineFit(
@@ -131,23 +126,21 @@ def _fit(plan: Plan, estimated: Callable[[str, str, str, bool], MemoryEstimate],
         least=least,
         num_bytes=needed(micro_batch or least, is_checkpointed),
         limit_bytes=limit,
-        micro_batch_checkpointed=most(True) if could_recompute else None,
+        micro_batch_checkpointed=largest(True) if could_checkpoint else None,
     )
 
 
-def _describe(
-    subject: TrainableSpec, specimen: Trainable | None, global_batch_size: int | None
-) -> tuple[Workload, bool]:
-    """What the plan must know of a model, and whether it has blocks that can be computed again."""
-    if specimen is None:
+def _describe(spec: TrainableSpec, trainable: Trainable | None, global_batch_size: int | None) -> tuple[Workload, bool]:
+    """Return the workload of a model, and whether it has blocks that can be checkpointed."""
+    if trainable is None:
         with fake_mode():
-            specimen = subject.make()
-    model = specimen.model
+            trainable = spec.make()
+    model = trainable.model
     workload = Workload(
-        recipe=subject.name,
+        recipe=spec.name,
         num_parameters=max(1, sum(p.numel() for p in model.parameters() if p.requires_grad)),
         num_frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        global_batch_size=global_batch_size or specimen.size,
+        global_batch_size=global_batch_size or trainable.batch_size,
         has_batchnorm=any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()),
     )
     return workload, bool(find_blocks(model))

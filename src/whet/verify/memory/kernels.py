@@ -1,4 +1,9 @@
-"""Substitutes for kernels that use a different amount of memory on a GPU than on the CPU."""
+"""Substitutes for kernels that use a different amount of memory on a GPU than on the CPU.
+
+A step is traced with CPU tensors on every device: fake tensors of a device that torch was not built for abort the
+process in the backward pass. Most operators use the same memory everywhere. This module replaces those that do not;
+branches that torch itself can be made to take are in `device/tracing.py`. The substitutes compute nothing.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,35 +17,36 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-_KEPT = {"lstm": 5, "gru": 6}
-"""Vectors of the hidden size that cuDNN keeps for each layer and step in time, besides what goes to the next layer.
+_SAVED_VECTORS = {"lstm": 5, "gru": 6}
+"""Vectors of the hidden size that cuDNN saves for each layer and time step, besides the input of the next layer.
 
-From two sizes in pytorch/pytorch#2895: 736,000,000 bytes for an LSTM of 4 layers, 864,000,000 for the GRU, both of 320
-over 25,000 steps. The workspace there was the weights' size and little more. MPS is taken to be alike."""
+Derived from two sizes in pytorch/pytorch#2895: 736,000,000 bytes for an LSTM of 4 layers, 864,000,000 for a GRU, both
+with hidden size 320 over 25,000 steps. The workspace there was little more than the weights. MPS is assumed to be the
+same."""
 
 
 class FusedRnn(Function):
-    """An LSTM or GRU as cuDNN and MPS compute it: all steps in time at once, with one reserve for the way back."""
+    """An LSTM or GRU as cuDNN and MPS compute it: one kernel for all time steps, one reserve for the backward pass."""
 
     @staticmethod
     def lstm(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """In place of torch.lstm, with padded or packed inputs."""
-        output, *states = _recur("lstm", args)
+        """Replace torch.lstm, with padded or packed inputs."""
+        output, *states = _run_rnn("lstm", args)
         return output, states[0], states[1]
 
     @staticmethod
     def gru(*args: Any) -> tuple[Tensor, Tensor]:
-        """In place of torch.gru."""
-        output, *states = _recur("gru", args)
+        """Replace torch.gru."""
+        output, *states = _run_rnn("gru", args)
         return output, states[0]
 
     @staticmethod
     def forward(ctx: Any, kind: str, directions: int, layers: int, data: Tensor, *rest: Tensor) -> Any:
         states, weights = rest[: 2 if kind == "lstm" else 1], rest[2 if kind == "lstm" else 1 :]
         hidden = weights[1].shape[1]
-        places = data.numel() // data.shape[-1]
+        num_steps = data.numel() // data.shape[-1]
         output = data.new_empty((*data.shape[:-1], hidden * directions))
-        reserve = data.new_empty(places * directions * hidden * (_KEPT[kind] * layers + layers - 1))
+        reserve = data.new_empty(num_steps * directions * hidden * (_SAVED_VECTORS[kind] * layers + layers - 1))
         ctx.workspace = sum(weight.numel() for weight in weights)
         data.new_empty(ctx.workspace)
         ctx.save_for_backward(data, output, reserve, *states, *weights)
@@ -50,31 +56,31 @@ class FusedRnn(Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         data, _, _, *rest = ctx.saved_tensors
         workspace = data.new_empty(ctx.workspace)
-        given = tuple(torch.empty_like(tensor) for tensor in (data, *rest))
+        grads = tuple(torch.empty_like(tensor) for tensor in (data, *rest))
         del workspace, gradients
-        return None, None, None, *given
+        return None, None, None, *grads
 
 
-def _recur(kind: str, args: tuple[Any, ...]) -> Any:
-    """The arguments of torch.lstm and torch.gru, once for padded and once for packed samples."""
+def _run_rnn(kind: str, args: tuple[Any, ...]) -> Any:
+    """Unpack the arguments of torch.lstm and torch.gru, whose order differs for padded and packed inputs."""
     is_packed = isinstance(args[1], Tensor) and not isinstance(args[3], bool)
     if is_packed:
-        data, _, states, weights, _, layers, _, _, is_two_way = args
+        data, _, states, weights, _, layers, _, _, is_bidirectional = args
     else:
-        data, states, weights, _, layers, _, _, is_two_way, _ = args
+        data, states, weights, _, layers, _, _, is_bidirectional, _ = args
     states = states if isinstance(states, tuple | list) else (states,)
     tensors = (data, *states, *weights)
     if torch.is_autocast_enabled("cpu"):
         tensors = tuple(tensor.to(torch.get_autocast_dtype("cpu")) for tensor in tensors)
-    return FusedRnn.apply(kind, 2 if is_two_way else 1, layers, *tensors)
+    return FusedRnn.apply(kind, 2 if is_bidirectional else 1, layers, *tensors)
 
 
 class FusedRmsNorm(Function):
-    """One kernel that keeps its input and a number a row."""
+    """RMSNorm as one kernel that saves its input and one number per row."""
 
     @staticmethod
     def call(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:  # noqa: A002, ARG004
-        """In place of torch.rms_norm."""
+        """Replace torch.rms_norm."""
         return FusedRmsNorm.apply(input, tuple(normalized_shape), weight)
 
     @staticmethod
@@ -90,7 +96,7 @@ class FusedRmsNorm(Function):
 
 
 _aten = torch.ops.aten
-# As torch has them: what stands in for them calls them.
+# The originals, which the substitutes call.
 _run_backward = torch.autograd.graph._engine_run_backward
 _attention = functional.scaled_dot_product_attention
 _dropout = functional.dropout
@@ -102,11 +108,11 @@ _FLOAT32_UNDER_AUTOCAST = (
     torch.sum, Tensor.sum, torch.pow, Tensor.pow, torch.exp, Tensor.exp, torch.log, Tensor.log,
     torch.cumsum, Tensor.cumsum, torch.norm, Tensor.norm,
 )  # fmt: skip
-"""What autocast computes in float32 on CUDA and MPS, but not on the CPU; the ones that keep memory."""
+"""Functions that autocast computes in float32 on CUDA and MPS but not on the CPU; only those that save tensors."""
 
 
 class DeviceKernels(TorchFunctionMode):
-    """While entered, functions of torch take the way they would take on the device."""
+    """Makes torch functions use the kernels that they would use on the device."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -116,12 +122,12 @@ class DeviceKernels(TorchFunctionMode):
             handlers[torch.gru] = FusedRnn.gru
             handlers[functional.rms_norm] = handlers[torch.rms_norm] = FusedRmsNorm.call
             handlers |= dict.fromkeys(_FLOAT32_UNDER_AUTOCAST)
-            handlers[functional.cross_entropy] = _half_then_float_cross_entropy
+            handlers[functional.cross_entropy] = _gpu_cross_entropy
         if device == "cuda":
-            handlers[functional.dropout] = handlers[torch.dropout] = _one_kernel_dropout
-            handlers[functional.scaled_dot_product_attention] = _fused_attention
+            handlers[functional.dropout] = handlers[torch.dropout] = _cuda_dropout
+            handlers[functional.scaled_dot_product_attention] = _cuda_attention
         self._handlers = handlers
-        # It is written in Python: its own calls would pass by a mode that is busy with it.
+        # multi_head_attention_forward is a Python function: a mode that handles it does not see the calls inside.
         self._inside_attention = {
             name: handler
             for name in ("dropout", "scaled_dot_product_attention")
@@ -134,7 +140,7 @@ class DeviceKernels(TorchFunctionMode):
             with _replaced(functional, self._inside_attention):
                 return func(*args, **kwargs)
         if func in (Tensor.backward, torch.autograd.backward):
-            # Blocks that are computed again take the same branches.
+            # Recomputed blocks run inside the backward pass and need the mode too.
             with _replaced(torch.autograd, {"_engine_run_backward": self._entered(_run_backward)}):
                 return func(*args, **kwargs)
         if func not in self._handlers:
@@ -156,7 +162,7 @@ class DeviceKernels(TorchFunctionMode):
 
 @contextmanager
 def autocast(precision: str) -> Iterator[None]:
-    """Autocast among CPU tensors; None but half precision needs it."""
+    """Autocast of CPU tensors, for half precision only."""
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     if half is None:
         yield
@@ -181,10 +187,10 @@ def _as_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
 
 
-def _half_then_float_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
-    """Under autocast a GPU's log_softmax keeps the logits' type here, and only nll_loss is float32.
+def _gpu_cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+    """Under autocast, log_softmax inside cross_entropy keeps the logits' dtype on a GPU; only nll_loss is float32.
 
-    LossNLL.cpp names the type, which autocast leaves alone; a trace on an H200 with torch 2.11 shows the same.
+    LossNLL.cpp passes the dtype explicitly, which autocast does not change; a trace on an H200 with torch 2.11 agrees.
     """
     if not torch.is_autocast_enabled("cpu"):
         return _cross_entropy(input, target, *args, **kwargs)
@@ -196,15 +202,15 @@ def _half_then_float_cross_entropy(input: Tensor, target: Tensor, *args: Any, **
         return functional.nll_loss(scores.float(), target, *args, **kwargs)
 
 
-def _one_kernel_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
-    """CUDA keeps a mask of one byte a number, where the CPU and MPS keep one of the input's type."""
+def _cuda_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
+    """CUDA saves a mask of one byte per element; the CPU and MPS save one of the input's dtype."""
     if not training or p == 0 or inplace:
         return _dropout(input, p, training, inplace)
     dropped, _ = torch.native_dropout(input, p, True)
     return dropped
 
 
-def _fused_attention(
+def _cuda_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -214,7 +220,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """CUDA never writes the matrix of weights down: flash attention for half precision, else the efficient kernel."""
+    """CUDA never stores the attention matrix: flash attention in half precision, else the memory-efficient kernel."""
     if query.dim() != 4 or enable_gqa or not query.requires_grad:
         options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
         return _attention(query, key, value, attn_mask=attn_mask, enable_gqa=enable_gqa, **options)

@@ -1,1 +1,1 @@
-"""Is what a model computes on a device right? `whet compare`: against the CPU, and where it goes wrong first."""
+"""Parity (`whet compare`): compare training on a device with the CPU, and locate the first wrong operator."""

@@ -19,7 +19,81 @@ from whet.verify.parity.training import ReplicaFactory
 from whet.verify.tolerance import RelativeError, relative_error
 
 MODULE_BOUND = 1e-3
-"""A module's own largest relative error that counts as rounding: it may be deep."""
+"""Largest relative error of a module that counts as rounding: a module may contain many operators."""
+
+
+class WrongOperator(FrozenModel):
+    """The first wrong operator, or the first wrong module if no single operator is wrong."""
+
+    operator: str | None = None
+    """None if only the module is known."""
+    phase: str
+    """forward, backward or update"""
+    module: str | None = None
+    line: str | None = None
+    error: RelativeError
+    bound: RelativeError
+    step: int = 1
+
+
+class LocateResult(FrozenModel):
+    """Results of replaying every operator of a step on the CPU."""
+
+    culprit: WrongOperator | None = None
+    wrong: dict[str, int] = Field(default_factory=dict)
+    """Number of wrong calls of every wrong operator."""
+    draws: tuple[str, ...] = ()
+    """Operators that draw random numbers."""
+    unknown: tuple[str, ...] = ()
+    """Operators without a CPU kernel, which were not checked."""
+    num_checked: int = 0
+    reproducer: str | None = None
+
+
+def locate(
+    replicas: ReplicaFactory, device: AbstractDevice, *, steps: int = 1, out: Path | None = None
+) -> LocateResult:
+    """Replay steps until an operator is wrong; write a program that reproduces it to `out`."""
+    with replicas.on(device) as replica:
+        optimizer = replica.optimizer()
+        locator = OperatorLocator(replica.model, optimizer)
+        replay = OperatorReplay(device, locator)
+        stepper = replica.stepper(optimizer)
+        for number in range(1, steps + 1):
+            with locator.tracking(), replay:
+                replica.step(stepper, number)
+            if replay.result.first is not None:
+                break
+    result, first = replay.result, replay.result.first
+    culprit, reproducer = None, None
+    if first is not None:
+        culprit = WrongOperator(
+            operator=first.func.name().partition(".")[0],
+            phase=first.location.phase,
+            module=first.location.module,
+            line=first.location.line,
+            error=first.error,
+            bound=first.bound,
+            step=number,
+        )
+        if out is not None:
+            reproducer = str(write_reproducer(first, out, device=str(device.place)))
+    elif device.kind != "cpu":
+        # The error is in an operator that could not be checked, or in code that bypasses torch's dispatcher.
+        wrong = first_wrong_module(replicas, device)
+        if wrong is not None:
+            culprit = WrongOperator(phase=wrong.phase, module=wrong.name, error=wrong.error, bound=wrong.bound)
+    return LocateResult(
+        culprit=culprit,
+        wrong=result.wrong,
+        draws=tuple(sorted(result.draws)),
+        unknown=tuple(sorted(result.unknown)),
+        num_checked=result.num_checked,
+        reproducer=reproducer,
+    )
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -31,7 +105,7 @@ class ModuleCall:
     kwargs: dict[str, Any]
     output: Any = None
     gradients: dict[int, Tensor] = field(default_factory=dict)
-    """Of the output's tensors, by their place."""
+    """Gradients of the output's tensors, by their index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,173 +116,103 @@ class WrongModule:
     bound: float = MODULE_BOUND
 
 
-def first_wrong_module(bench: ReplicaFactory, device: AbstractDevice) -> WrongModule | None:
-    """The first whose own outputs or gradients differ; an inner one comes before the one that holds it."""
-    visits = _module_calls(bench)
-    with bench.at(device) as placed:
-        modules = dict(placed.model.named_modules())
+def first_wrong_module(replicas: ReplicaFactory, device: AbstractDevice) -> WrongModule | None:
+    """Return the first module whose own outputs or gradients are wrong; inner modules before their parents.
 
-        def put(tensor: Tensor) -> Tensor:
-            return device.put(tensor)
-
-        for visit in visits:
-            error = _forward_error(modules[visit.name], visit, put)
+    Each module gets inputs and gradients from the CPU, so that no error propagates.
+    """
+    calls = _module_calls(replicas)
+    with replicas.on(device) as replica:
+        modules = dict(replica.model.named_modules())
+        for call in calls:
+            error = _forward_error(modules[call.name], call, device.put)
             if not error <= MODULE_BOUND:
-                return WrongModule(visit.name, "forward", error)
-    inner_first = [visit for visit in reversed(visits) if visit.gradients]
-    with bench.at(CpuDevice()) as on_cpu, bench.at(device) as placed:
-        theirs, ours = dict(on_cpu.model.named_modules()), dict(placed.model.named_modules())
-        for visit in sorted(inner_first, key=lambda visit: any(True for _ in theirs[visit.name].children())):
-            expected = _gradients(theirs[visit.name], visit, lambda tensor: tensor)
-            error = (
-                relative_error(_gradients(ours[visit.name], visit, placed.device.put), expected) if expected else 0.0
-            )
+                return WrongModule(call.name, "forward", error)
+    backward_order = [call for call in reversed(calls) if call.gradients]
+    with replicas.on(CpuDevice()) as on_cpu, replicas.on(device) as replica:
+        references, modules = dict(on_cpu.model.named_modules()), dict(replica.model.named_modules())
+        for call in sorted(backward_order, key=lambda call: any(True for _ in references[call.name].children())):
+            expected = _gradients(references[call.name], call, lambda tensor: tensor)
+            actual = _gradients(modules[call.name], call, device.put) if expected else []
+            error = relative_error(actual, expected) if expected else 0.0
             if not error <= MODULE_BOUND:
-                return WrongModule(visit.name, "backward", error)
+                return WrongModule(call.name, "backward", error)
     return None
 
 
-def _module_calls(bench: ReplicaFactory) -> list[ModuleCall]:
-    """Every call of every module, in the order in which they end."""
+def _module_calls(replicas: ReplicaFactory) -> list[ModuleCall]:
+    """Return every call of every module on the CPU, in the order in which they end."""
     ended: list[ModuleCall] = []
-    under_way: list[ModuleCall] = []
-    with bench.at(CpuDevice()) as placed:
+    running: list[ModuleCall] = []
+    with replicas.on(CpuDevice()) as replica:
 
         def enter(name: str) -> Callable[..., None]:
             def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-                under_way.append(ModuleCall(name, _kept(args), _kept(kwargs)))
+                running.append(ModuleCall(name, _clone(args), _clone(kwargs)))
 
             return hook
 
         def leave(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
-            visit = under_way.pop()
-            visit.output = _kept(output)
-            for place, leaf in enumerate(tree_leaves(output)):
+            call = running.pop()
+            call.output = _clone(output)
+            for index, leaf in enumerate(tree_leaves(output)):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(_keep_gradient(visit, place))
-            ended.append(visit)
+                    leaf.register_hook(_gradient_hook(call, index))
+            ended.append(call)
 
-        for name, module in placed.model.named_modules():
+        for name, module in replica.model.named_modules():
             module.register_forward_pre_hook(enter(name), with_kwargs=True)
             module.register_forward_hook(leave, with_kwargs=True)
-        placed.step(placed.stepper(torch.optim.SGD(placed.model.parameters(), lr=0.0)))
+        replica.step(replica.stepper(torch.optim.SGD(replica.model.parameters(), lr=0.0)))
     return ended
 
 
-def _keep_gradient(visit: ModuleCall, place: int) -> Callable[[Tensor], None]:
+def _gradient_hook(call: ModuleCall, index: int) -> Callable[[Tensor], None]:
     def hook(gradient: Tensor) -> None:
-        visit.gradients[place] = gradient.detach().clone()
+        call.gradients[index] = gradient.detach().clone()
 
     return hook
 
 
-def _kept(tree: Any) -> Any:
+def _clone(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def _call(module: nn.Module, visit: ModuleCall, put: Callable[[Tensor], Tensor]) -> tuple[Any, list[Tensor]]:
-    """The output from the inputs of the CPU, and those inputs that can have a gradient."""
+def _call(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tensor]) -> tuple[Any, list[Tensor]]:
+    """Call the module with the recorded inputs; return its output and the inputs that can have a gradient."""
     sources: list[Tensor] = []
 
-    def given(leaf: Any) -> Any:
+    def moved(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        moved = put(leaf.clone())
-        if not moved.is_floating_point():
-            return moved
-        sources.append(moved.requires_grad_())
-        # A module that changes its input in place may not be given a leaf.
-        return moved * 1
+        tensor = put(leaf.clone())
+        if not tensor.is_floating_point():
+            return tensor
+        sources.append(tensor.requires_grad_())
+        # A module that changes its input in place must not get a leaf tensor.
+        return tensor * 1
 
-    return module(*tree_map(given, visit.args), **tree_map(given, visit.kwargs)), sources
+    return module(*tree_map(moved, call.args), **tree_map(moved, call.kwargs)), sources
 
 
-def _forward_error(module: nn.Module, visit: ModuleCall, put: Callable[[Tensor], Tensor]) -> float:
-    output, _ = _call(module, visit, put)
-    pairs = [(ours, right) for ours, right in zip(tree_leaves(output), tree_leaves(visit.output), strict=True)]
+def _forward_error(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tensor]) -> float:
+    output, _ = _call(module, call, put)
+    pairs = list(zip(tree_leaves(output), tree_leaves(call.output), strict=True))
     return max((relative_error(a, b) for a, b in pairs if isinstance(b, Tensor) and b.is_floating_point()), default=0.0)
 
 
-def _gradients(module: nn.Module, visit: ModuleCall, put: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Of the inputs and the module's own parameters."""
-    output, sources = _call(module, visit, put)
+def _gradients(module: nn.Module, call: ModuleCall, put: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Return the gradients of the inputs and of the module's own parameters."""
+    output, sources = _call(module, call, put)
     outputs = tree_leaves(output)
     wanted = [*sources, *(p for p in module.parameters() if p.requires_grad)]
     if not wanted:
         return []
-    found = torch.autograd.grad(
-        [outputs[place] for place in visit.gradients],
+    gradients = torch.autograd.grad(
+        [outputs[index] for index in call.gradients],
         wanted,
-        [put(gradient) for gradient in visit.gradients.values()],
+        [put(gradient) for gradient in call.gradients.values()],
         allow_unused=True,
         materialize_grads=True,
     )
-    return [gradient.detach().cpu() for gradient in found]
-
-
-class WrongOperator(FrozenModel):
-    """What is wrong first."""
-
-    operator: str | None = None
-    """None where only the module is known."""
-    phase: str
-    """forward, backward or update"""
-    module: str | None = None
-    line: str | None = None
-    error: RelativeError
-    bound: RelativeError
-    step: int = 1
-
-
-class LocateResult(FrozenModel):
-    """What a step showed whose operators were replayed one by one on the CPU."""
-
-    culprit: WrongOperator | None = None
-    wrong: dict[str, int] = Field(default_factory=dict)
-    """Every wrong operator with the number of its wrong calls."""
-    draws: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-    """Operators that the CPU has no kernel for: they were not judged."""
-    num_judged: int = 0
-    reproducer: str | None = None
-
-
-def locate(bench: ReplicaFactory, device: AbstractDevice, *, steps: int = 1, out: Path | None = None) -> LocateResult:
-    """Looks at whole steps on the device until an operator is wrong; writes a program that shows it alone to `out`."""
-    with bench.at(device) as placed:
-        optimizer = placed.optimizer()
-        whereabouts = OperatorLocator(placed.model, optimizer)
-        replay = OperatorReplay(device, whereabouts)
-        stepper = placed.stepper(optimizer)
-        for number in range(1, steps + 1):
-            with whereabouts.followed(), replay:
-                placed.step(stepper, number)
-            if replay.findings.first is not None:
-                break
-    found, first = replay.findings, replay.findings.first
-    culprit, reproducer = None, None
-    if first is not None:
-        culprit = WrongOperator(
-            operator=first.func.name().partition(".")[0],
-            phase=first.spot.phase,
-            module=first.spot.module,
-            line=first.spot.line,
-            error=first.error,
-            bound=first.bound,
-            step=number,
-        )
-        if out is not None:
-            reproducer = str(write_reproducer(first, out, device=str(device.place)))
-    elif device.kind != "cpu":
-        # No single operator is wrong: one that could not be judged, or code that torch's dispatcher does not see.
-        wrong = first_wrong_module(bench, device)
-        if wrong is not None:
-            culprit = WrongOperator(phase=wrong.phase, module=wrong.name, error=wrong.error, bound=wrong.bound)
-    return LocateResult(
-        culprit=culprit,
-        wrong=found.wrong,
-        draws=tuple(sorted(found.draws)),
-        unknown=tuple(sorted(found.unknown)),
-        num_judged=found.num_judged,
-        reproducer=reproducer,
-    )
+    return [gradient.detach().cpu() for gradient in gradients]

@@ -1,4 +1,4 @@
-"""What an operator should give: the CPU's own kernel, in float64 where it has one, or a formula where it has none."""
+"""Reference results of operators: the CPU's kernel, in float64 if possible, or a formula if the CPU has none."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-_WIDE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
-_REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError)
+_FLOAT64 = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
+_UNSUPPORTED = (RuntimeError, NotImplementedError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedCall:
-    """An operator's call after it ran: what it returned, and its arguments, some of which it may have changed."""
+    """What an operator returned, and its arguments, which it may have changed."""
 
     returned: Any
     args: tuple[Any, ...]
@@ -23,17 +23,17 @@ class CompletedCall:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceResult:
-    """The right result; None where nobody knows it."""
+    """The expected result; None if it is unknown."""
 
-    wide: CompletedCall | None
-    """With all numbers in float64."""
+    float64: CompletedCall | None
+    """Computed in float64."""
     own: CompletedCall | None
-    """In the operator's own number formats: how much the CPU itself errs."""
+    """Computed in the operator's own dtypes: shows the CPU's own error."""
     is_formula: bool = False
 
 
 def reference_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReferenceResult:
-    """From inputs on the CPU, which stay as they are."""
+    """Compute the reference from inputs on the CPU, which are not changed."""
     formula = FORMULAS.get(func.name())
     if formula is not None:
         returned = _try_call(lambda: formula(*copy_to_float64(args), **copy_to_float64(kwargs)))
@@ -44,30 +44,30 @@ def reference_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def copy_to_float64(tree: Any) -> Any:
-    """Copies in float64."""
-    return tree_map(lambda leaf: _copy(leaf, wide=True), tree)
+    """Copy all tensors to the CPU, in float64."""
+    return tree_map(lambda leaf: _copy(leaf, float64=True), tree)
 
 
 def copy_to_cpu(tree: Any) -> Any:
-    """Copies on the CPU; layouts stay."""
-    return tree_map(lambda leaf: _copy(leaf, wide=False), tree)
+    """Copy all tensors to the CPU, keeping their layouts."""
+    return tree_map(lambda leaf: _copy(leaf, float64=False), tree)
 
 
-def _copy(leaf: Any, *, wide: bool) -> Any:
+def _copy(leaf: Any, *, float64: bool) -> Any:
     if isinstance(leaf, torch.device):
         return torch.device("cpu")
     if not isinstance(leaf, Tensor):
         return leaf
-    # First to the CPU, then to another type: a copy that does both at once is itself under suspicion.
+    # Copy first, convert later: a copy that also converts is one of the known faults of MPS.
     on_cpu = leaf.detach().cpu()
     on_cpu = on_cpu.clone() if on_cpu is leaf or leaf.device.type == "cpu" else on_cpu
-    return on_cpu.to(_WIDE.get(on_cpu.dtype, on_cpu.dtype)) if wide else on_cpu
+    return on_cpu.to(_FLOAT64.get(on_cpu.dtype, on_cpu.dtype)) if float64 else on_cpu
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompletedCall | None:
     done = _try_call(lambda: func(*args, **kwargs))
     if done is None:
-        # What only a GPU has may still be made of operators that the CPU has.
+        # An operator without a CPU kernel may have a decomposition into operators with one.
         from torch._decomp import decomposition_table
 
         decomposed = decomposition_table.get(func)
@@ -78,11 +78,11 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompletedC
 def _try_call(call: Callable[[], Any]) -> CompletedCall | None:
     try:
         return CompletedCall(call(), (), {})
-    except _REFUSALS:
+    except _UNSUPPORTED:
         return None
 
 
-# --- attention as the GPU has it --------------------------------------------------------------------------------------
+# --- attention kernels of CUDA ----------------------------------------------------------------------------------------
 
 
 def _weights(q: Tensor, k: Tensor, bias: Tensor | None, *, is_causal: bool, scale: float | None) -> Tensor:
@@ -90,8 +90,8 @@ def _weights(q: Tensor, k: Tensor, bias: Tensor | None, *, is_causal: bool, scal
     if bias is not None:
         scores = scores + bias
     if is_causal:
-        past = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        scores = scores.masked_fill(~past, -torch.inf)
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~visible, -torch.inf)
     return torch.softmax(scores, -1)
 
 
@@ -134,14 +134,14 @@ def _efficient_attention_backward(
     if dropout_p:
         raise NotImplementedError
     weights = _weights(q, k, bias, is_causal=is_causal, scale=scale)
-    towards = grad @ v.transpose(-2, -1)
-    scores = weights * (towards - (towards * weights).sum(-1, keepdim=True))
+    grad_weights = grad @ v.transpose(-2, -1)
+    grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
     factor = _scale(q, scale)
-    return scores @ k * factor, scores.transpose(-2, -1) @ q * factor, weights.transpose(-2, -1) @ grad
+    return grad_scores @ k * factor, grad_scores.transpose(-2, -1) @ q * factor, weights.transpose(-2, -1) @ grad
 
 
 FORMULAS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "aten::_scaled_dot_product_efficient_attention": _efficient_attention,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
 }
-"""Operators of CUDA that the CPU lacks; only the results that the formula gives are compared."""
+"""CUDA operators that the CPU does not have; only the results that the formula returns are compared."""

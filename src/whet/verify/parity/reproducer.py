@@ -10,53 +10,53 @@ from torch import Tensor
 
 from whet.base.errors import UsageError
 from whet.run.durable import write_file
-from whet.verify.parity.replay import TensorLayout, WrongOperatorCall, changed_arguments
+from whet.verify.parity.replay import TensorLayout, WrongOperatorCall, written_arguments
 
 READER = '''
 
 def read(path):
-    """The tensors of a .safetensors file."""
+    """Return the tensors of a .safetensors file."""
     data = bytearray(path.read_bytes())
     (length,) = struct.unpack("<Q", data[:8])
-    types = {{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    types = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
              "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-             "BOOL": torch.bool}}
-    tensors = {{}}
-    for name, about in json.loads(data[8 : 8 + length]).items():
+             "BOOL": torch.bool}
+    tensors = {}
+    for name, entry in json.loads(data[8 : 8 + length]).items():
         if name != "__metadata__":
-            start, end = about["data_offsets"]
+            start, end = entry["data_offsets"]
             part = data[8 + length + start : 8 + length + end]
-            dtype = types[about["dtype"]]
+            dtype = types[entry["dtype"]]
             tensors[name] = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
     return tensors
-'''.replace("{{", "{").replace("}}", "}")
+'''
 
-PLAIN = """    args, words = arguments(made, device)
-    returned = {operator}(*args, **words)
-    found = [tensor.detach().cpu() for tensor in tensors_of([returned, changed(args, words)])]
-    # Whole numbers beside values tell where a value was found; equal values are found in any order.
-    return [tensor for tensor in found if tensor.is_floating_point()] or found"""
+PLAIN = """    args, kwargs = arguments(made, device)
+    returned = {operator}(*args, **kwargs)
+    tensors = [tensor.detach().cpu() for tensor in tensors_of([returned, written(args, kwargs)])]
+    # Integers beside values are indices; the order of equal values is not defined.
+    return [tensor for tensor in tensors if tensor.is_floating_point()] or tensors"""
 
-FUSED = """    args, words = arguments(made, device)
-    before = [tensor.detach().cpu().double().clone() for tensor in tensors_of(changed(args, words))]
-    {operator}(*args, **words)
-    after = [tensor.detach().cpu().double() for tensor in tensors_of(changed(args, words))]
-    # The change counts: it is small beside the weights.
+FUSED = """    args, kwargs = arguments(made, device)
+    before = [tensor.detach().cpu().double().clone() for tensor in tensors_of(written(args, kwargs))]
+    {operator}(*args, **kwargs)
+    after = [tensor.detach().cpu().double() for tensor in tensors_of(written(args, kwargs))]
+    # Compare the change, which is small relative to the weights.
     return [new - old for new, old in zip(after, before)]"""
 
 FROM_CPU = """    try:
-        expected = run("cpu", wide=True)
+        expected = run("cpu", float64=True)
         if not expected[0].is_floating_point():
             expected = run("cpu")
     except (RuntimeError, NotImplementedError):
         expected = run("cpu")"""
 
-FROM_FORMULA = """    # The CPU has no such operator: what it should give was computed by a formula in float64.
+FROM_FORMULA = """    # The CPU has no such operator: the expected result was computed by a formula in float64.
     expected = [VIEWS[name](MEMORY[name]) for name in MEMORY if name.startswith("expected")]"""
 
-PROGRAM = '''"""{name} on a device against the CPU, from the same inputs. {mark}; needs torch only.
+PROGRAM = '''"""Compare {name} on a device with the CPU, from the same inputs. {marker}; needs torch only.
 
-Found with torch {version}. `python THIS.py [{device}]`: exit code 1 if they differ, 0 if they agree.
+Found with torch {version}. `python THIS.py [{device}]`: exit code 1 if the results differ, 0 if they agree.
 """
 
 {imports}import sys
@@ -68,28 +68,28 @@ FLOORS = {floors}
 {reader}
 
 MEMORY = {memory}
-# How each tensor lay in its memory.
+# The memory layout of each tensor.
 VIEWS = {views}
-# Tensors that were on the CPU all along.
+# Tensors that were on the CPU in the original call.
 ON_CPU = {on_cpu}
 
 
-def run(device, wide=False):
-    """What the operator gives on a device: returned tensors and changed arguments, on the CPU."""
+def run(device, float64=False):
+    """Run the operator on a device; return its results and written arguments, on the CPU."""
     made = {{}}
     for name, flat in MEMORY.items():
-        flat = flat.double() if wide and flat.is_floating_point() else flat.clone()
+        flat = flat.double() if float64 and flat.is_floating_point() else flat.clone()
         made[name] = VIEWS[name](flat.to("cpu" if name in ON_CPU else device))
 {calling}
 
 
 def arguments(made, device):
-    return [{args}], dict({words})
+    return [{args}], dict({kwargs})
 
 
-def changed(args, words):
-    """The arguments that the operator writes to."""
-    return [{changed}]
+def written(args, kwargs):
+    """Return the arguments that the operator writes to."""
+    return [{written}]
 
 
 def tensors_of(tree):
@@ -98,36 +98,36 @@ def tensors_of(tree):
     return [leaf for value in tree for leaf in tensors_of(value)] if isinstance(tree, (list, tuple)) else []
 
 
-def error(found, expected, floor):
-    """The largest difference, relative to the largest value that was expected."""
-    if found.shape != expected.shape:
+def error(actual, expected, floor):
+    """Return the largest difference, relative to the largest expected value."""
+    if actual.shape != expected.shape:
         return float("inf")
     if not expected.numel():
         return 0.0
-    found, expected = found.double(), expected.double()
-    is_number = expected.isfinite()
-    if not torch.equal(found[~is_number].nan_to_num(nan=0.5), expected[~is_number].nan_to_num(nan=0.5)):
+    actual, expected = actual.double(), expected.double()
+    finite = expected.isfinite()
+    if not torch.equal(actual[~finite].nan_to_num(nan=0.5), expected[~finite].nan_to_num(nan=0.5)):
         return float("inf")
-    if not is_number.any():
+    if not finite.any():
         return 0.0
-    worst = float((found - expected)[is_number].abs().max())
-    scale = max(float(expected[is_number].abs().max()), floor, 1e-30)
+    worst = float((actual - expected)[finite].abs().max())
+    scale = max(float(expected[finite].abs().max()), floor, 1e-30)
     return worst / scale if worst == worst else float("inf")
 
 
 def main():
     device = sys.argv[1] if len(sys.argv) > 1 else "{device}"
 {expected}
-    found = run(device)
+    actual = run(device)
     differs = False
-    for index, (ours, right) in enumerate(zip(found, expected)):
-        gap = error(ours, right, FLOORS[index])
+    for index, (value, reference) in enumerate(zip(actual, expected)):
+        gap = error(value, reference, FLOORS[index])
         is_wrong = not gap <= BOUNDS[index]
         differs = differs or is_wrong
-        print(f"result {{index}}, {{tuple(right.shape)}}: relative error {{gap:.3g}}, bound {{BOUNDS[index]:.3g}}"
+        print(f"result {{index}}, {{tuple(reference.shape)}}: relative error {{gap:.3g}}, bound {{BOUNDS[index]:.3g}}"
               + (" <- differs" if is_wrong else ""))
-        print(f"  cpu       {{right.flatten()[:6].tolist()}}")
-        print(f"  {{device:9}} {{ours.flatten()[:6].tolist()}}")
+        print(f"  cpu       {{reference.flatten()[:6].tolist()}}")
+        print(f"  {{device:9}} {{value.flatten()[:6].tolist()}}")
     print("{name} " + ("differs" if differs else "agrees"))
     return 1 if differs else 0
 
@@ -139,12 +139,12 @@ if __name__ == "__main__":
 
 MARKER = "Written by whet compare"
 _MAX_INLINE_NUMBERS = 200
-"""So many numbers may stand in the program itself; more go to a file beside it."""
+"""Largest number of values written into the program itself; more go to a file next to it."""
 
 
 @dataclass
 class _Tensors:
-    """What is written out: the memory of every tensor, and how to see the tensor in it."""
+    """The flat memory of every tensor, and the code of the view that restores the tensor."""
 
     memory: dict[str, Tensor] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
@@ -159,18 +159,20 @@ class _Tensors:
 
 
 def check_overwrite(path: Path) -> None:
-    """Only a program of ours is replaced."""
+    """Reject a path that cannot be written, or a file that whet compare did not write."""
     if path.suffix != ".py" or not path.parent.is_dir() or path.is_dir():
-        raise UsageError("the program cannot be written there", got=str(path), try_="FILE.py in a folder that exists")
+        raise UsageError(
+            "the reproducer cannot be written there", got=str(path), try_="--out FILE.py in an existing folder"
+        )
     if path.exists() and MARKER not in path.read_text(errors="replace")[:500]:
-        raise UsageError("this file is not one that whet compare wrote", got=str(path), try_="--out another.py")
-    beside = path.with_suffix(".safetensors")
-    if beside.exists() and not path.exists():
-        raise UsageError("the program's numbers would replace a file", got=str(beside), try_="--out another.py")
+        raise UsageError("the file was not written by whet compare", got=str(path), try_="--out another.py")
+    data_path = path.with_suffix(".safetensors")
+    if data_path.exists() and not path.exists():
+        raise UsageError("the reproducer's data would replace a file", got=str(data_path), try_="--out another.py")
 
 
 def write_reproducer(call: WrongOperatorCall, path: Path, *, device: str) -> Path:
-    """Writes the program, and its numbers beside it if they are many."""
+    """Write the program, and its data next to it if there is much."""
     check_overwrite(path)
     tensors, layouts = _Tensors(), iter(call.layouts)
 
@@ -178,7 +180,7 @@ def write_reproducer(call: WrongOperatorCall, path: Path, *, device: str) -> Pat
         return _text(value, tensors, layouts)
 
     args = ", ".join(text(value) for value in call.args)
-    words = ", ".join(f"{name}={text(value)}" for name, value in call.kwargs.items())
+    kwargs = ", ".join(f"{name}={text(value)}" for name, value in call.kwargs.items())
     if call.is_formula:
         for index, tensor in enumerate(call.expected):
             plain = tensor.float().contiguous()
@@ -186,10 +188,10 @@ def write_reproducer(call: WrongOperatorCall, path: Path, *, device: str) -> Pat
                 plain, TensorLayout(size=tuple(plain.shape), stride=plain.stride(), offset=0), f"expected{index}"
             )
     count = sum(tensor.numel() for tensor in tensors.memory.values())
-    beside = path.with_suffix(".safetensors")
+    data_path = path.with_suffix(".safetensors")
     if count > _MAX_INLINE_NUMBERS:
-        write_file(beside, data=save(tensors.memory))
-        memory = f"read(Path(__file__).with_name({beside.name!r}))"
+        write_file(data_path, data=save(tensors.memory))
+        memory = f"read(Path(__file__).with_name({data_path.name!r}))"
     else:
         rows = [f'    "{name}": {_inline(tensor)},' for name, tensor in tensors.memory.items()]
         memory = "\n".join(["{", *rows, "}"])
@@ -198,7 +200,7 @@ def write_reproducer(call: WrongOperatorCall, path: Path, *, device: str) -> Pat
     is_fused = call.func.name().startswith("aten::_fused_")
     is_long = count > _MAX_INLINE_NUMBERS
     script = PROGRAM.format(
-        mark=MARKER,
+        marker=MARKER,
         name=call.func.name(),
         device=device,
         version=torch.__version__,
@@ -212,8 +214,8 @@ def write_reproducer(call: WrongOperatorCall, path: Path, *, device: str) -> Pat
         on_cpu=tensors.on_cpu,
         calling=(FUSED if is_fused else PLAIN).format(operator=operator),
         args=args,
-        words=words,
-        changed=", ".join(_changed_places(call)),
+        kwargs=kwargs,
+        written=", ".join(_written_expressions(call)),
         expected=FROM_FORMULA if call.is_formula else FROM_CPU,
     )
     write_file(path, data=script.encode())
@@ -231,22 +233,25 @@ def _text(value: Any, tensors: _Tensors, layouts: Any) -> str:
         return "device"
     if isinstance(value, float):
         return f'float("{value!r}")'
-    # torch's own dtypes, layouts and memory formats, whole numbers, words and None read as they are written.
+    # The repr of dtypes, layouts, memory formats, integers, strings and None is valid code.
     return repr(value)
 
 
-def _changed_places(call: WrongOperatorCall) -> list[str]:
-    """Where the arguments are that the operator writes to."""
-    changed = changed_arguments(call.func, call.args, call.kwargs)
-    places = [*(f"args[{index}]" for index in range(len(call.args))), *(f"words[{name!r}]" for name in call.kwargs)]
+def _written_expressions(call: WrongOperatorCall) -> list[str]:
+    """Return the expressions of the arguments that the operator writes to."""
+    written = written_arguments(call.func, call.args, call.kwargs)
+    expressions = [
+        *(f"args[{index}]" for index in range(len(call.args))),
+        *(f"kwargs[{name!r}]" for name in call.kwargs),
+    ]
     values = [*call.args, *call.kwargs.values()]
-    return [place for place, value in zip(places, values, strict=True) if any(value is one for one in changed)]
+    return [text for text, value in zip(expressions, values, strict=True) if any(value is one for one in written)]
 
 
 def _memory(values: Tensor, layout: TensorLayout) -> tuple[Tensor, TensorLayout]:
-    """A stretch of memory in which the tensor lies as it did; contiguous where its elements overlapped."""
+    """Return flat memory that holds the tensor in its original layout; contiguous if its elements overlapped."""
     kept = values.detach()
-    # What was expanded lies in memory once.
+    # An expanded dimension exists once in memory.
     for dim, (size, stride) in enumerate(zip(layout.size, layout.stride, strict=True)):
         if stride == 0 and size > 1:
             kept = kept.narrow(dim, 0, 1)

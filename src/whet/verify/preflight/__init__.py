@@ -1,1 +1,1 @@
-"""Will a model train on a device that need not be here? `whet check`: a trace of the step, watched."""
+"""Preflight (`whet check`): trace a training step as a device would execute it, without needing the device."""

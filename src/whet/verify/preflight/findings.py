@@ -15,16 +15,15 @@ from whet.base.model import FrozenModel
 from whet.base.origin import _WHET_FOLDER, code_origin
 
 SourceLine = tuple[str, int, str]
-"""File, number and function: all that is taken at the time; the code is read when somebody looks."""
-
+"""File, line number and function. The code itself is read only when a finding is shown."""
 _CALLERS = frozenset(
     str(_WHET_FOLDER / name) for name in ("step/step.py", "verify/preflight/trace.py", "verify/trainable.py")
 )
-"""Who calls your code: lines further out did not ask for what is seen."""
+"""Files of whet that call user code: frames further out belong to the command, not to the model."""
 
 
 def user_line() -> SourceLine | None:
-    """Your line; a library's or a recipe's if none of yours is at work; None if torch alone is."""
+    """Return the innermost line of user code; a library's or recipe's if there is none; None if only torch runs."""
     frame: FrameType | None = sys._getframe(1)
     library: SourceLine | None = None
     while frame is not None:
@@ -40,31 +39,32 @@ def user_line() -> SourceLine | None:
     return library
 
 
+# --- findings ---------------------------------------------------------------------------------------------------------
+
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 class SourceLocation(FrozenModel):
-    """A line of source that is neither torch's nor whet's."""
+    """A line of source code outside torch and whet."""
 
     file: str
     line: int
     function: str = ""
     code: str = ""
     is_backward: bool = False
-    """Whether it is not this line that did it, but its backward pass."""
+    """Whether the backward pass of this line caused the finding."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}" + (", in its backward pass" if self.is_backward else "")
 
 
 def locate_line(line: SourceLine, *, is_backward: bool = False) -> SourceLocation:
-    """The line with its code, its file as short as it can be named from here."""
+    """Return the line with its code; the path is relative to the current folder where possible."""
     file, number, function = line
-    path, here = Path(file).absolute(), Path.cwd()
-    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    path, folder = Path(file).absolute(), Path.cwd()
     return SourceLocation(
-        file=str(shown),
+        file=str(path.relative_to(folder) if path.is_relative_to(folder) else path),
         line=number,
         function=function,
         code=linecache.getline(file, number).strip(),
@@ -73,34 +73,56 @@ def locate_line(line: SourceLine, *, is_backward: bool = False) -> SourceLocatio
 
 
 class CheckFinding(FrozenModel):
+    """One problem: what is wrong, where, how often, and what to try."""
+
     id: str
-    """What kind of finding it is, such as missing-operator."""
+    """The kind of finding, such as missing-operator."""
     severity: Severity
     what: str
     try_: str
     place: SourceLocation | None = None
     during: str = ""
-    """The part of a step in which it was seen, where no line of yours was at work."""
+    """The part of the step, for findings without a line of user code."""
     count: int = 1
-    """How often in one step."""
+    """Occurrences in one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Detection:
-    """What a watcher says about one call; the place and the count are found by the one who asked."""
+    """What a detector reports about one call; the recorder adds line and count."""
 
     id: str
     severity: Severity
     what: str
     try_: str
 
+    def as_finding(
+        self, line: SourceLine | None, *, during: str, is_backward: bool = False, count: int = 1
+    ) -> CheckFinding:
+        return CheckFinding(
+            id=self.id,
+            severity=self.severity,
+            what=self.what,
+            try_=self.try_,
+            place=locate_line(line, is_backward=is_backward) if line else None,
+            during="" if line else during,
+            count=count,
+        )
+
+
+# --- detectors --------------------------------------------------------------------------------------------------------
 
 TracePhase = Literal["making", "training", "updating"]
+_PHASE_NAMES: dict[TracePhase, str] = {
+    "making": "the construction of the model",
+    "training": "the forward pass",
+    "updating": "the optimizer's step",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """One call of an operator, after it was made."""
+    """One completed call of an operator."""
 
     func: torch._ops.OpOverload
     name: str
@@ -118,53 +140,45 @@ class OperatorCall:
 
     @property
     def new_outputs(self) -> Iterator[Tensor]:
-        """Those that are no views of what went in."""
-        given = {tensor.untyped_storage()._cdata for tensor in self.inputs}
-        return (tensor for tensor in self.outputs if tensor.untyped_storage()._cdata not in given)
+        """Outputs that are not views of an input."""
+        storages = {tensor.untyped_storage()._cdata for tensor in self.inputs}
+        return (tensor for tensor in self.outputs if tensor.untyped_storage()._cdata not in storages)
 
 
 class Detector:
-    """Looks at calls; the base sees nothing."""
+    """Looks at every call of a trace and reports problems; the base class reports none."""
 
     def operator(self, call: OperatorCall) -> Iterable[Detection]:  # noqa: ARG002
+        """Inspect an operator after it ran."""
         return ()
 
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Detection]:  # noqa: ARG002
-        """A function of torch that is about to be called, before it is taken apart into operators."""
+        """Inspect a torch function before it is decomposed into operators."""
         return ()
 
 
-_Key = tuple[Detection, SourceLine | None, bool, TracePhase]
-
-_PHASES: dict[TracePhase, str] = {
-    "making": "the making of the model",
-    "training": "the forward pass",
-    "updating": "the optimizer's step",
-}
+_LogKey = tuple[Detection, SourceLine | None, bool, TracePhase]
 
 
 @dataclass
 class DetectionLog:
-    """Sightings with their lines, counted for each step."""
+    """Detections with their lines, counted per step."""
 
     step: int = 0
-    counts: dict[_Key, dict[int, int]] = field(default_factory=dict)
+    counts: dict[_LogKey, dict[int, int]] = field(default_factory=dict)
 
-    def write(self, seen: Detection, line: SourceLine | None, *, is_backward: bool, phase: TracePhase) -> None:
-        by_step = self.counts.setdefault((seen, line, is_backward, phase), {})
+    def add(self, detection: Detection, line: SourceLine | None, *, is_backward: bool, phase: TracePhase) -> None:
+        by_step = self.counts.setdefault((detection, line, is_backward, phase), {})
         by_step[self.step] = by_step.get(self.step, 0) + 1
 
     def findings(self) -> list[CheckFinding]:
-        """In the order in which they were first seen."""
+        """Return the findings in the order of their first occurrence."""
         return [
-            CheckFinding(
-                id=seen.id,
-                severity=seen.severity,
-                what=seen.what,
-                try_=seen.try_,
-                place=locate_line(line, is_backward=is_backward) if line else None,
-                during="" if line else "the backward pass" if is_backward else _PHASES[phase],
+            detection.as_finding(
+                line,
+                during="the backward pass" if is_backward else _PHASE_NAMES[phase],
+                is_backward=is_backward,
                 count=next(iter(by_step.values())),
             )
-            for (seen, line, is_backward, phase), by_step in self.counts.items()
+            for (detection, line, is_backward, phase), by_step in self.counts.items()
         ]

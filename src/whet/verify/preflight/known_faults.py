@@ -1,4 +1,4 @@
-"""Which known wrong results of this machine does the model really meet?"""
+"""Match calls against the known wrong results of a machine's torch version."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,13 +15,13 @@ from whet.verify.preflight.host_sync import HOST_READS
 
 _HUGE_BATCH = 65_536
 _LARGE_KERNEL = 256
-_MOST_RESULTS = 2**32
+_MAX_BMM_ELEMENTS = 2**32
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
-"""Where an operator has its two factors."""
+"""Positions of the two factors among the arguments of each product."""
 
 
 class KnownFaultDetector(Detector):
-    """Compares calls with the conditions of the faults that apply; those that no trace can see are left out."""
+    """Reports calls that meet the conditions of a known fault. Some faults cannot be seen in a trace."""
 
     def __init__(self, hazards: Iterable[Hazard]) -> None:
         self._hazards = {hazard.id: hazard for hazard in hazards}
@@ -29,13 +29,13 @@ class KnownFaultDetector(Detector):
     def operator(self, call: OperatorCall) -> Iterable[Detection]:
         if call.phase == "making":
             return
-        for name, is_met in _BY_OPERATOR.items():
+        for name, is_met in _OPERATOR_CONDITIONS.items():
             if name in self._hazards and is_met(call):
-                seen = fault_detection(self._hazards[name])
-                yield _with_rows(seen, call) if name == "linear-rows" else seen
+                detection = fault_detection(self._hazards[name])
+                yield _with_row_count(detection, call) if name == "linear-rows" else detection
 
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Detection]:
-        for name, is_met in _BY_FUNCTION.items():
+        for name, is_met in _FUNCTION_CONDITIONS.items():
             if name in self._hazards and is_met(function, args, kwargs):
                 yield fault_detection(self._hazards[name])
 
@@ -44,14 +44,17 @@ def fault_detection(hazard: Hazard) -> Detection:
     return Detection(f"known-fault/{hazard.id}", "warning", f"{hazard.what} (pytorch{hazard.issue})", hazard.answer)
 
 
-def _with_rows(seen: Detection, call: OperatorCall) -> Detection:
-    """With the number that it is; a plan keeps only those few that grow with the micro-batch."""
-    summed = call.args[_PRODUCTS[call.base][0]].shape[-1]
-    cure = (
-        f"at most {ROW_LIMIT:,} there: a smaller micro-batch if it grows with that; if these are the words of a head, "
-        "its product in pieces, torch after 2.13, or --device cpu"
+def _with_row_count(detection: Detection, call: OperatorCall) -> Detection:
+    """Add the number of rows. The plan avoids only products that grow with the micro-batch, so others need advice."""
+    num_rows = call.args[_PRODUCTS[call.base][0]].shape[-1]
+    try_ = (
+        f"at most {ROW_LIMIT:,} there: a smaller micro-batch if it grows with that; for the vocabulary of an output "
+        "head, its product in chunks, torch after 2.13, or --device cpu"
     )
-    return replace(seen, what=f"{seen.what}; this one sums over {summed:,}", try_=cure)
+    return replace(detection, what=f"{detection.what}; this one sums over {num_rows:,}", try_=try_)
+
+
+# --- conditions on operators ------------------------------------------------------------------------------------------
 
 
 def _sums_many_rows(call: OperatorCall) -> bool:
@@ -60,10 +63,10 @@ def _sums_many_rows(call: OperatorCall) -> bool:
 
 
 def _is_large_bmm(call: OperatorCall) -> bool:
-    return call.base in ("bmm", "baddbmm") and call.outputs[0].numel() > _MOST_RESULTS
+    return call.base in ("bmm", "baddbmm") and call.outputs[0].numel() > _MAX_BMM_ELEMENTS
 
 
-def _is_expanded(call: OperatorCall) -> bool:
+def _has_expanded_factor(call: OperatorCall) -> bool:
     factors = _PRODUCTS.get(call.base)
     return factors is not None and any(_has_zero_stride(call.args[index]) for index in factors)
 
@@ -72,24 +75,23 @@ def _has_zero_stride(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _weight(call: OperatorCall) -> Tensor | None:
-    """That of a 2-d convolution."""
+def _conv2d_weight(call: OperatorCall) -> Tensor | None:
     weight = call.args[1] if call.base == "convolution" else None
     return weight if isinstance(weight, Tensor) and weight.dim() == 4 else None
 
 
 def _has_strided_weight(call: OperatorCall) -> bool:
-    weight = _weight(call)
+    weight = _conv2d_weight(call)
     return weight is not None and not weight.is_contiguous()
 
 
 def _has_large_kernel(call: OperatorCall) -> bool:
-    weight = _weight(call)
+    weight = _conv2d_weight(call)
     return weight is not None and max(weight.shape[2:]) >= _LARGE_KERNEL
 
 
 def _is_channels_last(call: OperatorCall) -> bool:
-    if _weight(call) is None:
+    if _conv2d_weight(call) is None:
         return False
     x = call.args[0]
     return not x.is_contiguous() and bool(x.is_contiguous(memory_format=torch.channels_last))
@@ -102,12 +104,15 @@ def _is_uneven_max_pool(call: OperatorCall) -> bool:
     return any(max(a, b) % max(min(a, b), 1) for a, b in sizes)
 
 
-def _fills_gaps(call: OperatorCall) -> bool:
+def _fills_strided_tensor(call: OperatorCall) -> bool:
     return call.base in ("masked_fill", "masked_fill_") and not call.inputs[0].is_contiguous()
 
 
-def _linear(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """What goes into a linear layer that has a bias."""
+# --- conditions on functions ------------------------------------------------------------------------------------------
+
+
+def _biased_linear_input(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the input of a linear layer that has a bias."""
     if function is not functional.linear or not args:
         return None
     bias = args[2] if len(args) > 2 else kwargs.get("bias")
@@ -115,63 +120,63 @@ def _linear(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
 
 
 def _is_huge_batch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    x = _linear(function, args, kwargs)
+    x = _biased_linear_input(function, args, kwargs)
     return x is not None and x.dim() > 2 and max(x.shape[:-1]) > _HUGE_BATCH
 
 
 def _is_vector(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    x = _linear(function, args, kwargs)
+    x = _biased_linear_input(function, args, kwargs)
     return x is not None and x.dim() == 1
 
 
 def _is_lstm_with_dropout(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
     if getattr(function, "__name__", "") != "lstm" or len(args) < 9:
         return False
-    # Packed or not, these stand in the same places from behind or from the front.
+    # Padded and packed calls order their arguments differently; num_layers and dropout are the only numbers in both.
     numbers = [value for value in args if isinstance(value, int | float) and not isinstance(value, bool)]
     return len(numbers) == 2 and numbers[0] > 1 and numbers[1] > 0
 
 
 def _copies_to_host(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return function in (Tensor.cpu, Tensor.to) and bool(args) and HOST_READS[function].is_asking(args, kwargs)
+    return function in (Tensor.cpu, Tensor.to) and bool(args) and HOST_READS[function].reads(args, kwargs)
 
 
-def _converts_on_the_way(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _copies_and_converts(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if function is not Tensor.to or not _copies_to_host(function, args, kwargs):
         return False
-    wanted = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype)]
-    return any(dtype != args[0].dtype for dtype in wanted)
+    dtypes = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype)]
+    return any(dtype != args[0].dtype for dtype in dtypes)
 
 
-def _copies_gaps(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _copies_strided_tensor(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return _copies_to_host(function, args, kwargs) and not args[0].is_contiguous()
 
 
-def _does_not_wait(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
+def _is_non_blocking(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
     return function in (Tensor.to, Tensor.cpu, Tensor.copy_) and bool(kwargs.get("non_blocking"))
 
 
-def _pins(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
+def _pins_memory(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:  # noqa: ARG001
     return function is Tensor.pin_memory
 
 
-_BY_OPERATOR: dict[str, Callable[[OperatorCall], bool]] = {
+_OPERATOR_CONDITIONS: dict[str, Callable[[OperatorCall], bool]] = {
     "linear-rows": _sums_many_rows,
     "bmm-large": _is_large_bmm,
-    "product-expanded": _is_expanded,
+    "product-expanded": _has_expanded_factor,
     "conv-weights": _has_strided_weight,
     "conv-kernel-256": _has_large_kernel,
     "channels-last": _is_channels_last,
     "adaptive-max-pool": _is_uneven_max_pool,
-    "masked-fill": _fills_gaps,
+    "masked-fill": _fills_strided_tensor,
 }
-_BY_FUNCTION: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = {
+_FUNCTION_CONDITIONS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = {
     "linear-huge-batch": _is_huge_batch,
     "linear-vector-bias": _is_vector,
     "lstm-dropout-backward": _is_lstm_with_dropout,
     "lstm-dropout-forward": _is_lstm_with_dropout,
-    "copy-converts": _converts_on_the_way,
-    "copy-gaps": _copies_gaps,
-    "copy-unawaited": _does_not_wait,
-    "pinned-memory": _pins,
+    "copy-converts": _copies_and_converts,
+    "copy-gaps": _copies_strided_tensor,
+    "copy-unawaited": _is_non_blocking,
+    "pinned-memory": _pins_memory,
 }

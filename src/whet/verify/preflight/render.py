@@ -14,34 +14,34 @@ _SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 _LONGEST_CODE = 100
 
 
-def render_text(checked: CheckResult) -> list[str]:
-    """Worst first, each with its line and what to try."""
-    where = f"{checked.device} ({checked.machine})" if checked.machine else checked.device
-    how = "no number was computed" if checked.is_fake else "real numbers, a few samples"
+def render_text(result: CheckResult) -> list[str]:
+    """Render the findings as text, worst first, each with its line and what to try."""
+    where = f"{result.device} ({result.machine})" if result.machine else result.device
+    how = "fake tensors, nothing computed" if result.is_fake else "real tensors, a few samples"
     lines = [
-        f"check     {checked.subject} for {where}, by torch {checked.torch}",
-        f"traced    {checked.num_operators:,} operator calls, {checked.num_weights:,} parameters, "
-        f"micro-batch {checked.num_samples}; {how}",
+        f"check     {result.name} for {where}, by torch {result.torch}",
+        f"traced    {result.num_operators:,} operator calls, {result.num_parameters:,} parameters, "
+        f"micro-batch {result.num_samples}; {how}",
     ]
-    for finding in checked.findings:
+    for finding in result.findings:
         lines += ["", f"{finding.severity:<9} {finding.what}", *_details(finding)]
-    if checked.is_causal:
-        lines += ["", "causal    yes: other tokens moved no output before them (real numbers, a few samples)"]
-    if checked.fits:
-        lines += ["", *(f"{'memory' if not number else '':<9} {fit.words}" for number, fit in enumerate(checked.fits))]
-    if checked.why_no_fits:
-        lines += ["", f"memory    not estimated: {checked.why_no_fits}"]
-    lines += ["", f"found     {_counts(checked)}"]
-    if checked.machine and checked.num_known_faults:
+    if result.is_causal:
+        lines += ["", "causal    yes: changing later tokens changes no earlier output (real tensors, a few samples)"]
+    if result.fits:
+        lines += ["", *(f"{'memory' if not number else '':<9} {fit.summary}" for number, fit in enumerate(result.fits))]
+    if result.why_no_fits:
+        lines += ["", f"memory    not estimated: {result.why_no_fits}"]
+    lines += ["", f"result    {_counts(result)}"]
+    if result.machine and result.num_known_faults:
         lines.append(
-            f"{_INDENT}{checked.num_known_faults} known wrong results apply to this machine: docs/hazards.md; "
-            "those that were met are told above"
+            f"{_INDENT}{result.num_known_faults} known wrong results apply to this machine (docs/hazards.md); "
+            "those that this model meets are listed above"
         )
     return lines
 
 
 def _details(finding: CheckFinding) -> list[str]:
-    often = f", {finding.count} times a step" if finding.count > 1 else ""
+    often = f", {finding.count} times per step" if finding.count > 1 else ""
     place = finding.place
     if place is None:
         return [f"{_INDENT}in {finding.during}{often}", f"{_INDENT}try: {finding.try_}"]
@@ -49,18 +49,18 @@ def _details(finding: CheckFinding) -> list[str]:
     return [f"{_INDENT}{place}{often}: {code}", f"{_INDENT}try: {finding.try_}"]
 
 
-def _counts(checked: CheckResult) -> str:
-    counts = {severity: sum(f.severity == severity for f in checked.findings) for severity in SEVERITIES}
-    told = [f"{count} {severity}{'s' if count > 1 else ''}" for severity, count in counts.items() if count]
-    return ", ".join(told) or "nothing"
+def _counts(result: CheckResult) -> str:
+    counts = {severity: sum(f.severity == severity for f in result.findings) for severity in SEVERITIES}
+    parts = [f"{count} {severity}{'s' if count > 1 else ''}" for severity, count in counts.items() if count]
+    return ", ".join(parts) or "no findings"
 
 
-def render_github(checked: CheckResult) -> list[str]:
-    """Workflow commands that put each finding beside its line."""
+def render_github(result: CheckResult) -> list[str]:
+    """Render GitHub workflow commands, which annotate each finding's line."""
     return [
         f"::{_level(finding.severity, note='notice')} {_target(finding)}title={_escaped(finding.id, is_value=True)}::"
         + _escaped(f"{finding.what}; try: {finding.try_}")
-        for finding in checked.findings
+        for finding in result.findings
     ]
 
 
@@ -79,9 +79,9 @@ def _level(severity: Severity, *, note: str) -> str:
     return note if severity == "note" else severity
 
 
-def render_sarif(checked: CheckResult) -> dict[str, Any]:
-    """The findings in the format that code hosts and editors read."""
-    ids = sorted({finding.id for finding in checked.findings})
+def render_sarif(result: CheckResult) -> dict[str, Any]:
+    """Render the findings as SARIF 2.1.0, the format that code hosts and editors read."""
+    ids = sorted({finding.id for finding in result.findings})
     return {
         "$schema": _SARIF,
         "version": "2.1.0",
@@ -94,21 +94,21 @@ def render_sarif(checked: CheckResult) -> dict[str, Any]:
                         "rules": [{"id": id_, "help": {"text": f"see {_PAGE}"}} for id_ in ids],
                     }
                 },
-                "results": [_as_result(finding, checked, ids.index(finding.id)) for finding in checked.findings],
+                "results": [_as_result(finding, result, ids.index(finding.id)) for finding in result.findings],
             }
         ],
     }
 
 
-def _as_result(finding: CheckFinding, checked: CheckResult, index: int) -> dict[str, Any]:
-    result: dict[str, Any] = {
+def _as_result(finding: CheckFinding, result: CheckResult, index: int) -> dict[str, Any]:
+    entry: dict[str, Any] = {
         "ruleId": finding.id,
         "ruleIndex": index,
         "level": finding.severity,
         "message": {"text": f"{finding.what}; try: {finding.try_}"},
     }
-    # A code host refuses the whole file if one result has no place.
-    place = finding.place or checked.model_at
+    # GitHub rejects the whole file if one result has no location.
+    place = finding.place or result.model_at
     if place is not None:
         path = Path(place.file)
         region: dict[str, Any] = {"startLine": place.line}
@@ -118,5 +118,5 @@ def _as_result(finding: CheckFinding, checked: CheckResult, index: int) -> dict[
             "artifactLocation": {"uri": path.as_uri() if path.is_absolute() else quote(path.as_posix())},
             "region": region,
         }
-        result["locations"] = [{"physicalLocation": location}]
-    return result
+        entry["locations"] = [{"physicalLocation": location}]
+    return entry

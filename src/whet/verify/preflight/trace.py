@@ -34,46 +34,111 @@ from whet.verify.preflight.findings import (
 from whet.verify.preflight.host_sync import HOST_READS, HostTensors
 from whet.verify.trainable import Trainable, TrainableSpec
 
-_LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-_TRACED_STEPS = 2
-_BATCH_FIRST = 8
-"""Where the arguments say so; packed sequences have another order and are traced as they are."""
+BACKENDS = {"mps": "MPS", "cuda": "CUDA", "cpu": "CPU"}
+_FEW_SAMPLES = 2
+_LONG_STEP = 3_000
+"""Operators. After a longer step only the update is traced a second time."""
+_FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
-def is_long_rnn(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether this is a recurrent layer over more places than need to be seen."""
-    if getattr(function, "__name__", "") not in _LAYERS or len(args) != _BATCH_FIRST + 1:
-        return False
-    sequence = args[0]
-    return (
-        sequence.dim() == 3
-        and isinstance(args[1], Tensor | tuple | list)
-        and sequence.shape[_time(args)] > _TRACED_STEPS
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceResult:
+    """The traced model, and the error that ended the trace early, if any."""
+
+    recorder: "OperatorRecorder"
+    trainable: Trainable | None
+    micro: MicroBatch | None
+    is_fake: bool
+    error: Exception | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        return 0 if self.trainable is None else sum(p.numel() for p in self.trainable.model.parameters())
 
 
-def trace_shortened_rnn(
-    function: Callable[..., Any], args: tuple[Any, ...], unseen: Callable[[], AbstractContextManager[None]]
-) -> tuple[Any, ...]:
-    """What the layer gives, from its first places; the rest of the output is a copy, which belongs to no device."""
-    time, sequence = _time(args), args[0]
-    with unseen():
-        start = sequence.narrow(time, 0, _TRACED_STEPS)
-    output, *state = function(start, *args[1:])
-    with unseen():
-        rest = output.narrow(time, 0, 1)
-        shape = [sequence.shape[time] - _TRACED_STEPS if axis == time else -1 for axis in range(3)]
-        output = torch.cat((output, rest.expand(shape)), dim=time)
-    return (output, *state)
+def trace_steps(
+    spec: TrainableSpec,
+    detectors: Sequence[Detector],
+    *,
+    device: str,
+    batch_size: int | None = None,
+    is_fake: bool = True,
+    condition: bool = False,
+) -> TraceResult:
+    """Make the model and two optimizer steps as the device would; conditions on fake values evaluate to `condition`.
+
+    The micro-batch has `batch_size` samples, or those of a normal step.
+    """
+    mode = fake_mode() if is_fake else None
+    executor = FakeExecutor(mode, condition=condition)
+    recorder = OperatorRecorder(detectors, backend=BACKENDS[device], executor=executor)
+    trainable, micro, error = None, None, None
+    with trace_environment():
+        try:
+            with mode or contextlib.nullcontext(), recorder:
+                trainable = spec.make()
+            # A recipe's data is real: it is read outside the fake mode and converted afterwards.
+            size = batch_size if batch_size is not None and trainable.is_scalable else trainable.batch_size
+            size = size if is_fake or not trainable.is_scalable else min(size, _FEW_SAMPLES)
+            # Real inputs are cloned: a model may write to them.
+            micro = trainable.make_batch(size).moved(torch.clone if mode is None else mode.from_tensor)
+            with mode or contextlib.nullcontext(), trace_as(device):
+                _train(trainable, micro, recorder, device=device)
+        except Exception as raised:
+            error = raised
+    return TraceResult(recorder=recorder, trainable=trainable, micro=micro, is_fake=is_fake, error=error)
 
 
-def _time(args: tuple[Any, ...]) -> int:
-    return 1 if args[_BATCH_FIRST] else 0
+def _train(trainable: Trainable, micro: MicroBatch, recorder: "OperatorRecorder", *, device: str) -> None:
+    """Make two optimizer steps: the optimizer's state exists only from the second one on."""
+    place = StandInDevice(device)
+    model: nn.Module = trainable.model.train()
+    optimizer = build_optimizer(trainable.optimizer, model, place)
+    stepper = Stepper(model, optimizer, place)
 
+    def enter_update(*_: object) -> None:
+        recorder.phase = "updating"
+
+    def enter_training(*_: object) -> None:
+        recorder.phase = "training"
+
+    optimizer.register_step_pre_hook(enter_update)
+    optimizer.register_step_post_hook(enter_training)
+    with recorder.function_mode(), recorder:
+        enter_training()
+        stepper(trainable.loss, [micro], num_samples=len(micro), step=1)
+        is_long = recorder.num_calls > _LONG_STEP
+        recorder.log.step = 1
+        if is_long:
+            optimizer.step()
+        else:
+            stepper(trainable.loss, [micro], num_samples=len(micro), step=2)
+
+
+@contextlib.contextmanager
+def trace_environment() -> Iterator[None]:
+    """Preserve torch's generator, silence warnings of the trace itself, and run compiled code eagerly."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _silenced(_FAKE_TENSOR_LOG), force_eager():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        yield
+
+
+@contextlib.contextmanager
+def _silenced(log: logging.Logger) -> Iterator[None]:
+    """Disable a logger: torch logs a traceback for every operator that fake tensors cannot run, which is handled."""
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+# --- recorder ---------------------------------------------------------------------------------------------------------
 
 _DEVICE_DEPENDENT = frozenset(
     {
-        # Written for every device at once, with a branch for each: entered on the CPU, they would go the CPU's way.
+        # Kernels with a branch for each device: decomposed on the CPU, they would take the CPU's branch.
         "convolution", "convolution_backward", "convolution_overrideable", "_convolution", "_to_copy", "copy_", "copy",
         "clone", "empty_like", "new_empty", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
         "_fused_sdp_choice", "native_dropout", "native_dropout_backward", "new_zeros", "new_ones", "new_full", "zeros",
@@ -84,7 +149,7 @@ _DEVICE_DEPENDENT = frozenset(
 _ON_CPU = {torch.linalg.svd, torch.svd, Tensor.svd} if "linalg_svd" in ALWAYS_ON_CPU else set()
 _DEVICE = torch.ops.prim.device.default
 _MAX_DEPTH = 8
-_KEYS = {
+_COMPOSITE_KEYS = {
     name: getattr(torch._C.DispatchKey, name)
     for name in (
         "CompositeExplicitAutograd",
@@ -95,29 +160,29 @@ _KEYS = {
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Tells watchers of every operator that a backend gets, and runs it; what fake tensors cannot say is answered."""
+    """Passes every operator that a backend would execute to the detectors, with its source line, and runs it."""
 
-    def __init__(self, watchers: Sequence[Detector], *, backend: str, answers: FakeExecutor) -> None:
+    def __init__(self, detectors: Sequence[Detector], *, backend: str, executor: FakeExecutor) -> None:
         super().__init__()
-        self.notebook = DetectionLog()
+        self.log = DetectionLog()
         self.phase: TracePhase = "making"
         self.num_calls = 0
         self.host = HostTensors()
-        self.answers = answers
-        self._watchers = watchers
+        self.executor = executor
         self.backend = backend
+        self._detectors = detectors
         self._statuses: dict[str, OperatorStatus] = {}
         self._lines: dict[int, SourceLine | None] = {}
-        """Lines of forward calls, by the number of the autograd node that each of them made."""
+        """Lines of forward calls, by the sequence number of the autograd node that each of them created."""
         self._host_nodes: set[int] = set()
-        self._followed: set[Any] = set()
-        """Calls in parts that had nothing to be said about; the like need not be looked into again."""
+        self._clean_decompositions: set[Any] = set()
+        """Decomposed calls without a detection; similar calls need not be decomposed again."""
         self._depth = 0
         self._paused = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled here; torch would wrap every call to say so.
+        # Nothing is compiled here; otherwise torch wraps every call to disable its compiler.
         return False
 
     @property
@@ -126,7 +191,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it operators run unseen."""
+        """Run operators without recording them."""
         self._paused += 1
         try:
             yield
@@ -134,26 +199,26 @@ class OperatorRecorder(TorchDispatchMode):
             self._paused -= 1
 
     def function_mode(self) -> TorchFunctionMode:
-        """Sees functions of torch before they are taken apart; entered together with the recorder."""
+        """Return the mode that sees torch functions before they are decomposed; enter it together with the recorder."""
         return _FunctionRecorder(self)
 
-    def note(self, sightings: Iterable[Detection]) -> None:
-        """Writes down what was seen in the call that is at work."""
-        for seen in sightings:
-            line, is_backward = self._line()
-            self.notebook.write(seen, line, is_backward=is_backward, phase=self.phase)
+    def record(self, detections: Iterable[Detection]) -> None:
+        """Log detections about the running call."""
+        for detection in detections:
+            line, is_backward = self._current_line()
+            self.log.add(detection, line, is_backward=is_backward, phase=self.phase)
 
-    def about_to_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for watcher in self._watchers:
-            self.note(watcher.function(function, args, kwargs))
+    def inspect_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for detector in self._detectors:
+            self.record(detector.function(function, args, kwargs))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            # Most calls are this one; torch would take ten times as long to say the same.
+            # Most calls are this one, and torch's own path takes ten times as long.
             return args[0].fake_device
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # Tensors made of tensors, as nested ones are: a device gets what they do with their parts.
+            # Wrapper subclasses such as nested tensors: the device gets the operators on their inner tensors.
             return NotImplemented
         if func.namespace in ("prim", "profiler", "prims"):
             return func(*args, **kwargs)
@@ -165,11 +230,11 @@ class OperatorRecorder(TorchDispatchMode):
         name = f"{name}.{func._schema.overload_name}" if func._schema.overload_name else name
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_on_host = self.phase == "training" and self._is_on_host(name, inputs)
-        result, was_followed = None, False
+        result, was_decomposed = None, False
         if not is_on_host and self.phase != "making" and func.namespace == "aten":
-            result, was_followed = self._follow(func, name, args, kwargs, inputs)
-        if not was_followed:
-            result = self.answers.call(func, args, kwargs)
+            result, was_decomposed = self._decompose(func, name, args, kwargs, inputs)
+        if not was_decomposed:
+            result = self.executor.run_operator(func, args, kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if is_on_host:
             self.host.add(outputs)
@@ -177,50 +242,51 @@ class OperatorRecorder(TorchDispatchMode):
             return result
         is_backward = torch._C._current_autograd_node() is not None
         call = OperatorCall(func, name, args, kwargs, inputs, outputs, self.phase, is_backward)
-        for watcher in self._watchers:
-            self.note(watcher.operator(call))
+        for detector in self._detectors:
+            self.record(detector.operator(call))
         return result
 
-    def _follow(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor]) -> tuple[Any, bool]:
-        """Runs an operator that the backend runs in parts by those parts, so that they are seen."""
+    def _decompose(self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor]) -> tuple[Any, bool]:
+        """Run a composite operator by its parts, as the backend does, so that the parts are recorded."""
         status = self._statuses.get(name)
         if status is None:
             status = self._statuses[name] = operator_status(name, torch_operators(), backend=self.backend)
-        key = _KEYS.get(status.way)
+        key = _COMPOSITE_KEYS.get(status.way)
         if key is None or name.partition(".")[0] in _DEVICE_DEPENDENT or self._depth >= _MAX_DEPTH:
             return None, False
-        alike = (name, *((tensor.dtype, tensor.dim()) for tensor in inputs))
-        if alike in self._followed or not func.has_kernel_for_dispatch_key(key):
+        signature = (name, *((tensor.dtype, tensor.dim()) for tensor in inputs))
+        if signature in self._clean_decompositions or not func.has_kernel_for_dispatch_key(key):
             return None, False
-        before = {key: dict(count) for key, count in self.notebook.counts.items()}
+        before = {key: dict(count) for key, count in self.log.counts.items()}
         self._depth += 1
         try:
             with self:
                 result = func._op_dk(key, *args, **kwargs)
         except Exception:
-            # Its parts need real numbers: it is run as a whole, and they stay unseen.
-            self.notebook.counts = before
+            # The parts need real values: run it as a whole, its parts stay unrecorded.
+            self.log.counts = before
             return None, False
         finally:
             self._depth -= 1
-        if self.notebook.counts == before:
-            self._followed.add(alike)
+        if self.log.counts == before:
+            self._clean_decompositions.add(signature)
         return result, True
 
     def _is_on_host(self, name: str, inputs: list[Tensor]) -> bool:
         node = torch._C._current_autograd_node()
         if node is not None and node._sequence_nr() in self._host_nodes:
             return True
-        # What a Python number is made into has not been on the device.
-        return name == "lift_fresh" or self.host.holds_all(inputs)
+        # lift_fresh wraps a Python number, which has not been on the device.
+        return name == "lift_fresh" or self.host.contains_all(inputs)
 
     def _remember_line(self) -> None:
-        # The node of this call was made just before it came here, so its number is the last one.
+        # The autograd node of this call was created just before, so it has the last sequence number.
         number = _last_node()
         if number not in self._lines and torch._C._current_autograd_node() is None:
             self._lines[number] = user_line()
 
-    def _line(self) -> tuple[SourceLine | None, bool]:
+    def _current_line(self) -> tuple[SourceLine | None, bool]:
+        """Return the line of the running call, and whether it runs in the backward pass of that line."""
         line = user_line()
         node = torch._C._current_autograd_node()
         if line is None and node is not None:
@@ -237,20 +303,20 @@ class _FunctionRecorder(TorchFunctionMode):
         kwargs, recorder = kwargs or {}, self._recorder
         if recorder.phase != "training" or recorder.is_paused:
             return func(*args, **kwargs)
-        is_asked = func in HOST_READS and isinstance(args[0], Tensor)
-        if is_asked and recorder.host.holds_all([args[0]]):
-            return recorder.answers.value(func, args, kwargs)
-        recorder.about_to_call(func, args, kwargs)
+        is_read = func in HOST_READS and isinstance(args[0], Tensor)
+        if is_read and recorder.host.contains_all([args[0]]):
+            return recorder.executor.read_value(func, args, kwargs)
+        recorder.inspect_function(func, args, kwargs)
         if func in _ON_CPU and recorder.backend == "MPS":
-            # MPS sends the whole call to the CPU; its parts are never asked of it.
+            # MPS sends the whole call to the CPU and never executes its parts.
             with recorder.paused():
                 return func(*args, **kwargs)
-        if is_asked and HOST_READS[func].is_asking(args, kwargs):
+        if is_read and HOST_READS[func].reads(args, kwargs):
             with recorder.paused():
-                result = recorder.answers.value(func, args, kwargs)
+                result = recorder.executor.read_value(func, args, kwargs)
             recorder.host.add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
             return result
-        if recorder.answers.are_fake and is_long_rnn(func, args):
+        if recorder.executor.is_fake and is_long_rnn(func, args):
             return trace_shortened_rnn(func, args, recorder.paused)
         result = func(*args, **kwargs)
         if func is torch.tensor and kwargs.get("device") is not None:
@@ -259,109 +325,44 @@ class _FunctionRecorder(TorchFunctionMode):
 
 
 def _last_node() -> int:
-    """The number of the autograd node that was made last."""
+    """Return the sequence number of the autograd node created last."""
     return int(torch._C._autograd._get_sequence_nr()) - 1
 
 
-BACKENDS = {"mps": "MPS", "cuda": "CUDA", "cpu": "CPU"}
-_FEW_SAMPLES = 2
-_LONG_STEP = 3_000
-"""Operators; after a longer step only the update is made a second time."""
-_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+# --- recurrent layers -------------------------------------------------------------------------------------------------
+
+_RNN_FUNCTIONS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_TRACED_STEPS = 2
+_BATCH_FIRST = 8
+"""Position of the argument batch_first. Packed sequences have other arguments and are traced in full."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TraceResult:
-    """What was run, and how far it came."""
-
-    recorder: OperatorRecorder
-    specimen: Trainable | None
-    micro: MicroBatch | None
-    is_fake: bool
-    error: Exception | None = None
-    """What stopped it."""
-
-    @property
-    def num_weights(self) -> int:
-        return 0 if self.specimen is None else sum(p.numel() for p in self.specimen.model.parameters())
+def is_long_rnn(function: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether this is a recurrent layer over more time steps than need to be traced."""
+    if getattr(function, "__name__", "") not in _RNN_FUNCTIONS or len(args) != _BATCH_FIRST + 1:
+        return False
+    sequence = args[0]
+    is_padded = sequence.dim() == 3 and isinstance(args[1], Tensor | tuple | list)
+    return is_padded and sequence.shape[_time_axis(args)] > _TRACED_STEPS
 
 
-def trace_steps(
-    subject: TrainableSpec,
-    watchers: Sequence[Detector],
-    *,
-    device: str,
-    size: int | None = None,
-    is_fake: bool = True,
-    truth: bool = False,
-) -> TraceResult:
-    """Makes the model anew and two optimizer steps with it, as the device would; `truth` answers conditions.
+def trace_shortened_rnn(
+    function: Callable[..., Any], args: tuple[Any, ...], paused: Callable[[], AbstractContextManager[None]]
+) -> tuple[Any, ...]:
+    """Run a recurrent layer on its first time steps only: the others execute the same operators.
 
-    `size` samples go through at once, or as many as a usual step has.
+    The rest of the output is a copy, made without recording.
     """
-    mode = fake_mode() if is_fake else None
-    recorder = OperatorRecorder(watchers, backend=BACKENDS[device], answers=FakeExecutor(mode, truth=truth))
-    specimen, micro, error = None, None, None
-    with trace_environment():
-        try:
-            with mode or contextlib.nullcontext(), recorder:
-                specimen = subject.make()
-            # Data of a recipe is real: it is read among real tensors, and turned into fake ones then.
-            usual = size if size is not None and specimen.is_scalable else specimen.size
-            few = usual if is_fake or not specimen.is_scalable else min(usual, _FEW_SAMPLES)
-            micro = specimen.micro(few)
-            # Real ones are copied: a model may write to its inputs.
-            micro = micro.moved(torch.clone if mode is None else mode.from_tensor)
-            with mode or contextlib.nullcontext(), trace_as(device):
-                _train(specimen, micro, recorder, device=device)
-        except Exception as raised:
-            error = raised
-    return TraceResult(recorder=recorder, specimen=specimen, micro=micro, is_fake=is_fake, error=error)
+    axis, sequence = _time_axis(args), args[0]
+    with paused():
+        start = sequence.narrow(axis, 0, _TRACED_STEPS)
+    output, *state = function(start, *args[1:])
+    with paused():
+        rest = output.narrow(axis, 0, 1)
+        shape = [sequence.shape[axis] - _TRACED_STEPS if dim == axis else -1 for dim in range(3)]
+        output = torch.cat((output, rest.expand(shape)), dim=axis)
+    return (output, *state)
 
 
-def _train(specimen: Trainable, micro: MicroBatch, recorder: OperatorRecorder, *, device: str) -> None:
-    """Two optimizer steps: what an optimizer keeps is there only from the second one on."""
-    place = StandInDevice(device)
-    model: nn.Module = specimen.model.train()
-    optimizer = build_optimizer(specimen.optimizer, model, place)
-    stepper = Stepper(model, optimizer, place)
-
-    def updating(*_: object) -> None:
-        recorder.phase = "updating"
-
-    def training(*_: object) -> None:
-        recorder.phase = "training"
-
-    optimizer.register_step_pre_hook(updating)
-    optimizer.register_step_post_hook(training)
-    with recorder.function_mode(), recorder:
-        training()
-        stepper(specimen.loss, [micro], num_samples=len(micro), step=1)
-        is_long = recorder.num_calls > _LONG_STEP
-        recorder.notebook.step = 1
-        if is_long:
-            optimizer.step()
-        else:
-            stepper(specimen.loss, [micro], num_samples=len(micro), step=2)
-
-
-@contextlib.contextmanager
-def trace_environment() -> Iterator[None]:
-    """Torch's generator is left as it was, and warnings of the trace itself are not the user's.
-
-    What is compiled runs as it is written: the compiler would compile the trace.
-    """
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _silent(_FAKE_LOG), force_eager():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        yield
-
-
-@contextlib.contextmanager
-def _silent(log: logging.Logger) -> Iterator[None]:
-    """Where fake tensors cannot go on torch prints a traceback; it is not the last word."""
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
+def _time_axis(args: tuple[Any, ...]) -> int:
+    return 1 if args[_BATCH_FIRST] else 0

@@ -1,1 +1,1 @@
-"""What is tried before a run's first step: is the device right, is a causal model causal, and was it seen before?"""
+"""Checks before the first step of a run: device parity, causality, compiled code; and a cache of those that passed."""

@@ -1,4 +1,7 @@
-"""Cache of start checks that passed, keyed by everything that can change their result."""
+"""Cache of start checks that passed, keyed by everything that can change their result.
+
+It is kept in whet's home folder. A model whose code cannot be read has no key and is checked each time.
+"""
 
 import contextlib
 import dataclasses
@@ -20,10 +23,10 @@ from whet.base import env
 from whet.base.errors import WhetError
 from whet.run import durable
 
-_FORMAT = 2
-_LONGEST = 10_000
-_DEEPEST, _MOST = 4, 1_000
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_FORMAT = 3
+_MAX_FILE_BYTES = 10_000
+_MAX_DEPTH, _MAX_ITEMS = 4, 1_000
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _LIBRARIES = {"site-packages", "dist-packages"}
 _STDLIB = Path(sysconfig.get_paths()["stdlib"])
 _SCALARS = (bool, int, float, str, type(None))
@@ -32,35 +35,35 @@ _SCALARS = (bool, int, float, str, type(None))
 def cache_key(
     facts: Mapping[str, Any], model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]
 ) -> str | None:
-    """What stands for this model with these functions under these facts; None where not all of it can be known."""
-    mine = {*_your_modules()}
+    """Return a hash of the facts, the model and the functions with their code; None if some code cannot be read."""
+    modules = {*_user_modules()}
     try:
-        files = {*_sources(model, functions), *(Path(str(module.__file__)) for module in mine)}
+        files = {*_source_files(model, functions), *(Path(str(module.__file__)) for module in modules)}
         digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)]
     except (OSError, TypeError):
         return None
-    carried = [(_which(function), _captured(function)) for function in functions]
-    said = sorted((module.__name__, _globals(module)) for module in mine)
-    parts = [_FORMAT, facts, _structure(model), digests, carried, said]
+    captured = [(_identity(function), _captured_values(function)) for function in functions]
+    module_globals = sorted((module.__name__, _scalar_globals(module)) for module in modules)
+    parts = [_FORMAT, facts, _structure(model), digests, captured, module_globals]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
 
 
 def load_verified(key: str) -> str | None:
-    """What was found when it was verified, in words; None where it was not, or the file is damaged."""
+    """Return the summary of an earlier check; None if there was none or its file is damaged."""
     try:
         path = _path(key)
-        kept = json.loads(path.read_bytes()) if path.stat().st_size <= _LONGEST else {}
-        found = kept["found"]
-        return found if kept["key"] == key and isinstance(found, str) else None
+        entry = json.loads(path.read_bytes()) if path.stat().st_size <= _MAX_FILE_BYTES else {}
+        summary = entry["summary"]
+        return summary if entry["key"] == key and isinstance(summary, str) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def store_verified(key: str, found: str) -> None:
-    """Keeps what was found; a home that cannot be written costs a second at the next start, not the run."""
+def store_verified(key: str, summary: str) -> None:
+    """Store the summary of a passed check. An unwritable home is ignored: it costs a second at the next start."""
     with contextlib.suppress(WhetError):
         durable.make_directory(_path(key).parent)
-        durable.write_file(_path(key), data=json.dumps({"key": key, "found": found}).encode())
+        durable.write_file(_path(key), data=json.dumps({"key": key, "summary": summary}).encode())
 
 
 def _path(key: str) -> Path:
@@ -68,8 +71,8 @@ def _path(key: str) -> Path:
 
 
 def _structure(model: nn.Module) -> list[Any]:
-    """Classes, options, and the names, shapes, types and layouts of all tensors."""
-    modules = [(name, _class(module), _options(module)) for name, module in model.named_modules()]
+    """Return classes and options of all modules, and names, shapes, dtypes and layouts of all tensors."""
+    modules = [(name, _class_name(module), _options(module)) for name, module in model.named_modules()]
     tensors = [
         (name, tuple(tensor.shape), str(tensor.dtype), tensor.is_contiguous())
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -77,57 +80,57 @@ def _structure(model: nn.Module) -> list[Any]:
     return [modules, tensors]
 
 
-def _class(module: nn.Module) -> str:
+def _class_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _options(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps as plain values: heads, windows, flags, and lists or tables of them."""
-    return {name: _plain(value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    """Return a module's own attributes, such as heads, windows and flags."""
+    return {name: _serializable(value) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
-    """A value as far as it can be written down; of anything else its kind."""
+def _serializable(value: Any, depth: int = 0) -> Any:
+    """Return plain values and containers as they are, and the type name of anything else."""
     if isinstance(value, _SCALARS):
         return value
     if dataclasses.is_dataclass(value):
         return repr(value)
     if inspect.isroutine(value):
-        return _which(value)
+        return _identity(value)
     if isinstance(value, SimpleNamespace | Namespace):
         value = vars(value)
-    if isinstance(value, Mapping) and depth < _DEEPEST and len(value) <= _MOST:
-        return [(str(key), _plain(inner, depth + 1)) for key, inner in value.items()]
-    if isinstance(value, list | tuple) and depth < _DEEPEST and len(value) <= _MOST:
-        return [_plain(inner, depth + 1) for inner in value]
+    if isinstance(value, Mapping) and depth < _MAX_DEPTH and len(value) <= _MAX_ITEMS:
+        return [(str(key), _serializable(inner, depth + 1)) for key, inner in value.items()]
+    if isinstance(value, list | tuple) and depth < _MAX_DEPTH and len(value) <= _MAX_ITEMS:
+        return [_serializable(inner, depth + 1) for inner in value]
     return type(value).__qualname__
 
 
-def _sources(model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]) -> Iterator[Path]:
-    """The files that say what is computed; torch's own are known by its version."""
-    kinds = {type(module) for module in model.modules()}
-    for thing in (*kinds, *filter(None, map(_unwrapped, functions))):
+def _source_files(model: nn.Module, functions: tuple[Callable[..., Any] | None, ...]) -> Iterator[Path]:
+    """Yield the source files of the model's classes and the functions; torch is identified by its version."""
+    classes = {type(module) for module in model.modules()}
+    for thing in (*classes, *filter(None, map(_unwrap, functions))):
         if not str(getattr(thing, "__module__", "")).startswith("torch."):
             yield Path(inspect.getsourcefile(thing) or "")
 
 
-def _your_modules() -> Iterator[ModuleType]:
-    """What is loaded and no library: a mask may be made in a helper's file, by a switch that stands there."""
+def _user_modules() -> Iterator[ModuleType]:
+    """Yield loaded modules outside libraries: a helper file may build the mask, controlled by a flag in it."""
     for name, module in list(sys.modules.items()):
         path = Path(str(getattr(module, "__file__", None) or ""))
         is_library = name.partition(".")[0] == "whet" or not {*path.parts}.isdisjoint(_LIBRARIES)
-        # Some of torch's modules name files that are not there.
+        # Some of torch's modules name files that do not exist.
         is_file = isinstance(module, ModuleType) and path.suffix == ".py" and path.is_file()
         if is_file and not is_library and _STDLIB not in path.parents:
             yield module
 
 
-def _globals(module: ModuleType) -> list[tuple[str, Any]]:
-    known = {name: value for name, value in vars(module).items() if not name.startswith("__")}
-    return sorted((name, value) for name, value in known.items() if isinstance(value, _SCALARS))
+def _scalar_globals(module: ModuleType) -> list[tuple[str, Any]]:
+    named = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+    return sorted((name, value) for name, value in named.items() if isinstance(value, _SCALARS))
 
 
-def _unwrapped(function: Any) -> Any:
+def _unwrap(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     if inspect.isfunction(function) or inspect.ismethod(function) or function is None:
@@ -135,23 +138,23 @@ def _unwrapped(function: Any) -> Any:
     return type(function)
 
 
-def _which(function: Any) -> list[Any]:
-    """Which function of its file it is: two of them may stand in one line."""
-    function = _unwrapped(function)
+def _identity(function: Any) -> list[Any]:
+    """Identify a function within its file, with its bytecode: two lambdas may be on one line."""
+    function = _unwrap(function)
     code = getattr(function, "__code__", None)
-    where = [] if code is None else [code.co_firstlineno, code.co_code.hex(), code.co_names]
-    return [getattr(function, "__module__", ""), getattr(function, "__qualname__", ""), *where]
+    details = [] if code is None else [code.co_firstlineno, code.co_code.hex(), code.co_names]
+    return [getattr(function, "__module__", ""), getattr(function, "__qualname__", ""), *details]
 
 
-def _captured(function: Any) -> list[Any]:
-    """The plain values that a function carries along: arguments of a partial, variables around it."""
-    carried: list[Any] = []
+def _captured_values(function: Any) -> list[Any]:
+    """Return arguments of a partial, variables of a closure, and constants."""
+    captured: list[Any] = []
     while isinstance(function, functools.partial):
-        carried += [*function.args, *function.keywords.items()]
+        captured += [*function.args, *function.keywords.items()]
         function = function.func
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):
-            carried.append(cell.cell_contents)
+            captured.append(cell.cell_contents)
     code = getattr(function, "__code__", None)
-    carried += code.co_consts if code is not None else ()
-    return [_plain(value) for value in carried]
+    captured += code.co_consts if code is not None else ()
+    return [_serializable(value) for value in captured]

@@ -1,4 +1,10 @@
-"""Compare a compiled model with its eager code on one micro-batch, before the first step."""
+"""Compare a compiled model with its eager code on one micro-batch, before the first step.
+
+The micro-batch has the shape of the run's training batches, because another shape would be compiled again. Dropout
+stays on for the same reason, and compiled code draws different random numbers. So a compiled pass may differ from an
+eager one by as much as eager passes differ among themselves, and by rounding. Gradients stay on the device, two sets at
+most.
+"""
 
 import math
 import sys
@@ -16,54 +22,32 @@ from whet.device.rng import get_host_rng, get_torch_rng, preserve_rng, set_host_
 from whet.step.loss import LossFunction
 from whet.step.rollback import BufferSnapshot
 from whet.verify.isolation import cast_floating, force_eager, preserve_model, temporary_copy
-from whet.verify.start import device_parity
-from whet.verify.start.device_parity import MIN_LOSS_SCALE, PARITY_BOUNDS, LossAndGradients
+from whet.verify.start.device_parity import (
+    FP16_LOSS_SCALE,
+    MIN_LOSS_SCALE,
+    PARITY_BOUNDS,
+    LossAndGradients,
+    clear_gradients,
+    compute_precision,
+    dense_gradients,
+    forward_backward,
+)
 from whet.verify.tolerance import SMALL_TENSOR_SHARE
 
-_COMPILED_NAME_PREFIX = "__compiled_fn"
-"""What code that torch's compiler has rewritten calls a graph that it has compiled."""
-
-
-def num_graphs() -> int:
-    """How many graphs were compiled in this process so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
-
-
-def runs_compiled(go: Callable[[], object]) -> bool:
-    """Whether `go` comes through a compiled graph, be it one from long ago; True where that cannot be seen."""
-    if sys.getprofile() is not None:
-        # A profiler of yours is on, and there can be only one.
-        return True
-    is_found = False
-
-    def look(frame: FrameType, event: str, _argument: Any) -> None:
-        nonlocal is_found
-        if event == "call" and not is_found:
-            is_found = any(name.startswith(_COMPILED_NAME_PREFIX) for name in frame.f_code.co_names)
-
-    sys.setprofile(look)
-    try:
-        go()
-    finally:
-        sys.setprofile(None)
-    return is_found
-
-
 _DRAW_FACTOR = 1.2
-"""How many times as far from the first pass as the farthest of others as written the nearest compiled one may lie."""
+"""The nearest compiled pass may be this many times as far from the first eager pass as the farthest eager one."""
 _MAX_ROUNDS = 6
-"""Of one pass as written and one compiled, until none is too far off. All draw alike: of a right model the nearest of 6
-compiled passes is beyond the farthest of 6 others in one of 924 cases for each tensor, and a fifth beyond it so rarely
-that 1,200 tries had none. A wrong result is in every compiled pass."""
+"""Rounds of one eager and one compiled pass, until the compiled ones are near enough. For a correct model all passes
+have the same distribution: the nearest of 6 compiled ones is beyond the farthest of 6 eager ones in one of 924 cases
+per tensor, and a fifth beyond it never happened in 1,200 tries. A wrong result is in every compiled pass."""
 _DRAWS_PER_PASS = 4
-"""Of dropout in one pass, added up, where there is any: a tensor's scatter is half of what it is in one."""
+"""Draws of dropout added up in one pass, which halves the scatter of a tensor."""
 _ROUNDING_FACTOR = 2.0
-"""The same for rounding: a compiled pass rounds no more than one as written, so both together are at most twice one."""
+"""The same for rounding: compiled code rounds no more than eager code, so both differ at most twice as much."""
 _PLAUSIBLE_HALF_ROUNDING = 0.5
-"""Of a gradient in half precision, where nobody can say: recursive models had 0.2 in bf16."""
+"""Half-precision error that may be rounding if rounding cannot be measured: recursive models had 0.2 in bf16."""
 _MIN_ELEMENTS = 256
-"""Numbers: tensors with fewer scatter most and are not judged where there is dropout; the loss is one number."""
+"""Smaller tensors scatter most and are not compared under dropout, except the loss."""
 _LOSS_NAME = "the loss"
 
 _Distances = dict[str, float]
@@ -71,65 +55,62 @@ _Distances = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledParity:
-    """A compiled model beside its own code."""
+    """A compiled model compared with its eager code."""
 
-    holds: bool
+    agrees: bool
     worst: str
-    """The gradient that is farthest from its bound, or over it; or "the loss"."""
+    """The gradient, or "the loss", with the largest error relative to its bound."""
     error: float
-    """Of that one, relative; NaN where it is not a number."""
+    """Relative error of the worst tensor; may be NaN."""
     bound: float
     largest: float
-    """Error of all that were judged."""
-    drawn: float | None
-    """By how much another pass of the model's own code differs; None where that is rounding."""
-    compiled: float
-    written: float
-    """The losses."""
-    num_judged: int
+    """Largest error of all compared tensors."""
+    dropout_error: float | None
+    """Difference between two eager passes; None if they differ by rounding only."""
+    compiled_loss: float
+    eager_loss: float
+    num_compared: int
     num_gradients: int
     is_compiled: bool = True
-    """Whether the compiler made anything of it; where it did not, equal numbers say nothing."""
+    """Whether the compiler produced any graph; without one, equal results mean nothing."""
 
     @property
     def is_usable(self) -> bool:
-        """Whether a run should go on with the compiled model."""
-        return self.holds and self.is_compiled
+        """Whether the run should use the compiled model."""
+        return self.agrees and self.is_compiled
 
     def __str__(self) -> str:
         if not self.is_compiled:
-            return "torch's compiler found nothing to compile here"
-        if self.holds:
-            if self.drawn is None:
-                what, alone = f"loss and {self.num_judged} gradients", ""
+            return "torch.compile produced no graph for this model"
+        if self.agrees:
+            if self.dropout_error is None:
+                what, dropout = f"loss and {self.num_compared} gradients", ""
             else:
-                what, alone = (
-                    f"{self.num_judged} of {self.num_gradients} gradients",
-                    f", dropout alone {self.drawn:.0e}",
-                )
-            return f"{what} agree with the model's own code ({self.largest:.0e}{alone})"
+                what = f"{self.num_compared} of {self.num_gradients} gradients"
+                dropout = f", dropout alone {self.dropout_error:.0e}"
+            return f"{what} agree with the eager model ({self.largest:.0e}{dropout})"
         what = self.worst if self.worst == _LOSS_NAME else f"the gradient of {self.worst}"
         return (
-            f"{what} differs from the model's own code by {self.error:.1e} (at most {self.bound:.0e}); "
-            f"loss {self.compiled:.7g} compiled and {self.written:.7g} as written"
+            f"{what} differs from the eager model by {self.error:.1e} (at most {self.bound:.0e}); "
+            f"loss {self.compiled_loss:.7g} compiled and {self.eager_loss:.7g} eager"
         )
 
 
 def compare_compiled_with_eager(
     model: nn.Module, device: AbstractDevice, loss: LossFunction, micro: MicroBatch, *, precision: str
 ) -> CompiledParity:
-    """The model as it is called now, and as it is written; nobody can tell afterwards.
+    """Compare the compiled model with its eager code; restore the model and all generators.
 
-    What a loss keeps in Python objects of its own is not put back.
+    State that a loss function keeps in its own Python objects is not restored.
     """
     with preserve_model(model), preserve_rng(device):
-        before = num_graphs()
+        num_before = num_graphs()
         comparison = _Comparison(model, device, loss, micro, precision)
-        agreement = comparison.agreement()
-        # An earlier training in this process may have had all of it compiled already.
-        if num_graphs() > before or comparison.runs_compiled():
-            return agreement
-        return replace(agreement, is_compiled=False)
+        parity = comparison.run()
+        # An earlier training in this process may have compiled everything already.
+        if num_graphs() > num_before or comparison.runs_compiled():
+            return parity
+        return replace(parity, is_compiled=False)
 
 
 class _Comparison:
@@ -141,173 +122,212 @@ class _Comparison:
         self._loss = loss
         self._micro = micro
         self._precision = precision
-        self._format = device_parity.compute_precision(model, precision)
+        self._compute_precision = compute_precision(model, precision)
         self._buffers = BufferSnapshot(model)
         self._generators = get_torch_rng(device), get_host_rng()
         self._num_draws = 1
-        self._first = self._as_written()
+        self._first = self._eager_pass()
         if not bool(self._first.loss.isfinite()):
             raise ArithmeticError(f"its loss is {float(self._first.loss)}")
 
-    def agreement(self) -> CompiledParity:
-        drawn = _distances(self._as_written(), self._first)
-        if not self._is_quiet(drawn):
-            return self._with_draws()
-        agreement = self._without_draws(drawn)
-        # Two passes are few: what is drawn rarely, or done in every fifth call of a loss, may be in the third alone.
-        return agreement if agreement.holds else self._with_draws(seemed=agreement)
+    def run(self) -> CompiledParity:
+        eager = _distances(self._eager_pass(), self._first)
+        if not self._is_rounding(eager):
+            return self._compare_with_dropout()
+        parity = self._compare_without_dropout(eager)
+        # Two eager passes may look deterministic by chance: rare draws may appear in the third pass only.
+        return parity if parity.agrees else self._compare_with_dropout(fallback=parity)
 
     def runs_compiled(self) -> bool:
-        return runs_compiled(self._as_called)
+        return runs_compiled(self._compiled_pass)
 
-    def _with_draws(self, *, seemed: CompiledParity | None = None) -> CompiledParity:
-        """The nearest of the compiled passes beside the farthest as written; `seemed`, if none of these differ."""
-        self._draw_more()
-        found: _Distances | None = None
-        drawn: _Distances = {}
+    def _compare_with_dropout(self, *, fallback: CompiledParity | None = None) -> CompiledParity:
+        """Compare the nearest compiled pass with the farthest eager one.
+
+        Return `fallback` if the eager passes turn out to differ by rounding only.
+        """
+        self._use_several_draws()
+        nearest: _Distances | None = None
+        farthest: _Distances = {}
         for _ in range(_MAX_ROUNDS):
-            drawn = _each(max, drawn, _distances(self._as_written(), self._first))
-            now, loss = self._as_called()
-            found = now if found is None else _each(min, found, now)
-            is_quiet = seemed is not None and self._is_quiet(drawn)
-            agreement = self._judge(found, drawn, loss, is_quiet=is_quiet)
-            if agreement.holds:
+            farthest = _combine(max, farthest, _distances(self._eager_pass(), self._first))
+            distances, loss = self._compiled_pass()
+            nearest = distances if nearest is None else _combine(min, nearest, distances)
+            is_rounding = fallback is not None and self._is_rounding(farthest)
+            parity = self._judge(nearest, farthest, loss, is_rounding=is_rounding)
+            if parity.agrees:
                 break
-        return seemed if seemed is not None and is_quiet and not agreement.holds else agreement
+        return fallback if fallback is not None and is_rounding and not parity.agrees else parity
 
-    def _without_draws(self, drawn: _Distances) -> CompiledParity:
-        """Only rounding differs; where that is more than usual, finer numbers say how much the first pass has of it."""
-        self._draw_again()
-        found, loss = self._as_called()
-        agreement = self._judge(found, drawn, loss, is_quiet=True)
-        if agreement.holds:
-            return agreement
+    def _compare_without_dropout(self, eager: _Distances) -> CompiledParity:
+        """Compare where only rounding differs; if that exceeds the bound, measure the eager pass's own rounding."""
+        self._restore_generators()
+        compiled, loss = self._compiled_pass()
+        parity = self._judge(compiled, eager, loss, is_rounding=True)
+        if parity.agrees:
+            return parity
         try:
-            rounded = _distances(self._in_finer_numbers(), self._first)
+            rounding = _distances(self._higher_precision_pass(), self._first)
         except Exception:
-            # Not every model can be computed in another type, and there may be no memory for it.
-            if self._format in HALF_TYPES and agreement.error <= _PLAUSIBLE_HALF_ROUNDING:
+            # Not every model runs in another dtype, and there may be too little memory.
+            if self._compute_precision in HALF_TYPES and parity.error <= _PLAUSIBLE_HALF_ROUNDING:
                 raise
-            return agreement
-        return self._judge(found, _each(max, drawn, rounded), loss, is_quiet=True, times=_ROUNDING_FACTOR)
+            return parity
+        farthest = _combine(max, eager, rounding)
+        return self._judge(compiled, farthest, loss, is_rounding=True, factor=_ROUNDING_FACTOR)
 
-    def _draw_more(self) -> None:
-        """From now on several draws are one pass: then dropout scatters less, and what is wrong stands out."""
+    def _use_several_draws(self) -> None:
+        """Average several draws per pass from now on: dropout scatters less, and a wrong result stands out."""
         self._num_draws = _DRAWS_PER_PASS
+        # Freed before the new pass, so that only two sets of gradients exist at a time.
         del self._first
-        self._first = self._as_written()
+        self._first = self._eager_pass()
 
-    def _is_quiet(self, drawn: _Distances) -> bool:
-        """Whether nothing but rounding tells two passes as written apart."""
-        return all(error <= self._bound(name) for name, error in drawn.items() if math.isfinite(error))
+    def _is_rounding(self, eager: _Distances) -> bool:
+        """Return whether two eager passes differ by rounding only."""
+        return all(error <= self._bound(name) for name, error in eager.items() if math.isfinite(error))
 
     def _bound(self, name: str) -> float:
-        of_loss, of_gradient = PARITY_BOUNDS[self._format]
-        return of_loss if name == _LOSS_NAME else of_gradient
+        loss_bound, gradient_bound = PARITY_BOUNDS[self._compute_precision]
+        return loss_bound if name == _LOSS_NAME else gradient_bound
 
     def _judge(
-        self, found: _Distances, drawn: _Distances, loss: float, *, is_quiet: bool, times: float = _DRAW_FACTOR
+        self, compiled: _Distances, eager: _Distances, loss: float, *, is_rounding: bool, factor: float = _DRAW_FACTOR
     ) -> CompiledParity:
         sizes = {name: parameter.numel() for name, parameter in self._model.named_parameters()}
-        found = {**dict.fromkeys(drawn, 0.0), **found}
-        limits: _Distances = {}
-        for name, error in found.items():
-            own = drawn.get(name, 0.0)
-            is_judged = is_quiet or sizes.get(name, 1) >= _MIN_ELEMENTS or math.isnan(error)
-            # Where the model's own code gives no numbers, nothing can be said.
-            if is_judged and math.isfinite(own):
-                limits[name] = math.hypot(self._bound(name), times * own)
-        worst = max(limits, key=lambda name: _as_order(found[name] / limits[name]), default=_LOSS_NAME)
+        compiled = {**dict.fromkeys(eager, 0.0), **compiled}
+        bounds: _Distances = {}
+        for name, error in compiled.items():
+            own = eager.get(name, 0.0)
+            is_compared = is_rounding or sizes.get(name, 1) >= _MIN_ELEMENTS or math.isnan(error)
+            # Nothing can be compared where the eager model itself is not finite.
+            if is_compared and math.isfinite(own):
+                bounds[name] = math.hypot(self._bound(name), factor * own)
+        worst = max(bounds, key=lambda name: _nan_as_inf(compiled[name] / bounds[name]), default=_LOSS_NAME)
         return CompiledParity(
-            # `<=`: a NaN is over every bound.
-            holds=all(found[name] <= limit for name, limit in limits.items()),
+            # `<=`: NaN exceeds every bound.
+            agrees=all(compiled[name] <= bound for name, bound in bounds.items()),
             worst=worst,
-            error=found[worst],
-            bound=limits.get(worst, 0.0),
-            largest=max((found[name] for name in limits), default=0.0),
-            drawn=None if is_quiet else max((drawn.get(name, 0.0) for name in limits), default=0.0),
-            compiled=loss,
-            written=float(self._first.loss),
-            num_judged=sum(name != _LOSS_NAME for name in limits),
+            error=compiled[worst],
+            bound=bounds.get(worst, 0.0),
+            largest=max((compiled[name] for name in bounds), default=0.0),
+            dropout_error=None if is_rounding else max((eager.get(name, 0.0) for name in bounds), default=0.0),
+            compiled_loss=loss,
+            eager_loss=float(self._first.loss),
+            num_compared=sum(name != _LOSS_NAME for name in bounds),
             num_gradients=len(self._first.gradients),
         )
 
     # --- one pass -----------------------------------------------------------------------------------------------------
 
-    def _as_written(self) -> LossAndGradients:
+    def _eager_pass(self) -> LossAndGradients:
         with force_eager():
             return self._pass(self._micro, self._precision)
 
-    def _as_called(self) -> tuple[_Distances, float]:
-        """How far the compiled model is off, and its loss."""
-        found = self._pass(self._micro, self._precision)
-        return _distances(found, self._first), float(found.loss)
+    def _compiled_pass(self) -> tuple[_Distances, float]:
+        """Return the distance of a compiled pass from the first eager pass, and its loss."""
+        result = self._pass(self._micro, self._precision)
+        return _distances(result, self._first), float(result.loss)
 
-    def _in_finer_numbers(self) -> LossAndGradients:
-        """The first pass once more: how far off it is itself by rounding."""
-        self._draw_again()
-        # What passes in half precision gave back is in pieces too small for this one.
+    def _higher_precision_pass(self) -> LossAndGradients:
+        """Repeat the first pass in a wider dtype, which shows its rounding error."""
+        self._restore_generators()
+        # Blocks freed by half-precision passes are too small for this one.
         self._device.empty_cache()
-        dtype = torch.float32 if self._format in HALF_TYPES else torch.float64
+        dtype = torch.float32 if self._compute_precision in HALF_TYPES else torch.float64
         with force_eager(), temporary_copy(self._model, self._device.place, dtype):
             return self._pass(self._micro.moved(lambda tensor: cast_floating(tensor, dtype)), "fp32")
 
     def _pass(self, micro: MicroBatch, precision: str) -> LossAndGradients:
-        model, scale = self._model, device_parity.FP16_LOSS_SCALE if self._format == "fp16" else 1.0
+        scale = FP16_LOSS_SCALE if self._compute_precision == "fp16" else 1.0
         losses: list[Tensor] = []
         try:
             for _ in range(self._num_draws):
-                mean = device_parity.forward_backward(self._device, self._loss, micro, precision=precision, scale=scale)
-                losses.append(mean)
-                # Every pass begins with the same.
+                losses.append(forward_backward(self._device, self._loss, micro, precision=precision, scale=scale))
+                # Every pass starts from the same buffers.
                 self._buffers.put_back()
-            return LossAndGradients(torch.stack(losses).mean(), device_parity.dense_gradients(model))
+            return LossAndGradients(torch.stack(losses).mean(), dense_gradients(self._model))
         finally:
-            device_parity.clear_gradients(model)
+            clear_gradients(self._model)
 
-    def _draw_again(self) -> None:
-        torchs, hosts = self._generators
-        set_torch_rng(torchs, self._device)
-        set_host_rng(hosts)
+    def _restore_generators(self) -> None:
+        torch_state, host_state = self._generators
+        set_torch_rng(torch_state, self._device)
+        set_host_rng(host_state)
 
 
-def _distances(found: LossAndGradients, first: LossAndGradients) -> _Distances:
-    """In L2, relative to the size of each gradient in the first pass; waits for the device, once."""
+def _distances(result: LossAndGradients, first: LossAndGradients) -> _Distances:
+    """Return L2 distances relative to the norm of each gradient in the first pass, with one device synchronization."""
     zero = first.loss.new_zeros((), dtype=torch.float32)
-    names = [*first.gradients, *(name for name in found.gradients if name not in first.gradients)]
-    ours = [found.gradients.get(name) for name in names]
+    names = [*first.gradients, *(name for name in result.gradients if name not in first.gradients)]
+    ours = [result.gradients.get(name) for name in names]
     theirs = [first.gradients.get(name) for name in names]
-    sizes = torch.stack([zero, *(_size(tensor, zero) for tensor in theirs)])
-    apart = torch.stack([zero, *(_size(_difference(a, b), zero) for a, b in zip(ours, theirs, strict=True))])
-    floor = SMALL_TENSOR_SHARE * sizes.nan_to_num(posinf=0.0).max()
-    sizes[0], apart[0] = first.loss.abs().clamp(min=MIN_LOSS_SCALE), (found.loss - first.loss).abs()
-    floors = floor.repeat(len(sizes))
+    norms = torch.stack([zero, *(_norm(tensor, zero) for tensor in theirs)])
+    distances = torch.stack([zero, *(_norm(_difference(a, b), zero) for a, b in zip(ours, theirs, strict=True))])
+    floor = SMALL_TENSOR_SHARE * norms.nan_to_num(posinf=0.0).max()
+    norms[0], distances[0] = first.loss.abs().clamp(min=MIN_LOSS_SCALE), (result.loss - first.loss).abs()
+    floors = floor.repeat(len(norms))
     floors[0] = MIN_LOSS_SCALE
-    errors = apart / torch.maximum(sizes, floors).clamp(min=1e-30)
+    errors = distances / torch.maximum(norms, floors).clamp(min=1e-30)
     return dict(zip([_LOSS_NAME, *names], errors.tolist(), strict=True))
 
 
-def _size(tensor: Tensor | None, zero: Tensor) -> Tensor:
+def _norm(tensor: Tensor | None, zero: Tensor) -> Tensor:
     if tensor is None or tensor.numel() == 0:
         return zero
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    wide = torch.float64 if plain.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(plain, dtype=wide).float()
+    dtype = torch.float64 if plain.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(plain, dtype=dtype).float()
 
 
 def _difference(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
-    """No gradient is as good as one of zeros."""
+    """Subtract; a missing gradient equals zeros."""
     if ours is None or theirs is None:
         return theirs if ours is None else ours
     return ours - theirs
 
 
-def _each(pick: Callable[[float, float], float], one: Mapping[str, float], other: Mapping[str, float]) -> _Distances:
-    """For every name; what has no gradient in one of them has none to differ, and a NaN stays."""
+def _combine(pick: Callable[[float, float], float], one: Mapping[str, float], other: Mapping[str, float]) -> _Distances:
+    """Pick the minimum or maximum for every name; a missing gradient has distance 0, and NaN is kept."""
     names = {**one, **other}
     pairs = {name: (one.get(name, 0.0), other.get(name, 0.0)) for name in names}
     return {name: math.nan if math.isnan(a + b) else pick(a, b) for name, (a, b) in pairs.items()}
 
 
-def _as_order(share: float) -> float:
-    return math.inf if math.isnan(share) else share
+def _nan_as_inf(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+# --- compiled graphs --------------------------------------------------------------------------------------------------
+
+_COMPILED_NAME_PREFIX = "__compiled_fn"
+"""Name that torch.compile gives to a compiled graph in the bytecode that it rewrites."""
+
+
+def num_graphs() -> int:
+    """Return the number of graphs compiled in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def runs_compiled(function: Callable[[], object]) -> bool:
+    """Return whether `function` executes a compiled graph, even one compiled earlier; True if that cannot be seen.
+
+    torch.compile silently runs code eagerly that it cannot trace.
+    """
+    if sys.getprofile() is not None:
+        # The user's own profiler is active, and Python has only one.
+        return True
+    is_compiled = False
+
+    def profile(frame: FrameType, event: str, _argument: Any) -> None:
+        nonlocal is_compiled
+        if event == "call" and not is_compiled:
+            is_compiled = any(name.startswith(_COMPILED_NAME_PREFIX) for name in frame.f_code.co_names)
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return is_compiled

@@ -16,18 +16,17 @@ from whet.verify.tolerance import error_bound, relative_error, relative_errors
 
 MAX_SAMPLES = 8
 _MAX_CPU_FLOPS = 4e10
-"""What the CPU is asked to do, roughly: a second or two of a slow one. A large model gets fewer samples."""
-
+"""Approximate work for the CPU, a second or two on a slow one. A large model gets fewer samples."""
 PARITY_BOUNDS = {"fp32": (1e-4, 5e-3), "tf32": (5e-3, 2e-2), "bf16": (2e-2, 1e-1), "fp16": (5e-3, 5e-2)}
-"""By how much the loss and a gradient may differ, relatively; more where the CPU itself errs in that number format."""
+"""Largest relative errors of loss and gradients; more is allowed where the CPU itself is inaccurate."""
 MIN_LOSS_SCALE = 1e-2
-"""A loss below is measured against this: what is left of it then is the rounding of larger numbers. Gradients tell."""
+"""Errors of a smaller loss are relative to this: what remains of such a loss is the rounding of larger numbers."""
 FP16_LOSS_SCALE = 1024.0
-"""fp16 gradients underflow without one."""
+"""Without a scale, fp16 gradients underflow."""
 
 
 class LossAndGradients(NamedTuple):
-    """One forward and backward pass."""
+    """Result of one forward and backward pass."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -35,10 +34,10 @@ class LossAndGradients(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceParity:
-    """A device beside the CPU; errors are relative."""
+    """Relative errors of a device, compared with the CPU."""
 
-    here: float
-    on_cpu: float
+    device_loss: float
+    cpu_loss: float
     loss_error: float
     loss_bound: float
     gradient_error: float
@@ -48,48 +47,47 @@ class DeviceParity:
     num_gradients: int
 
     @property
-    def holds(self) -> bool:
-        # `<=`: a NaN is over every bound.
+    def agrees(self) -> bool:
+        # `<=`: NaN exceeds every bound.
         return self.loss_error <= self.loss_bound and self.gradient_error <= self.gradient_bound
 
     def __str__(self) -> str:
-        if self.holds:
+        if self.agrees:
             worst = max(self.loss_error, self.gradient_error)
             return f"loss and {self.num_gradients} gradients agree with the CPU ({worst:.0e})"
         if not self.gradient_error <= self.gradient_bound:
             return (
                 f"the gradient of {self.worst} differs from the CPU's by {self.gradient_error:.1e} "
-                f"(at most {self.gradient_bound:.0e}); loss {self.here:.7g} and {self.on_cpu:.7g}"
+                f"(at most {self.gradient_bound:.0e}); loss {self.device_loss:.7g} and {self.cpu_loss:.7g}"
             )
         return (
-            f"the loss is {self.here:.7g}, and {self.on_cpu:.7g} on the CPU: "
+            f"the loss is {self.device_loss:.7g}, and {self.cpu_loss:.7g} on the CPU: "
             f"differs by {self.loss_error:.1e} (at most {self.loss_bound:.0e})"
         )
 
 
 def parity_batch_size(num_parameters: int, length: int) -> int:
-    """How many samples are tried: up to 8, fewer of a large model, and never one alone (BatchNorm)."""
+    """Return the number of samples: up to 8, fewer for a large model, at least 2 because of BatchNorm."""
     affordable = int(_MAX_CPU_FLOPS / (6 * max(1, num_parameters) * max(1, length)))
     return max(2, min(MAX_SAMPLES, affordable))
 
 
 def compute_precision(model: nn.Module, precision: str) -> str:
-    """In what a model computes, as far as rounding goes: weights in half precision round by themselves."""
-    types = {parameter.dtype for parameter in model.parameters()}
-    return next((name for name, half in HALF_TYPES.items() if half in types), precision)
+    """Return the precision that decides rounding: half-precision weights round even without autocast."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return next((name for name, half in HALF_TYPES.items() if half in dtypes), precision)
 
 
 def loss_and_gradients(
     model: nn.Module, device: AbstractDevice, loss: LossFunction, micro: MicroBatch, *, precision: str
 ) -> LossAndGradients:
-    """The loss and every gradient of a micro-batch, without dropout, on the CPU. Only inside `untouched`."""
+    """Return loss and gradients of a micro-batch, without dropout, on the CPU. Does not restore the model."""
     scale = FP16_LOSS_SCALE if precision == "fp16" else 1.0
     try:
-        with disable_dropout(model, is_quiet=True):
+        with disable_dropout(model, use_eval_mode=True):
             mean = forward_backward(device, loss, micro, precision=precision, scale=scale)
-        return LossAndGradients(
-            mean.cpu(), {name: gradient.cpu() / scale for name, gradient in dense_gradients(model).items()}
-        )
+        gradients = {name: gradient.cpu() / scale for name, gradient in dense_gradients(model).items()}
+        return LossAndGradients(mean.cpu(), gradients)
     finally:
         clear_gradients(model)
 
@@ -97,7 +95,7 @@ def loss_and_gradients(
 def forward_backward(
     device: AbstractDevice, loss: LossFunction, micro: MicroBatch, *, precision: str, scale: float
 ) -> Tensor:
-    """The loss of a micro-batch; its gradients, times `scale`, are added to those that are there."""
+    """Return the loss of a micro-batch; accumulate its gradients, multiplied by `scale`."""
     with device.computing(), torch.enable_grad():
         with device.autocast(precision):
             total, weight = parse_loss(loss(micro.moved(device.put)))
@@ -107,28 +105,30 @@ def forward_backward(
 
 
 def dense_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Where they are; sparse ones as dense ones."""
-    return {name: _dense(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    """Return the gradients on their device, sparse ones converted to dense."""
+    named = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    return {name: grad.to_dense() if grad.is_sparse else grad for name, grad in named if grad is not None}
 
 
 def clear_gradients(model: nn.Module) -> None:
-    """They are somebody else's now, or nobody's."""
+    """Set all gradients to None."""
     for parameter in model.parameters():
         parameter.grad = None
 
 
 def compare_with_cpu(
-    model: nn.Module, loss: LossFunction, micro: MicroBatch, found: LossAndGradients, *, precision: str
+    model: nn.Module, loss: LossFunction, micro: MicroBatch, actual: LossAndGradients, *, precision: str
 ) -> DeviceParity:
-    """What was found on a device beside the CPU in float32. Only inside `untouched`.
+    """Compare a device's result with the CPU in float32. Does not restore the model.
 
-    Where a bound is passed, the CPU is asked again, more exactly in float32 and in half precision otherwise: how much
-    it errs itself is what this batch does not tell.
+    If a bound is exceeded, the CPU's own error is measured: float32 against float64, or half precision against float32.
+    The bound then grows with it.
     """
     expected = _on_cpu(model, loss, micro)
-    agreement = _device_parity(found, expected, *PARITY_BOUNDS[precision])
-    if agreement.holds:
-        return agreement
+    bounds = PARITY_BOUNDS[precision]
+    parity = _device_parity(actual, expected, *bounds)
+    if parity.agrees:
+        return parity
     try:
         if precision == "fp32":
             coarse, exact = expected, _on_cpu(model, loss, micro, dtype=torch.float64)
@@ -136,13 +136,31 @@ def compare_with_cpu(
             half = "fp16" if precision == "fp16" else "bf16"
             coarse, exact = _on_cpu(model, loss, micro, precision=half), expected
     except Exception:
-        # Not every loss can be computed in another type.
-        return agreement
-    own = _device_parity(coarse, exact, math.inf, math.inf)
-    bounds = PARITY_BOUNDS[precision]
+        # Not every loss can be computed in another dtype.
+        return parity
+    cpu = _device_parity(coarse, exact, math.inf, math.inf)
     return _device_parity(
-        found, expected, error_bound(bounds[0], own.loss_error), error_bound(bounds[1], own.gradient_error)
+        actual, expected, error_bound(bounds[0], cpu.loss_error), error_bound(bounds[1], cpu.gradient_error)
     )
+
+
+def repeat_difference(first: LossAndGradients, second: LossAndGradients) -> str | None:
+    """Describe how two passes over the same micro-batch differ; None if every bit is the same.
+
+    A difference is no error: some devices sum in any order and document it.
+    """
+    before = {**first.gradients, "the loss": first.loss}
+    after = {**second.gradients, "the loss": second.loss}
+    different = [n for n in before if n not in after or not torch.equal(_bits(before[n]), _bits(after[n]))]
+    if not different:
+        return None
+    worst = max(relative_errors(after, before).values())
+    return f"different bits when repeated, in {len(different)} of {len(before)} tensors, by {worst:.0e}"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, in which a NaN equals itself."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _on_cpu(
@@ -155,42 +173,22 @@ def _on_cpu(
 ) -> LossAndGradients:
     cpu = CpuDevice()
     with temporary_copy(model, cpu.place, dtype):
-        there = micro.moved(lambda tensor: cast_floating(tensor.cpu(), dtype))
-        return loss_and_gradients(model, cpu, loss, there, precision=precision)
+        moved = micro.moved(lambda tensor: cast_floating(tensor.cpu(), dtype))
+        return loss_and_gradients(model, cpu, loss, moved, precision=precision)
 
 
 def _device_parity(
-    found: LossAndGradients, expected: LossAndGradients, loss_bound: float, gradient_bound: float
+    actual: LossAndGradients, expected: LossAndGradients, loss_bound: float, gradient_bound: float
 ) -> DeviceParity:
-    errors = relative_errors(found.gradients, expected.gradients)
+    errors = relative_errors(actual.gradients, expected.gradients)
     worst = max(errors, key=lambda name: errors[name]) if errors else ""
     return DeviceParity(
-        here=float(found.loss),
-        on_cpu=float(expected.loss),
-        loss_error=relative_error(found.loss, expected.loss, floor=MIN_LOSS_SCALE),
+        device_loss=float(actual.loss),
+        cpu_loss=float(expected.loss),
+        loss_error=relative_error(actual.loss, expected.loss, floor=MIN_LOSS_SCALE),
         loss_bound=loss_bound,
         gradient_error=errors.get(worst, 0.0),
         gradient_bound=gradient_bound,
         worst=worst,
         num_gradients=len(expected.gradients),
     )
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def repeat_difference(one: LossAndGradients, other: LossAndGradients) -> str | None:
-    """In words how two passes over the same micro-batch differ; None where every bit is the same."""
-    same = {**one.gradients, "the loss": one.loss}
-    again = {**other.gradients, "the loss": other.loss}
-    different = [n for n in same if n not in again or not torch.equal(_bits(same[n]), _bits(again[n]))]
-    if not different:
-        return None
-    errors = relative_errors(again, same)
-    return f"other bits the second time in {len(different)} of {len(same)} tensors, by {max(errors.values()):.0e}"
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A NaN is equal to itself here."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
