@@ -59,7 +59,7 @@ def parts_of(
 
 def step(parts: TrainingParts, loss: Any, batch: GlobalBatch, number: int) -> None:
     how = parts.plan.lengths
-    micro_batches = parts.source.micro_batches(batch, micro_batch=len(batch), how=how)  # type: ignore[arg-type]
+    micro_batches = parts.source.micro_batches(batch, micro_batch=len(batch), length_mode=how)  # type: ignore[arg-type]
     parts.stepper(loss, micro_batches, num_samples=len(batch), step=number)
 
 

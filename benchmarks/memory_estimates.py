@@ -120,21 +120,21 @@ def _measure(case: Case, precision: str, is_checkpointed: bool, device: Abstract
                 _reset_peak(device)
     if not bool(outcome.loss.isfinite()):
         raise RuntimeError(f"the loss is {float(outcome.loss)}")
-    peak = device.memory().peak
-    stepper.forget()
-    return peak or 0, device.memory().allocated or 0
+    peak = device.memory.usage().peak
+    stepper.abort()
+    return peak or 0, device.memory.usage().allocated or 0
 
 
 def _reset_peak(device: AbstractDevice) -> None:
     if device.kind != "cpu":
-        torch.get_device_module(device.place).reset_peak_memory_stats()
+        torch.get_device_module(device.torch_device).reset_peak_memory_stats()
 
 
 def _forget(device: AbstractDevice) -> None:
     gc.collect()
     if device.kind == "cuda" and hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
         torch._C._cuda_clearCublasWorkspaces()
-    device.empty_cache()
+    device.memory.empty_cache()
     _reset_peak(device)
 
 
@@ -155,13 +155,13 @@ def _looked(look, device: AbstractDevice) -> list[str]:  # type: ignore[no-untyp
 
 
 def _workspaces(device: AbstractDevice) -> list[str]:
-    weight = torch.zeros(256, 256, device=device.place, requires_grad=True)
-    x = torch.zeros(256, 256, device=device.place)
-    before = device.memory().allocated or 0
+    weight = torch.zeros(256, 256, device=device.torch_device, requires_grad=True)
+    x = torch.zeros(256, 256, device=device.torch_device)
+    before = device.memory.usage().allocated or 0
     y = x @ weight
-    forward = (device.memory().allocated or 0) - before - y.nbytes
+    forward = (device.memory.usage().allocated or 0) - before - y.nbytes
     y.sum().backward()
-    backward = (device.memory().allocated or 0) - before - y.nbytes - weight.nbytes - forward
+    backward = (device.memory.usage().allocated or 0) - before - y.nbytes - weight.nbytes - forward
     return [
         f"- cuBLAS keeps {format_bytes(forward)} after a product, {format_bytes(backward)} more after its backward pass"
     ]
@@ -169,21 +169,21 @@ def _workspaces(device: AbstractDevice) -> list[str]:
 
 def _reserve(device: AbstractDevice) -> list[str]:
     size, length, width, layers = 32, 128, 1536, 3
-    model = torch.nn.LSTM(width, width, layers, batch_first=True).to(device.place)
-    x = torch.zeros(size, length, width, device=device.place, requires_grad=True)
+    model = torch.nn.LSTM(width, width, layers, batch_first=True).to(device.torch_device)
+    x = torch.zeros(size, length, width, device=device.torch_device, requires_grad=True)
     model(x)[0].sum().backward()
     model.zero_grad(set_to_none=True)
     device.sync()
-    before = device.memory().allocated or 0
+    before = device.memory.usage().allocated or 0
     _reset_peak(device)
     y = model(x)[0]
-    kept = (device.memory().allocated or 0) - before - y.nbytes
-    peak = (device.memory().peak or 0) - before - y.nbytes - kept
+    kept = (device.memory.usage().allocated or 0) - before - y.nbytes
+    peak = (device.memory.usage().peak or 0) - before - y.nbytes - kept
     unit = size * length * width * 4
     _reset_peak(device)
-    loss, held = y.sum(), device.memory().allocated or 0
+    loss, held = y.sum(), device.memory.usage().allocated or 0
     loss.backward()
-    more = (device.memory().peak or 0) - held
+    more = (device.memory.usage().peak or 0) - held
     weights = sum(p.nbytes for p in model.parameters())
     return [
         f"- an LSTM of {layers} layers keeps {kept / unit:.2f} vectors a token besides its output (the estimate "
@@ -204,7 +204,7 @@ def main() -> None:
     cases = [case for case in CASES if not options.only or case.name.startswith(tuple(options.only))]
     cases = [small(case) for case in cases] if options.small else cases
     device = open_device(options.device).device
-    name = torch.get_device_module(device.place).get_device_name() if device.kind == "cuda" else device.kind
+    name = torch.get_device_module(device.torch_device).get_device_name() if device.kind == "cuda" else device.kind
     print(f"{name}, torch {torch.__version__}, Python {platform.python_version()}\n\n{HEAD}", flush=True)
     done = []
     for row in rows(cases, options.precisions, device, options.steps):

@@ -83,7 +83,7 @@ def our_rig(
 @torch.no_grad()
 def first_loss(model: PuzzleModel, data: dict[str, Tensor], device: Any, *, size: int, precision: str) -> float:
     """Of the first batch, from the beginning."""
-    micro = MicroBatch({name: column[:size] for name, column in data.items()}, np.arange(size)).moved(device.put)
+    micro = MicroBatch({name: column[:size] for name, column in data.items()}, np.arange(size)).map_tensors(device.put)
     model.eval()
     with device.autocast(precision):
         loss = float(puzzle_loss(model, micro))
@@ -134,7 +134,7 @@ class Reference:
             "pos_encodings mlp_t puzzle_emb_len"
         )
         sizes |= {name: getattr(arch, name) for name in same.split()}
-        with torch.device(device.place):
+        with torch.device(device.torch_device):
             head = losses.ACTLossHead(theirs.TinyRecursiveReasoningModel_ACTV1(sizes), "stablemax_cross_entropy")
         take_weights(head, weights)
         self._size, self._device, self._head = size, device, head
@@ -150,7 +150,7 @@ class Reference:
             {names[name]: device.put(column[at : at + size].int()) for name, column in data.items()}
             for at in range(0, 8 * size, size)
         ]
-        with torch.device(device.place):
+        with torch.device(device.torch_device):
             self._carry = head.initial_carry(self._batches[0])
 
     def step(self, index: int) -> float:

@@ -70,7 +70,7 @@ class _TrialData:
         from whet.data.columns import subset
 
         self._data = data
-        self.train = subset(data.train, share=share, seed=seed)
+        self.train = subset(data.train, fraction=share, seed=seed)
         self.test = None
         self.is_part = share < 1
 

@@ -74,7 +74,7 @@ def _recipe_subject(recipe: Recipe, words: Sequence[str], *, file: Path | None) 
     def micro(size: int) -> MicroBatch:
         source = open_source(data.train, CpuDevice(), global_batch_size=size, seed=config.seed, is_resident=False)
         batch = next(iter(source.batches(Position())))
-        return next(iter(source.micro_batches(batch, micro_batch=size, how="fixed")))
+        return next(iter(source.micro_batches(batch, micro_batch=size, length_mode="fixed")))
 
     def make() -> Trainable:
         model = recipe.model(config, data)

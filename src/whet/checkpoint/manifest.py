@@ -61,7 +61,7 @@ _FILE_NAME = re.compile(r"(?!manifest\.json)[a-z0-9][a-z0-9-]{0,60}\.(safetensor
 _MAX_FILES = 4096
 
 Size = Annotated[int, Field(ge=0, lt=2**53)]
-Role = Literal["model", "ema", "optimizer", "randomness"]
+Role = Literal["model", "ema", "optimizer", "rng"]
 
 
 class DamagedCheckpointError(WhetError):

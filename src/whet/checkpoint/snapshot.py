@@ -60,15 +60,15 @@ def take_snapshot(
     if ema is not None:
         tensors |= {f"ema/{name}": tensor for name, tensor in ema.average.items()}
     optimizer_tensors, optimizer_facts = _optimizer_state(model, optimizer, num_groups=num_groups)
-    randomness, randomness_facts = capture_rng(device)
-    tensors |= optimizer_tensors | randomness
+    rng, rng_facts = capture_rng(device)
+    tensors |= optimizer_tensors | rng
     rows = {name: part for name, tensor in tensors.items() if (part := local_rows(tensor)) is not None}
     facts = {
         "step": step,
         "progress": progress,
         "optimizer": optimizer_facts,
         "scaler": scaler.state_dict(),
-        "randomness": randomness_facts,
+        "rng": rng_facts,
         "device": device.kind,
     }
     here = {name: local_tensor(tensor.detach()) for name, tensor in tensors.items()}
@@ -110,7 +110,7 @@ def restore_snapshot(
             scaler.load_state_dict(snapshot.facts["scaler"])
         progress: dict[str, Any] = snapshot.facts["progress"]
         # Last, since restoring may draw.
-        restore_rng(snapshot.tensors, snapshot.facts["randomness"], device)
+        restore_rng(snapshot.tensors, snapshot.facts["rng"], device)
         return progress
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError) as error:
         # The hashes are right and the content makes no sense: written by another program, or by hand.

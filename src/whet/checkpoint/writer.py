@@ -106,7 +106,7 @@ class StagingBuffer:
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether the state may lie in memory twice: never where the device shares the host's memory."""
-        if self._device.shares_host_memory:
+        if self._device.memory.is_shared_with_host:
             return False
         if self._buffer is not None and self._buffer.numel() == num_bytes:
             return True
@@ -120,7 +120,7 @@ class StagingBuffer:
         layout = layout_tensors(snapshot.tensors)
         if self._buffer is None or self._buffer.numel() != layout.num_bytes:
             self._buffer = None
-            self._buffer = self._device.host_buffer(layout.num_bytes)
+            self._buffer = self._device.memory.host_buffer(layout.num_bytes)
         staged: dict[str, Tensor] = {}
         for name, place in layout.places.items():
             room = self._buffer[place.start : place.end]

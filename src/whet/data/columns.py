@@ -1,4 +1,4 @@
-"""Data as named columns of equal length, and subsets of it."""
+"""Data as named columns of equal length, and random subsets of it."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ Columns = dict[str, Column]
 
 
 def as_columns(data: object) -> Columns | None:
-    """The data as columns, or None when it is not made of tensors."""
+    """Return the data as columns, or None when it does not consist of tensors."""
     if isinstance(data, Tensor | Ragged | np.ndarray):
         named: dict[str, Any] = {"x": data}
     elif isinstance(data, Mapping):
@@ -41,9 +41,9 @@ def name_fields(parts: Sequence[Any]) -> dict[str, Any]:
 
 
 def stack_samples(samples: Sequence[Any], *, ragged: set[str]) -> Columns:
-    """Single samples as columns; fields whose first dimension differs become ragged, and are so from then on.
+    """Stack single samples into columns; fields whose first dimension differs become ragged.
 
-    `ragged` remembers them, so that a batch whose lengths happen to agree has the same form as the others.
+    `ragged` collects their names, so that a later batch of equal lengths has the same form.
     """
     fields = [_as_fields(sample) for sample in samples]
     names = fields[0].keys()
@@ -56,12 +56,11 @@ def stack_samples(samples: Sequence[Any], *, ragged: set[str]) -> Columns:
 
 
 def check_field_names(names: Iterable[str]) -> None:
-    """A field of that name would be hidden by what a micro-batch says of itself."""
-    taken = sorted({"ids", "fields", "moved", "first_index"} & set(names))
+    """Raise for field names that an attribute of MicroBatch would hide."""
+    reserved = {"ids", "fields", "map_tensors", "first_index", "is_counted", "is_on_device"}
+    taken = sorted(reserved & set(names))
     if taken:
-        raise WhetError(
-            "a micro-batch has such a name already", got=", ".join(taken), try_=f"{taken[0]}_ or another name"
-        )
+        raise WhetError("this field name is reserved", got=", ".join(taken), try_=f"{taken[0]}_ or another name")
 
 
 def _as_fields(sample: Any) -> dict[str, Any]:
@@ -74,13 +73,15 @@ def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray):
-        # numpy's default is float64, which costs twice the memory everywhere and does not exist on MPS.
+        # NumPy defaults to float64, which takes twice the memory and does not exist on MPS.
         value = value.astype(np.float32) if value.dtype == np.float64 else value
         return torch.from_numpy(np.ascontiguousarray(value))
     try:
         return torch.tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise WhetError("a sample is made of tensors and numbers", got=f"{type(value).__name__}: {error}") from None
+        raise WhetError(
+            "a sample must consist of tensors and numbers", got=f"{type(value).__name__}: {error}"
+        ) from None
 
 
 def _stack(name: str, values: list[Tensor], ragged: set[str]) -> Column:
@@ -88,14 +89,14 @@ def _stack(name: str, values: list[Tensor], ragged: set[str]) -> Column:
     if len(shapes) == 1 and name not in ragged:
         return torch.stack(values)
     if len({shape[1:] for shape in shapes}) > 1 or any(not shape for shape in shapes):
-        raise WhetError(f"samples of {name!r} cannot be put together", got=str(sorted(map(tuple, shapes))[:4]))
+        raise WhetError(f"samples of {name!r} cannot be stacked", got=str(sorted(map(tuple, shapes))[:4]))
     return Ragged.of(values)
 
 
 def _check_lengths(columns: Columns) -> None:
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) > 1:
-        raise WhetError("columns must have one length", got=", ".join(f"{n}: {s}" for n, s in sizes.items()))
+        raise WhetError("columns must have equal lengths", got=", ".join(f"{n}: {s}" for n, s in sizes.items()))
 
 
 def _check_finite_data(columns: Columns) -> None:
@@ -113,7 +114,7 @@ def _check_finite_data(columns: Columns) -> None:
 
 
 class SubsetDataset:
-    """Some samples of a map-style dataset, in their order."""
+    """A subset of a map-style dataset, in its order."""
 
     def __init__(self, data: Any, rows: list[int]) -> None:
         self._data = data
@@ -127,27 +128,25 @@ class SubsetDataset:
 
 
 def count_samples(data: Any) -> int | None:
-    """How many samples there are; None for a stream."""
+    """The number of samples; None for an iterable without a length."""
     columns = as_columns(data)
     if columns is not None:
         return len(next(iter(columns.values())))
     return len(data) if callable(getattr(data, "__len__", None)) else None
 
 
-def subset(data: Any, *, share: float, seed: int) -> Any:
-    """That share of the samples, at least one; the order of those that are left stays."""
+def subset(data: Any, *, fraction: float, seed: int) -> Any:
+    """Draw a fraction of the samples, at least one, in their order. The draw depends on the seed only."""
     total = count_samples(data)
-    if share >= 1:
+    if fraction >= 1:
         return data
     if total is None or total == 0:
-        raise UsageError("a share of a stream cannot be drawn", got=type(data).__name__, try_="a map-style dataset")
-    rows = sorted(random.Random(f"subset {seed}").sample(range(total), max(1, round(share * total))))
+        raise UsageError("cannot subsample an iterable dataset", got=type(data).__name__, try_="a map-style dataset")
+    rows = sorted(random.Random(f"subset {seed}").sample(range(total), max(1, round(fraction * total))))
     columns = as_columns(data)
-    return (
-        SubsetDataset(data, rows)
-        if columns is None
-        else {name: _select_rows(column, rows) for name, column in columns.items()}
-    )
+    if columns is None:
+        return SubsetDataset(data, rows)
+    return {name: _select_rows(column, rows) for name, column in columns.items()}
 
 
 def _select_rows(column: Column, rows: list[int]) -> Column:

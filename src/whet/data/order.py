@@ -1,10 +1,14 @@
-"""Which sample comes when: a pure function of (seed, epoch, position), the same on every device and for any cut.
+"""The order of samples: a pure function of (seed, epoch, position), the same on every device and for every split.
 
-Samples are sorted by a hash of (seed, epoch, sample). Unlike a library's shuffle, the hash is ours and never changes
-with a version, so there is no loader state to save.
+Samples are sorted by a hash of (seed, epoch, sample). Unlike a library's shuffle, the hash never changes with a version,
+so there is no loader state to save.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
+
+from whet.data.batch import Position
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -12,7 +16,7 @@ _MASK = (1 << 64) - 1
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """The ids of all samples in the order of one epoch.
+    """Return the ids of all samples in the order of one epoch.
 
     >>> epoch_order(6, seed=0, epoch=0).tolist(), epoch_order(6, seed=0, epoch=1).tolist()
     ([4, 0, 3, 2, 1, 5], [4, 3, 5, 2, 0, 1])
@@ -24,13 +28,28 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool = True
     return np.argsort(keys, kind="stable")
 
 
+def ordered_batches(
+    num_samples: int, position: Position, *, global_batch_size: int, seed: int, shuffle: bool
+) -> Iterator[tuple[np.ndarray, Position, bool]]:
+    """Yield the ids of each remaining global batch of an epoch, the position after it, and whether it is the last.
+
+    The last one may be short.
+    """
+    order = epoch_order(num_samples, seed=seed, epoch=position.epoch, shuffle=shuffle)
+    for start in range(position.samples, num_samples, global_batch_size):
+        end = min(start + global_batch_size, num_samples)
+        is_last = end == num_samples
+        after = Position(epoch=position.epoch + 1) if is_last else Position(epoch=position.epoch, samples=end)
+        yield order[start:end], after, is_last
+
+
 def sample_seed(seed: int, epoch: int, sample: int) -> int:
     """The seed of everything random about one sample in one epoch (augmentation, masking)."""
     return mix_seed(seed, epoch, sample)
 
 
 def mix_seed(*parts: int) -> int:
-    """One well-spread 64-bit number from several (SplitMix64 steps)."""
+    """Combine several numbers into one well-spread 64-bit number (SplitMix64 steps)."""
     state = 0
     for part in parts:
         state = int(_scramble(np.array([(state + part * _GOLDEN + _GOLDEN) & _MASK], dtype=np.uint64))[0])
@@ -38,7 +57,7 @@ def mix_seed(*parts: int) -> int:
 
 
 def _scramble(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Steele et al. 2014), on whole arrays; arithmetic wraps at 64 bits."""
+    """SplitMix64's finalizer (Steele et al. 2014) on whole arrays; arithmetic wraps at 64 bits."""
     with np.errstate(over="ignore"):
         mixed = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX[0])
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_MIX[1])

@@ -1,4 +1,4 @@
-"""One sample of a dataset: how it is read, told from others, and sent to another process."""
+"""Single samples: reading them with their own seed, sending them between processes, hashing them."""
 
 import contextlib
 import hashlib
@@ -21,7 +21,7 @@ _WHET_ROOT = str(Path(__file__).parent.parent)
 
 
 class BadSampleError(WhetError):
-    """A sample that the dataset could not give; the error it raised is its cause, or a note if a worker met it."""
+    """The dataset raised for a sample. Its error is the cause, or a note if a worker raised it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_error, (self.what, self.got, self.try_)
@@ -32,7 +32,7 @@ def _rebuild_error(what: str, got: str | None, try_: str | None) -> BadSampleErr
 
 
 class DatasetReader:
-    """Reads a sample with generators seeded from (seed, epoch, sample), and leaves the process's own as they were."""
+    """Reads samples with generators seeded by (seed, epoch, sample); the process's generators are restored."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset
@@ -52,21 +52,22 @@ class DatasetReader:
 def _explain(error: Exception, sample: int) -> BadSampleError:
     frames = traceback.extract_tb(error.__traceback__)
     libraries = (_WHET_ROOT, "<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
-    theirs = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames[-1:]
-    where = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno} in {theirs[-1].name}()"
+    user_frames = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames[-1:]
+    frame = user_frames[-1]
+    where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}()"
     what = f"{type(error).__name__}: {error}"[:300]
-    told = BadSampleError(
+    explained = BadSampleError(
         f"sample {sample} could not be read",
         got=f"{what} ({where})",
-        try_=f"dataset[{sample}] by itself, or without it",
+        try_=f"dataset[{sample}] in a Python shell, or exclude the sample",
     )
-    told.add_note("".join(traceback.format_exception(error)))
-    return told
+    explained.add_note("".join(traceback.format_exception(error)))
+    return explained
 
 
 @contextlib.contextmanager
 def seeded_rng(seed: int) -> Iterator[None]:
-    """Python's, numpy's and torch's generators begin at `seed`, and are put back afterwards."""
+    """Seed Python's, NumPy's and torch's generators while entered, and restore them on exit."""
     saved = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -79,12 +80,12 @@ def seeded_rng(seed: int) -> Iterator[None]:
         torch.set_rng_state(saved[2])
 
 
-# --- between processes -----------------------------------------------------------------------------------------------
+# --- transport -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _PackedTensor:
-    """A tensor as bytes: sending it otherwise takes a file in /dev/shm each, which is small in containers."""
+    """A tensor as bytes. torch's own transport takes a file in /dev/shm per tensor, which is small in containers."""
 
     data: np.ndarray
     dtype: torch.dtype
@@ -92,7 +93,7 @@ class _PackedTensor:
 
 
 def pack_sample(value: Any) -> Any:
-    """The sample with its tensors as plain bytes."""
+    """Convert the tensors of a sample to plain bytes."""
     if type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu":
         flat = value.detach().contiguous().reshape(-1)
         return _PackedTensor(flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
@@ -100,7 +101,7 @@ def pack_sample(value: Any) -> Any:
 
 
 def unpack_sample(value: Any) -> Any:
-    """The sample as it was before `pack_sample`."""
+    """Undo `pack_sample`."""
     if isinstance(value, _PackedTensor):
         if not value.data.size:
             return torch.empty(value.shape, dtype=value.dtype)
@@ -116,11 +117,11 @@ def _map_nested(change: Any, value: Any) -> Any:
     return value
 
 
-# --- is it the same sample? ------------------------------------------------------------------------------------------
+# --- identity --------------------------------------------------------------------------------------------------------
 
 
 def sample_digest(value: Any) -> bytes:
-    """What tells a sample from another; numbers, texts and collections of them count, other objects by their type."""
+    """Hash a sample: numbers, strings and collections of them by value, other objects by their type."""
     digest = hashlib.sha256()
     _digest(digest, value)
     return digest.digest()

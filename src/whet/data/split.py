@@ -3,61 +3,117 @@
 However a batch is split, the optimizer step sees the same samples with the same weights.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from whet.data.batch import MicroBatch
+from whet.data.batch import Field, GlobalBatch, MapTensor, MicroBatch, Packed, Ragged
+from whet.data.columns import Columns, stack_samples
 
 LengthMode = Literal["fixed", "sorted", "few shapes", "packed", "packed few"]
+"""The setting `lengths`: in order, sorted by length, padded to few shapes, packed, or packed to few totals."""
 
 _NUM_PADDED_LENGTHS = 4
-"""Few enough that compiled graphs stay few; padding to quarters of the longest wastes an eighth on average.
+"""Few enough that compiled graphs stay few; padding to quarters of the maximum wastes an eighth on average.
 
-Rows repeat by themselves: a micro-batch is full, the rest of a global batch, or the rest of an epoch's last one. So a
-column of a table has at most three times as many shapes in a whole run. Rows cannot be filled up: a loss that is a mean
+The number of rows repeats by itself: a micro-batch is full, the rest of a global batch, or the rest of an epoch's last
+one. So a column has at most three times as many shapes in a whole run. Rows cannot be padded: a loss that is a mean
 would count them.
 """
 
 
-def split_indices(lengths: np.ndarray, *, micro_batch: int, how: LengthMode) -> Iterator[np.ndarray]:
-    """The places in the global batch that go through together; `lengths` are those of its samples.
+# --- between ranks ---------------------------------------------------------------------------------------------------
 
-    Inside a piece the samples keep their order, so that a batch that is not cut stays as it is.
 
-    >>> [piece.tolist() for piece in cut(np.array([5, 1, 4, 2]), micro_batch=2, how="sorted")]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPart:
+    """Indices of a global batch that one rank computes."""
+
+    indices: np.ndarray
+    is_counted: bool = True
+    """False where no sample was left for the rank: it computes one with weight 0, since the other ranks wait."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankShare:
+    """One rank among those that share each global batch.
+
+    Its part is a pure function of the batch, so ranks need not communicate. The order of samples is independent of the
+    number of ranks: one rank or eight consume the same global batches.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def of(self, num_samples: int, lengths: np.ndarray | None = None) -> RankPart:
+        """Deal samples back and forth from the shortest to the longest: equal numbers with about equal work.
+
+        >>> [RankShare(rank=rank, size=2).of(5).indices.tolist() for rank in (0, 1)]
+        [[0, 3, 4], [1, 2]]
+        """
+        if self.size == 1:
+            return RankPart(indices=np.arange(num_samples))
+        order = np.arange(num_samples) if lengths is None else np.argsort(lengths, kind="stable")
+        rounds, turns = np.divmod(np.arange(num_samples), self.size)
+        owners = np.where(rounds % 2 == 0, turns, self.size - 1 - turns)
+        mine = np.sort(order[owners == self.rank])
+        return RankPart(indices=mine) if len(mine) else RankPart(indices=order[:1], is_counted=False)
+
+    def equalize(
+        self, micro_batches: Iterator[MicroBatch], part: RankPart, *, num_samples: int, micro_batch: int
+    ) -> Iterator[MicroBatch]:
+        """Yield as many micro-batches as every other rank: missing ones repeat the last with weight 0."""
+        expected = num_micro_batches(num_samples, micro_batch=micro_batch, size=self.size)
+        made, last = 0, None
+        for micro in micro_batches:
+            last = micro if part.is_counted else replace(micro, is_counted=False)
+            made += 1
+            yield last
+        assert last is not None, "a part has at least one sample"
+        for _ in range(made, expected):
+            yield replace(last, is_counted=False)
+
+
+def num_micro_batches(num_samples: int, *, micro_batch: int, size: int) -> int:
+    """The number of micro-batches of the rank with most samples of a global batch.
+
+    >>> num_micro_batches(9, micro_batch=2, size=2)
+    3
+    """
+    largest = -(-num_samples // size)
+    return -(-largest // micro_batch)
+
+
+# --- by length -------------------------------------------------------------------------------------------------------
+
+
+def split_indices(lengths: np.ndarray, *, micro_batch: int, length_mode: LengthMode) -> Iterator[np.ndarray]:
+    """Yield the indices of each micro-batch, given the lengths of a global batch's samples.
+
+    Samples keep their order inside a micro-batch, so a batch that is not split stays unchanged.
+
+    >>> [piece.tolist() for piece in split_indices(np.array([5, 1, 4, 2]), micro_batch=2, length_mode="sorted")]
     [[1, 3], [0, 2]]
 
-    Packed to few totals, pieces are of about the same total, so that they share one:
+    With "packed few", micro-batches have about the same total length:
 
-    >>> [piece.tolist() for piece in cut(np.array([5, 1, 4, 2]), micro_batch=2, how="packed few")]
+    >>> [piece.tolist() for piece in split_indices(np.array([5, 1, 4, 2]), micro_batch=2, length_mode="packed few")]
     [[0, 1], [2, 3]]
     """
-    if how == "packed few":
+    if length_mode == "packed few":
         yield from _balanced(lengths, num_pieces=-(-len(lengths) // micro_batch))
         return
-    order = np.arange(len(lengths)) if how == "fixed" else np.argsort(lengths, kind="stable")
+    order = np.arange(len(lengths)) if length_mode == "fixed" else np.argsort(lengths, kind="stable")
     for start in range(0, len(lengths), micro_batch):
         yield np.sort(order[start : start + micro_batch])
 
 
-def padded_length(lengths: np.ndarray, *, how: LengthMode, max_length: int) -> int:
-    """What samples of these lengths are filled up to: the longest, or the next of a few lengths.
-
-    >>> [padded_length(np.array([n]), how="few shapes", max_length=64) for n in (1, 16, 17, 60, 64)]
-    [16, 16, 32, 64, 64]
-    """
-    longest = int(lengths.max())
-    if how != "few shapes":
-        return longest
-    grain = -(-max_length // _NUM_PADDED_LENGTHS)
-    return min(max_length, -(-longest // grain) * grain)
-
-
 def _balanced(lengths: np.ndarray, *, num_pieces: int) -> Iterator[np.ndarray]:
-    """Dealt out like cards, the longest last, there and back: no piece differs from another by more than one sample."""
+    """Deal samples back and forth by length: sizes differ by at most one sample."""
     order = np.argsort(lengths, kind="stable")
     turn = np.arange(len(lengths)) % (2 * num_pieces)
     piece_of = np.minimum(turn, 2 * num_pieces - 1 - turn)
@@ -65,89 +121,145 @@ def _balanced(lengths: np.ndarray, *, num_pieces: int) -> Iterator[np.ndarray]:
         yield np.sort(order[piece_of == piece])
 
 
+def padded_length(lengths: np.ndarray, *, length_mode: LengthMode, max_length: int) -> int:
+    """The length that samples are padded to: their maximum, or the next of a few lengths.
+
+    >>> [padded_length(np.array([n]), length_mode="few shapes", max_length=64) for n in (1, 16, 17, 60, 64)]
+    [16, 16, 32, 64, 64]
+    """
+    longest = int(lengths.max())
+    if length_mode != "few shapes":
+        return longest
+    grain = -(-max_length // _NUM_PADDED_LENGTHS)
+    return min(max_length, -(-longest // grain) * grain)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedTotals:
-    """The few totals that packed micro-batches are filled up to: multiples of a grain.
+    """The few total lengths that packed micro-batches are filled up to: multiples of `grain`.
 
-    The total of n samples scatters by the deviation of one times the root of n. Half of that as the grain makes about
-    twelve totals in a run; an eighth of the mean total is the most, so that at most a sixteenth is filler on average.
+    The total of n samples varies by the standard deviation of one times sqrt(n). Half of that as the grain gives about
+    twelve totals in a run; at most an eighth of the mean total, so that at most a sixteenth is filler on average.
     """
 
     grain: int
-    longest: int
+    max_length: int
 
     @classmethod
     def of(cls, lengths: np.ndarray, *, num_samples: int) -> "PackedTotals":
-        """For micro-batches of so many samples out of a column of these lengths.
+        """For micro-batches of `num_samples` from a column with these lengths.
 
-        >>> Totals.of(np.array([10, 30, 50, 70]), num_samples=32).grain
+        >>> PackedTotals.of(np.array([10, 30, 50, 70]), num_samples=32).grain
         64
         """
-        scatter = float(lengths.std()) * num_samples**0.5 / 2
-        wanted = min(scatter, float(lengths.mean()) * num_samples / 8)
-        # Matrix products like rows in eights, and in 64s where there are many.
+        spread = float(lengths.std()) * num_samples**0.5 / 2
+        wanted = min(spread, float(lengths.mean()) * num_samples / 8)
+        # Matrix products are fastest with rows in multiples of 8, or of 64 where there are many.
         unit = 64 if wanted >= 64 else 8
-        return cls(grain=max(unit, round(wanted / unit) * unit), longest=max(1, int(lengths.max(initial=1))))
+        return cls(grain=max(unit, round(wanted / unit) * unit), max_length=max(1, int(lengths.max(initial=1))))
 
     def total(self, real: int) -> int:
-        """The next one."""
+        """The next total at or above `real` tokens."""
         return -(-real // self.grain) * self.grain
 
     def num_fillers(self, real: int, *, total: int) -> int:
-        """How many fillers a micro-batch has: as many for all totals, so that they are no shapes of their own."""
-        return max(-(-self.grain // self.longest) + 1, -(-(total - real) // self.longest))
+        """The number of fillers: the same for all totals where possible, so that it adds no shapes."""
+        return max(-(-self.grain // self.max_length) + 1, -(-(total - real) // self.max_length))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankPart:
-    """Places in a global batch that one process computes."""
-
-    places: np.ndarray
-    counts: bool = True
-    """False where there was nothing left for it: it computes one sample that counts nothing, as the others wait."""
+# --- micro-batches ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankShare:
-    """One process among those that share each global batch."""
+class BatchSplitter:
+    """Selects rows of columns and returns them as micro-batches."""
 
-    rank: int = 0
-    size: int = 1
+    def __init__(self, columns: Columns, *, send: MapTensor, is_on_device: bool = False) -> None:
+        """`send` copies row numbers to where the columns are, which may be the device."""
+        self._columns = columns
+        self._send = send
+        self._is_on_device = is_on_device
+        # On the host, so that shapes are known without waiting for the device.
+        self._lengths = {n: c.lengths.cpu().numpy() for n, c in columns.items() if isinstance(c, Ragged)}
+        self._max_length = {name: int(lengths.max(initial=1)) for name, lengths in self._lengths.items()}
+        self._totals: dict[tuple[str, int], PackedTotals] = {}
 
-    def of(self, num_samples: int, lengths: np.ndarray | None = None) -> RankPart:
-        """Dealt like cards, back and forth, from the shortest sample to the longest: even work in even numbers.
-
-        >>> [Share(rank=rank, size=2).of(5).places.tolist() for rank in (0, 1)]
-        [[0, 3, 4], [1, 2]]
-        """
-        if self.size == 1:
-            return RankPart(places=np.arange(num_samples))
-        order = np.arange(num_samples) if lengths is None else np.argsort(lengths, kind="stable")
-        rounds, turns = np.divmod(np.arange(num_samples), self.size)
-        owners = np.where(rounds % 2 == 0, turns, self.size - 1 - turns)
-        mine = np.sort(order[owners == self.rank])
-        return RankPart(places=mine) if len(mine) else RankPart(places=order[:1], counts=False)
-
-    def evened(
-        self, micro_batches: Iterator[MicroBatch], part: RankPart, *, num_samples: int, micro_batch: int
+    def micro_batches(
+        self, rows: np.ndarray, ids: np.ndarray, *, micro_batch: int, length_mode: LengthMode
     ) -> Iterator[MicroBatch]:
-        """The same micro-batches, as many as every process has: a missing one is the last again, and counts nothing."""
-        expected = num_micro_batches(num_samples, micro_batch=micro_batch, size=self.size)
-        made, last = 0, None
-        for micro in micro_batches:
-            last = micro if part.counts else replace(micro, counts=False)
-            made += 1
-            yield last
-        assert last is not None, "a part has at least one sample"
-        for _ in range(made, expected):
-            yield replace(last, counts=False)
+        """Split the selected rows; `ids` are their sample ids."""
+        if len(rows) <= micro_batch and not self._lengths:
+            yield self._whole(rows, ids)
+            return
+        pieces = list(self._pieces(rows, micro_batch=micro_batch, length_mode=length_mode))
+        totals = (
+            {name: self._total(name, rows, pieces) for name in self._lengths} if length_mode == "packed few" else {}
+        )
+        for piece in pieces:
+            selected = self._send(torch.from_numpy(rows[piece]))
+            fields = {name: self._select(name, rows[piece], selected, length_mode) for name in self._columns}
+            for name, (packing, total) in totals.items():
+                fields[name] = self._filled(name, fields[name], packing, total)
+            first_index = piece.start if isinstance(piece, slice) else None
+            yield MicroBatch(fields=fields, ids=ids[piece], first_index=first_index, is_on_device=self._is_on_device)
+
+    def _whole(self, rows: np.ndarray, ids: np.ndarray) -> MicroBatch:
+        """All rows at once, for columns of one shape: the short path for small steps."""
+        selected = self._send(torch.from_numpy(rows))
+        fields = {name: self._select(name, rows, selected, "fixed") for name in self._columns}
+        return MicroBatch(fields=fields, ids=ids, is_on_device=self._is_on_device)
+
+    def lengths_of(self, rows: np.ndarray) -> np.ndarray | None:
+        """Lengths of the samples in these rows, summed over columns; None where all have one shape."""
+        return np.sum([lengths[rows] for lengths in self._lengths.values()], axis=0) if self._lengths else None
+
+    def _pieces(self, rows: np.ndarray, *, micro_batch: int, length_mode: LengthMode) -> Iterator[slice | np.ndarray]:
+        lengths = self.lengths_of(rows)
+        if lengths is not None:
+            return split_indices(lengths, micro_batch=micro_batch, length_mode=length_mode)
+        return (slice(start, start + micro_batch) for start in range(0, len(rows), micro_batch))
+
+    def _select(self, name: str, rows: np.ndarray, selected: Tensor, length_mode: LengthMode) -> Field:
+        column = self._columns[name]
+        if isinstance(column, Tensor):
+            # On the host, index_select is twice as fast as indexing.
+            return column.index_select(0, selected) if column.is_cpu else column[selected]
+        lengths = self._lengths[name][rows]
+        if length_mode == "packed":
+            return column.packed(selected, max_length=int(lengths.max()), total=int(lengths.sum()))
+        if length_mode == "packed few":
+            return column.packed(selected, max_length=self._max_length[name], total=int(lengths.sum()))
+        return column.padded(
+            selected, length=padded_length(lengths, length_mode=length_mode, max_length=self._max_length[name])
+        )
+
+    def _total(self, name: str, rows: np.ndarray, pieces: Sequence[slice | np.ndarray]) -> tuple[PackedTotals, int]:
+        """The one total for all micro-batches of a global batch, so that a step has few shapes."""
+        num_samples = max(len(rows[piece]) for piece in pieces)
+        packing = self._totals.get((name, num_samples))
+        if packing is None:
+            packing = PackedTotals.of(self._lengths[name], num_samples=num_samples)
+            self._totals[name, num_samples] = packing
+        return packing, packing.total(max(int(self._lengths[name][rows[piece]].sum()) for piece in pieces))
+
+    def _filled(self, name: str, field: Field, packing: PackedTotals, total: int) -> Packed:
+        column = self._columns[name]
+        assert isinstance(field, Packed)
+        assert isinstance(column, Ragged)
+        return column.filled(field, total=total, num_fillers=packing.num_fillers(len(field.values), total=total))
 
 
-def num_micro_batches(num_samples: int, *, micro_batch: int, size: int) -> int:
-    """How many micro-batches the process with most samples makes of a global batch.
-
-    >>> num_micros(9, micro_batch=2, size=2)
-    3
-    """
-    largest = -(-num_samples // size)
-    return -(-largest // micro_batch)
+def split_samples(
+    batch: GlobalBatch, *, micro_batch: int, length_mode: LengthMode, ragged: set[str], share: RankShare
+) -> Iterator[MicroBatch]:
+    """Split samples that were read one by one; the micro-batches are on the host."""
+    splitter = BatchSplitter(stack_samples(batch.samples, ragged=ragged), send=lambda rows: rows)
+    if share.size == 1:
+        return splitter.micro_batches(
+            np.arange(len(batch)), batch.ids, micro_batch=micro_batch, length_mode=length_mode
+        )
+    part = share.of(len(batch))
+    rows = np.arange(len(part.indices))
+    micro_batches = splitter.micro_batches(
+        rows, batch.ids[part.indices], micro_batch=micro_batch, length_mode=length_mode
+    )
+    return share.equalize(micro_batches, part, num_samples=len(batch), micro_batch=micro_batch)

@@ -1,9 +1,9 @@
-"""How do processes read samples ahead, and what happens when one is lost?
+"""Worker processes that read samples ahead, and are restarted when one is lost.
 
-Every process reads each n-th global batch of an epoch and sends it through a pipe of its own. Which samples those are,
-and what is random about them, is a pure function: so when a process is killed, crashes or hangs, all are started anew
-at the first batch that had not arrived, and nobody can tell from the samples. torch's DataLoader raises a lost worker's
-error in the middle of whatever Python does then, an optimizer's step included, and shares tensors through /dev/shm.
+Each of n workers reads every n-th global batch of an epoch and sends it through its own pipe. Samples and their seeds are
+a pure function of the position: when a worker is killed, crashes or hangs, all are restarted at the first batch that has
+not arrived, and the samples are the same. torch's DataLoader raises a lost worker's error in the middle of whatever
+Python does at that moment, an optimizer step included, and shares tensors through /dev/shm.
 """
 
 import ctypes
@@ -31,9 +31,9 @@ from whet.data.batch import Position
 from whet.data.sample import BadSampleError, pack_sample, sample_digest, unpack_sample
 
 WORKER_TIMEOUT_SECONDS = 120.0
-"""A worker that reads no sample for so long is taken to hang."""
+"""A worker that reads no sample for so long is considered hung."""
 MAX_LOSSES = 3
-"""So often workers may be lost before this many batches arrive in a row:"""
+"""Workers may be lost so often; the count restarts after a number of batches without loss."""
 BATCHES_TO_RESET_LOSSES = 100
 
 _HEAD = struct.Struct("<cQ")
@@ -45,7 +45,7 @@ ReadSample = Callable[[tuple[int, int]], Any]
 
 
 class _WorkerLostError(Exception):
-    """A worker that will not answer, and how it ended."""
+    """A worker has ended or hangs; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Worker:
 
 
 class Workers:
-    """Reads the batches of an epoch with processes; they stay for the next one."""
+    """Reads the batches of an epoch with worker processes, which stay for the next epoch."""
 
     def __init__(self, read: ReadSample, planned: PlannedBatches, *, count: int, start: str, prefetch: int) -> None:
         self._read, self._planned = read, planned
@@ -65,39 +65,39 @@ class Workers:
         self._workers: list[_Worker] = []
         self._is_idle = True
         self._num_losses = 0
-        self._num_quiet = 0
-        self.news: list[tuple[str, dict[str, Any]]] = []
-        """What happened and should be told."""
+        self._num_since_loss = 0
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        """Events for the run's log."""
 
     @property
     def pids(self) -> list[int]:
-        """The processes that read now."""
+        """Process ids of the workers."""
         return [worker.process.pid for worker in self._workers]
 
     def batches(self, position: Position) -> Iterator[list[Any]]:
-        """The samples of each global batch from `position` to the end of its epoch."""
+        """Yield the samples of each global batch from `position` to the end of its epoch."""
         self._begin(position)
-        turn, here = 0, position
+        turn, current = 0, position
         for ids, after, _ in self._planned(position):
             while True:
                 try:
                     samples = self._receive(self._workers[turn % self._count])
                     break
                 except _WorkerLostError as lost:
-                    self._note(str(lost), ids)
+                    self._record_loss(str(lost), ids)
                     self.close()
-                    self._begin(here)
+                    self._begin(current)
                     turn = 0
-            turn, here = turn + 1, after
-            self._num_quiet += 1
+            turn, current = turn + 1, after
+            self._num_since_loss += 1
             yield samples
         self._is_idle = True
 
-    def looked_at(self, ids: list[int]) -> list[bytes] | None:
-        """What tells each of these samples from others, and once more the first; None where no worker survives it.
+    def sample_digests(self, ids: list[int]) -> list[bytes] | None:
+        """Digests of these samples, and of the first one again; None if the worker is lost.
 
-        By a process that ends then: a dataset that opens its files when first asked must not do so in this one, since
-        workers that are forked later would share them.
+        Computed by a separate process: a dataset that opens its files at the first read must not do so in this one,
+        since workers that are forked later would share them.
         """
         try:
             self._workers = [self._start(0)]
@@ -109,7 +109,7 @@ class Workers:
             self.close()
 
     def close(self) -> None:
-        """Ends all processes."""
+        """End all processes."""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
@@ -120,7 +120,7 @@ class Workers:
 
     def _begin(self, position: Position) -> None:
         if not self._is_idle:
-            # An epoch was left in the middle: what was read ahead for it is dropped with who read it.
+            # An epoch was left early: what the workers have read ahead is discarded with them.
             self.close()
         for is_last_try in (False, True):
             if not self._workers:
@@ -130,24 +130,24 @@ class Workers:
                     worker.commands.send((position.epoch, position.samples))
                 break
             except OSError:
-                # One died while it had nothing to do: nothing is lost.
+                # A worker died while idle: no batch is lost.
                 if is_last_try:
                     raise
                 self.close()
         self._is_idle = False
 
     def _start(self, number: int) -> _Worker:
-        hears, commands = self._context.Pipe(duplex=False)
-        results, tells = self._context.Pipe(duplex=False)
-        words = (self._read, self._planned, number, self._count, self._prefetch, hears, tells, os.getpid())
-        process = self._context.Process(target=worker_main, args=words, daemon=True, name=f"whet-data-{number}")
+        commands_in, commands = self._context.Pipe(duplex=False)
+        results, results_out = self._context.Pipe(duplex=False)
+        args = (self._read, self._planned, number, self._count, self._prefetch, commands_in, results_out, os.getpid())
+        process = self._context.Process(target=worker_main, args=args, daemon=True, name=f"whet-data-{number}")
         with warnings.catch_warnings():
-            # Newer Pythons warn of forks beside threads; the children use none that were there.
+            # Newer Pythons warn about forking a process with threads; the workers use none of them.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
-        # Here they are closed, so that a dead worker's pipe ends.
-        hears.close()
-        tells.close()
+        # Closed on this side, so that reading from a dead worker's pipe ends.
+        commands_in.close()
+        results_out.close()
         return _Worker(process, commands, results)
 
     def _receive(self, worker: _Worker) -> list[Any]:
@@ -162,44 +162,45 @@ class Workers:
             raise _WorkerLostError(_describe_exit(worker.process.exitcode)) from None
         except TimeoutError:
             worker.process.kill()
-            raise _WorkerLostError(f"it read no sample for {WORKER_TIMEOUT_SECONDS:.0f} s and was killed") from None
+            raise _WorkerLostError(f"read no sample for {WORKER_TIMEOUT_SECONDS:.0f} s and was killed") from None
         if kind == _ERROR:
-            error, told = content
-            error.add_note(told)
+            error, note = content
+            error.add_note(note)
             raise error
         return [unpack_sample(sample) for sample in content]
 
-    def _note(self, how: str, ids: np.ndarray) -> None:
-        self._num_losses = 1 if self._num_quiet >= BATCHES_TO_RESET_LOSSES else self._num_losses + 1
-        self._num_quiet = 0
-        named = ", ".join(str(number) for number in ids[:4]) + (", ..." if len(ids) > 4 else "")
+    def _record_loss(self, how: str, ids: np.ndarray) -> None:
+        self._num_losses = 1 if self._num_since_loss >= BATCHES_TO_RESET_LOSSES else self._num_losses + 1
+        self._num_since_loss = 0
+        samples = ", ".join(str(number) for number in ids[:4]) + (", ..." if len(ids) > 4 else "")
         if self._num_losses >= MAX_LOSSES:
             raise WhetError(
                 f"a data worker was lost {self._num_losses} times",
-                got=f"{how}; the batch that did not arrive has the samples {named}",
-                try_="workers=0, which reads them in this process and shows what happens",
+                got=f"{how}; the batch that did not arrive has the samples {samples}",
+                try_="workers=0, which reads them in this process and shows the error",
             )
         again = "at the same sample, with new workers"
-        self.news.append(("warning", {"reason": f"a data worker was lost: {how}", "again": again, "samples": named}))
+        reason = f"a data worker was lost: {how}"
+        self.events.append(("warning", {"reason": reason, "again": again, "samples": samples}))
 
 
 def _describe_exit(code: int | None) -> str:
     if code is None:
-        return "it closed its pipe"
+        return "closed its pipe"
     if code < 0:
         name = signal.Signals(-code).name
         return f"killed by {name}" + (", perhaps for lack of memory" if name == "SIGKILL" else "")
-    return f"it ended with exit code {code}"
+    return f"ended with exit code {code}"
 
 
 def _read_exactly(source: Connection, size: int) -> bytearray:
-    """So many bytes; EOFError when the other side is gone, TimeoutError when nothing comes."""
+    """Read exactly `size` bytes; EOFError when the worker has closed, TimeoutError when it sends nothing."""
     data = bytearray(size)
     view, filled = memoryview(data), 0
-    waiting = select.poll()
-    waiting.register(source.fileno(), select.POLLIN)
+    poll = select.poll()
+    poll.register(source.fileno(), select.POLLIN)
     while filled < size:
-        if not waiting.poll(WORKER_TIMEOUT_SECONDS * 1000):
+        if not poll.poll(WORKER_TIMEOUT_SECONDS * 1000):
             raise TimeoutError
         count = os.readv(source.fileno(), [view[filled:]])
         if count == 0:
@@ -217,28 +218,28 @@ def worker_main(
     number: int,
     count: int,
     prefetch: int,
-    hears: Connection,
-    tells: Connection,
+    commands: Connection,
+    results: Connection,
     parent: int,
 ) -> None:
-    """The life of a worker: told where an epoch begins, it reads its batches of it."""
-    # Ctrl-C reaches every process of a terminal; the training decides when its workers end.
+    """Main function of a worker: read its batches of each epoch that is requested."""
+    # Ctrl-C reaches every process of a terminal; the training process ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _exit_with_parent(parent)
     torch.set_num_threads(1)
     outbox: queue.Queue[tuple[bytes, Any]] = queue.Queue(prefetch)
-    threading.Thread(target=_send, args=(outbox, tells), daemon=True).start()
+    threading.Thread(target=_send, args=(outbox, results), daemon=True).start()
     while True:
         try:
-            told = hears.recv()
+            request = commands.recv()
         except EOFError:
             return
         try:
-            if isinstance(told, list):
-                outbox.put((_BATCH, ForkingPickler.dumps([sample_digest(read((0, sample))) for sample in told])))
+            if isinstance(request, list):
+                outbox.put((_BATCH, ForkingPickler.dumps([sample_digest(read((0, sample))) for sample in request])))
                 continue
-            epoch, samples = told
+            epoch, samples = request
             for turn, (ids, _, _) in enumerate(planned(Position(epoch=epoch, samples=samples))):
                 if turn % count == number:
                     outbox.put((_BATCH, ForkingPickler.dumps(_read_all(read, epoch, ids, outbox))))
@@ -247,30 +248,30 @@ def worker_main(
 
 
 def _read_all(read: ReadSample, epoch: int, ids: np.ndarray, outbox: "queue.Queue[tuple[bytes, Any]]") -> list[Any]:
-    found = []
-    beaten = time.monotonic()
+    packed = []
+    last_beat = time.monotonic()
     for sample in ids:
-        found.append(pack_sample(read((epoch, int(sample)))))
-        if time.monotonic() - beaten > _HEARTBEAT_SECONDS:
-            beaten = time.monotonic()
+        packed.append(pack_sample(read((epoch, int(sample)))))
+        if time.monotonic() - last_beat > _HEARTBEAT_SECONDS:
+            last_beat = time.monotonic()
             if outbox.empty():
                 outbox.put((_HEARTBEAT, b""))
-    return found
+    return packed
 
 
-def _send(outbox: "queue.Queue[tuple[bytes, Any]]", tells: Connection) -> None:
+def _send(outbox: "queue.Queue[tuple[bytes, Any]]", results: Connection) -> None:
     while True:
         kind, content = outbox.get()
         rest = memoryview(_HEAD.pack(kind, len(content)) + bytes(content))
         try:
             while rest:
-                rest = rest[os.write(tells.fileno(), rest) :]
+                rest = rest[os.write(results.fileno(), rest) :]
         except OSError:
             os._exit(0)
 
 
 def _exit_with_parent(parent: int) -> None:
-    """Ends this process when the training is killed: at once where the system does it, else within a second."""
+    """End this process when the training process is killed: at once on Linux, else within a second."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

@@ -1,4 +1,7 @@
-"""The interface of a device. The base class does nothing; a device overrides what it needs."""
+"""The interface of a device. The base classes do nothing; a device overrides what it needs.
+
+To add a device, subclass `AbstractDevice` in a file of its own and add it to `open.py`.
+"""
 
 import contextlib
 import time
@@ -13,42 +16,122 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
-from whet.device.errors import is_out_of_memory
-from whet.device.kernels.switches import prefer_sdpa_kernel, use_own_attention, use_own_norms, use_torch_kernels
-
-Made = TypeVar("Made")
-
-Replay = Callable[[], None]
-"""Does captured work again, on the same memory; Python is not asked again."""
-
-
-class AbstractGraphs(ABC):
-    """Captures work. Everything captured by one of these shares a pool of memory, so two are never replayed at once.
-
-    Capturing computes nothing: no tensor that was there before and no generator of the device has changed afterwards.
-    What Python did meanwhile stays done.
-    """
-
-    @abstractmethod
-    def warm_up(self) -> AbstractContextManager[list[str]]:
-        """Where work runs before it is captured; the list tells what in it waited for the device, with its line."""
-
-    @abstractmethod
-    def capture(self, work: Callable[[], Made]) -> tuple[Replay, Made]:
-        """How to do the work again, and what it made: tensors that each replay fills anew.
-
-        Raises what the work raised. Then nothing captured before may be replayed any more, and the device computes on.
-        """
-
-    @abstractmethod
-    def forget(self) -> None:
-        """Nothing captured so far will be replayed any more: what comes next has a pool of its own."""
-
+from whet.device.kernels.switches import prefer_sdpa_kernel, use_own_kernels, use_torch_kernels
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Mark = Any
-"""A moment on the device's clock; only the device that made it can read it."""
+"""A point in time on the device's clock; only the device that made it can read it."""
+
+Made = TypeVar("Made")
+
+Replay = Callable[[], None]
+"""Runs captured work again on the same memory, without running its Python code."""
+
+
+class AbstractDevice(ABC):
+    """A device where tensors are stored and kernels run."""
+
+    kind: str
+    lr_dtype: torch.dtype = torch.float64
+    """The widest dtype that a learning rate can have on this device."""
+    attention_kernels: tuple[str, ...] = ()
+    """Values of the setting `attention` that this device supports besides "torch"."""
+    has_own_norms = False
+    """Whether whet's own norm kernels run on this device."""
+
+    def __init__(self) -> None:
+        self.memory = DeviceMemory()
+        self.monitor = DeviceMonitor()
+
+    @property
+    @abstractmethod
+    def torch_device(self) -> torch.device:
+        """The device as torch names it."""
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The device's random number generator; None where the CPU's is the only one."""
+        return None
+
+    # --- tensors and time --------------------------------------------------------------------------------------------
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Return the tensor on this device. The copy is complete for every later kernel."""
+        return tensor.to(self.torch_device)
+
+    def put_async(self, tensor: Tensor) -> Tensor:
+        """Copy a small host tensor without waiting for queued work."""
+        return self.put(tensor)
+
+    def put_model(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002
+        """Move a model to this device in place. Modules and parameters keep their identity."""
+        model.to(self.torch_device)
+
+    def sync(self) -> None:
+        """Wait until all queued work is done."""
+
+    def mark(self) -> Mark:
+        """Record the current point on the device's clock."""
+        return time.perf_counter()
+
+    def elapsed_seconds(self, start: Mark, end: Mark) -> float:
+        """Seconds between two marks; waits until the device has passed them."""
+        return float(end - start)
+
+    # --- how models are computed -------------------------------------------------------------------------------------
+
+    def use_precision(self, precision: str) -> None:
+        """Set the process-wide precision of float32 products (tf32 or full)."""
+
+    def preserve_precision(self) -> AbstractContextManager[object]:
+        """Restore on exit what `use_precision` changes."""
+        return contextlib.nullcontext()
+
+    def autocast(self, precision: str) -> AbstractContextManager[object]:
+        """The autocast context of the forward pass."""
+        half = HALF_TYPES.get(precision)
+        return torch.autocast(self.torch_device.type, dtype=half) if half else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def use_kernels(self, *, attention: str = "torch", norms: str = "torch") -> Iterator[None]:
+        """Select attention and norm kernels while entered.
+
+        "torch" leaves the choice to torch. "own" uses whet's kernels in models that call them; the other attention
+        values are preferred backends of scaled_dot_product_attention.
+        """
+        self.check_settings(attention=attention, norms=norms)
+        with contextlib.ExitStack() as stack:
+            for name, value in (("attention", attention), ("norms", norms)):
+                stack.enter_context(use_own_kernels(name) if value == "own" else use_torch_kernels(name))
+            if attention not in ("own", "torch"):
+                stack.enter_context(prefer_sdpa_kernel(attention))
+            yield
+
+    def check_settings(self, *, attention: str = "torch", norms: str = "torch", layout: str = "contiguous") -> None:  # noqa: ARG002
+        """Raise UsageError for a setting that this device does not support or computes wrongly with."""
+        if attention not in ("torch", *self.attention_kernels):
+            supported = ", ".join(self.attention_kernels)
+            raise UsageError(
+                f"{self.kind} has no such attention kernel"
+                if supported
+                else f"{self.kind} has no choice of attention kernels",
+                got=f"attention={attention}",
+                try_="attention=" + " or ".join(("torch", *self.attention_kernels)),
+            )
+        if norms == "own" and not self.has_own_norms:
+            raise UsageError(f"{self.kind} has no norm kernels of whet's own", got="norms=own", try_="norms=torch")
+
+    def check_loss_scaling(self, optimizer: Optimizer) -> None:
+        """Raise UsageError for an optimizer that computes wrongly with loss scaling on this device."""
+
+    def compute_context(self, *, is_step: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
+        """The context in which the user's model computes: explains errors that only this device raises."""
+        return contextlib.nullcontext()
+
+    def graphs(self) -> "AbstractGraphs | None":
+        """A capturer of steps with its own memory pool; None where the device cannot capture."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,158 +143,70 @@ class MemoryUsage:
     reserved: int | None = None
     """Taken from the system, caches included."""
     peak: int | None = None
-    """The most that live tensors took."""
+    """Maximum of `allocated` since the last reset."""
     limit: int | None = None
-    """What the device recommends as the most."""
+    """The maximum that the device recommends."""
 
 
-class AbstractDevice(ABC):
-    """A place where tensors live and kernels run."""
+class DeviceMemory:
+    """Memory counters and caches of a device."""
 
-    kind: str
+    is_shared_with_host = False
+    """Whether the device uses host memory, so that a host copy reduces what training can use."""
 
-    @property
-    @abstractmethod
-    def place(self) -> torch.device:
-        """The device as torch names it."""
-
-    @property
-    def lr_dtype(self) -> torch.dtype:
-        """The widest number format a learning rate can have here."""
-        return torch.float64
-
-    def put(self, tensor: Tensor) -> Tensor:
-        """The tensor on this device; complete when this returns, as far as later kernels can tell."""
-        return tensor.to(self.place)
-
-    def put_model(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002
-        """Moves a model here, in the form that this device computes rightly with; every object stays the same."""
-        model.to(self.place)
-
-    def send(self, tensor: Tensor) -> Tensor:
-        """A small tensor from the host, without waiting for what the device is doing."""
-        return self.put(tensor)
-
-    @property
-    def shares_host_memory(self) -> bool:
-        """Whether the device's memory is the host's, so that a copy on the host takes from what training has."""
-        return False
-
-    def host_buffer(self, num_bytes: int) -> Tensor:
-        """Bytes on the host that the device can copy to fast."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def sync(self) -> None:
-        """Waits until everything asked for is done."""
-
-    def mark(self) -> Mark:
-        """This moment, for measuring what lies between two of them."""
-        return time.perf_counter()
-
-    def elapsed_seconds(self, start: Mark, end: Mark) -> float:
-        """The time between two marks; waits until the device has passed them."""
-        return float(end - start)
-
-    def memory(self) -> MemoryUsage:
-        """What the counters say now."""
+    def usage(self) -> MemoryUsage:
+        """Read the counters."""
         return MemoryUsage()
 
     def reset_peak(self) -> None:
-        """Begins to look for the peak anew, where there is a counter."""
-
-    def freed_memory(self, what: str) -> AbstractContextManager[object]:  # noqa: ARG002
-        """While entered with "kept", what tensors free stays with this process, where that is not so anyway."""
-        return contextlib.nullcontext()
+        """Start a new peak measurement, where there is a counter."""
 
     def empty_cache(self) -> None:
-        """Gives cached memory back; it waits for the device, so never in a step."""
+        """Return cached memory to the system. Waits for the device, so never inside a step."""
 
-    def is_oom(self, error: BaseException) -> bool:
-        """Whether an error means that memory ran out."""
-        return is_out_of_memory(error)
-
-    def use_precision(self, precision: str) -> None:
-        """Sets what holds for the whole process: whether float32 products may be rounded to tf32."""
-
-    def keeping_precision(self) -> AbstractContextManager[object]:
-        """Puts back afterwards what `use_precision` changes."""
+    def keep_freed(self) -> AbstractContextManager[object]:
+        """Keep memory that tensors free in this process while entered, where it is returned otherwise."""
         return contextlib.nullcontext()
 
-    def autocast(self, precision: str) -> AbstractContextManager[object]:
-        """The context in which the forward pass runs."""
-        half = HALF_TYPES.get(precision)
-        return torch.autocast(self.place.type, dtype=half) if half else contextlib.nullcontext()
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Allocate host memory that the device can copy to quickly."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def scaler(self, loss_scaling: str) -> torch.amp.GradScaler:
-        """The loss scaler; one that does nothing where none is needed."""
-        return torch.amp.GradScaler(self.place.type, enabled=loss_scaling == "dynamic")
 
-    def refuse_scaling(self, optimizer: Optimizer) -> None:
-        """Refuses an optimizer that loss scaling would go wrong with."""
+class DeviceMonitor:
+    """Failures and events of a device that raise no error."""
 
-    def refuse_layout(self, layout: str) -> None:
-        """Refuses a layout of weights that this device computes wrongly with."""
-
-    attention_kernels: tuple[str, ...] = ()
-    """What torch's attention can be told to take here."""
-
-    def attention(self, kernel: str) -> AbstractContextManager[object]:
-        """While entered, torch's attention takes this kernel first; "torch" leaves the choice to it.
-
-        "own": models that have a place for whet's own kernels use them, all others torch's choice.
-        """
-        self.refuse_attention(kernel)
-        if kernel == "own":
-            return use_own_attention()
-        return use_torch_kernels("attention") if kernel == "torch" else prefer_sdpa_kernel(kernel)
-
-    def refuse_attention(self, kernel: str) -> None:
-        """Refuses an attention kernel that this device does not have."""
-        if kernel not in ("torch", *self.attention_kernels):
-            has = ", ".join(self.attention_kernels)
-            raise UsageError(
-                f"{self.kind} has no such attention kernel"
-                if has
-                else f"{self.kind} has no choice of attention kernels",
-                got=f"attention={kernel}",
-                try_="attention=" + " or ".join(("torch", *self.attention_kernels)),
-            )
-
-    has_own_norms = False
-    """Whether whet's own norms can be told to be taken here."""
-
-    def norms(self, kernels: str) -> AbstractContextManager[object]:
-        """While entered with "own", models that have a place for whet's own norms use them."""
-        self.refuse_norms(kernels)
-        return use_own_norms() if kernels == "own" else use_torch_kernels("norms")
-
-    def refuse_norms(self, kernels: str) -> None:
-        """Refuses kernels of norms that this device does not have."""
-        if kernels == "own" and not self.has_own_norms:
-            raise UsageError(f"{self.kind} has no norms of whet's own", got="norms=own", try_="norms=torch")
-
-    def guard(self, *, has_fallback: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
-        """What holds while a run trains here, e.g. a look-out for failures that raise nothing."""
+    def watch(self, *, has_fallback: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
+        """Watch the device while a run trains on it."""
         return contextlib.nullcontext()
 
-    def computing(self, *, is_step: bool = False) -> AbstractContextManager[object]:  # noqa: ARG002
-        """The context in which your model computes: errors that only this device has are told in three lines."""
-        return contextlib.nullcontext()
+    def check(self, *, wait: bool = False) -> None:
+        """Raise if the device has failed silently; with `wait`, after everything written so far was examined."""
 
-    def refuse_failure(self, *, wait: bool = False) -> None:
-        """Raises if the device has failed without an error; with `wait`, everything so far is looked at first."""
-
-    def news(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What a run should write down about its device since it was last asked: kinds of events, with their fields."""
+    def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Events for the run's log since the last call: kinds and fields."""
         return iter(())
 
-    def graphs(self) -> AbstractGraphs | None:
-        """What captures steps here, with a pool of memory of its own; None where nothing can."""
-        return None
 
-    def rng_state(self) -> Tensor | None:
-        """The state of the device's own generator; None where the CPU's is the only one."""
-        return None
+class AbstractGraphs(ABC):
+    """Captures work once and replays it as one launch.
 
-    def set_rng_state(self, state: Tensor) -> None:
-        """Puts the generator back to a saved state."""
+    All graphs of one instance share a memory pool, so two of them are never replayed at once. Capturing computes
+    nothing: tensors that existed before and the device's generator are unchanged afterwards. Side effects of the Python
+    code remain.
+    """
+
+    @abstractmethod
+    def warm_up(self) -> AbstractContextManager[list[str]]:
+        """Run work eagerly before its capture; yields the source lines that synchronized with the device."""
+
+    @abstractmethod
+    def capture(self, work: Callable[[], Made]) -> tuple[Replay, Made]:
+        """Return a replay function and the result of `work`: tensors that each replay fills again.
+
+        Raises what `work` raised. After an error, graphs captured before must not be replayed; the device stays usable.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Start a new memory pool: graphs captured so far will not be replayed again."""

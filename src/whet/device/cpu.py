@@ -5,7 +5,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import final
 
@@ -14,50 +14,126 @@ import torch
 from torch import Tensor
 
 from whet.base import env
-from whet.device.abstract import AbstractDevice, MemoryUsage
+from whet.device.abstract import AbstractDevice, DeviceMemory, MemoryUsage
+
+
+@final
+class CpuDevice(AbstractDevice):
+    """The CPU of this machine; it has no queue, so every call is complete when it returns."""
+
+    kind = "cpu"
+    attention_kernels = ("flash", "math")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = CpuMemory()
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def put(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device.type == "cpu" else tensor.cpu()
+
+
+@final
+class CpuMemory(DeviceMemory):
+    """Counters of this process, and the C library's heap."""
+
+    def usage(self) -> MemoryUsage:
+        process = psutil.Process().memory_info()
+        return MemoryUsage(allocated=process.rss, peak=_process_peak_bytes(), limit=psutil.virtual_memory().total)
+
+    def keep_freed(self) -> AbstractContextManager[object]:
+        return keep_freed_memory()
+
+    def empty_cache(self) -> None:
+        trim_heap()
+
+    def reset_peak(self) -> None:
+        # Otherwise memory that earlier work freed and the C library still holds would count.
+        trim_heap()
+        # Linux restarts the process's peak after this; other systems have no such counter.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+
+def _process_peak_bytes() -> int | None:
+    """Peak memory of this process since the last reset; None where the system does not count it."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    line = next((line for line in lines if line.startswith("VmHWM:")), None)
+    return None if line is None else int(line.split()[1]) * 1024
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+def set_num_threads(number: int) -> None:
+    """Set torch's number of CPU threads, unless it is set already."""
+    # Setting the same number again is not free: it made attention on a CPU a third slower (docs/lab.md).
+    if number != torch.get_num_threads():
+        torch.set_num_threads(number)
+
+
+@contextlib.contextmanager
+def preserve_num_threads() -> Iterator[None]:
+    """Restore torch's number of threads on exit."""
+    number = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        set_num_threads(number)
+
+
+# --- heap ------------------------------------------------------------------------------------------------------------
+# A step frees its activations, and the next one allocates as much again. If the C library returns them to the system,
+# every page is faulted in and zeroed again: 3 % of a text step, a fifth of a small convolutional net's (docs/lab.md).
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Of mallopt: how much may lie free at the end of the heap, and from which size on memory is asked for apart."""
+"""Parameters of mallopt: free bytes kept at the end of the heap, and the size from which blocks are mapped separately."""
 _DISABLED = -1
 _MMAP_FROM_BYTES = 256 << 20
-"""Larger blocks of ever other sizes leave holes: with tensors up to 200 MB a limit of 1 GB doubled the peak."""
+"""Larger blocks of varying sizes fragment the heap: with tensors up to 200 MB a limit of 1 GB doubled the peak."""
 _GLIBC_MMAP_MAX_BYTES = 32 << 20
-"""The C library raises its own limit for memory apart up to here as it learns, and trims at twice that."""
+"""glibc raises its own mmap threshold up to this, and trims at twice that."""
 _USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
 _holders: list[object] = []
-"""The process has one heap: it is kept until the last of those who asked for it is done."""
+"""The heap is shared by the process: it is kept until the last `keep_freed_memory` exits."""
 
 
 @contextlib.contextmanager
 def keep_freed_memory() -> Iterator[None]:
-    """While entered, freed memory stays with this process; afterwards it is given back. Only glibc can; else nothing.
+    """Keep freed memory in this process while entered, and return it on exit. Works with glibc only.
 
-    Whoever has told the C library otherwise by its variables is left alone.
+    Does nothing if the user has configured malloc by environment variables.
     """
     set_limit = _mallopt()
     if set_limit is None or _has_user_settings():
         yield
         return
-    keeper = object()
-    _holders.append(keeper)
-    # Not every glibc takes a limit above its own most.
+    holder = object()
+    _holders.append(holder)
+    # Some glibc versions reject a limit above their own maximum.
     if not set_limit(_MMAP_THRESHOLD, _MMAP_FROM_BYTES):
         set_limit(_MMAP_THRESHOLD, _GLIBC_MMAP_MAX_BYTES)
     set_limit(_TRIM_THRESHOLD, _DISABLED)
     try:
         yield
     finally:
-        # In a process that was forked meanwhile it is gone already.
+        # Already removed in a process that was forked meanwhile.
         with contextlib.suppress(ValueError):
-            _holders.remove(keeper)
+            _holders.remove(holder)
         if not _holders:
             _restore_limits(set_limit)
             trim_heap()
 
 
 def trim_heap() -> None:
-    """What is free and kept goes back to the system."""
+    """Return free heap memory to the system."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -77,7 +153,7 @@ def _restore_limits(set_limit: Callable[[int, int], int]) -> None:
 
 
 def _reset_in_child() -> None:
-    """Workers that load data make no steps: what they free is not asked for again."""
+    """Restore the defaults in forked data workers, which do not reuse what they free."""
     set_limit = _mallopt()
     if _holders and set_limit is not None:
         _holders.clear()
@@ -85,60 +161,3 @@ def _reset_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_reset_in_child)
-
-
-@final
-class CpuDevice(AbstractDevice):
-    kind = "cpu"
-    attention_kernels = ("flash", "math")
-
-    @property
-    def place(self) -> torch.device:
-        return torch.device("cpu")
-
-    def put(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device.type == "cpu" else tensor.cpu()
-
-    def memory(self) -> MemoryUsage:
-        process = psutil.Process().memory_info()
-        return MemoryUsage(allocated=process.rss, peak=_process_peak_bytes(), limit=psutil.virtual_memory().total)
-
-    def freed_memory(self, what: str) -> AbstractContextManager[object]:
-        return keep_freed_memory() if what == "kept" else contextlib.nullcontext()
-
-    def empty_cache(self) -> None:
-        trim_heap()
-
-    def reset_peak(self) -> None:
-        # What earlier work has freed and the C library keeps would count as this one's.
-        trim_heap()
-        # Linux counts a process's peak anew after this; other systems have no such counter.
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-
-
-def _process_peak_bytes() -> int | None:
-    """The most memory this process had since the peak was reset; None where nobody counts."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    found = next((line for line in lines if line.startswith("VmHWM:")), None)
-    return None if found is None else int(found.split()[1]) * 1024
-
-
-def set_num_threads(number: int) -> None:
-    """From now on torch computes with so many threads."""
-    # Setting the number that holds already is not nothing: it made a CPU's attention a third slower (docs/lab.md).
-    if number != torch.get_num_threads():
-        torch.set_num_threads(number)
-
-
-@contextmanager
-def preserve_num_threads() -> Iterator[None]:
-    """Whoever changes the number inside, afterwards it is what it was."""
-    number = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        set_num_threads(number)

@@ -1,4 +1,4 @@
-"""What torch reads from the environment, and when. No torch here: MPS's fall-back is read while torch is imported.
+"""Environment variables that torch reads. Imports no torch: MPS reads its fallback switch while torch is imported.
 
 The MPS part was written from PyTorch's sources (MPSFallback.mm and MPSAllocator.mm of 2.13); never run on a real Mac.
 """
@@ -21,9 +21,9 @@ _FIX = f"export {HIGH}=1.0 {LOW}=0.9, or unset both"
 
 
 def configure_before_torch(*, mps_fallback: bool, deterministic: bool = False) -> None:
-    """To be called before torch is imported; afterwards the fall-back can no longer be switched."""
+    """Set variables that must be set before torch is imported."""
     if deterministic:
-        # Read by cuBLAS when it starts: without it some products have no deterministic form.
+        # cuBLAS reads it at start; without it some products have no deterministic kernel.
         env.set_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
     if mps_fallback:
         env.set_defaults({FALLBACK: "1"})
@@ -31,41 +31,41 @@ def configure_before_torch(*, mps_fallback: bool, deterministic: bool = False) -
 
 
 def configure_mps_memory() -> None:
-    """To be called before MPS is asked for memory, or for how much there is: then it reads the watermarks.
+    """Set MPS's watermarks before its first allocation or memory query, unless the user has set one.
 
-    Sets both, unless you have set one; a pair that MPS would die of is refused here, where the cure can be told.
+    Raises UsageError for a pair of values with which MPS would abort.
     """
     _set_watermarks()
     _check_watermarks()
 
 
 def configure_compile_cache() -> None:
-    """What torch compiles is kept with whet's other caches, so that the next start of a run or a like one is fast.
+    """Keep compiled code in whet's home folder, so that the next start of a similar run is fast.
 
-    torch's own place is a temporary folder, which a restart of the machine empties.
+    torch's default is a temporary folder, which a reboot empties.
     """
     folder = env.home() / "compiled"
-    # A user without a name (KeyError) or a home that cannot be written: then torch's own place will do.
+    # Without a user name (KeyError) or a writable home, torch's default is used.
     with contextlib.suppress(OSError, KeyError):
-        # Importing torch's compiler, which others may have done, writes its place into the variable.
-        torchs = Path(tempfile.gettempdir()).absolute() / f"torchinductor_{getpass.getuser()}"
+        # Importing torch's compiler writes its default into the variable; that does not count as the user's choice.
+        default = Path(tempfile.gettempdir()).absolute() / f"torchinductor_{getpass.getuser()}"
         folder.mkdir(parents=True, exist_ok=True)
-        env.set_defaults({"TORCHINDUCTOR_CACHE_DIR": str(folder)}, defaults=(str(torchs),))
+        env.set_defaults({"TORCHINDUCTOR_CACHE_DIR": str(folder)}, defaults=(str(default),))
 
 
 def watermark_note() -> str | None:
-    """What to know about watermarks that are not the plan's; None when they are."""
-    found = {name: env.read(name) for name in _WHET_WATERMARKS}
-    if found == _WHET_WATERMARKS:
+    """A note about watermarks that differ from the plan's; None when they are equal."""
+    current = {name: env.read(name) for name in _WHET_WATERMARKS}
+    if current == _WHET_WATERMARKS:
         return None
     if _read_ratio(HIGH) == 0:
         return f"{HIGH}=0.0 removes the limit of GPU memory: the Mac may swap or freeze, and the GPU fail silently"
-    said = ", ".join(f"{name}={value}" for name, value in found.items() if value is not None)
-    return f"the watermarks are yours, not the plan's: {said}"
+    values = ", ".join(f"{name}={value}" for name, value in current.items() if value is not None)
+    return f"using the watermarks of your environment instead of the plan's: {values}"
 
 
 def has_fallback() -> bool:
-    """Whether this process was started with the fall-back: any value but 0 switches it on."""
+    """Whether this process was started with the MPS fallback: any value but 0 enables it."""
     return env.read(FALLBACK) not in (None, "0")
 
 
@@ -76,13 +76,12 @@ def _set_watermarks() -> None:
 
 def _check_watermarks() -> None:
     high, low = _read_ratio(HIGH), _read_ratio(LOW)
-    most = high or _MAX_RATIO
-    if low <= most:
+    if low <= (high or _MAX_RATIO):
         return
     if env.read(LOW) is None:
         raise UsageError(
             "MPS needs both watermarks, or none",
-            got=f"{HIGH}={env.read(HIGH)} alone, below torch's own {LOW}={_TORCH_WATERMARKS[LOW]}",
+            got=f"{HIGH}={env.read(HIGH)} alone, below torch's default {LOW}={_TORCH_WATERMARKS[LOW]}",
             try_=_FIX,
         )
     raise UsageError(

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whet.base.units import GB
-from whet.device.abstract import AbstractDevice, AbstractGraphs, Made, MemoryUsage, Replay
+from whet.device.abstract import AbstractDevice, AbstractGraphs, DeviceMemory, Made, MemoryUsage, Replay
 
 SYNC_OPERATORS = (
     "_local_scalar_dense",
@@ -21,42 +21,113 @@ SYNC_OPERATORS = (
     "unique_consecutive",
     "_unique2",
 )
-"""Operators whose result the host needs before it can go on."""
+"""Operators whose result the host needs before it can continue."""
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Tensor]]
-"""An operator, what it was called with, and what it made."""
+"""An operator, its arguments, and the tensors it created."""
+
+
+@final
+class FakeDevice(AbstractDevice):
+    """Computes on the CPU, and raises the errors of an Apple GPU when its memory limit is reached."""
+
+    kind = "fake"
+
+    def __init__(self, *, limit_bytes: int = 8 * GB) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self.memory: FakeMemory = FakeMemory(limit_bytes)
+        self._generator = torch.Generator()
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def generator(self) -> torch.Generator:
+        return self._generator
+
+    def pass_time(self, seconds: float) -> None:
+        """Advance the clock."""
+        self.seconds += seconds
+
+    def mark(self) -> float:
+        return self.seconds
+
+    def graphs(self) -> "SimulatedGraphs":
+        return SimulatedGraphs()
+
+
+@final
+class FakeMemory(DeviceMemory):
+    """Memory that exists only as a counter."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._held_bytes = self._peak_bytes = 0
+        self._limit_bytes = limit_bytes
+
+    def hold(self, num_bytes: int) -> None:
+        """Allocate memory, or raise MPS's own error above the limit."""
+        if self._held_bytes + num_bytes > self._limit_bytes:
+            raise RuntimeError(
+                f"MPS backend out of memory (MPS allocated: {self._held_bytes / GB:.2f} GiB, "
+                f"other allocations: 0 bytes, max allowed: {self._limit_bytes / GB:.2f} GiB). Tried to allocate "
+                f"{num_bytes / GB:.2f} GiB on shared pool. "
+                "Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory allocations "
+                "(may cause system failure)."
+            )
+        self._held_bytes += num_bytes
+        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+
+    def release(self, num_bytes: int) -> None:
+        """Free memory."""
+        self._held_bytes -= num_bytes
+
+    def usage(self) -> MemoryUsage:
+        return MemoryUsage(
+            allocated=self._held_bytes, reserved=self._held_bytes, peak=self._peak_bytes, limit=self._limit_bytes
+        )
+
+
+# --- graphs ----------------------------------------------------------------------------------------------------------
 
 
 @final
 class SimulatedGraphs(AbstractGraphs):
+    """Graphs on the CPU: operators are recorded while they run, undone, and run again on the same memory.
+
+    As with CUDA, a replay runs no Python: host values are fixed, and replaced memory goes unnoticed. Operators that
+    synchronize cannot be captured.
+    """
+
     @contextmanager
     def warm_up(self) -> Iterator[list[str]]:
-        with _SyncRecorder() as watch:
-            yield watch.waits
+        with _SyncRecorder() as recorder:
+            yield recorder.syncs
 
     def capture(self, work: Callable[[], Made]) -> tuple[Replay, Made]:
-        generator = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         recording = _GraphRecording()
         try:
             with recording:
                 made = work()
         finally:
             recording.undo()
-            torch.set_rng_state(generator)
+            torch.set_rng_state(rng_state)
         return recording.replay, made
 
     def forget(self) -> None:
-        """Each recording keeps its own."""
+        """Nothing to do: each recording holds its own memory."""
 
 
 class _SyncRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.waits: list[str] = []
+        self.syncs: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_sync(func, args):
-            self.waits.append(_name(func))
+            self.syncs.append(_name(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -64,29 +135,29 @@ class _GraphRecording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[Call] = []
-        self._own: dict[int, Any] = {}
-        """Storages that were made meanwhile; kept, so that no other gets their address."""
+        self._created: dict[int, Any] = {}
+        """Storages created during the capture; kept alive so that their addresses are not reused."""
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
-        """What was there before and has been written to, with its first values."""
+        """Storages that existed before and were written to, with their first values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_sync(func, args):
             raise RuntimeError(f"operation not permitted when stream is capturing (simulated): {_name(func)}")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        # Statistics of a norm are written to although the schema does not say so.
+        # BatchNorm writes its running statistics although its schema does not declare it.
         for tensor in given if func._schema.is_mutable or "batch_norm" in _name(func) else ():
-            self._keep(tensor)
+            self._save(tensor)
         result = func(*args, **kwargs)
         inputs = {_storage(tensor) for tensor in given}
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _storage(leaf) not in inputs]
-        self._own |= {_storage(tensor): tensor.untyped_storage() for tensor in made}
+        self._created |= {_storage(tensor): tensor.untyped_storage() for tensor in made}
         self._calls.append((func, args, kwargs, made))
         return result
 
-    def _keep(self, tensor: Tensor) -> None:
+    def _save(self, tensor: Tensor) -> None:
         storage = _storage(tensor)
-        if storage not in self._own and storage not in self._before:
+        if storage not in self._created and storage not in self._before:
             whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             self._before[storage] = whole, whole.clone()
 
@@ -99,13 +170,13 @@ class _GraphRecording(TorchDispatchMode):
         for func, args, kwargs, made in self._calls:
             fresh = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
             inputs = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            others = [tensor for tensor in fresh if _storage(tensor) not in inputs]
-            for old, new in zip(made, others, strict=True):
+            created = [tensor for tensor in fresh if _storage(tensor) not in inputs]
+            for old, new in zip(made, created, strict=True):
                 old.detach().copy_(new)
 
 
 def _is_sync(func: Any, args: Any) -> bool:
-    """Whether the host needs the values: indexing by a mask makes as many rows as are true."""
+    """Whether the host needs the values; indexing by a mask does, since the result's size depends on them."""
     name = _name(func)
     if name in ("index", "index_put", "index_put_"):
         return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
@@ -118,59 +189,3 @@ def _name(func: Any) -> str:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-@final
-class FakeDevice(AbstractDevice):
-    """Simulated: computes on the CPU and pretends to be an Apple GPU when memory runs out."""
-
-    kind = "fake"
-
-    def __init__(self, *, limit_bytes: int = 8 * GB) -> None:
-        self.seconds = 0.0
-        self.held_bytes = 0
-        self.peak_bytes = 0
-        self._limit_bytes = limit_bytes
-        self._generator = torch.Generator()
-
-    @property
-    def place(self) -> torch.device:
-        return torch.device("cpu")
-
-    def pass_time(self, seconds: float) -> None:
-        """Moves the clock."""
-        self.seconds += seconds
-
-    def hold(self, num_bytes: int) -> None:
-        """Takes memory, or raises MPS's own error when the ceiling is reached."""
-        if self.held_bytes + num_bytes > self._limit_bytes:
-            raise RuntimeError(
-                f"MPS backend out of memory (MPS allocated: {self.held_bytes / GB:.2f} GiB, "
-                f"other allocations: 0 bytes, max allowed: {self._limit_bytes / GB:.2f} GiB). Tried to allocate "
-                f"{num_bytes / GB:.2f} GiB on shared pool. "
-                "Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory allocations "
-                "(may cause system failure)."
-            )
-        self.held_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-
-    def release(self, num_bytes: int) -> None:
-        """Gives memory back."""
-        self.held_bytes -= num_bytes
-
-    def mark(self) -> float:
-        return self.seconds
-
-    def memory(self) -> MemoryUsage:
-        return MemoryUsage(
-            allocated=self.held_bytes, reserved=self.held_bytes, peak=self.peak_bytes, limit=self._limit_bytes
-        )
-
-    def graphs(self) -> SimulatedGraphs:
-        return SimulatedGraphs()
-
-    def rng_state(self) -> Tensor:
-        return self._generator.get_state()
-
-    def set_rng_state(self, state: Tensor) -> None:
-        self._generator.set_state(state)

@@ -15,33 +15,184 @@ from torch.utils._pytree import tree_leaves
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.units import format_seconds
-from whet.device.abstract import AbstractDevice, MemoryUsage
+from whet.device.abstract import AbstractDevice, DeviceMemory, DeviceMonitor, MemoryUsage
 from whet.device.environment import HIGH, configure_mps_memory, watermark_note
 from whet.device.errors import check_dtype, explain_mps_errors, ignore_handled_warnings
 from whet.device.operators import operator_status, torch_operators
 from whet.device.stderr_watch import StderrWatch
 
+METAL_FAILURE_TEXT = "command buffer exited with error status"
+"""Metal's only report of a GPU failure: torch 2.13 does not check the status itself (MPSStream.mm)."""
 
-@torch.no_grad()
-def make_contiguous(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Gives each parameter that is not contiguous new memory that is; what an optimizer keeps for it follows.
-
-    Left as they are: parameters that share their memory, since they would no longer.
-    """
-    owners = Counter(_storage_address(tensor) for tensor in {id(p): p for p in model.parameters()}.values())
-    for parameter in model.parameters():
-        if parameter.is_contiguous() or owners[_storage_address(parameter)] > 1:
-            continue
-        parameter.data = parameter.data.contiguous()
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.contiguous()
-        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-        # Fused kernels want state of the same layout.
-        state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0})
+_HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
-def _storage_address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+@final
+class MpsDevice(AbstractDevice):
+    """The Apple GPU of this machine."""
+
+    kind = "mps"
+    # Metal has no float64.
+    lr_dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        configure_mps_memory()
+        self.memory: MpsMemory = MpsMemory()
+        self.monitor: MpsMonitor = MpsMonitor(self.sync)
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("mps")
+
+    @property
+    def generator(self) -> torch.Generator:
+        return torch.mps._get_default_mps_generator()
+
+    def put(self, tensor: Tensor) -> Tensor:
+        check_dtype(tensor)
+        # Never non_blocking: such copies have read memory that was freed (pytorch#139550, #189690).
+        return tensor.to(self.torch_device)
+
+    def put_model(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        named = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
+        for role, tensors in named.items():
+            for name, tensor in tensors:
+                hint = "model.float() before the optimizer is made; or --device cpu"
+                check_dtype(tensor, name=f"{role} {name!r}", hint=hint)
+        super().put_model(model)
+        # conv2d is wrong with other strides (pytorch#192212).
+        make_contiguous(model, optimizer)
+
+    def sync(self) -> None:
+        torch.mps.synchronize()
+
+    def mark(self) -> torch.mps.Event:
+        self.memory.sample_peak()
+        event = torch.mps.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_seconds(self, start: torch.mps.Event, end: torch.mps.Event) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+
+    def check_settings(self, *, attention: str = "torch", norms: str = "torch", layout: str = "contiguous") -> None:
+        if layout != "contiguous":
+            raise UsageError(
+                "channels_last gives crashes and wrong results on MPS (pytorch#188371, #180992)",
+                got=f"layout={layout}",
+                try_="layout=contiguous, or --device cpu",
+            )
+        super().check_settings(attention=attention, norms=norms)
+
+    def check_loss_scaling(self, optimizer: Optimizer) -> None:
+        if torch_release() >= (2, 13):
+            return
+        hint = "precision=bf16, precision=fp32, or torch 2.13"
+        if any(group.get("fused") for group in optimizer.param_groups):
+            raise UsageError(
+                "a fused optimizer ignores the loss scale on MPS before torch 2.13 (pytorch#186360)",
+                got=f"fp16 with {type(optimizer).__name__}(fused=True) and torch {torch.__version__}",
+                try_=f"fused=False; {hint}",
+            )
+        if any(p.dtype in _HALF_TYPES for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError(
+                "loss scaling sets half gradients to zero on MPS before torch 2.13 (pytorch#184286)",
+                got=f"fp16 with weights in half precision and torch {torch.__version__}",
+                try_=f"model.float(), whose products are still fp16; {hint}",
+            )
+
+    @contextmanager
+    def compute_context(self, *, is_step: bool = False) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(explain_mps_errors())
+            if is_step:
+                stack.enter_context(self.monitor.time_fallbacks())
+            yield
+
+
+@final
+class MpsMemory(DeviceMemory):
+    """Counters of the MPS allocator."""
+
+    is_shared_with_host = True
+
+    def __init__(self) -> None:
+        # The allocator counts its own peak since torch 2.13 (pytorch#186748); before that, it is sampled at marks.
+        self._has_peak = torch_release() >= (2, 13)
+        self._sampled_peak = 0
+
+    def sample_peak(self) -> None:
+        """Update the sampled peak, where the allocator does not count it."""
+        if not self._has_peak:
+            self._sampled_peak = max(self._sampled_peak, torch.mps.current_allocated_memory())
+
+    def usage(self) -> MemoryUsage:
+        allocated = torch.mps.current_allocated_memory()
+        self._sampled_peak = max(self._sampled_peak, allocated)
+        return MemoryUsage(
+            allocated=allocated,
+            reserved=torch.mps.driver_allocated_memory(),
+            peak=torch.accelerator.max_memory_allocated("mps") if self._has_peak else self._sampled_peak,
+            limit=torch.mps.recommended_max_memory(),
+        )
+
+    def reset_peak(self) -> None:
+        self._sampled_peak = 0
+        if self._has_peak:
+            torch.accelerator.reset_peak_memory_stats("mps")
+
+    def empty_cache(self) -> None:
+        torch.mps.empty_cache()
+
+
+@final
+class MpsMonitor(DeviceMonitor):
+    """Watches for GPU failures on standard error, and times operators that fall back to the CPU."""
+
+    def __init__(self, sync: Callable[[], None]) -> None:
+        self._sync = sync
+        self._watch: StderrWatch | None = None
+        self._timer: FallbackTimer | None = None
+        note = watermark_note()
+        self._events: list[tuple[str, dict[str, Any]]] = [("plan", {"changed": note})] if note else []
+
+    @contextmanager
+    def watch(self, *, has_fallback: bool = False) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(ignore_handled_warnings(has_fallback=has_fallback))
+            self._timer = FallbackTimer(sync=self._sync) if has_fallback else None
+            self._watch = stack.enter_context(StderrWatch(METAL_FAILURE_TEXT))
+            yield
+
+    @contextmanager
+    def time_fallbacks(self) -> Iterator[None]:
+        """Time fallbacks during one optimizer step, if the run has the fallback enabled."""
+        if self._timer is None:
+            yield
+            return
+        with self._timer.during_step():
+            yield
+
+    def check(self, *, wait: bool = False) -> None:
+        if self._watch is not None and self._watch.has_seen(wait=wait):
+            raise WhetError(
+                "the GPU failed, and its results since then are invalid",
+                got=f"Metal's {METAL_FAILURE_TEXT!r} on standard error; often the GPU ran out of memory",
+                try_=f"a smaller micro_batch, without {HIGH}=0.0; the last checkpoint is from before the failure",
+            )
+
+    def events(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        result = None if self._timer is None else self._timer.result()
+        if result is not None:
+            self._timer = None
+            self._events.append(("fallback", result))
+        events, self._events = self._events, []
+        return iter(events)
+
+
+# --- operators that fall back to the CPU -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -51,7 +202,7 @@ class _FallbackCost:
 
 
 class FallbackTimer:
-    """Times the operators that fall back, during the first `num_steps` steps; each costs two waits for the GPU more."""
+    """Times operators that fall back to the CPU in the first `num_steps` steps. Each call costs two extra syncs."""
 
     def __init__(self, *, num_steps: int = 2, sync: Callable[[], None]) -> None:
         self._num_steps = num_steps
@@ -60,7 +211,7 @@ class FallbackTimer:
 
     @contextmanager
     def during_step(self) -> Iterator[None]:
-        """Around one optimizer step."""
+        """Time one optimizer step."""
         if self._steps_done >= self._num_steps:
             yield
             return
@@ -69,18 +220,18 @@ class FallbackTimer:
         self._steps_done += 1
 
     def result(self) -> dict[str, Any] | None:
-        """What fell back, by name, as calls and seconds of one step; None before the steps are done, or if nothing."""
+        """Calls and seconds per step by operator; None before the steps are done, or without fallbacks."""
         if self._steps_done < self._num_steps or not self._mode.costs:
             return None
         steps = self._steps_done
-        dearest = sorted(self._mode.costs.items(), key=lambda item: -item[1].seconds)
-        told = [
+        by_cost = sorted(self._mode.costs.items(), key=lambda item: -item[1].seconds)
+        lines = [
             f"{name} {cost.calls / steps:g} calls a step, {_format_duration(cost.seconds / steps)} a step"
-            for name, cost in dearest
+            for name, cost in by_cost
         ]
         return {
-            "operators": {n: {"calls": c.calls / steps, "seconds": c.seconds / steps} for n, c in dearest},
-            "reason": f"fell back to the CPU: {'; '.join(told)} (the mean of {steps} steps)",
+            "operators": {n: {"calls": c.calls / steps, "seconds": c.seconds / steps} for n, c in by_cost},
+            "reason": f"fell back to the CPU: {'; '.join(lines)} (the mean of {steps} steps)",
         }
 
 
@@ -109,13 +260,13 @@ class _FallbackTimingMode(TorchDispatchMode):
 
 
 def falls_back(name: str) -> bool:
-    """Whether an operator ("aten::x.out") has no way to run on MPS itself, by the dispatcher's own order."""
-    space, _, name = name.partition("::")
-    if space != "aten":
+    """Whether an operator ("aten::x.out") cannot run on MPS itself, in the dispatcher's order of lookup."""
+    namespace, _, name = name.partition("::")
+    if namespace != "aten":
         return False
     status = operator_status(name, torch_operators())
     if status.way == "CompositeExplicitAutograd":
-        # It has a way of its own, which for x is that of x_, if there is one.
+        # The functional form x calls the in-place form x_, if there is one.
         base, dot, overload = name.partition(".")
         return falls_back(f"aten::{base}_{dot}{overload}")
     return status.kind in ("missing", "on the CPU")
@@ -125,148 +276,29 @@ def _is_on_mps(arguments: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.device.type == "mps" for leaf in tree_leaves(arguments))
 
 
-METAL_FAILURE_TEXT = "command buffer exited with error status"
-"""All that is heard of a GPU that failed: torch 2.13 never looks at the status itself (MPSStream.mm)."""
-
-_HALF_TYPES = (torch.float16, torch.bfloat16)
+# --- layout and versions ---------------------------------------------------------------------------------------------
 
 
-@final
-class MpsDevice(AbstractDevice):
-    kind = "mps"
+@torch.no_grad()
+def make_contiguous(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Make every parameter contiguous in place, with its gradient and optimizer state.
 
-    def __init__(self) -> None:
-        configure_mps_memory()
-        # The allocator counts its own peak from torch 2.13 on (pytorch#186748); before, marks sample it.
-        self._has_peak = torch_release() >= (2, 13)
-        self._sampled_peak = 0
-        self._watch: StderrWatch | None = None
-        self._timer: FallbackTimer | None = None
-        note = watermark_note()
-        self._news: list[tuple[str, dict[str, Any]]] = [("plan", {"changed": note})] if note else []
+    Parameters that share memory are left alone: they would no longer share it.
+    """
+    owners = Counter(_storage_address(tensor) for tensor in {id(p): p for p in model.parameters()}.values())
+    for parameter in model.parameters():
+        if parameter.is_contiguous() or owners[_storage_address(parameter)] > 1:
+            continue
+        parameter.data = parameter.data.contiguous()
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.contiguous()
+        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        # Fused kernels need state of the same layout.
+        state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor) and v.dim() > 0})
 
-    @property
-    def place(self) -> torch.device:
-        return torch.device("mps")
 
-    @property
-    def lr_dtype(self) -> torch.dtype:
-        # Metal has no float64.
-        return torch.float32
-
-    @property
-    def shares_host_memory(self) -> bool:
-        return True
-
-    def put(self, tensor: Tensor) -> Tensor:
-        check_dtype(tensor)
-        # Never non_blocking: such copies have read memory that was freed (pytorch#139550, #189690).
-        return tensor.to(self.place)
-
-    def put_model(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
-        named = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
-        for role, tensors in named.items():
-            for name, tensor in tensors:
-                cure = "model.float() before the optimizer is made; or --device cpu"
-                check_dtype(tensor, name=f"{role} {name!r}", cure=cure)
-        super().put_model(model)
-        # conv2d is wrong otherwise (pytorch#192212).
-        make_contiguous(model, optimizer)
-
-    def sync(self) -> None:
-        torch.mps.synchronize()
-
-    def mark(self) -> torch.mps.Event:
-        if not self._has_peak:
-            self._sampled_peak = max(self._sampled_peak, torch.mps.current_allocated_memory())
-        event = torch.mps.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def elapsed_seconds(self, start: torch.mps.Event, end: torch.mps.Event) -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1000
-
-    def memory(self) -> MemoryUsage:
-        allocated = torch.mps.current_allocated_memory()
-        self._sampled_peak = max(self._sampled_peak, allocated)
-        return MemoryUsage(
-            allocated=allocated,
-            reserved=torch.mps.driver_allocated_memory(),
-            peak=torch.accelerator.max_memory_allocated(self.place) if self._has_peak else self._sampled_peak,
-            limit=torch.mps.recommended_max_memory(),
-        )
-
-    def reset_peak(self) -> None:
-        self._sampled_peak = 0
-        if self._has_peak:
-            torch.accelerator.reset_peak_memory_stats(self.place)
-
-    def empty_cache(self) -> None:
-        torch.mps.empty_cache()
-
-    def refuse_scaling(self, optimizer: Optimizer) -> None:
-        if torch_release() >= (2, 13):
-            return
-        cure = "precision=bf16, precision=fp32, or torch 2.13"
-        if any(group.get("fused") for group in optimizer.param_groups):
-            raise UsageError(
-                "a fused optimizer ignores the loss scale on MPS before torch 2.13 (pytorch#186360)",
-                got=f"fp16 with {type(optimizer).__name__}(fused=True) and torch {torch.__version__}",
-                try_=f"fused=False; {cure}",
-            )
-        if any(p.dtype in _HALF_TYPES for group in optimizer.param_groups for p in group["params"]):
-            raise UsageError(
-                "loss scaling sets half gradients to zero on MPS before torch 2.13 (pytorch#184286)",
-                got=f"fp16 with weights in half precision and torch {torch.__version__}",
-                try_=f"model.float(), whose products are still fp16; {cure}",
-            )
-
-    def refuse_layout(self, layout: str) -> None:
-        if layout != "contiguous":
-            raise UsageError(
-                "channels_last gives crashes and wrong results on MPS (pytorch#188371, #180992)",
-                got=f"layout={layout}",
-                try_="layout=contiguous, or --device cpu",
-            )
-
-    @contextmanager
-    def guard(self, *, has_fallback: bool = False) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(ignore_handled_warnings(has_fallback=has_fallback))
-            self._timer = FallbackTimer(sync=self.sync) if has_fallback else None
-            self._watch = stack.enter_context(StderrWatch(METAL_FAILURE_TEXT))
-            yield
-
-    @contextmanager
-    def computing(self, *, is_step: bool = False) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(explain_mps_errors())
-            if is_step and self._timer is not None:
-                stack.enter_context(self._timer.during_step())
-            yield
-
-    def refuse_failure(self, *, wait: bool = False) -> None:
-        if self._watch is not None and self._watch.has_seen(wait=wait):
-            raise WhetError(
-                "the GPU has failed, and what it computed since is not to be trusted",
-                got=f"Metal's {METAL_FAILURE_TEXT!r} on standard error; often that is memory",
-                try_=f"a smaller micro_batch, without {HIGH}=0.0; the last checkpoint is from before",
-            )
-
-    def news(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        found = None if self._timer is None else self._timer.result()
-        if found is not None:
-            self._timer = None
-            self._news.append(("fallback", found))
-        news, self._news = self._news, []
-        return iter(news)
-
-    def rng_state(self) -> Tensor:
-        return torch.mps.get_rng_state()
-
-    def set_rng_state(self, state: Tensor) -> None:
-        torch.mps.set_rng_state(state)
+def _storage_address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def torch_release() -> tuple[int, int]:

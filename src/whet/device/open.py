@@ -5,89 +5,38 @@ from dataclasses import dataclass
 import torch
 
 from whet.base.errors import UsageError, WhetError
-from whet.device import cuda, mps
 from whet.device.abstract import AbstractDevice
 from whet.device.cpu import CpuDevice
-from whet.device.cuda import CudaDevice
+from whet.device.cuda import CudaDevice, cuda_unavailable_reason
 from whet.device.environment import configure_mps_memory
 from whet.device.fake import FakeDevice
-from whet.device.mps import MpsDevice
+from whet.device.mps import MpsDevice, mps_unavailable_reason
 from whet.device.virtual_mac.faults import conditions as simulated_conditions
 from whet.device.virtual_mac.install import installed as installed_virtual_mac
 from whet.machine.facts import Conditions, Machine
 from whet.machine.probe import assemble_machine, read_system
 from whet.machine.torch_info import CudaInfo, TorchInfo
 
-
-def current_machine() -> tuple[Machine, Conditions]:
-    """What `whet probe` would say about the machine, in milliseconds, since torch is loaded already.
-
-    In a process with a virtual Mac that is the simulated machine; how busy it is, is this computer's answer where
-    nothing else is simulated.
-    """
-    system = read_system()
-    return installed_virtual_mac() or assemble_machine(system, torch=_torch_facts()), with_simulated_conditions(
-        system.conditions
-    )
-
-
-def with_simulated_conditions(conditions: Conditions) -> Conditions:
-    """What the sensors said, with what a virtual Mac simulates in its place; as it is without one."""
-    simulated = simulated_conditions()
-    if simulated is None:
-        return conditions
-    return conditions.model_copy(update={name: getattr(simulated, name) for name in simulated.model_fields_set})
-
-
-def _torch_facts() -> TorchInfo:
-    has_mps = mps.mps_unavailable_reason() is None
-    if has_mps:
-        # MPS reads the watermarks when it is first asked about memory, which is below.
-        configure_mps_memory()
-    return TorchInfo(
-        version=str(torch.__version__),
-        num_threads=torch.get_num_threads(),
-        cuda_build=torch.version.cuda,
-        cuda_available=cuda.cuda_unavailable_reason() is None,
-        cuda_devices=_cuda_devices(),
-        mps_built=torch.backends.mps.is_built(),
-        mps_available=has_mps,
-        mps_recommended_bytes=torch.mps.recommended_max_memory() if has_mps else None,
-        mps_num_cores=torch.backends.mps.get_core_count() if has_mps else None,
-    )
-
-
-def _cuda_devices() -> tuple[CudaInfo, ...]:
-    if cuda.cuda_unavailable_reason() is not None:
-        return ()
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(
-        CudaInfo(
-            name=card.name,
-            memory_bytes=card.total_memory,
-            capability=f"{card.major}.{card.minor}",
-            num_multiprocessors=card.multi_processor_count,
-        )
-        for card in found
-    )
-
-
-_UNAVAILABLE_REASONS = {"cuda": cuda.cuda_unavailable_reason, "mps": mps.mps_unavailable_reason}
+# In the order in which "auto" tries them.
+UNAVAILABLE_REASONS = {"cuda": cuda_unavailable_reason, "mps": mps_unavailable_reason}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedDevice:
-    """A device, and why it is not the one that was asked for (None when it is)."""
+    """A device, and why it is not the requested one (None when it is)."""
 
     device: AbstractDevice
     fell_back: str | None = None
 
 
 def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies: bool = False) -> OpenedDevice:
-    """The named device: auto (cuda, else mps, else cpu), cuda, cuda:1, mps, cpu or fake."""
+    """Open the named device: auto (cuda, else mps, else cpu), cuda, cuda:1, mps, cpu or fake.
+
+    A device that cannot be used raises WhetError, or with on_failure="cpu" is replaced by the CPU, with the reason.
+    """
     kind, _, index = name.partition(":")
     if kind == "auto":
-        kind = next((kind for kind, why_not in _UNAVAILABLE_REASONS.items() if why_not() is None), "cpu")
+        kind = next((kind for kind, reason in UNAVAILABLE_REASONS.items() if reason() is None), "cpu")
     if kind not in ("cpu", "cuda", "mps", "fake") or (index and (kind != "cuda" or not index.isdecimal())):
         raise UsageError("no such device", got=name, try_="auto, mps, cuda, cuda:1 or cpu")
     try:
@@ -99,18 +48,20 @@ def open_device(name: str = "auto", *, on_failure: str = "stop", overlaps_copies
 
 
 def rank_device(name: str, local_rank: int) -> str:
-    """The device of one of several processes on a machine: each has the next GPU; they share where there are fewer."""
+    """The device of one of several processes on a machine: one GPU each, shared where there are fewer."""
     if name != "cuda" or local_rank == 0:
         return name
     return f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
 
 
 def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
-    if kind in _UNAVAILABLE_REASONS:
-        reason = _UNAVAILABLE_REASONS[kind]()
+    if kind in UNAVAILABLE_REASONS:
+        reason = UNAVAILABLE_REASONS[kind]()
         if reason is not None:
             raise WhetError(
-                f"the device {kind} cannot be used", got=reason, try_="whet probe says more; --device cpu trains here"
+                f"the device {kind} cannot be used",
+                got=reason,
+                try_="whet probe for details; --device cpu to train on the CPU",
             )
     if kind == "cuda":
         if index >= torch.cuda.device_count():
@@ -121,3 +72,58 @@ def _open(kind: str, index: int, *, overlaps_copies: bool) -> AbstractDevice:
             )
         return CudaDevice(index, overlaps_copies=overlaps_copies)
     return {"mps": MpsDevice, "cpu": CpuDevice, "fake": FakeDevice}[kind]()
+
+
+# --- this machine ----------------------------------------------------------------------------------------------------
+
+
+def current_machine() -> tuple[Machine, Conditions]:
+    """What `whet probe` reports about this machine, in milliseconds, since torch is already loaded.
+
+    With a virtual Mac installed, the machine is the simulated one; its conditions are this computer's, except those
+    that are simulated.
+    """
+    system = read_system()
+    machine = installed_virtual_mac() or assemble_machine(system, torch=_torch_facts())
+    return machine, with_simulated_conditions(system.conditions)
+
+
+def with_simulated_conditions(conditions: Conditions) -> Conditions:
+    """Replace sensor readings by those that a virtual Mac simulates."""
+    simulated = simulated_conditions()
+    if simulated is None:
+        return conditions
+    return conditions.model_copy(update={name: getattr(simulated, name) for name in simulated.model_fields_set})
+
+
+def _torch_facts() -> TorchInfo:
+    has_mps = mps_unavailable_reason() is None
+    if has_mps:
+        # MPS reads the watermarks at the first question about memory, which comes below.
+        configure_mps_memory()
+    return TorchInfo(
+        version=str(torch.__version__),
+        num_threads=torch.get_num_threads(),
+        cuda_build=torch.version.cuda,
+        cuda_available=cuda_unavailable_reason() is None,
+        cuda_devices=_cuda_devices(),
+        mps_built=torch.backends.mps.is_built(),
+        mps_available=has_mps,
+        mps_recommended_bytes=torch.mps.recommended_max_memory() if has_mps else None,
+        mps_num_cores=torch.backends.mps.get_core_count() if has_mps else None,
+    )
+
+
+def _cuda_devices() -> tuple[CudaInfo, ...]:
+    if cuda_unavailable_reason() is not None:
+        return ()
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(
+        CudaInfo(
+            name=gpu.name,
+            memory_bytes=gpu.total_memory,
+            capability=f"{gpu.major}.{gpu.minor}",
+            num_multiprocessors=gpu.multi_processor_count,
+        )
+        for gpu in properties
+    )

@@ -1,7 +1,7 @@
 """Operators and limits of MPS in the installed torch, read without importing torch.
 
-The operator list (torchgen/packaged/ATen/native/native_functions.yaml) ships with every wheel, so it matches the installed
-version. Its few keys are parsed line by line: a YAML parser would take seconds instead of 50 ms.
+The operator list (torchgen/packaged/ATen/native/native_functions.yaml) ships with every wheel, so it matches the
+installed version. Its few keys are parsed line by line: a YAML parser would take seconds instead of 50 ms.
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ from typing import Literal
 from whet.base.errors import WhetError
 
 MAX_BUFFER_SHARE = 0.75
-"""Metal's maxBufferLength as a share of the recommended memory: an assumption."""
+"""Metal's maxBufferLength as a share of the recommended memory: an assumption, not measured on a Mac."""
 
 MAX_DIMENSIONS = 16
 MAX_DIMENSION_SIZE = 2**31 - 1
@@ -22,9 +22,8 @@ MAX_ELEMENTS = 2**32
 MAX_CONV_CHANNELS = 65_536
 """Output channels of a convolution."""
 
-
 ALWAYS_ON_CPU = frozenset({"embedding_renorm_", "linalg_svd", "linalg_svd.U"})
-"""Sent to the CPU with or without the fall-back (MPSFallback.mm of torch 2.13)."""
+"""Computed on the CPU with or without the fallback (MPSFallback.mm of torch 2.13)."""
 
 StatusKind = Literal["kernel", "parts", "on the CPU", "missing", "unknown"]
 
@@ -37,7 +36,7 @@ _IMPLICIT = "CompositeImplicitAutograd"
 
 @dataclass
 class OperatorEntry:
-    """One overload as the list describes it."""
+    """One overload in the list."""
 
     name: str
     returns: str
@@ -45,13 +44,13 @@ class OperatorEntry:
     delegates_to: str | None = None
     is_structured: bool = False
     is_dispatched: bool = False
-    """Whether the list says which kernels it has, be it none."""
+    """Whether the list has a dispatch table for it, even an empty one."""
     is_generated: bool = False
-    """Listed under `autogen`: torch writes it from another overload."""
+    """Listed under `autogen`: torch generates it from another overload."""
 
     @property
     def is_view(self) -> bool:
-        """Whether it returns an alias of what it was given and writes nothing."""
+        """Whether it returns an alias of an argument and writes nothing."""
         return "(a)" in self.returns
 
 
@@ -60,23 +59,23 @@ class OperatorStatus:
     """How a backend runs an operator."""
 
     kind: StatusKind
-    """By a kernel; in parts, which must be there themselves; on the CPU, always; not at all; or nobody knows."""
+    """A kernel; decomposed into parts, which need kernels themselves; always on the CPU; missing; or not in the list."""
     named: str
-    """The overload that torch's error or warning names."""
+    """The overload that appears in torch's error or warning."""
     way: str = ""
-    """The dispatch key through which it is run in parts."""
+    """The dispatch key of its decomposition."""
 
 
 def read_operators(path: Path | None = None) -> dict[str, OperatorEntry]:
-    """Every overload in torch's list, by name; those that torch generates too."""
-    found: dict[str, OperatorEntry] = {}
+    """Parse torch's list: every overload by name, generated ones included."""
+    operators: dict[str, OperatorEntry] = {}
     generated: list[str] = []
     current, in_dispatch = None, False
     for raw in (path or _native_functions_file()).read_text(encoding="utf-8").splitlines():
         line = "" if raw.startswith("#") else raw.split(" #")[0].rstrip()
         if start := _FUNCTION.match(line):
             current, in_dispatch = OperatorEntry(start[1], returns=start[2].split("->")[-1]), False
-            found[current.name] = current
+            operators[current.name] = current
         elif current and (key := _KEY.match(line)):
             in_dispatch = key[1] == "dispatch"
             current.is_dispatched |= in_dispatch
@@ -85,19 +84,19 @@ def read_operators(path: Path | None = None) -> dict[str, OperatorEntry]:
             elif key[1] == "structured":
                 current.is_structured = key[2] == "True"
             elif key[1] == "ufunc_inner_loop":
-                # torch writes these two from the one loop.
+                # torch generates the kernels of both backends from one loop.
                 current.backends.update(("CPU", "CUDA"))
             elif key[1] == "autogen":
                 generated += [name.strip() for name in key[2].split(",")]
         elif current and in_dispatch and (kernel := _KERNEL.match(line)):
             current.backends.update(name.strip() for name in kernel[1].split(","))
     for name in generated:
-        found.setdefault(name, OperatorEntry(name, returns="", backends={_EXPLICIT}, is_generated=True))
-    return found
+        operators.setdefault(name, OperatorEntry(name, returns="", backends={_EXPLICIT}, is_generated=True))
+    return operators
 
 
 def operator_status(name: str, operators: dict[str, OperatorEntry], *, backend: str = "MPS") -> OperatorStatus:
-    """How a backend runs the overload `name` ("add.Tensor"), in the order in which torch's dispatcher looks."""
+    """How a backend runs the overload `name` ("add.Tensor"), in the dispatcher's order of lookup."""
     if backend == "MPS" and name in ALWAYS_ON_CPU:
         return OperatorStatus("on the CPU", name)
     operator = operators.get(name)
@@ -112,7 +111,7 @@ def operator_status(name: str, operators: dict[str, OperatorEntry], *, backend: 
         if way in operator.backends:
             return OperatorStatus("parts", name, way)
     if out is not None:
-        # torch writes a form of it that calls the out= overload, which has no kernel: that one is in the error.
+        # torch generates a form that calls the out= overload, which has no kernel and appears in the error.
         return OperatorStatus("missing", out.name)
     if _IMPLICIT in operator.backends or not (operator.is_dispatched or operator.is_structured):
         return OperatorStatus("parts", name, _IMPLICIT)
@@ -121,19 +120,19 @@ def operator_status(name: str, operators: dict[str, OperatorEntry], *, backend: 
 
 @cache
 def torch_operators() -> dict[str, OperatorEntry]:
-    """The list of the installed torch, read once."""
+    """The list of the installed torch, parsed once."""
     return read_operators()
 
 
 def mps_kernels(operators: dict[str, OperatorEntry]) -> list[OperatorEntry]:
-    """The overloads that MPS computes itself: by a kernel of their own, or by that of the `out=` form."""
+    """Overloads with an MPS kernel, their own or that of the `out=` form."""
     return [operator for operator in operators.values() if operator_status(operator.name, operators).kind == "kernel"]
 
 
 def _native_functions_file() -> Path:
-    found = importlib.util.find_spec("torchgen")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torchgen")
+    if spec is None or spec.origin is None:
         raise WhetError(
             "torch's list of operators is missing", got="no module torchgen", try_="install torch from its wheel"
         )
-    return Path(found.origin).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    return Path(spec.origin).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"

@@ -1,7 +1,7 @@
-"""Has something been said on standard error that must not be overlooked? Native libraries say some errors only there.
+"""Watch standard error for a text. Native libraries report some errors only there.
 
-While entered, file descriptor 2 leads through a small process (`stderr_relay.py`) that passes everything on unchanged
-and in order, also what child processes write, and also the last words of a process that dies.
+While a watch is entered, file descriptor 2 leads through a small process (this file, run as a program) that passes
+everything on unchanged and in order, including output of child processes and the last output of a dying process.
 """
 
 import contextlib
@@ -14,18 +14,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
-from whet.device import stderr_relay
+MARK = b"\0whet\0"
+SEEN = b"!"
+PASSED = b"."
 
 _STDERR = 2
-_LONGEST_WAIT_SECONDS = 2.0
+_MAX_WAIT_SECONDS = 2.0
+_CHUNK = 65_536
 
 
 @final
 class StderrWatch:
-    """Notices a text on standard error; where it cannot be set up, nothing is noticed and nothing changes."""
+    """Notices a text on standard error. Does nothing where the relay cannot be started."""
 
-    def __init__(self, sought: str) -> None:
-        self._sought = sought
+    def __init__(self, text: str) -> None:
+        self._text = text
         self._has_seen = False
         self._relay: subprocess.Popen[bytes] | None = None
         self._original = self._answers = -1
@@ -43,9 +46,9 @@ class StderrWatch:
             (source, target), (answers, answer_to) = os.pipe(), os.pipe()
             undo.callback(os.close, answers)
             try:
-                # Isolated and without site packages: it starts in milliseconds. In a session of its own: Ctrl-C is
-                # not meant for it.
-                command = [sys.executable, "-I", "-S", str(Path(stderr_relay.__file__)), self._sought]
+                # Isolated and without site-packages: it starts in milliseconds. In its own session, so that Ctrl-C
+                # does not reach it.
+                command = [sys.executable, "-I", "-S", str(Path(__file__)), self._text]
                 relay = subprocess.Popen(command, stdin=source, stdout=answer_to, start_new_session=True)
                 os.dup2(target, _STDERR)
             finally:
@@ -62,21 +65,21 @@ class StderrWatch:
         self._stop()
 
     def has_seen(self, *, wait: bool = False) -> bool:
-        """Whether the text has come by; with `wait`, everything written so far is looked at first."""
+        """Whether the text has appeared; with `wait`, after everything written so far was examined."""
         if self._relay is None or self._has_seen:
             return self._has_seen
         if wait:
             _flush()
             with contextlib.suppress(OSError):
-                os.write(_STDERR, stderr_relay.MARK)
-        deadline = time.monotonic() + (_LONGEST_WAIT_SECONDS if wait else 0.0)
+                os.write(_STDERR, MARK)
+        deadline = time.monotonic() + (_MAX_WAIT_SECONDS if wait else 0.0)
         is_passed = not wait
         while select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))[0]:
             answer = os.read(self._answers, 1024)
-            self._has_seen |= stderr_relay.SEEN in answer
-            is_passed |= stderr_relay.PASSED in answer
+            self._has_seen |= SEEN in answer
+            is_passed |= PASSED in answer
             if not answer:
-                # The process has gone, for whatever reason: standard error must not lead nowhere.
+                # The relay has exited; reconnect standard error.
                 self._stop()
                 break
             if is_passed and wait:
@@ -89,11 +92,58 @@ class StderrWatch:
         os.dup2(self._original, _STDERR)
         for end in (self._original, self._answers):
             os.close(end)
-        # A process that still holds the old standard error is served on.
+        # The relay keeps serving processes that still hold its pipe.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            relay.wait(_LONGEST_WAIT_SECONDS)
+            relay.wait(_MAX_WAIT_SECONDS)
 
 
 def _flush() -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.flush()
+
+
+# --- the relay process: copies stdin to stderr, and reports on stdout ------------------------------------------------
+
+
+def relay(text: bytes) -> None:
+    """Copy until every writer has closed. Answers SEEN for the text, and PASSED for each MARK, which it removes."""
+    held, window = b"", b""
+    while arrived := os.read(0, _CHUNK):
+        data = held + arrived
+        num_marks = data.count(MARK)
+        data = data.replace(MARK, b"")
+        held = _partial_mark(data)
+        data = data[: len(data) - len(held)]
+        _write_through(data)
+        window += data
+        if text in window:
+            _answer(SEEN)
+        # Keep what may be the start of the text.
+        window = window[len(window) - len(text) + 1 :] if len(window) >= len(text) else window
+        _answer(PASSED * num_marks)
+    _write_through(held)
+
+
+def _partial_mark(data: bytes) -> bytes:
+    """The end of `data` that may be the first part of a mark."""
+    return next((MARK[:size] for size in range(len(MARK) - 1, 0, -1) if data.endswith(MARK[:size])), b"")
+
+
+def _write_through(data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(2, data) :]
+        except BlockingIOError:
+            select.select([], [2], [])
+        except OSError:
+            # Standard error has no reader any more; that must not block the training.
+            return
+
+
+def _answer(data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        os.write(1, data)
+
+
+if __name__ == "__main__":
+    relay(sys.argv[1].encode())

@@ -68,7 +68,7 @@ class RankGroup:
             raise UsageError(
                 "several processes cannot train together on MPS", got="device mps", try_="one process, or --device cpu"
             )
-        index = device.place.index if device.place.index is not None else -1
+        index = device.torch_device.index if device.torch_device.index is not None else -1
         # The same GPU of the same machine twice: NCCL would refuse it.
         mine = f"{platform.node()}:{index}"
         all_of_them = self.gather(mine)

@@ -52,7 +52,7 @@ class DeviceUnderTest:
 
     def put(self, tensor: Any) -> Any:
         """The tensor on the device that is examined."""
-        return tensor.to(self.device.place)
+        return tensor.to(self.device.torch_device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -80,7 +80,7 @@ def run_check_safely(case: Check, place: DeviceUnderTest) -> CheckFinding:
             return found
     except Exception as error:
         with contextlib.suppress(Exception):
-            place.device.empty_cache()
+            place.device.memory.empty_cache()
         return failed(first_line(error), outcome="raised")
 
 

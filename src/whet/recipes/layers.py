@@ -13,7 +13,7 @@ from whet.device.kernels.attention import rotary_attention
 from whet.device.kernels.gate import swiglu
 from whet.device.kernels.rms_norm import has_rms_kernel, rms_norm_sum
 from whet.device.kernels.spans import Spans, span_attention
-from whet.device.kernels.switches import is_own_attention_on, is_supported
+from whet.device.kernels.switches import is_own_kernel_on, is_supported
 from whet.plan.kernel_support import supports_short_attention
 
 _TRUNCATE_AT = 2.0
@@ -169,7 +169,7 @@ class SelfAttention(nn.Module):
         """Whether one kernel can turn and attend (attention=own): everybody looks at everybody, places are few."""
         is_plain = look.mask is None and not look.is_causal and look.memory is None
         return (
-            is_own_attention_on()
+            is_own_kernel_on("attention")
             and is_plain
             and is_supported(mixture)
             and supports_short_attention(mixture.shape[1], mixture.shape[2] // 3 // self.num_heads)

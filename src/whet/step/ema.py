@@ -1,4 +1,4 @@
-"""A running average of the weights, for evaluation."""
+"""Exponential moving average of the weights, for evaluation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,46 +12,46 @@ from whet.distributed.strategies import local_tensor
 class Ema:
     """An exponential moving average of all floating-point parameters and buffers.
 
-    The average starts fast and slows down to `decay`: after t steps it is min(decay, (1 + t) / (10 + t)), so that the
-    first random weights are forgotten soon. A module that says `is_averaged = False` keeps what is its own as it is:
-    what it remembers between steps, and a table of which a step changes few rows.
+    The decay after t steps is min(decay, (1 + t) / (10 + t)), so that the random initial weights are forgotten soon.
+    Tensors of a module with `is_averaged = False` are left out: state kept between steps, and tables of which a step
+    changes few rows.
     """
 
     def __init__(self, model: nn.Module, *, decay: float = 0.999) -> None:
         self.decay = decay
         self._model = model
         modules = model.named_modules()
-        self._left_out = tuple(f"{name}." for name, module in modules if not getattr(module, "is_averaged", True))
+        self._excluded = tuple(f"{name}." for name, module in modules if not getattr(module, "is_averaged", True))
         self.average = {name: tensor.detach().clone() for name, tensor in self._live().items()}
 
     def _live(self) -> dict[str, Tensor]:
-        """Looked up each time: a forward pass may put another tensor in a buffer's place."""
-        named = ((n, t) for n, t in named_tensors(self._model) if not n.startswith(self._left_out))
+        """Current tensors; looked up each time, since a forward pass may replace a buffer."""
+        named = ((n, t) for n, t in named_tensors(self._model) if not n.startswith(self._excluded))
         return {name: tensor for name, tensor in named if tensor.is_floating_point()}
 
     def share(self, step: int) -> float:
-        """How much of the average the weights after `step` steps make up."""
+        """The weight of the new values in the update after `step` steps."""
         return 1 - min(self.decay, (1 + step) / (10 + step))
 
     def update(self, step: int) -> None:
-        """Takes the weights after `step` steps into the average."""
-        self.take_in(self.share(step))
+        """Update the average with the weights after `step` steps."""
+        self.update_by(self.share(step))
 
     @torch.no_grad()
-    def take_in(self, share: float | Tensor) -> None:
-        """Takes the weights in. A share in a tensor can change in a captured step; the bits are the same."""
+    def update_by(self, share: float | Tensor) -> None:
+        """Update with a given share. A tensor can change between replays of a captured step; the bits are the same."""
         live = self._live()
         for name, buffer in self._model.named_buffers():
             if name in live and (name not in self.average or self.average[name].shape != buffer.shape):
-                # A buffer that was made or grew in a forward pass: its average begins anew.
+                # A buffer that a forward pass created or resized: its average starts again.
                 self.average[name] = buffer.detach().clone()
         now = [local_tensor(live[name].detach()) for name in self.average]
         if not isinstance(share, Tensor):
-            # What is here of tensors that several processes share, with those that each has whole.
+            # Sharded tensors are updated by their local rows.
             torch._foreach_lerp_([local_tensor(average) for average in self.average.values()], now, share)
             return
         for average, weights in zip(self.average.values(), now, strict=True):
-            # Half formats are averaged in float32, as the kernel for a plain number does.
+            # Half precision is averaged in float32, as the kernel for a Python float does.
             wide = torch.promote_types(average.dtype, torch.float32)
             if average.dtype == wide:
                 average.lerp_(weights, share.to(wide))
@@ -61,7 +61,7 @@ class Ema:
     @contextmanager
     @torch.no_grad()
     def in_place(self) -> Iterator[None]:
-        """Puts the average into the model for a while."""
+        """Put the average into the model while entered."""
         self._swap()
         try:
             yield
@@ -70,12 +70,12 @@ class Ema:
 
     def _swap(self) -> None:
         for name, live in self._live().items():
-            kept = live.detach().clone()
+            current = live.detach().clone()
             live.detach().copy_(self.average[name])
-            self.average[name].copy_(kept)
+            self.average[name].copy_(current)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, the non-persistent ones too, each shared tensor once."""
+    """All parameters and buffers, non-persistent ones included, each shared tensor once."""
     yield from model.named_parameters()
     yield from model.named_buffers()

@@ -1,41 +1,43 @@
-"""Checks that a captured step is still valid: a replay runs no Python."""
+"""Checks that a captured step is still valid.
+
+A replay runs no Python, so everything that Python decided during the capture must still hold.
+"""
 
 import functools
-import random
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 
+from whet.device.rng import get_host_rng, host_rng_equal, set_host_rng
 from whet.step.rollback import BufferSnapshot
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
 
-# --- what may not be captured at all ----------------------------------------------------------------------------------
+# --- before a capture -------------------------------------------------------------------------------------------------
 
 
-def capture_obstacle(optimizer: Optimizer, scaler: torch.amp.GradScaler, place: torch.device) -> str | None:
+def capture_obstacle(optimizer: Optimizer, scaler: torch.amp.GradScaler, device: torch.device) -> str | None:
     """Why steps with this optimizer cannot be replayed; None where they can."""
     groups, name = optimizer.param_groups, type(optimizer).__name__
     if type(optimizer) is not torch.optim.SGD and not all(group.get("capturable") for group in groups):
-        return f"{name} may keep numbers on the host that every step changes; one with capturable=True does not"
+        return f"{name} may keep per-step values on the host; with capturable=True it does not"
     rates = [group["lr"] for group in groups]
-    if not all(isinstance(rate, Tensor) and rate.device == place for rate in rates):
-        return f"the learning rate of {name} lies on the host; one in a tensor on {place} can change in a graph"
+    if not all(isinstance(rate, Tensor) and rate.device == device for rate in rates):
+        return f"the learning rate of {name} is on the host; only a tensor on {device} can change in a graph"
     if scaler.is_enabled() and not getattr(optimizer, "_step_supports_amp_scaling", False):
         return f"loss scaling waits for the device in every step of {name}, unless it is fused"
     return None
 
 
 def hook_obstacle(model: nn.Module, optimizer: Optimizer) -> str | None:
-    """Whose hooks would not be called by a replay; None where there are none."""
+    """Which hooks a replay would not call; None where there are none."""
     shared = [*_MODULE_HOOKS, "_full_backward_hooks"]
     if any(getattr(nn_module, f"_global{name}", None) for name in shared):
         return "hooks on all modules would not be called"
@@ -50,11 +52,11 @@ def hook_obstacle(model: nn.Module, optimizer: Optimizer) -> str | None:
     return None
 
 
-# --- what a captured step holds for -----------------------------------------------------------------------------------
+# --- validity of a captured step --------------------------------------------------------------------------------------
 
 
 class CapturedTensors:
-    """The modules of a model and its optimizer, listed once: asked in every step."""
+    """Modes and addresses of a model's and an optimizer's tensors. Listed once, since they are read in every step."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._modules = list(model.modules())
@@ -62,7 +64,7 @@ class CapturedTensors:
         self._optimizer = optimizer
 
     def modes(self) -> Hashable:
-        """What is switched by hand: training or evaluation, what is trained, and the optimizer's plain numbers."""
+        """Training flags, requires_grad flags, and the optimizer's hyperparameters."""
         groups = self._optimizer.param_groups
         return (
             tuple([module.training for module in self._modules]),
@@ -71,27 +73,27 @@ class CapturedTensors:
         )
 
     def addresses(self) -> list[int]:
-        """Where weights, buffers and the optimizer's state lie."""
-        found = [t.data_ptr() for named in self._tensors for t in named.values() if t is not None]
-        found += [
+        """Addresses of weights, buffers and optimizer state."""
+        addresses = [t.data_ptr() for named in self._tensors for t in named.values() if t is not None]
+        addresses += [
             value.data_ptr()
             for state in self._optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         ]
-        return found
+        return addresses
 
 
 def loss_key(loss: Callable[..., Any]) -> Hashable:
-    """What tells one loss from another: its code, and the plain numbers and objects that it takes from outside.
+    """Identify a loss by its code, and by the scalars and objects that it refers to.
 
-    A loss may be written anew for each step, and close over a number that changes. What lies deeper is not seen here.
+    A loss may be a new closure in each step, over a number that changes. Nested objects are not examined.
     """
     return tuple([_as_key(value) for value in loss_dependencies(loss)])
 
 
 def loss_dependencies(loss: Callable[..., Any]) -> Iterator[Any]:
-    """The parts of a loss; as long as they are kept, no other object is taken for one of them."""
+    """Everything a loss refers to. While a caller keeps these objects alive, their ids are not reused."""
     if isinstance(loss, functools.partial):
         yield from (*loss.args, *loss.keywords, *loss.keywords.values())
         yield from loss_dependencies(loss.func)
@@ -106,8 +108,8 @@ def loss_dependencies(loss: Callable[..., Any]) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with suppress(ValueError):
             yield cell.cell_contents
-    outside = function.__globals__
-    yield from (outside[name] for name in code.co_names if name in outside)
+    namespace = function.__globals__
+    yield from (namespace[name] for name in code.co_names if name in namespace)
 
 
 def _as_key(value: Any) -> Hashable:
@@ -118,34 +120,28 @@ def _as_key(value: Any) -> Hashable:
     return id(value)
 
 
-# --- what must not have happened while it was captured ----------------------------------------------------------------
+# --- side effects of a capture ----------------------------------------------------------------------------------------
 
 
 class HostSnapshot:
-    """Generators of the host and a model's buffers at one moment."""
+    """State of the host's generators and of a model's buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = BufferSnapshot(model)
-        self._generators = _host_generators()
+        self._torch_rng = torch.get_rng_state()
+        self._host_rng = get_host_rng()
 
     def change(self) -> str | None:
-        """What Python did meanwhile that a replay would not do again; None where nothing shows."""
-        if _host_generators() != self._generators:
+        """What Python has changed since, which a replay would not repeat; None where nothing was detected."""
+        if not (torch.equal(torch.get_rng_state(), self._torch_rng) and host_rng_equal(get_host_rng(), self._host_rng)):
             return "the loss draws from a generator on the host"
-        for kept in self._buffers.kept:
-            if kept.module._buffers.get(kept.name) is not kept.buffer:
-                return f"the forward pass puts another tensor in place of the buffer {kept.name!r}"
-        return "the forward pass makes buffers" if self._buffers.have_others_come() else None
+        for saved in self._buffers.saved:
+            if saved.module._buffers.get(saved.name) is not saved.buffer:
+                return f"the forward pass replaces the buffer {saved.name!r}"
+        return "the forward pass creates buffers" if self._buffers.has_new_names() else None
 
-    def put_back(self) -> None:
-        """Buffers are the same objects with the same values, and generators draw what they would have drawn."""
-        self._buffers.put_back()
-        torch.set_rng_state(torch.frombuffer(bytearray(self._generators[0]), dtype=torch.uint8))
-        random.setstate(self._generators[1])
-        name, keys, *rest = self._generators[2]
-        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
-
-
-def _host_generators() -> tuple[bytes, Any, tuple[Any, ...]]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), (name, np.asarray(keys).tobytes(), *rest)
+    def restore(self) -> None:
+        """Restore buffers and generators."""
+        self._buffers.restore()
+        torch.set_rng_state(self._torch_rng)
+        set_host_rng(self._host_rng)

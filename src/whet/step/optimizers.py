@@ -12,9 +12,111 @@ from whet.base.errors import UsageError
 from whet.device.abstract import AbstractDevice
 from whet.distributed.strategies import is_distributed
 
+OPTIMIZER_NAMES = ("adamw", "adafactor", "sgd", "adam_atan2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerChoice:
+    """An optimizer that whet builds, with the kernels that the plan selects."""
+
+    name: str = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.01
+    table_lr: float | None = None
+    """For embedding tables of which a step sees few rows; `lr` if not given."""
+    table_weight_decay: float | None = None
+
+    def base_rates(self, optimizer: Optimizer) -> list[float]:
+        """The learning rate of each group of the built optimizer."""
+        table_lr = self.lr if self.table_lr is None else self.table_lr
+        return [table_lr if group.get("is_table") else self.lr for group in optimizer.param_groups]
+
+
+def build_optimizer(
+    choice: OptimizerChoice,
+    model: nn.Module,
+    device: AbstractDevice,
+    *,
+    kernels: str = "fused",
+    is_captured: bool = False,
+) -> Optimizer:
+    """Build an optimizer over the model's trainable parameters. Only adam_atan2 decays biases and norms.
+
+    With `is_captured`, all per-step values are on the device.
+    """
+    name, lr = choice.name, choice.lr
+    groups = decay_groups(model.parameters(), weight_decay=choice.weight_decay)
+    # Fused kernels do not support complex numbers.
+    is_real = not any(p.is_complex() for group in groups for p in group["params"])
+    fused, foreach = kernels == "fused" and is_real, kernels == "foreach"
+    if name == "sgd" and fused and any(is_distributed(p) for group in groups for p in group["params"]):
+        # torch's fused SGD does not support sharded parameters.
+        fused, foreach = False, True
+    # A learning rate in a tensor can change without a new graph or a new kernel launch; fused kernels accept it.
+    rate: Any = torch.tensor(lr, dtype=device.lr_dtype, device=device.torch_device) if fused or is_captured else lr
+    if name == "adamw":
+        adamw = torch.optim.AdamW(groups, lr=rate, fused=fused, foreach=foreach, capturable=is_captured)
+        # Eager steps before a capture are intended.
+        adamw._warned_capturable_if_run_uncaptured = True
+        return adamw
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=0.9, fused=fused, foreach=foreach)
+    if name == "adam_atan2":
+        groups = atan2_groups(model, choice)
+        foreach = kernels != "loop" and is_real
+        return AdamATan2(groups, lr=rate if is_captured else lr, foreach=foreach, capturable=is_captured)
+    if name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=lr, foreach=None if fused else foreach)
+    raise UsageError("no such optimizer", got=name, try_=" or ".join(OPTIMIZER_NAMES))
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: matrices with decay, vectors (biases, norms) without."""
+    trainable = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def atan2_groups(model: nn.Module, choice: OptimizerChoice) -> list[dict[str, Any]]:
+    """Parameter groups: all with decay; tables of modules with `is_table = True` in their own group."""
+    tables = [p for module in model.modules() if getattr(module, "is_table", False) for p in module.parameters(False)]
+    others = [p for p in model.parameters() if p.requires_grad and all(p is not table for table in tables)]
+    decay = choice.weight_decay if choice.table_weight_decay is None else choice.table_weight_decay
+    groups = [
+        {"params": others, "weight_decay": choice.weight_decay},
+        {"params": [p for p in tables if p.requires_grad], "weight_decay": decay, "is_table": True},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def set_learning_rate(optimizer: Optimizer, factor: float, base_rates: list[float]) -> list[float]:
+    """Set every group's learning rate to `factor` times its base rate, in place where it is a tensor; return the rates."""
+    rates = [base * factor for base in base_rates]
+    # A group that was added later has no base rate; the step raises for it with a better error.
+    for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    return rates
+
+
+# --- AdamATan2 --------------------------------------------------------------------------------------------------------
+
 
 class AdamATan2(Optimizer):
-    """Groups with `is_table` learn by sign. A capturable one keeps every number that a step changes on the device."""
+    """Adam whose quotient is an angle: it needs no epsilon, and its learning rate bounds the length of a step.
+
+        w <- w (1 - lr decay)
+        m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2
+        w <- w - lr / (1 - b1^t) atan2(m, sqrt(v) / sqrt(1 - b2^t))
+
+    Groups with `is_table` (embedding tables of which a step sees few rows) are updated by sign instead:
+    w <- w (1 - lr decay) - lr sign(g), for the rows seen. With `capturable`, all per-step values are on the device.
+    """
 
     def __init__(
         self,
@@ -49,10 +151,10 @@ class AdamATan2(Optimizer):
                 for table, gradient in zip(trained, gradients, strict=True):
                     _sign_update(table, gradient, group)
                 continue
-            lists = (trained,) if group["foreach"] else ([p] for p in trained)
-            for some in lists:
-                if some:
-                    self._update(some, group)
+            batches = (trained,) if group["foreach"] else ([p] for p in trained)
+            for params in batches:
+                if params:
+                    self._update(params, group)
         return loss
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
@@ -77,17 +179,17 @@ class AdamATan2(Optimizer):
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[param]
         if not state:
-            # As wide as the rate where it lies on the device: Metal has no float64.
-            wide = group["lr"].dtype if isinstance(group["lr"], Tensor) else torch.float64
-            place = param.device if group["capturable"] else "cpu"
-            state["step"] = torch.zeros((), dtype=wide, device=place)
+            # The dtype of the learning rate where that is on the device: Metal has no float64.
+            dtype = group["lr"].dtype if isinstance(group["lr"], Tensor) else torch.float64
+            device = param.device if group["capturable"] else "cpu"
+            state["step"] = torch.zeros((), dtype=dtype, device=device)
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
         return state
 
 
 def _correction(step: Tensor, beta1: float, beta2: float, group: dict[str, Any]) -> tuple[Any, Any]:
-    """1 - b1^t and sqrt(1 - b2^t): tensors where nothing may be read from the device."""
+    """1 - b1^t and sqrt(1 - b2^t); tensors if capturable, since nothing may be read from the device then."""
     if group["capturable"]:
         return 1 - beta1**step, (1 - beta2**step).sqrt()
     count = float(step)
@@ -95,99 +197,7 @@ def _correction(step: Tensor, beta1: float, beta2: float, group: dict[str, Any])
 
 
 def _sign_update(table: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-    """A row that was not seen has no gradient at all; the gradients of one seen several times are summed in it."""
+    """Update the rows that have a gradient; a row seen several times has the sum of its gradients."""
     is_seen = (gradient != 0).any(dim=-1, keepdim=True)
     decayed = table * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * gradient.sign()
     table.copy_(torch.where(is_seen, decayed, table))
-
-
-OPTIMIZER_NAMES = ("adamw", "adafactor", "sgd", "adam_atan2")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerChoice:
-    """An optimizer that whet makes for you, with the kernels the plan says."""
-
-    name: str = "adamw"
-    lr: float = 3e-4
-    weight_decay: float = 0.01
-    table_lr: float | None = None
-    """For tables of which a step sees few rows; as the others if not given."""
-    table_weight_decay: float | None = None
-
-    def base_rates(self, optimizer: Optimizer) -> list[float]:
-        """The learning rate of each group of the optimizer that was made."""
-        table_lr = self.lr if self.table_lr is None else self.table_lr
-        return [table_lr if group.get("is_table") else self.lr for group in optimizer.param_groups]
-
-
-def build_optimizer(
-    choice: OptimizerChoice,
-    model: nn.Module,
-    device: AbstractDevice,
-    *,
-    kernels: str = "fused",
-    is_captured: bool = False,
-) -> Optimizer:
-    """An optimizer over the model's trainable parameters; biases and norms are not decayed, but for adam_atan2.
-
-    One that is captured keeps all its numbers on the device.
-    """
-    name, lr = choice.name, choice.lr
-    groups = decay_groups(model.parameters(), weight_decay=choice.weight_decay)
-    # Fused kernels know no complex numbers.
-    is_real = not any(p.is_complex() for group in groups for p in group["params"])
-    fused, foreach = kernels == "fused" and is_real, kernels == "foreach"
-    if name == "sgd" and fused and any(is_distributed(p) for group in groups for p in group["params"]):
-        # torch's fused SGD knows no parameters in parts.
-        fused, foreach = False, True
-    # A rate that lies in a tensor can change without a new kernel or a new graph; fused kernels take it so.
-    rate: Any = torch.tensor(lr, dtype=device.lr_dtype, device=device.place) if fused or is_captured else lr
-    if name == "adamw":
-        adamw = torch.optim.AdamW(groups, lr=rate, fused=fused, foreach=foreach, capturable=is_captured)
-        # Steps before a capture are no mistake.
-        adamw._warned_capturable_if_run_uncaptured = True
-        return adamw
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=0.9, fused=fused, foreach=foreach)
-    if name == "adam_atan2":
-        groups = atan2_groups(model, choice)
-        foreach = kernels != "loop" and is_real
-        return AdamATan2(groups, lr=rate if is_captured else lr, foreach=foreach, capturable=is_captured)
-    if name == "adafactor":
-        return torch.optim.Adafactor(groups, lr=lr, foreach=None if fused else foreach)
-    raise UsageError("no such optimizer", got=name, try_=" or ".join(OPTIMIZER_NAMES))
-
-
-def decay_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices with decay, vectors (biases, norms) without."""
-    trainable = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def atan2_groups(model: nn.Module, choice: OptimizerChoice) -> list[dict[str, Any]]:
-    """All parameters with decay; tables of modules that say `is_table = True` by themselves."""
-    tables = [p for module in model.modules() if getattr(module, "is_table", False) for p in module.parameters(False)]
-    others = [p for p in model.parameters() if p.requires_grad and all(p is not table for table in tables)]
-    decay = choice.weight_decay if choice.table_weight_decay is None else choice.table_weight_decay
-    groups = [
-        {"params": others, "weight_decay": choice.weight_decay},
-        {"params": [p for p in tables if p.requires_grad], "weight_decay": decay, "is_table": True},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def set_learning_rate(optimizer: Optimizer, factor: float, base_rates: list[float]) -> list[float]:
-    """Sets every group's learning rate to `factor` times its base rate, in place where it is a tensor; the rates."""
-    rates = [base * factor for base in base_rates]
-    # A group that came later has no base rate; steps refuse it, and their error is the one to be seen.
-    for group, rate in zip(optimizer.param_groups, rates, strict=False):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-    return rates

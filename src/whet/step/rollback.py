@@ -16,7 +16,7 @@ from whet.step.model_contexts import find_blocks
 
 
 class SavedBuffer(NamedTuple):
-    """A buffer as it was."""
+    """A buffer with its values at one moment."""
 
     module: nn.Module
     name: str
@@ -24,19 +24,24 @@ class SavedBuffer(NamedTuple):
     version: int
     values: Tensor
 
+    @classmethod
+    def of(cls, module: nn.Module, name: str, buffer: Tensor) -> "SavedBuffer":
+        """Copy the values of a buffer."""
+        return cls(module, name, buffer, buffer._version, buffer.detach().clone())
+
     def has_changed(self) -> bool:
-        """Whether it is another object or has other values; torch does not note all that kernels write."""
+        """Whether it is another object or has other values. Values are compared: some kernels write without a version."""
         if self.module._buffers.get(self.name) is not self.buffer or self.buffer._version != self.version:
             return True
         return not torch.equal(self.buffer, self.values)
 
-    def put_back(self) -> None:
-        """The same object with the same values again."""
+    def restore(self) -> None:
+        """Restore the object and its values."""
         self.module._buffers[self.name] = self.buffer
         try:
             self.buffer.copy_(self.values)
         except RuntimeError:
-            # One that shows the same numbers several times over cannot be written to.
+            # An expanded tensor, whose elements share memory, cannot be written to.
             self.module._buffers[self.name] = self.values
 
 
@@ -45,95 +50,105 @@ class BufferSnapshot:
 
     def __init__(self, model: nn.Module) -> None:
         self._objects = [(module, dict(module._buffers)) for module in model.modules()]
-        self.kept = [
-            SavedBuffer(module, name, buffer, buffer._version, buffer.detach().clone())
+        self.saved = [
+            SavedBuffer.of(module, name, buffer)
             for module, buffers in self._objects
             for name, buffer in buffers.items()
             if buffer is not None
         ]
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Every buffer is the same object with the same values again; what was added since is taken away."""
+    def restore(self) -> None:
+        """Restore every buffer, and remove those that were added since."""
         for module, buffers in self._objects:
             module._buffers.clear()
             module._buffers.update(buffers)
-        for kept in self.kept:
-            kept.put_back()
+        for saved in self.saved:
+            saved.restore()
 
-    def have_others_come(self) -> bool:
-        """Whether buffers were added or taken away since."""
+    def has_new_names(self) -> bool:
+        """Whether buffers were added or removed since."""
         return any(module._buffers.keys() != buffers.keys() for module, buffers in self._objects)
 
 
 class StepRollback:
-    """Keeps what one step after the other may change; cheap enough for every step."""
+    """Saves before each step what it may change before its update, so that a failed step can be repeated.
+
+    Weights and optimizer state change in the update only; forward and backward change generators and buffers. Which
+    buffers, and whether Python's or NumPy's generator is in use, is learned from the first step. If anything else
+    changes later, `restore` reports that it cannot undo it.
+    """
 
     def __init__(self, model: nn.Module, device: AbstractDevice) -> None:
         self._model = model
         self._device = device
+        self._is_learned = False
         self._all: BufferSnapshot | None = None
-        self._is_learnt = False
+        """All buffers before the first step."""
         self._volatile: list[tuple[nn.Module, str]] = []
-        self._watched: list[SavedBuffer] = []
-        self._kept: list[SavedBuffer] = []
-        self._host = get_host_rng()
-        self._is_host_in_use = True
-        self._generators: tuple[Tensor, Tensor | None] | None = None
+        """Buffers that steps change; saved before each step."""
+        self._constant: list[SavedBuffer] = []
+        """Buffers that steps are expected to leave alone."""
+        self._saved: list[SavedBuffer] = []
+        self._host_rng = get_host_rng()
+        self._uses_host_rng = True
+        self._torch_rng: tuple[Tensor, Tensor | None] | None = None
 
-    def keep(self) -> None:
-        """Before a step."""
-        self._generators = None
-        if self._is_host_in_use:
-            self._host = get_host_rng()
-        if not self._is_learnt:
+    def save(self) -> None:
+        """Save the state before a step."""
+        self._torch_rng = None
+        if self._uses_host_rng:
+            self._host_rng = get_host_rng()
+        if not self._is_learned:
             self._all = BufferSnapshot(self._model)
         else:
-            self._kept = [
-                SavedBuffer(module, name, buffer, buffer._version, buffer.detach().clone())
+            self._saved = [
+                SavedBuffer.of(module, name, buffer)
                 for module, name in self._volatile
                 if (buffer := module._buffers.get(name)) is not None
             ]
-        self._generators = get_torch_rng(self._device)
+        self._torch_rng = get_torch_rng(self._device)
 
     @property
     def writes_buffers(self) -> bool:
-        """Whether the forward pass changes what the model remembers, as far as is known."""
+        """Whether the forward pass is known to change buffers."""
         return bool(self._volatile)
 
     def learn(self) -> None:
-        """After a step that was finished: the first one shows what steps change."""
-        if self._is_learnt or self._all is None:
+        """Learn from the first finished step what steps change."""
+        if self._is_learned or self._all is None:
             return
-        # Statistics may be frozen at first and written to later.
-        is_volatile = [k.has_changed() or isinstance(k.module, nn.modules.batchnorm._NormBase) for k in self._all.kept]
-        self._volatile = [(k.module, k.name) for k, changes in zip(self._all.kept, is_volatile, strict=True) if changes]
-        self._watched = [k for k, changes in zip(self._all.kept, is_volatile, strict=True) if not changes]
-        self._is_host_in_use = not host_rng_equal(self._host, get_host_rng())
-        self._is_learnt = True
+        for saved in self._all.saved:
+            # Running statistics may be frozen at first and updated later.
+            if saved.has_changed() or isinstance(saved.module, nn.modules.batchnorm._NormBase):
+                self._volatile.append((saved.module, saved.name))
+            else:
+                self._constant.append(saved)
+        self._uses_host_rng = not host_rng_equal(self._host_rng, get_host_rng())
+        self._is_learned = True
 
     @torch.no_grad()
-    def put_back(self) -> bool:
-        """After a step that failed before its update: undoes what it did. False if something changed unexpectedly."""
-        if self._generators is None:
-            # Memory ran out in `keep` itself: the step had not begun.
+    def restore(self) -> bool:
+        """Undo a step that failed before its update; False if something changed unexpectedly."""
+        if self._torch_rng is None:
+            # Memory ran out in `save` itself: the step had not begun.
             return True
-        set_torch_rng(self._generators, self._device)
-        if self._is_host_in_use:
-            set_host_rng(self._host)
-        elif not host_rng_equal(self._host, get_host_rng()):
+        set_torch_rng(self._torch_rng, self._device)
+        if self._uses_host_rng:
+            set_host_rng(self._host_rng)
+        elif not host_rng_equal(self._host_rng, get_host_rng()):
             return False
         assert self._all is not None
-        if not self._is_learnt:
-            self._all.put_back()
+        if not self._is_learned:
+            self._all.restore()
             return True
-        for kept in self._kept:
-            kept.put_back()
-        return not self._all.have_others_come() and not any(kept.has_changed() for kept in self._watched)
+        for saved in self._saved:
+            saved.restore()
+        return not self._all.has_new_names() and not any(saved.has_changed() for saved in self._constant)
 
 
 def release_traceback(error: BaseException) -> str:
-    """The first line of an error, once nothing is kept alive by it: frames in its traceback hold activations."""
+    """Clear the frames of an error, which hold activations, and return its first line."""
     for raised in _error_chain(error):
         traceback.clear_frames(raised.__traceback__)
         raised.__traceback__ = None
@@ -141,17 +156,17 @@ def release_traceback(error: BaseException) -> str:
 
 
 def reduce_memory(
-    plan: Plan, model: nn.Module, *, num_samples: int, step: int, problem: str, may_cut: bool = True
+    plan: Plan, model: nn.Module, *, num_samples: int, step: int, problem: str, may_split: bool = True
 ) -> Plan:
-    """The plan with half the micro-batch, or with activations computed again; refuses where neither is left.
+    """Return the plan with half the micro-batch, or with activation checkpointing; raise where neither is possible.
 
-    `num_samples` is how many the step had. A model that remembers something of every forward pass, as BatchNorm does,
-    may not be cut: that would change what it learns.
+    `num_samples` is the size of the failed step's batch. The batch of a model that updates buffers in every forward
+    pass, as BatchNorm does, must not be split further: that would change what it learns.
     """
     planned = plan.micro_batch
     assert isinstance(planned, int)
     micro = min(planned, num_samples)
-    if micro > 1 and may_cut:
+    if micro > 1 and may_split:
         reason = f"micro batch {planned} ran out of memory at step {step:,}"
         return with_smaller_micro_batch(plan, micro // 2, reason=reason, problem=problem)
     if plan.activation_checkpointing == "off" and find_blocks(model):
@@ -162,9 +177,9 @@ def reduce_memory(
         )
     if micro > 1:
         raise InsufficientMemoryError(
-            "a step of this model needs more memory than there is",
+            "a step of this model needs more memory than is available",
             got=f"micro batch {micro}: {problem}",
-            try_=f"micro_batch={micro // 2}, if running statistics (BatchNorm's, say) may be taken over fewer samples; "
+            try_=f"micro_batch={micro // 2}, if running statistics (e.g. of BatchNorm) may be computed over fewer samples; "
             "or a smaller global_batch_size",
         )
     raise InsufficientMemoryError(

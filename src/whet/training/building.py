@@ -7,11 +7,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
-from whet.data.adapters import LoaderConfig, open_source
-from whet.data.source import AbstractSource, check_dataset_size
+from whet.data.adapters import AbstractSource, LoaderConfig, check_dataset_size, open_source
 from whet.data.split import RankShare
-from whet.device.abstract import AbstractDevice, AbstractGraphs
-from whet.device.cpu import set_num_threads
+from whet.device.abstract import AbstractDevice
 from whet.device.environment import FALLBACK, has_fallback
 from whet.device.open import open_device, rank_device
 from whet.device.rng import seed_everything
@@ -19,10 +17,9 @@ from whet.distributed.group import RankGroup
 from whet.distributed.ranks import RankInfo
 from whet.distributed.strategies import ParallelStrategy, ReplicatedStrategy
 from whet.plan.plan import Plan, override
-from whet.step.ema import Ema
-from whet.step.graphs import GraphedStepper
+from whet.step.apply_plan import build_stepper, place_model, set_process_settings
 from whet.step.model_contexts import WeightLayout, find_blocks
-from whet.step.optimizers import OptimizerChoice, build_optimizer
+from whet.step.optimizers import OptimizerChoice
 from whet.step.step import Stepper
 from whet.training.checks import check_multi_rank, check_parameters_owned, check_ranks_agree
 from whet.training.schedule import LearningRateSchedule
@@ -85,33 +82,13 @@ def build(
     total_steps = training.total_steps(source.num_samples)
     schedule = training.make_schedule(total_steps)
     own = optimizer if isinstance(optimizer, Optimizer) else None
-    device.put_model(model, own)
-    layout = layout or WeightLayout(model)
-    device.refuse_layout(plan.layout)
-    if "attention" in plan.settings:
-        device.refuse_attention(plan.attention)
-    if "norms" in plan.settings:
-        device.refuse_norms(plan.norms)
-    layout.use(plan.layout, own)
-    joining = _make_strategy(model, group, plan, device)
-    graphs, why_no_graphs = _open_graphs(plan, device, group)
-    if isinstance(optimizer, OptimizerChoice):
-        choice = optimizer
-        optimizer = build_optimizer(
-            choice,
-            model,
-            device,
-            kernels=plan.optimizer_kernels,
-            is_captured=graphs is not None,
-        )
-        base_rates = choice.base_rates(optimizer)
-    else:
-        check_parameters_owned(model, optimizer)
-        base_rates = [float(group["lr"]) for group in optimizer.param_groups]
-    if plan.loss_scaling == "dynamic":
-        device.refuse_scaling(optimizer)
-    stepper = _make_stepper(model, optimizer, device, graphs, plan, training, joining)
-    stepper.refusal = why_no_graphs
+    layout = place_model(plan, model, device, optimizer=own, layout=layout)
+    strategy = _make_strategy(model, group, plan, device)
+    if own is not None:
+        check_parameters_owned(model, own)
+    stepper, base_rates = build_stepper(
+        plan, model, optimizer, device, clip=training.clip, has_ema=training.ema, strategy=strategy
+    )
     return TrainingParts(
         plan=plan,
         device=device,
@@ -139,39 +116,6 @@ def _make_strategy(model: nn.Module, group: RankGroup, plan: Plan, device: Abstr
         return ShardedStrategy(model, group, blocks=find_blocks(model), kind=device.kind)
     bucket = plan.bucket_mb
     return ReplicatedStrategy(model, group, bucket_mb=float(bucket) if isinstance(bucket, int) else 25.0)
-
-
-def _open_graphs(plan: Plan, device: AbstractDevice, group: RankGroup) -> tuple[AbstractGraphs | None, str | None]:
-    """What captures steps, if that is planned; or why nothing does."""
-    if plan.graph == "off":
-        return None, None
-    if not group.is_alone:
-        return None, "processes wait for each other in a step, which no graph can do"
-    if plan.activation_checkpointing == "on":
-        return None, "computing activations again puts generators back, which no graph can do"
-    graphs = device.graphs()
-    return graphs, None if graphs is not None else f"{device.kind} cannot capture a step"
-
-
-def _make_stepper(
-    model: nn.Module,
-    optimizer: Optimizer,
-    device: AbstractDevice,
-    graphs: AbstractGraphs | None,
-    plan: Plan,
-    training: TrainingConfig,
-    joining: ParallelStrategy,
-) -> Stepper:
-    how: dict[str, Any] = {
-        "precision": plan.precision,
-        "loss_scaling": plan.loss_scaling,
-        "clip": training.clip,
-        "ema": Ema(model) if training.ema else None,
-    }
-    if graphs is not None:
-        is_compiled = plan.compile != "off"
-        return GraphedStepper(model, optimizer, device, graphs=graphs, is_compiled=is_compiled, **how)
-    return Stepper(model, optimizer, device, joining=joining, **how)
 
 
 def open_source_for_plan(
@@ -222,8 +166,5 @@ def use_device(plan: Plan, world: RankInfo | None = None) -> tuple[Plan, Abstrac
             got=f"mps_fallback=on, and no {FALLBACK} in the environment",
             try_=f"{FALLBACK}=1 python ..., or whet train, which sets it",
         )
-    threads = plan.threads
-    if isinstance(threads, int):
-        set_num_threads(threads)
-    opened.device.use_precision(plan.precision)
+    set_process_settings(plan, opened.device)
     return plan, opened.device, reason

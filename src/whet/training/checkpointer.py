@@ -119,7 +119,7 @@ class Checkpointer:
             self._collect(wait=True)
         if self._agreed(progress.step not in (self._saved_step, self._writer.step)):
             # A GPU that failed without an error has left garbage.
-            self._parts.device.refuse_failure(wait=True)
+            self._parts.device.monitor.check(wait=True)
             snapshot = self._take(progress, base_rates=base_rates, plan=plan)
             self._begin(snapshot, progress, urgency=urgency, start=start)
             if urgency != "last":
@@ -211,7 +211,7 @@ class Checkpointer:
     @property
     def _is_shared(self) -> bool:
         """Whether each process holds a part of the model only."""
-        return not self._parts.stepper.joining.holds_all
+        return not self._parts.stepper.strategy.holds_all
 
     def _agreed(self, answer: bool) -> bool:
         """What the first process says, where all must do the same."""

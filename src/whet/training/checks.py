@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError
+from whet.data.adapters import AbstractSource
 from whet.data.batch import GlobalBatch, Position
-from whet.data.source import AbstractSource
 from whet.distributed.group import RankGroup
 from whet.distributed.ranks import RankInfo, check_not_mps
 from whet.plan.kernel_support import GROUP_NORM_ACTIVATION, SPAN_ATTENTION, attention_kernel_reason, norm_kernel_reason

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint.snapshot import Snapshot, restore_model
+from whet.data.adapters import AbstractSource
 from whet.data.batch import MicroBatch, Position
-from whet.data.source import AbstractSource
 from whet.data.split import LengthMode, RankShare
 from whet.device.rng import preserve_rng
 from whet.distributed.strategies import local_tensor
@@ -94,8 +94,8 @@ class Evaluator:
         model, ema = self._parts.stepper.model, self._parts.stepper.ema
         modes = [(module, module.training) for module in model.modules()]
         averaged = ema.in_place() if ema else contextlib.nullcontext()
-        device, joining = self._parts.device, self._parts.stepper.joining
-        with torch.no_grad(), preserve_rng(device), averaged, joining.evaluating(), device.computing():
+        device, joining = self._parts.device, self._parts.stepper.strategy
+        with torch.no_grad(), preserve_rng(device), averaged, joining.evaluating(), device.compute_context():
             model.eval()
             try:
                 return self._found(evaluate, data, plan=plan)
@@ -124,13 +124,13 @@ class Evaluator:
         """What this process evaluates: with what the others do, every sample once."""
         world = self._parts.group.world
         micro_batches = self._micros(data, plan=plan, share=RankShare(rank=world.rank, size=world.size))
-        return (micro for micro in micro_batches if micro.counts)
+        return (micro for micro in micro_batches if micro.is_counted)
 
     def _micros(self, data: Any, *, plan: Plan, share: RankShare) -> Iterator[MicroBatch]:
         device = self._parts.device
         size = plan.eval_batch
         assert isinstance(size, int)
-        how: LengthMode = plan.lengths
+        length_mode: LengthMode = plan.lengths
         key = id(data), size, share.size
         if key not in self._sources:
             if len(self._sources) >= _MAX_OPEN_SOURCES:
@@ -141,8 +141,8 @@ class Evaluator:
             self._sources[key] = opened, data
         source, _ = self._sources[key]
         for batch in source.batches(Position()):
-            for micro in source.micro_batches(batch, micro_batch=size, how=how):
-                yield micro.moved(device.put)
+            for micro in source.micro_batches(batch, micro_batch=size, length_mode=length_mode):
+                yield micro.map_tensors(device.put)
 
     def close(self) -> None:
         """Ends the workers that read."""

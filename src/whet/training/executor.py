@@ -10,10 +10,12 @@ from whet.base.process import freeze_live_objects
 from whet.data.batch import GlobalBatch, MicroBatch, Shapes, micro_batch_shapes
 from whet.data.order import mix_seed
 from whet.data.split import LengthMode
+from whet.device.errors import is_out_of_memory
 from whet.device.rng import seed_everything
 from whet.distributed.strategies import RetryStepError
 from whet.plan.plan import Plan, make_plan, with_runtime_changes, with_smaller_eval_batch
 from whet.plan.setting import MeasuredSetting
+from whet.step.apply_plan import apply_kernels
 from whet.step.loss import LossFunction
 from whet.step.model_contexts import checkpoint_activations
 from whet.step.non_finite_guard import NonFiniteGuard
@@ -67,16 +69,13 @@ class Executor:
         if "causal_mask" in self.plan.settings and self.plan.causal_mask == "explicit":
             # From now on: an evaluation may come before the first step.
             self._closing.enter_context(use_explicit_masks())
-        if "attention" in self.plan.settings:
-            self._closing.enter_context(parts.device.attention(self.plan.attention))
-        if "freed_memory" in self.plan.settings:
-            self._closing.enter_context(parts.device.freed_memory(self.plan.freed_memory))
-        if "norms" in self.plan.settings:
-            self._closing.enter_context(parts.device.norms(self.plan.norms))
+        self._closing.enter_context(apply_kernels(self.plan, parts.device))
+        if self.plan.freed_memory == "kept":
+            self._closing.enter_context(parts.device.memory.keep_freed())
         self._checks = StartChecks(
             parts=parts, recorder=recorder, outputs=outputs, closing=self._closing, note_inexact=note_inexact
         )
-        self._closing.callback(lambda: parts.stepper.release("the session is over"))
+        self._closing.callback(lambda: parts.stepper.release_graphs("the session is over"))
         self._guard = StepRollback(parts.stepper.model, parts.device)
         self.shapes: set[Shapes] = set()
         """Those that micro-batches have had so far."""
@@ -85,7 +84,7 @@ class Executor:
         self._is_ready = False
         self._ran_out_at: int | None = None
 
-    def step(self, loss: LossFunction, batch: GlobalBatch, *, number: int, is_careful: bool = False) -> Outcome:
+    def step(self, loss: LossFunction, batch: GlobalBatch, *, number: int, is_checked: bool = False) -> Outcome:
         """Makes optimizer step `number`; if memory runs out, once more with fewer samples at once.
 
         A careful step raises NonFiniteError instead of an update with such numbers, and leaves everything as it was.
@@ -99,12 +98,12 @@ class Executor:
             seed_everything(mix_seed(self._parts.seed, number, group.world.rank) % 2**63)
         while True:
             try:
-                self._guard.keep()
-                outcome = stepper(loss, self._cut(batch), num_samples=len(batch), step=number, is_careful=is_careful)
+                self._guard.save()
+                outcome = stepper(loss, self._cut(batch), num_samples=len(batch), step=number, is_checked=is_checked)
                 break
             except NonFiniteError as error:
-                is_undone = self._guard.put_back()
-                stepper.forget()
+                is_undone = self._guard.restore()
+                stepper.abort()
                 if not is_undone:
                     raise CannotUndoError(f"step {number:,}: {error}") from None
                 raise
@@ -115,14 +114,14 @@ class Executor:
                 self._tell_refusal(number)
                 raise CannotUndoError(f"step {number:,}: {error}") from None
             except Exception as error:
-                if not self._parts.device.is_oom(error):
+                if not is_out_of_memory(error):
                     raise
                 problem = release_traceback(error)
                 self._refuse_oom_of_one(problem)
-            is_undone = not stepper.is_updating and self._guard.put_back()
-            stepper.forget()
-            if self.plan.graph == "on" and stepper.refusal is None:
-                stepper.release("memory ran out, and graphs hold some")
+            is_undone = not stepper.is_updating and self._guard.restore()
+            stepper.abort()
+            if self.plan.graph == "on" and stepper.graph_obstacle is None:
+                stepper.release_graphs("memory ran out, and graphs hold some")
             self._tell_refusal(number)
             self._free_memory(problem, number=number, num_samples=len(batch))
             if not is_undone:
@@ -136,14 +135,14 @@ class Executor:
 
     def _undo_in_all(self, error: RetryStepError, *, number: int) -> None:
         """Every process has this error, before its update; what one cannot undo, none does."""
-        is_undone = self._guard.put_back()
-        self._parts.stepper.forget()
+        is_undone = self._guard.restore()
+        self._parts.stepper.abort()
         if any(self._parts.group.most([float(not is_undone)])):
             raise CannotUndoError(f"step {number:,}: {error}")
 
     def _tell_refusal(self, number: int) -> None:
         """Steps that were to be captured and are not: one line, and the plan says why."""
-        reason = self._parts.stepper.refusal
+        reason = self._parts.stepper.graph_obstacle
         if reason is None or self.plan.graph == "off":
             return
         self._use(
@@ -158,7 +157,7 @@ class Executor:
         try:
             self._guard.learn()
         except Exception as error:
-            if not self._parts.device.is_oom(error):
+            if not is_out_of_memory(error):
                 raise
 
     def evaluate(self, evaluate: Evaluate, data: Any, *, step: int) -> dict[str, Any]:
@@ -167,7 +166,7 @@ class Executor:
             try:
                 return self._evaluator.run(evaluate, data, plan=self.plan)
             except Exception as error:
-                if not self._parts.device.is_oom(error):
+                if not is_out_of_memory(error):
                     raise
                 problem = release_traceback(error)
                 self._refuse_oom_of_one(problem)
@@ -202,7 +201,9 @@ class Executor:
             self._refuse_no_attention(loss, batch)
         if self.plan.overrides.get("norms") == "own":
             check_own_norms(self.plan)
-        plan = self._checks.run(loss, batch, self.plan, how=self._how, step=number - 1, moved_from=self.moved_from)
+        plan = self._checks.run(
+            loss, batch, self.plan, length_mode=self._length_mode, step=number - 1, moved_from=self.moved_from
+        )
         if plan is not self.plan:
             self._use(plan)
         model = self._parts.stepper.model
@@ -221,8 +222,10 @@ class Executor:
         if self.plan.attention == "own":
             check_own_attention(self.plan)
             return
-        few = next(iter(parts.source.micro_batches(batch, micro_batch=min(4, len(batch)), how=self._how)))
-        if not calls_attention(parts.stepper.model, loss, few.moved(parts.device.put), device=parts.device):
+        few = next(
+            iter(parts.source.micro_batches(batch, micro_batch=min(4, len(batch)), length_mode=self._length_mode))
+        )
+        if not calls_attention(parts.stepper.model, loss, few.map_tensors(parts.device.put), device=parts.device):
             raise UsageError(
                 "the model does not call torch's scaled_dot_product_attention",
                 got=f"attention={self.plan.attention}",
@@ -235,7 +238,7 @@ class Executor:
             self._plan_micro_batch(loss, batch)
             return
         except Exception as error:
-            if not self._parts.device.is_oom(error):
+            if not is_out_of_memory(error):
                 raise
             problem = release_traceback(error)
             self._refuse_oom_of_one(problem)
@@ -247,7 +250,9 @@ class Executor:
         parts, plan = self._parts, self.plan
         # Two points, and not of one sample: BatchNorm refuses it.
         small, large = (
-            next(iter(parts.source.micro_batches(batch, micro_batch=size, how=self._how))).moved(parts.device.put)
+            next(iter(parts.source.micro_batches(batch, micro_batch=size, length_mode=self._length_mode))).map_tensors(
+                parts.device.put
+            )
             for size in (2, 4)
         )
         needed = measure_activation_bytes(parts.stepper.model, loss, small, large, device=parts.device)
@@ -267,13 +272,13 @@ class Executor:
     # --- the parts ---------------------------------------------------------------------------------------------------
 
     @property
-    def _how(self) -> LengthMode:
+    def _length_mode(self) -> LengthMode:
         return self.plan.lengths
 
     def _cut(self, batch: GlobalBatch) -> Iterator[MicroBatch]:
         micro_batch = self.plan.micro_batch
         assert isinstance(micro_batch, int)
-        for micro in self._parts.source.micro_batches(batch, micro_batch=micro_batch, how=self._how):
+        for micro in self._parts.source.micro_batches(batch, micro_batch=micro_batch, length_mode=self._length_mode):
             if len(self.shapes) < _MAX_SHAPES:
                 self.shapes.add(micro_batch_shapes(micro))
             yield micro
@@ -298,7 +303,7 @@ class Executor:
         before, model = self.plan, self._parts.stepper.model
         has_memory = before.workload.has_batchnorm or self._guard.writes_buffers
         less = reduce_memory(
-            before, model, num_samples=num_samples, step=number, problem=problem, may_cut=not has_memory
+            before, model, num_samples=num_samples, step=number, problem=problem, may_split=not has_memory
         )
         self._use(less)
         cure = f"micro batch {self.plan.micro_batch} instead of {before.micro_batch}"
@@ -315,7 +320,7 @@ class Executor:
 
     def _empty_memory(self) -> None:
         gc.collect()
-        self._parts.device.empty_cache()
+        self._parts.device.memory.empty_cache()
 
     def _use(self, plan: Plan) -> None:
         self.plan = plan
@@ -340,15 +345,15 @@ class GuardedSteps:
         soundness = self._soundness
         if number in soundness.skipped:
             return None
-        is_careful = number <= soundness.careful_until
+        is_checked = number <= soundness.careful_until
         try:
-            outcome = self._execution.step(loss, batch, number=number, is_careful=is_careful)
+            outcome = self._execution.step(loss, batch, number=number, is_checked=is_checked)
         except CannotUndoError as error:
             raise RollbackRequiredError(str(error)) from None
         except NonFiniteError as error:
             self._leave_out(batch, number=number, how=str(error))
             return None
-        if is_careful and not self._stepper.has_finite_weights():
+        if is_checked and not self._stepper.has_finite_weights():
             # Loss and gradient were fine, and the update was not: only the checkpoint is from before it.
             how = "the update makes weights NaN or Inf"
             self._leave_out(batch, number=number, how=how)

@@ -9,6 +9,7 @@ from whet.base.errors import UsageError
 from whet.data.batch import GlobalBatch, MicroBatch, micro_batch_shapes
 from whet.data.split import LengthMode
 from whet.device.abstract import AbstractDevice
+from whet.device.errors import is_out_of_memory
 from whet.plan.plan import Plan
 from whet.step.loss import LossFunction
 from whet.step.rollback import release_traceback
@@ -68,13 +69,15 @@ class ModelCheck:
         loss: LossFunction,
         outputs: OutputFunction | None,
         batch: GlobalBatch,
-        how: LengthMode,
+        length_mode: LengthMode,
     ) -> "ModelCheck":
         planned = plan.micro_batch
         assert isinstance(planned, int)
 
         def first(size: int) -> MicroBatch:
-            return next(iter(parts.source.micro_batches(batch, micro_batch=min(size, len(batch)), how=how)))
+            return next(
+                iter(parts.source.micro_batches(batch, micro_batch=min(size, len(batch)), length_mode=length_mode))
+            )
 
         whole = first(min(planned, _MAX_SAMPLES))
         small = first(device_parity.parity_batch_size(plan.workload.num_parameters, sequence_length(whole)))
@@ -144,7 +147,7 @@ def run_check(
     except UsageError:
         raise
     except Exception as error:
-        is_oom, problem = device.is_oom(error), release_traceback(error)
+        is_oom, problem = is_out_of_memory(error), release_traceback(error)
     if is_oom:
-        device.empty_cache()
+        device.memory.empty_cache()
     return None, f"{unanswered}: {problem}"

@@ -416,9 +416,9 @@ class Session:
 
     def _tell_news(self) -> None:
         """What device and data have to say; a device that has failed without an error stops the run here."""
-        for kind, fields in (*self.device.news(), *self.source.news()):
+        for kind, fields in (*self.device.monitor.events(), *self.source.events()):
             self._recorder.event(kind, step=self.progress.step, **fields)
-        self.device.refuse_failure()
+        self.device.monitor.check()
 
     def _tell_stopping(self, number: int) -> None:
         """From a signal handler, in the middle of whatever it is."""
@@ -437,7 +437,7 @@ class Session:
 
     def _end_epoch(self, epochs_done: int) -> None:
         """Once an epoch: what would cost too much in every step."""
-        now, memory = time.monotonic(), self.device.memory()
+        now, memory = time.monotonic(), self.device.memory.usage()
         self._recorder.event(
             "epoch",
             step=self.progress.step,
@@ -450,7 +450,7 @@ class Session:
         self._epoch_began = now
         gc.collect()
         if self.plan.empty_cache == "per epoch":
-            self.device.empty_cache()
+            self.device.memory.empty_cache()
 
     def _has_sat(self, epochs_done: int | None) -> bool:
         sitting = self.training.epochs_per_session
@@ -458,7 +458,7 @@ class Session:
 
     @property
     def _holds_all(self) -> bool:
-        return self._stepper.joining.holds_all
+        return self._stepper.strategy.holds_all
 
     def _is_sound(self, *, looks_closely: bool) -> bool:
         return self._steps.are_sound(self.progress.step, looks_closely=looks_closely)

@@ -167,7 +167,7 @@ def setup(request: RunConfig, *, show: EventHandler | None, closing: ExitStack) 
     if is_in_parts:
         found = _find_checkpoint(start.run, model, group)
     # Left last: what ends before may still write to standard error.
-    closing.enter_context(parts.device.guard(has_fallback=_is_on(parts.plan, "mps_fallback")))
+    closing.enter_context(parts.device.monitor.watch(has_fallback=_is_on(parts.plan, "mps_fallback")))
     closing.callback(parts.source.close)
     run = start.run
     if run is None and path is not None and group.is_first:

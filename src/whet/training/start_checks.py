@@ -128,7 +128,14 @@ class StartChecks:
     note_inexact: Callable[[int, str], None]
 
     def run(
-        self, loss: LossFunction, batch: GlobalBatch, plan: Plan, *, how: LengthMode, step: int, moved_from: str | None
+        self,
+        loss: LossFunction,
+        batch: GlobalBatch,
+        plan: Plan,
+        *,
+        length_mode: LengthMode,
+        step: int,
+        moved_from: str | None,
     ) -> Plan:
         """The plan that the run goes on with, after `step` steps; raises where nothing helps."""
         here = self.parts.device.kind
@@ -140,7 +147,7 @@ class StartChecks:
             self.recorder.event("plan", step=step, changed=f"{opening}not verified: {why_not}")
             return plan
         start = time.perf_counter()
-        examination = ModelCheck.of(self.parts, plan, loss, self.outputs, batch, how)
+        examination = ModelCheck.of(self.parts, plan, loss, self.outputs, batch, length_mode)
         key = self._key(examination, plan)
         before = cache.load_verified(key) if key and _verify_mode(plan) == "on" and moved_from is None else None
         if before is not None:
@@ -180,7 +187,7 @@ class StartChecks:
                 unanswered=_NOT_COMPARED,
             )
             # Steps hold less than the comparison did.
-            device.empty_cache()
+            device.memory.empty_cache()
             is_useless = agreement is not None and not agreement.is_usable
             if not any(self.parts.group.most([float(is_useless)])):
                 until.push(undo.pop_all())
@@ -264,7 +271,7 @@ class StartChecks:
             "machine": [machine.name, machine.chip, machine.os.as_json(), [a.as_json() for a in machine.accelerators]],
             "torch": str(torch.__version__),
             "whet": VERSION,
-            "device": str(stepper.device.place),
+            "device": str(stepper.device.torch_device),
             "precision": plan.precision,
             "kernels": [_setting_value(plan, name) for name in ("attention", "norms", "layout")],
             "deterministic": torch.are_deterministic_algorithms_enabled(),

@@ -17,22 +17,22 @@ from whet.autotune.candidates import has_attention_choice, plan_with, predicted_
 from whet.autotune.step_bench import FailureKind, ProbeFailedError, SettingsAgreement
 from whet.base.errors import WhetError
 from whet.base.process import gc_disabled
-from whet.data.adapters import TensorSource
+from whet.data.adapters import AbstractSource, TensorSource
 from whet.data.batch import GlobalBatch, MicroBatch, Position
-from whet.data.source import AbstractSource
 from whet.data.split import LengthMode
 from whet.device.abstract import AbstractDevice
-from whet.device.cpu import preserve_num_threads, set_num_threads
+from whet.device.cpu import preserve_num_threads
 from whet.device.errors import is_out_of_memory
 from whet.device.open import open_device
 from whet.device.rng import preserve_rng
 from whet.plan.plan import Plan, make_plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
+from whet.step.apply_plan import apply_kernels, apply_plan
 from whet.step.ema import named_tensors
 from whet.step.graphs import GraphedStepper
 from whet.step.loss import LossFunction
-from whet.step.model_contexts import CompiledCalls, WeightLayout, checkpoint_activations, compile_obstacle
+from whet.step.model_contexts import CompiledCalls, WeightLayout, compile_obstacle
 from whet.step.optimizers import OptimizerChoice, set_learning_rate
 from whet.step.rollback import release_traceback
 from whet.training.building import TrainingParts, build, open_source_for_plan
@@ -151,7 +151,8 @@ class LocalStepBench:
             self._closing.enter_context(gc_disabled())
             device = open_device(self.plan.device).device
             self._closing.enter_context(preserve_rng(device))
-            self._closing.enter_context(device.freed_memory(self.plan.freed_memory))
+            if self.plan.freed_memory == "kept":
+                self._closing.enter_context(device.memory.keep_freed())
             self._learn_what_a_sample_needs()
             undo.pop_all()
         return self
@@ -160,7 +161,7 @@ class LocalStepBench:
         self._close_sources()
         self._closing.close()
         for place in self._floors:
-            open_device(str(place)).device.empty_cache()
+            open_device(str(place)).device.memory.empty_cache()
 
     # --- what a search asks ------------------------------------------------------------------------------------------
 
@@ -193,8 +194,8 @@ class LocalStepBench:
             parts = self._built(self.plan_with(settings))
             plan, device = parts.plan, parts.device
             self.move_to(device)
-            micro = self.few_samples(parts, at_most=8).moved(device.put)
-            with device.attention(plan.attention), device.norms(plan.norms):
+            micro = self.few_samples(parts, at_most=8).map_tensors(device.put)
+            with apply_kernels(plan, device):
                 found = compare_precision(self.model, self.loss, micro, device, plan.precision)
         return SettingsAgreement(
             loss_error=found.loss_error, gradient_error=found.gradient_error, bound=found.bound, agrees=found.agrees
@@ -229,21 +230,23 @@ class LocalStepBench:
         return self._batches[index % len(self._batches)]
 
     def move_to(self, device: AbstractDevice) -> None:
-        if device.place != self._is_on:
+        if device.torch_device != self._is_on:
             device.put_model(self.model, self._optimizer if isinstance(self._optimizer, Optimizer) else None)
-            self._is_on = device.place
+            self._is_on = device.torch_device
 
     def few_samples(self, parts: TrainingParts, *, at_most: int) -> MicroBatch:
-        how: LengthMode = parts.plan.lengths
+        length_mode: LengthMode = parts.plan.lengths
         batch = self.batch(0)
-        return next(iter(parts.source.micro_batches(batch, micro_batch=min(at_most, len(batch)), how=how)))
+        return next(
+            iter(parts.source.micro_batches(batch, micro_batch=min(at_most, len(batch)), length_mode=length_mode))
+        )
 
     def floor(self, device: AbstractDevice) -> int:
         """What was taken on a device, or by this process, before any model was there."""
-        if device.place not in self._floors:
-            own = sum(t.nbytes for _, t in named_tensors(self.model) if t.device.type == device.place.type)
-            self._floors[device.place] = max(0, (device.memory().allocated or 0) - own)
-        return self._floors[device.place]
+        if device.torch_device not in self._floors:
+            own = sum(t.nbytes for _, t in named_tensors(self.model) if t.device.type == device.torch_device.type)
+            self._floors[device.torch_device] = max(0, (device.memory.usage().allocated or 0) - own)
+        return self._floors[device.torch_device]
 
     def batches_of(self, source: AbstractSource) -> Iterator[GlobalBatch] | None:
         """Batches that have to be read, from the first one on and again; None where all lie ready."""
@@ -286,7 +289,7 @@ class LocalStepBench:
         if plan.workload.activation_bytes is not None or len(self.batch(0)) < 4:
             return
         try:
-            small, large = (self.few_samples(parts, at_most=size).moved(parts.device.put) for size in (2, 4))
+            small, large = (self.few_samples(parts, at_most=size).map_tensors(parts.device.put) for size in (2, 4))
             needed = measure_activation_bytes(self.model, self.loss, small, large, device=parts.device)
         except Exception:
             # A loss may insist on more samples: then nobody knows what one of them needs.
@@ -294,7 +297,7 @@ class LocalStepBench:
         self._use_workload(plan.workload.model_copy(update={"activation_bytes": needed}))
 
     def _learn_about_attention(self, parts: TrainingParts) -> None:
-        micro = self.few_samples(parts, at_most=2).moved(parts.device.put)
+        micro = self.few_samples(parts, at_most=2).map_tensors(parts.device.put)
         try:
             is_called = calls_attention(self.model, self.loss, micro, device=parts.device)
         except Exception:
@@ -353,14 +356,14 @@ class LocalPreparedStep:
         self._number += 1
         with _probe_errors(), self._in_force():
             if self._number == _WARMUP_STEPS:
-                parts.device.reset_peak()
+                parts.device.memory.reset_peak()
             start = time.perf_counter()
             batch = next(self._reading) if self._reading is not None else self._rig.batch(index)
             parts.stepper(self._rig.loss, self._cut(batch), num_samples=len(batch), step=self._number)
             parts.device.sync()
             seconds = time.perf_counter() - start
-            if parts.stepper.refusal is not None:
-                raise ProbeFailedError(parts.stepper.refusal, kind="error")
+            if parts.stepper.graph_obstacle is not None:
+                raise ProbeFailedError(parts.stepper.graph_obstacle, kind="error")
             return seconds
 
     def capture(self, *, seconds: float) -> None:
@@ -374,41 +377,37 @@ class LocalPreparedStep:
         if isinstance(stepper, GraphedStepper):
             # The steps themselves are no cost: a run makes them anyway.
             self.preparation_seconds += stepper.capture_seconds
-            if stepper.refusal is None and not stepper.num_captured:
+            if stepper.graph_obstacle is None and not stepper.num_captured:
                 raise ProbeFailedError("no two batches had the same shapes", kind="error")
 
     def peak_bytes(self) -> int | None:
-        peak = self._parts.device.memory().peak
+        peak = self._parts.device.memory.usage().peak
         return None if peak is None else max(0, peak - self._rig.floor(self._parts.device))
 
     def close(self) -> None:
-        self._parts.stepper.forget()
-        self._parts.stepper.release("the measurement is over")
+        self._parts.stepper.abort()
+        self._parts.stepper.release_graphs("the measurement is over")
         self._parts.stepper.optimizer.state.clear()
 
     def _cut(self, batch: GlobalBatch) -> Iterator[MicroBatch]:
         plan = self._parts.plan
-        micro_batch, how = plan.micro_batch, plan.lengths
+        micro_batch, length_mode = plan.micro_batch, plan.lengths
         assert isinstance(micro_batch, int)
-        return self._parts.source.micro_batches(batch, micro_batch=micro_batch, how=how)
+        return self._parts.source.micro_batches(batch, micro_batch=micro_batch, length_mode=length_mode)
 
     @contextmanager
     def _in_force(self) -> Iterator[None]:
         """What holds for the whole process or the whole model, only while this plan steps."""
         plan, device = self._parts.plan, self._parts.device
         self._rig.move_to(device)
-        self._rig.layout.use(plan.layout, self._parts.stepper.optimizer)
-        threads = plan.threads
-        if isinstance(threads, int):
-            set_num_threads(threads)
-        device.use_precision(plan.precision)
-        with ExitStack() as stack:
-            stack.enter_context(device.attention(plan.attention))
-            stack.enter_context(device.norms(plan.norms))
-            if plan.activation_checkpointing == "on":
-                stack.enter_context(checkpoint_activations(self._rig.model))
-            if self._compiled is not None:
-                stack.enter_context(self._compiled.in_use())
+        with apply_plan(
+            plan,
+            self._rig.model,
+            device,
+            layout=self._rig.layout,
+            optimizer=self._parts.stepper.optimizer,
+            compiled=self._compiled,
+        ):
             yield
 
 

@@ -88,10 +88,10 @@ def measure_activation_bytes(
     """
     buffers = BufferSnapshot(model)
     try:
-        with preserve_rng(device), device.computing():
+        with preserve_rng(device), device.compute_context():
             at_small, at_large = (_saved_bytes(model, loss, micro) for micro in (small, large))
     finally:
-        buffers.put_back()
+        buffers.restore()
     return max(1, (at_large - at_small) // max(1, len(large) - len(small)))
 
 
@@ -99,10 +99,10 @@ def calls_attention(model: nn.Module, loss: LossFunction, micro: MicroBatch, *, 
     """Whether the loss calls torch's scaled_dot_product_attention, by one pass over a few samples. Leaves no trace."""
     buffers = BufferSnapshot(model)
     try:
-        with preserve_rng(device), device.computing(), count_attention_calls() as calls:
+        with preserve_rng(device), device.compute_context(), count_attention_calls() as calls:
             loss(micro)
     finally:
-        buffers.put_back()
+        buffers.restore()
     return bool(calls)
 
 

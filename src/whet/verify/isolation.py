@@ -57,7 +57,7 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
             parameter.grad = None
             parameter.data = memory
             parameter.grad = gradient
-        buffers.put_back()
+        buffers.restore()
         for module, mode in modes:
             module.training = mode
 

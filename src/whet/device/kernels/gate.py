@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from whet.device.kernels.switches import are_own_gates_on, is_supported
+from whet.device.kernels.switches import is_own_kernel_on, is_supported
 
 
 def swiglu(mixture: Tensor) -> Tensor:
     """(..., I) from (..., 2 I): the first half, through silu, times the second."""
-    if are_own_gates_on() and is_supported(mixture):
+    if is_own_kernel_on("gates") and is_supported(mixture):
         through: Tensor = swiglu_op(mixture)
         return through
     gates, up = mixture.chunk(2, dim=-1)

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.device.kernels.switches import are_own_norms_on, has_hooks, is_supported
+from whet.device.kernels.switches import has_hooks, is_own_kernel_on, is_supported
 from whet.plan.kernel_support import cell_tiles, groups_per_program, supports_group_norm
 
 
 def group_norm_activation(norm: nn.Module, activation: nn.Module, x: Tensor) -> Tensor:
     """activation(norm(x)), by kernels of our own where they are wanted (norms=own) and written for it."""
     if (
-        are_own_norms_on()
+        is_own_kernel_on("norms")
         and isinstance(norm, nn.GroupNorm)
         and isinstance(activation, nn.SiLU | nn.ReLU)
         and is_supported(x)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.device.kernels.switches import are_own_norms_on, has_hooks, is_supported
+from whet.device.kernels.switches import has_hooks, is_own_kernel_on, is_supported
 from whet.plan.kernel_support import supports_add_norm
 
 _ROWS, _WARPS = 1, 2
@@ -21,7 +21,7 @@ def residual_layer_norm(
     They are the same tensor but where norms=own is in force: there one in float32 and one in half precision.
     """
     if (
-        are_own_norms_on()
+        is_own_kernel_on("norms")
         and is_supported(x)
         and x.numel() > 0
         and type(dense) is nn.Linear

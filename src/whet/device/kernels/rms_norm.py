@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from whet.device.kernels.switches import are_own_norms_on, is_supported
+from whet.device.kernels.switches import is_own_kernel_on, is_supported
 from whet.plan.kernel_support import supports_add_norm
 
 
 def has_rms_kernel(x: Tensor, added: Tensor | None) -> bool:
     """Whether norms=own is in force and has kernels for tensors like these."""
     return (
-        are_own_norms_on()
+        is_own_kernel_on("norms")
         and is_supported(x)
         and x.numel() > 0
         and (added is None or (added.dtype == x.dtype and added.shape == x.shape))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.device.kernels.switches import is_own_attention_on, is_supported
+from whet.device.kernels.switches import is_own_kernel_on, is_supported
 from whet.plan.kernel_support import supports_span_attention
 
 _TILE, _PIECE, _WARPS = 64, 64, 4
@@ -37,7 +37,7 @@ class Spans:
 
 def has_span_kernel(x: Tensor, head_size: int) -> bool:
     """Whether attention=own is in force and has kernels for tensors like this one."""
-    return is_own_attention_on() and is_supported(x) and supports_span_attention(head_size)
+    return is_own_kernel_on("attention") and is_supported(x) and supports_span_attention(head_size)
 
 
 def span_attention(

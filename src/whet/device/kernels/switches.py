@@ -1,4 +1,8 @@
-"""Switches for whet's own kernels and for the backends of torch's attention."""
+"""Switches for whet's own kernels and for the backends of torch's attention.
+
+A model that has a place for one of our kernels asks the switch in its forward pass. Switches are off unless a plan is
+in force, so a model used outside of whet runs torch's kernels.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,8 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_ORDER = ("cudnn", "flash", "efficient", "math")
-_BACKENDS = {
+HAS_TRITON = find_spec("triton") is not None
+
+_SWITCHES = {"attention": False, "norms": False, "gates": False}
+
+# In the order in which torch's own heuristics prefer them.
+_SDPA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -18,18 +26,14 @@ _BACKENDS = {
 }
 
 
-def prefer_sdpa_kernel(kernel: str) -> AbstractContextManager[object]:
-    """While entered, this kernel goes first; masks, number formats or shapes that it lacks go to the next ones.
-
-    Those before it in the order are not used at all.
-    """
-    allowed = _ORDER[_ORDER.index(kernel) :]
-    return sdpa_kernel([_BACKENDS[name] for name in allowed], set_priority=True)
+def use_own_kernels(*names: str) -> AbstractContextManager[None]:
+    """Use whet's kernels for "attention", "norms" or "gates" while entered, in models that call them."""
+    return _switch(*names, is_on=True)
 
 
-HAS_TRITON = find_spec("triton") is not None
-
-_SWITCHES = {"attention": False, "norms": False, "gates": False}
+def use_torch_kernels(*names: str) -> AbstractContextManager[None]:
+    """Use torch's kernels for these while entered."""
+    return _switch(*names, is_on=False)
 
 
 @contextlib.contextmanager
@@ -42,48 +46,29 @@ def _switch(*names: str, is_on: bool) -> Iterator[None]:
         _SWITCHES.update(before)
 
 
-def use_own_attention() -> contextlib.AbstractContextManager[None]:
-    """While entered, models that have a place for it use attention of our own (attention=own)."""
-    return _switch("attention", is_on=True)
-
-
-def use_own_norms() -> contextlib.AbstractContextManager[None]:
-    """While entered, models that have a place for them use norms of our own (norms=own)."""
-    return _switch("norms", is_on=True)
-
-
-def use_own_gates() -> contextlib.AbstractContextManager[None]:
-    """While entered, models that have a place for it use a gate of our own: whenever whet computes on CUDA."""
-    return _switch("gates", is_on=True)
-
-
-def use_torch_kernels(*settings: str) -> contextlib.AbstractContextManager[None]:
-    """While entered, torch's kernels compute what these settings are for: attention, norms."""
-    return _switch(*settings, is_on=False)
-
-
-def is_own_attention_on() -> bool:
-    """Whether attention=own is in force."""
-    return _SWITCHES["attention"]
-
-
-def are_own_norms_on() -> bool:
-    """Whether norms=own is in force."""
-    return _SWITCHES["norms"]
-
-
-def are_own_gates_on() -> bool:
-    """Whether whet computes."""
-    return _SWITCHES["gates"]
+def is_own_kernel_on(name: str) -> bool:
+    """Whether whet's own kernel for "attention", "norms" or "gates" is selected."""
+    return _SWITCHES[name]
 
 
 def is_supported(x: Tensor) -> bool:
-    """Whether kernels of our own are written for this tensor."""
+    """Whether whet's kernels are written for this tensor: CUDA, half precision, triton installed."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and HAS_TRITON
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at what this module gets or gives, so that it has to be called."""
+    """Whether hooks observe this module, so that it has to be called."""
     return bool(
         module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
     )
+
+
+def prefer_sdpa_kernel(kernel: str) -> AbstractContextManager[object]:
+    """Prefer one backend of torch's attention while entered.
+
+    Masks, dtypes or shapes that it does not support fall through to the backends after it in the list; those before
+    it are not used.
+    """
+    names = list(_SDPA_BACKENDS)
+    allowed = names[names.index(kernel) :]
+    return sdpa_kernel([_SDPA_BACKENDS[name] for name in allowed], set_priority=True)

@@ -64,7 +64,9 @@ def _try_function(
     compute: Callable[..., Any], inputs: tuple[Tensor, ...], tolerance: float, place: DeviceUnderTest
 ) -> CheckFinding:
     expected = forward_and_backward(compute, inputs, torch.device("cpu"))
-    return _compare_operator(lambda: forward_and_backward(compute, inputs, place.device.place), expected, tolerance)
+    return _compare_operator(
+        lambda: forward_and_backward(compute, inputs, place.device.torch_device), expected, tolerance
+    )
 
 
 def _try_module(
@@ -79,7 +81,7 @@ def _try_module(
         return found, [p.grad for p in module.parameters() if p.grad is not None], list(module.buffers())
 
     expected = run(torch.device("cpu"))
-    return _compare_operator(lambda: run(place.device.place), expected, tolerance)
+    return _compare_operator(lambda: run(place.device.torch_device), expected, tolerance)
 
 
 def forward_and_backward(compute: Callable[..., Any], inputs: tuple[Tensor, ...], where: torch.device) -> Any:

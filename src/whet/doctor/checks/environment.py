@@ -49,7 +49,7 @@ def _variables(place: DeviceUnderTest) -> CheckFinding:
 
 
 def _memory_limit(place: DeviceUnderTest) -> CheckFinding:
-    memory = place.device.memory()
+    memory = place.device.memory.usage()
     figures: dict[str, Figure] = {"limit_bytes": memory.limit, "allocated_bytes": memory.allocated}
     return (
         failed("the device does not say how much memory it has") if memory.limit is None else good("known", **figures)

@@ -88,7 +88,7 @@ def _copies_without_waiting(place: DeviceUnderTest) -> tuple[Any, Any]:
     moved = []
     for number in range(40):
         source = torch.full((50_000,), float(number))
-        moved.append(source.to(place.device.place, non_blocking=True))
+        moved.append(source.to(place.device.torch_device, non_blocking=True))
         del source
         # Takes the memory that was just given back, and writes over it.
         torch.full((50_000,), -1.0)
@@ -104,7 +104,7 @@ def _transposed_update(place: DeviceUnderTest) -> tuple[Any, Any]:
         weight.addcdiv_(a, b, value=-0.5).addcmul_(a, b, value=0.1)
         return weight
 
-    return update(place.device.place), update(_CPU)
+    return update(place.device.torch_device), update(_CPU)
 
 
 @_memory.add(100764, "results written into a part of a tensor")
@@ -117,7 +117,7 @@ def _parts(place: DeviceUnderTest) -> tuple[Any, Any]:
         whole[5].mul_(x[5].repeat(2))
         return whole
 
-    return write(place.device.place), write(_CPU)
+    return write(place.device.torch_device), write(_CPU)
 
 
 @_memory.add(176159, "masked_fill_ on a transposed tensor")
@@ -127,7 +127,7 @@ def _masked(place: DeviceUnderTest) -> tuple[Any, Any]:
         x.t().masked_fill_((draw(5, 7, seed=1) > 0).to(where), 3.0)
         return x
 
-    return fill(place.device.place), fill(_CPU)
+    return fill(place.device.torch_device), fill(_CPU)
 
 
 @_memory.add(98212, "activations of non-contiguous tensors")
@@ -137,13 +137,13 @@ def _strided_activations(place: DeviceUnderTest) -> tuple[Any, Any]:
         return f.silu(part), f.gelu(part), f.leaky_relu(part), f.mish(part), f.softmax(part, -1)
 
     inputs = (draw(8, 6),)
-    return forward_and_backward(compute, inputs, place.device.place), forward_and_backward(compute, inputs, _CPU)
+    return forward_and_backward(compute, inputs, place.device.torch_device), forward_and_backward(compute, inputs, _CPU)
 
 
 @_memory.add(165257, "random numbers written into a transposed tensor", tolerance=0.05)
 def _strided_draws(place: DeviceUnderTest) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    normal, uniform = (torch.full((300, 200), 9.0, device=place.device.place) for _ in range(2))
+    normal, uniform = (torch.full((300, 200), 9.0, device=place.device.torch_device) for _ in range(2))
     normal.t().normal_()
     uniform[:, ::2].uniform_()
     drawn = uniform[:, ::2]
@@ -182,7 +182,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 def _both(place: DeviceUnderTest, compute: Any, *inputs: Tensor) -> tuple[Any, Any]:
     """Outputs and gradients, here and on the CPU."""
-    return forward_and_backward(compute, inputs, place.device.place), forward_and_backward(
+    return forward_and_backward(compute, inputs, place.device.torch_device), forward_and_backward(
         compute, inputs, _CPU_PRODUCTS
     )
 
@@ -332,7 +332,7 @@ def _frozen_input(place: DeviceUnderTest) -> tuple[Any, Any]:
         assert bias.grad is not None
         return [weight.grad, bias.grad]
 
-    return gradients(place.device.place), gradients(_CPU_TRAINING)
+    return gradients(place.device.torch_device), gradients(_CPU_TRAINING)
 
 
 @_training.add(189617, "rms_norm in half precision", tolerance=2e-2)
@@ -350,7 +350,7 @@ def _batch_norm(place: DeviceUnderTest) -> tuple[Any, Any]:
         return f.batch_norm(x.transpose(1, 2), None, None, weight, bias, training=True).tanh()
 
     inputs = draw(6, 20, 3), draw(3, seed=1), draw(3, seed=2)
-    return forward_and_backward(compute, inputs, place.device.place), forward_and_backward(
+    return forward_and_backward(compute, inputs, place.device.torch_device), forward_and_backward(
         compute, inputs, _CPU_TRAINING
     )
 
@@ -361,7 +361,7 @@ def _large_numbers(place: DeviceUnderTest) -> tuple[Any, Any]:
         return f.gelu(x, approximate="tanh"), f.gelu(x), x.tanh()
 
     inputs = (torch.tensor([-1e4, -90.0, -12.0, 0.0, 12.0, 90.0, 1e4]),)
-    return forward_and_backward(compute, inputs, place.device.place), forward_and_backward(
+    return forward_and_backward(compute, inputs, place.device.torch_device), forward_and_backward(
         compute, inputs, _CPU_TRAINING
     )
 
@@ -376,7 +376,7 @@ def _uneven_pool(place: DeviceUnderTest) -> tuple[Any, Any]:
 def _lstm_dropout(place: DeviceUnderTest) -> tuple[Any, Any]:
     """With the same draws, the gradient must be the slope of the loss; and dropout must change the result at all."""
     torch.manual_seed(0)
-    lstm = nn.LSTM(4, 16, num_layers=2, dropout=0.8).to(place.device.place)
+    lstm = nn.LSTM(4, 16, num_layers=2, dropout=0.8).to(place.device.torch_device)
     x, direction = place.put(draw(5, 3, 4)), place.put(draw(5, 3, 4, seed=1))
 
     def loss(at: Tensor) -> Tensor:
@@ -407,7 +407,7 @@ def _scaled_fused(place: DeviceUnderTest) -> tuple[Any, Any]:
             scaler.update()
         return [weight]
 
-    return train(place.device.place, fused=True), train(_CPU_TRAINING, fused=False)
+    return train(place.device.torch_device, fused=True), train(_CPU_TRAINING, fused=False)
 
 
 @_training.add(184286, "a loss scaler keeps half-precision gradients", tolerance=2e-2)
@@ -415,7 +415,7 @@ def _scaled_half(place: DeviceUnderTest) -> tuple[Any, Any]:
     # CUDA refuses to unscale half gradients at all: there is nothing to get wrong.
     half = torch.float32 if place.device.kind == "cuda" else torch.bfloat16
     weight = nn.Parameter(place.put(draw(40)).to(half))
-    scaler = torch.amp.GradScaler(place.device.place.type, init_scale=1024.0)
+    scaler = torch.amp.GradScaler(place.device.torch_device.type, init_scale=1024.0)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     scaler.scale((weight.float() * 3).sum()).backward()
     scaler.unscale_(optimizer)

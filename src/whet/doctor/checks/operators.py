@@ -76,7 +76,7 @@ def _autocast(dtype: torch.dtype, place: DeviceUnderTest) -> CheckFinding:
 
     inputs = (draw(2, 12, 32), draw(48, 32, seed=1) / 6, draw(5, 12, 3, seed=2) / 6)
     expected = forward_and_backward(compute, inputs, torch.device("cpu"))
-    found = forward_and_backward(halved, inputs, place.device.place)
+    found = forward_and_backward(halved, inputs, place.device.torch_device)
     return compare_results(
         found, expected, tolerance=4 * HALF_TOLERANCES[dtype], right="close to float32", wrong="far from float32"
     )
@@ -148,7 +148,7 @@ def _try_optimizer(make: Make, place: DeviceUnderTest) -> CheckFinding:
     model = _net()
     expected = _weights_after(make, model, torch.device("cpu"))
     try:
-        found = _weights_after(make, model, place.device.place)
+        found = _weights_after(make, model, place.device.torch_device)
     except Exception as error:
         return explain_error(error)
     return compare_results(found, expected, right="equal", wrong="differs from the CPU")
@@ -159,7 +159,7 @@ def _try_both(
 ) -> CheckFinding:
     expected = compute(torch.device("cpu"))
     try:
-        found = compute(place.device.place)
+        found = compute(place.device.torch_device)
     except Exception as error:
         return explain_error(error)
     return compare_results(found, expected, tolerance=tolerance, right="equal", wrong="differs from the CPU")

@@ -69,7 +69,7 @@ def _matmul(place: DeviceUnderTest) -> CheckFinding:
     device = place.device
 
     def product(size: int, dtype: torch.dtype) -> Callable[[], object]:
-        a = torch.randn(size, size).to(dtype).to(device.place)
+        a = torch.randn(size, size).to(dtype).to(device.torch_device)
         return lambda: a @ a
 
     sizes, calls = {}, {}
@@ -93,9 +93,9 @@ def _matmul(place: DeviceUnderTest) -> CheckFinding:
 
 def _bandwidth(place: DeviceUnderTest) -> CheckFinding:
     device = place.device
-    limit = device.memory().limit or 2**33
+    limit = device.memory.usage().limit or 2**33
     num_bytes = min(2**28, limit // 32)
-    source = torch.zeros(num_bytes // 4, device=device.place)
+    source = torch.zeros(num_bytes // 4, device=device.torch_device)
     target = torch.empty_like(source)
     seconds = time_in_turn({"copy": (device, lambda: target.copy_(source))})["copy"]
     speed = 2 * num_bytes / statistics.median(seconds)
@@ -118,7 +118,7 @@ def _copies(place: DeviceUnderTest) -> CheckFinding:
 
 def _launches(place: DeviceUnderTest) -> CheckFinding:
     device, count = place.device, 500
-    x = torch.zeros(16, device=device.place)
+    x = torch.zeros(16, device=device.torch_device)
 
     def ask() -> None:
         for _ in range(count):
@@ -141,7 +141,7 @@ def _launches(place: DeviceUnderTest) -> CheckFinding:
 def _stepper(device: AbstractDevice, *, width: int, batch: int) -> Callable[[], object]:
     torch.manual_seed(0)
     tokens = draw_integers(batch, 65, below=VOCABULARY)
-    model = SmallTransformer(width=width, length=64).to(device.place)
+    model = SmallTransformer(width=width, length=64).to(device.torch_device)
     task = ModelTask(
         copy.deepcopy(model), device.put(tokens[:, :-1].contiguous()), device.put(tokens[:, 1:].contiguous())
     )
@@ -176,15 +176,15 @@ def _training(place: DeviceUnderTest, *, width: int, batch: int) -> CheckFinding
 def _memory(place: DeviceUnderTest) -> CheckFinding:
     device = place.device
     if device.kind == "cpu":
-        return not_applicable("there is no cache to empty", limit_bytes=device.memory().limit)
+        return not_applicable("there is no cache to empty", limit_bytes=device.memory.usage().limit)
     seconds = []
     for _ in range(3):
-        torch.zeros(2**24, device=device.place)
+        torch.zeros(2**24, device=device.torch_device)
         device.sync()
         start = time.perf_counter()
-        device.empty_cache()
+        device.memory.empty_cache()
         seconds.append(time.perf_counter() - start)
-    limit = device.memory().limit
+    limit = device.memory.usage().limit
     cost = statistics.median(seconds)
     what = f"emptying the cache takes {format_seconds(cost)}; recommended memory {format_bytes(limit) if limit else 'unknown'}"
     return good(what, empty_cache_seconds=cost, limit_bytes=limit)

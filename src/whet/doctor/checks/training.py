@@ -52,7 +52,7 @@ def _losses(task: ModelTask, where: torch.device) -> Tensor:
 
 
 def _parity(make: Callable[[], ModelTask], place: DeviceUnderTest) -> CheckFinding:
-    task, cpu, here = make(), torch.device("cpu"), place.device.place
+    task, cpu, here = make(), torch.device("cpu"), place.device.torch_device
     (loss, gradients, weights), (our_loss, our_gradients, our_weights) = _one_step(task, cpu), _one_step(task, here)
     expected = _losses(task, cpu)
     if our_gradients.keys() != gradients.keys():
@@ -84,7 +84,7 @@ def _parity(make: Callable[[], ModelTask], place: DeviceUnderTest) -> CheckFindi
 
 
 def _same_twice(make: Callable[[], ModelTask], place: DeviceUnderTest) -> CheckFinding:
-    task, here = make(), place.device.place
+    task, here = make(), place.device.torch_device
     one, other = _one_step(task, here), _one_step(task, here)
     different = [name for name in one[2] if not torch.equal(one[2][name], other[2][name])]
     if not different and torch.equal(one[0], other[0]):
@@ -174,7 +174,7 @@ def _interrupted(place: DeviceUnderTest) -> CheckFinding:
         expected, repeated, found = _last(whole_run), _last(again), _last(cut)
     different, num_tensors = _different(found, expected), len(expected.tensors)
     is_repeatable = not _different(repeated, expected)
-    generator = f"randomness/{place.device.kind}"
+    generator = f"rng/{place.device.kind}"
     figures = {
         "num_tensors": num_tensors,
         "num_different": len(different),
@@ -187,7 +187,7 @@ def _interrupted(place: DeviceUnderTest) -> CheckFinding:
         what = "not exact, and neither are two whole runs: the device computes other bits each time"
     else:
         what = f"not exact: {len(different)} of {num_tensors} tensors differ, such as {different[0]}"
-    weights = [name for name in expected.tensors if name in found.tensors and not name.startswith("randomness")]
+    weights = [name for name in expected.tensors if name in found.tensors and not name.startswith("rng")]
     error = relative_error([found.tensors[n] for n in weights], [expected.tensors[n] for n in weights])
     return differs(what, **figures, error=error)
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from whet.data.batch import Packed, Padded
 from whet.device.kernels import spans
 from whet.device.kernels.spans import Spans, has_span_kernel, span_attention
-from whet.device.kernels.switches import is_own_attention_on
+from whet.device.kernels.switches import is_own_kernel_on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ def token_layout(tokens: Padded | Packed) -> TokenLayout:
         # Not in starts[1:]: compiled for a GPU, a view is read from its storage's begin on (pytorch#161609).
         owner = torch.bucketize(everywhere, starts, right=True) - 1
         positions = everywhere - starts[owner]
-        spans = Spans.of(starts[owner], starts[owner + 1]) if is_own_attention_on() else None
+        spans = Spans.of(starts[owner], starts[owner + 1]) if is_own_kernel_on("attention") else None
         cells = owner * longest + positions
     columns = torch.arange(longest, device=device)
     is_real = columns < lengths[:, None]

@@ -133,7 +133,7 @@ class Answering:
         with torch.inference_mode():
             for rows in order.split(batch):
                 longest = int(column.lengths[rows].max())
-                logits = self._model(column.padded(rows, length=longest).moved(self._put))
+                logits = self._model(column.padded(rows, length=longest).map_tensors(self._put))
                 # As an evaluation does: on the CPU, and no tie that rounding makes.
                 told = probabilities(logits.float().cpu().double(), is_multi_label=self.is_multi_label)
                 check_finite(told.numpy())

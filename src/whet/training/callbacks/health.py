@@ -57,7 +57,7 @@ class Health:
         left = seen.memory_available_bytes
         used = None if left is None or self._memory_bytes is None else max(0, self._memory_bytes - left)
         memory = {
-            **asdict(self._device.memory()),
+            **asdict(self._device.memory.usage()),
             "process": use.process_bytes,
             "used": used,
             "available": left,
@@ -79,7 +79,7 @@ def held_memory(stepper: Stepper) -> dict[str, int]:
     """
 
     def count(tensors: Iterable[Tensor]) -> int:
-        here = (stepper.joining.local(tensor) for tensor in tensors)
+        here = (stepper.strategy.local(tensor) for tensor in tensors)
         return sum(tensor.numel() * tensor.element_size() for tensor in here)
 
     state = (value for slot in stepper.optimizer.state.values() for value in slot.values() if isinstance(value, Tensor))

@@ -137,7 +137,7 @@ def compare_precision(
     """
     if precision not in GRADIENT_BOUNDS:
         raise UsageError("unknown precision", got=precision, try_=" or ".join(GRADIENT_BOUNDS))
-    moved = micro.moved(device.put)
+    moved = micro.map_tensors(device.put)
     with preserve_model_and_rng(model, device):
         expected_loss, expected = _loss_and_gradients(model, loss, moved, device, "fp32")
     with preserve_model_and_rng(model, device):
@@ -164,9 +164,9 @@ def _loss_and_gradients(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and gradients on the CPU, in training mode and without dropout. Does not restore the model."""
     model.train()
-    with device.keeping_precision(), disable_dropout(model):
+    with device.preserve_precision(), disable_dropout(model):
         device.use_precision(precision)
-        with device.computing(), device.autocast(precision):
+        with device.compute_context(), device.autocast(precision):
             total, weight = parse_loss(loss(micro))
         total = total if weight is None else total / clamp_weight(weight)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -291,7 +291,7 @@ def compare_devices(
         notes.append(f"not checked, the CPU has no such operator: {', '.join(located.unknown)}")
     return ParityResult(
         name=spec.name,
-        device=str(device.place),
+        device=str(device.torch_device),
         reference=parity.reference,
         size=replicas.batch_size,
         steps=steps,

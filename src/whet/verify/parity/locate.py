@@ -77,7 +77,7 @@ def locate(
             step=number,
         )
         if out is not None:
-            reproducer = str(write_reproducer(first, out, device=str(device.place)))
+            reproducer = str(write_reproducer(first, out, device=str(device.torch_device)))
     elif device.kind != "cpu":
         # The error is in an operator that could not be checked, or in code that bypasses torch's dispatcher.
         wrong = first_wrong_module(replicas, device)

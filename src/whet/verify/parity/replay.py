@@ -190,7 +190,7 @@ class OperatorReplay(TorchDispatchMode):
         return is_plain and self._uses_device(args, kwargs)
 
     def _uses_device(self, args: Any, kwargs: Any) -> bool:
-        kind = self._device.place.type
+        kind = self._device.torch_device.type
         places = [leaf.device if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves((args, kwargs))]
         return any(isinstance(place, torch.device) and place.type == kind for place in places)
 

@@ -89,7 +89,7 @@ class ReplicaFactory:
         with ExitStack() as stack:
             stack.enter_context(preserve_rng(device))
             stack.enter_context(force_eager())
-            stack.enter_context(device.keeping_precision())
+            stack.enter_context(device.preserve_precision())
             device.use_precision("fp32")
             seed_everything(_SEED)
             trainable = self._spec.make()
@@ -109,10 +109,10 @@ class ReplicaFactory:
 
             def loss(micro: MicroBatch) -> Any:
                 # Cloned because a model may write to its inputs, and a real training has fresh ones in every step.
-                return own_loss(micro.moved(torch.clone))
+                return own_loss(micro.map_tensors(torch.clone))
 
             own_loss, trainable = trainable.loss, replace(trainable, loss=loss)
-            yield Replica(trainable=trainable, micro=self.micro.moved(put), device=device)
+            yield Replica(trainable=trainable, micro=self.micro.map_tensors(put), device=device)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -227,7 +227,7 @@ def _record_update(replica: Replica, gradients: Mapping[str, Tensor]) -> dict[st
     before = {name: _copy(p) for name, p in named.items()}
     for name, parameter in named.items():
         parameter.grad = replica.device.put(gradients[name].float().to(parameter.dtype))
-    with replica.device.computing(is_step=True):
+    with replica.device.compute_context(is_step=True):
         for _ in range(2):
             optimizer.step()
     return {name: _copy(p).double() - before[name].double() for name, p in named.items()}

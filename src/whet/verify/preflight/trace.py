@@ -81,7 +81,7 @@ def trace_steps(
             size = batch_size if batch_size is not None and trainable.is_scalable else trainable.batch_size
             size = size if is_fake or not trainable.is_scalable else min(size, _FEW_SAMPLES)
             # Real inputs are cloned: a model may write to them.
-            micro = trainable.make_batch(size).moved(torch.clone if mode is None else mode.from_tensor)
+            micro = trainable.make_batch(size).map_tensors(torch.clone if mode is None else mode.from_tensor)
             with mode or contextlib.nullcontext(), trace_as(device):
                 _train(trainable, micro, recorder, device=device)
         except Exception as raised:

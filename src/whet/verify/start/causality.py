@@ -63,8 +63,8 @@ def check_causality(
     perturb_zero_weights(model)
 
     def compute(batch: MicroBatch) -> Tensor:
-        with device.computing(), device.autocast(precision):
-            return outputs(batch.moved(device.put))
+        with device.compute_context(), device.autocast(precision):
+            return outputs(batch.map_tensors(device.put))
 
     flops = 2 * sum(p.numel() for p in model.parameters()) * len(micro) * sequence_length(micro)
     affordable = int(_MAX_PROBE_FLOPS * (1 if device.kind == "cpu" else 3) / max(1, flops)) - 1

@@ -233,10 +233,10 @@ class _Comparison:
         """Repeat the first pass in a wider dtype, which shows its rounding error."""
         self._restore_generators()
         # Blocks freed by half-precision passes are too small for this one.
-        self._device.empty_cache()
+        self._device.memory.empty_cache()
         dtype = torch.float32 if self._compute_precision in HALF_TYPES else torch.float64
-        with force_eager(), temporary_copy(self._model, self._device.place, dtype):
-            return self._pass(self._micro.moved(lambda tensor: cast_floating(tensor, dtype)), "fp32")
+        with force_eager(), temporary_copy(self._model, self._device.torch_device, dtype):
+            return self._pass(self._micro.map_tensors(lambda tensor: cast_floating(tensor, dtype)), "fp32")
 
     def _pass(self, micro: MicroBatch, precision: str) -> LossAndGradients:
         scale = FP16_LOSS_SCALE if self._compute_precision == "fp16" else 1.0
@@ -245,7 +245,7 @@ class _Comparison:
             for _ in range(self._num_draws):
                 losses.append(forward_backward(self._device, self._loss, micro, precision=precision, scale=scale))
                 # Every pass starts from the same buffers.
-                self._buffers.put_back()
+                self._buffers.restore()
             return LossAndGradients(torch.stack(losses).mean(), dense_gradients(self._model))
         finally:
             clear_gradients(self._model)

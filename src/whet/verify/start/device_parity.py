@@ -96,9 +96,9 @@ def forward_backward(
     device: AbstractDevice, loss: LossFunction, micro: MicroBatch, *, precision: str, scale: float
 ) -> Tensor:
     """Return the loss of a micro-batch; accumulate its gradients, multiplied by `scale`."""
-    with device.computing(), torch.enable_grad():
+    with device.compute_context(), torch.enable_grad():
         with device.autocast(precision):
-            total, weight = parse_loss(loss(micro.moved(device.put)))
+            total, weight = parse_loss(loss(micro.map_tensors(device.put)))
         mean = total if weight is None else total / clamp_weight(weight)
         (mean * scale).backward()
     return mean.detach()
@@ -172,8 +172,8 @@ def _on_cpu(
     dtype: torch.dtype | None = None,
 ) -> LossAndGradients:
     cpu = CpuDevice()
-    with temporary_copy(model, cpu.place, dtype):
-        moved = micro.moved(lambda tensor: cast_floating(tensor.cpu(), dtype))
+    with temporary_copy(model, cpu.torch_device, dtype):
+        moved = micro.map_tensors(lambda tensor: cast_floating(tensor.cpu(), dtype))
         return loss_and_gradients(model, cpu, loss, moved, precision=precision)
 
 
