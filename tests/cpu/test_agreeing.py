@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from whet.base.errors import UsageError
-from whet.data.adapters import open_source
-from whet.data.source import AbstractSource
+from whet.data.adapters import AbstractSource, open_source
 from whet.device.cpu import CpuDevice
 from whet.distributed.group import RankGroup
 from whet.distributed.ranks import RankInfo

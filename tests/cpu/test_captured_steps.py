@@ -16,7 +16,7 @@ import whet
 from small_models import TokenModel, convnet, images, ragged_tokens
 from whet.autotune.step_bench import ProbeFailedError
 from whet.data.columns import as_columns
-from whet.data.source import BatchSplitter
+from whet.data.split import BatchSplitter
 from whet.device.cpu import CpuDevice
 from whet.device.fake import FakeDevice, SimulatedGraphs
 from whet.recipes.chat.arch import Arch

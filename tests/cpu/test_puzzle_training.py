@@ -14,7 +14,7 @@ from whet.config.resolve import resolve_config
 from whet.data.adapters import TensorSource
 from whet.data.batch import MicroBatch, Position
 from whet.data.columns import as_columns
-from whet.data.source import BatchSplitter
+from whet.data.split import BatchSplitter
 from whet.device.cpu import CpuDevice
 from whet.device.fake import FakeDevice
 from whet.device.open import current_machine

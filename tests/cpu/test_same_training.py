@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from small_models import TokenModel, convnet, images, ragged_tokens
-from whet.data.adapters import open_source
+from whet.data.adapters import AbstractSource, open_source
 from whet.data.batch import MicroBatch, Position
-from whet.data.source import AbstractSource
 from whet.data.split import LengthMode
 from whet.device.cpu import CpuDevice
 from whet.step.step import Stepper

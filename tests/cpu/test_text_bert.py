@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from whet.data.batch import Packed, Padded, Ragged
-from whet.data.source import BatchSplitter
-from whet.data.split import LengthMode, PackedTotals
+from whet.data.split import BatchSplitter, LengthMode, PackedTotals
 from whet.device.fake import FakeDevice
 from whet.device.kernels import spans
 from whet.recipes.text import bert
