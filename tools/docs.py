@@ -1,4 +1,4 @@
-"""Writes the pages generated from the source: docs/rules/, keys.md and hazards.md. With --check, only compares.
+"""Write what is generated from the source: docs/rules/, keys.md, hazards.md, config/keywords.py. --check compares.
 
 Run it with `make docs`.
 """
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 from docs_hazards import hazards_page
+from keywords import FILE as KEYWORDS_FILE
+from keywords import keywords_file
 
 from whet.config.resolve import known_keys
 from whet.plan.rule import Rule
@@ -26,7 +28,7 @@ def pages() -> dict[Path, str]:
     made[rules / "README.md"] = rules_index()
     made[DOCS / "keys.md"] = keys_page()
     made[DOCS / "hazards.md"] = hazards_page()
-    return {path: NOTE + text for path, text in made.items()}
+    return {**{path: NOTE + text for path, text in made.items()}, KEYWORDS_FILE: keywords_file()}
 
 
 def rule_page(rule: Rule) -> str:

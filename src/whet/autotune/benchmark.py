@@ -288,7 +288,7 @@ def _row(lane: _VariantRun, plan_rate: BenchInterval | None) -> BenchRow:
 
 
 def _execution(plan: Plan) -> dict[str, str | int | float | bool | None]:
-    shown = {name: plan.value(name) for name in SHOWN if name in plan.settings}
+    shown = {name: plan.settings[name].value for name in SHOWN if name in plan.settings}
     if device_kind(plan) != "cpu":
         shown.pop("threads", None)
     return shown

@@ -18,7 +18,7 @@ _FIRST_WITH_TF32 = 8
 """CUDA's compute capability whose tensor cores take bf16 and tf32."""
 ATTENTION = {"cuda": ("torch", "flash", "efficient")}
 """In half precision. In float32 there are two, and math was 5 to 20 times slower; on a CPU it was 1.2 to 4.7 times."""
-_LAWS = {rule.setting: rule.law for rule in ALL_RULES}
+_CONSTRAINTS = {rule.setting: rule.constraint for rule in ALL_RULES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +81,9 @@ def apply_candidate(settings: Settings, candidate: PlanCandidate) -> Settings:
 def candidates(plan: Plan, about: str) -> Iterator[PlanCandidate]:
     """Alternatives to what the plan says about one of `ORDER`; wishes are never put in question."""
     for candidate in _ABOUT[about](plan):
-        is_lawful = all(_LAWS[name].holds(value) for name, value in candidate.changes.items())
+        is_lawful = all(_CONSTRAINTS[name].holds(value) for name, value in candidate.changes.items())
         is_wished = any(name in plan.overrides for name in candidate.changes)
-        if is_lawful and not is_wished and candidate.value != plan.value(candidate.setting):
+        if is_lawful and not is_wished and candidate.value != plan.settings[candidate.setting].value:
             yield candidate
 
 

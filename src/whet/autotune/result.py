@@ -208,7 +208,7 @@ def measured_settings(
     """
     measured: dict[str, MeasuredSetting] = {}
     for name in plan.settings:
-        value = plan.value(name)
+        value = plan.settings[name].value
         group = [trial for trial in trials if trial.setting == name]
         losers = [trial for trial in group if trial.settings[name] != value]
         winner = _winner(name, value, trials) if reverted is None else None

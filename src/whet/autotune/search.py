@@ -163,7 +163,7 @@ def _take_on(state: _SearchState, candidate: PlanCandidate) -> None:
         is_out = trial.verdict in ("failed", "disagrees")
         state.beaten[frozenset(candidate.changes.items())] = 0.0 if is_out else speedup
         return
-    state.beaten[frozenset((name, best.plan.value(name)) for name in candidate.changes)] = 1 / speedup
+    state.beaten[frozenset((name, best.plan.settings[name].value) for name in candidate.changes)] = 1 / speedup
     best.prepared.close()
     state.best = winner
 

@@ -28,7 +28,7 @@ class Variant:
 def sweep_variants(rule_plan: Plan, own: Settings, setting: str) -> list[Variant]:
     """The plan's own value and the others, in a natural order."""
     plan = plan_with(rule_plan, own)
-    now = plan.value(setting)
+    now = plan.settings[setting].value
     values = [now, *(value for value in _VALUES[setting](plan) if value != now)]
     if all(isinstance(value, int) for value in values):
         values.sort(key=lambda value: int(value or 0))

@@ -87,7 +87,7 @@ class SearchContext:
 
     def agreement(self, contender: PreparedSettings, *, seconds: float) -> SettingsAgreement:
         """Asked once for each precision on each device, for each attention kernel, and for whose norms."""
-        key = tuple(contender.plan.value(name) for name in ("device", "precision", "attention", "norms"))
+        key = tuple(contender.plan.settings[name].value for name in ("device", "precision", "attention", "norms"))
         if key not in self.agreements:
             self.agreements[key] = self.rig.agreement(contender.settings, seconds=seconds)
         return self.agreements[key]
@@ -217,7 +217,7 @@ def _weigh(
             )
     found = duel.estimate
     assert found is not None
-    before = show_setting(candidate.setting, best.plan.value(candidate.setting))
+    before = show_setting(candidate.setting, best.plan.settings[candidate.setting].value)
     if cost.cost_seconds > _WORTH_TELLING.get(candidate.setting, math.inf):
         return won, f"{describe_gain(found, before)}; {describe_break_even(candidate.setting, cost)}", duel
     return won, describe_gain(found, before), duel

@@ -8,7 +8,7 @@ HOME_VARIABLE = "WHET_HOME"
 
 
 def home() -> Path:
-    """Where whet keeps what outlives a run (evidence, caches): $WHET_HOME, else the user's cache folder."""
+    """Return the folder for what outlives a run (evidence, caches): $WHET_HOME, else the user's cache folder."""
     chosen = os.environ.get(HOME_VARIABLE)
     if chosen:
         return Path(chosen).expanduser()
@@ -16,19 +16,19 @@ def home() -> Path:
 
 
 def read(name: str) -> str | None:
-    """The value of one variable, or None when it is unset or empty."""
+    """Return the value of a variable, or None if it is unset or empty."""
     return os.environ.get(name) or None
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """This environment with `changes`, for a child process: ours stays as it is."""
+    """Return a copy of this environment with `changes`, for a child process."""
     return {**os.environ, **changes}
 
 
 def set_defaults(values: Mapping[str, str], *, defaults: Container[str] = ()) -> None:
-    """Sets variables that libraries read in this process; what the user has set stays, unless it is empty.
+    """Set variables that libraries read in this process, unless the user has set them.
 
-    `defaults` are values that a library writes there itself, which nobody has chosen.
+    `defaults` are values that a library writes itself, so that they are not the user's choice.
     """
     for name, value in values.items():
         if read(name) is None or read(name) in defaults:
@@ -36,5 +36,5 @@ def set_defaults(values: Mapping[str, str], *, defaults: Container[str] = ()) ->
 
 
 def c_locale_environment() -> dict[str, str]:
-    """An environment in which programs answer in English with a decimal point, so that their output can be read."""
+    """Return an environment in which programs print English and a decimal point, so that their output can be parsed."""
     return child_environment(LC_ALL="C", LANG="C", LANGUAGE="C")

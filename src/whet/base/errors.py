@@ -1,11 +1,11 @@
-"""What went wrong, with which values, and what to try: the one shape of every error a user sees.
+"""Errors for users, in three lines: what went wrong, with which values, and what to try.
 
-WhetError            something failed; exit code 1
-+-- UsageError       the command, a key or a file given to it is wrong; exit code 2
-|   +-- DataChangedError  a run was started with other data
-+-- InsufficientMemoryError    what is to be trained does not fit, however it is cut
-+-- DivergedError    the loss is not a number, and no way leads on
-+-- LostRankError    another process of the training is gone, or hangs; exit code 75
+WhetError                     something failed; exit code 1
++-- UsageError                the command, a key or a file given to it is wrong; exit code 2
+|   +-- DataChangedError      a run was started with other data
++-- InsufficientMemoryError   the training does not fit, however the batch is split
++-- DivergedError             the loss is NaN or Inf, and no fallback is left
++-- LostRankError             another process of the training ended or hangs; exit code 75
 """
 
 import difflib
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 
 class WhetError(Exception):
-    """A failure told in three lines: what, got, try.
+    """An error in three lines: what, got, try.
 
     >>> print(WhetError("no such machine", got="m9-air", try_="m2-air-8gb"))
     no such machine
@@ -39,34 +39,34 @@ class WhetError(Exception):
 
 
 class UsageError(WhetError):
-    """The user asked for something that cannot be meant."""
+    """Invalid input from the user."""
 
     exit_code = 2
 
 
 class DataChangedError(UsageError):
-    """The data of a run is not what it was; a recipe may know why."""
+    """The data of a run has changed since it was started; the recipe may know why."""
 
 
 class InsufficientMemoryError(WhetError):
-    """No plan is left that would need less memory."""
+    """No plan that needs less memory is left."""
 
 
 class DivergedError(WhetError):
-    """The training has no numbers any longer."""
+    """The loss or the weights are NaN or Inf."""
 
 
 class LostRankError(WhetError):
-    """Another process of the training is gone, or hangs; trying again may help."""
+    """Another process of the training ended or hangs; a restart may help."""
 
     exit_code = 75
 
 
 def closest_match(word: str, options: Iterable[str]) -> str | None:
-    """The option that `word` was probably meant to be, or None.
+    """Return the option that `word` is probably a misspelling of, or None.
 
-    >>> nearest("epcohs", ["epochs", "lr"])
+    >>> closest_match("epcohs", ["epochs", "lr"])
     'epochs'
     """
-    found = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
+    return matches[0] if matches else None

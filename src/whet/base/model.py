@@ -9,17 +9,17 @@ from whet.base.errors import UsageError, closest_match
 
 
 class FrozenModel(BaseModel):
-    """A frozen value whose fields are checked when it is made; unknown fields are refused."""
+    """An immutable value whose fields are validated; unknown fields are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     def as_json(self) -> dict[str, Any]:
-        """The value as plain JSON types."""
+        """Return the value as plain JSON types."""
         return self.model_dump(mode="json")
 
     @classmethod
     def from_json(cls, data: object, *, where: str | Path) -> Self:
-        """The value back from plain JSON types; `where` names the source in errors."""
+        """Return the value from plain JSON types; `where` names the source in errors."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -27,7 +27,7 @@ class FrozenModel(BaseModel):
 
 
 def to_usage_error(error: ValidationError, *, where: str, fields: Any) -> UsageError:
-    """The first complaint of a validation, in three lines."""
+    """Return the first validation error in three lines."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "(the whole)"
     if first["type"] == "extra_forbidden":

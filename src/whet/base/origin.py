@@ -14,13 +14,13 @@ _LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 
 @cache
 def code_origin(file: str) -> CodeOrigin:
-    """Who wrote what is in this file, by its place."""
+    """Return where the code in this file comes from, by its path."""
     path = Path(file)
     if file.startswith("<"):
         return "python"
     if path.is_relative_to(_WHET_FOLDER):
         return "recipe" if path.is_relative_to(_WHET_FOLDER / "recipes") else "whet"
-    if any(path.is_relative_to(place) for place in _torch_folders()):
+    if any(path.is_relative_to(folder) for folder in _torch_folders()):
         return "torch"
     if any(name in path.parts for name in _LIBRARY_FOLDERS):
         return "library"
@@ -29,6 +29,6 @@ def code_origin(file: str) -> CodeOrigin:
 
 @cache
 def _torch_folders() -> tuple[str, ...]:
-    """Where torch lies, found without importing it."""
-    found = find_spec("torch")
-    return tuple(found.submodule_search_locations or ()) if found else ()
+    """Where torch is installed, without importing it."""
+    spec = find_spec("torch")
+    return tuple(spec.submodule_search_locations or ()) if spec else ()

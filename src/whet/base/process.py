@@ -7,11 +7,48 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 
+class TerminatedError(SystemExit):
+    """Raised on a second SIGTERM. Like SystemExit, it ends the program quietly with its exit code."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(exit_code(number))
+        self.exit_code = exit_code(number)
+
+
+def exit_code(number: int) -> int:
+    """Return the exit code that a shell expects of a process stopped by this signal.
+
+    >>> exit_code(signal.SIGINT), exit_code(signal.SIGTERM)
+    (130, 143)
+    """
+    return 128 + number
+
+
+def stop_immediately(number: int) -> NoReturn:
+    """Handle a second signal: stop without finishing the current work."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise TerminatedError(number)
+
+
+def stop_message(number: int, *, when: str) -> str:
+    """Return the message after the first signal, and how to stop sooner.
+
+    >>> stop_message(signal.SIGINT, when="after this step")
+    'stopping after this step; Ctrl-C once more stops at once'
+    >>> stop_message(signal.SIGTERM, when="after this step")
+    'SIGTERM: stopping after this step; a second one stops at once'
+    """
+    if number == signal.SIGINT:
+        return f"stopping {when}; Ctrl-C once more stops at once"
+    return f"{signal.Signals(number).name}: stopping {when}; a second one stops at once"
+
+
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Keeps the collector out of the steps: a full pass over a large process takes longer than a step.
+    """Disable the garbage collector: a full collection of a large process takes longer than a training step.
 
-    What is there already is set aside, so that the passes between epochs look at what is new only.
+    Existing objects are frozen, so that collections between epochs look at new ones only.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -25,43 +62,6 @@ def gc_disabled() -> Iterator[None]:
 
 
 def freeze_live_objects() -> None:
-    """What is there by now, and no garbage, is passed over as well until `gc_disabled` ends."""
+    """Collect garbage once, and exclude what is left from further collections until `gc_disabled` ends."""
     gc.collect()
     gc.freeze()
-
-
-class TerminatedError(SystemExit):
-    """A second SIGTERM. Like SystemExit it ends a program quietly, with its code; nobody's code has failed."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(exit_code(number))
-        self.exit_code = exit_code(number)
-
-
-def exit_code(number: int) -> int:
-    """What a shell expects of a process that was stopped by this signal.
-
-    >>> exit_code(signal.SIGINT), exit_code(signal.SIGTERM)
-    (130, 143)
-    """
-    return 128 + number
-
-
-def stop_immediately(number: int) -> NoReturn:
-    """What the handler of a second signal does."""
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise TerminatedError(number)
-
-
-def stop_message(number: int, *, when: str) -> str:
-    """What is said when the first signal has come, and how to hurry.
-
-    >>> first_words(signal.SIGINT, when="after this step")
-    'stopping after this step; Ctrl-C once more stops at once'
-    >>> first_words(signal.SIGTERM, when="after this step")
-    'SIGTERM: stopping after this step; a second one stops at once'
-    """
-    if number == signal.SIGINT:
-        return f"stopping {when}; Ctrl-C once more stops at once"
-    return f"{signal.Signals(number).name}: stopping {when}; a second one stops at once"

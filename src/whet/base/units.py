@@ -1,4 +1,4 @@
-"""Numbers and names as people read them: bytes, seconds, counts; nothing that steers a terminal."""
+"""Format bytes, seconds and counts for people, and remove control characters."""
 
 import math
 
@@ -10,7 +10,7 @@ _COUNT_STEPS = ((" B", 1e9), (" M", 1e6))
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes with one decimal below 100 of a unit, where it says anything.
+    """Format bytes, with one decimal below 100 of a unit unless it is zero.
 
     >>> show_bytes(5726623061), show_bytes(8 * GB), show_bytes(6.01 * 1024**2), show_bytes(512)
     ('5.3 GB', '8 GB', '6 MB', '512 B')
@@ -24,7 +24,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration in the unit a person would say.
+    """Format a duration in a readable unit.
 
     >>> show_seconds(0.0042), show_seconds(38), show_seconds(14 * 60), show_seconds(2 * 3600 + 5 * 60)
     ('4 ms', '38 s', '14 min', '2 h 5 min')
@@ -45,7 +45,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A count; millions and billions shortened.
+    """Format a count; millions and billions are shortened.
 
     >>> show_count(109_482_240), show_count(7320)
     ('109.5 M', '7,320')
@@ -57,7 +57,7 @@ def format_count(count: float) -> str:
 
 
 def format_plural(count: int, noun: str) -> str:
-    """A count of something.
+    """Format a count with its noun.
 
     >>> show_some(1, "row"), show_some(1200, "row")
     ('1 row', '1,200 rows')
@@ -66,7 +66,7 @@ def format_plural(count: int, noun: str) -> str:
 
 
 def format_percent(share: float, digits: int = 0) -> str:
-    """A share in percent.
+    """Format a fraction in percent.
 
     >>> show_share(0.5), show_share(0.1304, 1)
     ('50 %', '13.0 %')
@@ -75,7 +75,7 @@ def format_percent(share: float, digits: int = 0) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without anything that could steer a terminal: names may come from anywhere. Line ends stay.
+    """Replace control characters by spaces, except line ends: names may come from untrusted files.
 
     >>> printable("a\\x1b[2Jb\\n")
     'a [2Jb\\n'

@@ -1,68 +1,69 @@
-"""The options that every recipe has, declared once: type, default and meaning."""
+"""The options of a training, declared once: type, default and meaning.
+
+Keywords of `whet.Session` and `whet.train`, keys of the command line and of config files, `docs/keys.md` and the typed
+keywords that editors complete (`config/keywords.py`, written by `tools/keywords.py`) all come from the classes here:
+
+    TrainingOptions          what the user decides about training
+    +-- SessionOptions       ... in Python, with the defaults of a plain loop
+    +-- CommonConfig         ... in a recipe, with data, optimizer and settings of the plan
+        +-- a recipe's own Config
+"""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.functional_validators import BeforeValidator
 
+from whet.plan.values import (
+    SETTING_NAMES,
+    Attention,
+    CausalMask,
+    Compile,
+    FreedMemory,
+    Layout,
+    Norms,
+    OnDeviceFailure,
+    OnHeat,
+    OnOff,
+    Precision,
+    Verify,
+)
+
 
 def _parse_switch(value: Any) -> Any:
-    """YAML reads a bare `on` as true: both spellings mean the switch."""
+    """Accept true and false for on and off: YAML reads a bare `on` as true."""
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
 Auto = Literal["auto"]
-Switch = Annotated[Literal["off", "on"], BeforeValidator(_parse_switch)]
-Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+ScheduleName = Literal["constant", "linear", "cosine", "plateau"]
+Switch = Annotated[OnOff, BeforeValidator(_parse_switch)]
+BatchSize = Annotated[int, Field(gt=0, le=10**6)]
 
 ALIASES = {"forward_dtype": "precision", "batch_size": "global_batch_size"}
-"""Names that others use for our keys."""
+"""Names of other tools for our keys."""
+DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 MAX_SEEDS = 10_000
 
-DTYPE_ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+
+_SCHEDULE = "how the learning rate falls after the warm-up"
 
 
-class CommonConfig(BaseModel):
-    """Training that is yours (batch, steps, optimizer) and execution that a plan decides unless you do ("auto")."""
+class OptionsModel(BaseModel):
+    """A group of options. A subclass changes defaults without repeating type and description:
+
+    >>> class Config(CommonConfig):
+    ...     defaults = {"epochs": 5}
+    >>> Config().epochs
+    5
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
 
-    plan_keys: ClassVar[tuple[str, ...]] = (
-        "micro_batch",
-        "eval_batch",
-        "precision",
-        "compile",
-        "graph",
-        "activation_checkpointing",
-        "layout",
-        "attention",
-        "norms",
-        "freed_memory",
-        "deterministic",
-        "sharding",
-        "bucket_mb",
-        "checkpoint_steps",
-        "checkpoint_minutes",
-        "checkpoint_epochs",
-        "keep",
-        "workers",
-        "threads",
-        "memory_gb",
-        "on_device_failure",
-        "mps_fallback",
-        "on_heat",
-        "keep_awake",
-        "verify",
-        "causal_mask",
-    )
-    """Keys that are settings of the plan: when you give one, no rule and no measurement overrides it."""
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """Other defaults than those of the base class, by key: {"epochs": 5}."""
-    group_aliases: ClassVar[dict[str, str]] = {}
-    """Groups of keys whose name alone means one of them: arch=gpt for arch.kind=gpt."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -76,62 +77,92 @@ class CommonConfig(BaseModel):
         if own:
             cls.model_rebuild(force=True)
 
-    data: str | None = Field(
-        None, description="file or folder with the data; the recipe's embedded default if not given"
+
+class TrainingOptions(OptionsModel):
+    """What the user decides about training; a plan changes nothing here."""
+
+    global_batch_size: BatchSize = Field(
+        description="samples of one optimizer step; auto measures which, and scales lr"
     )
+    epochs: PositiveInt = Field(1, description="passes over the training data")
+    max_steps: PositiveInt | None = Field(None, description="stop after this many optimizer steps, if earlier")
+    schedule: ScheduleName | Callable[[int], float] = Field("constant", description=_SCHEDULE)
+    warmup_steps: NonNegativeInt | Auto = Field(0, description="steps until the full learning rate")
+    clip: PositiveFloat | None = Field(None, description="largest norm of the gradient; null for none")
+    ema: bool = Field(False, description="evaluate with an exponential moving average of the weights")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="decides the order of samples, the initial weights and all random draws"
+    )
+    eval_every: PositiveInt | Auto = Field("auto", description="steps between evaluations; auto: once per epoch")
+    patience: PositiveInt | None = Field(None, description="stop after this many evaluations without a better goal")
+    epochs_per_session: PositiveInt | None = Field(
+        None, description="stop after this many epochs; the same command resumes"
+    )
+
+
+class SessionOptions(TrainingOptions):
+    """The training keywords of `whet.Session` and `whet.train`."""
+
+    # Strict: a keyword from Python has its type already, and "3" for 3 is a mistake.
+    model_config = ConfigDict(strict=True)
+
+    warmup_steps: NonNegativeInt = Field(0, description="steps until the full learning rate")
+    shuffle: bool = Field(True, description="draw another order of the samples for each epoch")
+
+    def total_steps(self, num_samples: int | None) -> int | None:
+        """Optimizer steps of the whole run; None if the data has no length and no limit is set."""
+        if num_samples is None:
+            return self.max_steps
+        steps = self.epochs * -(-num_samples // self.global_batch_size)
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
+
+class CommonConfig(TrainingOptions):
+    """The options of every recipe. "auto" leaves a setting of the plan to the plan."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "global_batch_size": 32,
+        "epochs": 3,
+        "warmup_steps": "auto",
+        "clip": 1.0,
+    }
+    group_aliases: ClassVar[dict[str, str]] = {}
+    """Groups of keys whose name alone means one of them: arch=gpt for arch.kind=gpt."""
+
+    data: str | None = Field(None, description="file or folder with the data; the recipe's embedded data if not given")
     data_paths: tuple[str, ...] = Field((), description="several files or folders, read one after the other")
     init_from: str | None = Field(None, description="run folder whose weights a new run starts from")
 
-    global_batch_size: Annotated[int, Field(gt=0, le=10**6)] = Field(
-        32, description="samples of one optimizer step; auto measures which, and scales lr"
-    )
-    epochs: PositiveInt = Field(3, description="passes over the training data")
-    max_steps: PositiveInt | None = Field(None, description="stop after this many optimizer steps, if earlier")
+    # A function of the step cannot come from a command line.
+    schedule: ScheduleName = Field("linear", description=_SCHEDULE)
     optimizer: Literal["adamw", "adafactor", "sgd", "adam_atan2"] = Field(
         "adamw", description="how weights are updated"
     )
     lr: PositiveFloat = Field(3e-4, description="learning rate after the warm-up")
     weight_decay: NonNegativeFloat = Field(
-        0.01, description="decay of weights; biases and norms are left out, but for adam_atan2"
+        0.01, description="decay of weights; biases and norms are excluded, except with adam_atan2"
     )
-    schedule: Literal["constant", "linear", "cosine", "plateau"] = Field(
-        "linear", description="how the learning rate falls after the warm-up"
-    )
-    warmup_steps: NonNegativeInt | Auto = Field("auto", description="steps until the full learning rate")
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="share of activations dropped in training")
-    ema: bool = Field(False, description="evaluate with an exponential moving average of the weights")
-    clip: PositiveFloat | None = Field(1.0, description="largest norm of the gradient; null for none")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        0, description="decides the order of samples, the first weights and all draws"
-    )
     seeds: Annotated[int, Field(gt=0, le=MAX_SEEDS)] = Field(
-        1, description="trains so many times, with seed, seed + 1, ..., and tells mean and spread (whet train)"
+        1, description="train this many times, with seed, seed + 1, ..., and report mean and spread (whet train)"
     )
-    eval_every: PositiveInt | Auto = Field("auto", description="steps between evaluations; auto: once an epoch")
-    patience: PositiveInt | None = Field(None, description="stop after this many evaluations without a better goal")
-    epochs_per_session: PositiveInt | None = Field(None, description="stop after this many epochs, to go on later")
 
-    micro_batch: Annotated[int, Field(gt=0, le=10**6)] | Auto = Field(
-        "auto", description="samples that go through the model at once"
-    )
+    # Settings of the plan: one that is given is never changed by a rule or a measurement.
+    micro_batch: BatchSize | Auto = Field("auto", description="samples that go through the model at once")
     eval_batch: PositiveInt | Auto = Field("auto", description="samples evaluated at once")
     precision: Precision | Auto = Field("auto", description="number format of matrix products")
-    compile: Annotated[Literal["off", "blocks", "on"], BeforeValidator(_parse_switch)] | Auto = Field(
+    compile: Annotated[Compile, BeforeValidator(_parse_switch)] | Auto = Field(
         "auto", description="torch.compile the model, or its repeated blocks"
     )
     graph: Switch | Auto = Field("auto", description="capture whole steps and replay them (CUDA)")
-    activation_checkpointing: Switch | Auto = Field("auto", description="compute activations again in backward")
-    layout: Literal["contiguous", "channels_last"] | Auto = Field(
-        "auto", description="how the weights of convolutions lie in memory"
+    activation_checkpointing: Switch | Auto = Field("auto", description="recompute activations in the backward pass")
+    layout: Layout | Auto = Field("auto", description="memory layout of the weights of convolutions")
+    attention: Attention | Auto = Field("auto", description="which attention kernel is preferred")
+    norms: Norms | Auto = Field("auto", description="torch's kernels for norms, or whet's own (CUDA)")
+    freed_memory: FreedMemory | Auto = Field(
+        "auto", description="whether the C library keeps memory that a step on a CPU has freed for the next step"
     )
-    attention: Literal["torch", "cudnn", "flash", "efficient", "math", "own"] | Auto = Field(
-        "auto", description="which kernel torch's attention takes first"
-    )
-    norms: Literal["torch", "own"] | Auto = Field("auto", description="whose kernels compute norms (own: CUDA)")
-    freed_memory: Literal["kept", "returned"] | Auto = Field(
-        "auto", description="whether the C library keeps what a step on a CPU has freed for the next one"
-    )
-    deterministic: Switch | Auto = Field("auto", description="only kernels that give the same bits each time")
+    deterministic: Switch | Auto = Field("auto", description="use only kernels that give the same bits each time")
     sharding: Literal["off", "full"] | Auto = Field(
         "auto", description="several processes each keep the whole model, or a part of every weight"
     )
@@ -142,16 +173,19 @@ class CommonConfig(BaseModel):
     checkpoint_minutes: PositiveFloat | Auto = Field("auto", description="minutes between checkpoints")
     checkpoint_epochs: PositiveInt | Auto = Field("auto", description="epochs between checkpoints")
     keep: Annotated[int, Field(ge=2)] | Auto = Field("auto", description="how many of the last checkpoints are kept")
-    workers: NonNegativeInt | Auto = Field("auto", description="processes that read data ahead")
-    threads: Annotated[int, Field(gt=0, le=1024)] | Auto = Field("auto", description="threads of the CPU")
+    workers: NonNegativeInt | Auto = Field("auto", description="processes that load data ahead")
+    threads: Annotated[int, Field(gt=0, le=1024)] | Auto = Field("auto", description="CPU threads")
     memory_gb: Annotated[float, Field(gt=0, le=10**6)] | Auto = Field("auto", description="memory the run may plan for")
-    on_device_failure: Literal["stop", "cpu"] | Auto = Field("auto", description="when the device cannot be used")
+    on_device_failure: OnDeviceFailure | Auto = Field("auto", description="when the device cannot be used")
     mps_fallback: Switch | Auto = Field("auto", description="run operators that MPS lacks on the CPU")
-    on_heat: Literal["warn", "pace", "pause"] | Auto = Field("auto", description="when the machine gets hot and slow")
+    on_heat: OnHeat | Auto = Field("auto", description="when the machine gets hot and slow")
     keep_awake: Switch | Auto = Field("auto", description="keep a Mac from falling asleep while it trains")
-    verify: Annotated[Literal["on", "off", "always"], BeforeValidator(_parse_switch)] | Auto = Field(
-        "auto", description="compare the device with the CPU before the first step, and try whether a model is causal"
+    verify: Annotated[Verify, BeforeValidator(_parse_switch)] | Auto = Field(
+        "auto", description="compare the device with the CPU before the first step, and check that a causal model is"
     )
-    causal_mask: Literal["flag", "explicit"] | Auto = Field(
-        "auto", description="causal attention by the flag is_causal, or by a mask"
-    )
+    causal_mask: CausalMask | Auto = Field("auto", description="causal attention by the flag is_causal, or by a mask")
+
+    @classmethod
+    def plan_keys(cls) -> tuple[str, ...]:
+        """The keys that are settings of the plan."""
+        return tuple(name for name in cls.model_fields if name in SETTING_NAMES)

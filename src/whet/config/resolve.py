@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from whet.base.errors import UsageError, closest_match
-from whet.config.options import ALIASES, DTYPE_ALIASES, CommonConfig
+from whet.config.options import ALIASES, DTYPE_ALIASES, CommonConfig, OptionsModel
 from whet.config.sources import flatten, nest, parse_args, read_config_file
 from whet.plan.setting import Scalar
 from whet.plan.workload import AutoBatch
@@ -26,63 +26,67 @@ _EXPECTED = {
     "bool_type": "true or false",
     "string_type": "text",
     "tuple_type": "a list such as [a,b]",
+    "callable_type": "a function",
 }
+"""What pydantic's errors mean, in a user's words."""
 
 C = TypeVar("C", bound=CommonConfig)
+Options = TypeVar("Options", bound=OptionsModel)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(Generic[C]):
-    """A recipe's config, and which keys the user gave (a plan never overrides those)."""
+    """A recipe's config, and which keys the user gave: a plan never changes those."""
 
     config: C
     given: tuple[str, ...]
     is_batch_open: bool = False
-    """global_batch_size=auto: the config has the recipe's own number, which lr is meant for, until it is measured."""
+    """global_batch_size=auto: until it is measured, the config has the recipe's default, which lr is meant for."""
     batch: AutoBatch | None = None
-    """What was measured."""
+    """The measurement."""
 
     @property
     def overrides(self) -> dict[str, Scalar]:
         """The given keys that are settings of the plan."""
-        top = {key: getattr(self.config, key) for key in self.config.plan_keys if key in self.given}
-        return {key: value for key, value in top.items() if value != "auto"}
+        chosen = {key: getattr(self.config, key) for key in self.config.plan_keys() if key in self.given}
+        return {key: value for key, value in chosen.items() if value != "auto"}
 
     def with_batch(self, chosen: AutoBatch) -> "ResolvedConfig[C]":
-        """With the global batch that was measured, and the learning rate that goes with it."""
-        numbers = {"global_batch_size": chosen.batch, "lr": chosen.rates[0]}
-        config = self.config.model_copy(update=numbers)
+        """Return it with the measured global batch size and the learning rate scaled to it."""
+        config = self.config.model_copy(update={"global_batch_size": chosen.batch, "lr": chosen.rates[0]})
         return replace(self, config=config, is_batch_open=False, batch=chosen)
 
 
 def resolve_config(
-    model: type[C], words: Iterable[str] = (), *, file: Path | None = None, can_measure: bool = False
+    model: type[C], args: Iterable[str] = (), *, file: Path | None = None, can_measure: bool = False
 ) -> ResolvedConfig[C]:
-    """The config of a recipe from a file and words; every key is checked before anything runs.
+    """Return the config of a recipe from a file and key=value arguments; every key is checked before anything runs.
 
-    `can_measure` is for those who will find a global batch that is left open.
+    `can_measure` allows global_batch_size=auto: the caller will measure it.
     """
-    said = parse_args(words)
+    parsed = parse_args(args)
     from_file = _apply_aliases(flatten(read_config_file(file)), model.group_aliases) if file else {}
-    from_words = _apply_aliases(said.values, model.group_aliases)
+    from_args = _apply_aliases(parsed.values, model.group_aliases)
     known = known_keys(model)
-    for values, where in ((from_file, str(file)), (from_words, "the command line"), (said.dropped, "the command line")):
-        _check_keys(values, known, where)
-    flat = {**{key: value for key, value in from_file.items() if key not in said.dropped}, **from_words}
+    for keys, where in ((from_file, str(file)), (from_args, "the command line"), (parsed.dropped, "the command line")):
+        _check_keys(keys, known, where)
+    flat = {**{key: value for key, value in from_file.items() if key not in parsed.dropped}, **from_args}
     is_batch_open = flat.get("global_batch_size") == "auto"
     if is_batch_open:
         if not can_measure:
-            raise auto_batch_error("nothing is measured here")
+            raise auto_batch_error("this command does not measure")
         del flat["global_batch_size"]
-    try:
-        config = model.model_validate(nest(flat))
-    except ValidationError as error:
-        raise _explain_validation(error, known) from None
-    return ResolvedConfig(config=config, given=tuple(sorted(flat)), is_batch_open=is_batch_open)
+    return ResolvedConfig(config=_validate(model, nest(flat)), given=tuple(sorted(flat)), is_batch_open=is_batch_open)
+
+
+def read_options(model: type[Options], keywords: Mapping[str, Any]) -> Options:
+    """Return options from Python keywords; an unknown one is rejected with a suggestion."""
+    _check_keys(keywords, known_keys(model), "the keywords")
+    return _validate(model, dict(keywords))
 
 
 def auto_batch_error(why: str) -> UsageError:
-    """The error where a global batch that is left open cannot be found."""
+    """Return the error for global_batch_size=auto where it cannot be measured."""
     return UsageError(
         "global_batch_size=auto has to be measured",
         got=why,
@@ -91,7 +95,7 @@ def auto_batch_error(why: str) -> UsageError:
 
 
 def known_keys(model: type[BaseModel], *, prefix: str = "") -> dict[str, FieldInfo]:
-    """Every dotted key of a config model with its type, default and description."""
+    """Return every dotted key of a config model with its type, default and description."""
     keys: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         group = _group_model(field.annotation)
@@ -110,12 +114,12 @@ def _group_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _apply_aliases(values: Mapping[str, Any], group_aliases: Mapping[str, str]) -> dict[str, Any]:
-    """The guides' names for our keys, and torch's names for our precisions."""
-    synonyms = {**ALIASES, **group_aliases}
-    for other, key in synonyms.items():
-        if other in values and key in values:
-            raise UsageError("two words for one key", got=f"{other} and {key}", try_=f"only {key}")
-    renamed = {synonyms.get(key, key): value for key, value in values.items()}
+    """Replace other tools' names of keys, and torch's names of precisions, by ours."""
+    aliases = {**ALIASES, **group_aliases}
+    for alias, key in aliases.items():
+        if alias in values and key in values:
+            raise UsageError("a key is given twice", got=f"{alias} and {key}", try_=f"only {key}")
+    renamed = {aliases.get(key, key): value for key, value in values.items()}
     if isinstance(renamed.get("precision"), str):
         renamed["precision"] = DTYPE_ALIASES.get(renamed["precision"], renamed["precision"])
     return renamed
@@ -128,35 +132,41 @@ def _check_keys(keys: Iterable[str], known: Mapping[str, FieldInfo], where: str)
             continue
         if key in groups:
             raise UsageError(f"{key!r} is a group of keys", got=key, try_=f"{key}.NAME=VALUE")
-        inside = next((name for name in known if name.endswith(f".{key}")), None)
-        meant = inside or closest_match(key, known)
+        in_group = next((name for name in known if name.endswith(f".{key}")), None)
+        meant = in_group or closest_match(key, known)
         hint = f"did you mean {meant!r}?" if meant else "known keys: " + ", ".join(known)
         raise UsageError(f"unknown key in {where}", got=key, try_=hint)
 
 
+def _validate(model: type[Options], values: dict[str, Any]) -> Options:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise _explain_validation(error, known_keys(model)) from None
+
+
 def _explain_validation(error: ValidationError, known: Mapping[str, FieldInfo]) -> UsageError:
-    """What the first wrong value should have been."""
-    complaints = error.errors()
-    key = _key_of_error(complaints[0], known)
-    laws = dict.fromkeys(
-        _expected_text(complaint) for complaint in complaints if _key_of_error(complaint, known) == key
-    )
+    """Explain the first wrong value: what it should have been, with an example."""
+    details = error.errors()
+    key = _key_of_error(details[0], known)
+    if details[0]["type"] == "missing":
+        return UsageError(f"{key} is missing", got=f"no {key}", try_=f"{key}=... ({known[key].description})")
+    expected = dict.fromkeys(_expected_text(detail) for detail in details if _key_of_error(detail, known) == key)
     field = known.get(key)
     hint = None
     if field is not None:
-        example = f"{key}={field.default}" if field.default is not None else key
+        example = key if field.is_required() or field.default is None else f"{key}={field.default}"
         hint = f"{example} ({field.description})"
-    return UsageError(f"{key} must be {' or '.join(laws)}", got=repr(complaints[0]["input"])[:200], try_=hint)
+    return UsageError(f"{key} must be {' or '.join(expected)}", got=repr(details[0]["input"])[:200], try_=hint)
 
 
-def _key_of_error(complaint: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
-    """The longest known key that a complaint is about; its place also names the branch of a union."""
-    parts = [str(part) for part in complaint["loc"]]
-    places = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    return next((place for place in places if place in known), places[-1] if places else "the config")
+def _key_of_error(detail: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
+    """Return the longest known key that an error is about; its location also names the branch of a union."""
+    parts = [str(part) for part in detail["loc"]]
+    keys = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((key for key in keys if key in known), keys[-1] if keys else "the config")
 
 
-def _expected_text(complaint: ErrorDetails) -> str:
-    return _EXPECTED.get(complaint["type"]) or complaint["msg"].removeprefix("Value error, ").removeprefix(
-        "Input should be "
-    )
+def _expected_text(detail: ErrorDetails) -> str:
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return _EXPECTED.get(detail["type"]) or message

@@ -14,7 +14,7 @@ _MAX_FILE_DEPTH = 20
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The file's content as nested mappings."""
+    """Read a config file as nested mappings, without running anything in it."""
     suffix = path.suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
         raise UsageError(
@@ -61,7 +61,7 @@ def _parse_toml(text: str, path: Path) -> Any:
     except RecursionError:
         raise _too_deep_error(path) from None
     except ValueError as error:
-        # A number of thousands of digits.
+        # tomllib raises it for a number of thousands of digits.
         raise UsageError(f"{path} is not valid TOML", got=str(error), try_="lr = 1e-4") from None
 
 
@@ -70,7 +70,8 @@ def _parse_yaml(text: str, path: Path) -> Any:
 
     try:
         depth = 0
-        # Before it is built: deep nesting takes minutes, and aliases can blow a small file up.
+        # Checked on events, before anything is built: deep nesting takes minutes, and aliases can expand a small file
+        # to gigabytes.
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
                 raise UsageError(f"{path} uses YAML aliases", got=f"*{event.anchor}", try_="write the value out")
@@ -84,12 +85,12 @@ def _parse_yaml(text: str, path: Path) -> Any:
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise UsageError(f"{path} is not valid YAML", got=f"{place}{problem}", try_="lr: 1e-4") from None
     except ValueError as error:
-        # A value that looks like a date and is none.
+        # PyYAML raises it for a value that looks like a date but is none.
         raise UsageError(f"{path} is not valid YAML", got=str(error), try_="quote the value") from None
 
 
 def _nesting_depth(content: Any) -> int:
-    """How deeply groups are nested, counted without recursion."""
+    """Return how deeply groups are nested, computed without recursion."""
     level, depth = [content], 0
     while level and depth <= _MAX_FILE_DEPTH + 1:
         level, depth = [v for c in level if isinstance(c, dict) for v in c.values()], depth + 1
@@ -111,23 +112,23 @@ _CLOSING_BRACKETS = {"[": "]", "(": ")", "{": "}"}
 
 
 class ParsedArgs(NamedTuple):
-    """What words say: values by dotted key, and keys that get their default back."""
+    """Values by dotted key, and keys that are reset to their default."""
 
     values: dict[str, Any]
     dropped: tuple[str, ...]
 
 
-def parse_args(words: Iterable[str]) -> ParsedArgs:
-    """Words as values by dotted key; a later word wins.
+def parse_args(args: Iterable[str]) -> ParsedArgs:
+    """Parse key=value arguments; a later one wins.
 
-    `+key=value` and `++key=value` set a key too; `~key` gives it its default back.
+    `+key=value` and `++key=value` set a key too (as in Hydra); `~key` resets it to its default.
 
     >>> read_words(["lr=1e-4", "arch.layers=4", "data_paths=[a,b]", "ema=True", "seed=7", "~seed"])
     Words(values={'lr': 0.0001, 'arch.layers': 4, 'data_paths': ['a', 'b'], 'ema': True}, dropped=('seed',))
     """
     values: dict[str, Any] = {}
     dropped: dict[str, None] = {}
-    for word in words:
+    for word in args:
         if word.startswith("~"):
             key = _check_key(word[1:], word)
             values.pop(key, None)
@@ -148,7 +149,7 @@ def _is_file(word: str) -> bool:
 
 
 def parse_value(text: str, word: str, *, depth: int = 0) -> Any:
-    """The value a text stands for: null, a truth value, a number, a list, or else the text itself.
+    """Parse a value: null, true or false, a number, a list, or else the text itself.
 
     >>> read_value("1e-4", ""), read_value("null", ""), read_value("[1,[a,'b,c']]", ""), read_value("3.0", "")
     (0.0001, None, [1, ['a', 'b,c']], 3.0)
@@ -173,7 +174,7 @@ def parse_value(text: str, word: str, *, depth: int = 0) -> Any:
 
 
 def nest(flat: dict[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested mappings.
+    """Convert dotted keys to nested mappings.
 
     >>> nest({"lr": 1, "arch.layers": 4})
     {'lr': 1, 'arch': {'layers': 4}}
@@ -194,7 +195,7 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], *, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys: the inverse of `nest`."""
+    """Convert nested mappings to dotted keys: the inverse of `nest`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -211,7 +212,7 @@ def _check_key(name: str, word: str) -> str:
 
 
 def _split_items(text: str, word: str) -> list[str]:
-    """Items between commas that are inside no bracket and no quotes."""
+    """Split at commas outside of brackets and quotes."""
     items, item, waiting, quote = [], "", [], ""
     for letter in text:
         if quote:

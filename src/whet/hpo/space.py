@@ -216,7 +216,7 @@ def _holds_list(field: Any) -> bool:
 
 
 def _check_searchable(key: str, config: type[CommonConfig]) -> None:
-    if key in config.plan_keys:
+    if key in config.plan_keys():
         raise UsageError(
             f"{key} belongs to the plan: it is measured, not searched",
             got=key,

@@ -3,13 +3,13 @@
 from whet.plan.workload import GRADIENT_BYTES, Workload
 
 CONTEXT_BYTES = {"cpu": 0, "mps": 256 * 1024**2, "cuda": 768 * 1024**2}
-"""Contexts, kernels and workspaces before the first tensor; 768 MB is the order of a CUDA context with cuBLAS."""
+"""Contexts, kernels and workspaces before the first tensor; 768 MB is typical of a CUDA context with cuBLAS."""
 
 _ACTIVATION_SHARE = {"fp32": 1.0, "tf32": 1.0, "bf16": 0.6, "fp16": 0.6}
 """Under autocast most, not all, activations are halved: norms, softmax and losses stay float32."""
 
 _CHECKPOINTING_SHARE = 0.3
-"""With activation checkpointing only the inputs of blocks stay, plus one block's worth during backward."""
+"""With activation checkpointing only the inputs of blocks stay, plus one block's activations during backward."""
 
 
 def predict_memory_parts(
@@ -19,11 +19,11 @@ def predict_memory_parts(
     device: str,
     precision: str,
     is_checkpointed: bool = False,
-    num_parts: int = 1,
+    num_shards: int = 1,
 ) -> dict[str, int] | None:
-    """What the peak of a training step is made of; None when nothing is known about the activations.
+    """Predict the parts of a training step's peak memory; None if the size of activations is unknown.
 
-    `num_parts` is by how many processes weights, gradients and state are divided.
+    `num_shards` is the number of processes that weights, gradients and optimizer state are sharded over.
     """
     if workload.activation_bytes is None:
         return None
@@ -31,9 +31,9 @@ def predict_memory_parts(
     if is_checkpointed:
         activations *= _CHECKPOINTING_SHARE
     return {
-        "weights": workload.weight_bytes // num_parts,
-        "gradients": workload.num_parameters * GRADIENT_BYTES // num_parts,
-        "optimizer": workload.num_parameters * workload.optimizer_bytes // num_parts,
+        "weights": workload.weight_bytes // num_shards,
+        "gradients": workload.num_parameters * GRADIENT_BYTES // num_shards,
+        "optimizer": workload.num_parameters * workload.optimizer_bytes // num_shards,
         "activations": int(activations),
         "device": CONTEXT_BYTES.get(device, 0),
     }
@@ -46,15 +46,15 @@ def predict_memory(
     device: str,
     precision: str,
     is_checkpointed: bool = False,
-    num_parts: int = 1,
+    num_shards: int = 1,
 ) -> int | None:
-    """Peak bytes of a training step; None when nothing is known about the activations."""
+    """Predict the peak bytes of a training step; None if the size of activations is unknown."""
     parts = predict_memory_parts(
         workload,
         micro_batch=micro_batch,
         device=device,
         precision=precision,
         is_checkpointed=is_checkpointed,
-        num_parts=num_parts,
+        num_shards=num_shards,
     )
     return None if parts is None else sum(parts.values())

@@ -1,4 +1,4 @@
-"""Plans as text: the table of settings, and one setting explained."""
+"""Plans as text: the table of settings, one setting explained, two plans compared."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -13,121 +13,32 @@ from whet.plan.rules import ALL_RULES
 from whet.plan.setting import Setting
 from whet.plan.workload import Workload
 
-_MEMORY_SETTINGS = ("memory_gb", "micro_batch", "activation_checkpointing")
-
-
-class SettingDifference(FrozenModel):
-    """A setting that two plans decide differently, each with its reason."""
-
-    name: str
-    ours: Setting
-    theirs: Setting
-
-
-def diff_plans(ours: Plan, theirs: Plan) -> tuple[SettingDifference, ...]:
-    """The settings whose values differ, in the order of decision."""
-    return tuple(
-        SettingDifference(name=name, ours=setting, theirs=theirs.settings[name])
-        for name, setting in ours.settings.items()
-        if setting.value != theirs.settings[name].value
-    )
-
-
-def explain_setting(plan: Plan, name: str) -> str:
-    """Why a plan sets `name` as it does: the value, the evidence, and the rule's own page."""
-    if name == "global_batch_size":
-        return _explain_auto_batch(plan)
-    rule = next((rule for rule in ALL_RULES if rule.setting == name), None)
-    if rule is None:
-        meant = closest_match(name, plan.settings)
-        hint = f"did you mean {meant!r}?" if meant else "one of " + ", ".join(plan.settings)
-        raise UsageError("a plan has no such setting", got=name, try_=hint)
-    if name not in plan.settings:
-        raise UsageError("this plan is older than that setting", got=name, try_="one of " + ", ".join(plan.settings))
-    setting = plan.settings[name]
-    facts = [f"  {key} = {_format_evidence(value)}" for key, value in setting.evidence.items() if key != "rule"]
-    return "\n".join(
-        [
-            f"{name} = {_format_evidence(setting.value)}   (from: {setting.source})",
-            f"  {setting.reason}",
-            "",
-            "evidence",
-            *(facts or ["  none"]),
-            "",
-            *(_memory_lines(plan) if name in _MEMORY_SETTINGS else ()),
-            f"rule {rule.id}: {rule.what}",
-            *(f"{section}: {text}" for section, text in rule.sections.items()),
-        ]
-    )
-
-
-def _memory_lines(plan: Plan) -> list[str]:
-    """What a step is expected to take, part by part."""
-    workload, micro = plan.workload, plan.micro_batch
-    assert isinstance(micro, int)
-    parts = predict_memory_parts(
-        workload,
-        micro_batch=micro,
-        device=plan.device,
-        precision=plan.precision,
-        is_checkpointed=plan.activation_checkpointing == "on",
-    )
-    if parts is None:
-        return ["memory of a step: what activations take is measured before the first one", ""]
-    trained, frozen = workload.num_parameters, workload.num_frozen
-    of_what = {
-        "weights": f"{trained + frozen:,} numbers of 4 bytes",
-        "gradients": "one for each weight" if not frozen else f"only of the {trained:,} weights that are trained",
-        "optimizer": f"{workload.optimizer_bytes} bytes for each weight that is trained",
-        "activations": f"kept for the backward pass of {micro} samples of the greatest length, about",
-        "device": "kernels and workspaces before the first tensor, about",
-    }
-    rows = [f"  {name:<12} {format_bytes(size):>8}  {of_what[name]}" for name, size in parts.items() if size]
-    whole = f"  {'together':<12} {format_bytes(sum(parts.values())):>8}"
-    measured = "  what a run really holds: whet report RUN; on this machine: whet plan RECIPE --measure"
-    return [f"memory of a step with micro batch {micro}, computed", *rows, whole, measured, ""]
-
-
-def _explain_auto_batch(plan: Plan) -> str:
-    chosen = plan.workload.batch
-    if chosen is None:
-        return f"global_batch_size = {plan.workload.global_batch_size}   (from: you)\n  a plan never changes it"
-    rows = [
-        f"  {point.batch:>7,}: {point.samples_per_second:,.4g} samples/s in {point.steps} steps"
-        if point.samples_per_second
-        else f"  {point.batch:>7,}: {point.words}"
-        for point in chosen.points
-    ]
-    return "\n".join(
-        [
-            f"global_batch_size = {chosen.batch}   (from: measured, since you said auto)",
-            *(f"  {line}" for line in chosen.lines),
-            "",
-            "evidence",
-            *rows,
-        ]
-    )
-
-
-def _format_evidence(value: object) -> str:
-    if value is None:
-        return "unknown"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
 SettingRow = tuple[str, str, str, str]
-"""A setting for a screen: name, value, why, from."""
+"""A setting for the terminal: name, value, why, from."""
 
 _MIN_REASON_WIDTH = 24
 _MAX_REASON = 4_100
-"""A damaged plan may give a reason of megabytes, which would take a minute to wrap."""
+"""A corrupt plan may hold a reason of megabytes, which would take a minute to wrap."""
+_MEMORY_SETTINGS = ("memory_gb", "micro_batch", "activation_checkpointing")
+
+
+def plan_lines(plan: Plan, *, width: int) -> Iterator[str]:
+    """Yield the whole plan: machine, workload, settings and warnings."""
+    yield f"machine   {machine_line(plan.machine)}"
+    yield f"workload  {workload_line(plan.workload)}"
+    yield from (f"          {line}" for line in (plan.workload.batch.lines if plan.workload.batch else ()))
+    yield ""
+    yield from settings_table(settings_rows(plan), width=width)
+    if plan.warnings:
+        yield ""
+        yield from (f"note: {line}" for line in plan.warnings)
 
 
 def workload_line(workload: Workload) -> str:
-    """What is trained, in one line."""
+    """The workload in one line."""
     batch = f"global batch {workload.global_batch_size}" + (" (measured)" if workload.batch else "")
     trained = f"{format_count(workload.num_parameters)} parameters"
-    frozen = f" ({format_count(workload.num_frozen)} more stay as they are)" if workload.num_frozen else ""
+    frozen = f" ({format_count(workload.num_frozen)} more are frozen)" if workload.num_frozen else ""
     parts = [trained + frozen, batch]
     if workload.lengths_vary:
         mean = f"mean length {workload.mean_length:.0f} of" if workload.mean_length else "lengths up to"
@@ -137,7 +48,7 @@ def workload_line(workload: Workload) -> str:
 
 
 def settings_rows(plan: Plan) -> list[SettingRow]:
-    """One row for each setting: name, value, why, from; what has no meaning on the device is left out."""
+    """One row for each setting: name, value, why, from; without settings that do not apply to the device."""
     return [
         (name, format_value(setting.value), setting.reason, _source_text(setting))
         for name, setting in plan.settings.items()
@@ -182,13 +93,97 @@ def _source_text(setting: Setting) -> str:
     return f"rule {setting.evidence['rule']}" if setting.source == "rule" else setting.source
 
 
-def plan_lines(plan: Plan, *, width: int) -> Iterator[str]:
-    """The whole plan: for which machine, for what, the settings, and what to beware of."""
-    yield f"machine   {machine_line(plan.machine)}"
-    yield f"workload  {workload_line(plan.workload)}"
-    yield from (f"          {line}" for line in (plan.workload.batch.lines if plan.workload.batch else ()))
-    yield ""
-    yield from settings_table(settings_rows(plan), width=width)
-    if plan.cautions:
-        yield ""
-        yield from (f"note: {line}" for line in plan.cautions)
+class SettingDifference(FrozenModel):
+    """A setting that two plans decide differently, each with its reason."""
+
+    name: str
+    ours: Setting
+    theirs: Setting
+
+
+def diff_plans(ours: Plan, theirs: Plan) -> tuple[SettingDifference, ...]:
+    """Return the settings whose values differ, in the order of decision."""
+    return tuple(
+        SettingDifference(name=name, ours=setting, theirs=theirs.settings[name])
+        for name, setting in ours.settings.items()
+        if setting.value != theirs.settings[name].value
+    )
+
+
+def explain_setting(plan: Plan, name: str) -> str:
+    """Explain one setting of a plan: value, evidence, and the documentation of its rule."""
+    if name == "global_batch_size":
+        return _explain_auto_batch(plan)
+    rule = next((rule for rule in ALL_RULES if rule.setting == name), None)
+    if rule is None or name not in plan.settings:
+        meant = closest_match(name, plan.settings)
+        hint = f"did you mean {meant!r}?" if meant else "one of " + ", ".join(plan.settings)
+        raise UsageError("a plan has no such setting", got=name, try_=hint)
+    setting = plan.settings[name]
+    evidence = [f"  {key} = {_format_evidence(value)}" for key, value in setting.evidence.items() if key != "rule"]
+    return "\n".join(
+        [
+            f"{name} = {_format_evidence(setting.value)}   (from: {setting.source})",
+            f"  {setting.reason}",
+            "",
+            "evidence",
+            *(evidence or ["  none"]),
+            "",
+            *(_memory_lines(plan) if name in _MEMORY_SETTINGS else ()),
+            f"rule {rule.id}: {rule.what}",
+            *(f"{section}: {text}" for section, text in rule.sections.items()),
+        ]
+    )
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    """The predicted memory of a step, part by part."""
+    workload, micro = plan.workload, plan.micro_batch
+    parts = predict_memory_parts(
+        workload,
+        micro_batch=micro,
+        device=plan.device,
+        precision=plan.precision,
+        is_checkpointed=plan.activation_checkpointing == "on",
+    )
+    if parts is None:
+        return ["memory of a step: activations are measured before the first step", ""]
+    trained, frozen = workload.num_parameters, workload.num_frozen
+    description = {
+        "weights": f"{trained + frozen:,} numbers of 4 bytes",
+        "gradients": "one for each weight" if not frozen else f"only for the {trained:,} trainable weights",
+        "optimizer": f"{workload.optimizer_bytes} bytes for each trainable weight",
+        "activations": f"kept for the backward pass of {micro} samples of the maximum length, about",
+        "device": "kernels and workspaces before the first tensor, about",
+    }
+    rows = [f"  {name:<12} {format_bytes(size):>8}  {description[name]}" for name, size in parts.items() if size]
+    total = f"  {'total':<12} {format_bytes(sum(parts.values())):>8}"
+    measured = "  actual memory of a run: whet report RUN; on this machine: whet plan RECIPE --measure"
+    return [f"memory of a step with micro batch {micro}, predicted", *rows, total, measured, ""]
+
+
+def _explain_auto_batch(plan: Plan) -> str:
+    chosen = plan.workload.batch
+    if chosen is None:
+        return f"global_batch_size = {plan.workload.global_batch_size}   (from: you)\n  a plan never changes it"
+    rows = [
+        f"  {point.batch:>7,}: {point.samples_per_second:,.4g} samples/s in {point.steps} steps"
+        if point.samples_per_second
+        else f"  {point.batch:>7,}: {point.words}"
+        for point in chosen.points
+    ]
+    return "\n".join(
+        [
+            f"global_batch_size = {chosen.batch}   (from: measured, for global_batch_size=auto)",
+            *(f"  {line}" for line in chosen.lines),
+            "",
+            "evidence",
+            *rows,
+        ]
+    )
+
+
+def _format_evidence(value: object) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

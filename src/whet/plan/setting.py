@@ -13,9 +13,9 @@ Source = Literal["rule", "measured", "you"]
 
 
 class Setting(FrozenModel):
-    """What a run does in one respect, and why.
+    """One setting of a run, and why it has its value.
 
-    `evidence` holds what stands behind it: the facts a rule looked at, or repeats, median and spread of a measurement.
+    `evidence` holds the facts a rule looked at, or repeats, median and spread of a measurement.
     """
 
     value: Scalar
@@ -25,7 +25,7 @@ class Setting(FrozenModel):
 
 
 class MeasuredSetting(FrozenModel):
-    """What a measurement says about one setting: it goes before the rule and behind the user's own word."""
+    """A value that a measurement chose. It takes precedence over the rule, and the user's override over it."""
 
     value: Scalar
     reason: str
@@ -35,22 +35,21 @@ class MeasuredSetting(FrozenModel):
 Verdict = Literal[
     "faster", "likely", "no gain", "not worth it", "unclear", "cut off", "disagrees", "failed", "not tried"
 ]
-"""faster: real and worth having. likely: a gain by its interval, not yet with the certainty of a claim; what is best in
-the end has to prove itself as a whole. no gain: less than is worth having, or slower. not worth it: this run is too
-short to earn back what it costs. unclear: the time was out. cut off: so slow that it was stopped. disagrees: it
-computes something else.
+"""faster: significant, and large enough to matter. likely: a gain by its interval, but not yet significant; the final
+plan is compared as a whole. no gain: too small to matter, or slower. not worth it: the run is too short to repay the
+cost. unclear: the time budget ran out. cut off: stopped because it was very slow. disagrees: computes other results.
 """
 
 
 class TuneTrial(FrozenModel):
-    """Evidence about one candidate, faster or not."""
+    """One candidate of a measurement and its result, whether faster or not."""
 
     setting: str
     """What was varied; "plan" where whole plans were compared."""
     settings: Mapping[str, Scalar]
-    """What differed from the rule-based plan, all in all."""
+    """All settings that differed from the rule-based plan."""
     against: Mapping[str, Scalar] = Field(default_factory=dict)
-    """What the rival's settings differed in; empty for the rule-based plan itself."""
+    """The same for the plan it was compared with; empty for the rule-based plan itself."""
     verdict: Verdict
     words: str
     repeats: NonNegativeInt = 0
@@ -59,9 +58,9 @@ class TuneTrial(FrozenModel):
     """Of one optimizer step."""
     rival_seconds: NonNegativeFloat | None = None
     speedup: NonNegativeFloat | None = None
-    """The rival's time as a multiple of this one's: above 1 is faster."""
+    """The rival's time divided by this one's: above 1 is faster."""
     interval: tuple[NonNegativeFloat, NonNegativeFloat] | None = None
-    """Where the speed-up lies, whatever the noise is like."""
+    """Distribution-free confidence interval of the speed-up."""
     preparation_seconds: NonNegativeFloat | None = None
     peak_bytes: NonNegativeInt | None = None
     spent_seconds: NonNegativeFloat = 0.0

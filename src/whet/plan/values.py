@@ -1,27 +1,78 @@
-"""Typed access to the values of settings: `plan.precision` instead of a lookup by name."""
+"""The settings of a plan as typed attributes: `plan.precision`, and which values each may have."""
 
-from collections.abc import Mapping
-from typing import Any, Generic, Literal, TypeVar, cast
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
 from whet.base.errors import WhetError
-from whet.plan.setting import Setting
+from whet.plan.setting import Scalar, Setting
 
 Attention = Literal["torch", "cudnn", "flash", "efficient", "math", "own"]
+CausalMask = Literal["flag", "explicit"]
 Compile = Literal["off", "blocks", "on"]
+Copies = Literal["blocking", "overlapped"]
 DataLocation = Literal["device", "host", "files"]
+EmptyCache = Literal["never", "per epoch"]
+FreedMemory = Literal["returned", "kept"]
 KeepAwake = Literal["on", "off", "unused"]
 Layout = Literal["contiguous", "channels_last"]
 Lengths = Literal["fixed", "sorted", "few shapes", "packed", "packed few"]
+LossScaling = Literal["off", "dynamic"]
+Norms = Literal["torch", "own"]
+OnDeviceFailure = Literal["stop", "cpu"]
+OnHeat = Literal["warn", "pace", "pause"]
 OnOff = Literal["off", "on"]
 OptimizerKernels = Literal["fused", "foreach", "loop", "your optimizer"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Sharding = Literal["off", "full", "unused"]
+StartMethod = Literal["fork", "spawn"]
+Verify = Literal["on", "off", "always"]
+Watermarks = Literal["high 1.0, low 0.9", "unused"]
 
 T = TypeVar("T")
 
 
-class _Value(Generic[T]):
-    """The value of the setting that has the attribute's name."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Constraint:
+    """The values that a setting may have, as text and as a test."""
+
+    text: str
+    holds: Callable[[Scalar], bool]
+
+
+def one_of(*values: Scalar) -> Constraint:
+    """One of a few values."""
+    return Constraint(text=" or ".join(map(str, values)), holds=lambda value: value in values)
+
+
+def integer(least: int, most: int = 2**53) -> Constraint:
+    """An integer from `least` to `most`."""
+    return Constraint(
+        text=f"a whole number, {least} or more" if most == 2**53 else f"a whole number from {least} to {most}",
+        holds=lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most,
+    )
+
+
+POSITIVE = Constraint(
+    text="a number above 0",
+    holds=lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
+)
+DEVICE_NAME = Constraint(
+    text="auto, mps, cuda, cuda:1 or cpu",
+    holds=lambda value: isinstance(value, str) and re.fullmatch(r"mps|cpu|cuda(:\d+)?", value) is not None,
+)
+
+
+class SettingValue(Generic[T]):
+    """Descriptor that reads the value of the setting with the attribute's name.
+
+    The type argument is the type of the value. A Literal also says which values are allowed; other types name a
+    constraint. A value may be None where the type says so: the rule leaves it to torch or to other settings.
+    """
+
+    def __init__(self, constraint: Constraint | None = None) -> None:
+        self._constraint = constraint
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -32,45 +83,68 @@ class _Value(Generic[T]):
             raise WhetError("the plan lacks a setting", got=f"no {self._name}", try_="another run folder, or --fresh")
         return cast("T", settings[self._name].value)
 
+    @property
+    def constraint(self) -> Constraint:
+        """The values that a user or a measurement may choose."""
+        return self._constraint or one_of(*get_args(self._type))
+
+    def allows(self, value: Scalar) -> bool:
+        """Whether a plan may hold this value."""
+        is_nullable = get_origin(self._type) is not Literal and type(None) in get_args(self._type)
+        return self.constraint.holds(value) or (value is None and is_nullable)
+
+    @property
+    def _type(self) -> Any:
+        # typing sets __orig_class__ on an instance of a subscripted generic class.
+        return get_args(self.__orig_class__)[0]  # type: ignore[attr-defined]
+
 
 class SettingValues:
-    """The value of every setting as a typed attribute. A subclass has `settings`, which also hold reason and evidence."""
+    """The value of every setting as a typed attribute; `settings` also holds reason, source and evidence."""
 
-    device = _Value[str]()
-    on_device_failure = _Value[Literal["stop", "cpu"]]()
-    mps_fallback = _Value[OnOff]()
-    keep_awake = _Value[KeepAwake]()
-    precision = _Value[Precision]()
-    loss_scaling = _Value[Literal["off", "dynamic"]]()
-    optimizer_kernels = _Value[OptimizerKernels]()
-    compile = _Value[Compile]()
-    graph = _Value[OnOff]()
-    layout = _Value[Layout]()
-    threads = _Value[int | None]()
-    deterministic = _Value[OnOff]()
-    attention = _Value[Attention]()
-    norms = _Value[Literal["torch", "own"]]()
-    memory_gb = _Value[float | None]()
-    activation_checkpointing = _Value[OnOff]()
-    micro_batch = _Value[int]()
-    accumulation = _Value[int]()
-    eval_batch = _Value[int]()
-    lengths = _Value[Lengths]()
-    watermarks = _Value[str]()
-    empty_cache = _Value[Literal["never", "per epoch"]]()
-    freed_memory = _Value[Literal["returned", "kept"]]()
-    data_location = _Value[DataLocation]()
-    workers = _Value[int]()
-    pin_memory = _Value[OnOff]()
-    copies = _Value[Literal["blocking", "overlapped"]]()
-    worker_start_method = _Value[Literal["fork", "spawn"]]()
-    prefetch = _Value[int]()
-    sharding = _Value[Sharding]()
-    bucket_mb = _Value[int | None]()
-    on_heat = _Value[Literal["warn", "pace", "pause"]]()
-    checkpoint_minutes = _Value[float]()
-    checkpoint_steps = _Value[int | None]()
-    checkpoint_epochs = _Value[int | None]()
-    keep = _Value[int]()
-    verify = _Value[Literal["on", "off", "always"]]()
-    causal_mask = _Value[Literal["flag", "explicit"]]()
+    settings: Mapping[str, Setting]
+
+    device = SettingValue[str](DEVICE_NAME)
+    on_device_failure = SettingValue[OnDeviceFailure]()
+    mps_fallback = SettingValue[OnOff]()
+    keep_awake = SettingValue[KeepAwake]()
+    precision = SettingValue[Precision]()
+    loss_scaling = SettingValue[LossScaling]()
+    optimizer_kernels = SettingValue[OptimizerKernels]()
+    compile = SettingValue[Compile]()
+    graph = SettingValue[OnOff]()
+    layout = SettingValue[Layout]()
+    threads = SettingValue[int | None](integer(1, 1024))
+    deterministic = SettingValue[OnOff]()
+    memory_gb = SettingValue[float | None](POSITIVE)
+    sharding = SettingValue[Sharding]()
+    bucket_mb = SettingValue[int | None](integer(1, 4096))
+    activation_checkpointing = SettingValue[OnOff]()
+    micro_batch = SettingValue[int](integer(1))
+    eval_batch = SettingValue[int](integer(1))
+    lengths = SettingValue[Lengths]()
+    watermarks = SettingValue[Watermarks]()
+    empty_cache = SettingValue[EmptyCache]()
+    freed_memory = SettingValue[FreedMemory]()
+    attention = SettingValue[Attention]()
+    norms = SettingValue[Norms]()
+    data_location = SettingValue[DataLocation]()
+    workers = SettingValue[int](integer(0, 1024))
+    pin_memory = SettingValue[OnOff]()
+    copies = SettingValue[Copies]()
+    worker_start_method = SettingValue[StartMethod]()
+    prefetch = SettingValue[int](integer(1, 1024))
+    checkpoint_minutes = SettingValue[float](POSITIVE)
+    checkpoint_steps = SettingValue[int | None](integer(1))
+    checkpoint_epochs = SettingValue[int | None](integer(1))
+    keep = SettingValue[int](integer(2))
+    on_heat = SettingValue[OnHeat]()
+    verify = SettingValue[Verify]()
+    causal_mask = SettingValue[CausalMask]()
+
+
+DECLARED: Mapping[str, SettingValue[Any]] = {
+    name: value for name, value in vars(SettingValues).items() if isinstance(value, SettingValue)
+}
+"""Every setting with its type and constraint, in the order of decision."""
+SETTING_NAMES = tuple(DECLARED)

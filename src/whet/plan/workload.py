@@ -6,11 +6,15 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from whet.base.model import FrozenModel
 
+WEIGHT_BYTES = 4
+GRADIENT_BYTES = 4
+ADAM_STATE_BYTES = 8
+
 Scaling = Literal["linear", "square root"]
 
 
 class BatchPoint(FrozenModel):
-    """One global batch that was tried."""
+    """One global batch size that was measured."""
 
     batch: PositiveInt
     samples_per_second: PositiveFloat | None = None
@@ -27,41 +31,41 @@ class BatchPoint(FrozenModel):
 
 
 class AutoBatch(FrozenModel):
-    """The global batch at the knee, and the learning rates that go with it."""
+    """The global batch size that was measured for global_batch_size=auto, with the learning rates scaled to it.
+
+    It is measured once and stored with the run, so that a resumed run trains with the same batch.
+    """
 
     batch: PositiveInt
     base_batch: PositiveInt
-    """The one that the learning rate was meant for."""
+    """The batch size that the given learning rate was meant for."""
     base_rates: tuple[NonNegativeFloat, ...] = Field(min_length=1)
-    """As they were given, one for each group of parameters."""
+    """Learning rates as given, one for each group of parameters."""
     rates: tuple[NonNegativeFloat, ...] = Field(min_length=1)
-    """What is trained with."""
+    """Learning rates used in training."""
     factor: PositiveFloat
-    """What each was multiplied by."""
+    """rates / base_rates."""
     scaling: Scaling
     reason: str
     rate_reason: str
     points: tuple[BatchPoint, ...] = ()
-    """All that were tried, the smallest first."""
+    """All that were measured, the smallest first."""
     spent_seconds: NonNegativeFloat = 0.0
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What to tell whoever asked for it."""
+        """The choice and its reason, for the user."""
         return f"global batch {self.reason}", self.rate_reason
 
 
-WEIGHT_BYTES = 4
-GRADIENT_BYTES = 4
-ADAM_STATE_BYTES = 8
-
-
 class Workload(FrozenModel):
+    """A model, its data and its batch size, as counts and sizes."""
+
     recipe: str
     num_parameters: PositiveInt
-    """Those that are trained."""
+    """Trainable parameters."""
     num_frozen: NonNegativeInt = 0
-    """Those that stay as they are: they take memory, and have neither gradient nor optimizer state."""
+    """Frozen parameters: they take memory, but have neither gradient nor optimizer state."""
     global_batch_size: PositiveInt
     num_samples: PositiveInt | None = None
     """Samples of one epoch; None when the data has no length."""
@@ -72,30 +76,30 @@ class Workload(FrozenModel):
     mean_length: float | None = None
     lengths_vary: bool = False
     sample_bytes: PositiveInt | None = None
-    """One sample as it lies on the device."""
+    """Size of one sample on the device."""
     activation_bytes: PositiveInt | None = None
-    """What one sample of the greatest length keeps alive for the backward pass, in float32."""
+    """What one sample of the maximum length keeps for the backward pass, in float32."""
     optimizer_bytes: int = ADAM_STATE_BYTES
     """Optimizer state per parameter: 8 for Adam, 4 for momentum, 0 for plain SGD."""
     can_pack: bool = False
-    """The model takes samples one after the other, without padding."""
+    """The model accepts concatenated samples without padding."""
     needs_decoding: bool = False
-    """Samples must be read or decoded on the CPU (images, audio), so workers may pay."""
+    """Samples must be read or decoded on the CPU (images, audio), so workers may pay off."""
     has_dropout: bool = False
     has_batchnorm: bool = False
     is_causal: bool = False
     layers: tuple[str, ...] = ()
-    """Kinds of layers that known wrong results speak of (`plan/hazard_table.py`), as far as they were seen."""
+    """Kinds of layers that `plan/hazard_table.py` and `plan/kernel_support.py` refer to, as far as they were detected."""
     world_size: PositiveInt = 1
     """Processes that share each global batch."""
     local_size: PositiveInt = 1
     """Those of them on this machine."""
     batch: AutoBatch | None = None
-    """How the global batch came about where the user left it open (global_batch_size=auto)."""
+    """How the global batch size was measured, for global_batch_size=auto."""
 
     @property
     def share(self) -> int:
-        """Samples of a global batch that fall to one process, at most."""
+        """Samples of a global batch per process, at most."""
         return -(-self.global_batch_size // self.world_size)
 
     @property
@@ -105,12 +109,12 @@ class Workload(FrozenModel):
 
     @property
     def weight_bytes(self) -> int:
-        """All weights in float32, the frozen ones too."""
+        """All weights in float32, including the frozen ones."""
         return (self.num_parameters + self.num_frozen) * WEIGHT_BYTES
 
     @property
     def data_bytes(self) -> int | None:
-        """The whole data set as it would lie on the device."""
+        """Size of the whole data set on the device."""
         if self.num_samples is None or self.sample_bytes is None:
             return None
         return self.num_samples * self.sample_bytes

@@ -106,5 +106,5 @@ def _without_what_is_elsewhere(report: RunReport) -> RunReport:
 
 
 def _cautions(plan: dict[str, Any]) -> tuple[str, ...]:
-    said = plan.get("cautions")
+    said = plan.get("warnings")
     return tuple(str(line) for line in said) if isinstance(said, list | tuple) else ()

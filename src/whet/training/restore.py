@@ -41,7 +41,7 @@ def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) 
     accelerator = plan.machine.accelerator(device.kind)
     system = f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else platform.system()
     return {
-        **{name: plan.value(name) for name in _ROUNDING_SETTINGS if name in plan.settings},
+        **{name: plan.settings[name].value for name in _ROUNDING_SETTINGS if name in plan.settings},
         "whet": VERSION,
         "torch": str(torch.__version__),
         "numpy": np.__version__,

@@ -95,7 +95,7 @@ def requested_kernels(plan: Plan) -> list[str]:
 
 def _uses_own_kernels(plan: Plan, name: str) -> bool:
     # A plan that an older whet saved may not know the setting.
-    return name in plan.settings and plan.value(name) == "own"
+    return name in plan.settings and plan.settings[name].value == "own"
 
 
 def _make_weights_contiguous(stepper: Stepper) -> AbstractContextManager[object]:

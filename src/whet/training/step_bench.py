@@ -262,7 +262,7 @@ class LocalStepBench:
 
     def _source(self, plan: Plan) -> AbstractSource:
         names = ("device", "data_location", "workers", "prefetch", "worker_start_method", "copies")
-        key = tuple(plan.value(name) for name in names)
+        key = tuple(plan.settings[name].value for name in names)
         if key not in self._sources:
             device = open_device(plan.device, overlaps_copies=plan.copies == "overlapped").device
             source = open_source_for_plan(

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from whet.base.errors import UsageError, closest_match
-from whet.plan.plan import setting_names
+from whet.plan.values import SETTING_NAMES
 from whet.training.schedule import LearningRateSchedule, make_schedule
 
 
@@ -73,7 +73,7 @@ def parse_training_config(words: dict[str, Any]) -> TrainingConfig:
         if name not in known:
             meant = closest_match(name, known)
             hint = f"did you mean {meant!r}?" if meant else ", ".join(known)
-            if name in setting_names():
+            if name in SETTING_NAMES:
                 hint = f"wishes={{{name!r}: {words[name]!r}}}: it is a setting of the plan"
             raise UsageError("no such keyword", got=name, try_=hint)
     if "global_batch_size" not in words:

@@ -1,81 +1,89 @@
 """Rules for the device, and for how a run treats the machine."""
 
-import re
-
-from whet.plan.rule import Constraint, Decision, RuleContext, one_of, rule
-
-DEVICE_NAME = Constraint(
-    text="auto, mps, cuda, cuda:1 or cpu",
-    holds=lambda value: isinstance(value, str) and re.fullmatch(r"mps|cpu|cuda(:\d+)?", value) is not None,
-)
+from whet.plan.rule import Decision, RuleContext, rule
 
 
-@rule("D1", "device", DEVICE_NAME)
-def choose_device(facts: RuleContext) -> Decision:
+@rule("D1", "device")
+def choose_device(context: RuleContext) -> Decision:
     """The device that computes: CUDA, else MPS, else the CPU.
 
     Why: a GPU is usually the fastest device of a machine, and CUDA has the more complete and better tested kernels
     where a machine has both.
     When wrong: small models, recurrent cells and per-sample loops can be faster on the CPU (a GRU cell took 249 us on
-    MPS against 117 us on the CPU of an M3 Max). Only a measurement on your model can tell.
+    MPS and 117 us on the CPU of an M3 Max). Only a measurement of your model can tell.
     Override: --device mps, --device cuda:1 or --device cpu.
     Sources: pytorch/pytorch#138898, #77799.
     """
-    machine = facts.machine
-    kinds = tuple(a.kind for a in machine.accelerators)
-    evidence = {"available": (*kinds, "cpu")}
-    for kind, praise in (("cuda", "an NVIDIA GPU"), ("mps", "the Apple GPU")):
+    machine = context.machine
+    evidence = {"available": (*(a.kind for a in machine.accelerators), "cpu")}
+    for kind, description in (("cuda", "an NVIDIA GPU"), ("mps", "the Apple GPU")):
         accelerator = machine.accelerator(kind)
         if accelerator is not None:
-            return Decision(value=kind, reason=f"{accelerator.name or praise} is there", evidence=evidence)
-    why = "; ".join(f"no {a.device}: {a.reason}" for a in machine.absent) or "no GPU is known here"
+            reason = f"{accelerator.name or description} is available"
+            return Decision(value=kind, reason=reason, evidence=evidence)
+    why = "; ".join(f"no {a.device}: {a.reason}" for a in machine.absent) or "no GPU is known on this machine"
     return Decision(value="cpu", reason=why, evidence=evidence)
 
 
-@rule("D2", "on_device_failure", one_of("stop", "cpu"))
-def choose_on_device_failure(facts: RuleContext) -> Decision:
-    """What happens when the chosen device cannot be used: stop, or go on with the CPU.
+@rule("D2", "on_device_failure")
+def choose_on_device_failure(context: RuleContext) -> Decision:
+    """What happens when the chosen device cannot be used: stop, or continue on the CPU.
 
-    Why: a silent move to the CPU hides a slow-down of ten times and more. It is stated, or it does not happen.
-    When wrong: an unattended run that must end, however late.
-    Override: on_device_failure=cpu; the move is one line on the screen and one event.
-    Sources: accelerate falls back without saying so.
+    Why: a silent move to the CPU hides a slow-down of ten times and more, so it happens only if you ask for it.
+    When wrong: an unattended run that must finish, however late.
+    Override: on_device_failure=cpu; the move is reported on the terminal and as an event.
+    Sources: accelerate falls back silently.
     """
-    return Decision(value="stop", reason="a silent fall-back would hide a slow run", evidence={"device": facts.device})
+    evidence = {"device": context.device_type}
+    return Decision(value="stop", reason="a silent fallback would hide a slow run", evidence=evidence)
 
 
-@rule("D3", "mps_fallback", one_of("off", "on"))
-def choose_mps_fallback(facts: RuleContext) -> Decision:
+@rule("D3", "mps_fallback")
+def choose_mps_fallback(context: RuleContext) -> Decision:
     """Whether operators that MPS lacks run on the CPU instead of failing.
 
-    Why: each one costs a GPU synchronisation and two copies per call, says so once at most, and does not cover
-    float64 or unsupported shapes. An operator that is missing should be seen before the run.
+    Why: each one costs a GPU synchronization and two copies per call, warns once at most, and does not cover
+    float64 or unsupported shapes. A missing operator should be seen before the run.
     When wrong: a model that needs one rare operator and is still faster with the round trip.
-    Override: mps_fallback=on; `whet train` sets it before torch starts. In a script of yours set
-    PYTORCH_ENABLE_MPS_FALLBACK=1 yourself. The report then names the operators that fell back, with what they cost in
+    Override: mps_fallback=on; `whet train` sets it before torch starts. In your own script set
+    PYTORCH_ENABLE_MPS_FALLBACK=1 yourself. The report then names the operators that fell back, with their cost in
     the first two steps.
     Sources: ATen/mps/MPSFallback.mm (torch 2.13); pytorch/pytorch#105382, #173808.
     """
-    if facts.device != "mps":
-        return Decision(value="off", reason="only MPS has it", evidence={"device": facts.device})
-    return Decision(value="off", reason="it hides slow trips to the CPU", evidence={"device": "mps"})
+    if context.device_type != "mps":
+        return Decision(value="off", reason="only MPS has it", evidence={"device": context.device_type})
+    return Decision(value="off", reason="it hides slow round trips to the CPU", evidence={"device": "mps"})
 
 
-@rule("D4", "keep_awake", one_of("on", "off", "unused"))
-def choose_keep_awake(facts: RuleContext) -> Decision:
+@rule("D4", "keep_awake")
+def choose_keep_awake(context: RuleContext) -> Decision:
     """Whether the machine is kept from falling asleep while it trains.
 
-    Why: a Mac that nobody touches sleeps after some minutes, and a run with it. `caffeinate -i -w PID` prevents that
-    as long as the run's process lives, a killed one included; the display may still go dark. A closed lid, an empty
-    battery and the power button are stronger.
+    Why: an idle Mac sleeps after some minutes, and the run with it. `caffeinate -i -w PID` prevents that for as long
+    as the run's process lives, even if it is killed; the display may still turn off. A closed lid, an empty
+    battery and the power button take precedence.
     When wrong: on a battery that is needed for something else.
     Override: keep_awake=off.
     Sources: caffeinate(8), macOS.
     """
-    system = facts.machine.os.name
+    system = context.machine.os.name
     if system != "macOS":
         return Decision(value="unused", reason="only macOS has caffeinate", evidence={"os": system})
-    return Decision(value="on", reason="a Mac that nobody touches falls asleep", evidence={"os": system})
+    return Decision(value="on", reason="an idle Mac falls asleep", evidence={"os": system})
 
 
-RULES = (choose_device, choose_on_device_failure, choose_mps_fallback, choose_keep_awake)
+@rule("H1", "on_heat")
+def choose_on_heat(context: RuleContext) -> Decision:
+    """What happens when the machine gets hot and slow: warn, rest part of the time, or pause until it is cool.
+
+    Why: a hot machine slows itself down and is not damaged; whether it should rest is a matter of noise, lap and
+    battery, so it is your choice. No value changes what is trained: whet only waits between steps.
+    When wrong: a laptop without a fan on a long run. `pace` rests 20 % of the time and more until it is cool enough;
+    `pause` saves, and waits until the sensor is back to normal (two minutes without a sensor, 15 at most).
+    Override: on_heat=pace or on_heat=pause, also when a run is resumed; epochs_per_session=2 trains two epochs at a
+    time.
+    Sources: public advice (2 to 3 epochs at a time, with breaks); OSThermalNotification.h; ggml-org/llama.cpp#16634.
+    """
+    is_fanless = context.machine.is_fanless
+    reason = "no fan: on_heat=pace would keep it cooler" if is_fanless else "waiting costs time, and heat does no harm"
+    return Decision(value="warn", reason=reason, evidence={"is_fanless": is_fanless})

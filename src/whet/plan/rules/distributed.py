@@ -2,62 +2,58 @@
 
 from whet.base.units import GB, format_bytes
 from whet.plan.memory import CONTEXT_BYTES
-from whet.plan.rule import Decision, RuleContext, integer, one_of, rule
+from whet.plan.rule import Decision, RuleContext, rule
 
 _STATIC_SHARE = 0.8
 """Of the memory: the rest is for activations."""
 _BUCKET_MB = 25
-_FEW_BUCKETS = 4
+_MIN_BUCKETS = 4
 
 
-@rule("S1", "sharding", one_of("off", "full", "unused"))
-def choose_sharding(facts: RuleContext) -> Decision:
-    """Whether each process keeps the whole model (DDP), or a part of every weight, gradient and state (FSDP2).
+@rule("S1", "sharding")
+def choose_sharding(context: RuleContext) -> Decision:
+    """Whether each process keeps the whole model (DDP), or a shard of every weight, gradient and state (FSDP2).
 
-    Why: whole models need one exchange per step, which hides behind the backward pass; parts need three times the
-    calls and 1.5 times the bytes, and gather each block before it computes. So parts are for models whose weights,
+    Why: whole models need one all-reduce per step, which overlaps with the backward pass; shards need three times the
+    calls and 1.5 times the bytes, and gather each block before it computes. So sharding is for models whose weights,
     gradients and optimizer state leave no room for activations on one device.
     When wrong: a model that fits, with a micro-batch so small that the device idles: the memory that sharding frees
     may be worth more than what it sends.
     Override: sharding=full or sharding=off.
     Sources: Rajbhandari et al. 2020, "ZeRO"; torch.distributed.fsdp.fully_shard (2.13).
     """
-    workload, limit = facts.workload, facts.memory_gb
+    workload, limit = context.workload, context.memory_gb
     if workload.world_size == 1:
-        return Decision(value="unused", reason="one process has all of it", evidence={"processes": 1})
-    needed = workload.static_bytes + CONTEXT_BYTES.get(facts.device, 0)
-    room = int(limit * GB * _STATIC_SHARE) if isinstance(limit, int | float) else None
+        return Decision(value="unused", reason="there is only one process", evidence={"processes": 1})
+    needed = workload.static_bytes + CONTEXT_BYTES.get(context.device_type, 0)
+    room = int(limit * GB * _STATIC_SHARE) if limit is not None else None
     evidence = {"processes": workload.world_size, "static_bytes": needed, "room_bytes": room}
     if room is None:
         return Decision(value="off", reason="the memory of the device is unknown", evidence=evidence)
     if needed <= room:
-        return Decision(
-            value="off", reason=f"weights, gradients and state take {format_bytes(needed)}: they fit", evidence=evidence
-        )
+        reason = f"weights, gradients and state take {format_bytes(needed)}: they fit"
+        return Decision(value="off", reason=reason, evidence=evidence)
     each = needed // workload.world_size
-    return Decision(
-        value="full",
-        reason=f"weights, gradients and state take {format_bytes(needed)}, in parts {format_bytes(each)} each",
-        evidence=evidence,
-    )
+    reason = f"weights, gradients and state take {format_bytes(needed)}, sharded {format_bytes(each)} each"
+    return Decision(value="full", reason=reason, evidence=evidence)
 
 
-@rule("S2", "bucket_mb", integer(1, 4096))
-def choose_bucket(facts: RuleContext) -> Decision:
-    """How many megabytes of gradients are summed over the processes at once.
+@rule("S2", "bucket_mb")
+def choose_bucket(context: RuleContext) -> Decision:
+    """How many megabytes of gradients are all-reduced at once.
 
-    Why: a bucket is sent when all its gradients are there, while the backward pass computes the next. Large ones use
+    Why: a bucket is sent when all its gradients are ready, while the backward pass computes the next. Large ones use
     the network well, several are needed to overlap at all: 25 MB, or a quarter of a model that is smaller than four
     of them.
-    When wrong: a network with a high latency wants larger ones; measure it there.
+    When wrong: a network with high latency needs larger ones; measure it there.
     Override: bucket_mb=N.
     Sources: Li et al. 2020, "PyTorch Distributed"; torch.nn.parallel.DistributedDataParallel (2.13) uses 25 too.
     """
-    workload = facts.workload
-    if workload.world_size == 1 or facts.sharding == "full":
-        why = "one process sums nothing" if workload.world_size == 1 else "blocks are the buckets"
+    workload = context.workload
+    if workload.world_size == 1 or context.sharding == "full":
+        why = "a single process has nothing to reduce" if workload.world_size == 1 else "each block is a bucket"
         return Decision(value=None, reason=why, evidence={"processes": workload.world_size})
     size = workload.num_parameters * 4 / 2**20
-    value = max(1, min(_BUCKET_MB, round(size / _FEW_BUCKETS)))
-    reason = f"{size:.0f} MB of gradients, sent while the backward pass goes on"
+    value = max(1, min(_BUCKET_MB, round(size / _MIN_BUCKETS)))
+    reason = f"{size:.0f} MB of gradients, sent during the backward pass"
     return Decision(value=value, reason=reason, evidence={"gradient_mb": round(size, 1)})

@@ -3,178 +3,239 @@
 from whet.plan.kernel_support import (
     GROUP_NORM_ACTIVATION,
     SPAN_ATTENTION,
+    attention_kernel_reason,
     has_norm_kernels,
+    norm_kernel_reason,
     supports_unpadded_attention,
 )
-from whet.plan.rule import Decision, RuleContext, integer, one_of, rule
+from whet.plan.rule import Decision, RuleContext, rule
 
 _MIN_STEPS_TO_CAPTURE = 50
-"""Steps: each of a dozen shapes is run once as it is before it is captured."""
+"""Each of a dozen shapes runs once eagerly before it is captured."""
+_HALF_PRECISIONS = ("bf16", "fp16")
+_CUDNN_CAPABILITY = 9
+"""CUDA compute capability from which torch prefers cuDNN's attention."""
+_KERNEL_CAPABILITY = "9"
+"""CUDA compute capability for which whet's own kernels were written and measured."""
 
 
-@rule("K1", "optimizer_kernels", one_of("fused", "foreach", "loop", "your optimizer"))
-def choose_optimizer_kernels(facts: RuleContext) -> Decision:
+@rule("K1", "optimizer_kernels")
+def choose_optimizer_kernels(context: RuleContext) -> Decision:
     """How the optimizer updates all parameters: fused in few kernels, in lists (foreach), or one by one (loop).
 
     Why: torch's default on MPS and CPU is a Python loop over parameters with ten and more kernels each; the fused
     update is the same arithmetic. On MPS it cut a step from 916 to 493 operations; on a CPU AdamW took 2.1 ms
     instead of 3.6 ms.
     When wrong: parameters, gradients or state of mixed dtypes, sparse gradients, or an optimizer that has no fused
-    form; then the ordinary form is used and said. On MPS with torch before 2.13, together with fp16 loss scaling.
+    form; then the ordinary form is used and reported. On MPS with torch before 2.13, together with fp16 loss scaling.
     Override: pass your own optimizer object; whet never changes it.
     Sources: torch/utils/_foreach_utils.py (2.13); pytorch/pytorch#127242, #186360; scvi-tools#3998; own measurement.
     """
-    version = facts.machine.torch.version
-    evidence = {"device": facts.device, "torch": version}
-    if facts.device == "mps" and facts.precision == "fp16" and facts.machine.torch.is_before(2, 13) is not False:
-        return Decision(
-            value="loop", reason="fused kernels ignore the loss scale on MPS before torch 2.13", evidence=evidence
-        )
-    default = "a loop over parameters" if facts.device in ("mps", "cpu") else "foreach"
-    return Decision(
-        value="fused", reason=f"the same update in fewer kernels; torch's default is {default}", evidence=evidence
-    )
+    device, torch = context.device_type, context.machine.torch
+    evidence = {"device": device, "torch": torch.version}
+    if device == "mps" and context.precision == "fp16" and torch.is_before(2, 13) is not False:
+        reason = "fused kernels ignore the loss scale on MPS before torch 2.13"
+        return Decision(value="loop", reason=reason, evidence=evidence)
+    default = "a loop over parameters" if device in ("mps", "cpu") else "foreach"
+    reason = f"the same update in fewer kernels; torch's default is {default}"
+    return Decision(value="fused", reason=reason, evidence=evidence)
 
 
-@rule("K2", "compile", one_of("off", "blocks", "on"))
-def choose_compile(facts: RuleContext) -> Decision:
-    """Whether torch.compile rewrites the model (on), or each of its repeated blocks (blocks), which takes less time.
+@rule("K2", "compile")
+def choose_compile(context: RuleContext) -> Decision:
+    """Whether torch.compile compiles the model (on), or each of its repeated blocks (blocks), which takes less time.
 
-    Why: compiling costs seconds to minutes, and must earn them back in this run. On MPS it made a small ResNet 4.5 to
+    Why: compiling costs seconds to minutes, which this run must save again. On MPS it made a small ResNet 4.5 to
     9 times slower unless a layout option was set. A compiler can also compute something else, without an error: on CUDA
     torch 2.11 read bucketize's boundaries, a view, from the beginning of their storage. So before the first step the
-    compiled model's gradients are compared with those of its own code, on a micro-batch of the run; where they differ,
-    or the compiler found nothing to compile, the run goes on uncompiled and says so, and in a measurement such a
+    compiled model's gradients are compared with the eager ones on a micro-batch of the run; where they differ,
+    or nothing could be compiled, the run continues uncompiled and reports it, and in a measurement such a
     candidate has failed.
-    When wrong: long runs of models with many pointwise operators. Small faults behind strong dropout are not seen.
-    Override: compile=on, compile=blocks or compile=off; verify=off leaves the comparison out.
+    When wrong: long runs of models with many pointwise operators. Small errors behind strong dropout are not detected.
+    Override: compile=on, compile=blocks or compile=off; verify=off skips the comparison.
     Sources: pytorch/pytorch#192551, #150121, #161609 (fixed by #184043); docs/verify.md.
     """
-    return Decision(
-        value="off", reason="no measurement says that it would earn its time back", evidence={"device": facts.device}
-    )
+    reason = "no measurement shows that it would save its time"
+    return Decision(value="off", reason=reason, evidence={"device": context.device_type})
 
 
-@rule("K3", "graph", one_of("off", "on"))
-def choose_graph(facts: RuleContext) -> Decision:
-    """Whether a whole optimizer step is captured once for each shape and replayed as one launch.
+@rule("K3", "graph")
+def choose_graph(context: RuleContext) -> Decision:
+    """Whether a whole optimizer step is captured once for each shape and replayed as one launch (CUDA graphs).
 
     Why: it removes the cost of launching kernels one by one, which dominates small models on fast GPUs. Only CUDA has
-    it. Forward, backward, clipping, update and average are captured for up to 16 shapes of the step's micro-batches;
-    other shapes run as they are. The samples and their weights are the same, the results to rounding, and draws of
-    dropout come from the same generator. The inputs stay in place, and captured steps share memory that steps which run
-    as they are cannot use. Set-up takes a step or two for each shape, so it is measured whether it pays; without a
-    measurement steps are captured where samples are packed to few totals (rule M6): a sketch of BERT base's shape made
-    4,603 samples a second so, an expert's loop 975, with a global batch of 32 on an H200, after a second of set-up. The
-    net of Hex has one shape and many small kernels: with 18 blocks it made 59,153 positions a second captured and
-    36,032 without. A chat model's rows have one shape too, and its kernels wait for their launch now and then: those of
-    a step of the medium preset were 63.3 ms of its 67.3, and smaller ones wait longer.
-    When wrong: a loss that looks at numbers on the host, draws on the host, or has shapes that depend on values cannot
-    be captured: it is seen, said, and the step runs as it is. A loss that depends on something in Python which changes
-    while training is found out only by comparing replayed losses with its own, at each shape's first replay and at
-    replays 1, 2, 4, ... and every 1,024th of all; then the run goes back to its last checkpoint. Gradients are gone
+    it. Forward, backward, clipping, update and EMA are captured for up to 16 shapes of the step's micro-batches;
+    other shapes run eagerly. Samples and their weights are the same, results equal to rounding, and dropout draws
+    come from the same generator. Inputs stay in place, and captured steps share memory that eager steps cannot use.
+    Set-up takes a step or two for each shape, so it is measured whether it pays; without a measurement steps are
+    captured where samples are packed to few totals (rule M6): a BERT base with a global batch of 32 on an H200 made
+    4,603 samples a second this way after a second of set-up, an expert's loop 975. The net of Hex has one shape and
+    many small kernels: with 18 blocks it made 59,153 positions a second captured and 36,032 without. A chat model's
+    rows have one shape too, and its kernels sometimes wait for their launch: those of a step of the medium preset were
+    63.3 ms of its 67.3, and smaller ones wait longer.
+    When wrong: a loss that reads values on the host, draws on the host, or has shapes that depend on values cannot
+    be captured: that is detected and reported, and the step runs eagerly. A loss that depends on changing Python state
+    is detected only by comparing replayed losses with eager ones, at each shape's first replay and at
+    replays 1, 2, 4, ... and every 1,024th of all; then the run rolls back to its last checkpoint. Gradients are gone
     after a step, and hooks would not be called, so a model with hooks is not captured.
-    Override: graph=on, graph=off. An optimizer of yours needs capturable=True and its learning rate in a tensor.
+    Override: graph=on, graph=off. Your own optimizer needs capturable=True and its learning rate in a tensor.
     Sources: PyTorch documentation, CUDA semantics, "CUDA graphs"; pytorch/pytorch#180395; docs/choices.
     """
-    evidence: dict[str, str | int | None] = {"device": facts.device}
-    if facts.device != "cuda":
-        return Decision(value="off", reason=f"{facts.device} cannot capture a step", evidence=evidence)
-    if facts.workload.world_size > 1:
-        evidence["processes"] = facts.workload.world_size
+    device, workload = context.device_type, context.workload
+    evidence: dict[str, str | int | None] = {"device": device}
+    if device != "cuda":
+        return Decision(value="off", reason=f"{device} cannot capture steps", evidence=evidence)
+    if workload.world_size > 1:
+        evidence["processes"] = workload.world_size
         return Decision(value="off", reason="a captured step cannot wait for other processes", evidence=evidence)
-    if supports_unpadded_attention(facts.machine, facts.workload, device=facts.device, precision=facts.precision):
-        evidence["num_steps"] = facts.workload.num_steps
-        if (facts.workload.num_steps or _MIN_STEPS_TO_CAPTURE) < _MIN_STEPS_TO_CAPTURE:
-            reason = f"{facts.workload.num_steps} steps are too few to capture about a dozen shapes"
+    is_long = (workload.num_steps or _MIN_STEPS_TO_CAPTURE) >= _MIN_STEPS_TO_CAPTURE
+    if supports_unpadded_attention(context.machine, workload, device=device, precision=context.precision):
+        evidence["num_steps"] = workload.num_steps
+        if not is_long:
+            reason = f"{workload.num_steps} steps are too few to capture about a dozen shapes"
             return Decision(value="off", reason=reason, evidence=evidence)
         reason = "packed samples have few totals, and launching kernels one by one dominates"
         return Decision(value="on", reason=reason, evidence=evidence)
-    if {GROUP_NORM_ACTIVATION, SPAN_ATTENTION} & set(facts.workload.layers) and not facts.workload.lengths_vary:
-        evidence["num_steps"] = facts.workload.num_steps
-        if (facts.workload.num_steps or _MIN_STEPS_TO_CAPTURE) >= _MIN_STEPS_TO_CAPTURE:
+    if {GROUP_NORM_ACTIVATION, SPAN_ATTENTION} & set(workload.layers) and not workload.lengths_vary:
+        evidence["num_steps"] = workload.num_steps
+        if is_long:
             reason = "one shape: in a graph no kernel waits for its launch"
-            if GROUP_NORM_ACTIVATION in facts.workload.layers:
+            if GROUP_NORM_ACTIVATION in workload.layers:
                 reason = "one shape, many small kernels: launching them one by one dominates"
             return Decision(value="on", reason=reason, evidence=evidence)
     return Decision(value="off", reason="not measured yet", evidence=evidence)
 
 
-@rule("K4", "layout", one_of("contiguous", "channels_last"))
-def choose_layout(facts: RuleContext) -> Decision:
-    """The memory layout of the weights of convolutions; what they compute follows it through the model.
+@rule("K4", "layout")
+def choose_layout(context: RuleContext) -> Decision:
+    """The memory layout of the weights of convolutions; activations follow it through the model.
 
     Why: channels_last helps convolutions on CUDA and on some CPUs, and has a long list of crashes and wrong results on
-    MPS up to torch 2.13. So it is off unless a measurement says that it is faster here, and on MPS it is refused.
+    MPS up to torch 2.13. So it is off unless a measurement shows that it is faster, and on MPS it is rejected.
     torch's group norm copies to contiguous and back: a Hex net in bf16 on an H200 took 47.5 ms a step contiguous and
-    63.6 ms in channels_last. Group norms of whet's own (rule K8) do not, so where they can be used, channels_last is.
+    63.6 ms in channels_last. whet's own group norms (rule K8) do not, so channels_last is used with them.
     Contiguous weights also avoid a wrong conv2d on macOS 15 and later, so on MPS parameters are made contiguous before
-    the first step. The objects stay yours, checkpoints are the same, and afterwards weights lie as they did.
-    When wrong: other convolutional nets in half precision on CUDA that are not measured; with norms=torch say
+    the first step. The objects stay yours, checkpoints are the same, and the layout is restored afterwards.
+    When wrong: other convolutional nets in half precision on CUDA that are not measured; with norms=torch use
     layout=contiguous too, unless the model is compiled.
-    Override: layout=channels_last; or set the layout of your model yourself: with contiguous whet leaves it as it is,
-    but for parameters on MPS.
+    Override: layout=channels_last; or set the layout of your model yourself: with contiguous whet leaves it unchanged,
+    except for parameters on MPS.
     Sources: pytorch/pytorch#188371, #192212, #180992; own measurement (H200, torch 2.11; docs/lab.md).
     """
-    precision = facts.precision
-    has_kernels = has_norm_kernels(facts.machine, device=facts.device, precision=precision)
-    if has_kernels and GROUP_NORM_ACTIVATION in facts.workload.layers:
-        reason = "convolutions are faster so in half precision, and group norms of whet's own copy nothing"
-        return Decision(
-            value="channels_last", reason=reason, evidence={"device": facts.device, "precision": str(precision)}
-        )
-    if facts.device == "mps":
-        reason = "channels_last gives crashes and wrong results on MPS up to torch 2.13"
+    device, precision = context.device_type, context.precision
+    has_kernels = has_norm_kernels(context.machine, device=device, precision=precision)
+    if has_kernels and GROUP_NORM_ACTIVATION in context.workload.layers:
+        reason = "faster for convolutions in half precision, and whet's own group norms copy nothing"
+        return Decision(value="channels_last", reason=reason, evidence={"device": device, "precision": precision})
+    if device == "mps":
+        reason = "channels_last causes crashes and wrong results on MPS up to torch 2.13"
     else:
         reason = "nothing else was measured"
-    return Decision(value="contiguous", reason=reason, evidence={"device": facts.device})
+    return Decision(value="contiguous", reason=reason, evidence={"device": device})
 
 
-@rule("K5", "threads", integer(1, 1024))
-def choose_threads(facts: RuleContext) -> Decision:
+@rule("K5", "threads")
+def choose_threads(context: RuleContext) -> Decision:
     """How many threads compute on the CPU.
 
-    Why: slow cores hold fast ones back at every barrier, and two threads on one core share its arithmetic units. So:
+    Why: slow cores delay fast ones at every barrier, and two threads on one core share its arithmetic units. So:
     the fast cores of an Apple chip, the physical cores elsewhere, never more than this process may use. Results of
     long sums depend on the number, so it is pinned and recorded. It is set in torch itself, so OMP_NUM_THREADS and
-    MKL_NUM_THREADS need not be (Apple's chips have no MKL), and it concerns a GPU's training hardly at all.
+    MKL_NUM_THREADS need not be (Apple's chips have no MKL). Training on a GPU hardly depends on it.
     When wrong: M5 Pro and Max, whose second cluster is fast as well; machines shared with other work.
     Override: threads=N.
     Sources: ATen/ParallelCommon.cpp (2.13), pytorch/pytorch#123038; own measurement of sums with 1 and 2 threads.
     """
-    cpu = facts.machine.cpu
+    cpu = context.machine.cpu
     evidence = {
         "fast_cores": cpu.fast_cores,
         "physical_cores": cpu.physical_cores,
         "logical_cores": cpu.logical_cores,
     }
-    sharers = facts.workload.local_size
+    sharers = context.workload.local_size
     if sharers > 1:
         each = max(1, min([c for c in (cpu.fast_cores, cpu.physical_cores, cpu.logical_cores) if c] or [1]) // sharers)
-        reason = f"the cores that we may use, divided by {sharers} processes"
+        reason = f"the available cores, divided by {sharers} processes"
         return Decision(value=each, reason=reason, evidence={**evidence, "processes": sharers})
     if cpu.fast_cores:
-        return Decision(value=cpu.fast_cores, reason="the fast cores; slow ones hold them back", evidence=evidence)
+        return Decision(value=cpu.fast_cores, reason="the fast cores; slow ones delay them", evidence=evidence)
     counts = [count for count in (cpu.physical_cores, cpu.logical_cores) if count]
     if counts:
-        return Decision(value=min(counts), reason="one thread for each core we may use", evidence=evidence)
+        return Decision(value=min(counts), reason="one thread for each available core", evidence=evidence)
     return Decision(value=None, reason="the number of cores is unknown: torch decides", evidence=evidence)
 
 
-@rule("K6", "deterministic", one_of("off", "on"))
-def choose_deterministic(facts: RuleContext) -> Decision:
+@rule("K6", "deterministic")
+def choose_deterministic(context: RuleContext) -> Decision:
     """Whether only kernels are used that give the same bits each time.
 
     Why: on a GPU some sums are taken in the order in which they happen to finish. With "on" torch uses other kernels
     where it has them and fails where it has none, so that a resumed run is bit-exact there too; `whet prove` needs it.
-    On the CPU the kernels whet has met give the same bits anyway, at the same number of threads.
-    When wrong: it can be slower, and some operators have no such form.
+    On the CPU the kernels that whet has met give the same bits anyway, with the same number of threads.
+    When wrong: it can be slower, and some operators have no deterministic implementation.
     Override: deterministic=on.
     Sources: torch.use_deterministic_algorithms (2.13); docs/checkpoints.md.
     """
-    return Decision(
-        value="off", reason="it may cost speed, and you did not ask for it", evidence={"device": facts.device}
-    )
+    reason = "it may cost speed, and you did not ask for it"
+    return Decision(value="off", reason=reason, evidence={"device": context.device_type})
 
 
-RULES = (choose_optimizer_kernels, choose_compile, choose_graph, choose_layout, choose_threads, choose_deterministic)
+@rule("K7", "attention")
+def choose_attention(context: RuleContext) -> Decision:
+    """Which kernels compute attention: torch's choice, a preferred kernel of torch's (with cudnn, flash, efficient,
+    math as fallbacks in this order), or whet's own.
+
+    Why: torch chooses well except in one case. On an H200 it prefers cuDNN's kernel in half precision, which takes 88
+    to 130 ms for every new shape, where flash and efficient take none; so it is avoided where every batch has another
+    length. At 2,048 tokens it was 1.5 times as fast as flash, so with few shapes torch's choice and the others are
+    measured. whet has its own kernels for two kinds of attention, in half precision on CUDA: at most 128 positions with
+    rotary embeddings (puzzles), applied in the same kernel; and spans, that is packed texts (rule M6) and rows of
+    several documents (chat), with heads of 32 or 64, where no token of another span is read: 0.17 ms a layer instead of
+    0.41 for BERT base at a batch of 256. Measured on an H200, they are used with compute capability 9, and elsewhere
+    on request.
+    When wrong: long texts of all lengths in a long run, where flash is used; lengths=few shapes is better for those.
+    Attention with dropout uses torch's kernels: a pretrained model needs attention_dropout=0 for whet's own.
+    Override: attention=torch (its own choice), cudnn, flash, efficient, math or own. The CPU has flash and math, MPS
+    has no choice. Training rejects a kernel that its device lacks, one of torch's for a model that does not call
+    scaled_dot_product_attention, and own for a model without attention of these two kinds.
+    Sources: own measurement (H200, torch 2.11; docs/lab.md); torch.nn.attention.sdpa_kernel (2.13).
+    """
+    device, precision, lengths, workload = context.device_type, context.precision, context.lengths, context.workload
+    accelerator = context.accelerator
+    capability = (accelerator.capability or "") if accelerator is not None else ""
+    generation = capability.partition(".")[0]
+    evidence = {"device": device, "precision": precision, "lengths": lengths, "capability": capability or None}
+    prefers_cudnn = device == "cuda" and generation.isdecimal() and int(generation) >= _CUDNN_CAPABILITY
+    has_many_shapes = workload.lengths_vary and lengths in ("sorted", "packed")
+    own = attention_kernel_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths)
+    if device == "cuda" and precision in _HALF_PRECISIONS and own and generation == _KERNEL_CAPABILITY:
+        return Decision(value="own", reason=own, evidence=evidence)
+    if prefers_cudnn and precision in _HALF_PRECISIONS and has_many_shapes:
+        return Decision(value="flash", reason="cuDNN's kernel costs 0.1 s for every new length", evidence=evidence)
+    return Decision(value="torch", reason="torch chooses among its kernels", evidence=evidence)
+
+
+@rule("K8", "norms")
+def choose_norms(context: RuleContext) -> Decision:
+    """Which kernels compute norms together with adjacent operations: torch's, or whet's own.
+
+    Why: a norm computes little and reads much, so its cost is how often its input goes through memory. whet has its own
+    kernels for three kinds on CUDA in half precision, one forward and one backward, which read and write every
+    number once; means, variances and intermediates are float32. Group norms before SiLU or ReLU in channels_last
+    (Hex), where torch copies to contiguous and back: 140 us forward and backward, torch's compiled 594 us (128
+    channels, 1,024 boards of 13x13, H200). Layer norms of a residual and a linear layer's output with dropout (BERT):
+    95 us, torch's 261 us, compiled 137 us without the gradient of the linear layer's bias (768 wide, 11,900 tokens).
+    Norms of sums without weights (chat, puzzles): 51 us (1,024 wide, 16,384 tokens); not in compiled models, where
+    torch's compiler does the same. They were written for compute capability 9 (H100, H200); elsewhere they must be
+    requested.
+    When wrong: no slower case is known, but few shapes were measured.
+    Override: norms=torch or norms=own. Only CUDA has own ones; group norms need layout=channels_last, all need half
+    precision, and norms of unsupported shapes use torch's kernels.
+    Sources: own measurement (H200, torch 2.11; docs/lab.md).
+    """
+    device, layout, precision = context.device_type, context.layout, context.precision
+    evidence = {"device": device, "precision": precision, "layout": layout}
+    own = norm_kernel_reason(context.workload.layers, layout=layout)
+    if own and has_norm_kernels(context.machine, device=device, precision=precision):
+        return Decision(value="own", reason=own, evidence=evidence)
+    return Decision(value="torch", reason="whet has no own kernels for this workload here", evidence=evidence)

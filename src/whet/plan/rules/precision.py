@@ -1,47 +1,41 @@
-"""In which number format the model computes."""
+"""Rules for the number format in which the model computes."""
 
-from whet.plan.rule import Decision, RuleContext, one_of, rule
+from whet.plan.rule import Decision, RuleContext, rule
 
-_TENSOR_CORES_WITH_TF32 = 8.0
+_TF32_CAPABILITY = 8.0
 
 
-@rule("P1", "precision", one_of("fp32", "tf32", "bf16", "fp16"))
-def choose_precision(facts: RuleContext) -> Decision:
-    """The number format of matrix products: fp32, tf32, bf16 or fp16; weights and optimizer stay float32.
+@rule("P1", "precision")
+def choose_precision(context: RuleContext) -> Decision:
+    """The number format of matrix products: fp32, tf32, bf16 or fp16; weights and optimizer state stay float32.
 
-    Why: half precision is not faster by itself. On MPS it ran from 17 % slower to 31 % faster, depending on chip
+    Why: half precision is not always faster. On MPS it ran from 17 % slower to 31 % faster, depending on chip
     and model. On a CPU with native bf16 a product was 2.8 times faster, without it 60 to 100 times slower. So fp32
-    holds until a measurement shows a gain and the loss and gradients agree. Where CUDA's tensor cores take float32
-    inputs (capability 8.0 and later), tf32 is used: range of float32, 10 bits of mantissa inside the product,
+    is used until a measurement shows a gain, and loss and gradients agree. Where CUDA's tensor cores take float32
+    inputs (capability 8.0 and later), tf32 is used: the range of float32, 10 bits of mantissa inside the product,
     float32 sums.
     When wrong: large matrix-bound models on CUDA and on M5, where bf16 often wins.
     Override: precision=bf16 (also fp32, tf32, fp16); forward_dtype=bfloat16 is understood.
     Sources: xiaoran007/GPU-Insights benchmark data 2025; minimind#852; nanochat#685; own
     measurements of bf16 and fp16 on AVX2 and AVX512-BF16.
     """
-    accelerator = facts.accelerator
+    accelerator = context.accelerator
     capability = accelerator.capability if accelerator else None
-    if facts.device == "cuda":
+    if context.device_type == "cuda":
+        evidence = {"compute_capability": capability}
         if capability is None:
-            return Decision(
-                value="fp32", reason="the GPU's capability is unknown", evidence={"compute_capability": None}
-            )
-        if _as_number(capability) >= _TENSOR_CORES_WITH_TF32:
-            return Decision(
-                value="tf32",
-                reason=f"tensor cores take float32 inputs here (capability {capability}); bf16 waits for a measurement",
-                evidence={"compute_capability": capability},
-            )
-        return Decision(
-            value="fp32", reason=f"capability {capability} has no tf32", evidence={"compute_capability": capability}
-        )
-    if facts.device == "mps":
+            return Decision(value="fp32", reason="the GPU's capability is unknown", evidence=evidence)
+        if _as_number(capability) >= _TF32_CAPABILITY:
+            reason = f"tensor cores take float32 inputs here (capability {capability}); bf16 has not been measured"
+            return Decision(value="tf32", reason=reason, evidence=evidence)
+        return Decision(value="fp32", reason=f"capability {capability} has no tf32", evidence=evidence)
+    if context.device_type == "mps":
         return Decision(
             value="fp32",
-            reason="half precision gains on some chips and loses on others; not measured yet",
+            reason="half precision is faster on some chips and slower on others; not measured yet",
             evidence={"gpu_family": capability},
         )
-    has_bf16 = facts.machine.cpu.has_bf16
+    has_bf16 = context.machine.cpu.has_bf16
     reason = {
         True: "the cores have bf16, but it has not been measured yet",
         False: "no native bf16 here: 60 to 100 times slower",
@@ -50,18 +44,18 @@ def choose_precision(facts: RuleContext) -> Decision:
     return Decision(value="fp32", reason=reason, evidence={"has_bf16": has_bf16})
 
 
-@rule("P2", "loss_scaling", one_of("off", "dynamic"))
-def choose_loss_scaling(facts: RuleContext) -> Decision:
+@rule("P2", "loss_scaling")
+def choose_loss_scaling(context: RuleContext) -> Decision:
     """Whether the loss is scaled before the backward pass.
 
-    Why: only fp16 needs it, since its smallest numbers are about 6e-8; bf16 has the range of float32. On MPS a scaler
-    together with a fused optimizer is right from torch 2.13 on; before, the optimizer ignored the scale, so whet's own
-    is not fused then (rule K1), and a fused one of yours, or weights in half precision, are refused.
+    Why: only fp16 needs it, because its smallest numbers are about 6e-8; bf16 has the range of float32. On MPS a scaler
+    with a fused optimizer is correct from torch 2.13 on; before, the optimizer ignored the scale, so whet's own
+    optimizer is not fused then (rule K1), and your fused optimizer, or weights in half precision, are rejected.
     When wrong: an fp16 model whose gradients are known to be large.
     Override: choose another precision.
     Sources: pytorch/pytorch#186360, #184286, #150255.
     """
-    precision = facts.precision
+    precision = context.precision
     if precision == "fp16":
         return Decision(value="dynamic", reason="fp16 gradients underflow without it", evidence={"precision": "fp16"})
     return Decision(value="off", reason=f"{precision} does not need it", evidence={"precision": precision})
@@ -72,6 +66,3 @@ def _as_number(capability: str) -> float:
         return float(capability)
     except ValueError:
         return 0.0
-
-
-RULES = (choose_precision, choose_loss_scaling)

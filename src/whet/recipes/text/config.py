@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -114,8 +114,6 @@ class TextConfig(CommonConfig):
         0, description="decides which rows are held back when the data brings no dev or test part"
     )
     arch: TextArch = TextArch()
-
-    plan_keys: ClassVar[tuple[str, ...]] = (*CommonConfig.plan_keys, "lengths")
 
     @property
     def is_pretrained(self) -> bool:
