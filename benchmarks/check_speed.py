@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 MODELS = {
-    "tests/cpu/sound_models.py:gpt": "a small GPT",
-    "tests/cpu/sound_models.py:convnet": "a small convnet",
-    "tests/cpu/sound_models.py:lstm": "an LSTM and a GRU",
+    "tests/support/sound_models.py:gpt": "a small GPT",
+    "tests/support/sound_models.py:convnet": "a small convnet",
+    "tests/support/sound_models.py:lstm": "an LSTM and a GRU",
     "examples/check_convnet.py:model": "a convnet for 224 x 224",
     "examples/check_lstm_ctc.py:model": "an LSTM with CTC",
     "examples/check_gpt.py:model": "a GPT of 110 M",
-    "tests/cpu/sound_models.py:gpt_350m": "a GPT of 369 M",
+    "tests/support/sound_models.py:gpt_350m": "a GPT of 369 M",
 }
 ONE = """
 import json, sys, time

@@ -1,7 +1,7 @@
 """How soon is a slow-down seen, and how small a one? Real step times, slowed by arithmetic.
 
     python benchmarks/step_drift.py record FILE       # two minutes on an otherwise idle machine
-    python benchmarks/step_drift.py judge tests/cpu/recordings/step_seconds.txt
+    python benchmarks/step_drift.py judge tests/support/recordings/steps/step_seconds.txt
 
 The recording trains the text recipe beside processes that each keep a core busy all the time. The judgement draws
 blocks of the recording (they keep what wanders), slows them from some step on, and counts the steps to the report.

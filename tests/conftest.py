@@ -1,110 +1,158 @@
-"""Tests police themselves: a test that leaks an environment variable or changes the folder fails."""
+"""Shared fixtures and the rules that every test keeps.
+
+A marker says what a test needs: `torch`, `gpu`, `virtual_mac` or `browser`; `slow` tests run in `make test-all` only. A
+test without the marker `torch` runs where torch is not installed. A test that leaks an environment variable or changes
+the working folder fails.
+"""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from places import Run
-from warm import WarmPython
-from zygote import PATIENCE_SECONDS, Zygote
+from fork_server import TIMEOUT_SECONDS, ForkServer
+from paths import Run
+from warm_python import WarmPython
 
-# The gate draws the same examples each time, so that it fails for a change and not for luck; `make test-all` searches.
+# The gate draws the same examples each time, so that it fails for a change and not by chance; `make test-all` searches.
 for _profile, _is_fixed in (("gate", True), ("search", False)):
     settings.register_profile(
         _profile, deadline=None, derandomize=_is_fixed, suppress_health_check=[HealthCheck.too_slow]
     )
 settings.load_profile("search" if os.environ.get("WHET_SEARCH") else "gate")
 
-# Threads that wait for work would else spin, and take the cores from the tests beside them. Read when torch is loaded.
+# OpenMP threads that wait for work would otherwise spin and take cores from tests beside them. Read when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# A user has neither: with them nothing is held back that has to be written in the end, and no file is left beside code.
+# Users set neither: output stays buffered until it is flushed, and Python writes its cache files.
 for _name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
     os.environ.pop(_name, None)
 
 # pytest, its plugins and torch change these themselves.
-_OF_PYTEST = {"PYTEST_CURRENT_TEST", "PYTEST_XDIST_TESTRUNUID", "COLUMNS", "LINES"}
-_OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"}
-_OF_TORCH |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
-_IGNORED = _OF_PYTEST | _OF_TORCH
+_SET_BY_PYTEST = {"PYTEST_CURRENT_TEST", "PYTEST_XDIST_TESTRUNUID", "COLUMNS", "LINES"}
+_SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH"}
+_SET_BY_TORCH |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+_IGNORED = _SET_BY_PYTEST | _SET_BY_TORCH
 
-_LONG = (
-    "cpu/test_several_processes.py",
-    "virtual_mac/test_operators.py",
-    "faults/test_prove.py",
+_LONG_FILES = (
+    "distributed/test_multi_process_training.py",
+    "virtual_mac/test_virtual_operators.py",
+    "prove/test_prove.py",
     "virtual_mac/test_apple_device.py",
-    "cpu/test_docs.py",
-    "cpu/test_supervise.py",
+    "docs/test_docs.py",
+    "training/test_supervisor.py",
     "faults/test_search_kills.py",
-    "faults/test_hostile.py",
-    "virtual_mac/test_plugin.py",
+    "faults/test_hostile_files.py",
+    "virtual_mac/test_pytest_plugin.py",
     "browser/test_pages.py",
-    "cpu/test_measure_command.py",
-    "cpu/test_heap.py",
-    "null/test_measure_search.py",
+    "cli/test_measure_command.py",
+    "device/test_heap.py",
+    "autotune/test_tuning_search.py",
 )
-"""Files of half a minute and more. A file is one worker's: a long one that comes last keeps the others waiting."""
+"""Files that take half a minute or more. They start first: each runs in one worker, and a late one delays the end."""
+
+_NEEDS_TORCH = re.compile(r"^pytestmark = [^=]*\bmark\.torch\b", re.MULTILINE)
+_HAS_TORCH = find_spec("torch") is not None and not os.environ.get("WHET_TEST_WITHOUT_TORCH")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Skip files and folders that need torch where it is missing; WHET_TEST_WITHOUT_TORCH=1 acts as if it were."""
+    if _HAS_TORCH:
+        return None
+    if collection_path.is_dir():
+        files = list(collection_path.rglob("test_*.py"))
+    else:
+        files = [collection_path] if collection_path.name.startswith("test_") else []
+    # A folder is skipped as a whole where all of its files are: its conftest.py may import torch, too.
+    return True if files and all(_NEEDS_TORCH.search(file.read_text()) for file in files) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.path.as_posix().endswith(_LONG))
+    items.sort(key=lambda item: not item.path.as_posix().endswith(_LONG_FILES))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests marked `gpu("cuda")` or `gpu("mps")` where that device is missing."""
+    marker = item.get_closest_marker("gpu")
+    if marker is not None:
+        from whet.device.open import _UNAVAILABLE_REASONS
+
+        (kind,) = marker.args
+        reason = _UNAVAILABLE_REASONS[kind]()
+        if reason is not None:
+            pytest.skip(f"no {kind}: {reason}")
 
 
 @pytest.fixture(autouse=True)
-def _leaves_no_trace() -> Iterator[None]:
+def _no_leaks() -> Iterator[None]:
     before, folder = {k: v for k, v in os.environ.items() if k not in _IGNORED}, Path.cwd()
     yield
     after = {k: v for k, v in os.environ.items() if k not in _IGNORED}
     assert after == before, "the test leaked environment variables"
-    assert Path.cwd() == folder, "the test left another working folder"
+    assert Path.cwd() == folder, "the test changed the working folder"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run torch on one thread, so that two test processes share two cores."""
+    if request.node.get_closest_marker("torch") is None:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
 def whet(tmp_path: Path) -> Run:
-    """Runs `whet WORDS` as a user would, in an empty folder."""
+    """Run `whet ARGUMENTS` in a new process and an empty folder."""
 
-    def run(*words: str, cwd: Path = tmp_path, path: Path | None = None, **environment: str):
+    def run(*arguments: str, cwd: Path = tmp_path, path: Path | None = None, **environment: str):
         env = {**os.environ, **environment, "WHET_HOME": str(tmp_path / "whet-home")}
         if path is not None:
             env["PYTHONPATH"] = str(path)
-        command = [sys.executable, "-m", "whet", *words]
-        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+        command = [sys.executable, "-m", "whet", *arguments]
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
 
     return run
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    """A process that has imported torch, to fork others from."""
-    parent = Zygote()
-    yield parent
-    parent.close()
+def fork_server() -> Iterator[ForkServer]:
+    """A process that has imported torch and forks others."""
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")
-def warm_python(zygote: Zygote) -> WarmPython:
-    """Runs `python WORDS` as a fork of a process that has imported torch."""
-    return WarmPython(zygote)
+def warm_python(fork_server: ForkServer) -> WarmPython:
+    """Run `python ARGUMENTS` as a fork of a process that has imported torch."""
+    return WarmPython(fork_server)
 
 
 @pytest.fixture
 def warm_whet(warm_python: WarmPython, tmp_path: Path) -> Run:
-    """Runs `whet WORDS` in an empty folder; as `whet`, but without the seconds that importing torch takes."""
+    """Run `whet ARGUMENTS` in an empty folder, like `whet`, without the seconds that importing torch takes."""
 
-    def run(*words: str, cwd: Path = tmp_path, **environment: str):
+    def run(*arguments: str, cwd: Path = tmp_path, **environment: str):
         env = {**os.environ, **environment, "WHET_HOME": str(tmp_path / "whet-home")}
-        return warm_python.run("-m", "whet", *words, cwd=cwd, env=env)
+        return warm_python.run("-m", "whet", *arguments, cwd=cwd, env=env)
 
     return run
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What a test counted (kills, cuts, mutations) is shown: a pass alone does not say how much was tried."""
+    """Print what tests counted (kills, power cuts, mutations): a pass alone does not show how much was tried."""
     for report in terminalreporter.stats.get("passed", ()):
         for name, line in getattr(report, "user_properties", ()):
             if name == "counts" and report.when == "call":
@@ -112,6 +160,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
-def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Shows a line at the end of the test run: what a test counted."""
+def report_count(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Print a line with what a test counted at the end of the test run."""
     return lambda line: record_property("counts", line)

@@ -1,4 +1,4 @@
-"""One browser for each file of tests; without one they are skipped, and say so."""
+"""One browser for each test file. Without a browser the tests are skipped with the reason."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect, sync_playwright
 
+from browser_visit import TIMEOUT_MS, pictures_folder
 from chromium import MISSING, find_chromium
-from visiting import PATIENCE_MS, pictures_folder
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def browser() -> Iterator[Browser]:
     path = find_chromium()
     if path is None:
         pytest.skip(MISSING)
-    expect.set_options(timeout=PATIENCE_MS)
+    expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=path, args=["--disable-dev-shm-usage"])
         yield started
@@ -25,5 +25,5 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pictures of the pages are kept."""
+    """The folder for screenshots of the pages."""
     return pictures_folder(tmp_path_factory.getbasetemp() / "pictures")

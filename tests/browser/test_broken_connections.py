@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route, StorageState, expect
 
-from stage import start_server
+from browser_server import start_server
 from whet.report.watch.status_reader import run_id
 from whet.run.events import EventLog
 from whet.run.folder import create_run
+
+pytestmark = [pytest.mark.torch, pytest.mark.browser]
 
 SILENT_MS, LATER_MS = 46_000, 5_100
 AT_ONCE = 60_000

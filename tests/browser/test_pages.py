@@ -13,10 +13,22 @@ from playwright.sync_api import Browser, StorageState, expect
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from stage import EVIL, EVIL_NAME, SLOW_TO_OPEN, Training, make_evil, make_sibling, make_torn, start, start_server
-from visiting import DESK, PHONE, Visit
+from browser_server import (
+    EVIL,
+    EVIL_NAME,
+    SLOW_TO_OPEN,
+    Training,
+    make_evil,
+    make_sibling,
+    make_torn,
+    start,
+    start_server,
+)
+from browser_visit import DESK, PHONE, Visit
 from whet.report.watch.terminal import BoardReader, TerminalArea, board_rows, render_board
 from whet.run.folder import EVENTS_FILE
+
+pytestmark = [pytest.mark.torch, pytest.mark.browser]
 
 IS_FOR_SHOW = "WHET_FOR_SHOW" in os.environ
 """Pictures for the docs: whole trainings after a real measurement. Else a short one, and a plan that was recorded."""

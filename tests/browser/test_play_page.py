@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, Route, StorageState, expect
 
-from stage import start
-from visiting import DESK, PHONE, Visit
+from browser_server import start
+from browser_visit import DESK, PHONE, Visit
+
+pytestmark = [pytest.mark.torch, pytest.mark.browser]
 
 
 @dataclass

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser
 
-from visiting import DESK, PHONE, Visit
+from browser_visit import DESK, PHONE, Visit
 from whet.report.search_report import search_page
 from whet.run.search_result import SearchCandidate, SearchResult, SearchTrial
+
+pytestmark = pytest.mark.browser
 
 CUT = "(nodes) => nodes.filter((node) => node.scrollWidth > node.clientWidth + 1).map((node) => node.textContent)"
 SETTINGS = {"lr": 0.002137, "arch.layers": 2, "dropout": 0.1313, "weight_decay": 0.0123}

@@ -1,21 +1,28 @@
-"""Each device that is there: a new one inherits every promise in this folder."""
+"""The device fixture: a test that uses it runs on every device of this machine."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from whet.device.abstract import AbstractDevice
-from whet.device.open import _UNAVAILABLE_REASONS, open_device
+if TYPE_CHECKING:
+    from whet.device.abstract import AbstractDevice
 
-KINDS = ("cpu", "fake", "cuda", "mps")
+_KINDS = (
+    "cpu",
+    "fake",
+    pytest.param("cuda", marks=pytest.mark.gpu("cuda")),
+    pytest.param("mps", marks=pytest.mark.gpu("mps")),
+)
 
 
-@pytest.fixture(params=KINDS)
-def device(request: pytest.FixtureRequest) -> Iterator[AbstractDevice]:
-    why_not = _UNAVAILABLE_REASONS.get(request.param, lambda: None)()
-    if why_not is not None:
-        pytest.skip(f"no {request.param}: {why_not}")
+@pytest.fixture(params=_KINDS)
+def device(request: pytest.FixtureRequest) -> "Iterator[AbstractDevice]":
+    # Imported here: this folder also has tests that need no torch.
+    import torch
+
+    from whet.device.open import open_device
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield open_device(request.param).device

@@ -1,24 +1,18 @@
-"""Faults: processes that are killed, disks that refuse, power that fails, files that lie."""
+"""Fixtures for runs that are killed, disks that fail and files that are damaged."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-import torch
 
-from lives import SMALL, Lives
-from zygote import Zygote
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+from fault_runs import SMALL, FaultRuns
+from fork_server import ForkServer
 
 
 @pytest.fixture
 def memory_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose syncs cost nothing, for tests that need many lives and no real disk."""
+    """A folder in memory, where a sync costs nothing, for tests that start many processes and need no real disk."""
     shared = Path("/dev/shm")
     if not shared.is_dir():
         yield tmp_path
@@ -28,5 +22,5 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def lives(zygote: Zygote, memory_folder: Path) -> Lives:
-    return SMALL(zygote, memory_folder)
+def fault_runs(fork_server: ForkServer, memory_folder: Path) -> FaultRuns:
+    return SMALL(fork_server, memory_folder)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lives import ALL, BOUNDED, Lives, assert_kept, counts, digest, leftovers
+from fault_runs import ALL, BOUNDED, FaultRuns, assert_kept, counts, digest, leftovers
+
+pytestmark = pytest.mark.torch
 
 EVERY = {"bounded": 11, "all": 1}
 
@@ -18,66 +20,70 @@ def num_calls(run_end: list[str]) -> int:
 
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
-def test_killed_at_every_call_of_a_whole_run(lives: Lives, tell: Callable[[str], None], size: str) -> None:
-    whole = lives.finish(lives.folder / "whole")
-    expected, last = digest(lives.folder / "whole"), num_calls(whole.said("end"))
+def test_killed_at_every_call_of_a_whole_run(
+    fault_runs: FaultRuns, report_count: Callable[[str], None], size: str
+) -> None:
+    whole = fault_runs.finish(fault_runs.folder / "whole")
+    expected, last = digest(fault_runs.folder / "whole"), num_calls(whole.said("end"))
     hit = in_thread = left = 0
     for at, fault in itertools.product(range(1, last + 1, EVERY[size]), ("before", "after")):
-        run = lives.folder / f"{fault}-{at}"
-        (code, errors), started = lives.end(run, fault=fault, at=at)
+        run = fault_runs.folder / f"{fault}-{at}"
+        (code, errors), started = fault_runs.end(run, fault=fault, at=at)
         assert code in (0, -signal.SIGKILL), errors
         hit += code != 0
         in_thread += any("whet-checkpoint" in line for line in started.said("fault"))
         left += leftovers(run)
         assert_kept(run, started)
-        lives.finish(run)
+        fault_runs.finish(run)
         assert digest(run) == expected, (at, fault)
         assert leftovers(run) == 0
         shutil.rmtree(run)
-    tell(counts(calls=last, killed_at=hit, in_the_writing_thread=in_thread, **{"left-overs_seen": left}))
+    report_count(counts(calls=last, killed_at=hit, in_the_writing_thread=in_thread, **{"left-overs_seen": left}))
     assert hit >= 2 * (last - 12) / EVERY[size] - 4
     assert in_thread > 0
     assert left > 0
 
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
-def test_killed_at_every_call_of_a_resume(lives: Lives, tell: Callable[[str], None], size: str) -> None:
-    lives.finish(lives.folder / "whole")
-    expected = digest(lives.folder / "whole")
-    stopped = lives.folder / "stopped"
-    (code, errors), _ = lives.end(stopped, stop_at={"3": "SIGKILL"})
+def test_killed_at_every_call_of_a_resume(
+    fault_runs: FaultRuns, report_count: Callable[[str], None], size: str
+) -> None:
+    fault_runs.finish(fault_runs.folder / "whole")
+    expected = digest(fault_runs.folder / "whole")
+    stopped = fault_runs.folder / "stopped"
+    (code, errors), _ = fault_runs.end(stopped, stop_at={"3": "SIGKILL"})
     assert code == -signal.SIGKILL, errors
     # What a cut leaves behind is there too, so that its removal is among the calls.
     shutil.copytree(
         stopped / "checkpoints" / "step-000000000", stopped / "checkpoints" / ".tmp-step-000000002-1-0123abcd"
     )
-    copy = lives.folder / "copy"
+    copy = fault_runs.folder / "copy"
     shutil.copytree(stopped, copy)
-    last = num_calls(lives.finish(copy).said("end"))
+    last = num_calls(fault_runs.finish(copy).said("end"))
     shutil.rmtree(copy)
     hit = 0
     for at, fault in itertools.product(range(1, last + 1, EVERY[size]), ("before", "after")):
-        run = lives.folder / f"{fault}-{at}"
+        run = fault_runs.folder / f"{fault}-{at}"
         shutil.copytree(stopped, run)
-        (code, errors), started = lives.end(run, fault=fault, at=at)
+        (code, errors), started = fault_runs.end(run, fault=fault, at=at)
         assert code in (0, -signal.SIGKILL), errors
         hit += code != 0
         assert_kept(run, started)
-        lives.finish(run)
+        fault_runs.finish(run)
         assert digest(run) == expected, (at, fault)
         shutil.rmtree(run)
-    tell(counts(calls_of_a_resumed_life=last, killed_at=hit))
+    report_count(counts(calls_of_a_resumed_life=last, killed_at=hit))
     assert hit >= 2 * (last - 12) / EVERY[size] - 4
 
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
-def test_short_writes_change_nothing(lives: Lives, tell: Callable[[str], None], size: str) -> None:
-    last = num_calls(lives.finish(lives.folder / "whole").said("end"))
-    expected = digest(lives.folder / "whole")
+def test_short_writes_change_nothing(fault_runs: FaultRuns, report_count: Callable[[str], None], size: str) -> None:
+    last = num_calls(fault_runs.finish(fault_runs.folder / "whole").said("end"))
+    expected = digest(fault_runs.folder / "whole")
     for at in range(3, last + 1, EVERY[size]):
-        run: Path = lives.folder / f"short-{at}"
-        started = lives.finish(run, fault="short", at=at)
+        run: Path = fault_runs.folder / f"short-{at}"
+        started = fault_runs.finish(run, fault="short", at=at)
         assert started.said("warning") == []
         assert digest(run) == expected
         shutil.rmtree(run)
-    tell(counts(calls_with_a_short_write=len(range(3, last + 1, EVERY[size]))))
+    report_count(counts(calls_with_a_short_write=len(range(3, last + 1, EVERY[size]))))

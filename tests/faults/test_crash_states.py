@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import crash_states
-from lives import ALL, BOUNDED, counts
+from fault_runs import ALL, BOUNDED, counts
 from whet.checkpoint import store, writer
 from whet.checkpoint.snapshot import Snapshot
 from whet.run import durable
+
+pytestmark = pytest.mark.torch
 
 SEED = 5
 DRAWS = {"bounded": 6, "all": 60}
@@ -71,12 +73,12 @@ def _is_whole(path: Path) -> bool:
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
 def test_every_state_after_a_cut_gives_a_whole_checkpoint(
-    memory_folder: Path, monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None], size: str
+    memory_folder: Path, monkeypatch: pytest.MonkeyPatch, report_count: Callable[[str], None], size: str
 ) -> None:
     (memory_folder / "real").mkdir()
     trace = record(memory_folder / "real", monkeypatch)
     count = check_states(trace, memory_folder, draws=DRAWS[size])
-    tell(counts(calls=len(trace), states=count, lost_or_torn=0, seed=SEED))
+    report_count(counts(calls=len(trace), states=count, lost_or_torn=0, seed=SEED))
     assert count >= 500
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from combinations import Row, pairs_of, pairwise
-from lives import Lives, counts, digest
+from fault_runs import FaultRuns, counts, digest
+from pairwise_choices import Row, pairs_of, pairwise
 from whet.checkpoint import store
 from whet.run.events import read_events
+
+pytestmark = pytest.mark.torch
 
 FACTORS = {
     "optimizer": ("adamw", "sgd", "adafactor"),
@@ -31,7 +33,7 @@ BREAKS = {
     "after a save": ({"9": "SIGKILL"}, {"10": "SIGTERM"}, {"11": "SIGKILL"}),
     "before first": ({"1": "SIGKILL"}, {"4": "SIGTERM"}, {"8": "SIGINT"}),
 }
-"""What ends each of the first three lives, and in which step."""
+"""What ends each of the first three fault_runs, and in which step."""
 ROWS = pairwise(FACTORS, at_least=40)
 NUM_BOUNDED = 12
 
@@ -55,14 +57,14 @@ def options_of(row: Row) -> dict[str, Any]:
     }
 
 
-def check_resume(lives: Lives, run: Path, place: str, *, expected: str, **options: Any) -> int:
+def check_resume(fault_runs: FaultRuns, run: Path, place: str, *, expected: str, **options: Any) -> int:
     """Stops a run three times and goes on; how often it went on from a step."""
     resumed = 0
     for stop_at in BREAKS[place]:
-        (code, errors), started = lives.end(run, stop_at=stop_at, **options)
+        (code, errors), started = fault_runs.end(run, stop_at=stop_at, **options)
         assert code in (0, 130, 143, -signal.SIGKILL), errors
         resumed += started.resumed_from > 0
-    last = lives.finish(run, **options)
+    last = fault_runs.finish(run, **options)
     resumed += last.resumed_from > 0
     assert all(line.endswith("bit-exact") for line in last.said("resume"))
     assert digest(run) == expected
@@ -74,35 +76,35 @@ def check_resume(lives: Lives, run: Path, place: str, *, expected: str, **option
     [pytest.param(row, marks=() if i < NUM_BOUNDED else pytest.mark.slow) for i, row in enumerate(ROWS)],
     ids=[" ".join(str(value) for value in row.values()) for row in ROWS],
 )
-def test_three_resumes_end_with_the_same_bits(lives: Lives, row: Row) -> None:
+def test_three_resumes_end_with_the_same_bits(fault_runs: FaultRuns, row: Row) -> None:
     options = options_of(row)
-    lives.finish(lives.folder / "whole", **options)
-    expected = digest(lives.folder / "whole")
-    resumed = check_resume(lives, lives.folder / "broken", row["place"], expected=expected, **options)
+    fault_runs.finish(fault_runs.folder / "whole", **options)
+    expected = digest(fault_runs.folder / "whole")
+    resumed = check_resume(fault_runs, fault_runs.folder / "broken", row["place"], expected=expected, **options)
     assert resumed >= 2
-    assert len(list(read_events(lives.folder / "broken", kinds=("step",)))) == 12
+    assert len(list(read_events(fault_runs.folder / "broken", kinds=("step",)))) == 12
 
 
-def test_the_rows_cover_every_pair(tell: Callable[[str], None]) -> None:
+def test_the_rows_cover_every_pair(report_count: Callable[[str], None]) -> None:
     pairs = {((a, x), (b, y)) for a, b in itertools.combinations(FACTORS, 2) for x in FACTORS[a] for y in FACTORS[b]}
     covered, bounded = (set().union(*map(pairs_of, rows)) for rows in (ROWS, ROWS[:NUM_BOUNDED]))
     assert pairs <= covered
-    tell(counts(rows=f"{NUM_BOUNDED} of {len(ROWS)}", pairs=f"{len(bounded & pairs)} of {len(pairs)}"))
+    report_count(counts(rows=f"{NUM_BOUNDED} of {len(ROWS)}", pairs=f"{len(bounded & pairs)} of {len(pairs)}"))
 
 
-def test_the_losses_are_scaled_where_they_should_be(lives: Lives) -> None:
+def test_the_losses_are_scaled_where_they_should_be(fault_runs: FaultRuns) -> None:
     """Otherwise the rows with fp16 would say nothing about the scaler."""
-    lives.finish(lives.folder / "run", **options_of({**ROWS[0], "precision": "fp16"}))
-    found = store.load_newest(lives.folder / "run" / "checkpoints")
+    fault_runs.finish(fault_runs.folder / "run", **options_of({**ROWS[0], "precision": "fp16"}))
+    found = store.load_newest(fault_runs.folder / "run" / "checkpoints")
     assert found is not None
     assert found.snapshot.facts["scaler"]["scale"] > 1
 
 
-def test_what_is_loaded_and_saved_again_is_the_same_files(lives: Lives) -> None:
-    lives.finish(lives.folder / "run")
-    folder = lives.folder / "run" / "checkpoints"
+def test_what_is_loaded_and_saved_again_is_the_same_files(fault_runs: FaultRuns) -> None:
+    fault_runs.finish(fault_runs.folder / "run")
+    folder = fault_runs.folder / "run" / "checkpoints"
     for step in store.list_steps(folder):
-        copy = lives.folder / "copy"
+        copy = fault_runs.folder / "copy"
         store.save_checkpoint(copy, store.load_checkpoint(folder / store.checkpoint_name(step)), step=step)
         for path in (folder / store.checkpoint_name(step)).iterdir():
             assert (copy / store.checkpoint_name(step) / path.name).read_bytes() == path.read_bytes()

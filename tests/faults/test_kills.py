@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lives import ALL, BOUNDED, Lives, counts, digest, leftovers, published
-from zygote import Zygote
+from fault_runs import ALL, BOUNDED, FaultRuns, counts, digest, leftovers, published
+from fork_server import ForkServer
+
+pytestmark = pytest.mark.torch
 
 SEED = 20261115
 KILLS = {"bounded": 40, "all": 200}
@@ -17,11 +19,13 @@ MOST_KILLS_PER_RUN = 10
 
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
-def test_random_kills_end_bit_identical(zygote: Zygote, tmp_path: Path, tell: Callable[[str], None], size: str) -> None:
+def test_random_kills_end_bit_identical(
+    fork_server: ForkServer, tmp_path: Path, report_count: Callable[[str], None], size: str
+) -> None:
     draw = random.Random(SEED)
-    lives = Lives(zygote, tmp_path, width=96, samples=96, epochs=2, overrides={"checkpoint_steps": 2})
+    fault_runs = FaultRuns(fork_server, tmp_path, width=96, samples=96, epochs=2, overrides={"checkpoint_steps": 2})
     begin = time.monotonic()
-    lives.finish(tmp_path / "whole")
+    fault_runs.finish(tmp_path / "whole")
     seconds = time.monotonic() - begin
     expected = digest(tmp_path / "whole")
 
@@ -31,7 +35,7 @@ def test_random_kills_end_bit_identical(zygote: Zygote, tmp_path: Path, tell: Ca
         runs += 1
         for _ in range(min(MOST_KILLS_PER_RUN, KILLS[size] - kills)):
             born = time.monotonic()
-            started = lives.start(run)
+            started = fault_runs.start(run)
             # Most kills fall while it trains, however slow the machine is; some fall anywhere, the start included.
             if draw.random() < 0.85:
                 started.wait_for("ready")
@@ -56,12 +60,12 @@ def test_random_kills_end_bit_identical(zygote: Zygote, tmp_path: Path, tell: Ca
             early += not started.said("ready")
             left += leftovers(run)
             torn += len(published(run)[1])
-        last = lives.finish(run)
+        last = fault_runs.finish(run)
         resumed += last.resumed_from > 0
         assert digest(run) == expected, f"seed {SEED}, run {runs}"
         assert leftovers(run) == 0
 
-    tell(
+    report_count(
         counts(
             kills=kills,
             runs=f"{runs}, all bit-identical",

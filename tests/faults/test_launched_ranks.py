@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-import ranks
+import rank_processes
+from fork_server import ForkServer
 from whet.checkpoint import store
 from whet.run.events import read_events
-from zygote import Zygote
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 SMALL = ("arch.hidden_size=32", "arch.layers=1", "arch.max_length=24", "arch.vocab_size=600", "threads=1")
 LONGEST_SECONDS = 30
@@ -108,7 +108,7 @@ def test_a_lost_process_is_started_again(
     assert f"rank {rank} of 2 was killed by SIGKILL" in errors
     if number == signal.SIGSTOP:
         assert f"rank {rank} of 2 shows no sign of life" in errors
-    assert ranks.is_same(ranks.state(run), ranks.state(whole[kind]))
+    assert rank_processes.is_same(rank_processes.state(run), rank_processes.state(whole[kind]))
 
 
 LOOPING = """
@@ -146,7 +146,7 @@ def test_a_process_that_computes_for_ever_is_started_again(table: Path, tmp_path
     errors = ended(process)
     assert process.returncode == 0, errors
     assert re.search(r"rank 1 of 2 does not get on with step \d+, at looping.py:\d+", errors), errors
-    assert ranks.is_same(ranks.state(run), ranks.state(whole["off"]))
+    assert rank_processes.is_same(rank_processes.state(run), rank_processes.state(whole["off"]))
 
 
 def test_without_restarts_the_message_says_what_to_do(table: Path, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_launcher_that_is_asked_to_stop_saves_once(
     again = start(*words(table, run, f"sharding={kind}"), "--nproc", "2")
     errors = ended(again)
     assert again.returncode == 0, errors
-    assert ranks.is_same(ranks.state(run), ranks.state(whole[kind]))
+    assert rank_processes.is_same(rank_processes.state(run), rank_processes.state(whole[kind]))
 
 
 def test_a_failure_of_its_own_is_not_tried_again(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def agent(port: int, output: Path, job: dict[str, Any]) -> subprocess.Popen[byte
     options = ("--nnodes", "3:4", "--nproc-per-node", "1", "--max-restarts", "5", "--rdzv-backend", "c10d")
     options += ("--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "whet", "--monitor-interval", "0.2")
     options += ("--rdzv-conf", "join_timeout=60,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3")
-    command = [sys.executable, "-m", "torch.distributed.run", *options, str(ranks.JOB), json.dumps(job)]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(rank_processes.JOB), json.dumps(job)]
     # Agents of torch 2.13 that share one store never tell a newcomer where the first process is.
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with output.open("wb") as file:
@@ -201,7 +201,7 @@ def agent(port: int, output: Path, job: dict[str, Any]) -> subprocess.Popen[byte
 
 
 @pytest.mark.parametrize("kind", ["off", "full"])
-def test_a_group_of_torchrun_shrinks_and_grows(zygote: Zygote, tmp_path: Path, kind: str) -> None:
+def test_a_group_of_torchrun_shrinks_and_grows(fork_server: ForkServer, tmp_path: Path, kind: str) -> None:
     """4 -> 3 -> 4 processes with one global batch: the samples of every step stay, the weights agree to rounding."""
     run, side = tmp_path / "run", tmp_path / "side.txt"
     with socket.socket() as free:
@@ -229,9 +229,11 @@ def test_a_group_of_torchrun_shrinks_and_grows(zygote: Zygote, tmp_path: Path, k
                     worker.kill()
                 process.kill()
                 process.wait()
-    alone = ranks.train(zygote, tmp_path / "alone", 1, **{k: job[k] for k in ("sharding", "dropout", "steps")})
-    assert ranks.order(ranks.Ranks([], side)) == ranks.order(alone)
-    assert ranks.distance(ranks.state(run), ranks.state(tmp_path / "alone")) < 1e-5
+    alone = rank_processes.train(
+        fork_server, tmp_path / "alone", 1, **{k: job[k] for k in ("sharding", "dropout", "steps")}
+    )
+    assert rank_processes.order(rank_processes.Ranks([], side)) == rank_processes.order(alone)
+    assert rank_processes.distance(rank_processes.state(run), rank_processes.state(tmp_path / "alone")) < 1e-5
 
 
 def wait_until(run: Path, *, size: int, step: int) -> None:

@@ -4,12 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from test_damaged_checkpoints import check_damage
+from test_exact_resume import ROWS, check_resume, options_of
 
 import mutants
-from lives import Lives, assert_kept, counts, digest
-from test_damage import check_damage
-from test_exact_resume import ROWS, check_resume, options_of
+from fault_runs import FaultRuns, assert_kept, counts, digest
 from whet.checkpoint import store
+
+pytestmark = pytest.mark.torch
 
 POWER = {"no fsync", "no file fsync", "no folder fsync"}
 """Noticed by power cuts alone: test_power_cuts.py plants them."""
@@ -18,55 +20,57 @@ HASHES = {"no manifest hash"}
 RESUMES = mutants.PLANT.keys() - POWER - CRASHES - HASHES
 
 
-def check_crashes(lives: Lives, *, mutant: str | None, every: int) -> None:
+def check_crashes(fault_runs: FaultRuns, *, mutant: str | None, every: int) -> None:
     """kill -9 before calls of the training part of a run."""
-    started = lives.finish(lives.folder / "whole", mutant=mutant)
+    started = fault_runs.finish(fault_runs.folder / "whole", mutant=mutant)
     first, last = (int(started.said(word)[0].split(" ")[-1]) for word in ("ready", "over"))
     for at in range(first, last, every):
-        run = lives.folder / f"run-{at}"
-        _, killed = lives.end(run, mutant=mutant, fault="before", at=at)
+        run = fault_runs.folder / f"run-{at}"
+        _, killed = fault_runs.end(run, mutant=mutant, fault="before", at=at)
         assert_kept(run, killed)
 
 
 @pytest.mark.parametrize("mutant", sorted(CRASHES))
-def test_crash_points_notice(lives: Lives, tell: Callable[[str], None], mutant: str) -> None:
+def test_crash_points_notice(fault_runs: FaultRuns, report_count: Callable[[str], None], mutant: str) -> None:
     with pytest.raises(AssertionError):
-        check_crashes(lives, mutant=mutant, every=3)
-    tell(counts(**{mutant.replace(" ", "_"): "noticed"}))
+        check_crashes(fault_runs, mutant=mutant, every=3)
+    report_count(counts(**{mutant.replace(" ", "_"): "noticed"}))
 
 
 @pytest.mark.parametrize("mutant", sorted(RESUMES))
-def test_resumes_notice(lives: Lives, tell: Callable[[str], None], mutant: str) -> None:
+def test_resumes_notice(fault_runs: FaultRuns, report_count: Callable[[str], None], mutant: str) -> None:
     row = {**ROWS[0], "optimizer": "adamw", "ema": True, "workers": None, "schedule": "plateau", "micro_batch": 8}
     row["precision"] = "fp16" if mutant == "scaler not saved" else "fp32"
     # A state that was written while it changed shows only to who goes on from it.
     place = "after a save" if mutant == "written from live tensors" else "mid"
     options = options_of(row)
-    lives.finish(lives.folder / "whole", **options)
-    expected = digest(lives.folder / "whole")
+    fault_runs.finish(fault_runs.folder / "whole", **options)
+    expected = digest(fault_runs.folder / "whole")
     with pytest.raises(AssertionError):
-        check_resume(lives, lives.folder / "run", place, expected=expected, mutant=mutant, **options)
-    tell(counts(**{mutant.replace(" ", "_"): "noticed"}))
+        check_resume(fault_runs, fault_runs.folder / "run", place, expected=expected, mutant=mutant, **options)
+    report_count(counts(**{mutant.replace(" ", "_"): "noticed"}))
 
 
-def test_damage_notices(lives: Lives, monkeypatch: pytest.MonkeyPatch, tell: Callable[[str], None]) -> None:
-    lives.finish(lives.folder / "run")
+def test_damage_notices(
+    fault_runs: FaultRuns, monkeypatch: pytest.MonkeyPatch, report_count: Callable[[str], None]
+) -> None:
+    fault_runs.finish(fault_runs.folder / "run")
     monkeypatch.setattr(store, "read_verified", store.read_verified)
     mutants.PLANT["no manifest hash"]()
-    accepted = check_damage(lives.folder / "run", number=100)
+    accepted = check_damage(fault_runs.folder / "run", number=100)
     assert accepted > 0
-    tell(counts(no_manifest_hash="noticed", damaged_checkpoints_used=f"{accepted} of 100"))
+    report_count(counts(no_manifest_hash="noticed", damaged_checkpoints_used=f"{accepted} of 100"))
 
 
-def test_without_a_mutant_nothing_is_noticed(lives: Lives) -> None:
+def test_without_a_mutant_nothing_is_noticed(fault_runs: FaultRuns) -> None:
     """The same checks, and no fault: otherwise they would notice everything."""
-    check_crashes(lives, mutant=None, every=17)
+    check_crashes(fault_runs, mutant=None, every=17)
     row = {**ROWS[0], "optimizer": "adamw", "ema": True, "workers": None, "schedule": "plateau", "micro_batch": 8}
     for precision, place in (("fp32", "after a save"), ("fp16", "mid")):
         options = options_of({**row, "precision": precision})
-        whole, run = lives.folder / f"whole-{precision}", lives.folder / f"run-{precision}"
-        lives.finish(whole, **options)
-        check_resume(lives, run, place, expected=digest(whole), **options)
+        whole, run = fault_runs.folder / f"whole-{precision}", fault_runs.folder / f"run-{precision}"
+        fault_runs.finish(whole, **options)
+        check_resume(fault_runs, run, place, expected=digest(whole), **options)
 
 
 def test_every_mutant_has_its_test() -> None:

@@ -11,29 +11,33 @@ from pathlib import Path
 
 import pytest
 
-import power
-from lives import ALL, BOUNDED, Lives, counts, digest, published
-from zygote import Zygote
+import power_cut
+from fault_runs import ALL, BOUNDED, FaultRuns, counts, digest, published
+from fork_server import ForkServer
+
+pytestmark = pytest.mark.torch
 
 SEED = 7
 CUTS = {"bounded": 12, "all": 100}
 
 
 @pytest.fixture
-def disk(memory_folder: Path) -> Iterator[power.Disk]:
+def disk(memory_folder: Path) -> Iterator[power_cut.Disk]:
     trial = memory_folder / "trial"
     trial.mkdir()
-    reason = power.why_not(trial)
+    reason = power_cut.why_not(trial)
     if reason is not None:
         pytest.skip(reason)
-    made = power.Disk(memory_folder)
+    made = power_cut.Disk(memory_folder)
     yield made
     made.close()
 
 
-def cut_once(lives: Lives, disk: power.Disk, run: Path, *, seconds: float, **options: object) -> tuple[int, int]:
+def cut_once(
+    fault_runs: FaultRuns, disk: power_cut.Disk, run: Path, *, seconds: float, **options: object
+) -> tuple[int, int]:
     """A life that ends with the power; the steps it had acknowledged and those that are lost or torn."""
-    started = lives.start(run, **options)
+    started = fault_runs.start(run, **options)
     started.wait_for("ready")
     time.sleep(seconds)
     disk.cut()
@@ -47,17 +51,17 @@ def cut_once(lives: Lives, disk: power.Disk, run: Path, *, seconds: float, **opt
     return len(acknowledged), len(torn) + is_lost
 
 
-def small_lives(zygote: Zygote, folder: Path) -> Lives:
-    return Lives(zygote, folder, width=48, samples=96, epochs=2, overrides={"checkpoint_steps": 1})
+def small_runs(fork_server: ForkServer, folder: Path) -> FaultRuns:
+    return FaultRuns(fork_server, folder, width=48, samples=96, epochs=2, overrides={"checkpoint_steps": 1})
 
 
 @pytest.mark.parametrize("size", [BOUNDED, ALL])
 def test_a_power_cut_loses_no_acknowledged_checkpoint_simulated(
-    zygote: Zygote, disk: power.Disk, memory_folder: Path, tell: Callable[[str], None], size: str
+    fork_server: ForkServer, disk: power_cut.Disk, memory_folder: Path, report_count: Callable[[str], None], size: str
 ) -> None:
-    lives = small_lives(zygote, memory_folder)
+    fault_runs = small_runs(fork_server, memory_folder)
     begin = time.monotonic()
-    lives.finish(memory_folder / "whole")
+    fault_runs.finish(memory_folder / "whole")
     seconds = time.monotonic() - begin
     expected = digest(memory_folder / "whole")
     draw = random.Random(SEED)
@@ -65,39 +69,41 @@ def test_a_power_cut_loses_no_acknowledged_checkpoint_simulated(
     for number in range(CUTS[size]):
         # Three cuts a run, then it goes on to its end.
         run = disk.place / f"run-{number // 3}"
-        safe, gone = cut_once(lives, disk, run, seconds=draw.uniform(0, 0.5 * seconds))
+        safe, gone = cut_once(fault_runs, disk, run, seconds=draw.uniform(0, 0.5 * seconds))
         acknowledged, lost = acknowledged + safe, lost + gone
         if number % 3 == 2:
-            lives.finish(run)
+            fault_runs.finish(run)
             assert digest(run) == expected
-    tell(counts(cuts=CUTS[size], acknowledged_checkpoints=acknowledged, lost_or_torn=lost, seed=SEED))
+    report_count(counts(cuts=CUTS[size], acknowledged_checkpoints=acknowledged, lost_or_torn=lost, seed=SEED))
     assert lost == 0
     assert acknowledged >= CUTS[size] / 2
 
 
 @pytest.mark.slow
 def test_a_power_cut_behind_the_journal_s_own_commit_simulated(
-    zygote: Zygote, disk: power.Disk, memory_folder: Path, tell: Callable[[str], None]
+    fork_server: ForkServer, disk: power_cut.Disk, memory_folder: Path, report_count: Callable[[str], None]
 ) -> None:
     """Seconds later ext4 commits by itself: what was torn then would be torn for good."""
-    lives = Lives(zygote, memory_folder, width=48, samples=96, epochs=10_000, overrides={"checkpoint_steps": 5})
+    fault_runs = FaultRuns(
+        fork_server, memory_folder, width=48, samples=96, epochs=10_000, overrides={"checkpoint_steps": 5}
+    )
     draw = random.Random(SEED)
     lost = 0
     for number in range(6):
-        lost += cut_once(lives, disk, disk.place / f"run-{number}", seconds=draw.uniform(5.5, 7.5))[1]
-    tell(counts(cuts=6, lost_or_torn=lost))
+        lost += cut_once(fault_runs, disk, disk.place / f"run-{number}", seconds=draw.uniform(5.5, 7.5))[1]
+    report_count(counts(cuts=6, lost_or_torn=lost))
     assert lost == 0
 
 
 @pytest.mark.parametrize("mutant", ["no fsync", "no file fsync", "no folder fsync"])
 def test_the_power_cuts_notice_a_missing_sync_simulated(
-    zygote: Zygote, disk: power.Disk, memory_folder: Path, tell: Callable[[str], None], mutant: str
+    fork_server: ForkServer, disk: power_cut.Disk, memory_folder: Path, report_count: Callable[[str], None], mutant: str
 ) -> None:
-    lives = small_lives(zygote, memory_folder)
+    fault_runs = small_runs(fork_server, memory_folder)
     draw = random.Random(SEED)
     for number in range(40):
         run = disk.place / f"run-{number}"
-        if cut_once(lives, disk, run, seconds=draw.uniform(0.02, 0.3), mutant=mutant)[1]:
-            tell(counts(**{mutant.replace(" ", "_"): f"noticed at cut {number + 1}"}))
+        if cut_once(fault_runs, disk, run, seconds=draw.uniform(0.02, 0.3), mutant=mutant)[1]:
+            report_count(counts(**{mutant.replace(" ", "_"): f"noticed at cut {number + 1}"}))
             return
     pytest.fail(f"{mutant}: 40 power cuts noticed nothing")

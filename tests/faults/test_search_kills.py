@@ -11,6 +11,7 @@ from pathlib import Path
 import optuna
 import pytest
 
+from paths import SUPPORT
 from postgres import postgres
 from whet.api.search import winning_args
 from whet.hpo.storage import open_storage
@@ -20,8 +21,10 @@ from whet.run.events import History
 from whet.run.folder import open_run, run_folders
 from whet.run.search_result import read_search
 
+pytestmark = pytest.mark.torch
+
 RUNNING, COMPLETE = optuna.trial.TrialState.RUNNING, optuna.trial.TrialState.COMPLETE
-RECIPE = Path(__file__).parent / "searched.py"
+RECIPE = SUPPORT / "searched_recipe.py"
 
 
 class Workers:
@@ -149,9 +152,9 @@ def test_two_machines_simulated_by_two_folders_share_one_database(workers, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["journal", "postgresql"])
-def test_thirty_kills_of_workers_in_each_storage(workers, tmp_path, where, tell):
+def test_thirty_kills_of_workers_in_each_storage(workers, tmp_path, where, report_count):
     if where == "journal":
-        _kill_again_and_again(workers, tmp_path, None, tell, restart=None)
+        _kill_again_and_again(workers, tmp_path, None, report_count, restart=None)
         return
     with postgres() as server:
 
@@ -160,7 +163,7 @@ def test_thirty_kills_of_workers_in_each_storage(workers, tmp_path, where, tell)
             time.sleep(2)
             server.start()
 
-        _kill_again_and_again(workers, tmp_path, server.url, tell, restart=restart)
+        _kill_again_and_again(workers, tmp_path, server.url, report_count, restart=restart)
 
 
 def _wait_somewhere(trial: optuna.trial.FrozenTrial, draw: random.Random) -> None:
@@ -172,7 +175,7 @@ def _wait_somewhere(trial: optuna.trial.FrozenTrial, draw: random.Random) -> Non
     time.sleep(draw.uniform(0.0, 1.0))
 
 
-def _kill_again_and_again(workers, tmp_path, url, tell, *, restart) -> None:
+def _kill_again_and_again(workers, tmp_path, url, report_count, *, restart) -> None:
     kills = int(os.environ.get("WHET_SEARCH_KILLS", "30"))
     trials = max(4, kills // 2)
     words = ["lr=1e-4..1:log", "pause=0.5", "checkpoint_steps=2", "keep=9", "--trials", str(trials), "--seeds", "0"]
@@ -218,4 +221,4 @@ def _kill_again_and_again(workers, tmp_path, url, tell, *, restart) -> None:
     ]
     dropped = sum(DROPPED in t.user_attrs for t in ended)
     assert resumed, "no killed trial went on from a checkpoint"
-    tell(f"{done} kills, {dropped} trials went on as others, {len(resumed)} times from a checkpoint")
+    report_count(f"{done} kills, {dropped} trials went on as others, {len(resumed)} times from a checkpoint")

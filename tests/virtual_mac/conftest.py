@@ -1,4 +1,7 @@
-"""Installing a virtual Mac changes the process, so each test starts others; the compiled part is built once."""
+"""Fixtures that start processes with a virtual Mac: installing one changes the process for good.
+
+The native part is compiled once and kept between test runs.
+"""
 
 import subprocess
 import sys
@@ -7,17 +10,17 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from virtual_process import INSTALL, environment
 
-from places import ROOT
-from warm import WarmPython
+from paths import ROOT
+from virtual_process import INSTALL, environment
+from warm_python import WarmPython
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
 def home(pytestconfig: pytest.Config) -> Path:
-    """Where the compiled part is kept between test runs; building it takes half a minute."""
+    """The folder that keeps the compiled part between test runs: compiling takes half a minute."""
     assert pytestconfig.cache is not None
     return pytestconfig.cache.mkdir("virtual-mac")
 
@@ -32,23 +35,23 @@ def _built(home: Path) -> None:
 
 @pytest.fixture
 def python(home: Path, _built: None, tmp_path: Path, warm_python: WarmPython) -> Start:
-    """Runs Python code in a process of its own, which has imported torch."""
+    """Run Python code in a process of its own, forked from one that has imported torch."""
 
-    def run(code: str, *words: object, **changes: str) -> subprocess.CompletedProcess[str]:
-        return warm_python.run("-W", "error", "-c", code, *words, cwd=tmp_path, env=environment(home, **changes))
+    def run(code: str, *arguments: object, **changes: str) -> subprocess.CompletedProcess[str]:
+        return warm_python.run("-W", "error", "-c", code, *arguments, cwd=tmp_path, env=environment(home, **changes))
 
     return run
 
 
 @pytest.fixture
 def run_pytest(home: Path, _built: None) -> Start:
-    """Runs pytest as a project that has whet installed would."""
-    # A checkout that is not installed has no entry point yet.
+    """Run pytest as a project that depends on whet would."""
+    # A checkout that is not installed has no entry point.
     is_known = list(entry_points(group="pytest11", name="virtual-mac"))
     plugin: Sequence[str] = () if is_known else ("-p", "whet.device.virtual_mac.plugin")
 
-    def run(*words: object, cwd: Path = ROOT, **changes: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, *map(str, words)]
+    def run(*arguments: object, cwd: Path = ROOT, **changes: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, *map(str, arguments)]
         env = environment(home, **changes)
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 

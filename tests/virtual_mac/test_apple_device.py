@@ -6,13 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
-from virtual_process import INSTALL
 
 import whet
+from virtual_process import INSTALL
 from whet.machine.known import load_machine
 from whet.report.text import render_text
 from whet.run.events import read_events
 from whet.run.folder import open_run
+
+pytestmark = [pytest.mark.torch, pytest.mark.virtual_mac]
 
 START = (
     INSTALL

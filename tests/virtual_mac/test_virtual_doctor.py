@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from virtual_process import INSTALL
+
+pytestmark = [pytest.mark.torch, pytest.mark.virtual_mac]
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 WRONG = Path(__file__).parent / "inside" / "wrong_operators.py"

@@ -1,4 +1,4 @@
-"""Checks that run on a virtual m2-air-8gb; test_device.py starts them with `pytest --virtual-mac`."""
+"""Checks that run on a virtual m2-air-8gb; test_virtual_device.py starts them with `pytest --virtual-mac`."""
 
 import dataclasses
 import gc

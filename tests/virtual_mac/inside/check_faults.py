@@ -1,4 +1,4 @@
-"""Simulated faults on a virtual m2-air-8gb; test_faults.py starts these checks with `pytest --virtual-mac`."""
+"""Simulated faults on a virtual m2-air-8gb; test_virtual_faults.py starts these checks with `pytest --virtual-mac`."""
 
 import gc
 import time

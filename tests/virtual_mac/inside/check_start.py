@@ -1,4 +1,4 @@
-"""The checks before the first step on a virtual m2-air-8gb; test_start_checks.py starts these with `--virtual-mac`."""
+"""The checks before the first step on a virtual m2-air-8gb; see test_virtual_start_checks.py: `--virtual-mac`."""
 
 from pathlib import Path
 from typing import Any

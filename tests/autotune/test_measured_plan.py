@@ -1,0 +1,232 @@
+"""A measured plan: for a run that earns it back, with evidence, remembered, and without a trace in the training."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import whet
+from whet.autotune.process_bench import ProcessStepBench
+from whet.autotune.result import TuningResult
+from whet.base.errors import UsageError
+from whet.plan.setting import MeasuredSetting
+from whet.run.events import History
+from whet.step.optimizers import OptimizerChoice
+from whet.training import tune
+
+pytestmark = pytest.mark.torch
+
+TRAINING = {"global_batch_size": 32, "epochs": 10, "clip": 1.0}
+
+
+def a_model(*, dropout: float = 0.0):
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(64, 256), nn.GELU(), nn.Dropout(dropout), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 5)
+    )
+
+
+def some_data(num_samples: int = 160):
+    drawn = torch.Generator().manual_seed(2)
+    return torch.randn(num_samples, 64, generator=drawn), torch.randint(0, 5, (num_samples,), generator=drawn)
+
+
+ONE_THREAD = {"threads": 1}
+"""On busy cores a step with two takes a hundred times as long, and a small budget is gone before anything is tried."""
+
+
+class Loss:
+    """Counts its calls."""
+
+    def __init__(self, model):
+        self.model, self.calls = model, 0
+
+    def __call__(self, micro):
+        self.calls += 1
+        return functional.cross_entropy(self.model(micro.x), micro.y)
+
+
+def losses_of(run):
+    return [event.get("loss") for event in History(whet.open_run(run)).events(kinds=("step",))]
+
+
+@pytest.fixture(autouse=True)
+def a_home_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
+
+
+def a_session(model, *, told=None, **changes):
+    return whet.Session(
+        model,
+        OptimizerChoice(lr=1e-3),
+        some_data(),
+        show=None if told is None else lambda kind, fields: told.append(fields["changed"]) if kind == "plan" else None,
+        **{"wishes": ONE_THREAD} if "plan" not in changes and "wishes" not in changes else {},
+        **{**TRAINING, "epochs": 100_000, **changes},
+    )
+
+
+def test_tune_gives_a_plan_with_its_trials_and_leaves_the_model_alone():
+    model = a_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan = whet.tune(
+        model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), overrides=ONE_THREAD, budget=6, **TRAINING
+    )
+    assert plan.trials
+    assert {trial.setting for trial in plan.trials} & {"precision", "micro_batch"}
+    measured = [name for name, setting in plan.settings.items() if setting.source == "measured"]
+    assert measured
+    for name in measured:
+        assert plan.settings[name].evidence["verdict"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_your_own_word_is_never_tried():
+    model = a_model()
+    overrides = {"micro_batch": 16, "threads": 1, "precision": "fp32"}
+    plan = whet.tune(
+        model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), overrides=overrides, budget=4, **TRAINING
+    )
+    assert not {trial.setting for trial in plan.trials} & set(overrides)
+    assert {name: plan.value(name) for name in overrides} == overrides
+
+
+def test_a_measured_plan_trains_as_the_same_settings_given_by_hand(tmp_path):
+    """Fifty losses, bit for bit; with settings that differ from the rules."""
+    found = {"micro_batch": 8, "optimizer_kernels": "foreach", "threads": 1}
+    model = a_model(dropout=0.1)
+    by_rules = whet.tune(model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), budget=1, **TRAINING)
+    plan = whet.make_plan(
+        by_rules.machine,
+        by_rules.workload,
+        conditions=by_rules.conditions,
+        measured={name: MeasuredSetting(value=value, reason="tried", evidence={}) for name, value in found.items()},
+    )
+    by_hand = {"wishes": found}
+    for run, how in {"measured": {"plan": plan}, "by hand": by_hand}.items():
+        model = a_model(dropout=0.1)
+        whet.train(
+            model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(lr=1e-3), show=None,
+            run=tmp_path / run, **how, **TRAINING,
+        )  # fmt: skip
+    measured, given = losses_of(tmp_path / "measured"), losses_of(tmp_path / "by hand")
+    assert len(measured) == 50
+    assert measured == given
+
+
+def test_a_measured_plan_trains_as_the_rules_do_up_to_rounding(tmp_path):
+    found = {"micro_batch": 8, "optimizer_kernels": "loop", "threads": 1}
+    for run, overrides in {"rules": {}, "measured": found}.items():
+        model = a_model()
+        whet.train(
+            model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(lr=1e-3), show=None,
+            run=tmp_path / run, overrides=overrides, measure=False, **TRAINING,
+        )  # fmt: skip
+    rules, measured = torch.tensor(losses_of(tmp_path / "rules")), torch.tensor(losses_of(tmp_path / "measured"))
+    assert len(rules) == 50
+    assert float(((rules - measured).abs() / rules).max()) <= 1e-5
+
+
+def test_a_long_run_is_measured_once_and_remembered(monkeypatch):
+    monkeypatch.setattr(tune, "budget_seconds", lambda _: 6.0)
+    # However busy the machine that tests this is.
+    monkeypatch.setattr(TuningResult, "holds_another_day", True)
+    told: list[str] = []
+    session = a_session(a_model(), told=told)
+    session.tune(Loss(session.model))
+    assert told[0].startswith("measuring what is fastest here, 6.0 s at most; this run would take about ")
+    assert any("trials in" in line for line in told)
+    plan = session._request.plan
+    assert plan.trials
+
+    told.clear()
+    again = a_session(a_model(), told=told)
+    loss = Loss(again.model)
+    again.tune(loss)
+    assert loss.calls == 0
+    assert told[0].startswith("measured before on this machine: ")
+    assert again._request.plan.trials == plan.trials
+
+    told.clear()
+    other = a_session(a_model(), told=told, global_batch_size=16)
+    other.tune(Loss(other.model))
+    assert told[0].startswith("measuring")
+
+
+def test_a_short_run_says_that_it_is_not_measured():
+    told: list[str] = []
+    session = a_session(a_model(), told=told, epochs=40)
+    session.tune(Loss(session.model))
+    assert session._request.plan is None
+    assert told[0].startswith("not measured: a run of about ")
+
+
+def test_a_very_short_run_or_a_stream_is_left_alone():
+    session = a_session(a_model(), epochs=10)
+    loss = Loss(session.model)
+    session.tune(loss)
+    assert loss.calls == 0
+
+    reads = itertools.count()
+    stream = ({"x": torch.randn(64), "y": torch.tensor(0), "n": torch.tensor(next(reads))} for _ in range(10**6))
+    model = a_model()
+    session = whet.Session(model, OptimizerChoice(), stream, global_batch_size=8, max_steps=1000)
+    session.tune(loss)
+    assert next(reads) == 0
+    with pytest.raises(UsageError, match="a stream cannot be measured"):
+        whet.tune(model, stream, loss=loss, optimizer=OptimizerChoice(), global_batch_size=8, max_steps=1000)
+
+
+def test_a_measuring_process_that_dies_is_told_of_and_the_run_starts(monkeypatch, tmp_path):
+    monkeypatch.setattr(tune, "budget_seconds", lambda _: 6.0)
+    told: list[str] = []
+    model = a_model()
+    result = whet.train(
+        model,
+        some_data(),
+        loss=Loss(model),
+        optimizer=OptimizerChoice(),
+        show=lambda kind, fields: told.append(str(fields.get("changed"))),
+        open_bench=lambda: ProcessStepBench("no.such.module:rig", {}, environment={}),
+        run=tmp_path / "run",
+        **{**TRAINING, "epochs": 30},
+    )
+    assert result.state == "done"
+    assert any(line.startswith("not measured: the measuring process could not start") for line in told)
+
+
+def test_whatever_goes_wrong_in_measuring_is_told_and_the_run_starts():
+    told: list[str] = []
+    model = a_model()
+    loss = Loss(model)
+
+    def fails_at_first(micro):
+        found = loss(micro)
+        if loss.calls == 4:
+            raise KeyError("only now")
+        return found
+
+    result = whet.train(
+        model,
+        some_data(),
+        loss=fails_at_first,
+        optimizer=OptimizerChoice(),
+        show=lambda kind, fields: told.append(str(fields.get("changed"))),
+        **{**TRAINING, "epochs": 30},
+    )
+    assert result.state == "done"
+    assert "not measured: KeyError: 'only now'" in told
+
+
+def test_a_plan_for_something_else_is_refused(tmp_path):
+    model = a_model()
+    plan = whet.tune(model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), budget=1, **TRAINING)
+    with pytest.raises(UsageError, match="made for something else"), a_session(model, plan=plan, global_batch_size=8):
+        pass
+    with pytest.raises(UsageError, match="has its wishes already"):
+        a_session(model, plan=plan, overrides={"threads": 1})
+    for budget in (0, -1, "much"):
+        with pytest.raises(UsageError, match="budget must be above 0"):
+            whet.tune(model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), budget=budget, **TRAINING)

@@ -1,0 +1,282 @@
+"""Measuring borrows a model and leaves no trace; a training that follows is the one that would have been."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import whet
+from whet.autotune.step_bench import ProbeFailedError
+from whet.data.batch import MicroBatch
+from whet.device.open import current_machine
+from whet.plan.plan import make_plan
+from whet.run.events import History
+from whet.step.optimizers import OptimizerChoice
+from whet.training.step_bench import LocalStepBench
+from whet.training.training_config import parse_training_config
+from whet.training.workload import describe_workload
+
+pytestmark = pytest.mark.torch
+
+TRAINING = {"global_batch_size": 16, "epochs": 2, "clip": 1.0, "ema": True}
+CANDIDATES = (
+    {},
+    {"micro_batch": 4},
+    {"threads": 1},
+    {"optimizer_kernels": "foreach"},
+    {"optimizer_kernels": "loop"},
+    {"precision": "bf16"},
+    {"activation_checkpointing": "on"},
+)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2)),
+            nn.Sequential(nn.Linear(32, 32), nn.ReLU()),
+        )
+        self.head = nn.Linear(32, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.head(self.blocks(x))
+
+
+def a_training():
+    torch.manual_seed(3)
+    model = Net()
+    model.blocks[1].eval()
+    data = (torch.randn(80, 8), torch.randint(0, 3, (80,)))
+    return model, data, lambda micro: functional.cross_entropy(model(micro.x), micro.y)
+
+
+def a_rig(model, data, loss, optimizer=None, *, overrides=None, **changes):
+    training = parse_training_config({**TRAINING, **changes})
+    optimizer = optimizer or OptimizerChoice(lr=1e-2)
+    machine, conditions = current_machine()
+    overrides = overrides or {}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        overrides = {**overrides, "optimizer_kernels": "your optimizer"}
+    plan = make_plan(
+        machine, describe_workload(model, data, training, recipe="net"), overrides=overrides, conditions=conditions
+    )
+    return LocalStepBench(model, optimizer, data, training, loss=loss, plan=plan)
+
+
+def everything(model, optimizer=None):
+    state = {name: tensor.clone() for name, tensor in model.state_dict(keep_vars=False).items()}
+    rest = {
+        "modes": [module.training for module in model.modules()],
+        "gradients": [parameter.grad for parameter in model.parameters()],
+        "objects": [id(tensor) for tensor in (*model.parameters(), *model.buffers())],
+        "forwards": [module.__dict__.get("forward") for module in model.modules()],
+        "torch": torch.get_rng_state().tolist(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state()[1].tolist(),
+        "threads": torch.get_num_threads(),
+        "compiled": model._compiled_call_impl,
+    }
+    if optimizer is not None:
+        rest["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        rest["state"] = [
+            {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state.get(p, {}).items()}
+            for p in model.parameters()
+        ]
+    return state, rest
+
+
+def make_steps(rig, candidates=CANDIDATES):
+    for settings in candidates:
+        prepared = rig.prepare(settings, seconds=30)
+        assert prepared.step(3) > 0
+        prepared.close()
+
+
+def assert_equal(found, expected):
+    assert found[0].keys() == expected[0].keys()
+    for name, tensor in expected[0].items():
+        assert torch.equal(found[0][name], tensor), name
+    assert found[1] == expected[1]
+
+
+def test_measuring_leaves_model_generators_and_threads_as_they_were():
+    model, data, loss = a_training()
+    before = everything(model)
+    with a_rig(model, data, loss) as rig:
+        make_steps(rig)
+        assert rig.agreement({"precision": "bf16"}, seconds=5).loss_error >= 0
+    assert_equal(everything(model), before)
+
+
+def test_an_optimizer_of_yours_is_as_it_was():
+    model, data, loss = a_training()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss(MicroBatch(fields={"x": data[0], "y": data[1]}, ids=np.arange(80))).backward()
+    optimizer.step()
+    model.zero_grad(set_to_none=True)
+    before = everything(model, optimizer)
+    with a_rig(model, data, loss, optimizer) as rig:
+        make_steps(rig, [{}, {"threads": 1}])
+    assert_equal(everything(model, optimizer), before)
+
+
+class Slowly(torch.optim.Optimizer):
+    """Keeps what it knows in dicts, lists and attributes of its own, and its rate in a tensor."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(list(parameters), {"lr": torch.tensor(1e-2)})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                known = self.state[parameter].setdefault("known", {"sum": torch.zeros_like(parameter), "norms": []})
+                if parameter.grad is not None:
+                    known["sum"] += parameter.grad
+                    known["norms"].append(float(parameter.grad.norm()))
+                    parameter -= group["lr"] * known["sum"]
+
+
+def test_an_optimizer_that_keeps_things_deep_inside_is_as_it_was_and_of_the_same_objects():
+    model, data, loss = a_training()
+    optimizer = Slowly(model.parameters())
+    rate, weight = optimizer.param_groups[0]["lr"], model.head.weight
+    torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    loss(MicroBatch(fields={"x": data[0], "y": data[1]}, ids=np.arange(80))).backward()
+    optimizer.step()
+    model.zero_grad(set_to_none=True)
+    known = optimizer.state[weight]["known"]
+    before, norms, steps = known["sum"].clone(), list(known["norms"]), optimizer.steps
+    names = {*vars(optimizer)}
+    with a_rig(model, data, loss, optimizer) as rig:
+        make_steps(rig, [{}, {"threads": 1}])
+        assert optimizer.steps > steps
+    assert optimizer.state[weight]["known"] is known
+    assert torch.equal(known["sum"], before)
+    assert known["norms"] == norms
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(1e-2), "whoever holds the tensor would see a rate of zero"
+    assert optimizer.steps == steps
+    assert {*vars(optimizer)} == names
+
+
+def test_a_loss_that_wants_many_samples_is_measured_all_the_same():
+    model, data, loss = a_training()
+
+    def choosy(micro):
+        if len(micro) < 16:
+            raise ValueError("16 samples at least")
+        return loss(micro)
+
+    with a_rig(model, data, choosy) as rig:
+        make_steps(rig, [{}])
+        with pytest.raises(ProbeFailedError, match="ValueError: 16 samples at least"):
+            rig.prepare({"micro_batch": 4}, seconds=5)
+
+
+def test_a_step_that_fails_late_is_the_end_of_that_probe_alone():
+    model, data, loss = a_training()
+    calls = iter(range(1000))
+
+    def fails_once(micro):
+        if next(calls) == 12:
+            raise KeyError("the thirteenth")
+        return loss(micro)
+
+    with a_rig(model, data, fails_once) as rig:
+        prepared = rig.prepare({}, seconds=30)
+        with pytest.raises(ProbeFailedError, match="KeyError: 'the thirteenth'"):
+            [prepared.step(index) for index in range(20)]
+        make_steps(rig, [{}])
+
+
+def test_data_that_must_be_read_is_not_read_ahead():
+    class Files:
+        reads = 0
+
+        def __len__(self):
+            return 6400
+
+        def __getitem__(self, index):
+            Files.reads += 1
+            return {"x": torch.randn(8), "y": torch.tensor(index % 3)}
+
+    model, _, loss = a_training()
+    with a_rig(model, Files(), loss, overrides={"workers": 0}):
+        assert Files.reads <= 2 * TRAINING["global_batch_size"]
+
+
+def test_a_probe_that_fails_leaves_no_trace_either():
+    model, data, loss = a_training()
+    before = everything(model)
+
+    def fails(micro):
+        if len(micro) == 16 and torch.get_num_threads() == 1:
+            raise RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)")
+        return loss(micro)
+
+    with a_rig(model, data, fails) as rig:
+        with pytest.raises(ProbeFailedError) as failed:
+            rig.prepare({"threads": 1, "micro_batch": 16}, seconds=5)
+        assert failed.value.kind == "oom"
+        make_steps(rig, [{"threads": 2}])
+    assert_equal(everything(model), before)
+
+
+def test_a_training_after_measuring_has_the_same_losses_bit_for_bit(tmp_path):
+    def losses(*, measures: bool, run):
+        model, data, loss = a_training()
+        if measures:
+            with a_rig(model, data, loss) as rig:
+                make_steps(rig)
+        whet.train(
+            model,
+            data,
+            loss=loss,
+            optimizer=OptimizerChoice(lr=1e-2),
+            show=None,
+            run=run,
+            **{**TRAINING, "epochs": 10},
+        )
+        return [event.fields["loss"] for event in History(whet.open_run(run)).events(kinds=("step",))]
+
+    without, after = losses(measures=False, run=tmp_path / "a"), losses(measures=True, run=tmp_path / "b")
+    assert len(without) == 50
+    assert after == without
+
+
+def test_what_a_sample_needs_is_measured_once_and_decides_the_plan():
+    model, data, loss = a_training()
+    with a_rig(model, data, loss) as rig:
+        assert rig.plan.workload.activation_bytes
+        assert rig.predicted_bytes({"micro_batch": 16}) > rig.predicted_bytes({"micro_batch": 4})
+
+
+def test_a_dataset_that_must_be_read_is_read_in_the_steps(tmp_path):
+    model, data, loss = a_training()
+    reads = []
+
+    class Reading(torch.utils.data.Dataset):
+        def __len__(self):
+            return 80
+
+        def __getitem__(self, index):
+            reads.append(index)
+            return {"x": data[0][index], "y": data[1][index]}
+
+    with a_rig(model, Reading(), loss) as rig:
+        prepared = rig.prepare({"workers": 0}, seconds=30)
+        before = len(reads)
+        for index in range(8):
+            prepared.step(index)
+        assert len(reads) >= before + 7 * 16
+        other = rig.prepare({"workers": 1}, seconds=30)
+        assert other.step(0) > 0

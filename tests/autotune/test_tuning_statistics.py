@@ -1,0 +1,116 @@
+"""Is a difference real? False claims are counted under simulated noise of several kinds."""
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paths import ReportCount
+from simulated_step_bench import Noise, SimulatedRig, drifting, gaussian, heavy_tailed, periodic
+from whet.autotune import statistics
+from whet.autotune.paired_timing import compare
+from whet.autotune.statistics import decide, estimate, is_slower, is_steady, upper_bound
+from whet.machine.known import load_machine
+from whet.plan.plan import Plan, make_plan
+from whet.recipes.text.config import TextConfig, describe
+
+PLAN = make_plan(load_machine("linux-2core"), describe(TextConfig()))
+NOISES = {
+    "gaussian 3 %": gaussian(0.03),
+    "gaussian 15 %": gaussian(0.15),
+    "heavy tails": heavy_tailed,
+    "busy cores": lambda _now, draw: math.exp(draw.gauss(0, 1)),
+    "one of two speeds": lambda _now, draw: draw.choice((1.0, 50.0)),
+    "drift": drifting,
+    "every 4th step": periodic(0.2),
+    "every 7th step": periodic(0.35),
+    "every 20th step": periodic(1.0),
+}
+
+
+def duel_of(noise: Noise, seed: int, *, gain: float = 0.0, seconds: float = 0.05) -> tuple[str, float]:
+    """One duel between equals, or against a rival that is slower by `gain`."""
+
+    def true(plan: Plan) -> float:
+        return seconds if plan.optimizer_kernels == "loop" else seconds * (1 + gain)
+
+    rig = SimulatedRig(PLAN, true, noise=noise, seed=seed)
+    ours, theirs = (rig.prepare({"optimizer_kernels": how}, seconds=60) for how in ("loop", "fused"))
+    duel = compare(ours, theirs, clock=rig.clock, until=math.inf, coin=random.Random(seed))
+    return duel.answer, duel.estimate.speedup if duel.estimate else math.nan
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_at_most_one_false_claim_in_200_simulated_null_duels(noise: str, report_count: ReportCount) -> None:
+    claims = sum(duel_of(NOISES[noise], seed)[0] == "faster" for seed in range(1000))
+    report_count(f"{noise}: {claims} false claims in 1,000 duels between equals")
+    assert claims <= 5
+
+
+@pytest.mark.parametrize(("noise", "gain"), [("gaussian 3 %", 0.1), ("heavy tails", 0.2), ("drift", 0.05)])
+def test_simulated_gains_above_the_noise_are_found(noise: str, gain: float, report_count: ReportCount) -> None:
+    answers = [duel_of(NOISES[noise], seed, gain=gain)[0] for seed in range(100)]
+    report_count(f"{noise}: {answers.count('faster')} of 100 gains of {gain:.0%} were found")
+    assert answers.count("faster") >= 75
+
+
+def test_the_chances_of_all_looks_together_stay_below_1_in_200() -> None:
+    real = sum(
+        sum(math.comb(pairs, heads) for heads in range((statistics._most_left_off(pairs, level) or 0) + 1)) / 2**pairs
+        for pairs, level in statistics._LOOKS.items()
+    )
+    assert real <= 1 / 200
+    assert all(statistics._most_left_off(pairs, level) is not None for pairs, level in statistics._LOOKS.items())
+
+
+@given(st.lists(st.floats(-1, 1, allow_subnormal=False), min_size=1, max_size=9), st.floats(0.001, 0.5))
+def test_a_bound_is_exceeded_by_chance_as_seldom_as_it_says(sizes: list[float], level: float) -> None:
+    """All tosses of the signs of any values: the bound lies below zero in a share of `level` at most."""
+    tosses = list(itertools.product((-1, 1), repeat=len(sizes)))
+    below = sum(
+        upper_bound([s * abs(v) for s, v in zip(signs, sizes, strict=True)], level=level) < 0 for signs in tosses
+    )
+    assert below <= level * len(tosses)
+
+
+def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+    draw, inside = random.Random(1), 0
+    for _ in range(1000):
+        found = estimate([draw.gauss(-0.1, 0.05) for _ in range(8)])
+        inside += found.low <= math.exp(0.1) <= found.high
+        assert found.low <= found.speedup <= found.high
+    assert found.confidence == pytest.approx(1 - 2 / 32)
+    assert inside >= 920
+
+
+def test_few_pairs_show_their_range() -> None:
+    found = estimate([math.log(0.5), math.log(0.25), math.log(1.0)])
+    assert (found.low, found.speedup, found.high) == pytest.approx((1.0, 2.0, 4.0))
+    assert found.confidence == 0.75
+
+
+def test_no_claim_without_enough_pairs_and_none_below_what_is_worth_having() -> None:
+    assert decide([-0.2]) == decide([-0.2] * 7) == "open"
+    assert decide([-0.2] * 8) == "faster"
+    assert decide([-0.015] * 8) == "no gain", "1.5 % is real and not worth having"
+    assert decide([-0.3] * 4) == "open"
+    assert decide([-0.3] * 5) == "faster"
+    assert decide([0.0, 0.0]) == "open"
+    assert decide([0.0, 0.0, 0.0]) == "no gain"
+
+
+def test_slower_is_said_only_of_what_is_clear_of_its_spread() -> None:
+    assert is_slower([0.04, 0.05, 0.04])
+    assert not is_slower([0.01, 0.20, 0.02])
+    assert not is_slower([0.005, 0.005, 0.005])
+    assert not is_slower([-0.1, 0.1, 0.1])
+
+
+def test_a_ratio_that_changes_asks_for_more_pairs() -> None:
+    changing = [-0.6] * 2 + [-0.5] * 2 + [-0.2] * 2 + [-0.1] * 2
+    assert not is_steady(changing)
+    assert decide(changing) == "open"
+    assert decide(sorted(changing)[::2] + sorted(changing)[1::2]) == "faster"

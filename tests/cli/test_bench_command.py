@@ -1,0 +1,197 @@
+"""`whet bench` for real: short runs on a tiny recipe, its files, several machines in one table, and bad input."""
+
+import json
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from paths import Run
+
+pytestmark = pytest.mark.torch
+
+TINY = """
+import torch
+from torch import nn
+from whet.config.options import CommonConfig
+from whet.plan.workload import Workload
+
+class Config(CommonConfig):
+    width: int = 16
+
+class Data:
+    def __init__(self):
+        x = torch.randn(256, 8)
+        self.train = self.dev = self.test = {"x": x, "y": (x.sum(1) > 0).long()}
+
+class Tiny:
+    name = "tiny"
+    Config = Config
+    goal = "accuracy"
+    presets = {"narrow": {"width": 4}, "wide": {"width": 64}}
+
+    def describe(self, config, data=None):
+        return Workload(recipe="tiny", num_parameters=9 * config.width + (config.width + 1) * 2, num_samples=256,
+            global_batch_size=config.global_batch_size, num_steps=100, activation_bytes=8 * config.width,
+            sample_bytes=40)
+
+    def data(self, config):
+        return Data()
+
+    def model(self, config, data):
+        return nn.Sequential(nn.Linear(8, config.width), nn.Tanh(), nn.Linear(config.width, 2))
+
+    def loss(self, model, micro):
+        FAULT
+        return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+    def evaluate(self, model, micros):
+        return {"accuracy": 0.0}
+
+    def keep(self, config, data):
+        return {}
+
+def recipe():
+    return Tiny()
+"""
+WORDS = ("bench", "tiny.py", "global_batch_size=16", "threads=1", "precision=fp32")
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return plant(tmp_path, "pass")
+
+
+def plant(folder: Path, fault: str) -> Path:
+    (folder / "tiny.py").write_text(TINY.replace("FAULT", fault))
+    return folder
+
+
+def test_a_real_short_run_writes_a_result_a_page_and_a_picture(whet: Run, tiny: Path) -> None:
+    done = whet(*WORDS, "--against", "naive", "--sweep", "micro_batch", "--budget", "60", "--out", "tiny.md")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tiny / "tiny.json").read_text())
+    against, sweep = found["sweeps"]
+    assert [row["value"] for row in against["rows"]] == ["plain loop", "plan"]
+    assert [row["value"] for row in sweep["rows"]] == [1, 2, 4, 8, 16]
+    assert all(row["outcome"] == "measured" for row in sweep["rows"]), sweep
+    assert found["spent_seconds"] <= 66
+    # One at a time is slower than all at once by far, however noisy the machine is.
+    assert sweep["rows"][0]["speedup"]["high"] < 1
+    page = (tiny / "tiny.md").read_text()
+    assert "whet bench tiny.py global_batch_size=16" in page
+    assert "](tiny.svg)" in page
+    assert ET.parse(tiny / "tiny.svg").getroot().tag.endswith("svg")
+    assert "plain loop" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_value_whose_process_is_killed_is_a_row_and_the_rest_is_measured(whet: Run, tmp_path: Path) -> None:
+    plant(tmp_path, "import os; len(micro) == 4 and os.kill(os.getpid(), 9)")
+    done = whet(*WORDS, "--sweep", "micro_batch", "--budget", "90", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = {row["value"]: row for row in json.loads(done.stdout)["sweeps"][0]["rows"]}
+    assert rows[4]["outcome"] == "failed"
+    assert "SIGKILL" in rows[4]["words"]
+    assert rows[8]["speedup"] is not None
+    assert not (tmp_path / "bench").exists()
+
+
+@pytest.mark.slow
+def test_models_of_other_sizes_are_measured_by_their_own_plans(whet: Run, tiny: Path) -> None:
+    done = whet(*WORDS, "--sweep", "arch", "--budget", "60", "--json")
+    assert done.returncode == 0, done.stderr
+    sizes = json.loads(done.stdout)["sweeps"][-1]
+    assert sizes["setting"] == "arch"
+    assert [row["value"] for row in sizes["rows"]] == ["narrow", "wide"]
+    assert all(row["samples_per_second"] for row in sizes["rows"]), sizes
+    assert "46 parameters" in sizes["rows"][0]["words"]
+
+
+@pytest.mark.slow
+def test_results_of_two_machines_become_one_table(whet: Run, tiny: Path) -> None:
+    from whet.machine.known import load_machine
+
+    done = whet(*WORDS, "--sweep", "micro_batch", "--budget", "40")
+    assert done.returncode == 0, done.stderr
+    (here,) = (tiny / "bench").glob("*.json")
+    there = json.loads(here.read_text())
+    there["machine"] = load_machine("m2-air-8gb").as_json()
+    (tiny / "other.json").write_text(json.dumps(there))
+    merged = whet("bench", str(here), "other.json", "--out", "machines.md")
+    assert merged.returncode == 0, merged.stderr
+    assert "m2-air-8gb (simulated)" in merged.stdout
+    assert "1.0x" in merged.stdout
+    assert (tiny / "machines.md").read_text().startswith("# Machines compared")
+    again = whet("bench", "--merge", str(here), "other.json", "--json")
+    assert len(json.loads(again.stdout)) == 2
+    there["workload"]["global_batch_size"] = 99
+    (tiny / "other.json").write_text(json.dumps(there))
+    refused = whet("bench", str(here), "other.json")
+    assert refused.returncode == 2
+    assert "different workloads" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("text", "--against", "peers"), "--against naive"),
+        (("text", "--sweep", "micro_bach"), "--sweep micro_batch"),
+        (("text", "--sweep", "arch"), "declares no presets"),
+        (("text", "--out", "result.txt"), "FILE.json"),
+        (("text", "--out", "absent/result.md"), "a folder that is there"),
+        (("text", "--budget", "1"), "bench --help"),
+        (("text", "epohcs=3"), "epochs"),
+        (("txt",), "text"),
+        (("absent.json",), "no such benchmark"),
+        (("foreign.json",), "not a benchmark of whet"),
+        (("foreign.json", "tiny.py"), "not a benchmark of whet"),
+        (("foreign.json", "--markdown"), "only merged"),
+        (("foreign.json", "--out", "a.svg"), "FILE.md"),
+    ],
+)
+def test_bad_input_is_told_in_three_lines(whet: Run, tiny: Path, words: tuple[str, ...], said: str) -> None:
+    (tiny / "foreign.json").write_text('{"kind": "other"}')
+    done = whet("bench", *words)
+    lines = done.stderr.rstrip("\n").split("\n")
+    errors = lines[-3:]
+    assert done.returncode == 2, done.stderr
+    assert errors[0].startswith("error: ")
+    assert errors[1].startswith("  got: ")
+    assert errors[2].startswith("  try: ")
+    assert said in done.stderr
+    assert not (tiny / "bench").exists()
+
+
+def test_what_cannot_be_swept_here_is_told_before_anything_is_measured(whet: Run, tiny: Path) -> None:
+    done = whet(*WORDS, "--sweep", "threads", "--budget", "60")
+    assert done.returncode == 2
+    assert "you said threads=1" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_budget_too_small_to_start_is_told(whet: Run, tiny: Path) -> None:
+    text = (tiny / "tiny.py").read_text()
+    (tiny / "tiny.py").write_text(
+        text.replace("def data(self, config):", "def data(self, config):\n        import time; time.sleep(30)")
+    )
+    start = time.monotonic()
+    done = whet(*WORDS, "--budget", "5")
+    assert done.returncode == 1
+    assert "nothing could be measured" in done.stderr
+    assert "--budget" in done.stderr
+    assert time.monotonic() - start < 25, "the recipe's 30 seconds were waited for"
+
+
+def test_the_parent_of_a_benchmark_never_loads_torch(whet: Run, tmp_path: Path) -> None:
+    """`whet bench text` is refused for its sweep only after its process has made a plan; until then no torch here."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from whet.cli import main; code = main.run(['bench', 'text', 'threads=1', '--sweep', 'threads']);"
+        "print(code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.stdout.split() == ["2", "False"], done.stderr

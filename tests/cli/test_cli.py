@@ -1,0 +1,220 @@
+"""The command line as users meet it: exit codes, three-line errors, nothing half-written."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpu_time import spent_by_children
+from paths import Run
+from whet.cli import console, main
+
+THE_FUTURE = {"format_version": 99}
+
+
+def three_lines(stderr: str) -> bool:
+    lines = stderr.rstrip("\n").split("\n")
+    return (
+        len(lines) == 3
+        and lines[0].startswith("error: ")
+        and lines[1].startswith("  got: ")
+        and lines[2].startswith("  try: ")
+    )
+
+
+def run_from_the_future(folder: Path) -> Path:
+    from whet.run.folder import create_run, installed_versions
+
+    run = create_run(
+        folder / "old", recipe="text", config={}, plan={}, machine={}, versions=installed_versions(), command=[]
+    )
+    header = json.loads((run.path / "run.json").read_text())
+    (run.path / "run.json").write_text(json.dumps({**header, **THE_FUTURE}))
+    return run.path
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("plan", "text", "epohcs=3"), 2),
+        (("plan", "text", "epochs=three"), 2),
+        (("plan", "text", "epochs"), 2),
+        (("plan", "text", "arch.heads=5"), 2),
+        (("plan", "txt"), 2),
+        (("plan", "text", "data=absent.csv"), 2),
+        (("plan", "absent.py"), 2),
+        (("plan", "no.such.module:recipe"), 1),
+        (("plan", "text", "--config", "absent.toml"), 2),
+        (("plan", "text", "--config", "broken.toml"), 2),
+        (("plan", "text", "--config", "broken.yaml"), 2),
+        (("plan", "text", "--machine", "m2-air"), 2),
+        (("plan", "text", "--machine", "broken.toml"), 2),
+        (("plan", "text", "--machine", "h200", "--why", "micro_bach"), 2),
+        (("plan", "text", "--machine", "m2-air-8gb", "--device", "cuda"), 2),
+        (("plan", "text", "--machine", "m2-air-8gb", "--device", "gpu"), 2),
+        (("plan", "empty"), 2),
+        (("plan", "broken.py"), 1),
+        (("plan", "nothing.py"), 2),
+        (("plan",), 2),
+        (("plan", "text", "--foo"), 2),
+        (("plna",), 2),
+        (("probe", "--machine", "m9"), 2),
+        (("report", "empty"), 2),
+        (("report", "absent"), 2),
+        (("report", "broken.toml"), 2),
+        (("runs", "broken.toml"), 2),
+        (("init", "broken.toml"), 2),
+        (("init", "broken.py"), 2),
+        (("train", "text", "epohcs=3"), 2),
+        (("train", "text", "data=absent.csv"), 2),
+        (("train", "text", "--fresh"), 2),
+        (("train", "text", "--run", "/proc/no/such"), 1),
+        (("train", "text", "--run", "broken.toml/run"), 1),
+        (("predict", "absent", "a text"), 2),
+        (("predict", "empty", "a text"), 2),
+        (("doctor", "--device", "gpu"), 2),
+        (("doctor", "--device", "cpu:1"), 2),
+        (("doctor", "--budget", "0"), 2),
+        (("doctor", "--json", "absent/doctor.json"), 2),
+        (("doctor", "--json", "empty"), 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
+)
+def test_bad_input_is_refused_in_three_lines(whet: Run, tmp_path: Path, words: tuple[str, ...], code: int) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.toml").write_text("lr = ")
+    (tmp_path / "broken.yaml").write_text("lr: [")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "nothing.py").write_text("")
+    before = sorted(tmp_path.rglob("*"))
+    before_it = spent_by_children()
+    done = whet(*words)
+    seconds = spent_by_children() - before_it
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert three_lines(done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(p for p in tmp_path.rglob("*") if "__pycache__" not in p.parts) == before, "nothing is written"
+    assert seconds < 1.2, "refused at once: not even torch was loaded"
+
+
+def test_a_run_from_the_future_is_refused(whet: Run, tmp_path: Path) -> None:
+    path = run_from_the_future(tmp_path)
+    for words in (("report", str(path)), ("plan", str(path))):
+        done = whet(*words)
+        assert done.returncode == 1, done.stderr
+        assert three_lines(done.stderr), done.stderr
+        assert "newer whet" in done.stderr
+    listed = whet("runs", str(tmp_path))
+    assert listed.returncode == 0
+    assert "unreadable" in listed.stdout
+
+
+def test_a_missing_word_has_the_name_that_the_help_gives_it(capfd: pytest.CaptureFixture[str]) -> None:
+    for words, what in ((["data", "text"], "FILE|DIR is missing"), (["export", "run"], "--to FORMAT is missing")):
+        assert main.run(words) == 2
+        assert what in capfd.readouterr().err
+
+
+def test_a_wrong_value_is_told_with_its_option(capfd: pytest.CaptureFixture[str]) -> None:
+    for words, what in (
+        (["generate", "run", "--max-new-tokens", "0"], "error: --max-new-tokens: input should be greater"),
+        (["generate", "run", "--top-k", "1e9"], "error: --top-k: input should be a valid integer"),
+        (["generate", "run", "--foo"], "error: no such option"),
+        (["search", "text", "--trials", "0"], "error: --trials: input should be greater than or equal to 1"),
+    ):
+        assert main.run(words) == 2
+        assert what in capfd.readouterr().err
+
+
+def test_a_command_leaves_the_screen_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+    console.rank = 1
+    try:
+        assert main.run(["plan", "text", "--quiet", "--debug", "--machine", "m2-air-8gb"]) == 0
+        assert "micro_batch" in capfd.readouterr().out, "its rank is its own"
+        assert (console.quiet, console.debug, console.rank) == (False, False, 1)
+    finally:
+        console.rank = 0
+
+
+def test_debug_shows_the_traceback(whet: Run) -> None:
+    done = whet("plan", "text", "epohcs=3", "--debug")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+
+
+def test_no_words_and_help_teach(whet: Run) -> None:
+    for words in ((), ("--help",)):
+        done = whet(*words)
+        assert done.returncode == 0
+        for verb in ("probe", "plan", "runs", "report", "doctor", "prove"):
+            assert verb in done.stdout
+    for verb in ("probe", "plan", "runs", "report", "doctor", "prove"):
+        done = whet(verb, "--help")
+        assert done.returncode == 0
+        assert f"whet {verb}" in done.stdout.split("\n", 1)[1], "help shows an example"
+
+
+def test_version(whet: Run) -> None:
+    from whet import __version__
+
+    assert whet("--version").stdout == f"whet {__version__}\n"
+
+
+def test_the_console_script_is_the_module(whet: Run) -> None:
+    script = Path(sys.executable).parent / "whet"
+    done = subprocess.run([script, "--version"], capture_output=True, text=True)
+    assert done.stdout == whet("--version").stdout
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m whet plan text --machine h200 --json | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert "Broken" not in done.stderr
+
+
+def test_output_is_plain_where_there_is_no_terminal(whet: Run) -> None:
+    done = whet("plan", "text", "--machine", "m2-air-8gb", LANG="C", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    assert done.stdout.isascii()
+
+
+def test_json_is_the_only_thing_on_standard_output(whet: Run) -> None:
+    for words in (("probe", "--json"), ("plan", "text", "--json"), ("runs", "--json")):
+        done = whet(*words)
+        assert done.returncode == 0, done.stderr
+        json.loads(done.stdout)
+
+
+def test_a_probe_can_be_planned_for(whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(whet("probe", "--json").stdout)
+    done = whet("plan", "text", "--machine", "mine.json")
+    assert done.returncode == 0, done.stderr
+    assert "micro_batch" in done.stdout
+
+
+def test_a_recipe_of_yours_is_planned_for(whet: Run, tmp_path: Path) -> None:
+    assert whet("init", "mine.py").returncode == 0
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("\n\nother = recipe\n")
+    for what in ("mine.py", "mine.py:other", "mine:other"):
+        done = whet("plan", what, "global_batch_size=6", "--machine", "h200", "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["workload"]["global_batch_size"] == 6
+
+
+def test_quiet_leaves_notes_out(whet: Run) -> None:
+    assert "no runs" in whet("runs").stderr
+    assert whet("runs", "--quiet").stderr == ""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="whet runs on macOS and Linux")
+def test_config_name_is_understood_as_config(whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("micro_batch = 3\n")
+    done = whet("plan", "text", "--config-name", "run.toml", "--machine", "h200", "--json")
+    assert json.loads(done.stdout)["settings"]["micro_batch"]["source"] == "you"

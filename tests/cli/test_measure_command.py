@@ -1,0 +1,137 @@
+"""`whet plan --measure` and `whet train` as a user runs them: real processes measure, with a small budget."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paths import Run
+
+pytestmark = pytest.mark.torch
+
+RECIPE = """
+import os, torch
+from torch import nn
+from whet.config.options import CommonConfig
+from whet.plan.workload import Workload
+
+class Config(CommonConfig):
+    epochs: int = 400
+    bad: str = ""
+
+class Data:
+    def __init__(self):
+        drawn = torch.Generator().manual_seed(0)
+        x = torch.randn(320, 16, generator=drawn)
+        self.train = self.dev = self.test = (x, x.sum(1, keepdim=True))
+
+class Tiny:
+    name, goal, Config = "tiny", "score", Config
+    def describe(self, config, data=None):
+        return Workload(recipe="tiny", num_parameters=1, global_batch_size=config.global_batch_size, num_samples=320,
+                        num_steps=config.epochs * 10)
+    def data(self, config):
+        return Data()
+    def model(self, config, data):
+        self.bad = config.bad
+        return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    def loss(self, model, micro):
+        if self.bad == "threads" and torch.get_num_threads() == 1:
+            os.abort()
+        return (model(micro.x) - micro.y).square().mean()
+    def evaluate(self, model, micros):
+        return {"score": 0.0}
+    def keep(self, config, data):
+        return {}
+
+def recipe():
+    return Tiny()
+"""
+DECIDED = ("precision=fp32", "micro_batch=32", "compile=off")
+"""What is decided is not tried, so that few trials are left."""
+
+
+def test_a_measured_plan_as_json_holds_its_trials(warm_whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    done = warm_whet("plan", "tiny.py", "threads=1", *DECIDED, "--measure", "--budget", "60", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["trials"]
+    assert {setting["source"] for setting in plan["settings"].values()} >= {"rule", "measured"}
+    assert "measuring real steps in a process of their own, 60 s at most" in done.stderr
+    assert " trial" in done.stderr
+    assert list(tmp_path.iterdir()) == [tmp_path / "tiny.py"] or not (tmp_path / "runs").exists()
+
+
+def test_a_probe_that_kills_its_process_is_told_and_the_others_go_on(warm_whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    done = warm_whet("plan", "tiny.py", "bad=threads", *DECIDED, "--measure", "--budget", "60", "--json")
+    assert done.returncode == 0, done.stderr
+    trials = {trial["setting"]: trial for trial in json.loads(done.stdout)["trials"]}
+    assert trials["threads"]["verdict"] == "failed"
+    assert "SIGABRT" in trials["threads"]["words"]
+    assert len(trials) > 1
+
+
+def test_what_cannot_be_measured_is_refused(warm_whet: Run, tmp_path: Path) -> None:
+    refusals = {
+        ("plan", "text", "--measure", "--machine", "m2-air-8gb"): "only this machine can be measured",
+        ("plan", "text", "--measure", "--budget", "0"): "",
+        ("plan", "text", "--measure", "data=missing.csv"): "missing.csv",
+        ("plan", "text", "global_batch_size=auto"): "has to be measured",
+        ("plan", "text", "global_batch_size=auto", "--machine", "h200"): "has to be measured",
+        ("prove", "text", "global_batch_size=auto"): "has to be measured",
+    }
+    for words, said in refusals.items():
+        done = warm_whet(*words)
+        assert done.returncode == 2, words
+        assert said in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_short_training_says_that_it_is_not_measured(warm_whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    done = warm_whet("train", "tiny.py", "epochs=11", "--run", "run")
+    assert done.returncode == 0, done.stderr
+    assert "not measured: a run of about" in done.stderr
+    quiet = warm_whet("train", "tiny.py", "epochs=11", "--run", "other", "--no-measure")
+    assert quiet.returncode == 0, quiet.stderr
+    assert "not measured" not in quiet.stderr
+
+
+def test_a_global_batch_that_is_left_open_is_measured_kept_and_not_measured_again(
+    warm_whet: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    sitting = ("epochs=2", "epochs_per_sitting=1", "--run", "run", "--max-restarts=0")
+    words = ("train", "tiny.py", "global_batch_size=auto", *sitting)
+    refused = warm_whet(*words, "--no-measure")
+    assert refused.returncode == 2
+    assert "global_batch_size=auto has to be measured\n  got: --no-measure" in refused.stderr
+    assert not (tmp_path / "run").exists()
+
+    first = warm_whet(*words)
+    assert first.returncode == 0, first.stderr
+    assert "measuring which global batch uses this machine well" in first.stderr
+    assert "tiny.py  measuring: global batch " in first.stderr
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    chosen = json.loads((tmp_path / "run/plan.json").read_text())["workload"]["batch"]
+    assert (config["global_batch_size"], config["lr"]) == (chosen["batch"], chosen["rates"][0])
+    assert chosen["batch"] in (8, 16)
+    assert len(chosen["points"]) == 2
+
+    again = warm_whet("--quiet", *words, "--no-measure")
+    assert again.returncode == 0, again.stderr
+    assert "measuring" not in again.stderr
+    assert "done at step" in again.stdout
+    assert json.loads((tmp_path / "run/config.json").read_text())["lr"] == config["lr"]
+    assert "was made with another lr" in warm_whet(*words, "lr=1").stderr
+
+
+def test_a_quiet_measurement_says_nothing(warm_whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(RECIPE)
+    done = warm_whet("--quiet", "plan", "tiny.py", "global_batch_size=auto", "--measure", "--budget", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["workload"]["batch"]["points"]

@@ -1,0 +1,192 @@
+"""whet report, as one file, as Markdown, side by side; and what it refuses. The runs are simulated."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simulated_run import _waits_for_no_disk, simulated_run  # noqa: F401
+from whet.cli.main import run as whet
+from whet.report.markdown import escape_markdown, run_markdown
+from whet.report.page.html import is_report
+from whet.report.run_view import run_view
+from whet.run.events import EventLog
+from whet.run.folder import create_run
+
+MARKDOWN = """\
+# small
+
+text on AMD EPYC, unknown cores, unknown memory, Linux, torch unknown.
+
+| figure | value |
+| --- | --- |
+| state | done |
+| steps | 2 of 2, 64 samples |
+| training loss | 0.5 |
+| accuracy | 0.75 |
+| speed | 320 samples/s |
+| time at work | 4.0 s |
+
+(curves)
+
+## What to try next
+
+- **more data workers, or samples that need less work**. Measured: waiting for data took 50 % of the time of the steps.
+
+## Where the time went
+
+| part | share | time | what it is |
+| --- | --- | --- | --- |
+| data | 50.0 % | 100 ms | waiting for the next samples |
+| forward | 50.0 % | 100 ms | computing the loss |
+
+## What happened
+
+| when | step | what | told |
+| --- | --- | --- | --- |
+| 4.0 s | 2 | end | done |
+
+## How to do it again
+
+- command: `whet train text`
+- seed: 7
+- data: no fingerprint
+- versions: torch 2.13.0
+"""
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("a", "b"):
+        simulated_run(tmp_path / "runs" / name, steps=60, seed=ord(name))
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    return tmp_path / "runs"
+
+
+def test_one_html_file_is_written_whole(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert whet(["report", str(runs / "a"), "--html"]) == 0
+    assert "wrote a.html" in capsys.readouterr().err
+    assert is_report(Path("a.html"))
+    before = Path("a.html").read_bytes()
+    assert whet(["report", str(runs / "a"), "--html"]) == 0, "a report may take the place of a report"
+    assert Path("a.html").read_bytes() == before
+    assert whet(["report", str(runs / "a"), str(runs / "b"), "--html", "both.html"]) == 0
+    assert whet(["report", str(runs / "a"), "--html", "--out", "named.txt"]) == 0
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["a.html", "both.html", "named.txt"], "no left-overs"
+    assert sorted(path.name for path in (runs / "a").iterdir()) == sorted(path.name for path in (runs / "b").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("{runs}/absent", "--html"), 2),
+        (("{runs}/a", "{runs}/absent", "--markdown", "--out", "x.md"), 2),
+        (("{runs}/a", "--html", "--json"), 2),
+        (("{runs}/a", "--html", "--out", "{runs}"), 2),
+        (("{runs}/a", "--html", "--out", "no/such/x.html"), 2),
+        (("{runs}/a", "--markdown", "--out", "/proc/x.md"), 1),
+        (("{runs}/damaged", "--html"), 1),
+        (tuple(["{runs}/a"] * 13), 2),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_written(
+    runs: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int
+) -> None:
+    simulated_run(runs / "damaged", steps=60)
+    (runs / "damaged" / "plan.json").write_text("{")
+    assert whet(["report", *(word.format(runs=runs) for word in words)]) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.split(":")[0].strip() for line in said.err.splitlines()] == ["error", "got", "try"]
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_file_that_is_no_report_stays(runs: Path) -> None:
+    Path("a.html").write_text("<!doctype html>mine")
+    assert whet(["report", str(runs / "a"), "--html"]) == 2
+    assert Path("a.html").read_text() == "<!doctype html>mine"
+
+
+def test_a_file_of_a_run_is_never_replaced(runs: Path) -> None:
+    for file in (runs / "b" / "events.jsonl", runs / "b" / "plan.json"):
+        before = file.read_bytes()
+        assert whet(["report", str(runs / "a"), "--json", "--out", str(file)]) == 2
+        assert file.read_bytes() == before
+
+
+def test_standard_output_can_be_meant_closed_or_full(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert whet(["report", str(runs / "a"), "--html", "--out", "-"]) == 0
+    assert capsys.readouterr().out.startswith("<!doctype html>")
+    assert not Path("-").exists()
+    command = [sys.executable, "-m", "whet", "report", str(runs / "a")]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (1, "error: the disk is full")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert whet(["report", str(runs / "a")]) == 0
+        sys.stdout.close()
+
+
+def test_runs_side_by_side_as_text_markdown_and_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = [str(runs / "a"), str(runs / "b")]
+    assert whet(["report", *both]) == 0
+    text = capsys.readouterr().out
+    assert "configuration  a   b\nseed           97  98" in text
+    assert "settings of the plan: nothing differs" in text
+    assert whet(["report", *both, "--markdown"]) == 0
+    assert "| `seed` | 97 | 98 |" in capsys.readouterr().out
+    assert whet(["report", *both, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["labels"] == ["a", "b"]
+
+
+def test_one_run_as_text_and_json_is_as_ever(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert whet(["report", str(runs / "a")]) == 0
+    assert capsys.readouterr().out.startswith("run       a: text, done at step 60 of 60")
+    assert whet(["report", str(runs / "a"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(runs / "a")
+
+
+def test_the_words_of_the_markdown_page(tmp_path: Path) -> None:
+    now = iter(range(1000, 2000))
+    run = create_run(
+        tmp_path / "small",
+        recipe="text",
+        config={"seed": 7},
+        plan={},
+        machine={"name": "here", "chip": "AMD EPYC", "os": {"name": "Linux"}},
+        versions={"torch": "2.13.0"},
+        command=["whet", "train", "text"],
+    )
+    with EventLog(run, clock=lambda: float(next(now))) as log:
+        log.append("start", step=0, total_steps=2, goal="accuracy", mode="max")
+        for step in (1, 2):
+            log.append("step", step=step, loss=1 / step, samples=32 * step, seconds={"data": 0.05, "forward": 0.05})
+        log.append("eval", step=2, accuracy=0.75)
+        log.append("end", step=2, state="done")
+    page = run_markdown(run_view(run))
+    assert re.sub(r"````text\nloss by step\n.*?````", "(curves)", page, flags=re.DOTALL) == MARKDOWN
+
+
+def test_markdown_calls_nobody_and_fetches_nothing() -> None:
+    nasty = "![x](http://evil.example/p.png) [l](javascript:1) <img src=x> @everyone `a` | b\n# c &lt; \x1b[2J"
+    text = escape_markdown(nasty)
+    assert "\n" not in text
+    for sign in ("![", " <img", " | ", "@everyone", "\x1b", "http://", " &lt;"):
+        assert sign not in text
+    assert not re.search(r"(?<!\\)[\]\[<>`|]", text), "every sign of Markdown is escaped"
+
+
+def test_all_runs_are_looked_at_before_the_first_is_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(run: Path) -> None:
+        raise AssertionError(f"{run} was read")
+
+    monkeypatch.setattr("whet.report.run_view.run_view", never)
+    assert whet(["report", str(runs / "a"), str(runs / "absent"), "--html"]) == 2

@@ -1,0 +1,247 @@
+"""On a real CUDA GPU: steps that are captured and replayed train as steps that run do, or say why they cannot."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import whet
+from whet.data.batch import MicroBatch, Ragged
+from whet.device.open import open_device
+from whet.run.events import History
+from whet.step.ema import Ema
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.gpu("cuda"),
+    pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning"),
+]
+
+HERE = Path(__file__).name
+
+
+class Reader(nn.Module):
+    """Tokens to classes: embedding, attention over what is real, dropout, and a norm with running statistics."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(50, 32), nn.Linear(32, 96)
+        self.norm, self.drop, self.head = nn.BatchNorm1d(32), nn.Dropout(dropout), nn.Linear(32, 4)
+
+    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+        is_real = torch.arange(values.shape[1], device=values.device) < lengths[:, None]
+        q, k, v = self.qkv(self.drop(self.embed(values))).chunk(3, -1)
+        seen = functional.scaled_dot_product_attention(q, k, v, attn_mask=is_real[:, None, :])
+        mean = (seen * is_real[..., None]).sum(1) / lengths[:, None]
+        return self.head(self.drop(self.norm(mean)))
+
+
+def texts(num_samples: int = 160) -> dict[str, Tensor | Ragged]:
+    torch.manual_seed(5)
+    lengths = torch.randint(3, 33, (num_samples,)).tolist()
+    samples = Ragged.of([torch.randint(0, 50, (length,)) for length in lengths])
+    return {"tokens": samples, "label": torch.randint(0, 4, (num_samples,))}
+
+
+def mean(model: nn.Module, micro: MicroBatch) -> Tensor:
+    return functional.cross_entropy(model(micro.tokens.values, micro.tokens.lengths), micro.label)
+
+
+def by_tokens(model: nn.Module, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    losses = functional.cross_entropy(model(micro.tokens.values, micro.tokens.lengths), micro.label, reduction="none")
+    return (losses * micro.tokens.lengths).sum(), micro.tokens.lengths.sum()
+
+
+def train(path: Path, *, graph: str, loss=mean, dropout: float = 0.0, overrides=None, **options) -> nn.Module:
+    torch.manual_seed(0)
+    model = Reader(dropout)
+    whet.train(
+        model,
+        texts(),
+        loss=functools.partial(loss, model),
+        optimizer=whet.OptimizerChoice(lr=1e-3),
+        run=path,
+        device="cuda",
+        show=None,
+        measure=False,
+        **{
+            "global_batch_size": 16,
+            "epochs": 5,
+            "clip": 1.0,
+            "ema": True,
+            "seed": 1,
+            "schedule": "linear",
+            "wishes": {
+                "graph": graph,
+                "micro_batch": 16,
+                "lengths": "few shapes",
+                "precision": "fp32",
+                "verify": "off",
+                "checkpoint_steps": 7,
+                **(overrides or {}),
+            },
+            **options,
+        },
+    )
+    return model
+
+
+def events(path: Path, *kinds: str):
+    return list(History(whet.open_run(path)).events(kinds=kinds))
+
+
+def losses(path: Path) -> list[float]:
+    return [event.fields["loss"] for event in events(path, "step")]
+
+
+def num_replayed(path: Path) -> int:
+    return sum("graph" in event.fields["seconds"] for event in events(path, "step"))
+
+
+def refusal(path: Path) -> str:
+    said = [event.fields.get("changed", "") for event in events(path, "plan")]
+    return next((line for line in said if line.startswith("steps are not captured")), "")
+
+
+@pytest.mark.parametrize("micro_batch", [16, 6])
+@pytest.mark.parametrize("loss", [mean, by_tokens])
+def test_50_losses_are_those_of_steps_that_run(loss, micro_batch: int, tmp_path: Path) -> None:
+    overrides = {"micro_batch": micro_batch}
+    models = [train(tmp_path / graph, graph=graph, loss=loss, overrides=overrides) for graph in ("off", "on")]
+    assert refusal(tmp_path / "on") == ""
+    # With micro-batches of several lengths, combinations are more than they are worth.
+    assert num_replayed(tmp_path / "on") >= (25 if micro_batch == 16 else 1)
+    assert len(losses(tmp_path / "on")) == 50
+    assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), rel=1e-5)
+    for name, tensor in models[0].state_dict().items():
+        torch.testing.assert_close(models[1].state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_and_a_scaler_agree_too(precision: str, tmp_path: Path) -> None:
+    for graph in ("off", "on"):
+        train(tmp_path / graph, graph=graph, overrides={"precision": precision})
+    assert refusal(tmp_path / "on") == ""
+    assert num_replayed(tmp_path / "on") >= 25
+    assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), rel=2e-2)
+
+
+def test_dropout_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
+    for graph in ("off", "on"):
+        train(tmp_path / graph, graph=graph, dropout=0.3)
+    assert num_replayed(tmp_path / "on") >= 25
+    assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), rel=1e-4)
+    assert len({round(loss, 5) for loss in losses(tmp_path / "on")}) > 40
+
+
+def test_a_run_with_graphs_resumes_bit_for_bit(tmp_path: Path) -> None:
+    overrides = {"deterministic": "on"}
+    how = {"graph": "on", "dropout": 0.3, "wishes": overrides, "schedule": "constant"}
+    whole = train(tmp_path / "whole", **how)
+    for max_steps in (13, 31, None):
+        cut = train(tmp_path / "cut", max_steps=max_steps, **how)
+    assert num_replayed(tmp_path / "cut") >= 15
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(cut.state_dict()[name], tensor), name
+
+
+def waits(model: nn.Module, micro: MicroBatch) -> Tensor:
+    loss = mean(model, micro)
+    return loss if loss.item() < 1e9 else loss * 2
+
+
+def picks(model: nn.Module, micro: MicroBatch) -> Tensor:
+    each = functional.cross_entropy(model(micro.tokens.values, micro.tokens.lengths), micro.label, reduction="none")
+    return each[each > -1].mean()
+
+
+def draws_on_the_host(model: nn.Module, micro: MicroBatch) -> Tensor:
+    return mean(model, micro) * (1 + float(torch.rand(())))
+
+
+def waits_unnoticed(model: nn.Module, micro: MicroBatch) -> Tensor:
+    """A wait that torch's own debug mode may not know of: the capture itself fails."""
+    loss = mean(model, micro)
+    torch.cuda.current_stream().synchronize()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (waits, HERE),
+        (picks, HERE),
+        (draws_on_the_host, "draws from a generator on the host"),
+        (waits_unnoticed, ""),
+    ],
+)
+def test_what_cannot_be_captured_is_said_and_trains_as_it_would(loss, reason: str, tmp_path: Path) -> None:
+    for graph in ("off", "on"):
+        train(tmp_path / graph, graph=graph, loss=loss, dropout=0.3)
+    assert refusal(tmp_path / "on")
+    assert reason in refusal(tmp_path / "on")
+    assert num_replayed(tmp_path / "on") == 0
+    assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), rel=1e-4)
+    # The device is none the worse for it.
+    device = open_device("cuda").device
+    device.empty_cache()
+    assert torch.rand(8, device=device.place).isfinite().all()
+    train(tmp_path / "after", graph="on", dropout=0.3)
+    assert num_replayed(tmp_path / "after") >= 25
+
+
+def test_a_number_deep_in_python_is_found_out_and_the_run_goes_back(tmp_path: Path) -> None:
+    class Deep:
+        factor = 1.0
+
+    found = []
+    for graph in ("off", "on"):
+        torch.manual_seed(0)
+        model, deep = Reader(), Deep()
+
+        def loss(micro, model=model, deep=deep):
+            return mean(model, micro) * deep.factor
+
+        with whet.Session(
+            model,
+            whet.OptimizerChoice(lr=1e-3),
+            texts(),
+            run=tmp_path / graph,
+            device="cuda",
+            global_batch_size=16,
+            epochs=3,
+            seed=1,
+            overrides={
+                "graph": graph,
+                "micro_batch": 16,
+                "lengths": "few shapes",
+                "verify": "off",
+                "precision": "fp32",
+                "checkpoint_steps": 5,
+            },
+        ) as session:
+            for batch in session:
+                deep.factor = 2.0 if session.progress.step >= 8 else 1.0
+                session.step(loss, batch)
+        found.append({event.step: event.fields["loss"] for event in events(tmp_path / graph, "step")})
+    assert "a graph does not see" in refusal(tmp_path / "on")
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_share_in_a_tensor_averages_with_the_same_bits() -> None:
+    device = open_device("cuda").device
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        torch.manual_seed(0)
+        model = nn.Linear(70, 50).to(device.place, dtype)
+        numbers, tensors = Ema(model), Ema(model)
+        for step in (1, 2, 9, 80, 9_000):
+            with torch.no_grad():
+                model.weight.add_(torch.randn_like(model.weight))
+            numbers.take_in(numbers.share(step))
+            tensors.take_in(torch.tensor(tensors.share(step), dtype=torch.float64, device=device.place))
+            for name, value in numbers.average.items():
+                assert torch.equal(tensors.average[name], value), (dtype, step, name)

@@ -1,0 +1,83 @@
+"""torch is told a number of threads only where another one holds: telling it the same again is not free."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import whet
+from whet.device.cpu import preserve_num_threads, set_num_threads
+from whet.device.open import current_machine
+from whet.plan.plan import make_plan
+from whet.step.optimizers import OptimizerChoice
+from whet.training.step_bench import LocalStepBench
+from whet.training.training_config import parse_training_config
+from whet.training.workload import describe_workload
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What torch is told from here on; it is told all the same."""
+    numbers: list[int] = []
+    tell = torch.set_num_threads
+
+    def note(number: int) -> None:
+        numbers.append(number)
+        tell(number)
+
+    monkeypatch.setattr(torch, "set_num_threads", note)
+    return numbers
+
+
+def a_training():
+    model = nn.Linear(3, 2)
+    data = (torch.randn(16, 3), torch.randint(0, 2, (16,)))
+    return model, data, lambda micro: functional.cross_entropy(model(micro.x), micro.y)
+
+
+def test_only_another_number_is_told(told: list[int]) -> None:
+    set_num_threads(1)
+    assert told == []
+    set_num_threads(2)
+    assert torch.get_num_threads() == 2
+    with preserve_num_threads():
+        set_num_threads(2)
+    assert told == [2]
+    with preserve_num_threads():
+        set_num_threads(1)
+    assert torch.get_num_threads() == 2
+    assert told == [2, 1, 2]
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, []), (2, [2])])
+def test_a_training_tells_it_once_or_never(told: list[int], threads: int, expected: list[int]) -> None:
+    model, data, loss = a_training()
+    whet.train(
+        model,
+        data,
+        loss=loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        global_batch_size=8,
+        device="cpu",
+        overrides={"threads": threads, "micro_batch": 8},
+        show=None,
+    )
+    assert told == expected
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, []), (2, [2])])
+def test_measuring_tells_it_once_or_never(told: list[int], threads: int, expected: list[int]) -> None:
+    model, data, loss = a_training()
+    training = parse_training_config({"global_batch_size": 8})
+    machine, conditions = current_machine()
+    workload = describe_workload(model, data, training, recipe="net")
+    plan = make_plan(machine, workload, overrides={"device": "cpu", "threads": threads}, conditions=conditions)
+    with LocalStepBench(model, OptimizerChoice(lr=0.1), data, training, loss=loss, plan=plan) as rig:
+        for micro_batch in (8, 4):
+            prepared = rig.prepare({"micro_batch": micro_batch}, seconds=30)
+            assert min(prepared.step(number) for number in range(3)) > 0
+            prepared.close()
+        assert told == expected
+    assert torch.get_num_threads() == 1

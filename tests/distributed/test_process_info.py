@@ -1,0 +1,194 @@
+"""Which of how many processes is this, and what several cannot do: said before torch is loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from paths import Run
+from whet.base.errors import LostRankError, UsageError
+from whet.cli import console, nproc
+from whet.distributed.heartbeat import StallDetector
+from whet.distributed.ranks import RankInfo, check_not_mps, read_rank_info
+from whet.machine.known import load_machine
+from whet.plan.plan import make_plan
+from whet.plan.workload import Workload
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_the_world_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_rank_info() == RankInfo()
+    for name, value in {**TORCHRUN, **ADDRESS}.items():
+        monkeypatch.setenv(name, value)
+    assert read_rank_info() == RankInfo(rank=1, size=3, local_rank=1, local_size=3)
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(UsageError, match="contradict"):
+        read_rank_info()
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_a_world_is_refused(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Each of its processes would train a run of its own."""
+    for name, value in {**TORCHRUN, **ADDRESS}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(missing)
+    with pytest.raises(UsageError, match=f"no {missing}"):
+        read_rank_info()
+
+
+def test_a_world_of_one_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert read_rank_info().is_alone
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert read_rank_info().is_alone
+
+
+@pytest.mark.parametrize("port", ["abc", "0", "99999"])
+def test_a_port_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    for name, value in {**TORCHRUN, **ADDRESS, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"MASTER_PORT={port}"):
+        read_rank_info()
+
+
+@pytest.mark.parametrize(
+    ("number", "device", "is_mac", "is_refused"),
+    [
+        (2, "mps", True, True),
+        (2, "mps", False, True),
+        (2, "auto", True, True),
+        (2, "auto", False, False),
+        (2, "cpu", True, False),
+        (1, "mps", True, False),
+    ],
+)
+def test_several_processes_on_mps_are_refused(number: int, device: str, is_mac: bool, is_refused: bool) -> None:
+    if not is_refused:
+        check_not_mps(number, device=device, is_mac=is_mac)
+        return
+    with pytest.raises(UsageError) as refused:
+        check_not_mps(number, device=device, is_mac=is_mac)
+    said = str(refused.value)
+    for word in ("no collective", "one process", "--device cpu", "gloo", "would lift this"):
+        assert word in said
+
+
+@pytest.mark.parametrize("way", ["nproc", "torchrun"])
+def test_mps_is_refused_without_torch(whet: Run, way: str) -> None:
+    environment = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0"} if way == "torchrun" else {}
+    words = [] if way == "torchrun" else ["--nproc", "2"]
+    ended = whet("train", "text", "--device", "mps", *words, PYTHONPROFILEIMPORTTIME="1", **environment)
+    assert ended.returncode == 2
+    assert "several processes cannot train together on MPS" in ended.stderr
+    assert " torch\n" not in ended.stderr, "torch was loaded"
+
+
+def test_what_the_first_process_does_not_find_wrong_another_one_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two machines one lacks a file: who waits in vain to be ended with the first process has to speak."""
+    waited: list[float] = []
+    monkeypatch.setattr(console.time, "sleep", waited.append)
+    monkeypatch.setattr(console, "rank", 1)
+    console.error(LostRankError("gone"))
+    assert (waited, capsys.readouterr().err) == ([], "")
+    console.error(UsageError("the data is not there", got="data=/shared/talks", try_="a file"))
+    said = capsys.readouterr().err
+    assert waited == [console._RANK_ZERO_GRACE_SECONDS]
+    assert said.splitlines()[:2] == ["error: rank 1: the data is not there", "  got: data=/shared/talks"]
+
+
+def test_torch_is_told_to_be_quiet_before_your_recipe_loads_it(whet: Run, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text("import os, sys\nsys.exit(os.environ.get('TORCH_CPP_LOG_LEVEL'))")
+    first = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0"}
+    ended = whet("train", str(recipe), "--device", "cpu", **first)
+    assert "ERROR" in ended.stderr
+
+
+def test_puzzles_self_play_and_two_launchers_are_refused(whet: Run) -> None:
+    ended = whet("train", "puzzle", "--nproc", "2", "--device", "cpu")
+    assert (ended.returncode, "keeps its puzzle" in ended.stderr) == (2, True)
+    ended = whet("train", "hex", "selfplay=True", "--nproc", "2", "--device", "cpu")
+    assert (ended.returncode, "self-play trains in one process" in ended.stderr) == (2, True)
+    first = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0"}
+    ended = whet("train", "text", "--nproc", "2", "--device", "cpu", **first)
+    assert (ended.returncode, "started the processes already" in ended.stderr) == (2, True)
+
+
+def test_more_processes_than_samples_or_than_the_memory_holds_are_refused(whet: Run) -> None:
+    """Before one is started: a thousand would take the machine along."""
+    ended = whet("train", "text", "--nproc", "1000", "--device", "cpu")
+    assert (ended.returncode, "1000 processes, global_batch_size=32" in ended.stderr) == (2, True)
+    with pytest.raises(UsageError, match="more processes than samples") as refused:
+        nproc._check_process_count(3, 1, global_batch_size=2)
+    assert "2 processes at most" in str(refused.value)
+    nproc._check_process_count(2, 2, global_batch_size=2)
+    with pytest.raises(UsageError, match="do not fit into this machine's memory"):
+        nproc._check_process_count(10**6, 10**6, global_batch_size=10**7)
+
+
+def test_who_is_started_again_must_know_its_folder(whet: Run) -> None:
+    first = {**TORCHRUN, **ADDRESS, "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    ended = whet("train", "text", "--device", "cpu", **first)
+    assert (ended.returncode, "--run-dir DIR" in ended.stderr) == (2, True)
+
+
+def plan_of(world_size: int, *, parameters: int = 10**6, **overrides: object):
+    workload = Workload(
+        recipe="text",
+        num_parameters=parameters,
+        global_batch_size=32,
+        activation_bytes=10**6,
+        world_size=world_size,
+        local_size=world_size,
+    )
+    return make_plan(load_machine("h200"), workload, overrides=overrides)
+
+
+def test_a_plan_divides_the_batch_and_not_the_training() -> None:
+    plan = plan_of(3)
+    assert (plan.micro_batch, plan.accumulation) == (11, 1)
+    assert plan.workload.global_batch_size == 32
+    assert (plan.sharding, plan.bucket_mb) == ("off", 1)
+    assert (plan_of(1).sharding, plan_of(1).bucket_mb) == ("unused", None)
+
+
+def test_what_does_not_fit_is_sharded() -> None:
+    plan = plan_of(8, parameters=2 * 10**10)
+    assert plan.sharding == "full"
+    assert "in parts" in plan.settings["sharding"].reason
+    assert plan_of(8, parameters=2 * 10**10, sharding="off").sharding == "off"
+
+
+def test_who_is_late_follows_from_how_long_it_took_before() -> None:
+    now = [0.0]
+    headway = StallDetector(is_alone=False, clock=lambda: now[0])
+
+    def is_late_after(seconds: float) -> bool:
+        now[0] += seconds
+        return headway.word().startswith("late ")
+
+    assert not is_late_after(10_000), "whatever is done outside of a step"
+    with headway.working("step 1"):
+        assert not is_late_after(299)
+        assert is_late_after(2)
+        headway.get_on()
+        assert not is_late_after(299), "each micro-batch counts"
+    for _ in range(40):
+        with headway.working("step"):
+            now[0] += 0.5
+    with headway.working("step 41"):
+        assert not is_late_after(19.9)
+        assert is_late_after(0.2)
+        with headway.waiting():
+            now[0] += 10_000
+            assert headway.word() == "waits"
+        assert not is_late_after(19.9)
+        headway.begin_anew()
+        headway.is_compiled = True
+        assert not is_late_after(299)
+    with headway.working("step 42"):
+        assert not is_late_after(20 * 299), "a slow step before: such a one may come again"

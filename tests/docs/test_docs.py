@@ -1,0 +1,113 @@
+"""What the docs say is true: the map shows the rooms, commands run, examples run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import whet as package
+from paths import ROOT, Run
+from warm_python import WarmPython
+from whet.cli import main
+from whet.config.resolve import resolve_config
+from whet.recipes.recipe import load_recipe
+
+pytestmark = pytest.mark.torch
+
+ROOMS = sorted(path.name for path in (ROOT / "src" / "whet").iterdir() if (path / "__init__.py").exists())
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_the_maps_show_every_room_in_the_order_of_the_layers() -> None:
+    house, _, _ = (ROOT / "docs" / "map.md").read_text().partition("Around the house")
+    on_the_map = re.findall(r"^\| `(\w+)/` \|", house, re.MULTILINE)
+    in_the_docstring = re.findall(r"^    (\w+)  +\w", package.__doc__ or "", re.MULTILINE)
+    layers = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert layers is not None
+    by_lint = [name for name in re.findall(r"\w+", layers[1]) if name in ROOMS]
+    assert on_the_map == in_the_docstring == by_lint[::-1]
+    assert sorted(on_the_map) == ROOMS
+
+
+def _commands() -> list[str]:
+    readme = (ROOT / "README.md").read_text()
+    return re.findall(r"^\$ (whet .*?)(?:\s+#.*)?$", readme, re.MULTILINE)
+
+
+def test_commands_of_the_readme_run_in_their_order(whet: Run, warm_whet: Run, tmp_path: Path) -> None:
+    commands = _commands()
+    assert len(commands) > 8
+    started: set[str] = set()
+    for command in commands:
+        words = shlex.split(command)[1:]
+        # Each really starts once, as a user would start it.
+        run = warm_whet if words[0] in started else whet
+        started.add(words[0])
+        # Shorter, so that the test is: the commands are the README's, the data is real.
+        shorter = ["max_steps=6", "threads=1"] if words[:2] == ["train", "text"] else []
+        shorter = ["--quick", "--budget=8", "--device=cpu"] if words[0] == "doctor" else shorter
+        shorter = ["threads=1", "--kills=2", "--steps=12", "--budget=1"] if words[0] == "prove" else shorter
+        shorter = ["--budget=4"] if "--measure" in words else shorter
+        shorter += ["--max-restarts=0"] if words[0] == "train" and run is warm_whet else []
+        done = run(*words, *shorter)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+    left = {f"/{path.name}/" if path.is_dir() else f"/{path.name}" for path in tmp_path.iterdir()}
+    ignored = set((ROOT / ".gitignore").read_text().split())
+    assert {name for name in left - {"/whet-home/"} if not {name, name.removeprefix("/")} & ignored} == set()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/measure.md", "docs/hex.md"])
+def test_python_of_a_page_runs(page: str, tmp_path: Path, warm_python: WarmPython) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        done = warm_python.run("-c", block, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert page != "README.md" or (tmp_path / "runs" / "own-loop" / "run.json").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def _troubles() -> list[list[str]]:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    return [shlex.split(command)[1:] for command in re.findall(r"^\$ (whet .*)$", page, re.MULTILINE)]
+
+
+def test_each_question_of_the_troubleshooting_page_has_a_command_that_is_understood(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    commands = _troubles()
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    assert len(sections) >= 6
+    assert all("$ whet " in section for section in sections)
+    for words in commands:
+        if words[0] == "plan" and "--machine" in words:
+            # Without torch and without this machine: these really run.
+            assert main.run(words) == 0, words
+            assert words[-1] in capfd.readouterr().out
+        elif words[0] == "train":
+            resolve_config(load_recipe(words[1]).Config, [word for word in words[2:] if "=" in word])
+        else:
+            assert main.run([words[0], "--help"]) == 0
+
+
+@pytest.mark.slow
+def test_commands_of_the_troubleshooting_page_run_in_their_order(whet: Run, tmp_path: Path) -> None:
+    rows = "".join(f"text number {n} is {kind},{kind}\n" for n in range(40) for kind in ("good", "bad"))
+    (tmp_path / "reviews.csv").write_text(f"text,label\n{rows}")
+    for words in _troubles():
+        shorter = ["max_steps=3", "threads=1", "--no-measure"] if words[0] == "train" else []
+        shorter = ["--budget=30"] if "--measure" in words or words[0] == "bench" else shorter
+        shorter = ["--budget=8", "--device=cpu"] if words[0] == "doctor" else shorter
+        done = whet(*words, *shorter)
+        # Findings of a data report, faults of a device and times that are not steady are told by the exit code.
+        may_find = words[0] in ("data", "doctor", "bench")
+        assert done.returncode in ((0, 1) if may_find else (0,)), f"{words}\n{done.stderr}"
+        assert "Traceback" not in done.stderr

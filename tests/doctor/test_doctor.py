@@ -1,0 +1,283 @@
+"""The self-test finds what is planted, survives what misbehaves, and names nobody."""
+
+import getpass
+import json
+import os
+import platform
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from paths import ROOT, SUPPORT
+from whet.base.errors import UsageError, WhetError
+from whet.cli.main import run as run_cli
+from whet.device.cpu import CpuDevice
+from whet.doctor import examination
+from whet.doctor.check import CheckGroup, CheckResult, DeviceUnderTest
+from whet.doctor.checks import hazards, operators, speeds, training
+from whet.doctor.checks.compare import draw, operator
+from whet.doctor.examination import GROUPS, DoctorReport, choose_device, examine_device, redact, report_bytes
+from whet.doctor.render import render_report
+from whet.doctor.runner import CheckRunner
+from whet.machine.facts import Accelerator, Conditions, Machine, TorchFacts
+from whet.verify.tolerance import relative_error
+
+pytestmark = pytest.mark.torch
+
+HERE = DeviceUnderTest(device=CpuDevice(), name="cpu", is_virtual=False)
+PATH = os.pathsep.join([str(SUPPORT), str(ROOT / "src")])
+MISSING = "The operator 'aten::{}' is not currently implemented for the MPS device. If you want this op ..."
+
+
+def planted(table: str) -> CheckGroup:
+    return CheckGroup(name="planted", table=f"planted_checks:{table}", environment={"PYTHONPATH": PATH})
+
+
+@pytest.fixture(scope="module")
+def examined() -> DoctorReport:
+    told: list[str] = []
+    found = examine_device(
+        "cpu",
+        groups=[planted("CASES"), GROUPS[0]],
+        show=lambda group, check: told.append(group if check is None else check.name),
+    )
+    assert told[:3] == ["planted", "fine", "raises"]
+    return found
+
+
+def by_name(checks) -> dict[str, CheckResult]:
+    return {check.name: check for check in checks}
+
+
+# --- checks that misbehave -------------------------------------------------------------------------------------------
+
+
+def test_what_raises_dies_hangs_or_complains_is_a_finding_and_the_rest_goes_on(examined: DoctorReport) -> None:
+    found = by_name(examined.checks)
+    assert {name: (c.verdict, c.figures.get("outcome")) for name, c in found.items() if c.group == "planted"} == {
+        "fine": ("good", None),
+        "raises": ("failed", "raised"),
+        "complains": ("failed", "silent fault"),
+        "aborts": ("failed", "died"),
+        "hangs": ("failed", "hung"),
+        "fine again": ("good", None),
+    }
+    assert "SIGABRT" in found["aborts"].what
+    assert "failed assertion" in found["aborts"].what
+    assert "command buffer" in found["complains"].what
+    assert found["fine"].issue == 1
+    assert found["fine"].figures == {"error": "nan", "speed": 0.3333}
+    assert "second line" not in found["raises"].what
+    assert {c.name for c in examined.trouble} == {"raises", "complains", "aborts", "hangs"}
+
+
+def test_a_table_that_cannot_be_read_is_a_finding() -> None:
+    ward = CheckRunner(device="cpu", ends_at=time.monotonic() + 600, budget_seconds=600)
+    (check,) = ward.run(CheckGroup(name="planted", table="no.such.module:CASES"))
+    assert check.verdict == "failed"
+    assert "ModuleNotFoundError" in check.what
+
+
+def test_a_device_that_cannot_be_opened_is_a_finding() -> None:
+    ward = CheckRunner(device="cuda:99", ends_at=time.monotonic() + 600, budget_seconds=600, only_quick=True)
+    checks = list(ward.run(planted("CASES")))
+    assert [(c.name, c.verdict) for c in checks] == [("fine", "failed"), ("raises", "failed")]
+    assert "cuda:99 could not be opened" in checks[0].what
+
+
+def test_the_budget_cuts_a_check_and_skips_those_behind() -> None:
+    ward = CheckRunner(device="cpu", ends_at=time.monotonic() + 6, budget_seconds=6)
+    start = time.monotonic()
+    checks = list(ward.run(planted("SLOW")))
+    assert time.monotonic() - start < 60, "the planted check would take ten minutes"
+    assert [c.name for c in checks][-2:] == ["hangs", "behind"] or [c.name for c in checks] == ["all"]
+    assert all(c.verdict == "skipped" and "budget of 6 s" in c.what for c in checks[-2:])
+
+
+def test_without_any_budget_nothing_is_started() -> None:
+    ward = CheckRunner(device="cpu", ends_at=time.monotonic(), budget_seconds=1)
+    assert [check.verdict for check in ward.run(planted("CASES"))] == ["skipped"]
+
+
+# --- wrong results (planted) -----------------------------------------------------------------------------------------
+
+
+class Twice:
+    """An operator that is right when it is called first, on the CPU, and wrong the second time, on the device."""
+
+    def __init__(self, wrong) -> None:
+        self.wrong, self.calls = wrong, 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return self.wrong(x) if self.calls == 2 else x.sin()
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0].cos() * 1.001
+
+
+def _missing(name: str):
+    def refuse(_):
+        raise NotImplementedError(MISSING.format(name))
+
+    return refuse
+
+
+def _no_float64(_):
+    raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "verdict", "outcome"),
+    [
+        (torch.sin, "good", None),
+        (lambda x: x.sin() * 1.001, "differs", None),
+        (_WrongGradient.apply, "differs", None),
+        (lambda x: x.sin()[:-1], "differs", None),
+        (lambda x: x.sin().masked_fill(x == x.max(), torch.nan), "differs", None),
+        (lambda x: x.sin().detach(), "differs", None),
+        (_missing("_ctc_loss"), "not applicable", "missing"),
+        (_missing("mm"), "failed", "missing"),
+        (_no_float64, "not applicable", "refused"),
+        (lambda x: x @ x @ x[0], "failed", "refused"),
+    ],
+    ids=["right", "off by 0.1 %", "gradient", "shape", "NaN", "no gradient", "known to be missing", "missing",
+         "float64", "an error"],
+)  # fmt: skip
+def test_a_planted_wrong_operator_is_found(wrong, verdict: str, outcome: str | None) -> None:
+    found = operator("planted", Twice(wrong), draw(3, 4)).run(HERE)
+    assert (found.verdict, found.figures.get("outcome")) == (verdict, outcome), found
+
+
+def test_errors_are_relative_and_see_everything() -> None:
+    assert relative_error(torch.tensor([100.0, 1.01]), torch.tensor([100.0, 1.0])) == pytest.approx(1e-4)
+    assert relative_error([torch.tensor(1.0), torch.tensor(1e-9)], [torch.tensor(1.0), torch.tensor(0.0)]) < 1e-6
+    for wrong in (torch.tensor([1.0, torch.nan]), torch.tensor([1.0]), torch.tensor([1.0, torch.inf])):
+        assert relative_error(wrong, torch.tensor([1.0, 2.0])) == float("inf")
+    assert relative_error(torch.tensor([1.0, torch.inf]), torch.tensor([1.0, torch.inf])) == 0
+    assert relative_error(torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, torch.inf])) == float("inf")
+    assert relative_error(torch.tensor([1, 3]), torch.tensor([1, 2])) == float("inf")
+    assert relative_error([], []) == float("inf"), "nothing compared is nothing shown"
+
+
+def test_names_are_unique_and_hazards_have_numbers() -> None:
+    for table in (operators.CHECKS, hazards.CHECKS, training.PARITY, training.RESUME, speeds.CHECKS):
+        names = [case.name for case in table]
+        assert len(names) == len(set(names))
+        assert any(case.is_quick for case in table)
+    issues = [case.issue for case in hazards.CHECKS]
+    assert None not in issues
+    assert len(issues) == len(set(issues))
+
+
+# --- the record ------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_names_neither_user_nor_computer_nor_paths(examined: DoctorReport) -> None:
+    text = report_bytes(examined).decode()
+    assert "secret.so" in text, "the planted error is in there, without its path"
+    for name in (getpass.getuser(), platform.node(), str(Path.home()), "/Users/", "thesis", str(ROOT), "/tmp/"):
+        assert not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text, re.IGNORECASE), name
+    assert examined.conditions.busy == ()
+    assert examined.conditions_after.busy == ()
+
+
+def test_the_file_is_strict_json_and_can_be_read_back(examined: DoctorReport) -> None:
+    data = json.loads(report_bytes(examined), parse_constant=lambda word: pytest.fail(word))
+    assert data["format_version"] == 1
+    assert data["is_virtual"] is False
+    assert data["device"] == "cpu"
+    assert DoctorReport.from_json(data, where="the test") == examined
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("open /Users/anna/x.py: no", "open .../x.py: no"),
+        ("'/Volumes/My disk/a b/c d'", "'.../c d'"),
+        ('"/Volumes/My disk/thesis/x.pt"', '".../x.pt"'),
+        ("~/models/best.pt", ".../best.pt"),
+        ("3/4 of 1/2", "3/4 of 1/2"),
+        ("https://github.com/pytorch/pytorch/issues/141287", "https://github.com/pytorch/pytorch/issues/141287"),
+    ],
+)
+def test_paths_are_cut_down(text: str, shown: str) -> None:
+    assert redact(text) == shown
+
+
+def test_a_home_with_a_blank_and_a_name_are_taken_out(monkeypatch) -> None:
+    monkeypatch.setattr("pathlib.Path.home", lambda: Path("/Users/Anna Berg"))
+    monkeypatch.setattr("platform.node", lambda: "annas-air.local")
+    monkeypatch.setattr("getpass.getuser", lambda: "aberg")
+    examination._patterns.cache_clear()
+    try:
+        shown = redact("no /Users/Anna Berg/thesis/x.py on annas-air for aberg (annas-air.local)")
+    finally:
+        examination._patterns.cache_clear()
+    assert shown == "no .../x.py on (host) for (user) ((host))"
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    mac = Machine(name="a", accelerators=(Accelerator(kind="mps"),), torch=TorchFacts(version="2.13.0"))
+    assert choose_device("auto", mac) == "mps"
+    assert choose_device("cpu", mac) == "cpu"
+    assert choose_device("auto", Machine(name="b")) == "cpu"
+    for name in ("cuda", "cuda:1"):
+        with pytest.raises(UsageError, match=f"no {name} to examine"):
+            choose_device(name, mac)
+    with pytest.raises(WhetError, match="torch cannot be loaded"):
+        choose_device("cpu", Machine(name="c", torch=TorchFacts(error="ImportError: no")))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code"), [("good", 0), ("not applicable", 0), ("skipped", 0), ("differs", 1), ("failed", 1)]
+)
+def test_the_exit_code_says_whether_something_was_found(
+    monkeypatch, capsys, tmp_path: Path, verdict, code: int
+) -> None:
+    check = CheckResult(group="parity", name="planted", verdict=verdict, what="what was seen", seconds=1.0)
+    found = DoctorReport(
+        whet="0", device="mps", is_virtual=True, is_quick=False, started="", finished="", budget_seconds=1,
+        machine=Machine(name="m"), conditions=Conditions(), conditions_after=Conditions(), num_busy_processes=1,
+        load_per_core=3.0, versions={}, checks=(check,),
+    )  # fmt: skip
+    monkeypatch.setattr("whet.doctor.examination.examine_device", lambda *_, **__: found)
+    assert run_cli(["doctor", "--json", str(tmp_path / "doctor.json")]) == code
+    out = capsys.readouterr().out
+    assert "SIMULATED" in out
+    assert "1 heavy process, load 3.0 for each core: speeds are lower" in out
+    assert ("what was seen" in out) == (verdict not in ("good", "not applicable"))
+    assert DoctorReport.from_json(json.loads((tmp_path / "doctor.json").read_text()), where="file") == found
+
+
+def test_a_load_without_heavy_processes_is_said_as_such() -> None:
+    found = DoctorReport(
+        whet="0", device="cpu", is_virtual=False, is_quick=False, started="", finished="", budget_seconds=1,
+        machine=Machine(name="m"), conditions=Conditions(), conditions_after=Conditions(), num_busy_processes=0,
+        load_per_core=4.2, versions={}, checks=(),
+    )  # fmt: skip
+    (line,) = [line for line in render_report(found) if line.startswith("busy")]
+    assert "0 heavy" not in line
+    assert "load 4.2 for each core in the last minute, though no single process is heavy now: speeds are" in line
+
+
+# --- the real thing --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_all_checks_find_nothing_on_the_cpu() -> None:
+    found = examine_device("cpu", budget_seconds=600)
+    assert not found.trouble, found.trouble
+    assert not [check for check in found.checks if check.verdict == "skipped"]
+    assert len(found.checks) > 150

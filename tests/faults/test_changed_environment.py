@@ -1,0 +1,99 @@
+"""A run that goes on elsewhere says what has changed; other data or another batch must be allowed by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import checkpoint_damage
+from fault_runs import FaultRuns
+from whet.checkpoint import store
+from whet.report.run_report import summarize
+from whet.run.events import read_events
+
+pytestmark = pytest.mark.torch
+
+CHANGES: dict[str, Any] = {
+    "threads": 8,
+    "torch": "2.11.0",
+    "python": "3.12.1",
+    "device": "mps",
+    "world_size": 2,
+    "micro_batch": 4,
+    "precision": "bf16",
+    "platform": "macOS 15.1 arm64",
+    "cpu_kernels": "DEFAULT",
+    "deterministic": True,
+}
+
+
+@pytest.fixture
+def run(fault_runs: FaultRuns) -> Path:
+    """A run that was stopped after step 3."""
+    (code, errors), _ = fault_runs.end(fault_runs.folder / "run", stop_at={"3": "SIGTERM"})
+    assert code == 143, errors
+    return fault_runs.folder / "run"
+
+
+def newest(run: Path) -> store.LoadedCheckpoint:
+    found = store.load_newest(run / "checkpoints")
+    assert found is not None
+    return found
+
+
+def test_nothing_has_changed(fault_runs: FaultRuns, run: Path) -> None:
+    started = fault_runs.finish(run)
+    assert started.said("resume") == ["3 bit-exact"]
+    (resumed,) = read_events(run, kinds=("resume",))
+    assert resumed.get("exactness") == "bit-exact"
+    about = newest(run).snapshot.about
+    assert (about.exactness, about.attempt, about.parent) == ("bit-exact", 2, "step-000000003")
+    assert summarize(run).inexact_since is None
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_has_changed_is_named_simulated(fault_runs: FaultRuns, run: Path, name: str) -> None:
+    """As if the checkpoint had been made elsewhere."""
+    folder = run / "checkpoints" / "step-000000003"
+    now = newest(run).snapshot.about.circumstances[name]
+    lie = checkpoint_damage.in_manifest("about", "circumstances", name, value=CHANGES[name])
+    checkpoint_damage.write_files(folder, lie(checkpoint_damage.read_files(folder)))
+    started = fault_runs.finish(run)
+    said = f"{name} {CHANGES[name]} -> {now}"
+    assert started.said("resume") == [f"3 not bit-exact: {said}"]
+    assert newest(run).snapshot.about.reasons == (f"since step 3: {said}",)
+    report = summarize(run)
+    assert (report.inexact_since, report.inexact_reason) == (3, said)
+
+
+@pytest.mark.parametrize(
+    ("change", "allow", "what"),
+    [
+        ({"data_seed": 5}, "data", "the data is not what the run was started with"),
+        ({"samples": 40}, "data", "the data is not what the run was started with"),
+        ({"global_batch_size": 16}, "batch", "another global_batch_size"),
+    ],
+    ids=["other data", "more data", "another batch"],
+)
+def test_other_data_and_another_batch_must_be_allowed(
+    fault_runs: FaultRuns, run: Path, change: dict[str, Any], allow: str, what: str
+) -> None:
+    ended, _ = fault_runs.end(run, **change)
+    assert ended.code == 1
+    assert what in ended.errors
+    assert f"--allow {allow}" in ended.errors
+    wrong = {"data": "batch", "batch": "data"}[allow]
+    assert fault_runs.end(run, **change, allow=[wrong])[0].code == 1
+    started = fault_runs.finish(run, **change, allow=[allow])
+    assert "not bit-exact" in started.said("resume")[0]
+    assert summarize(run).inexact_since == 3
+    assert newest(run).snapshot.about.reasons != ()
+    # The mark stays when the run goes on later.
+    assert fault_runs.finish(run, **change, epochs=2).resumed_from > 0
+    assert newest(run).snapshot.about.reasons != ()
+
+
+def test_only_what_is_known_can_be_allowed(fault_runs: FaultRuns, run: Path) -> None:
+    ended, _ = fault_runs.end(run, allow=["everything"])
+    assert ended.code == 1
+    assert "data or batch" in ended.errors

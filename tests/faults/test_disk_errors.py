@@ -1,0 +1,138 @@
+"""A disk that refuses any single call: training goes on, says so once, and the next save succeeds."""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fault_runs import ALL, BOUNDED, FaultRuns, Started, counts, digest, published
+from fork_server import ForkServer, ProcessExit
+from whet.run.events import read_events
+
+pytestmark = pytest.mark.torch
+
+ERRORS = ("ENOSPC", "EIO", "EROFS", "EDQUOT", "EMFILE")
+
+
+def judge(run: Path, ended: ProcessExit, started: Started, *, expected: str) -> str:
+    """What a refused call came to; anything but the three ways a run may take it fails."""
+    assert "Traceback" not in ended.errors or "WhetError" in ended.errors, ended.errors
+    assert published(run)[1] == []
+    if ended.code == 0:
+        assert digest(run) == expected
+        warnings = list(read_events(run, kinds=("warning",)))
+        assert len(warnings) == len(started.said("warning")) <= 1
+        for warning in warnings:
+            assert {"reason", "path", "errno", "free_bytes", "again"} <= warning.fields.keys()
+        return "warned" if warnings else "unharmed"
+    assert ended.code == 1, ended
+    ready, over = started.said("ready"), started.said("over")
+    if not over:
+        # Before the first step a disk that refuses is an error at once.
+        steps = started.said("step")
+        assert not ready or steps == ["1"], started.lines()
+        return "refused at the start"
+    assert "WhetError" in ended.errors
+    return "told at the end"
+
+
+@pytest.mark.parametrize("size", [BOUNDED, ALL])
+def test_an_error_at_any_call_stops_no_training(
+    fault_runs: FaultRuns, report_count: Callable[[str], None], size: str
+) -> None:
+    whole = fault_runs.finish(fault_runs.folder / "whole")
+    expected, last = digest(fault_runs.folder / "whole"), int(whole.said("end")[0].split(" ")[1])
+    # Behind the end only the log is closed.
+    last += 4
+    tried = [(at, ERRORS[at // 5 % 5]) for at in range(1, last + 1, 5)] + [(at, "EIO") for at in range(last - 4, last)]
+    if size == "all":
+        tried = [(at, error) for at in range(1, last + 1) for error in ERRORS]
+    came_to: dict[str, int] = {}
+    for at, error in tried:
+        run = fault_runs.folder / f"{error}-{at}"
+        ended, started = fault_runs.end(run, fault=error, at=at)
+        what = judge(run, ended, started, expected=expected)
+        came_to[what] = came_to.get(what, 0) + 1
+        if ended.code != 0:
+            # The same command ends as if nothing had been.
+            fault_runs.finish(run)
+            assert digest(run) == expected, (at, error)
+        shutil.rmtree(run)
+    report_count(
+        counts(calls=last, refused=len(tried), **{name.replace(" ", "_"): n for name, n in sorted(came_to.items())})
+    )
+    assert came_to["warned"] >= len(tried) / 6
+    assert came_to["refused at the start"] > 0
+    assert came_to["told at the end"] > 0
+
+
+# --- real disks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 2 MB of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        pytest.skip(f"no filesystem can be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("acts", "code"),
+    [
+        ({"3": "fill", "9": "empty"}, "ENOSPC"),
+        ({"3": "ro", "9": "rw"}, "EROFS"),
+        ({"3": "vanish"}, None),
+    ],
+    ids=["full for a while", "read-only for a while", "checkpoints removed by hand"],
+)
+def test_a_disk_that_fails_for_a_while(
+    fork_server: ForkServer, small_disk: Path, tmp_path: Path, acts: dict[str, str], code: str | None
+) -> None:
+    fault_runs = FaultRuns(
+        fork_server, tmp_path, width=64, samples=96, epochs=1, evaluates=False, overrides={"checkpoint_steps": 2}
+    )
+    fault_runs.finish(tmp_path / "whole")
+    run = small_disk / "run"
+    started = fault_runs.finish(run, act_at=acts)
+    assert digest(run) == digest(tmp_path / "whole")
+    warnings = started.said("warning")
+    if code is None:
+        assert warnings == []
+    else:
+        assert len(warnings) == 1, "one warning, however long it lasts"
+        assert warnings[0].startswith(code)
+        assert "again in 60 s or after step" in warnings[0]
+        assert str(run) in warnings[0]
+        saved = [event.step for event in read_events(run, kinds=("checkpoint",))]
+        assert not {4, 6, 8} & set(saved)
+        assert {2, 10, 12} <= set(saved), "safe again when the disk is back"
+        (back,) = [e for e in read_events(run, kinds=("checkpoint",)) if e.get("failures_before")]
+        assert back.get("failures_before") >= 3
+
+
+def test_a_disk_that_stays_full_is_an_error_at_the_end(
+    fork_server: ForkServer, small_disk: Path, tmp_path: Path
+) -> None:
+    fault_runs = FaultRuns(
+        fork_server, tmp_path, width=64, samples=96, epochs=1, evaluates=False, overrides={"checkpoint_steps": 2}
+    )
+    fault_runs.finish(tmp_path / "whole")
+    run = small_disk / "run"
+    ended, _ = fault_runs.end(run, act_at={"5": "fill"})
+    assert ended.code == 1
+    assert "the last state, after step 12, could not be saved" in ended.errors
+    assert "step-000000004 is whole; 8 steps are lost" in ended.errors
+    assert "goes on from step 4" in ended.errors
+    assert max(published(run)[0]) == 4
+    (small_disk / "ballast").unlink()
+    assert fault_runs.finish(run).resumed_from == 4
+    assert digest(run) == digest(tmp_path / "whole")

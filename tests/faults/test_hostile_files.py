@@ -1,0 +1,229 @@
+"""Hostile files at every door that reads files: nothing is executed, nothing outside is touched, all is refused."""
+
+import itertools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fault_runs import ALL, BOUNDED, counts
+from fork_server import ForkServer
+from hostile_files import CONFIG, MACHINE, RUNS, SAFE, TORCH
+from hostile_read import CAUGHT
+from paths import SUPPORT
+
+pytestmark = pytest.mark.torch
+
+VISIT = SUPPORT / "hostile_read.py"
+STARTER = Path(__file__).parent.parent.parent / "src" / "whet" / "recipes" / "starter.py"
+
+FILE_DOORS = ("import", "init_from", "machine", "config", "report", "predict", "plan", "train", "session")
+RUN_DOORS = ("report", "train", "session", "plan", "predict", "runs", "init_from")
+CPU_SECONDS = 20
+MODULES = "modules beside the run"
+"""The one that is visited from inside."""
+
+
+@dataclass
+class Tried:
+    visits: int = 0
+    refused: int = 0
+    cpu: float = 0.0
+    rss_mb: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+class House:
+    """Visits doors of whet with files, each in a fresh folder."""
+
+    def __init__(self, fork_server: ForkServer, folder: Path) -> None:
+        self._fork_server, self._folder = fork_server, folder
+        self._numbers = itertools.count()
+        self.recipe = folder / "my_recipe.py"
+        shutil.copy(STARTER, self.recipe)
+        self._good: dict[str, Path] = {}
+
+    def good(self, door: str) -> Path:
+        """A run that is as it should be, made at that door."""
+        if door not in self._good:
+            run = self._folder / f"good-{door}"
+            code, errors, _ = self.visit(door, run, steps=4)
+            assert code == 0, errors
+            self._good[door] = run
+        return self._good[door]
+
+    def visit(
+        self, door: str, path: Path, *, steps: int = 6, plant: str | None = None, is_inside: bool = False
+    ) -> tuple[int, str, dict[str, Any]]:
+        folder = self._folder / f"visit-{next(self._numbers)}"
+        folder.mkdir()
+        told, findings = folder / "told.json", folder / "findings.txt"
+        options = {
+            "door": door,
+            "path": str(path),
+            "folder": str(folder),
+            "told": str(told),
+            "findings": str(findings),
+            "recipe": str(self.recipe),
+            "steps": steps,
+            "plant": plant,
+            "is_inside": is_inside,
+            "cpu_seconds": CPU_SECONDS,
+        }
+        life = self._fork_server.start(VISIT, json.dumps(options))
+        try:
+            code, errors = life.wait()
+        except AssertionError:
+            life.send(signal.SIGKILL)
+            code, errors = life.wait()
+            errors += "it did not end"
+        said = json.loads(told.read_text()) if told.exists() else {}
+        return code, errors + (findings.read_text() if findings.exists() else ""), said
+
+    def place(self) -> Path:
+        place = self._folder / f"place-{next(self._numbers)}"
+        (place / "victim").mkdir(parents=True)
+        (place / "victim" / "file").write_text("untouched")
+        return place
+
+    def examine(self, name: str, door: str, path: Path, place: Path, tried: Tried, **options: Any) -> None:
+        """One visit, judged."""
+        code, said, used = self.visit(door, path, **options)
+        tried.visits += 1
+        tried.refused += code in (1, 2)
+        tried.cpu = max(tried.cpu, used.get("cpu", 0.0))
+        tried.rss_mb = max(tried.rss_mb, used.get("rss", 0) / 1024)
+        wrong = []
+        if code == CAUGHT or (place / "canary").exists():
+            wrong.append("EXECUTED")
+        if code not in (0, 1, 2):
+            wrong.append(f"exit {signal.Signals(-code).name if code < 0 else code}")
+        if code == 0 and path.is_file():
+            wrong.append("accepted")
+        if any(word in said for word in ("Traceback", "should not have happened", "your code failed")):
+            wrong.append("not explained")
+        if {p.name: p.read_text() for p in (place / "victim").iterdir()} != {"file": "untouched"}:
+            wrong.append("wrote outside")
+        if wrong:
+            tried.problems.append(f"{name} at {door}: {', '.join(wrong)}\n{said[-600:]}")
+
+
+@pytest.fixture(scope="module")
+def house(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> House:
+    return House(fork_server, tmp_path_factory.mktemp("house"))
+
+
+def visits(amount: str) -> Iterator[tuple[str, str, str, Any]]:
+    """What goes where: (kind, name, door, how it is made)."""
+    turn = itertools.count()
+    for name, made in {**TORCH, **SAFE}.items():
+        others = [door for door in FILE_DOORS if door != "import"]
+        doors = others if amount == "all" else [others[next(turn) % len(others)]]
+        for door in ("import", *doors):
+            yield "file", name, door, made
+    for name, made in CONFIG.items():
+        for door in ("config", "train config") if amount == "all" else ("config",):
+            yield "file", name, door, made
+    for name, made in MACHINE.items():
+        yield "file", name, "machine", made
+    for name, change in RUNS.items():
+        for door in RUN_DOORS if amount == "all" else (RUN_DOORS[next(turn) % 3], RUN_DOORS[3 + next(turn) % 4]):
+            yield "run", name, door, change
+
+
+@pytest.mark.parametrize("amount", [BOUNDED, ALL])
+def test_nothing_is_executed(house: House, amount: str, report_count: Callable[[str], None]) -> None:
+    tried = Tried()
+    names = set()
+    for kind, name, door, made in visits(amount):
+        names.add(name)
+        place = house.place()
+        if kind == "file":
+            path = place / made[0]
+            made[1](path, place / "canary")
+        else:
+            path = place / "runs" / "run"
+            shutil.copytree(house.good("session" if door in ("session", "init_from") else "train"), path)
+            made(path, place / "canary")
+        house.examine(name, door, path, place, tried, is_inside=name == MODULES)
+    executions = sum("EXECUTED" in problem for problem in tried.problems)
+    told = counts(
+        hostile_files=len(names),
+        executions=executions,
+        visits=tried.visits,
+        refused=tried.refused,
+        most_cpu_seconds=round(tried.cpu, 1),
+        most_memory_mb=round(tried.rss_mb),
+    )
+    report_count(told)
+    assert not tried.problems, f"{told}\n\n" + "\n\n".join(tried.problems)
+    assert len(names) >= 60
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "door"),
+    [
+        ("pickle.load", "os.system in a legacy file", "import"),
+        ("torch.load", "eval", "import"),
+        ("torch.load", "os.system in an archive", "import"),
+        ("checkpoint", "a pickle for tensors", "session"),
+        ("cwd", MODULES, "report"),
+    ],
+)
+def test_a_planted_reader_is_noticed(house: House, fault: str, name: str, door: str) -> None:
+    """The harness itself: with a reader that executes, the same visit must be found out."""
+    place = house.place()
+    tried = Tried()
+    if name in TORCH:
+        path = place / TORCH[name][0]
+        TORCH[name][1](path, place / "canary")
+    else:
+        path = place / "run"
+        shutil.copytree(house.good("session"), path)
+        RUNS[name](path, place / "canary")
+    house.examine(name, door, path, place, tried, plant=fault, is_inside=name == MODULES)
+    assert any("EXECUTED" in problem for problem in tried.problems), tried
+
+
+def test_good_files_pass_all_doors(house: House) -> None:
+    """What is refused above is refused for what is wrong with it."""
+    for door in ("report", "train", "plan", "runs"):
+        place = house.place()
+        path = place / "runs" / "run"
+        shutil.copytree(house.good("train"), path)
+        tried = Tried()
+        house.examine("good", door, path, place, tried)
+        assert (tried.problems, tried.refused) == ([], 0), door
+    for door in ("session", "init_from"):
+        place = house.place()
+        shutil.copytree(house.good("session"), place / "run")
+        tried = Tried()
+        house.examine("good", door, place / "run", place, tried)
+        assert (tried.problems, tried.refused) == ([], 0), door
+
+
+def test_real_processes_do_not_import_what_lies_around(tmp_path: Path) -> None:
+    """The processes that whet itself starts, from a folder with a json.py and a torch.py."""
+    hostile = tmp_path / "hostile"
+    hostile.mkdir()
+    RUNS[MODULES](hostile, tmp_path / "canary")
+    weights = tmp_path / "w.pt"
+    torch.save({"w": torch.zeros(2)}, weights)
+    shutil.copy(STARTER, tmp_path / "my_recipe.py")
+    for words in (
+        ("train", str(tmp_path / "my_recipe.py"), "max_steps=2", "--run", str(tmp_path / "run")),
+        ("import", str(weights), "--out", str(tmp_path / "out")),
+    ):
+        # As the installed program does it, which does not look in the folder it is called from.
+        command = [sys.executable, "-P", "-m", "whet", *words]
+        done = subprocess.run(command, cwd=hostile, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+        assert not (tmp_path / "canary").exists()

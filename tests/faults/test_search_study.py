@@ -1,0 +1,400 @@
+"""The ledger of a search under real processes that die or race: nothing lost, nothing twice, never too many."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from statistics import stdev
+from threading import Event
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from paths import SUPPORT
+from postgres import postgres
+from whet.api.search import prepare_search, run_search, search
+from whet.base.errors import UsageError, WhetError
+from whet.hpo import results
+from whet.hpo.results import collect_results, mean_interval
+from whet.hpo.samplers import make_pruner
+from whet.hpo.storage import JOURNAL_FILE, open_storage, without_password
+from whet.hpo.study import DROPPED, RUN, TASK, SearchStudy, SilenceDetector, TrialOwner, counts, this_process
+from whet.hpo.trial_process import DIVERGED, OUT_OF_MEMORY, TrialExit
+from whet.hpo.worker import FinishedTrial, TrialTask, WorkerConfig, run_worker
+from whet.report.search_report import render_search
+
+pytestmark = pytest.mark.torch
+
+SPACE = {"x": optuna.distributions.FloatDistribution(0, 1)}
+
+TAKES = """
+import sys, time
+from pathlib import Path
+sys.path[:0] = [{tests!r}, {support!r}]
+from test_search_study import ledger_of
+from whet.hpo.storage import open_storage
+with open_storage({url!r}, folder=Path({folder!r})) as storage:
+    ledger = ledger_of(storage)
+    for _ in range({count}):
+        taken = ledger.take(most={most})
+        if taken is None:
+            break
+        ledger.note(taken.number, "run", "a folder")
+        print(taken.number, flush=True)
+        if {finishes}:
+            ledger.finish(taken, state="complete", value=1.0)
+    time.sleep({sleeps})
+"""
+
+
+def ledger_of(storage, name: str = "s", *, pruner=None) -> SearchStudy:
+    return SearchStudy(
+        storage,
+        name,
+        is_higher_better=True,
+        distributions=SPACE,
+        sampler=lambda number: optuna.samplers.RandomSampler(seed=number),
+        pruner=pruner or optuna.pruners.NopPruner(),
+    )
+
+
+def stopped() -> Event:
+    """For a search that is to train nothing, were it not refused."""
+    event = Event()
+    event.set()
+    return event
+
+
+def process(folder: Path, url: str | None, *, count: int = 1, most: int = 10, finishes: bool = False, sleeps: int = 60):
+    words = {"count": count, "most": most, "finishes": finishes, "sleeps": sleeps}
+    code = TAKES.format(tests=str(Path(__file__).parent), support=str(SUPPORT), url=url, folder=str(folder), **words)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def killed(folder: Path, url: str | None) -> int:
+    """A process takes a trial, and is killed; the number of that trial."""
+    with process(folder, url) as taker:
+        assert taker.stdout is not None
+        number = int(taker.stdout.readline())
+        taker.kill()
+    return number
+
+
+def check_a_killed_trial_goes_on(folder: Path, url: str | None) -> None:
+    with open_storage(url, folder=folder) as storage:
+        ledger = ledger_of(storage)
+        number = killed(folder, url)
+        before = ledger.trials()[number]
+        assert before.state == TrialState.RUNNING
+        taken = ledger.take(most=1)
+        assert taken is not None, "the one that was asked for is not made"
+        assert taken.run == "a folder", "it goes on in the same run"
+        assert taken.trial.params == before.params
+        assert not counts(ledger.trials()[number])
+        assert ledger.take(most=1) is None, "one trial was asked for, and it is being made"
+        assert ledger.finish(taken, state="complete", value=0.5)
+        assert not ledger.finish(taken, state="failed"), "what is done stays done"
+        assert [t.value for t in ledger.trials() if counts(t)] == [0.5]
+
+
+def check_racing_processes_make_no_trial_twice(folder: Path, url: str | None) -> None:
+    racers = [process(folder, url, count=20, most=7, finishes=True, sleeps=0) for _ in range(2)]
+    told = [int(word) for racer in racers for word in racer.communicate(timeout=600)[0].split()]
+    assert sorted(told) == sorted(set(told))
+    assert len(told) == 7
+    with open_storage(url, folder=folder) as storage:
+        trials = ledger_of(storage).trials()
+    assert sum(map(counts, trials)) == 7
+    assert all(t.state == TrialState.COMPLETE for t in trials if counts(t))
+
+
+def test_a_killed_trial_goes_on_in_a_journal(tmp_path):
+    check_a_killed_trial_goes_on(tmp_path, None)
+
+
+def test_racing_processes_make_no_trial_twice_in_a_journal(tmp_path):
+    check_racing_processes_make_no_trial_twice(tmp_path, None)
+
+
+def test_postgresql_keeps_the_same_promises_and_may_be_restarted(tmp_path):
+    with postgres() as server:
+        # Into an empty database: both make its tables at the same time.
+        check_racing_processes_make_no_trial_twice(tmp_path, server.url)
+        with open_storage(server.url, folder=tmp_path) as storage:
+            optuna.delete_study(study_name="s", storage=storage)
+        check_a_killed_trial_goes_on(tmp_path, server.url)
+        with open_storage(server.url, folder=tmp_path) as storage:
+            ledger = ledger_of(storage)
+            taken = ledger.take(most=6)
+            assert taken is not None
+            server.stop()
+            with ThreadPoolExecutor(1) as pool:
+                done = pool.submit(ledger.finish, taken, state="complete", value=0.25)
+                server.start()
+                assert done.result(timeout=600)
+            assert ledger.trials()[taken.number].value == 0.25
+
+
+def test_who_died_between_marking_and_queueing_leaves_nothing_behind(tmp_path):
+    with open_storage(None, folder=tmp_path) as storage:
+        ledger = ledger_of(storage)
+        taken = ledger.take(most=3)
+        assert taken is not None
+        ledger._drop(taken.number, "its process is gone")
+        assert ledger.reap() == 0
+        waiting = [t for t in ledger.trials() if t.state == TrialState.WAITING]
+        assert [t.user_attrs[TASK] for t in waiting] == [f"goes on with {taken.number}"]
+        # Another one did the same at the same instant: the later is dropped.
+        ledger._go_on(ledger.trials()[taken.number])
+        first, second = ledger.take(most=1), ledger.take(most=1)
+        assert first is not None
+        assert second is None
+        assert [t.user_attrs.get(DROPPED) for t in ledger.trials()][-1] == "another one does the same"
+
+
+def test_who_was_overtaken_between_counting_and_taking_drops_its_trial(tmp_path, monkeypatch):
+    with open_storage(None, folder=tmp_path) as storage:
+        slow, quick = ledger_of(storage), ledger_of(storage)
+        make = storage.create_new_trial
+
+        def overtaken(*arguments, **options):
+            monkeypatch.setattr(storage, "create_new_trial", make)
+            assert quick.take(most=1) is not None
+            return make(*arguments, **options)
+
+        monkeypatch.setattr(storage, "create_new_trial", overtaken)
+        assert slow.take(most=1) is None
+        assert sum(map(counts, slow.trials())) == 1
+
+
+def test_a_torn_line_at_the_end_of_a_journal_is_no_loss(tmp_path):
+    with open_storage(None, folder=tmp_path) as storage:
+        assert ledger_of(storage).take(most=3) is not None
+    with (tmp_path / JOURNAL_FILE).open("ab") as file:
+        file.write(b'{"op_code": 4, "study_')
+    with open_storage(None, folder=tmp_path) as storage:
+        ledger = ledger_of(storage)
+        assert ledger.take(most=3) is not None
+    with open_storage(None, folder=tmp_path) as storage:
+        assert len(ledger_of(storage).trials()) == 2
+
+
+def test_silence_on_another_machine_simulated_by_a_clock(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("whet.hpo.study.time.monotonic", lambda: clock[0])
+    other = {"owner": TrialOwner(host="elsewhere", pid=1, started=0.0).as_json(), "beat": 1}
+    silence = SilenceDetector()
+    assert not silence.is_gone(0, other)
+    clock[0] = 59.0
+    assert not silence.is_gone(0, other)
+    assert not silence.is_gone(0, {**other, "beat": 2})
+    clock[0] = 118.0
+    assert not silence.is_gone(0, {**other, "beat": 2})
+    clock[0] = 120.0
+    assert silence.is_gone(0, {**other, "beat": 2})
+    reused = this_process().model_copy(update={"started": 1.0})
+    assert silence.is_gone(1, {"owner": reused.as_json()}), "the number belongs to another process now"
+
+
+def test_sqlite_is_for_one_process(tmp_path):
+    url = f"sqlite:///{tmp_path}/trials.db"
+    options = {"name": "s", "root": tmp_path, "storage": url, "stop": stopped()}
+    with pytest.raises(UsageError, match="one process at a time"):
+        search("text", ["lr=1e-4..1e-3"], jobs=2, **options)
+    code = "import sys; from pathlib import Path; from whet.hpo.storage import open_storage\n"
+    code += f"with open_storage({url!r}, folder=Path()): print(1, flush=True), input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(UsageError, match="one process at a time"):
+            search("text", ["lr=1e-4..1e-3"], **{**options, "name": "another name"})
+        other.kill()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trials.db", "trials.db.held"], "no folder is left"
+
+
+@pytest.mark.parametrize("url", ["", "x", "mysql://h/d", "postgresql", "sqlite://", "sqlite:///no/x.db", "journal:."])
+def test_an_address_that_cannot_be_one_is_refused_before_anything_is_written(tmp_path, url):
+    with pytest.raises(UsageError):
+        search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path / "runs", storage=url, stop=stopped())
+    assert not list(tmp_path.iterdir())
+
+
+def test_trials_that_are_kept_elsewhere_are_not_begun_anew(tmp_path):
+    asked = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path)
+    stop = stopped()
+    first, second = (run_search(asked, trials=1, stop=stop) for _ in range(2))
+    assert second.seconds > first.seconds > 0, "all sittings count"
+    with pytest.raises(UsageError, match="not kept there"):
+        run_search(asked, trials=1, stop=stop, storage=f"sqlite:///{tmp_path}/trials.db")
+    (tmp_path / "s" / "journal.log").write_bytes(b"xx\n{}\n")
+    with pytest.raises(WhetError, match="is damaged"):
+        run_search(asked, trials=1, stop=stop)
+    (tmp_path / "s" / "run.json").write_text("{}")
+    with pytest.raises(UsageError, match="a run is there"):
+        run_search(asked, trials=1, stop=stop)
+
+
+def test_what_is_shown_of_an_address_has_no_password():
+    assert without_password("postgresql+psycopg://me:secret@host/db") == "postgresql+psycopg://me:***@host/db"
+    assert (
+        without_password("postgresql://host/db?user=me&password=secret") == "postgresql://host/db?user=me&password=***"
+    )
+
+
+def test_intervals_over_seeds():
+    assert mean_interval([0.5]) is None
+    low, high = mean_interval([0.8, 0.82, 0.84]) or (0, 0)
+    assert low == pytest.approx(0.82 - 4.303 * 0.02 / 3**0.5)
+    assert high == pytest.approx(0.82 + 4.303 * 0.02 / 3**0.5)
+    # Student's t for 30, 60 and 120 degrees of freedom, from any table.
+    for freedom, t in ((30, 2.0423), (60, 2.0003), (120, 1.9799)):
+        values = [float(number) for number in range(freedom + 1)]
+        low, high = mean_interval(values) or (0, 0)
+        assert (high - low) / 2 / stdev(values) * (freedom + 1) ** 0.5 == pytest.approx(t, abs=2e-4)
+    assert RUN == "run"
+
+
+def test_a_candidate_that_diverges_with_some_seeds_is_behind_one_that_never_does(tmp_path):
+    question = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).question
+    lr, numbers = {"lr": optuna.distributions.FloatDistribution(1e-4, 1e-3)}, results.seed_distributions()
+
+    def made(parameters, distributions, value):
+        state = TrialState.PRUNED if value is None else TrialState.COMPLETE
+        return optuna.create_trial(state=state, params=parameters, distributions=distributions, value=value)
+
+    with open_storage(None, folder=tmp_path) as storage:
+        ledger, confirming = ledger_of(storage), ledger_of(storage, "s seeds")
+        ledger.study.add_trials([made({"lr": 1e-3}, lr, 0.9), made({"lr": 5e-4}, lr, 0.8)])
+        found = {0: (0.95, None, 0.93), 1: (0.8, 0.81, 0.82)}
+        confirming.study.add_trials(
+            made({"trial": trial, "seed": seed}, numbers, value)
+            for trial, values in found.items()
+            for seed, value in enumerate(values, 1)
+        )
+        result = collect_results(question, ledger, confirming, storage="", seconds=0.0)
+    assert [(c.number, c.lost) for c in result.candidates] == [(1, 0), (0, 1)]
+    assert result.is_confirmed, "seeds that came to no value are not awaited for ever"
+    assert "no value with 1 other seed" in render_search(result)
+
+
+def test_a_stopped_trial_waits_with_its_settings_and_has_not_gone_on(tmp_path):
+    question = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).question
+    with open_storage(None, folder=tmp_path) as storage:
+        ledger = ledger_of(storage)
+        taken = ledger.take(most=1)
+        assert taken is not None
+        ledger.put_back(taken.number, "stopped")
+        result = collect_results(question, ledger, ledger_of(storage, "s seeds"), storage="", seconds=0.0)
+        assert [(t.state, t.settings) for t in result.trials] == [("waiting", taken.trial.params)]
+        assert result.continued == 0
+        ledger.take(most=1)
+        assert collect_results(question, ledger, ledger, storage="", seconds=0.0).continued == 1
+
+
+def test_a_damaged_run_folder_fails_its_trial_and_not_the_search(tmp_path, monkeypatch):
+    (tmp_path / "trial-0").mkdir()
+    (tmp_path / "trial-0" / "run.json").write_text("half")
+    said: list[FinishedTrial] = []
+    with open_storage(None, folder=tmp_path) as storage:
+        run_worker(
+            ledger_of(storage),
+            simulated_work(tmp_path, monkeypatch, [TrialExit(code=143, was_pruned=True)], said=said),
+            most=2,
+        )
+    assert [(ended.number, ended.state) for ended in said] == [(0, "failed"), (1, "pruned")]
+    assert "run.json is damaged" in said[0].words
+
+
+def simulated_work(folder: Path, monkeypatch, lives: list[TrialExit], *, said: list[FinishedTrial]) -> WorkerConfig:
+    """A worker whose trials' processes are simulated: each ends as the next of `lives`."""
+    coming = iter(lives)
+    monkeypatch.setattr("whet.hpo.worker.run_trial_process", lambda *_, **__: next(coming))
+    return WorkerConfig(
+        target="nobody:nothing",
+        goal="score",
+        machine="simulated",
+        prepare=lambda taken: TrialTask(arguments={}, run=folder / f"trial-{taken.number}"),
+        should_stop=lambda: False,
+        told=said.append,
+    )
+
+
+def test_what_became_of_trials_with_simulated_processes(tmp_path, monkeypatch):
+    kill = TrialExit(code=-9)
+    lives = [
+        TrialExit(code=OUT_OF_MEMORY, failure="MPS backend out of memory"),
+        *[kill] * 4,
+        TrialExit(code=DIVERGED, failure="the loss is not a number"),
+        TrialExit(code=143, was_pruned=True),
+        TrialExit(code=1, failure="ValueError: yours"),
+        TrialExit(code=0),
+    ]
+    said: list[FinishedTrial] = []
+    with open_storage(None, folder=tmp_path) as storage:
+        ledger = ledger_of(storage)
+        run_worker(ledger, simulated_work(tmp_path, monkeypatch, lives, said=said), most=6)
+        trials = ledger.trials()
+    assert [ended.state for ended in said] == ["infeasible", "infeasible", "pruned", "pruned", "failed", "failed"]
+    assert said[0].words == "out of memory: MPS backend out of memory"
+    assert "killed 4 times" in said[1].words
+    assert said[5].words == "score is None", "a run without the goal has no value"
+    assert [t.state.name for t in trials] == ["PRUNED"] * 4 + ["FAIL"] * 2
+    assert [bool(t.constraints) for t in trials] == [True] * 2 + [False] * 4, "infeasible, not bad"
+
+
+def test_stops_change_neither_draws_nor_what_is_pruned_with_simulated_processes(tmp_path, monkeypatch):
+    """A curve rises by 0.1 with every evaluation, from 0.5, 0.4, 0.55, 0.6 and 0.57.
+
+    What is compared must be as early, and no trial may be compared with twice: the fifth is the second best of five,
+    which is not enough; of six it would be.
+    """
+
+    def searched(folder: Path, *, stop_after: int | None) -> list[tuple[float, str, float | None]]:
+        seen: dict[Path, list[float]] = {}
+        said: list[FinishedTrial] = []
+        starts = iter((0.5, 0.4, 0.55, 0.6, 0.57))
+
+        def lived(_target, arguments, *, judge, **_):
+            if arguments["run"] not in seen:
+                seen[arguments["run"]] = [next(starts)]
+            begun = seen[arguments["run"]]
+            for number in range(len(begun), 10):
+                begun.append(begun[0] + number / 10)
+                if not judge(number, begun[-1], number == 9):
+                    return TrialExit(code=143, was_pruned=True)
+                if len(seen) == 1 and number == stop_after:
+                    return TrialExit(code=143, was_stopped=True)
+            return TrialExit(code=0)
+
+        def prepare(taken) -> TrialTask:
+            run = Path(taken.run or folder / f"trial-{taken.number}")
+            return TrialTask(arguments={"run": run}, run=run)
+
+        task = simulated_work(folder, monkeypatch, [], said=said)
+        monkeypatch.setattr("whet.hpo.worker.run_trial_process", lived)
+        monkeypatch.setattr("whet.hpo.worker._evaluations", lambda run, **_: list(enumerate(seen.get(run, [0])))[1:])
+        monkeypatch.setattr("whet.hpo.worker._reached", lambda run, **_: (seen[run][-1], 1))
+        monkeypatch.setattr("whet.hpo.worker._is_done", lambda _run: False)
+        folder.mkdir()
+        with open_storage(None, folder=folder) as storage:
+            run_worker(
+                ledger_of(storage, pruner=make_pruner("SuccessiveHalvingPruner")),
+                replace(task, prepare=prepare),
+                most=5,
+            )
+        return [(ended.parameters["x"], ended.state, ended.value) for ended in said if ended.state != "stopped"]
+
+    whole = searched(tmp_path / "whole", stop_after=None)
+    assert [state for _, state, _ in whole] == ["complete", "pruned", "complete", "complete", "pruned"]
+    for after in (1, 2, 5, 6):
+        assert searched(tmp_path / f"stopped-{after}", stop_after=after) == whole
+
+
+def test_three_failures_in_a_row_end_a_search_with_simulated_processes(tmp_path, monkeypatch):
+    lives = [TrialExit(code=1, failure="ValueError: yours")] * 3
+    with open_storage(None, folder=tmp_path) as storage, pytest.raises(WhetError, match="3 trials in a row failed"):
+        run_worker(ledger_of(storage), simulated_work(tmp_path, monkeypatch, lives, said=[]), most=9)

@@ -1,0 +1,123 @@
+"""Known wrong results of Apple's GPUs: which apply where, what a plan says of them, and that the page tells all."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from paths import ROOT
+from whet.base.units import GB
+from whet.machine.facts import Accelerator, Machine, OperatingSystem, TorchFacts
+from whet.machine.known import known_machine_names, load_machine
+from whet.plan.hazard_table import HAZARDS
+from whet.plan.plan import make_plan, override
+from whet.plan.render import plan_lines
+from whet.plan.warnings import _HAZARDS_PAGE, known_hazards
+from whet.plan.workload import Workload
+
+WORKLOAD = Workload(
+    recipe="any", num_parameters=1_000, global_batch_size=1_024, max_length=64, activation_bytes=1_000, layers=()
+)
+
+
+def mac(*, torch: str | None = "2.13.0", macos: str | None = "15.1", family: str | None = "apple8") -> Machine:
+    gpu = Accelerator(kind="mps", usable_bytes=100 * GB, shares_memory=True, capability=family)
+    return Machine(
+        name="a Mac",
+        os=OperatingSystem(name="macOS", version=macos),
+        memory_bytes=128 * GB,
+        accelerators=(gpu,),
+        torch=TorchFacts(version=torch),
+    )
+
+
+def ids(machine: Machine) -> set[str]:
+    return {hazard.id for hazard in known_hazards(machine, "mps")}
+
+
+@pytest.mark.parametrize(
+    ("hazard", "affected", "safe"),
+    [
+        ("linear-rows", mac(family="apple7"), mac(family="apple9")),
+        ("linear-rows", mac(torch="2.13.0"), mac(torch="2.14.0")),
+        ("linear-half-m5", mac(torch="2.12.1", family="apple10"), mac(torch="2.13.0", family="apple10")),
+        ("linear-half-m5", mac(torch="2.12.1", family="apple10"), mac(torch="2.12.1", family="apple9")),
+        ("scaler-fused", mac(torch="2.12.0"), mac(torch="2.13.0")),
+        ("linear-abort-macos-27", mac(macos="27.0"), mac(macos="26.9")),
+        ("linear-vector-bias", mac(macos="26.0"), mac(macos="15.6")),
+        ("product-expanded", mac(torch="2.11.0", macos="26.3.1"), mac(torch="2.11.0", macos="26.4")),
+        ("product-expanded", mac(torch="2.11.0", macos="15.0"), mac(torch="2.11.0", macos="14.7")),
+        ("conv-weights", mac(macos="15.0"), mac(macos="14.7")),
+    ],
+)
+def test_a_hazard_applies_by_torch_macos_and_chip(hazard: str, affected: Machine, safe: Machine) -> None:
+    assert hazard in ids(affected)
+    assert hazard not in ids(safe)
+
+
+def test_what_is_unknown_counts_as_affected() -> None:
+    assert ids(mac(torch=None, macos=None, family=None)) == {hazard.id for hazard in HAZARDS}
+
+
+def test_other_devices_have_none() -> None:
+    for name in ("h200", "linux-2core"):
+        plan = make_plan(load_machine(name), WORKLOAD)
+        assert plan.hazards == ()
+        assert not any("wrong results" in line for line in plan.cautions)
+    assert make_plan(mac(), WORKLOAD, overrides={"device": "cpu"}).hazards == ()
+
+
+def test_a_plan_prints_what_the_workload_meets_and_counts_the_rest() -> None:
+    lstm = WORKLOAD.model_copy(update={"layers": ("lstm", "linear"), "has_dropout": True})
+    plan = make_plan(mac(), lstm)
+    said = "\n".join(plan_lines(plan, width=120))
+    assert "the dropout of nn.LSTM is ignored in the backward pass (pytorch#190056)" in said
+    assert "conv2d" not in said
+    assert f"{len(plan.hazards)} known wrong results apply to torch 2.13.0 on this Mac" in said
+    assert _HAZARDS_PAGE in said
+    without = make_plan(mac(), WORKLOAD)
+    assert not any("LSTM" in line for line in without.cautions)
+    assert without.hazards == plan.hazards
+
+
+@pytest.mark.parametrize("name", [name for name in known_machine_names() if name.startswith("m")])
+def test_the_screen_stays_short(name: str) -> None:
+    everything = frozenset().union(*(hazard.needs for hazard in HAZARDS))
+    workload = WORKLOAD.model_copy(update={"layers": tuple(sorted(everything)), "has_dropout": True})
+    plan = make_plan(load_machine(name), workload, overrides={"precision": "fp16", "micro_batch": 1_024})
+    assert sum("pytorch#" in line or _HAZARDS_PAGE in line for line in plan.cautions) <= 3
+
+
+def test_rows_that_you_ask_for_beyond_the_limit_are_warned_of() -> None:
+    plan = make_plan(mac(), WORKLOAD)
+    assert plan.micro_batch == 512
+    assert not any("#177116" in line for line in plan.cautions)
+    wished = override(plan, {"micro_batch": 1_024})
+    assert wished.micro_batch == 1_024, "a wish is never overridden"
+    assert any("#177116" in line and "65,536; micro_batch=512" in line for line in wished.cautions)
+    assert not any("#177116" in line for line in make_plan(mac(family="apple9"), WORKLOAD).cautions)
+    # A model with BatchNorm is not cut, so nobody has to ask.
+    uncut = make_plan(mac(), WORKLOAD.model_copy(update={"has_batchnorm": True}))
+    assert any("#177116" in line for line in uncut.cautions)
+
+
+def test_long_sequences_are_warned_of_where_attention_keeps_the_whole_matrix() -> None:
+    long = WORKLOAD.model_copy(update={"max_length": 2_048})
+    assert any("square of max_length=2048" in line for line in make_plan(mac(), long).cautions)
+    assert not any("square" in line for line in make_plan(mac(), WORKLOAD).cautions)
+    assert not any("square" in line for line in make_plan(load_machine("h200"), long).cautions)
+
+
+def test_the_page_tells_every_hazard_and_is_checked() -> None:
+    page = (ROOT / _HAZARDS_PAGE).read_text()
+    assert re.findall(r"^\| `([\w.-]+)` \|", page, re.MULTILINE) == [hazard.id for hazard in HAZARDS]
+    assert len({hazard.id for hazard in HAZARDS}) == len(HAZARDS)
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / "docs.py"), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_rule_pages_that_speak_of_mps_say_that_no_mac_was_asked() -> None:
+    for page in (ROOT / "docs" / "rules").glob("*-*.md"):
+        text = page.read_text()
+        assert ("not run on a Mac" in text) is bool(re.search(r"\b(MPS|Metal|Macs?|Apple)\b", text)), page.name

@@ -1,0 +1,81 @@
+"""A chat run on the embedded conversations after an update: the refusal says that they are made from whet."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from small_chat import WORDS, prepared
+from whet.base.errors import DataChangedError, UsageError
+from whet.config.resolve import resolve_config
+from whet.recipes.chat.builder import Options
+from whet.recipes.chat.embedded import opening
+from whet.recipes.chat.embedded.composing import conversations
+from whet.recipes.recipe import load_recipe
+from whet.recipes.runner import train_recipe
+from whet.run.folder import installed_versions
+from whet.training.loop import TrainResult
+
+pytestmark = pytest.mark.torch
+
+SMALL = Options(format="openai", vocab_size=512, max_length=64, train_split=0.75, max_bad=0)
+
+
+def train(run: Path, *words: str, **options: Any) -> TrainResult:
+    recipe = load_recipe("chat")
+    said = (*WORDS, "max_steps=2", "global_batch_size=4", "epochs_per_sitting=1", *words)
+    return train_recipe(recipe, resolve_config(recipe.Config, said), run=run, device="cpu", **options)
+
+
+@functools.cache
+def some() -> list[Any]:
+    return list(conversations())[:60]
+
+
+def embed(monkeypatch: pytest.MonkeyPatch, home: Path, *, num: int) -> None:
+    monkeypatch.setenv("WHET_HOME", str(home))
+    monkeypatch.setattr(opening, "OPTIONS", SMALL)
+    monkeypatch.setattr(opening, "conversations", lambda: some()[:num])
+    monkeypatch.setattr(opening, "_key", lambda: str(num))
+
+
+@pytest.mark.parametrize(
+    ("then", "why"),
+    [
+        ({}, f"whet has changed since (still {installed_versions()['whet']}, with other files)"),
+        ({"whet": "0.0.1"}, f"whet has changed since (0.0.1 -> {installed_versions()['whet']})"),
+        ({"python": "3.10.0"}, f"Python has changed since (3.10.0 -> {installed_versions()['python']})"),
+    ],
+)
+def test_other_embedded_talks_are_refused_with_their_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: dict[str, str], why: str
+) -> None:
+    run = tmp_path / "run"
+    embed(monkeypatch, tmp_path / "home", num=60)
+    train(run)
+    started = {**installed_versions(), **then}
+    (run / "versions.json").write_text(json.dumps(started))
+    embed(monkeypatch, tmp_path / "home", num=50)
+    with pytest.raises(UsageError) as refused:
+        train(run, "max_steps=3")
+    assert refused.value.what == "the data is not what the run was started with"
+    assert f"the embedded talks are made from whet itself and from Python's library, and {why}" in str(refused.value)
+    assert f"(whet {started['whet']}, Python {started['python']})" in str(refused.value)
+    embed(monkeypatch, tmp_path / "home", num=60)
+    assert train(run, "max_steps=3").step == 3, "as the try line says"
+
+
+def test_other_talks_of_your_own_are_not_blamed_on_whet(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one = prepared(tmp_path / "one")
+    run = tmp_path / "run"
+    train(run, f"data={one}")
+    two = prepared(tmp_path / "two", num_talks=20)
+    one.rename(tmp_path / "away")
+    two.rename(one)
+    with pytest.raises(DataChangedError) as refused:
+        train(run, f"data={one}", "max_steps=3")
+    assert "whet itself" not in str(refused.value)

@@ -1,0 +1,203 @@
+"""`whet serve` with OpenAI's own client, in a process of its own; and the queue before the model."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from small_chat import WORDS, prepared
+from whet.config.resolve import resolve_config
+from whet.recipes.chat.generation.speaking import Piece
+from whet.recipes.chat.recipe import ChatRecipe
+from whet.recipes.chat.serving.answering import Answering
+from whet.recipes.chat.serving.asking import BadRequestError
+from whet.recipes.runner import train_recipe
+
+pytestmark = pytest.mark.torch
+
+_ERROR = {"message", "type", "param", "code"}
+HELLO: Any = [{"role": "user", "content": "I want tea."}]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A server of a model that was trained for a step, and what it says of itself."""
+    folder = tmp_path_factory.mktemp("served")
+    words = [f"data={prepared(folder)}", *WORDS, "global_batch_size=4", "max_steps=1", "verify=off"]
+    train_recipe(ChatRecipe(), resolve_config(ChatRecipe.Config, words), run=folder / "run", device="cpu")
+    command = [sys.executable, "-m", "whet", "serve", str(folder / "run"), "--port", "0", "--device", "cpu", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield json.loads(process.stdout.readline())
+    process.terminate()
+    assert process.wait(120) == 143
+    process.stdout.close()
+
+
+@pytest.fixture
+def client(told: dict[str, Any]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=told["base_url"], api_key=told["api_key"], max_retries=0, timeout=300) as made:
+        yield made
+
+
+def test_the_client_lists_asks_and_streams(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["run"]
+    asked: Any = {"model": "run", "messages": HELLO, "temperature": 0, "max_tokens": 8}
+    whole = client.chat.completions.create(**asked)
+    said, usage = whole.choices[0], whole.usage
+    assert (said.message.role, said.finish_reason) == ("assistant", said.finish_reason)
+    assert usage is not None
+    assert 0 < usage.completion_tokens <= 8
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    longer = [*HELLO, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "What?"}]
+    harmless: Any = {"user": "me", "metadata": {"a": "b"}, "presence_penalty": 0.0, "tools": [], "logprobs": False}
+    history = client.chat.completions.create(**{**asked, "messages": longer, **harmless}).usage
+    assert history is not None
+    assert history.prompt_tokens > usage.prompt_tokens + 4
+    pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == said.message.content
+    assert pieces[-1].usage == usage
+    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices][-1] == said.finish_reason
+    text = client.completions.create(model="run", prompt="I want", temperature=0, max_tokens=4)
+    assert text.usage is not None
+    assert text.choices[0].finish_reason in ("length", "stop")
+
+
+def test_seeds_and_stops(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "run", "messages": HELLO, "max_tokens": 30}
+    one, again, other = (client.chat.completions.create(**asked, seed=seed) for seed in (1, 1, 2))
+    text = one.choices[0].message.content or ""
+    assert text == again.choices[0].message.content != other.choices[0].message.content
+    stop = text[3:5]
+    cut = client.chat.completions.create(**asked, seed=1, stop=stop).choices[0]
+    assert (cut.message.content, cut.finish_reason) == (text[: text.index(stop)], "stop")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "what"),
+    [
+        ({"model": "gpt-4"}, openai.NotFoundError, "model_not_found"),
+        ({"messages": []}, openai.BadRequestError, "messages"),
+        ({"messages": [{"role": "user", "content": "tea " * 500}]}, openai.BadRequestError, "context_length_exceeded"),
+        ({"messages": [{"role": "king", "content": "x"}]}, openai.BadRequestError, "role"),
+        ({"max_tokens": 10**9}, openai.BadRequestError, "max_tokens"),
+        ({"n": 1_000_000}, openai.BadRequestError, "n"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"logprobs": True}, openai.BadRequestError, "logprobs is not supported"),
+        ({"extra_body": {"min_p": 0.1}}, openai.BadRequestError, "min_p is not supported"),
+        ({"extra_body": {"temprature": 0.1}}, openai.BadRequestError, "temprature is not supported"),
+        ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice is not supported"),
+        ({"stop": [""]}, openai.BadRequestError, "stop takes"),
+        ({"messages": [{"role": "user", "content": "x" * 300_000}]}, openai.APIStatusError, "413"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_answered_is_told(
+    client: openai.OpenAI, changes: dict[str, Any], kind: type[openai.APIStatusError], what: str
+) -> None:
+    with pytest.raises(kind) as told:
+        client.chat.completions.create(**{"model": "run", "messages": HELLO, **changes})
+    assert what in f"{told.value} {told.value.code}"
+
+
+def test_only_the_key_and_this_machine(told: dict[str, Any]) -> None:
+    with (
+        openai.OpenAI(base_url=told["base_url"], api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError) as refused,
+    ):
+        stranger.models.list()
+    assert "try: the key or the link that the command printed" in str(refused.value)
+    assert (refused.value.code, refused.value.type) == ("invalid_api_key", "invalid_request_error")
+    host = told["base_url"].split("/")[2]
+    good = {"Authorization": f"Bearer {told['api_key']}", "Content-Type": "application/json"}
+    for headers, body, status in (
+        ({**good, "Host": "evil.example"}, b"{}", 421),
+        ({**good, "Origin": "https://evil.example"}, b"{}", 403),
+        ({**good, "Content-Type": "text/plain"}, b"{}", 415),
+        (good, b"[" * 300_000, 413),
+        (good, b"{", 400),
+        (good, b"[" * 100_000, 400),
+        (good, b'{"\\ud800": 1}', 400),
+        (good, b'{"model": "run", "messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+    ):
+        connection = HTTPConnection(host, timeout=300)
+        connection.request("POST", "/v1/chat/completions", body, headers)
+        answer = connection.getresponse()
+        assert answer.status == status
+        told_error = json.loads(answer.read())["error"]
+        assert (answer.getheader("Content-Type"), set(told_error)) == ("application/json", _ERROR)
+        assert told_error["message"]
+        connection.close()
+    connection = HTTPConnection(host, timeout=300)
+    connection.request("GET", "/", headers={"Host": "evil.example"})
+    answer = connection.getresponse()
+    assert (answer.status, answer.getheader("Content-Type")) == (421, "text/plain; charset=utf-8")
+    assert answer.read().startswith(b"this server has another name\n  got: evil.example\n")
+    connection.close()
+
+
+def test_many_at_once_are_answered_or_told_to_wait(client: openai.OpenAI) -> None:
+    def ask(_: int) -> str:
+        try:
+            client.chat.completions.create(model="run", messages=HELLO, max_tokens=30)
+        except openai.RateLimitError as error:
+            return str(error.status_code)
+        return "answered"
+
+    with ThreadPoolExecutor(24) as pool:
+        outcomes = list(pool.map(ask, range(24)))
+    assert set(outcomes) <= {"answered", "429"}
+    assert outcomes.count("answered") >= 9
+    assert ask(0) == "answered"
+
+
+def test_an_answer_ends_when_nobody_listens() -> None:
+    """With a simulated model that would never end."""
+    written: list[int] = []
+
+    def endless() -> Iterator[Piece]:
+        for number in range(10**9):
+            written.append(number)
+            time.sleep(0.005)
+            yield Piece("x", number)
+
+    async def listen_and_leave() -> None:
+        answering = Answering(most_waiting=0)
+        async with aclosing(answering.pieces(endless)) as pieces:
+            await anext(pieces)
+            with pytest.raises(BadRequestError, match="too many"):
+                await anext(answering.pieces(endless))
+        before = len(written)
+        await asyncio.sleep(0.2)
+        assert len(written) <= before + 2
+        # A place is taken before the first piece is asked for, and given back where it never is.
+        waiting = answering.pieces(endless)
+        with pytest.raises(BadRequestError, match="too many"):
+            answering.pieces(endless)
+        del waiting
+        # The place is free again, as soon as the thread is.
+        async with asyncio.timeout(120):
+            while answering._num_asked:
+                await asyncio.sleep(0.005)
+        async with aclosing(answering.pieces(lambda: iter([Piece("y", 1, "stop")]))) as pieces:
+            assert [piece.text async for piece in pieces] == ["y"]
+        answering.close()
+
+    asyncio.run(listen_and_leave())
+
+
+def test_the_key_stands_in_no_list_of_processes(told: dict[str, Any]) -> None:
+    words = Path(f"/proc/{told['pid']}/cmdline")
+    if not words.exists():
+        pytest.skip("needs /proc")
+    assert told["api_key"].encode() not in words.read_bytes()

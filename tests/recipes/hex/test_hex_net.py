@@ -1,0 +1,209 @@
+"""Hex nets: what a plan says of them is so, what they see and forbid, and what each part of the loss moves."""
+
+import numpy as np
+import pytest
+import torch
+
+from whet.base.errors import WhetError
+from whet.data.batch import MicroBatch
+from whet.device.cpu import CpuDevice
+from whet.hex.games import Samples
+from whet.hex.rules import Positions
+from whet.hex.symmetry import MIRRORED, mover_view, transform, transform_policy
+from whet.machine.known import load_machine
+from whet.plan.plan import make_plan
+from whet.recipes.hex.arch import Arch, count_parameters
+from whet.recipes.hex.config import HexConfig, describe
+from whet.recipes.hex.data import columns, with_half_turns
+from whet.recipes.hex.judging import judge, metrics
+from whet.recipes.hex.loss import Weights, hex_loss, policy_losses, value_losses
+from whet.recipes.hex.net import HexNet, planes
+from whet.recipes.hex.players import NetPlayer
+from whet.step.model_contexts import find_blocks
+from whet.training.workload import measure_activation_bytes
+
+pytestmark = pytest.mark.torch
+
+ARCHS = (
+    Arch(),
+    Arch(depth=2, width=12, activation="relu", norm="batch"),
+    Arch(depth=3, width=16, block="bottleneck", activation="gelu"),
+    Arch(depth=4, width=8, kind="attention", heads=2, activation="mish"),
+    Arch.model_validate({"preset": 18, "width": 16}),
+    Arch.model_validate({"preset": 50, "width": 32, "depth": 2}),
+)
+
+
+def some_micro(count: int, *, size: int = 5, seed: int = 0) -> MicroBatch:
+    """Random boards, a legal move on most of them, none on the others; the last board is full."""
+    draw = np.random.default_rng(seed)
+    boards = draw.choice(3, (count, size, size), p=(0.6, 0.2, 0.2)).astype(np.int8)
+    boards[:, 0, 0] = 0
+    moves = np.where(draw.random(count) < 0.8, 0, -1)
+    boards[-1], moves[-1] = 1, -1
+    movers = draw.choice((1, 2), count).astype(np.int8)
+    return MicroBatch(fields=columns(samples(boards, movers, moves, draw.random(count) < 0.5)), ids=np.arange(count))
+
+
+def samples(boards: np.ndarray, movers: np.ndarray, moves: np.ndarray, results: np.ndarray) -> Samples:
+    numbers = np.arange(len(boards))
+    return Samples(Positions(boards, movers), moves, results.astype(np.float32), numbers, numbers)
+
+
+def a_net() -> HexNet:
+    torch.manual_seed(0)
+    net = HexNet(Arch(depth=2, width=16))
+    for parameter in (*net.policy.parameters(), *net.value_out.parameters()):
+        torch.nn.init.normal_(parameter, std=0.5)
+    return net
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_plan_knows_the_parameters_exactly_and_the_memory_nearly(arch: Arch) -> None:
+    net = HexNet(arch)
+    config = HexConfig(arch=arch, size=7)
+    workload = describe(config)
+    assert workload.num_parameters == count_parameters(arch) == sum(p.numel() for p in net.parameters())
+    kinds = {type(module).__name__.lower() for module in net.modules()}
+    assert workload.has_batchnorm == ("batchnorm2d" in kinds) == ("groupnorm" not in kinds)
+    assert arch.activation in kinds
+    assert len(find_blocks(net)) == arch.depth, "what activation checkpointing computes again"
+    small, large = some_micro(4, size=7), some_micro(8, size=7)
+    measured = measure_activation_bytes(
+        net, lambda micro: hex_loss(net(micro.board), micro, Weights()), small, large, device=CpuDevice()
+    )
+    assert workload.activation_bytes == pytest.approx(measured, rel=0.15)
+
+
+def test_presets_leave_what_you_say() -> None:
+    assert Arch.model_validate({"preset": 34}).depth == 16
+    assert Arch.model_validate({"preset": 34, "depth": 3}).depth == 3
+
+
+def test_batchnorm_is_not_cut_and_groupnorm_stays_within_the_memory() -> None:
+    """Eight thousand boards of 13 x 13 want far more than 6 GB."""
+    machine = load_machine("h200")
+    plans = {}
+    for norm in ("group", "batch"):
+        arch = Arch.model_validate({"preset": 18, "norm": norm})
+        config = HexConfig(size=13, global_batch_size=8192, arch=arch)
+        plans[norm] = make_plan(machine, describe(config), overrides={"memory_gb": 6.0})
+    assert plans["batch"].micro_batch == 8192
+    assert plans["batch"].activation_checkpointing == "on"
+    assert plans["group"].micro_batch < 8192
+    assert "of 6 GB" in plans["group"].settings["micro_batch"].reason
+
+
+@pytest.mark.parametrize("size", [3, 5, 9])
+def test_a_net_plays_any_size_never_on_a_stone_and_sees_no_colours(size: int) -> None:
+    player = NetPlayer(a_net().eval(), CpuDevice())
+    draw = np.random.default_rng(size)
+    boards = draw.choice(3, (6, size, size), p=(0.5, 0.25, 0.25)).astype(np.int8)
+    positions = Positions(boards, np.array([1, 2, 1, 2, 1, 2], dtype=np.int8))
+    said, mirrored = player.analyse(positions), player.analyse(transform(positions, MIRRORED))
+    assert (said.policy[boards.reshape(6, -1) != 0] == 0).all()
+    np.testing.assert_allclose(said.policy.sum(1), 1, rtol=1e-5)
+    np.testing.assert_allclose(transform_policy(mirrored.policy, MIRRORED, size=size), said.policy, atol=1e-6)
+    np.testing.assert_allclose(mirrored.value, said.value, atol=1e-6)
+    assert said.value.std() > 0
+
+
+def test_a_net_that_says_nan_does_not_play() -> None:
+    net = HexNet(Arch(depth=1, width=8))
+    with torch.no_grad():
+        net.policy.weight.fill_(float("nan"))
+    with pytest.raises(WhetError, match="NaN"):
+        NetPlayer(net, CpuDevice()).judge(np.zeros((1, 3, 3), dtype=np.int8))
+
+
+def test_two_looks_are_the_same_for_a_board_that_is_turned() -> None:
+    player = NetPlayer(a_net().eval(), CpuDevice(), has_two_looks=True)
+    boards = some_micro(5).board.numpy()[:4]
+    shares, win = player.judge(boards)
+    other_shares, other_win = player.judge(boards[:, ::-1, ::-1])
+    np.testing.assert_allclose(other_shares[:, ::-1], shares, atol=1e-6)
+    np.testing.assert_allclose(other_win, win, atol=1e-6)
+
+
+def test_decided_positions_teach_the_value_alone_and_a_full_board_is_no_nan() -> None:
+    net, micro = a_net(), some_micro(12)
+    decided = MicroBatch(fields={**micro.fields, "move": torch.full((12,), -1)}, ids=micro.ids)
+    hex_loss(net(decided.board), decided, Weights()).backward()
+    assert net.policy.weight.grad.abs().max() == 0
+    assert net.value_out.weight.grad.abs().max() > 0
+    hex_loss(net(micro.board), micro, Weights()).backward()
+    assert net.policy.weight.grad.abs().max() > 0
+    assert all(bool(p.grad.isfinite().all()) for p in net.parameters())
+
+
+def test_each_weight_moves_its_own_part() -> None:
+    """The loss of all parts is their weighted sum; the uncertainty moves nothing but itself."""
+    net, micro = a_net(), some_micro(12)
+    said = net(micro.board)
+    parts = [
+        hex_loss(said, micro, Weights(policy=p, value=v, uncertainty=u))
+        for p, v, u in ((1, 0, 0), (0, 1, 0), (0, 0, 1))
+    ]
+    whole = hex_loss(said, micro, Weights(policy=2.0, value=3.0, uncertainty=0.5))
+    torch.testing.assert_close(parts[0], policy_losses(said, micro).mean())
+    torch.testing.assert_close(parts[1], value_losses(said, micro).mean())
+    torch.testing.assert_close(whole, 2 * parts[0] + 3 * parts[1] + 0.5 * parts[2])
+    gradient = torch.autograd.grad(parts[2], (said.value, said.policy), allow_unused=True)
+    assert all(part is None or part.abs().max() == 0 for part in gradient)
+
+
+def test_shares_of_a_search_with_all_on_one_move_are_that_move() -> None:
+    net, micro = a_net(), some_micro(12)
+    has_move = micro.move >= 0
+    shares = torch.nn.functional.one_hot(micro.move.clamp(min=0), 25) * has_move[:, None]
+    searched = MicroBatch(fields={**micro.fields, "shares": shares.float()}, ids=micro.ids)
+    said = net(micro.board)
+    torch.testing.assert_close(hex_loss(said, searched, Weights()), hex_loss(said, micro, Weights()))
+
+
+def test_half_turns_are_the_same_positions_turned() -> None:
+    given = some_micro(6).fields
+    both = with_half_turns(dict(given))
+    for row in range(6):
+        board, turned = both["board"][row].numpy(), both["board"][row + 6].numpy()
+        assert (board[::-1, ::-1] == turned).all()
+        before, after = int(both["move"][row]), int(both["move"][row + 6])
+        assert (before, after) == (-1, -1) or before + after == 24
+        assert both["win"][row] == both["win"][row + 6]
+
+
+def test_columns_are_what_the_mover_sees() -> None:
+    """Red to move, its stone at the top right, blue's at b1: red sees itself at the left below, and wins."""
+    board = np.zeros((1, 3, 3), dtype=np.int8)
+    board[0, 0, 2], board[0, 0, 1] = 2, 1
+    given = samples(board, np.array([2], dtype=np.int8), np.array([5]), np.array([1]))
+    made = columns(given)
+    assert made["board"][0].tolist() == [[0, 0, 0], [2, 0, 0], [1, 0, 0]]
+    assert made["board"][0].tolist() == mover_view(given.positions)[0].boards[0].tolist()
+    assert (int(made["move"][0]), float(made["win"][0])) == (7, 1.0)
+
+
+def test_a_net_is_shown_stones_and_edges_of_the_mover_first() -> None:
+    """The mover's stones, the other's; rows at the mover's edges, columns at the other's."""
+    board = torch.tensor([[[1, 0, 0], [0, 0, 2], [0, 0, 0]]], dtype=torch.int8)
+    own, others, rows, lines = planes(board, like=torch.zeros(1))[0].tolist()
+    assert own == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert others == [[0, 0, 0], [0, 0, 1], [0, 0, 0]]
+    assert rows == [[1, 1, 1], [0, 0, 0], [1, 1, 1]]
+    assert lines == [[1, 0, 1], [1, 0, 1], [1, 0, 1]]
+
+
+def test_metrics_are_what_their_names_say() -> None:
+    found = metrics([np.array([0, 4, 5, -1])], [np.array([0.9, 0.2, 0.5, 0.6])], [np.array([1.0, 0.0, 1.0, 0.0])])
+    assert found["policy_top1"] == pytest.approx(1 / 3)
+    assert found["policy_top5"] == pytest.approx(2 / 3)
+    assert found["value_accuracy"] == pytest.approx(2.5 / 4)
+    assert found["brier"] == pytest.approx((0.01 + 0.04 + 0.25 + 0.36) / 4)
+    assert found["calibration_error"] == pytest.approx((0.1 + 0.2 + 0.5 + 0.6) / 4)
+
+
+def test_a_net_that_says_the_same_everywhere_has_found_nothing() -> None:
+    net = HexNet(Arch(depth=1, width=8))
+    torch.nn.init.zeros_(net.policy.weight)
+    with torch.no_grad():
+        assert judge(net, iter([some_micro(20)]))["policy_top1"] == 0

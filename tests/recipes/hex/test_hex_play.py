@@ -1,0 +1,187 @@
+"""A game with a person: in words, and as a page asks for it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from web_client import Served, serving
+from whet.cli.main import run
+from whet.hex.board import EMPTY, RED, SWAP, parse_cell
+from whet.hex.game import replay
+from whet.hex.known import KNOWN
+from whet.hex.play.talk import Talk
+from whet.hex.play.view import look
+from whet.hex.player import Analysis, best_moves
+from whet.hex.rules import Positions, legal
+
+PLAYER = KNOWN["two-distance"]
+
+
+def cell(name: str, size: int = 5) -> int:
+    return parse_cell(name, size=size)
+
+
+class Sure:
+    """Plays the first free cell, and is sure that whoever has more stones wins."""
+
+    name = "sure"
+
+    def analyse(self, positions: Positions) -> Analysis:
+        first = legal(positions.boards).argmax(axis=1)
+        own = (positions.boards == positions.movers[:, None, None]).sum(axis=(1, 2))
+        other = (positions.boards != EMPTY).sum(axis=(1, 2)) - own
+        policy = np.eye(positions.size**2, dtype=np.float32)[first]
+        return Analysis(policy, (0.5 + (own - other) / 10).astype(np.float32))
+
+
+def test_a_view_shows_the_game() -> None:
+    moves = [cell("c3"), SWAP, cell("b2")]
+    view = look(PLAYER, moves, size=5)
+    assert view.moves == ("c3", "swap", "b2")
+    assert (view.mover, view.winner, view.may_swap, view.last) == ("red", None, False, cell("b2"))
+    assert view.cells[cell("c3")] == RED
+    assert view.record.endswith("#5c1,c3:sb2")
+    shares = [one.share for one in view.suggestions]
+    assert shares == sorted(shares, reverse=True)
+    analysis = PLAYER.analyse(replay(moves, size=5).position)
+    assert view.suggestions[0].cell == best_moves(analysis.policy)[0]
+    assert view.blue_wins == pytest.approx(1 - float(analysis.value[0]))
+    assert look(PLAYER, moves[:2], size=5).last == cell("c3")
+
+
+def test_a_view_shows_the_chain_that_won() -> None:
+    blue = ["c1", "c2", "b3", "e1", "b4", "b5"]
+    red = ["a1", "a2", "e4", "e2", "e3"]
+    moves = [cell(blue[i // 2] if i % 2 == 0 else red[i // 2]) for i in range(11)]
+    view = look(PLAYER, moves, size=5)
+    assert (view.winner, view.blue_wins, view.reply, view.suggestions) == ("blue", 1.0, None, ())
+    assert set(view.chain) == {cell(name) for name in blue} - {cell("e1")}
+    mirrored = [m % 5 * 5 + m // 5 for m in moves]
+    other = look(PLAYER, [cell("e5"), *mirrored], size=5)
+    assert other.winner == "red"
+    assert set(other.chain) == {m % 5 * 5 + m // 5 for m in view.chain}
+
+
+def test_the_player_swaps_when_that_is_the_better_side() -> None:
+    assert look(Sure(), [0], size=5).reply == "swap"  # After it red has the stone.
+    assert look(Sure(), [0, 1], size=5).reply == "c1"
+    assert look(PLAYER, [cell("c3")], size=5).reply == "swap"
+    assert look(PLAYER, [cell("a1")], size=5).reply != "swap"
+
+
+def test_first_moves_vary_with_the_seed_alone() -> None:
+    first = [look(PLAYER, [], size=7, seed=seed).reply for seed in range(30)]
+    assert first == [look(PLAYER, [], size=7, seed=seed).reply for seed in range(30)]
+    assert len(set(first)) > 3
+    moves = [cell(name, 7) for name in ("d4", "c4", "e2", "b6")]
+    assert len({look(PLAYER, moves, size=7, seed=seed).reply for seed in range(5)}) == 1
+
+
+def test_a_whole_game_in_words() -> None:
+    talk = Talk(Sure(), 3)
+    assert "you are blue" in talk.begin()[0]
+    assert talk.say("") == []
+    assert talk.say("b2")[0] == "sure: swap"
+    assert talk.say("undo")[-1].startswith("your move")
+    assert "no such cell" in talk.say("z9")[0]
+    assert "not legal" in talk.say("swap")[0]
+    assert "take back" in talk.say("undo")[0]
+    assert talk.say("hint")[-1] == "sure likes a1 100 %"
+    assert talk.say("c1")[0] == "sure: swap"  # Its stone is now at a3.
+    assert talk.say("b1")[0] == "sure: a1"
+    assert talk.say("b2")[0] == "sure: c1"
+    assert talk.say("b2")[0] == "move 7 is not legal: a stone lies there"
+    assert talk.say("b3")[-1] == "you win"
+    assert talk.say("c3")[0] == "the game is over"
+    assert talk.say("undo")[-1].startswith("your move")
+    assert "resigned" in talk.say("resign")[0]
+    assert "you are red" in talk.say("new red")[0]
+    assert talk.say("hint")[-1].startswith("sure likes a swap; else ")
+    assert talk.say("swap")[0].startswith("sure: ")
+    assert "no such colour" in talk.say("new green")[0]
+    assert not talk.is_over
+    assert talk.say("quit") == []
+    assert talk.is_over
+
+
+def test_the_board_is_drawn_with_the_last_stone_marked() -> None:
+    talk = Talk(PLAYER, 11, RED)
+    drawn = [line for line in talk.begin() if line.lstrip()[:1].isdigit()]
+    assert len(drawn) == 11
+    assert drawn[9].index("R") == drawn[8].index("R") + 1 == drawn[7].index("R") + 2
+    assert sum(line.count("(B)") for line in drawn) == 1
+
+
+def test_play_in_the_terminal(tmp_path: Path) -> None:
+    """As a process: lines in, lines out, and an end without a word is an end."""
+    command = [sys.executable, "-m", "whet", "play", "two-distance", "--size", "4", "--terminal"]
+    done = subprocess.run(command, input="b2\nhint\n", capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("your move (blue)") == 2
+    assert "two-distance likes" in done.stdout
+
+
+def test_a_closed_input_is_an_end(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert run(["play", "random", "--size", "3", "--terminal"]) == 0
+    assert "your move (blue)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--size", "2"], "3 to 19"),
+        (["--size", "40"], "3 to 19"),
+        (["--colour", "green"], "--colour blue"),
+    ],
+)
+def test_wrong_wishes_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["play", "random", *words, "--terminal"]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("served")
+    words = ("-m", "whet", "play", "two-distance", "--no-browser", "--json", "--port", "0")
+    with serving(*words, home=folder / "home", cwd=folder) as server:
+        yield server
+
+
+def test_the_page_is_behind_the_guard(served: Served) -> None:
+    for path in ("/", "/api/about", "/api/game?size=5", "/static/play.js"):
+        assert served.ask_bare(path).status == 401
+        assert served.ask(path).status == 200
+    assert served.ask("/", "POST").status == 405
+    assert served.ask("/static/../view.py").status in (400, 404)
+    assert served.ask("/static/view.py").status == 404
+    assert "default-src 'self'" in served.ask("/").headers["content-security-policy"]
+
+
+def test_the_server_answers_with_views(served: Served) -> None:
+    assert served.ask("/api/about").json() == {
+        "player": "two-distance",
+        "sizes": list(range(3, 20)),
+        "size": 7,
+        "colour": "blue",
+    }
+    told = served.ask("/api/game?size=5&moves=c3,swap,b2&seed=3").json()
+    assert told == json.loads(look(PLAYER, [cell("c3"), SWAP, cell("b2")], size=5, seed=3).model_dump_json())
+    for query, said in (
+        ("", "size is a number"),
+        ("size=2", "does not play"),
+        ("size=27", "does not play"),
+        ("size=5&moves=z1", "no such cell"),
+        ("size=5&moves=a1,a1", "a stone lies there"),
+        ("size=5&moves=%3Cb%3E", "no such cell"),
+        ("size=5&moves=" + "a1," * 700, "more moves than"),
+        ("size=5&seed=x", "seed is a number"),
+        ("size=" + "9" * 50, "size is a number"),
+    ):
+        refused = served.ask(f"/api/game?{query}")
+        assert refused.status == 400, query
+        assert said in refused.text

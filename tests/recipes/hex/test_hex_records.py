@@ -1,0 +1,330 @@
+"""Records of games and sets of positions: read, written, refused, split, and found again."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paths import Run
+from whet.base.errors import UsageError, WhetError
+from whet.cli.main import run
+from whet.hex.board import BLUE, EMPTY, NO_MOVE, RED, SWAP, cell_name, parse_cell
+from whet.hex.connecting import winners
+from whet.hex.game import replay
+from whet.hex.games import unroll
+from whet.hex.player import RandomPlayer
+from whet.hex.positions.importing import ImportWishes, import_records
+from whet.hex.positions.packing import pack_boards, unpack_boards
+from whet.hex.positions.position_set import PositionSet, symmetries_of
+from whet.hex.records.notation import read_game, write_game
+from whet.hex.records.reading import Ledger, open_source
+from whet.hex.rules import legal
+from whet.hex.self_play import play_games
+from whet.hex.symmetry import MIRRORED, transform
+
+GAMES = Path(os.environ.get("WHET_TEST_DATA", "/nowhere")) / "hex-neurohex-13x13" / "raw_games.dat"
+
+
+def made(count: int, *, size: int = 4, seed: int = 0) -> list[tuple[int, ...]]:
+    games = play_games(RandomPlayer(), size=size, count=count, seed=seed)
+    return [games.move_list(number) for number in range(count)]
+
+
+def written(moves: tuple[int, ...], *, size: int = 4, mirrored: bool = False) -> str:
+    names = [cell_name(m % size * size + m // size if mirrored else m, size=size) for m in moves]
+    return " ".join(names)
+
+
+@pytest.mark.parametrize("kind", ["trmph", "hexworld", "plain"])
+def test_games_are_written_and_read_back(kind: str) -> None:
+    for size in (3, 11, 26):
+        for moves in [*made(3, size=min(size, 11)), (size * size - 1, 0), (1, SWAP, 5), (1, SWAP)]:
+            if SWAP in moves and kind == "trmph":
+                with pytest.raises(UsageError, match="swap"):
+                    write_game(replay(moves, size=size), "trmph")
+                continue
+            found = read_game(write_game(replay(moves, size=size), kind))
+            assert found.moves(size) == moves
+            assert found.size == (None if kind == "plain" else size)
+            assert found.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("line", "size", "words", "winner"),
+    [
+        ("#13,a4g7", 13, "a4 g7", EMPTY),
+        ("http://www.trmph.com/hex/board#11,A4b11", 11, "a4 b11", EMPTY),
+        ("#13,a4g7 1", 13, "a4 g7", BLUE),
+        ("#13,a4g7 r", 13, "a4 g7", RED),
+        ("https://hexworld.org/board/#15r9c1,e6:sf7i8,g10", 15, "e6 swap f7 i8 g10", EMPTY),
+        ("11nc1,b4:sh4:rb", 11, "b4 swap h4", RED),
+        ("#11,b4h4:fw", 11, "b4 h4", BLUE),
+        ("1. a4 b5, 2. c6 swap", None, "a4 b5 c6 swap", EMPTY),
+        ("1.a4 2.b5", None, "a4 b5", EMPTY),
+        ("a4;b05 resign", None, "a4 b5", RED),
+        ("a4 b5 c1 resign", None, "a4 b5 c1", BLUE),
+        ("#5,", 5, "", EMPTY),
+    ],
+)
+def test_what_a_line_says(line: str, size: int | None, words: str, winner: int) -> None:
+    found = read_game(line)
+    assert (found.size, " ".join(found.words), found.winner) == (size, words, winner)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "hello",
+        "#13,a4g",
+        "#13,a4:pb5",
+        "#27,a1",
+        "#1,a1",
+        "#13,a4:rbg7",
+        "a0",
+        "a27",
+        "ä4",
+        "#13,a4 b5",
+        "#13,a4b5 #13,c6",
+        "#13,a4b5\r#13,c6",
+        "a4 b5.",
+        "a1" * 9000,
+    ],
+)
+def test_what_is_no_game_is_refused(line: str) -> None:
+    with pytest.raises(UsageError):
+        read_game(line)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_both_orientations_are_recognised(tmp_path: Path, mirrored: bool) -> None:
+    games = made(200, size=5)
+    path = tmp_path / "games.txt"
+    lines = "\r\n".join(written(moves, size=5, mirrored=mirrored) for moves in games)
+    path.write_bytes(b"\xef\xbb\xbf" + lines.encode())  # As some editors write it.
+    source = open_source(path)
+    assert source.orientation.is_mirrored == mirrored
+    assert source.orientation.num_complete == 200 > source.orientation.num_complete_otherwise
+    ledger = Ledger()
+    (found,) = source.games(ledger)
+    assert [found.move_list(number) for number in range(200)] == games
+    assert ledger.total == 0
+
+
+def test_bad_games_are_left_out_and_named(tmp_path: Path, whet: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    games = [written(moves) for moves in made(60)]
+    bad = ["a1 a1 b2 blue", "what is this", "#5,a1b2", "a1 b1", f"{games[0]} d4 d3 d2", "#4,a1b2c3 z", "#4,a1z9"]
+    told_wrongly = [f"{moves} {'red' if len(moves.split()) % 2 else 'blue'}" for moves in games[:1]]
+    told_rightly = ["a1 b1 blue"]
+    path = tmp_path / "games.txt"
+    path.write_text("// a comment\n\n" + "\n".join([*games, *bad, *told_wrongly, *told_rightly]) + "\n")
+    with pytest.raises(WhetError, match="more than 6 games are bad"):
+        import_records(path, into=tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["games.txt"], "nothing is left half-written"
+    done = whet(
+        "data", "hex", str(path), "--output-dir", str(tmp_path / "set"), "--max-bad", "8", "--size", "4", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads(done.stdout)
+    kinds = {"unreadable": 2, "other size": 1, "illegal": 3, "unfinished": 1, "contradiction": 1}
+    assert manifest["left_out"] == kinds
+    assert manifest["left_out_named"]["illegal"] == ["games.txt:69 (4)", "games.txt:63", "games.txt:67"]
+    assert manifest["num_read"] == 60 + 7 + 2
+    assert json.loads((tmp_path / "set" / "manifest.json").read_text()) == manifest
+    assert run(["data", "hex", str(path), "--max-bad=8", "--size=4", "--strict"]) == 1
+    assert "games.txt:63" in capsys.readouterr().out
+    for words, said in (
+        (("hex", "nowhere"), "not there"),
+        (("hex", str(path), "--output-dir", str(tmp_path / "set"), "--max-bad=9"), "there already"),
+        (("hex", str(path), "--size=40"), "size"),
+        (("hex", str(path), "--dev-share=2"), "dev_share"),
+    ):
+        assert run(["data", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, ...]], PositionSet]:
+    """600 games of 4x4, some of them again, and once turned by 180 degrees."""
+    folder = tmp_path_factory.mktemp("kept")
+    games = list(dict.fromkeys(made(600, seed=4)))
+    turned = [tuple(15 - move for move in moves) for moves in games[:50]]
+    (folder / "games.trmph").write_text(
+        "\n".join("#4," + written(moves).replace(" ", "") for moves in [*games, *games[:30], *turned])
+    )
+    manifest = import_records(
+        folder / "games.trmph", into=folder / "set", overrides=ImportWishes(dev_share=0.2, seed=3)
+    )
+    assert manifest.repeated >= 80
+    return games, PositionSet(folder / "set")
+
+
+def test_positions_are_those_of_the_games(kept) -> None:
+    games, positions = kept
+    samples = positions.batch(np.arange(len(positions)))
+    place = 0
+    for begin, length in zip(positions.games["begin"], positions.games["length"], strict=True):
+        number = int(samples.games[place])
+        moves = tuple(samples.moves[begin : begin + length - 1].tolist())
+        assert moves in games
+        won = replay(moves, size=4).winner
+        assert positions.games["winner"][number] == won
+        for ply in range(length):
+            then = replay(moves[:ply], size=4)
+            assert samples.positions.boards[place].reshape(-1).tolist() == list(then.cells)
+            assert (samples.positions.movers[place], samples.plies[place]) == (then.mover, ply)
+            assert samples.results[place] == (then.mover == won)
+            place += 1
+        # A game that is over teaches no move.
+        assert samples.moves[place - 1] == NO_MOVE
+    assert place == len(positions)
+    assert ((winners(samples.positions.boards) != EMPTY) == (samples.moves == NO_MOVE)).all()
+
+
+def test_no_game_is_in_two_parts(kept) -> None:
+    _, positions = kept
+    seen: dict[tuple[int, ...], str] = {}
+    parts = {name: positions.split(name) for name in ("train", "val", "test")}
+    assert sorted(np.concatenate(list(parts.values())).tolist()) == list(range(len(positions)))
+    for name, numbers in parts.items():
+        assert len(numbers) == positions.manifest.splits[name].positions > 0
+        samples = positions.batch(numbers)
+        for game in np.unique(samples.games):
+            moves = tuple(samples.moves[samples.games == game].tolist())
+            either_way = min(moves, tuple(15 - move if move >= 0 else move for move in moves))
+            assert seen.setdefault(either_way, name) == name
+    assert 0.12 < len(parts["val"]) / len(positions) < 0.28
+    with pytest.raises(UsageError, match="no such part"):
+        positions.split("trian")
+
+
+def test_the_same_records_give_the_same_bytes_and_another_seed_other_parts(kept, tmp_path: Path) -> None:
+    _, positions = kept
+    source = positions.folder.parent / "games.trmph"
+    again = import_records(source, into=tmp_path / "again", overrides=ImportWishes(dev_share=0.2, seed=3))
+    assert again == positions.manifest
+    assert PositionSet(tmp_path / "again").fingerprint == positions.fingerprint
+    other = import_records(source, into=tmp_path / "other", overrides=ImportWishes(dev_share=0.2, seed=4))
+    assert other.files["positions.bin"] == again.files["positions.bin"]
+    assert other.files["games.bin"] != again.files["games.bin"]
+
+
+def test_augmentation_is_a_function_of_seed_epoch_and_sample(kept) -> None:
+    _, positions = kept
+    numbers = np.arange(len(positions))
+    first = positions.augmented(numbers, seed=1, epoch=2)
+    shuffled = np.random.default_rng(0).permutation(numbers)
+    again = positions.augmented(shuffled, seed=1, epoch=2)
+    assert (again.positions.boards == first.positions.boards[shuffled]).all()
+    assert (again.moves == first.moves[shuffled]).all()
+    ways = symmetries_of(numbers, seed=1, epoch=2)
+    assert np.bincount(ways, minlength=4).min() > 0.22 * len(numbers)
+    for seed, epoch in ((1, 3), (2, 2), (-1, 2)):
+        same = (symmetries_of(numbers, seed=seed, epoch=epoch) == ways).mean()
+        assert 0.2 < same < 0.3
+    plain = positions.batch(numbers)
+    # What is played stays legal, and wins for whom it won.
+    has_move = first.moves >= 0
+    rows = np.flatnonzero(has_move)
+    assert (first.positions.boards.reshape(len(numbers), -1)[rows, first.moves[rows]] == EMPTY).all()
+    assert (has_move == (plain.moves >= 0)).all()
+    assert (first.results == plain.results).all()
+    over = winners(first.positions.boards)
+    assert ((over == EMPTY) == (winners(plain.positions.boards) == EMPTY)).all()
+
+
+def test_damaged_sets_are_refused(kept, tmp_path: Path) -> None:
+    _, positions = kept
+    for name, damage, said in (
+        ("positions.bin", lambda data: data[:-1], "bytes it had"),
+        ("games.bin", lambda data: data[:-12], "bytes it had"),
+        ("positions.bin", lambda data: b"\x01" + data[1:], "content"),
+        ("manifest.json", lambda data: data[:100], "damaged"),
+        ("manifest.json", lambda data: data.replace(b'"size": 4', b'"size": 99'), "no such board"),
+        ("manifest.json", lambda data: data.replace(b'"games.bin"', b'"../games.bin"'), "files"),
+        ("manifest.json", lambda data: b"[]", "damaged"),
+        ("manifest.json", lambda data: data.replace(b"positions 1", b"positions 9"), "another format"),
+        ("manifest.json", lambda data: data.replace(b'"train"', b'"trial"'), "damaged"),
+        ("manifest.json", lambda data: data.replace(b'"positions": ', b'"positions": -'), "wrong value"),
+    ):
+        shutil.copytree(positions.folder, tmp_path / "copy")
+        path = tmp_path / "copy" / name
+        path.write_bytes(damage(path.read_bytes()))
+        with pytest.raises(WhetError) as refused:
+            PositionSet(tmp_path / "copy")
+        assert said in str(refused.value)
+        shutil.rmtree(tmp_path / "copy")
+    with pytest.raises(UsageError, match="no set of positions"):
+        PositionSet(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [("begin", 2**64 - 1, "beside"), ("begin", 1, "beside"), ("length", 60_000, "beside"), ("split", 3, "no part")],
+)
+def test_games_that_lie_with_a_right_hash_are_refused(kept, tmp_path: Path, field: str, value: int, said: str) -> None:
+    _, positions = kept
+    shutil.copytree(positions.folder, tmp_path / "copy")
+    games = positions.games.copy()
+    games[field][0] = value
+    (tmp_path / "copy" / "games.bin").write_bytes(games.tobytes())
+    manifest = json.loads((tmp_path / "copy" / "manifest.json").read_text())
+    manifest["files"]["games.bin"]["sha256"] = hashlib.sha256(games.tobytes()).hexdigest()
+    (tmp_path / "copy" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(WhetError) as refused:
+        PositionSet(tmp_path / "copy")
+    assert said in str(refused.value)
+
+
+def test_boards_are_packed_and_unpacked() -> None:
+    for size in (2, 5, 13, 26):
+        boards = np.random.default_rng(size).integers(0, 3, (50, size, size)).astype(np.int8)
+        assert (unpack_boards(pack_boards(boards), size=size) == boards).all()
+
+
+def independent_winner(line: str) -> int:
+    """By filling from the first player's top edge, on a set of (column, row): nothing of whet's is used."""
+    for first in (0, 1):
+        stones = {(ord(word[0]) - 97, int(word[1:]) - 1) for word in line.split()[first::2]}
+        begin = {stone for stone in stones if stone[1 - first] == 0}
+        todo = list(begin)
+        while todo:
+            column, row = todo.pop()
+            for near in ((column + x, row + y) for x, y in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1))):
+                if near in stones and near not in begin:
+                    begin.add(near)
+                    todo.append(near)
+        if any(stone[1 - first] == 12 for stone in begin):
+            return BLUE if first == 0 else RED
+    return EMPTY
+
+
+@pytest.mark.skipif(not GAMES.exists(), reason="WHET_TEST_DATA has no Hex games")
+def test_winners_of_recorded_games_agree_with_an_independent_replay(report_count) -> None:
+    source, ledger = open_source(GAMES), Ledger()
+    assert (source.size, source.orientation.is_mirrored) == (13, False)
+    found = np.concatenate([games.winners for games in source.games(ledger)]).tolist()
+    expected = [independent_winner(line) for line in GAMES.read_text().splitlines()]
+    assert ledger.total == 0
+    assert found == expected
+    report_count(
+        f"{len(found):,} recorded games: the first player won {found.count(BLUE):,}, the second {found.count(RED):,}"
+    )
+    # The same by union-find, and the positions just before the end are not won.
+    for line, winner in list(zip(GAMES.read_text().splitlines(), found, strict=True))[::50]:
+        moves = [parse_cell(word, size=13) for word in line.split()]
+        assert replay(moves, size=13).winner == winner
+        assert replay(moves[:-1], size=13).winner == EMPTY
+
+
+def test_samples_of_games_without_positions() -> None:
+    samples = unroll(play_games(RandomPlayer(), size=3, count=0, seed=0))
+    assert len(samples) == 0
+    assert transform(samples.positions, MIRRORED).boards.shape == (0, 3, 3)
+    assert legal(samples.positions.boards).shape == (0, 9)
+    assert unpack_boards(pack_boards(samples.positions.boards), size=3).shape == (0, 3, 3)

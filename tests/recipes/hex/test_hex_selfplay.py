@@ -1,0 +1,218 @@
+"""Self-play: what it plays is Hex, a kill loses at most a generation, and it ends the same as without one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from paths import ROOT
+from whet.base.errors import UsageError, WhetError
+from whet.checkpoint import store
+from whet.cli.main import run
+from whet.hex.board import BLUE
+from whet.hex.play.routes import Routes
+from whet.recipes.hex import players
+from whet.recipes.hex.arena.openings import draw_openings
+from whet.recipes.hex.players import SearchPlayer
+from whet.recipes.hex.search.mcts import Found, Search, search_moves
+from whet.recipes.hex.search.tree import Trees, tree_bytes
+from whet.recipes.hex.selfplay.playing import Played, play_itself, read_played, write_played
+from whet.recipes.hex.selfplay.state import champion_run, open_state, read_state, run_path
+from whet.recipes.hex.views import has_won, passed_on
+from whet.run.folder import open_run
+from whet.training.supervisor import prepare_restart
+
+pytestmark = pytest.mark.torch
+
+WORDS = (
+    "selfplay=True", "size=3", "games=20", "epochs=1", "arch.depth=1", "arch.width=8", "threads=1",
+    "global_batch_size=16", "loop.games=40", "loop.simulations=4", "loop.gate_games=8",
+)  # fmt: skip
+
+
+class Even:
+    """Every move alike: a net is not needed to play by the rules."""
+
+    def judge(self, boards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        is_free = (boards == 0).reshape(len(boards), -1)
+        return (is_free / is_free.sum(1, keepdims=True)).astype(np.float32), np.full(len(boards), 0.5, np.float32)
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    player = SearchPlayer(Even(), Search(simulations=12, noise_share=0.25))  # type: ignore[arg-type]
+    return play_itself(player, size=4, num_games=41, free_moves=3, seed=4)
+
+
+def test_games_are_whole_and_their_results_right(played: Played) -> None:
+    """Positions of a game follow each other by one stone; the loser is to move at the end, and results alternate."""
+    assert set(played.games) == set(range(41))
+    for game in range(41):
+        rows = np.flatnonzero(played.games == game)
+        boards, wins = played.boards[rows], played.wins[rows]
+        for before, after in pairwise(boards):
+            seen = passed_on(after[None])[0]
+            assert (seen != before).sum() == 1
+            assert seen[seen != before] == BLUE
+        assert has_won(passed_on(boards[-1:]))[0]
+        assert not has_won(passed_on(boards[:-1])).any()
+        assert wins[-1] == 0
+        assert (wins[:-1] != wins[1:]).all()
+        assert played.shares[rows[-1]].sum() == 0
+        np.testing.assert_allclose(played.shares[rows[:-1]].sum(1), 1, rtol=1e-5)
+
+
+def test_trees_that_take_turns_for_want_of_memory_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    player = SearchPlayer(Even(), Search(simulations=12, noise_share=0.25))  # type: ignore[arg-type]
+    boards = draw_openings(7, size=4, num_stones=2, seed=0)
+    together = player.search(boards, draw=np.random.default_rng(3))
+    sizes: list[int] = []
+
+    def search(boards: np.ndarray, *given: Any, **draw: Any) -> Found:
+        sizes.append(len(boards))
+        return search_moves(boards, *given, **draw)
+
+    monkeypatch.setattr(players, "search_moves", search)
+    monkeypatch.setattr(players, "_TREE_BYTES", 2 * tree_bytes(4, num_nodes=13))
+    in_turns = player.search(boards, draw=np.random.default_rng(3))
+    assert sizes == [2, 2, 2, 1]
+    assert (in_turns.visits == together.visits).all()
+    assert (in_turns.win == together.win).all()
+    arrays = vars(Trees(boards, num_nodes=13)).values()
+    assert 7 * tree_bytes(4, num_nodes=13) == sum(array.nbytes for array in arrays if array.ndim > 2)
+
+
+def test_a_page_that_is_closed_ends_the_search_that_is_under_way() -> None:
+    """Python waits for every thread of a pool before it ends; a long search would hold Ctrl-C up."""
+    calls: list[int] = []
+
+    class Asked(Even):
+        def judge(self, boards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            calls.append(len(boards))
+            if len(calls) == 3:
+                routes.close()
+            return super().judge(boards)
+
+    player = SearchPlayer(Asked(), Search(simulations=10_000))  # type: ignore[arg-type]
+    routes = Routes(player, sizes=(4,), size=4, colour="blue")
+    with pytest.raises(WhetError, match="stopped"):
+        player.search(np.zeros((1, 4, 4), dtype=np.int8))
+    assert len(calls) == 3
+
+
+def test_moves_are_never_on_a_stone_and_there_is_none_at_the_end(played: Played) -> None:
+    is_over = played.shares.sum(1) == 0
+    assert (played.moves[is_over] == -1).all()
+    taken = played.boards.reshape(len(played), -1)[np.arange(len(played)), played.moves]
+    assert (taken[~is_over] == 0).all()
+
+
+def test_what_was_played_is_kept_whole_or_not_read(played: Played, tmp_path: Path) -> None:
+    path = tmp_path / "games.npz"
+    write_played(path, played)
+    found = read_played(path)
+    assert found is not None
+    assert (found.shares == played.shares).all()
+    whole = path.read_bytes()
+    changed = bytearray(whole)
+    changed[len(whole) // 2] ^= 1
+    for damaged in (whole[:-100], bytes(changed), b""):
+        path.write_bytes(damaged)
+        assert read_played(path) is None
+    arrays = {name: getattr(played, name) for name in ("boards", "shares", "wins", "games")}
+    np.savez(path, **arrays, sha256=np.array("of something else"))
+    assert read_played(path) is None
+    assert read_played(tmp_path / "absent.npz") is None
+
+
+def command(folder: Path) -> list[str]:
+    return ["train", "hex", *WORDS, "--run", str(folder), "--max-restarts", "0", "--device", "cpu", "--quiet"]
+
+
+def test_killed_and_said_again_it_ends_as_if_nothing_had_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kill comes while a generation learns and damages older games; the loop that goes on is a shorter one."""
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    longer = [*command(cut), "loop.generations=50"]
+    killed = subprocess.Popen([sys.executable, "-m", "whet", *longer], env=env)
+    while killed.poll() is None and not (run_path(cut, 2) / "run.json").exists():
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    assert len(read_state(cut).generations) == 2
+    (cut / "games-001.npz").write_bytes(b"what a power cut leaves")
+    with mock.patch.dict(os.environ):
+        for folder in (cut, whole):
+            assert run([*command(folder), "loop.generations=2"]) == 0
+    one, two = (json.loads((folder / "state.json").read_bytes()) for folder in (whole, cut))
+    assert one["generations"] == two["generations"]
+    assert len(one["generations"]) == 3
+    assert champion_run(cut) == run_path(cut, read_state(cut).champion)
+    for number in range(3):
+        weights = [store.load_newest(open_run(run_path(f, number)).checkpoints)[1].tensors for f in (whole, cut)]
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_board_with_too_few_openings_for_its_gates_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*command(tmp_path / "small"), "size=3", "loop.gate_games=146"]
+    with mock.patch.dict(os.environ):
+        assert run(words) == 2
+    assert "loop.gate_games" in capsys.readouterr().err
+    assert not (tmp_path / "small").exists()
+
+
+def test_a_kill_or_ctrl_c_while_it_plays_is_followed_by_more_of_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed, it is started again by its parent, which is told of the folder; interrupted, it says how to go on."""
+    monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
+    (tmp_path / "loop.toml").write_text("[loop]\ngenerations = 3\n")
+    told: list[Path | None] = []
+    monkeypatch.setattr("whet.training.supervisor.report_to_parent", lambda run, *, step=0: told.append(run))
+    monkeypatch.setattr("whet.recipes.hex.selfplay.improving.Improvement.run", mock.Mock(side_effect=KeyboardInterrupt))
+    folder, file = tmp_path / "better", tmp_path / "loop.toml"
+    with mock.patch.dict(os.environ):
+        assert run([*command(folder)[:-1], "--config", str(file)]) == 130
+    assert f"--config {file} --device cpu --run {folder}" in capsys.readouterr().err
+    assert told == [folder]
+    open_state(folder, config={})
+    assert prepare_restart(folder, killer="SIGKILL", is_first=True) == "it goes on"
+    with mock.patch.dict(os.environ):
+        assert run([*command(folder), "--fresh"]) == 2
+    assert read_state(folder).config == {}
+
+
+def test_another_training_does_not_go_on_in_the_folder_but_a_longer_or_newer_one_does(tmp_path: Path) -> None:
+    folder = tmp_path / "better"
+    open_state(folder, config={"lr": 0.1, "loop": {"generations": 2}})
+    assert open_state(folder, config={"lr": 0.1, "a_new_key": 1, "loop": {"generations": 9}}).config["lr"] == 0.1
+    with pytest.raises(UsageError, match="another lr"):
+        open_state(folder, config={"lr": 0.2, "loop": {}})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("")
+    with pytest.raises(UsageError, match="something else"):
+        open_state(tmp_path / "other", config={})
+    (folder / "state.json").write_text('{"format": "whet hex selfplay 9", "config": {}}')
+    with pytest.raises(UsageError, match="another format"):
+        open_state(folder, config={"lr": 0.1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hex_strength", "hex_selfplay"])
+def test_the_bars_of_strength_are_reached(name: str) -> None:
+    """Five and twenty minutes of training on this machine's own cores, then 400 games each."""
+    script = ROOT / "benchmarks" / f"{name}.py"
+    assert subprocess.run([sys.executable, script], check=False).returncode == 0

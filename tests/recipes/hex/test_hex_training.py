@@ -1,0 +1,204 @@
+"""Hex from the command line: data, training, resuming to the same bits, and the arena, in few small processes."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from whet.checkpoint import store
+from whet.cli.main import run
+from whet.config.resolve import resolve_config
+from whet.hex.positions.splitting import game_keys
+from whet.hex.self_play import play_games
+from whet.hex.two_distance import TwoDistancePlayer
+from whet.recipes.hex.data import split
+from whet.recipes.hex.recipe import recipe as hex_recipe
+from whet.run.events import read_events
+from whet.run.folder import open_run
+
+pytestmark = pytest.mark.torch
+
+SMALL = (
+    "size=4",
+    "games=120",
+    "arch.depth=1",
+    "arch.width=8",
+    "threads=1",
+    "global_batch_size=64",
+    "lr=1e-2",
+    "epochs=3",
+)
+
+
+class Place:
+    """A folder in which commands are said, in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, *words: object) -> tuple[int, str, str]:
+        out, errors = io.StringIO(), io.StringIO()
+        with mock.patch.dict(os.environ), contextlib.chdir(self.folder), redirect_stdout(out), redirect_stderr(errors):
+            code = run([str(word) for word in words])
+        return code, out.getvalue(), errors.getvalue()
+
+    def train(self, *words: object) -> tuple[int, str, str]:
+        return self.run("train", "hex", *words, "--no-measure", "--max-restarts", 0, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("hex")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WHET_HOME", str(folder / "home"))
+        yield Place(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(place: Place) -> Path:
+    """A run that nobody disturbed."""
+    code, _, errors = place.train(*SMALL, "--run", "runs/whole")
+    assert code == 0, errors
+    assert "whet play runs/whole" in errors
+    return place.folder / "runs" / "whole"
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {event.step: event.number("loss") for event in read_events(open_run(run), kinds=("step",))}
+
+
+def test_it_learns_and_says_what_it_knows(whole: Path) -> None:
+    seen = losses(whole)
+    assert sum(list(seen.values())[-5:]) < 0.93 * sum(list(seen.values())[:5])
+    told = list(read_events(open_run(whole), kinds=("eval",)))[-1].fields
+    names = {"policy_top1", "policy_top5", "value_accuracy", "brier", "calibration_error"}
+    assert {f"test_{name}" for name in names} <= set(told)
+    assert open_run(whole).kept["size"] == 4
+
+
+def test_in_three_sittings_it_ends_with_the_same_bits(place: Place, whole: Path) -> None:
+    """And with what a player needs, though that was lost: a kill may come between the folder and this file."""
+    cut = place.folder / "runs" / "cut"
+    for _ in range(3):
+        (cut / "recipe.json").unlink(missing_ok=True)
+        code, _, errors = place.train(*SMALL, "epochs_per_sitting=1", "--run", "runs/cut")
+        assert code == 0, errors
+    assert open_run(cut).kept == open_run(whole).kept
+    assert losses(cut) == losses(whole)
+    one, two = (store.load_newest(open_run(run).checkpoints)[1].tensors for run in (whole, cut))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_players_meet(place: Place, whole: Path) -> None:
+    code, out, errors = place.run("arena", "hex", "runs/whole@8", "random", "--games", 40, "--json", "--device", "cpu")
+    assert code == 0, errors
+    found = json.loads(out)
+    assert (found["size"], found["rating"]["num_games"]) == (4, 40)
+    assert found["rating"]["low"] > 0.5
+    assert found["rating"]["low"] < found["rating"]["win_rate"] <= found["rating"]["high"]
+    assert (found["openings"], found["num_stones"]) == ("even", 3)
+    words = ("arena", "hex", "runs/whole", "random", "--games", 40, "--openings", "random", "--device", "cpu")
+    code, out, errors = place.run(*words)
+    assert code == 0, errors
+    assert "40 games, 20 random openings of 2 stones" in out
+    assert "games are over" not in errors, "it would stay"
+    won, lost, shared = map(int, re.findall(r"openings +(\d+) won with both colours, (\d+) lost, (\d+) shared", out)[0])
+    assert won + lost + shared == 20
+    assert f"won       {2 * won + shared} of 40" in out
+
+
+def test_a_person_plays_against_a_run(place: Place, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("b2\nhint\nquit\n"))
+    code, out, errors = place.run("play", "runs/whole@8", "--terminal", "--device", "cpu")
+    assert code == 0, errors
+    assert out.count("your move (blue)") == 2
+    assert "runs/whole@8 likes" in out
+    code, _, errors = place.run("play", "runs/whole", "--size", 5, "--terminal", "--device", "cpu")
+    assert (code, "--size 4" in errors) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("recipe.json", "{}"), ("recipe.json", '{"size": 1000}'), ("config.json", '{"arch": {"width": -3}}')],
+)
+def test_a_damaged_run_does_not_play(place: Place, whole: Path, name: str, content: str) -> None:
+    shutil.copytree(whole, place.folder / "runs" / "hurt", dirs_exist_ok=True)
+    (place.folder / "runs" / "hurt" / name).write_text(content)
+    code, _, errors = place.run("arena", "hex", "runs/hurt", "random", "--games", 2, "--device", "cpu")
+    assert (code, len(errors.strip().splitlines())) == (1, 3), errors
+    assert f"{name} is damaged" in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("arena", "hex", "nobody", "random"), "no such player"),
+        (("arena", "hex", "runs/whole@many", "random"), "not a number of simulations"),
+        (("arena", "hex", f"runs/whole@{'9' * 5_000}", "random"), "not a number of simulations"),
+        (("arena", "hex", "n" * 5_000, "random"), "no such player"),
+        (("play", "two-distance@64", "--terminal"), "two-distance does not look ahead"),
+        (("arena", "text", "random", "random"), "text is not played"),
+        (("train", "hex", "--run", "runs", "--max-restarts", "0"), "not a run, and not empty"),
+        (("plan", "hex", "data=absent"), "the data is not there"),
+        (("plan", "hex", "policy_weight=0", "value_weight=0"), "nothing would be learned"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_three_lines(place: Place, whole: Path, words: tuple[str, ...], said: str) -> None:
+    code, _, errors = place.run(*words)
+    assert (code, len(errors.strip().splitlines())) == (2, 3), errors
+    assert said in errors
+
+
+def test_recorded_games_are_learned_from_and_a_plan_knows_how_many(place: Place) -> None:
+    games = play_games(TwoDistancePlayer(), size=4, count=60, seed=5)
+    lines = [" ".join(f"{'abcd'[move % 4]}{move // 4 + 1}" for move in games.move_list(game)) for game in range(60)]
+    (place.folder / "games.txt").write_text("\n".join(lines) + "\n")
+    code, _, errors = place.run("data", "hex", "games.txt", "--size", 4, "--output-dir", "positions")
+    assert code == 0, errors
+    recipe = hex_recipe()
+    config = resolve_config(recipe.Config, [f"data={place.folder / 'positions'}", "global_batch_size=16"]).config
+    data = recipe.data(config)
+    assert data.size == 4
+    told = recipe.describe(config)
+    assert told.num_samples == recipe.describe(config, data).num_samples == len(data.train["move"])
+    decided = data.train["move"] < 0
+    assert 0 < decided.sum() < len(decided)
+
+
+def test_no_made_game_that_is_learned_from_judges_the_training() -> None:
+    games = play_games(TwoDistancePlayer(), size=3, count=200, seed=5)
+    held_out = games.take(slice(20))
+    train, *parts = split(games)
+    known = set(game_keys(train, seed=0))
+    assert any(key in known for key in game_keys(held_out, seed=0)), "a test that could not fail"
+    assert len(train) == 180
+    for part in parts:
+        assert 0 < len(part) < 10
+        assert known.isdisjoint(game_keys(part, seed=0))
+    few = split(play_games(TwoDistancePlayer(), size=2, count=200, seed=5))
+    assert [len(part) for part in few] == [180, 10, 10], "where all games are known they stay"
+
+
+def test_few_games_may_leave_no_test_part_but_not_nothing_to_judge_by(place: Place) -> None:
+    lines = ["b1 a1 b2 a2 b3 a3 b4", "c1 a1 c2 a2 c3 a3 c4", "d1 a1 d2 a2 d3 a3 d4"]
+    (place.folder / "few.txt").write_text("\n".join(lines) + "\n")
+    recipe = hex_recipe()
+    for test, val, name in ((0, 0.5, "no-test"), (0, 0, "no-dev")):
+        words = ("--size", 4, "--test-share", test, "--dev-share", val, "--output-dir", name)
+        assert place.run("data", "hex", "few.txt", *words)[0] == 0
+    found = recipe.data(resolve_config(recipe.Config, [f"data={place.folder / 'no-test'}"]).config)
+    assert len(found.train["move"])
+    assert len(found.val["move"])
+    assert found.test is None
+    code, _, errors = place.train("data=no-dev")
+    assert (code, "no positions to judge a training by" in errors) == (2, True), errors

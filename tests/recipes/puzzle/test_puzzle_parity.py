@@ -1,0 +1,116 @@
+"""The puzzle model beside the official implementation: the same weights, batches and slots give the same numbers.
+
+The figures were recorded from that implementation, which is not needed here; SOURCE.txt beside them says how.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from whet.data.batch import MicroBatch
+from whet.recipes.puzzle.model import PuzzleModel, PuzzleShape, SlotConfig, official_name, puzzle_loss, strip_prefixes
+
+pytestmark = pytest.mark.torch
+
+CASES = {"attention_rope": (1e-4, 1e-3), "attention_learned": (1e-4, 1e-3), "mixer": (1e-6, 1e-6)}
+"""How far logits and states may lie apart, and gradients, relative to the largest of their tensor."""
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("cut", [(6,), (4, 2)], ids=["whole", "cut"])
+def test_four_chained_steps_agree(name: str, cut: tuple[int, ...]) -> None:
+    told, recorded = read_case(name)
+    model = their_model(told["config"], recorded)
+    close, close_gradients = CASES[name]
+    for number, expected in enumerate(told["steps"]):
+        here = {n.removeprefix(f"step{number}."): t for n, t in recorded.items() if n.startswith(f"step{number}.")}
+        logits, halt, loss, gradients = step(model, here, cut)
+        slots = model.slots
+        assert torch.equal(slots.inputs, here["slot.inputs"].long())
+        assert torch.equal(slots.labels, here["slot.labels"].long())
+        assert torch.equal(slots.puzzles, here["slot.puzzle_identifiers"].long())
+        assert torch.equal(slots.steps, here["count"].long())
+        assert torch.equal(slots.halted, here["halted"].bool())
+        assert int(slots.halted.sum()) == expected["halted"]
+        assert apart(logits, here["logits"]) <= close
+        assert apart(halt, here["q_halt"]) <= close
+        assert apart(slots.y, here["y"]) <= close
+        assert apart(slots.z, here["z"]) <= close
+        assert loss * len(halt) == pytest.approx(expected["loss"], rel=1e-6)
+        rows = torch.zeros_like(gradients["table.weight"])
+        rows.index_add_(0, here["puzzle_row_ids"].long(), here["grad.puzzle_rows"])
+        for ours, gradient in gradients.items():
+            theirs = rows if ours == "table.weight" else here[f"grad.inner.{official_name(ours)}"]
+            assert apart(gradient, theirs) <= close_gradients * float(theirs.abs().max()), ours
+        assert len(gradients) == sum(n.startswith("grad.") for n in here)
+
+
+def step(
+    model: PuzzleModel, recorded: dict[str, Tensor], cut: tuple[int, ...]
+) -> tuple[Tensor, Tensor, float, dict[str, Tensor]]:
+    """One step as the code that trains makes it: a loss for each part of the batch, weighed by its share."""
+    outputs: list[tuple[Tensor, ...]] = []
+    handle = model.register_forward_hook(lambda _model, _inputs, found: outputs.append(found))
+    model.zero_grad(set_to_none=True)
+    total, first, size = 0.0, 0, sum(cut)
+    for number in cut:
+        fields = {
+            "inputs": recorded["batch.inputs"],
+            "labels": recorded["batch.labels"],
+            "puzzles": recorded["batch.puzzle_identifiers"],
+        }
+        fields = {name: rows[first : first + number] for name, rows in fields.items()}
+        micro = MicroBatch(fields=fields, ids=np.arange(first, first + number), first_index=first)
+        loss = puzzle_loss(model, micro) * (number / size)
+        loss.backward()
+        total, first = total + float(loss.detach()), first + number
+    handle.remove()
+    logits, halt = (torch.cat([found[at] for found in outputs]).detach() for at in (2, 3))
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logits, halt[:, 0], total, gradients
+
+
+def apart(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max())
+
+
+def read_case(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    folder = os.environ.get("WHET_TEST_DATA")
+    place = Path(folder or "") / "trm-reference"
+    if folder is None or not place.is_dir():
+        pytest.skip("WHET_TEST_DATA names no folder with trm-reference/: recorded figures of the official model")
+    return json.loads((place / f"{name}.json").read_text()), load_file(place / f"{name}.safetensors")
+
+
+def their_model(config: dict[str, Any], recorded: dict[str, Tensor]) -> PuzzleModel:
+    """A model of these sizes with their weights."""
+    shape = PuzzleShape(
+        num_tokens=config["vocab_size"],
+        length=config["seq_len"],
+        num_puzzles=config["num_puzzle_identifiers"],
+        width=config["hidden_size"],
+        num_heads=config["num_heads"],
+        expansion=config["expansion"],
+        num_layers=config["L_layers"],
+        outer_cycles=config["H_cycles"],
+        inner_cycles=config["L_cycles"],
+        positions=config["pos_encodings"],
+        mixes_by_mlp=config["mlp_t"],
+        prefix=config["puzzle_emb_len"],
+        puzzle_width=config["puzzle_emb_ndim"],
+    )
+    slotting = SlotConfig(number=config["batch_size"], most_steps=config["halt_max_steps"], exploration=0.0, seed=0)
+    model = PuzzleModel(shape, slotting)
+    theirs = strip_prefixes({n.removeprefix("state."): t for n, t in recorded.items() if n.startswith("state.")})
+    ours = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("slots.")}
+    assert {official_name(name) for name in ours} == {*theirs}
+    model.load_state_dict({name: theirs[official_name(name)] for name in ours}, strict=False)
+    return model

@@ -1,0 +1,131 @@
+"""A trained classifier without whet: transformers loads the folder, ONNX's own reference computes the same."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tiny_bert import write_rows, write_tiny_bert
+from whet.api.export import export_model
+from whet.base.errors import UsageError, WhetError
+from whet.config.resolve import resolve_config
+from whet.recipes.runner import train_recipe
+from whet.recipes.text import export
+from whet.recipes.text.prediction import Answering
+from whet.recipes.text.prediction_files import TextQuery
+from whet.recipes.text.recipe import recipe as text_recipe
+from whet.run.folder import open_run
+from whet.training.weights import load_weights
+
+pytestmark = pytest.mark.torch
+
+transformers = pytest.importorskip("transformers")
+
+TEXTS = ("the fox of fox red", "some flint of flint the flint four", "a")
+PAIRS = ("red", "blue green the fox", "of of of of")
+
+
+def trained(folder: Path, *words: str) -> Path:
+    recipe = text_recipe()
+    train_recipe(recipe, resolve_config(recipe.Config, [*words, "threads=1"]), run=folder, device="cpu")
+    return folder
+
+
+def shares(run: Path, *, has_pairs: bool = False) -> np.ndarray:
+    """What whet predict says."""
+    recipe, opened = text_recipe(), open_run(run)
+    model, answers = recipe.predict(recipe.Config.model_validate(opened.config), opened.kept)
+    assert isinstance(answers, Answering)
+    load_weights(run, model, checkpoint="best")
+    model.eval()
+    asked = [
+        TextQuery(row="1", text=text, pair=pair if has_pairs else None) for text, pair in zip(TEXTS, PAIRS, strict=True)
+    ]
+    return np.array([list(answer.verdict["probabilities"].values()) for answer in answers.answers(asked)])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_bert(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def pair_run(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("pairs")
+    rows = write_rows(folder / "rows.jsonl", num_rows=90, has_pairs=True)
+    words = (f"data={rows}", f"model={model}", "pair_column=sentence2", "lr=1e-3", "epochs=2")
+    return trained(folder / "run", *words)
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small")
+    rows = write_rows(folder / "rows.jsonl", num_rows=90)
+    sizes = ("arch.hidden_size=32", "arch.max_length=24", "arch.vocab_size=400")
+    return trained(folder / "run", f"data={rows}", "epochs=1", *sizes)
+
+
+def test_transformers_loads_the_folder_and_says_the_same(pair_run: Path, tmp_path: Path) -> None:
+    written = export_model(pair_run, to="transformers", out=tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "whet-export.json").read_text())
+    assert {*told["files"], "whet-export.json"} == {*written.files} >= {"config.json", "model.safetensors"}
+    assert told["classes"] == ["animal", "plant", "stone"]
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    batch = tokenizer(list(TEXTS), list(PAIRS), padding=True, return_tensors="pt")
+    with torch.no_grad():
+        found = theirs(**batch).logits.softmax(1).numpy()
+    np.testing.assert_allclose(found, shares(pair_run, has_pairs=True), atol=1e-5)
+    assert theirs.config.id2label == dict(enumerate(told["classes"]))
+
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="files that no export made"):
+        export_model(pair_run, to="transformers", out=tmp_path / "out", force=True)
+    (tmp_path / "out" / "notes.txt").unlink()
+    with pytest.raises(UsageError, match="there already"):
+        export_model(pair_run, to="transformers", out=tmp_path / "out")
+    export_model(pair_run, to="transformers", out=tmp_path / "out", force=True, checkpoint="last")
+
+
+@pytest.mark.parametrize("kind", ["small", pytest.param("pair", marks=pytest.mark.slow)])
+def test_onnx_computes_the_same_for_other_shapes(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    reference = pytest.importorskip("onnx.reference", reason="the extra onnx")
+    pytest.importorskip("onnxscript", reason="the extra onnx")
+    run = request.getfixturevalue(f"{kind}_run")
+    export_model(run, to="onnx", out=tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "whet-export.json").read_text())
+    evaluator = reference.ReferenceEvaluator(str(tmp_path / "out" / "model.onnx"))
+    if kind == "pair":
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+        batch = tokenizer(list(TEXTS), list(PAIRS), padding=True, return_tensors="np")
+        given = {name: batch[name].astype(np.int64) for name in told["inputs"]}
+    else:
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_file=str(tmp_path / "out" / "tokenizer.json"), pad_token="<pad>"
+        )
+        batch = tokenizer(list(TEXTS), padding=True, return_tensors="np")
+        given = {name: batch[name].astype(np.int64) for name in told["inputs"]}
+    (logits,) = evaluator.run(["logits"], given)
+    found = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    np.testing.assert_allclose(found, shares(run, has_pairs=kind == "pair"), atol=1e-4)
+
+    class Other(torch.nn.Module):
+        def forward(self, **given: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(logits) + 0.01
+
+    tensors = {name: torch.from_numpy(ids) for name, ids in given.items()}
+    with pytest.raises(WhetError, match=r"something else.*\n.*differ by 0.01"):
+        export._check_same_logits(Other(), tmp_path / "out" / "model.onnx", tensors)
+
+
+def test_what_cannot_be_exported_is_refused_and_nothing_is_left(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match="no model of transformers"):
+        export_model(small_run, to="transformers", out=tmp_path / "out")
+    monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxscript" else object())
+    with pytest.raises(UsageError, match=r"no onnxscript\n.*whet\[onnx\]"):
+        export_model(small_run, to="onnx", out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,241 @@
+"""A view shows what the run folder says, on any axis, and advises only what was measured. The runs are simulated."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from simulated_run import _waits_for_no_disk, plan, simulated_run, trial  # noqa: F401
+from whet.base.errors import UsageError
+from whet.report.comparison import MAX_COMPARED_RUNS, compare_runs
+from whet.report.plan_evidence import plan_trials
+from whet.report.run_view import RunView, run_view
+from whet.run.events import EventLog
+from whet.run.folder import Run, create_run
+
+STEPS = 600
+
+
+@pytest.fixture(scope="module")
+def view(tmp_path_factory: pytest.TempPathFactory) -> RunView:
+    return run_view(simulated_run(tmp_path_factory.mktemp("runs") / "text-001", steps=STEPS))
+
+
+def bare(path: Path, **parts: object) -> Run:
+    known = {"config": {}, "plan": {}, "machine": {}, "versions": {}, "command": ["whet", "train"], **parts}
+    return create_run(path, recipe="text", **known)  # type: ignore[arg-type]
+
+
+def test_it_is_strict_json_that_comes_back_and_tells_no_path(view: RunView, tmp_path: Path) -> None:
+    text = json.dumps(view.as_json(), allow_nan=False)
+    assert RunView.from_json(json.loads(text), where="a page").as_json() == view.as_json()
+    assert view.name == "text-001"
+    assert str(tmp_path.parent.parent) not in text, "where the run lies is nobody's business"
+
+
+def test_every_curve_lies_on_all_three_axes(view: RunView) -> None:
+    assert [track.source for track in view.tracks] == ["step", "eval", "health", "epoch"]
+    for track in view.tracks:
+        assert len(track.step) == len(track.seconds) == len(track.samples)
+        assert list(track.step) == sorted(track.step)
+        assert list(track.seconds) == sorted(track.seconds)
+        assert all(
+            samples == pytest.approx(32 * step, abs=32) for step, samples in zip(track.step, track.samples, strict=True)
+        )
+        assert all(len(line.mean) == len(track.step) for line in track.lines)
+    names = {line.name for track in view.tracks for line in track.lines}
+    assert {"loss", "lr", "grad_norm", "samples_per_second", "accuracy", "memory/limit", "use/gpu"} <= names
+    loss = view.track("step").line("loss")  # type: ignore[union-attr]
+    assert loss is not None
+    assert loss.nonfinite == 1
+    assert loss.mean[STEPS // 5 - 1] is None
+
+
+def test_the_night_between_two_sittings_is_no_time_of_work(view: RunView) -> None:
+    steps = view.track("step")
+    assert steps is not None
+    assert steps.seconds[-1] < 60
+    assert view.report.wall_seconds > 8 * 3600
+    assert [sitting.step for sitting in view.sittings] == [0, STEPS // 2]
+    assert all(moment.seconds < 60 for moment in view.moments)
+
+
+def test_speed_is_samples_in_the_time_of_steps(tmp_path: Path) -> None:
+    run = bare(tmp_path / "r")
+    with EventLog(run) as log:
+        for step in range(1, 11):
+            seconds = {"data": 0.1, "forward": 0.3, "evaluate": 100.0, "save": 100.0}
+            log.append("step", step=step, loss=1.0, samples=8 * step, seconds=seconds)
+    speed = run_view(run).track("step").line("samples_per_second")  # type: ignore[union-attr]
+    assert speed is not None
+    assert speed.mean == tuple([20.0] * 10)
+
+
+def test_a_spike_survives_thinning(tmp_path: Path) -> None:
+    run = bare(tmp_path / "r")
+    with EventLog(run) as log:
+        for step in range(1, 5001):
+            log.append("step", step=step, loss=99.0 if step == 2345 else 1.0)
+    track = run_view(run, points=100).track("step")
+    assert track is not None
+    line = track.line("loss")
+    assert line is not None
+    assert line.high is not None
+    assert len(track.step) <= 100
+    assert max(value for value in line.high if value is not None) == 99.0
+
+
+def test_stretches_and_moments(view: RunView) -> None:
+    assert [(s.about, s.level, s.from_step, s.to_step) for s in view.spells] == [
+        ("heat", "hot", 180, 270),
+        ("pressure", "warn", 480, 528),
+    ]
+    told = [(m.kind, m.tone) for m in view.moments if m.kind != "checkpoint"]
+    assert told == [
+        ("start", "plain"),
+        ("throttle", "warn"),
+        ("throttle", "good"),
+        ("oom", "bad"),
+        ("resume", "plain"),
+        ("pressure", "warn"),
+        ("pressure", "good"),
+        ("end", "good"),
+    ]
+    assert view.moments_left_out == 0
+
+
+def test_thousands_of_moments_are_cut_in_the_middle(tmp_path: Path) -> None:
+    run = bare(tmp_path / "r")
+    with EventLog(run) as log:
+        for step in range(1000):
+            log.append("spike", step=step, reason="x" * 5000, samples=[])
+    found = run_view(run)
+    assert len(found.moments) + found.moments_left_out == 1000
+    assert (found.moments[0].step, found.moments[-1].step, len(found.moments)) == (0, 999, 300)
+    assert max(len(moment.words) for moment in found.moments) <= 2000
+
+
+def test_where_the_time_went_adds_up(view: RunView) -> None:
+    assert sum(phase.share for phase in view.phases) == pytest.approx(1)
+    assert [phase.name for phase in view.phases] == ["data", "transfer", "forward", "backward", "optimizer", "save"]
+
+
+def test_evidence_tells_each_candidate_and_what_was_chosen(view: RunView) -> None:
+    groups = {group.setting: group for group in view.evidence}
+    assert list(groups)[-1] == "plan"
+    assert [(one.label, one.chosen) for one in groups["micro_batch"].candidates] == [
+        ("micro_batch=16", True),
+        ("micro_batch=8", False),
+    ]
+    winner = groups["micro_batch"].candidates[0]
+    assert winner.low is not None
+    assert winner.high is not None
+    assert winner.speedup is not None
+    assert winner.low < winner.speedup < winner.high
+
+
+def test_what_was_foretold_stands_beside_what_came(view: RunView) -> None:
+    figures = {one.name: one for one in view.foretold}
+    assert figures["speed"].planned == pytest.approx(32 * 1.16 / 0.04)
+    assert figures["speed"].happened == pytest.approx(
+        32 * STEPS / sum(p.seconds for p in view.phases if p.name != "save")
+    )
+    assert figures["time of all steps"].planned == pytest.approx(1.0 + STEPS * 0.04 / 1.16)
+    assert figures["memory of a step"].planned == 3 * 1024**3
+    assert figures["steps"].happened == STEPS
+
+
+def test_advice_names_its_measurement(view: RunView) -> None:
+    told = {one.try_: one.measured for one in view.advice}
+    assert told["workers=2 instead of 0, which you asked for"] == "workers=2: faster"
+    assert told["compile=on in a run of more than 3,326 steps"] == "38 s to prepare, saves 11 ms in each step"
+    assert any("cross_entropy was lowest, 0.7375 at step 300" in measured for measured in told.values())
+    assert math.ceil(38 / (0.04 - 0.04 / 1.4)) == 3326
+
+
+def test_without_a_measurement_there_is_no_advice(tmp_path: Path) -> None:
+    run = bare(
+        tmp_path / "r", plan=plan(trials=[trial("workers", 2, "no gain", 1.01), trial("compile", "on", "failed", None)])
+    )
+    with EventLog(run) as log:
+        log.append("start", step=0, total_steps=3, goal="accuracy", mode="max")
+        for step in range(1, 4):
+            log.append("step", step=step, loss=1 / step, seconds={"data": 0.01, "forward": 1.0})
+            log.append("eval", step=step, accuracy=step / 4, cross_entropy=1 / step)
+    assert run_view(run).advice == ()
+
+
+def test_data_that_took_long_speaks_for_what_was_measured_about_it(tmp_path: Path) -> None:
+    settings = {"workers": {"value": 0, "reason": "", "source": "rule", "evidence": {}}}
+    run = bare(tmp_path / "r", plan={"settings": settings, "trials": [trial("workers", 2, "not worth it", 1.3)]})
+    with EventLog(run) as log:
+        log.append("step", step=1, loss=1.0, seconds={"data": 0.38, "forward": 0.62})
+    first = run_view(run).advice[0]
+    assert (first.try_, first.measured) == (
+        "workers=2",
+        "waiting for data took 38 % of the time of the steps; workers=2 was 1.30x",
+    )
+
+
+def test_confusion_and_samples_are_the_newest(view: RunView) -> None:
+    (matrix,) = view.findings.confusions
+    assert (matrix.part, matrix.step, len(matrix.labels), len(matrix.counts)) == ("val", STEPS, 6, 6)
+    (scores,) = view.findings.classes
+    assert (scores.part, scores.step, scores.columns) == ("val", STEPS, ("f1", "support"))
+    assert (scores.labels, scores.rows[1]) == (matrix.labels, (0.65, 149.0))
+    (table,) = view.findings.samples
+    assert table.columns == ("input", "expected", "predicted")
+    assert table.rows[0][0] == "Return the <b>eigenvalues</b> of a matrix."
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"labels": ["a"], "counts": [[1, 2]]},
+        {"labels": ["a", "b"], "counts": [[1, 2]]},
+        {"labels": ["a"], "counts": [[-1]]},
+        {"labels": ["a"], "counts": [["1"]]},
+        {"labels": "ab", "counts": [[1]]},
+        {"labels": [str(n) for n in range(100)], "counts": [[0] * 100] * 100},
+        [],
+    ],
+)
+def test_a_matrix_that_is_none_is_left_out(tmp_path: Path, damaged: object) -> None:
+    run = bare(tmp_path / "r")
+    with EventLog(run) as log:
+        log.append("eval", step=1, confusion=damaged, classes=damaged, samples=[1, "x", None])
+    found = run_view(run).findings
+    assert (found.confusions, found.classes, found.samples) == ((), (), ())
+
+
+def test_a_run_of_long_ago_says_less_and_is_shown_all_the_same(tmp_path: Path) -> None:
+    empty = run_view(bare(tmp_path / "empty"))
+    assert (empty.tracks, empty.moments, empty.advice, empty.foretold) == ((), (), (), ())
+    odd = {"settings": "none", "trials": [{"setting": 1}, 5, trial("workers", 2, "faster", 1.2)], "cautions": "x"}
+    run = bare(tmp_path / "r", plan=odd)
+    with EventLog(run) as log:
+        log.append("step", step=1, loss=1.0)
+        log.append("epoch", step=1, epoch=1, epoch_seconds=1.0, memory={"allocated": 5, "limit": 10})
+    found = run_view(run)
+    assert [track.source for track in found.tracks] == ["step", "epoch"]
+    assert len(plan_trials(odd)) == 1
+
+
+def test_a_comparison_puts_what_differs_first(tmp_path: Path) -> None:
+    views = [
+        run_view(simulated_run(tmp_path / where / "same", steps=60, seed=n, lr=lr))
+        for n, (where, lr) in enumerate((("a", 0.1), ("b", 0.2)))
+    ]
+    found = compare_runs(views)
+    assert found.labels == ("same", "same (2)")
+    assert [(row.name, row.values) for row in found.config if row.differs] == [
+        ("seed", ("0", "1")),
+        ("lr", ("0.1", "0.2")),
+    ]
+    assert not found.config[-1].differs
+    assert "arch.layers" in {row.name for row in found.config}
+    assert not any(row.differs for row in found.settings)
+    for count in (1, MAX_COMPARED_RUNS + 1):
+        with pytest.raises(UsageError):
+            compare_runs(views[:1] * count)

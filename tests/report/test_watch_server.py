@@ -1,0 +1,743 @@
+"""The server of the live page, as a process beside runs that anybody may have made (G4, G6, G9, G10 and G11)."""
+
+import contextlib
+import http.client
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paths import ReportCount
+from web_client import PATIENCE_SECONDS, Served, serving, until
+from whet.report.watch import run_cache, status_reader
+from whet.report.watch.listing import RunListing
+from whet.report.watch.run_cache import RunCache
+from whet.report.watch.server import PAGE_FOLDER
+from whet.report.watch.status_reader import run_id
+from whet.run import lock
+from whet.run.events import EventLog
+from whet.run.folder import Run, create_run, installed_versions
+from whet.run.follow import LiveHistory
+from whet.web.access import ClientLimits, HttpError
+
+CANARY = "canary-9f2c61"
+PAYLOADS = (
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "<svg/onload=alert(1)>",
+    '"><script>alert(1)</script>',
+    "'-alert(1)-'",
+    "</title><script>alert(1)</script>",
+    "</textarea><script>alert(1)</script>",
+    "<!--<script>",
+    "javascript:alert(1)",
+    "<a href=javascript:alert(1)>x</a>",
+    "<iframe srcdoc='<script>alert(1)</script>'>",
+    "<base href=//evil.example>",
+    "<meta http-equiv=refresh content='0;url=//evil.example'>",
+    "{{constructor.constructor('alert(1)')()}}",
+    "\x1b[2J\x1b]0;owned\x07",
+    "\r\nSet-Cookie: owned=1\r\n\r\n<script>",
+    "\n\nevent: run\ndata: owned\n\n",
+    "\u202egnp.exe",
+    "\x00<script>",
+    "%3Cscript%3Ealert(1)%3C/script%3E",
+)
+ROUTES = (
+    "/",
+    "/static/watch.js",
+    "/api/runs",
+    "/api/runs/{id}",
+    "/api/runs/{id}/events",
+    "/api/compare",
+    "/api/stream",
+)
+DOCUMENTED = {200, 202, 304, 400, 401, 403, 404, 405, 409, 413, 415, 421, 431, 503}
+
+
+def make(root: Path, name: str, **parts: dict) -> Run:
+    told = {"config": {}, "plan": {}, "machine": {}, "versions": installed_versions()} | parts
+    return create_run(root / name, recipe="text", command=["whet", "train", "text"], **told)
+
+
+def train(run: Run | Path, *, steps: int, **end: object) -> None:
+    with EventLog(run) as log:
+        log.append("start", step=0, total_steps=100, goal="accuracy")
+        for step in range(1, steps + 1):
+            log.append(
+                "step", step=step, loss=1 / step, samples=32 * step, lr=0.1, seconds={"data": 0.1, "forward": 0.2}
+            )
+        log.append("eval", step=steps, accuracy=0.5)
+        if end:
+            log.append("end", step=steps, **end)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a good run and many bad ones."""
+    base = tmp_path_factory.mktemp("watched")
+    outside = base / "outside"
+    outside.mkdir()
+    (outside / "canary.json").write_text(json.dumps({"secret": CANARY, "kind": "step", "step": 1, "time": 1.0}) + "\n")
+    train(make(outside, "elsewhere", config={"secret": CANARY}), steps=2)
+    root = base / "runs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        train(make(root, "good"), steps=50, state="done")
+        train(make(root, "other", config={"lr": 3}), steps=20, state="failed", reason="no reason")
+        for number, payload in enumerate(PAYLOADS):
+            name = payload.replace("/", "\u2215").replace("\x00", "\u2400")
+            run = make(
+                root, name, config={"note": payload, payload: 1}, plan={"settings": {payload: {"value": payload}}}
+            )
+            with EventLog(run) as log:
+                log.append("start", step=0, goal=payload, total_steps=number)
+                log.append("step", step=1, loss=float("nan"))
+                log.append("eval", step=1, **{payload: 0.5})
+                log.append("warning", step=1, reason=payload, words=payload)
+                log.append("end", step=1, state=payload, reason=payload)
+        train(make(root, os.fsdecode(b"not-utf8-\xff\xfe")), steps=3)
+        train(make(root, "%2e%2e%2foutside"), steps=3)
+        train(make(root, ".."[:1] + "hidden"), steps=3)
+        long = make(root, "long-line")
+        with EventLog(long) as log:
+            log.append("start", step=0)
+            log.append("warning", step=1, reason="w" * 10_000_000)
+        endless = make(root, "endless-line")
+        (endless.path / "events.jsonl").write_bytes(b"{" * 17_000_000)
+    (root / "link").symlink_to(outside / "elsewhere")
+    for part in ("events.jsonl", "config.json", "run.json", "plan.json"):
+        run = make(root, f"linked-{part}")
+        (run.path / part).unlink()
+        (run.path / part).symlink_to(outside / "canary.json")
+    os.mkfifo(make(root, "pipe").path / "pipe")
+    fifo = make(root, "fifo").path / "events.jsonl"
+    fifo.unlink()
+    os.mkfifo(fifo)
+    (make(root, "damaged").path / "config.json").write_text("{" * 100_000)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    words = ("-m", "whet", "watch", str(runs), "--port", "0", "--json", "--no-browser")
+    before = snapshot(runs)
+    with serving(*words, home=tmp_path_factory.mktemp("home"), cwd=runs.parent) as served:
+        assert until(lambda: served.ask("/api/runs").json()["is_complete"])
+        yield served
+    assert snapshot(runs) == before, "the server wrote in a run folder"
+
+
+def snapshot(root: Path) -> dict[str, tuple[int, int, int]]:
+    """Every file of the runs that no test changes itself."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        if "live" not in str(path.relative_to(root)):
+            stat = path.lstat()
+            found[str(path)] = (stat.st_mtime_ns, stat.st_size, stat.st_ino) if not path.is_dir() else (0, 0, 0)
+    return found
+
+
+def addresses(server: Served) -> list[str]:
+    return [route.replace("{id}", run_id("good")) for route in ROUTES]
+
+
+def test_the_runs_are_listed_with_what_they_are(server: Served, runs: Path) -> None:
+    answer = server.ask("/api/runs").json()
+    lines = {line["name"]: line for line in answer["runs"]}
+    assert len(lines) == len(answer["runs"]) == 2 + len(PAYLOADS) + 2 + 2 + 4 + 3
+    good = lines["good"]
+    assert (good["state"], good["step"], good["total_steps"], good["goal_value"]) == ("done", 50, 100, 0.5)
+    assert good["loss"] == 1 / 50
+    assert good["id"] == run_id("good")
+    assert lines["other"]["state"] == "failed"
+    assert lines["long-line"]["state"] == "stopped"
+    broken = {"endless-line", "fifo", "damaged", *(name for name in lines if name.startswith("linked-"))}
+    assert len(broken) == 7
+    assert all(lines[name]["state"] == "unreadable" and lines[name]["problem"] for name in broken)
+    assert str(runs) not in json.dumps(answer)
+    assert CANARY not in json.dumps(answer)
+
+
+def test_a_run_its_events_and_a_comparison(server: Served) -> None:
+    view = server.ask(f"/api/runs/{run_id('good')}")
+    assert view.json()["report"]["step"] == 50
+    tagged = {"If-None-Match": view.headers["etag"]}
+    assert server.ask(f"/api/runs/{run_id('good')}", headers=tagged).status == 304
+    compared = server.ask(f"/api/compare?ids={run_id('good')},{run_id('other')}").json()
+    assert compared["labels"] == ["good", "other"]
+    seen: list[tuple[str, int]] = []
+    before = ""
+    while True:
+        page = server.ask(f"/api/runs/{run_id('good')}/events?kinds=step,start,end&limit=7{before}").json()
+        seen += [(event["kind"], event["step"]) for event in page["events"]]
+        if page["before"] is None:
+            break
+        before = f"&before={page['before']}"
+    assert seen == [("end", 50), *(("step", step) for step in range(50, 0, -1)), ("start", 0)]
+    rare = server.ask(f"/api/runs/{run_id('good')}/events").json()["events"]
+    assert [event["kind"] for event in rare] == ["end", "eval", "start"]
+
+
+def test_every_bad_run_is_told_in_three_lines_or_shown_short(server: Served) -> None:
+    for line in server.ask("/api/runs").json()["runs"]:
+        for path in (f"/api/runs/{line['id']}", f"/api/runs/{line['id']}/events"):
+            answer = server.ask(path)
+            assert answer.status in (200, 400, 409), (line["name"], answer)
+            assert (answer.status == 200) or line["state"] == "unreadable" or line["name"].startswith("linked-")
+            assert len(answer.body) < 500_000
+            assert CANARY.encode() not in answer.body
+
+
+# G4: anything may be asked.
+
+WORDS = st.text(max_size=40) | st.sampled_from(
+    [
+        "",
+        "0",
+        "-1",
+        "1e9",
+        "9" * 30,
+        "0.0",
+        "1.5",
+        "%00",
+        "null",
+        ",".join(["a" * 20] * 20),
+        run_id("good"),
+        run_id("fifo"),
+    ]
+)
+NAMES = st.sampled_from(["before", "kinds", "limit", "ids", "run", "token", "x", ""])
+METHODS = st.sampled_from([*["GET"] * 20, "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "FROB"])
+HEADERS = st.dictionaries(
+    st.sampled_from(["If-None-Match", "Range", "Accept", "Content-Type", "Cookie", "Upgrade", "Expect", "X"]),
+    st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=30),
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_no_request_makes_the_server_fail(server: Served, route: str, report_count: ReportCount) -> None:
+    process = psutil.Process(server.process.pid)
+    before = process.memory_info().rss
+    statuses: dict[int, int] = {}
+
+    @settings(max_examples=200, database=None)
+    @given(WORDS, st.lists(st.tuples(NAMES, WORDS), max_size=4), METHODS, HEADERS, st.binary(max_size=200))
+    def ask(word: str, query: list[tuple[str, str]], method: str, headers: dict[str, str], body: bytes) -> None:
+        # Every other one names a run that is there, or the route could not be reached.
+        ident = run_id("good") if len(word) % 2 else urllib.parse.quote(word, safe="%", errors="replace")
+        path = route.replace("{id}", ident) + ("?" + urllib.parse.urlencode(query, errors="replace") if query else "")
+        if route == "/static/watch.js" and len(word) % 2:
+            path = f"/static/{ident}"
+        if route == "/api/compare":
+            path += ("&" if query else "?") + f"ids={ident},{run_id('other')}"
+        answer = server.ask(path, method, headers, body=body)
+        statuses[answer.status] = statuses.get(answer.status, 0) + 1
+        assert answer.status in DOCUMENTED, answer
+        assert b"Traceback" not in answer.body
+
+    ask()
+    grown = process.memory_info().rss - before
+    assert statuses.get(200), statuses
+    assert grown < 50e6
+    report_count(
+        f"G4: {route}: {sum(statuses.values())} requests, {dict(sorted(statuses.items()))}, {grown / 1e6:+.1f} MB"
+    )
+
+
+# G6: names that are not ours.
+
+
+def wrong_hosts(port: int) -> list[str | None]:
+    return [
+        "evil.example",
+        f"evil.example:{port}",
+        f"127.0.0.1.evil.example:{port}",
+        f"localhost.evil.example:{port}",
+        f"localhost.:{port}",
+        f"127.0.0.1.:{port}",
+        "localhost",
+        "127.0.0.1",
+        f"127.0.0.1:{port + 1}",
+        f"localhost:{port}0",
+        f"[::1]:{port + 1}",
+        "[::1]",
+        f"[::ffff:127.0.0.1]:{port}",
+        f"[0:0:0:0:0:0:0:1]:{port}",
+        f"127.1:{port}",
+        f"2130706433:{port}",
+        f"0.0.0.0:{port}",
+        f"user@127.0.0.1:{port}",
+        f"127.0.0.1:{port}, evil.example",
+        "",
+        None,
+    ]
+
+
+def test_another_name_than_ours_is_refused_on_every_route_by_every_method(
+    server: Served, report_count: ReportCount
+) -> None:
+    methods = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
+    kinds: list[tuple[str, dict[str, str]]] = [(method, {}) for method in methods]
+    kinds.append(
+        (
+            "GET",
+            {
+                "Upgrade": "websocket",
+                "Connection": "Upgrade",
+                "Sec-WebSocket-Key": "eA==",
+                "Sec-WebSocket-Version": "13",
+            },
+        )
+    )
+    kinds.append(("GET", {"Accept": "text/event-stream"}))
+    count = 0
+    for host, path, (method, headers) in itertools.product(wrong_hosts(server.port), addresses(server), kinds):
+        told = {**headers, **server.bearer}
+        answer = server.ask_bare(path, method, told, host=host or " " if host == "" else host)
+        # Without a Host, HTTP itself asks for 400.
+        assert answer.status == (400 if host is None else 421), (host, path, method, answer)
+        count += 1
+    twice = [("Host", f"127.0.0.1:{server.port}"), *server.bearer.items()]
+    assert server.ask_bare("/", headers=twice).status == 400
+    good = [f"localhost:{server.port}", f"127.0.0.1:{server.port}", f"[::1]:{server.port}", f"LOCALHOST:{server.port}"]
+    assert all(server.ask_bare("/", headers=server.bearer, host=host).status == 200 for host in good)
+    report_count(f"G6: {count} requests by {len(wrong_hosts(0))} wrong names refused")
+
+
+def test_nothing_opens_without_the_key_and_nothing_changes_with_it(server: Served) -> None:
+    for path in addresses(server):
+        assert server.ask_bare(path).status == 401
+        for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"):
+            answer = server.ask(path, method, {"Content-Type": "application/json"}, body=b"{}")
+            assert answer.status == 405
+            assert answer.headers["allow"] == "GET, HEAD"
+        upgrade = {"Upgrade": "websocket", "Connection": "Upgrade", "Origin": f"http://127.0.0.1:{server.port}"}
+        assert server.ask(path, headers=upgrade).status == 400
+
+
+# G9: paths.
+
+
+def traversals(runs: Path) -> list[str]:
+    """Ways that have led out of other servers, each as a name of a file, a run and a page of events."""
+    ups = ("../", "..%2f", "%2e%2e/", "%2e%2e%2f", "..%252f", "%252e%252e%252f", "..%5c", "..\\", "....//", "..;/")
+    ups += ("%c0%ae%c0%ae/", "\uff0e\uff0e/", ".%00./", "..%00/")
+    targets = ("outside/canary.json", "outside/elsewhere/config.json", "runs/good/config.json")
+    found = [up * depth + target for up in ups for depth in (1, 2, 6) for target in targets]
+    place = runs.parent / "outside" / "canary.json"
+    beside = os.path.relpath(place, PAGE_FOLDER)
+    found += [
+        beside,
+        beside.replace("/", "%2f"),
+        beside.replace(".", "%2e"),
+        str(place),
+        f"/{place}",
+        f"file://{place}",
+        urllib.parse.quote(str(place), safe=""),
+        f"\\\\?\\{place}",
+    ]
+    found += ["link/config.json", "link", "linked-config.json", "good/../link/config.json", "linked-events.jsonl"]
+    found += [
+        f"{run_id('link')}",
+        f"{run_id('good')}/../{run_id('link')}",
+        f"{run_id('good')}%00",
+        run_id("good").upper(),
+    ]
+    return found
+
+
+def test_no_path_leads_out_of_the_runs(server: Served, runs: Path, report_count: ReportCount) -> None:
+    count = 0
+    statuses: set[int] = set()
+    for payload in traversals(runs):
+        encoded = payload if payload.isascii() and " " not in payload else urllib.parse.quote(payload, safe="/%")
+        for path in (f"/static/{encoded}", f"/api/runs/{encoded}", f"/{encoded}"):
+            answer = server.ask(path)
+            assert CANARY.encode() not in answer.body, path
+            assert answer.status in (400, 404), (path, answer)
+            statuses.add(answer.status)
+            count += 1
+    for name in (*(f"linked-{part}" for part in ("events.jsonl", "config.json", "run.json", "plan.json")), "link"):
+        for path in (f"/api/runs/{run_id(name)}", f"/api/runs/{run_id(name)}/events?kinds=step"):
+            assert CANARY.encode() not in server.ask(path).body
+            count += 1
+    assert count > 300
+    report_count(f"G9: {count} paths, statuses {sorted(statuses)}, canary served 0 times")
+
+
+# G10: who can reach it.
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_only_this_machine_can_reach_it(server: Served, report_count: ReportCount) -> None:
+    listening = [
+        connection.laddr
+        for connection in psutil.Process(server.process.pid).net_connections("inet")
+        if connection.status == "LISTEN"
+    ]
+    assert {address.ip for address in listening} <= {"127.0.0.1", "::1"}
+    assert {address.port for address in listening} == {server.port}
+    report_count(f"G10: listens on {sorted(address.ip for address in listening)} only")
+
+
+def test_an_open_address_is_announced_loudly_and_still_needs_the_key(tmp_path: Path) -> None:
+    words = ("-m", "whet", "watch", str(tmp_path), "--port", "0", "--json", "--no-browser", "--address", "0.0.0.0")
+    with serving(*words, home=tmp_path / "home", cwd=tmp_path) as served:
+        assert any("WARNING" in line for line in served.said)
+        assert served.ask_bare("/api/runs").status == 401
+        assert served.ask_bare("/api/runs", headers=served.bearer, host=f"evil.example:{served.port}").status == 421
+        assert served.ask("/api/runs").status == 200
+
+
+# G11: what a run says is text.
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripts: list[str | None] = []
+        self.handlers: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "script":
+            self.scripts.append(dict(attrs).get("src"))
+        self.handlers += [name for name, _ in attrs if name.startswith("on") or name == "style"]
+
+
+def test_names_and_logs_are_inert_in_every_answer(server: Served, report_count: ReportCount) -> None:
+    listed = server.ask("/api/runs")
+    names = {line["name"]: line["id"] for line in listed.json()["runs"]}
+    checked = [listed]
+    for payload in PAYLOADS:
+        ident = names[payload.replace("/", "\u2215").replace("\x00", "\u2400")]
+        view, events = server.ask(f"/api/runs/{ident}"), server.ask(f"/api/runs/{ident}/events")
+        assert view.json()["origin"]["config"]["note"] == payload
+        assert any(event["fields"].get("reason") == payload for event in events.json()["events"])
+        asked = urllib.parse.quote(payload, safe="")
+        checked += [
+            view,
+            events,
+            server.ask(f"/{asked}"),
+            server.ask(f"/api/runs/{asked}"),
+            server.ask(f"/static/{asked}"),
+        ]
+        checked.append(server.ask(f"/api/runs/{ident}/events?before={asked}"))
+    for answer in checked:
+        assert answer.headers["content-type"] in ("application/json", "text/plain; charset=utf-8")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "set-cookie" not in answer.headers
+        assert "\x1b" not in answer.text
+    page = server.ask("/")
+    tags = _Tags()
+    tags.feed(page.text)
+    assert tags.scripts
+    assert all(source and source.startswith("/static/") for source in tags.scripts)
+    assert tags.handlers == []
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    report_count(
+        f"G11: {len(PAYLOADS)} payloads in names, settings and logs: {len(checked)} answers, all plain text or JSON"
+    )
+
+
+@pytest.mark.slow
+def test_slow_clients_are_cut_off_at_the_deadlines_that_users_have(server: Served, report_count: ReportCount) -> None:
+    process, limits, begun = psutil.Process(server.process.pid), ClientLimits(), time.monotonic()
+    assert until(lambda: not process.net_connections("tcp")[2:])
+    before = process.num_fds()
+    slow = [server.connect() for _ in range(500)]
+    for connection in slow:
+        with contextlib.suppress(OSError):
+            connection.sendall(b"GET / HTTP/1.1\r\n")
+    assert process.num_fds() < limits.connections + 60
+    assert until(lambda: process.num_fds() <= before, seconds=limits.receive_seconds + 10)
+    report_count(
+        f"G5: 500 slow connections gone after {time.monotonic() - begun:.1f} s (deadline {limits.receive_seconds:g} s)"
+    )
+    for connection in slow:
+        connection.close()
+
+
+# A run that is being trained.
+
+
+class Stream:
+    """Listens to server-sent events."""
+
+    def __init__(self, server: Served, query: str = "") -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_SECONDS)
+        self._connection.request("GET", f"/api/stream{query}", headers=server.bearer)
+        self._response = self._connection.getresponse()
+        assert self._response.status == 200
+
+    def next(self, kind: str) -> dict:
+        """The data of the next event of this kind."""
+        name = ""
+        while line := self._response.readline().decode():
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ").strip()
+            elif line.startswith("data: ") and name == kind:
+                return json.loads(line.removeprefix("data: "))
+        raise AssertionError("the stream has ended")
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def test_a_page_is_told_what_changes_in_a_run(server: Served, runs: Path) -> None:
+    run = make(runs, "live-1")
+    ident = run_id("live-1")
+    with contextlib.closing(Stream(server, f"?run={ident}")) as stream:
+        assert stream.next("hello") == {"runs": [ident]}
+        assert stream.next("runs")["changed"][0]["state"] == "never started"
+        with lock.acquire(run.path), EventLog(run, flush_seconds=0) as log:
+            log.append("start", step=0, total_steps=9)
+            log.append("step", step=1, loss=2.0)
+            (line,) = stream.next("runs")["changed"]
+            assert (line["state"], line["total_steps"]) == ("running", 9)
+            version = stream.next("run")["version"]
+            log.append("step", step=2, loss=1.5)
+            while line["step"] != 2:
+                (line,) = stream.next("runs")["changed"]
+            assert line["loss"] == 1.5
+            assert stream.next("run")["version"] != version
+        while line["state"] != "stopped":
+            (line,) = stream.next("runs")["changed"]
+        for path in sorted(run.path.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        run.path.rmdir()
+        while ident not in (news := stream.next("runs"))["removed"]:
+            assert news["changed"]
+
+
+def test_a_torn_last_line_waits_until_it_is_whole(server: Served, runs: Path) -> None:
+    run = make(runs, "live-torn")
+    train(run, steps=3)
+    listing = RunListing(run.path)
+    assert listing.look().changed[0].step == 3
+    whole = b'{"kind":"step","time":1e9,"step":4,"loss":0.125}\n'
+    with (run.path / "events.jsonl").open("ab") as file:
+        file.write(whole[:20])
+        file.flush()
+        assert not listing.look()
+        assert until(lambda: "live-torn" in server.ask("/api/runs").text)
+        assert server.ask(f"/api/runs/{run_id('live-torn')}").json()["report"]["step"] == 3
+        file.write(whole[20:])
+    (line,) = listing.look().changed
+    assert (line.step, line.loss) == (4, 0.125)
+    assert server.ask(f"/api/runs/{run_id('live-torn')}").json()["report"]["step"] == 4
+
+
+def test_a_run_that_is_being_copied_here_is_listed_once_it_is_whole(tmp_path: Path) -> None:
+    train(make(tmp_path / "elsewhere", "copied"), steps=3, state="done")
+    there, here = tmp_path / "elsewhere" / "copied", tmp_path / "runs" / "copied"
+    shutil.copytree(there, here, ignore=shutil.ignore_patterns("config.json"))
+    listing = RunListing(tmp_path / "runs")
+    (line,) = listing.look().changed
+    assert (line.state, line.problem) == ("unreadable", "the run file copied/config.json is missing: no config.json")
+    assert not listing.look()
+    shutil.copy2(there / "config.json", here)
+    (line,) = listing.look().changed
+    assert (line.state, line.step) == ("done", 3)
+    assert not listing.look()
+
+
+def test_too_many_pages_are_refused_and_leave_when_they_close(server: Served) -> None:
+    streams = [Stream(server) for _ in range(64)]
+    assert server.ask("/api/stream").status == 503
+    for stream in streams:
+        stream.close()
+    assert until(lambda: server.ask("/api/stream").status == 200)
+
+
+TRAINING = """
+import sys, time
+from pathlib import Path
+from whet.run import lock
+from whet.run.events import EventLog
+folder = Path(sys.argv[1])
+for life in range(5):
+    with lock.acquire(folder), EventLog(folder) as log:
+        log.append("resume" if life else "start", step=200 * life, total_steps=1000)
+        for step in range(200 * life + 1, 200 * life + 201):
+            log.append("step", step=step, loss=1 / step)
+            time.sleep(0.002)
+        log.append("end", step=step, state="done")
+"""
+
+
+def test_a_run_goes_on_whatever_happens_to_the_server(tmp_path: Path) -> None:
+    """Five lives of a run that take its lock anew, while pages look on and the server is killed."""
+    run = make(tmp_path / "runs", "trained")
+    words = ("-m", "whet", "watch", str(tmp_path / "runs"), "--port", "0", "--json", "--no-browser")
+    with serving(*words, home=tmp_path / "home", cwd=tmp_path) as served, contextlib.ExitStack() as stack:
+        streams = [
+            stack.enter_context(contextlib.closing(Stream(served, f"?run={run_id('trained')}"))) for _ in range(5)
+        ]
+        assert served.ask(f"/api/runs/{run_id('trained')}").status == 200
+        training = subprocess.Popen([sys.executable, "-c", TRAINING, str(run.path)])
+        for stream in streams:
+            stream.next("run")
+        for _ in range(30):
+            assert served.ask(f"/api/runs/{run_id('trained')}").status == 200
+        served.process.send_signal(signal.SIGKILL)
+        served.process.wait()
+        assert training.wait(PATIENCE_SECONDS) == 0
+    (line,) = RunListing(tmp_path / "runs").look(seconds=60).changed
+    assert (line.state, line.step, line.total_steps) == ("done", 1000, 1000)
+
+
+def test_the_server_has_the_lowest_claim_to_the_machine(server: Served) -> None:
+    assert psutil.Process(server.process.pid).nice() >= psutil.Process().nice() + 5 or psutil.Process().nice() > 14
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_server_sleeps_while_nobody_looks(server: Served) -> None:
+    process = psutil.Process(server.process.pid)
+    with contextlib.closing(Stream(server)) as stream:
+        stream.next("hello")
+
+    def is_asleep() -> bool:
+        before = process.num_ctx_switches().voluntary
+        time.sleep(1.5)
+        return process.num_ctx_switches().voluntary == before
+
+    assert until(is_asleep)
+
+
+def test_a_list_reads_only_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        for number in range(30):
+            train(make(tmp_path, f"run-{number}"), steps=2, state="done")
+    listing = RunListing(tmp_path)
+    assert len(listing.look(seconds=60).changed) == 30
+    opened: list[str] = []
+    real_open = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest: (opened.append(str(path)), real_open(path, *rest))[1])
+    assert not listing.look()
+    assert opened == []
+    with (tmp_path / "run-7" / "events.jsonl").open("ab") as file:
+        file.write(b'{"kind":"step","time":2e9,"step":3,"loss":0.5}\n')
+    opened.clear()
+    (line,) = listing.look().changed
+    assert (line.name, line.step, line.loss, line.changed) == ("run-7", 3, 0.5, 2e9)
+    assert {Path(path).parent.name for path in opened if str(tmp_path) in path} == {"run-7"}
+
+
+def test_a_long_log_without_an_index_is_listed_by_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(tmp_path, "long")
+    with EventLog(run) as log:
+        log.append("start", step=0, total_steps=200_000, goal="accuracy")
+    with (run.path / "events.jsonl").open("ab") as file:
+        for step in range(1, 200_001):
+            file.write(b'{"kind":"step","time":%d,"step":%d,"loss":0.25,"note":"%060d"}\n' % (10**9 + step, step, step))
+        file.write(b'{"kind":"eval","time":2e9,"step":200000,"accuracy":0.75}\n')
+    (run.path / "events.index").unlink()
+    read: list[int] = []
+    real = status_reader.History
+    monkeypatch.setattr(
+        status_reader, "History", lambda run, progress: (read.append(1), real(run, progress=progress))[1]
+    )
+    listing = RunListing(tmp_path)
+    (found,) = listing.look(seconds=60).changed
+    assert (found.step, found.total_steps, found.loss, found.goal_value) == (200_000, 200_000, 0.25, 0.75)
+    assert (found.state, found.changed) == ("stopped", 2e9)
+    monkeypatch.setattr(status_reader, "_MAX_SCAN_BYTES", 10**9)
+    (again,) = RunListing(tmp_path).look(seconds=60).changed
+    assert again == found
+    with (run.path / "events.jsonl").open("ab") as file:
+        file.write(b'{"kind":"end","time":2e9,"step":200000,"state":"done"}\n')
+    assert listing.look(seconds=60).changed[0].state == "done"
+    assert len(read) == 2
+
+
+def test_a_run_that_takes_long_to_open_tells_how_far_it_is_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(make(tmp_path, "large"), steps=2)
+    may_go_on = threading.Event()
+
+    class Slow(LiveHistory):
+        def __init__(self, run: Path, *, progress: Callable[[int, int], None]) -> None:
+            progress(37, 100)
+            assert may_go_on.wait(PATIENCE_SECONDS)
+            super().__init__(run)
+
+    monkeypatch.setattr(run_cache, "LiveHistory", Slow)
+    monkeypatch.setattr(run_cache, "WAIT_SECONDS", 0.2)
+    looking, ident = RunCache(RunListing(tmp_path)), run_id("large")
+    with pytest.raises(HttpError, match="37 %") as refused:
+        looking.view(ident)
+    assert refused.value.status == 202
+    may_go_on.set()
+
+    def is_open() -> bool:
+        with contextlib.suppress(HttpError):
+            return looking.view(ident).view.report.step == 2
+        return False
+
+    assert until(is_open)
+
+
+def test_folders_with_runs_of_their_own_are_told_once(tmp_path: Path) -> None:
+    train(make(tmp_path / "search", "trial-0"), steps=2)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "search")
+    listing = RunListing(tmp_path)
+    changes = listing.look(seconds=60)
+    assert (changes.changed, changes.groups) == ((), {"search": 1})
+    assert not listing.look(), "as before"
+    train(make(tmp_path / "search", "trial-1"), steps=2)
+    assert listing.look().groups == listing.groups == {"search": 2}
+    shutil.rmtree(tmp_path / "search")
+    assert listing.look().groups == {}
+    assert RunListing(make(tmp_path, "one").path).look(seconds=60).groups is None
+
+
+def test_a_page_is_told_of_a_search_below_its_runs(server: Served, runs: Path) -> None:
+    with contextlib.closing(Stream(server, "")) as stream:
+        stream.next("hello")
+        trial = make(runs / "live-search", "trial-0")
+        while "groups" not in (news := stream.next("runs")):
+            pass
+        assert news["groups"] == [{"name": "live-search", "number": 1}]
+        assert server.ask("/api/runs").json()["groups"] == news["groups"]
+        shutil.rmtree(trial.path.parent)
+        while stream.next("runs").get("groups") != []:
+            pass
+
+
+def test_one_run_can_be_watched_alone(tmp_path: Path) -> None:
+    train(make(tmp_path, "one"), steps=2)
+    train(make(tmp_path, "two"), steps=2)
+    assert [line.name for line in RunListing(tmp_path / "one").look(seconds=60).changed] == ["one"]
+
+
+def test_a_second_watch_gives_a_new_link_to_the_first(server: Served, runs: Path) -> None:
+    home = Path(psutil.Process(server.process.pid).environ()["WHET_HOME"])
+    words = [sys.executable, "-m", "whet", "watch", str(runs), "--no-browser", "--json"]
+    done = subprocess.run(
+        words, env={**os.environ, "WHET_HOME": str(home)}, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
+    told = json.loads(done.stdout)
+    assert (told["is_new"], told["pid"]) == (False, server.process.pid)
+    with socket.create_connection(("127.0.0.1", server.port)):
+        cookie = server.cookie(told["link"])
+    assert server.ask_bare("/api/runs", headers={"Cookie": cookie}).status == 200

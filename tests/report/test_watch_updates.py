@@ -1,0 +1,339 @@
+"""The server of the live page where the machine is slow, and where things change under it."""
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from whet.report.watch import feed as feed_module
+from whet.report.watch import run_cache, status_reader
+from whet.report.watch.listing import RunListing
+from whet.report.watch.run_cache import RunCache
+from whet.report.watch.server import WatchRoutes
+from whet.report.watch.status_reader import run_id
+from whet.run import lock, strict_json
+from whet.run.events import EventLog
+from whet.run.folder import Run, create_run, open_run
+from whet.run.follow import LiveHistory
+from whet.web.access import HttpError
+
+PATIENCE = 120.0
+NEVER = 600.0
+
+
+def make(root: Path, name: str = "run") -> Run:
+    return create_run(root / name, recipe="text", config={}, plan={}, machine={}, versions={}, command=["whet"])
+
+
+def train(run: Run, **end: object) -> None:
+    with EventLog(run) as log:
+        log.append("start", step=0, total_steps=2)
+        log.append("step", step=1, loss=0.5)
+        if end:
+            log.append("end", step=1, **end)
+
+
+class Page:
+    """An open page, as the server sees it."""
+
+    def __init__(self, routes: WatchRoutes, *idents: str) -> None:
+        self._stream: AsyncGenerator[bytes] = routes._feed.listen(idents)  # type: ignore[assignment]
+
+    async def hear(self, words: bytes) -> bytes:
+        async def wait() -> bytes:
+            async for said in self._stream:
+                if words in said:
+                    return said
+            raise AssertionError("the stream has ended")
+
+        return await asyncio.wait_for(wait(), PATIENCE)
+
+    async def __aenter__(self) -> "Page":
+        await self.hear(b"event: hello")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stream.aclose()
+
+
+@pytest.fixture
+def routes(tmp_path: Path) -> Iterator[WatchRoutes]:
+    made = WatchRoutes(tmp_path)
+    yield made
+    made.close()
+
+
+async def list_of(routes: WatchRoutes) -> list[dict]:
+    answer = await asyncio.wait_for(routes._runs(None), PATIENCE)  # type: ignore[arg-type]
+    return strict_json.decode(bytes(answer.body))["runs"]
+
+
+def test_what_is_found_for_one_page_is_told_to_the_others(
+    routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that is opened has the runs looked at: the change that this finds is found only once."""
+    monkeypatch.setattr(feed_module, "_POLL_SECONDS", NEVER)
+    run = make(tmp_path)
+
+    async def watch() -> None:
+        async with Page(routes) as first:
+            await first.hear(b'"never started"')
+            train(run, state="done")
+            routes._listing.looked_at = -NEVER
+            assert [line["state"] for line in await list_of(routes)] == ["done"]
+            await first.hear(b'"state":"done"')
+
+    asyncio.run(watch())
+
+
+def test_a_slow_moment_of_the_disk_leaves_no_page_behind_simulated(
+    routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(tmp_path)
+    train(run)
+    for module in (feed_module, run_cache):
+        monkeypatch.setattr(module, "_SHARE", 1e-9)  # As if each look had taken minutes.
+    monkeypatch.setattr(run_cache, "_MAX_PAUSE_SECONDS", 0.2)
+
+    async def watch() -> None:
+        async with Page(routes, run_id("run")) as page:
+            assert [line["state"] for line in await list_of(routes)] == ["stopped"]
+            routes._looking.view(run_id("run"))
+            train(run, state="done")
+            await page.hear(b'"state":"done"')
+            await page.hear(b"event: run\n")
+
+    asyncio.run(watch())
+
+
+class Clock:
+    """Stands still unless it is put forward."""
+
+    def __init__(self) -> None:
+        self.wall = self.core = 0.0
+
+    def monotonic(self) -> float:
+        return self.wall
+
+    def thread_time(self) -> float:
+        return self.core
+
+
+def test_waiting_for_a_turn_is_not_the_work_of_a_page_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that trains, the first look at a small run took 50 ms of a core, and 700 ms in all."""
+    clock = Clock()
+    monkeypatch.setattr(run_cache, "time", clock)
+    work = run_cache.WorkTimer()
+    clock.wall, clock.core = 0.7, 0.05
+    assert work.rest(share=0.03) == pytest.approx(0.7 / 0.2)
+    clock.core = 0.3
+    assert work.rest(share=0.03) == pytest.approx(10)
+    clock.wall, clock.core = 100.0, 50.0
+    assert work.rest(share=0.03) == 30
+
+
+def test_the_work_of_a_page_is_that_of_its_thread() -> None:
+    work = run_cache.WorkTimer()
+    until = time.thread_time() + 0.1
+    while time.thread_time() < until:
+        pass
+    assert work.rest(share=0.01) >= 10
+
+
+def test_whatever_ends_the_looking_is_told_and_the_next_page_starts_it_anew(
+    routes: WatchRoutes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages stayed open and heard nothing more."""
+    monkeypatch.setattr(feed_module, "_HEARTBEAT_SECONDS", 0.1)
+    make(tmp_path)
+
+    async def watch() -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(routes._listing, "look", lambda: 1 // 0)
+            async with Page(routes) as first:
+                with pytest.raises(ZeroDivisionError):
+                    await first.hear(b"runs")
+        async with Page(routes) as second:
+            await second.hear(b'"never started"')
+
+    asyncio.run(watch())
+
+
+def test_a_lock_that_cannot_be_read_is_no_trouble_for_other_runs(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    listing = RunListing(tmp_path)
+    looking = RunCache(listing)
+    with lock.acquire(run.path):
+        train(run)
+        assert listing.look().changed[0].state == "running"
+        (run.path / lock.LOCK_FILE).rename(run.path / "old")
+        (run.path / lock.LOCK_FILE).mkdir()
+        assert listing.look().changed[0].state == "unreadable"
+        assert looking.version(run_id("run"))
+        (run.path / lock.LOCK_FILE).rmdir()
+        assert listing.look().changed[0].state == "stopped"
+
+
+def test_a_run_is_under_way_before_its_first_word(tmp_path: Path) -> None:
+    """Between the lock and the first event lie reading, planning and measuring: a minute, where that is slow."""
+    run = make(tmp_path)
+    train(run, state="stopped")
+    listing = RunListing(tmp_path)
+    assert listing.look().changed[0].state == "stopped"
+    with lock.acquire(run.path):
+        assert [line.state for line in listing.look().changed] == ["running"]
+    assert [line.state for line in listing.look().changed] == ["stopped"]
+
+
+def test_a_run_replaced_by_another_of_its_name_is_the_other(tmp_path: Path) -> None:
+    """The system gives the numbers of removed files to new ones."""
+    looking, listing = None, RunListing(tmp_path)
+    for losses in ((1.0, 2.0, 3.0), (4.0,), (5.0, 6.0, 7.0, 8.0)):
+        with EventLog(make(tmp_path)) as log:
+            for step, loss in enumerate(losses, start=1):
+                log.append("step", step=step, loss=loss)
+        assert [line.loss for line in listing.look().changed] == [losses[-1]]
+        looking = looking or RunCache(listing)
+        report = looking.view(run_id("run")).view.report
+        assert (report.step, report.loss.first, report.loss.last) == (len(losses), losses[0], losses[-1])
+        for path in sorted((tmp_path / "run").rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        (tmp_path / "run").rmdir()
+
+
+@pytest.mark.parametrize("place", ["config.json", "plan.json", "checkpoints"])
+def test_what_comes_into_a_file_after_its_name_is_another_version(tmp_path: Path, place: str) -> None:
+    """A copy makes a file and then fills it: a page that asked between stayed at what it got."""
+    run = make(tmp_path)
+    looking = RunCache(RunListing(tmp_path))
+    path, folder = run.path / place, run.path.stat()
+    if path.is_file():
+        path.write_text("")
+    before = looking.version(run_id("run"))
+    if path.is_file():
+        path.write_text("{}")
+    else:
+        (path / "step-000000001").mkdir()
+    assert run.path.stat().st_mtime_ns == folder.st_mtime_ns
+    assert looking.version(run_id("run")) != before
+
+
+def test_runs_that_are_slow_to_fail_keep_nothing_waiting_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("good", "bad-1", "bad-2"):
+        train(make(tmp_path, name))
+    for name in ("bad-1", "bad-2"):
+        os.utime(tmp_path / name / "events.jsonl", (2e9, 2e9))  # They are the newest.
+    tried = []
+
+    def fail(folder: Path) -> Run:
+        if folder.name == "good":
+            return open_run(folder)
+        tried.append(folder.name)
+        time.sleep(0.3)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(status_reader, "open_run", fail)
+    listing = RunListing(tmp_path)
+    for _ in range(3):
+        listing.look(seconds=0.2)
+    assert {line.name: line.state for line in listing.lines()} == {
+        "good": "stopped",
+        "bad-1": "unreadable",
+        "bad-2": "unreadable",
+    }
+    assert (listing.look(seconds=0.2), listing.is_complete) == (listing.look(), True)
+    assert sorted(tried) == ["bad-1", "bad-2"]
+    with EventLog(tmp_path / "bad-1") as log:
+        log.append("step", step=2, loss=0.25)
+    listing.look(seconds=0.2)
+    assert len(tried) == 3
+
+
+def test_a_disk_that_does_not_answer_removes_no_run_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(make(tmp_path / "runs"))
+    listing = RunListing(tmp_path / "runs")
+    assert len(listing.look().changed) == 1
+
+    def fail(path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "scandir", fail)
+        assert not listing.look()
+    assert not listing.look()
+    (tmp_path / "runs").rename(tmp_path / "elsewhere")
+    assert listing.look().removed == (run_id("run"),)
+    assert listing.folder(run_id("run")) is None
+
+
+class Slow(LiveHistory):
+    """A run on a disk that answers when it is told to."""
+
+    may_go_on = threading.Event()
+
+    def __init__(self, run: Path, *, progress: Callable[[int, int], None]) -> None:
+        assert self.may_go_on.wait(PATIENCE)
+        super().__init__(run, progress=progress)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    monkeypatch.setattr(run_cache, "LiveHistory", Slow)
+    yield Slow.may_go_on
+    Slow.may_go_on.set()
+    time.sleep(0.1)
+    Slow.may_go_on.clear()
+
+
+def test_the_list_waits_for_no_run_simulated(
+    routes: WatchRoutes, tmp_path: Path, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_cache, "WAIT_SECONDS", 10.0)
+    for name in ("a", "b", "c"):
+        train(make(tmp_path, name))
+
+    async def watch() -> None:
+        await list_of(routes)
+        views = [asyncio.ensure_future(routes._in_thread(lambda n=n: routes._looking.view(run_id(n)))) for n in "abc"]
+        await asyncio.sleep(0.1)
+        routes._listing.looked_at = -NEVER
+        begun = time.monotonic()
+        assert len(await list_of(routes)) == 3
+        assert time.monotonic() - begun < run_cache.WAIT_SECONDS / 2
+        slow.set()
+        assert [seen.view.report.step for seen in await asyncio.gather(*views)] == [1, 1, 1]
+
+    asyncio.run(watch())
+
+
+def test_only_the_first_who_ask_wait_for_a_slow_run_simulated(
+    tmp_path: Path, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every page asks again each second: requests that wait would keep those for other runs waiting."""
+    monkeypatch.setattr(run_cache, "WAIT_SECONDS", 1.0)
+    train(make(tmp_path))
+    looking = RunCache(RunListing(tmp_path))
+    waited = []
+    for _ in range(4):
+        begun = time.monotonic()
+        with pytest.raises(HttpError) as refused:
+            looking.view(run_id("run"))
+        waited.append(time.monotonic() - begun)
+        assert refused.value.status == run_cache.ACCEPTED
+    assert waited[0] >= 0.9
+    assert sum(waited[1:]) < 2, "three more would have waited for three seconds"
+    slow.set()
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        with contextlib.suppress(HttpError):
+            assert looking.view(run_id("run")).view.report.step == 1
+            return
+        time.sleep(0.05)
+    raise AssertionError("the run never opened")

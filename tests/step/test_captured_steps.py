@@ -1,0 +1,692 @@
+"""Captured steps, simulated on the CPU: operators are noted, undone and run again; Python is not asked in a replay.
+
+That CUDA behaves so is for tests/device/test_cuda_graphs.py, which needs a GPU.
+"""
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import whet
+from small_models import TokenModel, convnet, images, ragged_tokens
+from whet.autotune.step_bench import ProbeFailedError
+from whet.data.columns import as_columns
+from whet.data.split import BatchSplitter
+from whet.device.cpu import CpuDevice
+from whet.device.fake import FakeDevice, SimulatedGraphs
+from whet.recipes.chat.arch import Arch
+from whet.recipes.chat.loss import next_token_loss
+from whet.recipes.chat.model.open import open_model
+from whet.run.events import History
+from whet.step.ema import Ema
+from whet.step.graphs import MAX_CAPTURED_SHAPES, GraphedStepper
+from whet.step.optimizers import OptimizerChoice, build_optimizer, set_learning_rate
+from whet.step.step import Stepper, WrongReplayError
+from whet.training.step_bench import LocalStepBench
+
+pytestmark = pytest.mark.torch
+
+RATES = [1.0, 0.5, 0.25, 0.9, 0.1, 0.7, 0.3, 0.6]
+
+
+class Norm(nn.Module):
+    """BatchNorm and dropout: what a forward pass writes to and draws."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def a_stepper(model, *, is_graphed, optimizer=None, ema=False, choice="adamw", **how):
+    device = FakeDevice()
+    made = build_optimizer(OptimizerChoice(name=choice, lr=1e-2), model, device, is_captured=is_graphed)
+    how = {"clip": 1.0, "ema": Ema(model) if ema else None, **how}
+    if not is_graphed:
+        return Stepper(model, optimizer or made, device, **how)
+    return GraphedStepper(model, optimizer or made, device, graphs=device.graphs(), **how)
+
+
+def micros_of(data, ids, *, micro_batch, how="fixed"):
+    return BatchSplitter(as_columns(data), send=lambda rows: rows).micro_batches(
+        ids, ids, micro_batch=micro_batch, how=how
+    )
+
+
+def train(stepper, loss, data, *, steps, batch=8, micro_batch=8, how="fixed", prepare=lambda _: None):
+    """Losses and norms of steps whose learning rate changes each time."""
+    torch.manual_seed(7)
+    found = []
+    for number in range(1, steps + 1):
+        prepare(number)
+        ids = np.random.default_rng(number).permutation(len(next(iter(as_columns(data).values()))))[:batch]
+        set_learning_rate(stepper.optimizer, RATES[number % len(RATES)], [1e-2] * len(stepper.optimizer.param_groups))
+        cut = micros_of(data, ids, micro_batch=micro_batch, how=how)
+        # A careful step looks at its numbers, so it runs as it is.
+        outcome = stepper(loss, cut, num_samples=batch, step=number, is_careful=number in (6, 7))
+        found.append((outcome.loss, outcome.grad_norm))
+    # Read late: a replay must not write over what an earlier step gave.
+    return [(float(loss), float(norm)) for loss, norm in found]
+
+
+def state_of(stepper):
+    state = {name: tensor.clone() for name, tensor in stepper.model.state_dict().items()}
+    if stepper.ema is not None:
+        state |= {f"ema.{name}": tensor.clone() for name, tensor in stepper.ema.average.items()}
+    for index, parameter in enumerate(stepper.model.parameters()):
+        kept = stepper.optimizer.state.get(parameter, {})
+        state |= {f"{index}.{key}": torch.as_tensor(value).clone() for key, value in kept.items()}
+    return {**state, "rng": torch.get_rng_state()}
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+def pair_of(make, **how):
+    """The same model twice: run as it is, and captured."""
+    steppers = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        steppers.append(a_stepper(make(), is_graphed=is_graphed, **how))
+    return steppers
+
+
+def rows(num_samples=40):
+    torch.manual_seed(1)
+    return torch.randn(num_samples, 6), torch.randint(0, 3, (num_samples,))
+
+
+def mean_loss(model):
+    return lambda micro: functional.cross_entropy(model(micro.x), micro.y)
+
+
+# --- the same training ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ["adamw", "sgd"])
+@pytest.mark.parametrize("micro_batch", [8, 3])
+def test_simulated_replays_train_as_steps_that_run_do_bit_for_bit(choice, micro_batch):
+    plain, graphed = pair_of(Norm, ema=True, choice=choice)
+    data = rows()
+    expected = train(plain, mean_loss(plain.model), data, steps=12, micro_batch=micro_batch)
+    ends = state_of(plain)
+    assert train(graphed, mean_loss(graphed.model), data, steps=12, micro_batch=micro_batch) == expected
+    assert_same(state_of(graphed), ends)
+    assert graphed.num_captured == 1
+    assert graphed.refusal is None
+
+
+@pytest.mark.parametrize("micro_batch", [4, 2])
+def test_simulated_replays_weigh_tokens_over_few_shapes(micro_batch):
+    plain, graphed = pair_of(TokenModel)
+    # Its own way to packed samples has shapes that depend on values; this one has not.
+    data = {"tokens": ragged_tokens(60, longest=24, seed=3)}
+    how = {"steps": 40, "batch": 4, "micro_batch": micro_batch, "how": "few shapes"}
+    expected = train(plain, token_loss(plain.model), data, **how)
+    ends = state_of(plain)
+    assert train(graphed, token_loss(graphed.model), data, **how) == expected
+    assert_same(state_of(graphed), ends)
+    assert 1 < graphed.num_captured <= MAX_CAPTURED_SHAPES
+
+
+def token_loss(model):
+    def loss(micro):
+        values, lengths = micro.tokens.values, micro.tokens.lengths
+        is_real = torch.arange(values.shape[1] - 1) < (lengths - 1)[:, None]
+        logits = model.out(model.norm(model.embed(values[:, :-1])))
+        losses = functional.cross_entropy(logits.flatten(0, 1), values[:, 1:].flatten(), reduction="none")
+        return (losses * is_real.flatten()).sum(), is_real.sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["trm", "gpt"])
+@pytest.mark.parametrize("micro_batch", [8, 3])
+def test_simulated_replays_train_a_chat_model_in_all_its_passes(kind, micro_batch):
+    """Rule K3 captures chat: with documents of any place in a row, dropout, an average and several passes."""
+    arch = Arch(kind=kind, hidden_size=32, num_heads=2, seq_len=12, supervision=2 if kind == "trm" else 1)
+    plain, graphed = pair_of(lambda: open_model(arch, vocab_size=20, dropout=0.2), ema=True)
+    torch.manual_seed(2)
+    is_start = torch.rand(40, 13) < 0.2
+    is_start[:, 0] = True
+    data = {"tokens": torch.randint(0, 20, (40, 13)), "is_start": is_start, "is_loss": torch.rand(40, 13) < 0.7}
+    expected = train(plain, functools.partial(next_token_loss, plain.model), data, steps=12, micro_batch=micro_batch)
+    ends = state_of(plain)
+    loss = functools.partial(next_token_loss, graphed.model)
+    assert train(graphed, loss, data, steps=12, micro_batch=micro_batch) == expected
+    assert_same(state_of(graphed), ends)
+    assert (graphed.num_captured, graphed.refusal) == (1, None)
+
+
+def test_a_simulated_replay_scales_losses_as_a_step_does():
+    plain, graphed = pair_of(lambda: Norm(0.0), loss_scaling="dynamic")
+    data = rows()
+    data[0][5] = 1e30  # Some steps overflow, are left out, and halve the scale.
+    results = []
+    for stepper in (plain, graphed):
+        stepper.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=3)
+        losses = train(stepper, mean_loss(stepper.model), data, steps=16)
+        results.append((repr(losses), stepper.scaler.state_dict(), state_of(stepper)))
+    assert results[0][:2] == results[1][:2]
+    assert_same(results[1][2], results[0][2])
+    assert results[1][1]["scale"] < 2.0**120, "nothing has overflowed"
+    assert graphed.num_captured == 1
+
+
+def test_a_share_in_a_tensor_averages_with_the_same_bits():
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        torch.manual_seed(0)
+        model = nn.Linear(7, 5).to(dtype)
+        numbers, tensors = Ema(model), Ema(model)
+        for step in (1, 2, 9, 80, 9_000):
+            with torch.no_grad():
+                model.weight.add_(torch.randn_like(model.weight))
+            numbers.take_in(numbers.share(step))
+            tensors.take_in(torch.tensor(tensors.share(step), dtype=torch.float64))
+            assert all(torch.equal(tensors.average[name], value) for name, value in numbers.average.items())
+
+
+# --- what Python decides ----------------------------------------------------------------------------------------------
+
+
+def test_a_simulated_replay_follows_modes_frozen_layers_hyperparameters_and_numbers_in_the_loss():
+    def follow(stepper):
+        model, weight = stepper.model, [1.0]
+
+        def prepare(number):
+            model.net[1].train(number not in (6, 7))
+            model.net[0].requires_grad_(number < 10)
+            stepper.optimizer.param_groups[0]["weight_decay"] = 0.5 if number > 12 else 0.01
+            weight[0] = 3.0 if number in (14, 15) else 1.0
+
+        def written_anew(number):
+            prepare(number)
+            factor = weight[0]
+            return lambda m: functional.cross_entropy(model(m.x), m.y) * factor
+
+        torch.manual_seed(7)
+        found = []
+        for number in range(1, 20):
+            outcome = stepper(
+                written_anew(number),
+                micros_of(rows(), np.arange(number, number + 8), micro_batch=8),
+                num_samples=8,
+                step=number,
+            )
+            found.append(float(outcome.loss))
+        return found
+
+    plain, graphed = pair_of(Norm)
+    expected, ends = follow(plain), state_of(plain)
+    assert follow(graphed) == expected
+    assert_same(state_of(graphed), ends)
+    assert graphed.num_captured >= 3
+    assert graphed.refusal is None
+
+
+def test_a_number_deep_in_python_is_found_out_by_looking():
+    class Deep:
+        factor = 1.0
+
+    _, graphed = pair_of(lambda: Norm(0.0))
+    data, deep = rows(), Deep()
+
+    def loss(micro):
+        return functional.cross_entropy(graphed.model(micro.x), micro.y) * deep.factor
+
+    train(graphed, loss, data, steps=4)
+    assert graphed.num_captured == 1
+    deep.factor = 1.5
+    with pytest.raises(WrongReplayError, match="the replayed loss is"):
+        train(graphed, loss, data, steps=4)
+    assert "a graph does not see" in graphed.refusal
+
+
+def test_weights_and_state_that_lie_elsewhere_are_never_replayed():
+    plain, graphed = pair_of(Norm)
+    data = rows()
+
+    def elsewhere(stepper):
+        def prepare(number):
+            if number == 5:
+                for state in stepper.optimizer.state.values():
+                    state.update({name: value.clone() for name, value in state.items()})
+            if number == 8:
+                layer = stepper.model.net[0].weight
+                layer.data = layer.data.clone()
+
+        return prepare
+
+    expected = train(plain, mean_loss(plain.model), data, steps=12, prepare=elsewhere(plain))
+    ends = state_of(plain)
+    assert train(graphed, mean_loss(graphed.model), data, steps=12, prepare=elsewhere(graphed)) == expected
+    assert_same(state_of(graphed), ends)
+    assert graphed.num_captured == 1
+
+
+def test_more_shapes_than_are_kept_run_as_they_are():
+    plain, graphed = pair_of(lambda: Norm(0.0))
+    data = rows(64)
+
+    def lengths(stepper):
+        found = []
+        for number in range(1, 60):
+            size = 2 + number % (MAX_CAPTURED_SHAPES + 4)
+            micro_batches = micros_of(data, np.arange(size), micro_batch=size)
+            found.append(float(stepper(loss_of[stepper], micro_batches, num_samples=size, step=number).loss))
+        return found
+
+    loss_of = {stepper: mean_loss(stepper.model) for stepper in (plain, graphed)}
+    assert lengths(graphed) == lengths(plain)
+    assert graphed.num_captured == MAX_CAPTURED_SHAPES
+    assert graphed.refusal is None
+
+
+def test_a_larger_step_is_captured_before_smaller_ones(monkeypatch):
+    """Their memory would be in pieces too small for it; it has a pool of its own, and smaller ones follow there."""
+    plain, graphed = pair_of(lambda: Norm(0.0))
+    data, held = rows(64), []
+    monkeypatch.setattr(graphed._graphs, "forget", lambda: held.append(graphed.num_captured))
+
+    def losses(stepper):
+        loss, found = mean_loss(stepper.model), []
+        for number, size in enumerate((6, 6, 4, 4, 8, 8, 6, 6, 4, 4, 8), start=1):
+            micro_batches = micros_of(data, np.arange(size), micro_batch=size)
+            found.append(float(stepper(loss, micro_batches, num_samples=size, step=number).loss))
+            sizes.append(sorted(number for number, *_ in getattr(stepper, "_captured", ())))
+        return found
+
+    sizes: list[list[int]] = []
+    expected = losses(plain)
+    sizes.clear()
+    assert losses(graphed) == expected
+    assert held == [0, 0], "nothing is captured any more when a pool is begun"
+    assert sizes == [[], [6], [4, 6], [4, 6], [8], [8], [6, 8], [6, 8], [4, 6, 8], [4, 6, 8], [4, 6, 8]]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_another_shape_is_captured_without_running_first_unless_it_must_compile(is_compiled):
+    plain, graphed = pair_of(lambda: Norm(0.0))
+    graphed._runs_first = graphed._is_compiled = is_compiled
+    data, calls = rows(64), []
+
+    def losses(stepper):
+        loss, found = mean_loss(stepper.model), []
+
+        def counted(micro):
+            calls.append(len(micro))
+            return loss(micro)
+
+        for number, size in enumerate((8, 8, 6, 6), start=1):
+            micro_batches = micros_of(data, np.arange(size), micro_batch=size)
+            found.append(float(stepper(counted, micro_batches, num_samples=size, step=number).loss))
+        return found
+
+    expected = losses(plain)
+    calls.clear()
+    assert losses(graphed) == expected
+    # Run, captured and looked at; the second shape is captured and looked at.
+    assert (calls.count(8), calls.count(6)) == (3, 3 if is_compiled else 2)
+
+
+def test_a_shape_that_cannot_be_captured_at_once_runs_first():
+    plain, graphed = pair_of(lambda: Norm(0.0))
+    data, calls = rows(64), []
+
+    def losses(stepper):
+        loss, found = mean_loss(stepper.model), []
+
+        def fails_once(micro):
+            calls.append(len(micro))
+            if stepper is graphed and len(micro) == 6 and calls.count(6) == 1:
+                raise RuntimeError("not while it is captured")
+            return loss(micro)
+
+        for number, size in enumerate((8, 8, 6, 6, 8, 6), start=1):
+            micro_batches = micros_of(data, np.arange(size), micro_batch=size)
+            found.append(float(stepper(fails_once, micro_batches, num_samples=size, step=number).loss))
+        return found
+
+    expected = losses(plain)
+    calls.clear()
+    assert losses(graphed) == expected
+    assert graphed.refusal is None
+    assert graphed.num_captured == 2
+
+
+# --- what cannot be captured ------------------------------------------------------------------------------------------
+
+
+class Restless(Norm):
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+def waits(model, micro):
+    each = functional.cross_entropy(model(micro.x), micro.y, reduction="none")
+    return each.mean() if float(each.detach().max()) > 0 else each.sum()
+
+
+def depends_on_values(model, micro):
+    losses = functional.cross_entropy(model(micro.x), micro.y, reduction="none")
+    return losses[losses > 0].mean()
+
+
+def draws_in_python(model, micro):
+    return functional.cross_entropy(model(micro.x), micro.y) * (1 + random.random())
+
+
+def draws_in_numpy(model, micro):
+    return functional.cross_entropy(model(micro.x), micro.y) * (1 + np.random.rand())
+
+
+def reads_ids(model, micro):
+    return functional.cross_entropy(model(micro.x), micro.y) * (1 + float(micro.ids.sum()))
+
+
+def plain_loss(model, micro):
+    return functional.cross_entropy(model(micro.x), micro.y)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "reason"),
+    [
+        (Norm, waits, "waits for the device, at _local_scalar_dense"),
+        (Norm, depends_on_values, "waits for the device, at index"),
+        (Norm, draws_in_python, "draws from a generator on the host"),
+        (Norm, draws_in_numpy, "draws from a generator on the host"),
+        (Norm, reads_ids, "reads micro.ids"),
+        (Restless, plain_loss, "another tensor in place of the buffer 'calls'"),
+    ],
+)
+def test_what_cannot_be_captured_runs_as_it_is_with_the_reason_and_the_same_bits(model, loss, reason):
+    plain, graphed = pair_of(model)
+    data, results = rows(), []
+    for stepper in (plain, graphed):
+        random.seed(3)
+        np.random.seed(3)
+        results.append((train(stepper, functools.partial(loss, stepper.model), data, steps=6), state_of(stepper)))
+    assert results[0][0] == results[1][0]
+    assert_same(results[1][1], results[0][1])
+    assert graphed.num_captured == 0
+    assert reason in graphed.refusal
+
+
+def test_hooks_and_optimizers_that_keep_numbers_on_the_host_are_not_captured():
+    def refusal(model, optimizer=None, **how):
+        stepper = a_stepper(model, is_graphed=True, optimizer=optimizer, **how)
+        train(stepper, mean_loss(model), rows(), steps=3)
+        return stepper.refusal
+
+    hooked = Norm()
+    hooked.net[0].register_forward_hook(lambda *_: None)
+    assert refusal(hooked) == "hooks on net.0 would not be called"
+    watched = Norm()
+    watched.net[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert refusal(watched) == "hooks on net.0.weight would not be called"
+    model = Norm()
+    assert "AdamW may keep numbers on the host" in refusal(model, torch.optim.AdamW(model.parameters()))
+    model = Norm()
+    assert "learning rate of SGD lies on the host" in refusal(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "Adafactor may keep numbers" in refusal(Norm(), choice="adafactor")
+    model = Norm()
+    slow = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+    assert "loss scaling waits" in refusal(model, slow, loss_scaling="dynamic")
+
+
+class Stumbles(torch.optim.AdamW):
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("not while capturing")
+        return super().step(closure)
+
+
+def test_a_capture_that_fails_in_the_update_leaves_nothing_half_done():
+    results = []
+    for kind, is_graphed in ((torch.optim.AdamW, False), (Stumbles, True)):
+        torch.manual_seed(0)
+        model = Norm()
+        own = kind(model.parameters(), lr=torch.tensor(1e-2), fused=True, capturable=True)
+        stepper = a_stepper(model, is_graphed=is_graphed, optimizer=own, loss_scaling="dynamic", ema=True)
+        results.append((train(stepper, mean_loss(model), rows(), steps=5), state_of(stepper)))
+    assert stepper.refusal == "capturing failed: RuntimeError: not while capturing"
+    assert not stepper.is_updating
+    assert results[0][0] == results[1][0]
+    assert_same(results[1][1], results[0][1])
+
+
+def test_shapes_that_never_come_again_are_given_up():
+    stepper = a_stepper(Norm(0.0), is_graphed=True)
+    loss = mean_loss(stepper.model)
+    data = rows(80)
+    for number in range(1, 66):
+        stepper(loss, micros_of(data, np.arange(number + 1), micro_batch=80), num_samples=number + 1, step=number)
+    assert stepper.refusal == "no shape came again in 64 steps"
+
+
+# --- in a run ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Simulated: the CPU captures steps too."""
+    monkeypatch.setattr(CpuDevice, "graphs", lambda _: SimulatedGraphs())
+
+
+def run(path, model=None, *, loss=None, graph="on", overrides=None, show=None, **options):
+    torch.manual_seed(0)
+    model = model or convnet(dropout=0.2)
+    whet.train(
+        model,
+        images(64, seed=0),
+        loss=functools.partial(loss or plain_loss, model),
+        optimizer=OptimizerChoice(lr=1e-2),
+        run=path,
+        show=show,
+        measure=False,
+        **{
+            "device": "cpu",
+            "global_batch_size": 12,
+            "epochs": 4,
+            "ema": True,
+            "seed": 1,
+            "wishes": {"threads": 1, "micro_batch": 12, "graph": graph, **(overrides or {})},
+            **options,
+        },
+    )
+    return model
+
+
+def losses_of(path):
+    return [(e.step, e.fields["loss"]) for e in History(whet.open_run(path)).events(kinds=("step",))]
+
+
+def changes_of(path):
+    events = History(whet.open_run(path)).events(kinds=("plan",))
+    return [event.fields["changed"] for event in events if "changed" in event.fields]
+
+
+def test_a_simulated_run_with_graphs_is_the_run_without_and_resumes_bit_for_bit(graphs, tmp_path):
+    whole, plain = run(tmp_path / "whole"), run(tmp_path / "plain", graph="off")
+    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "plain")
+    run(tmp_path / "twice", max_steps=9)
+    resumed = run(tmp_path / "twice", max_steps=None)
+    assert losses_of(tmp_path / "twice") == losses_of(tmp_path / "whole")
+    for model in (plain, resumed):
+        assert_same(model.state_dict(), whole.state_dict())
+    assert not changes_of(tmp_path / "whole")
+    phases = {
+        phase
+        for e in History(whet.open_run(tmp_path / "whole")).events(kinds=("step",))
+        for phase in e.fields["seconds"]
+    }
+    assert "graph" in phases, "nothing was replayed"
+
+
+def test_a_run_that_cannot_be_captured_says_it_once_and_its_plan_why(graphs, tmp_path):
+    told = []
+    run(tmp_path / "run", loss=waits, show=lambda kind, fields: told.append((kind, fields)))
+    reason = "the step waits for the device, at _local_scalar_dense"
+    assert changes_of(tmp_path / "run") == [f"steps are not captured as graphs: {reason}"]
+    assert [fields["changed"] for kind, fields in told if kind == "plan"] == changes_of(tmp_path / "run")
+    setting = whet.open_run(tmp_path / "run").plan["settings"]["graph"]
+    assert (setting["value"], setting["reason"]) == ("off", reason)
+
+
+def test_a_device_without_graphs_says_so_and_trains(tmp_path):
+    run(tmp_path / "run", max_steps=3)
+    assert changes_of(tmp_path / "run") == ["steps are not captured as graphs: cpu cannot capture a step"]
+
+
+def test_activations_that_are_computed_again_are_not_captured(graphs, tmp_path):
+    run(tmp_path / "run", max_steps=3, overrides={"activation_checkpointing": "on"})
+    assert "computing activations again puts generators back" in changes_of(tmp_path / "run")[0]
+
+
+def test_a_simulated_run_goes_back_from_bad_numbers_with_graphs(graphs, tmp_path):
+    for graph in ("on", "off"):
+        calls = []
+
+        def breaks_once(model, micro, calls=calls):
+            calls.append(len(micro))
+            return functional.cross_entropy(model(micro.x), micro.y)
+
+        torch.manual_seed(0)
+        model = convnet()
+        with whet.Session(
+            model,
+            OptimizerChoice(lr=1e-2),
+            images(64, seed=0),
+            run=tmp_path / graph,
+            device="cpu",
+            global_batch_size=16,
+            epochs=4,
+            seed=1,
+            overrides={"threads": 1, "micro_batch": 16, "graph": graph, "checkpoint_steps": 4},
+        ) as session:
+            has_broken = False
+            for batch in session:
+                session.step(functools.partial(breaks_once, model), batch)
+                if session.progress.step == 9 and not has_broken:
+                    has_broken = True
+                    with torch.no_grad():
+                        model[0].weight.fill_(float("nan"))
+        assert session.progress.step == 16
+    events = History(whet.open_run(tmp_path / "on")).events(kinds=("resume", "skip"))
+    assert any(event.fields.get("rollback_reason") for event in events)
+    assert dict(losses_of(tmp_path / "on")) == dict(losses_of(tmp_path / "off"))
+
+
+def test_a_wrong_replay_goes_back_to_the_checkpoint_and_the_run_ends_as_it_should(graphs, tmp_path):
+    class Deep:
+        factor = 1.0
+
+    finals = []
+    for graph in ("on", "off"):
+        torch.manual_seed(0)
+        model, deep = convnet(), Deep()
+
+        def loss(micro, model=model, deep=deep):
+            return functional.cross_entropy(model(micro.x), micro.y) * deep.factor
+
+        with whet.Session(
+            model,
+            OptimizerChoice(lr=1e-2),
+            images(64, seed=0),
+            run=tmp_path / graph,
+            device="cpu",
+            global_batch_size=16,
+            epochs=4,
+            seed=1,
+            overrides={"threads": 1, "micro_batch": 16, "graph": graph, "checkpoint_steps": 3},
+        ) as session:
+            for batch in session:
+                # From the fourth step on, deep in an object: replay 4, of step 5, is looked at.
+                deep.factor = 2.0 if session.progress.step >= 4 else 1.0
+                session.step(loss, batch)
+        finals.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    assert "a graph does not see" in changes_of(tmp_path / "on")[0]
+    assert_same(finals[0], finals[1])
+
+
+@pytest.mark.parametrize(
+    ("samples", "failing", "reason"),
+    [
+        (12, [2], "capturing failed: RuntimeError: CUDA out of memory."),
+        (4, [1, 2], "memory ran out, and graphs hold some"),
+    ],
+)
+def test_memory_that_runs_out_gives_graphs_back(graphs, tmp_path, samples, failing, reason):
+    """In the capture of a shape that has run, or in both the capture and the run of another one."""
+    calls = []
+
+    def hungry(model, micro):
+        calls.append(len(micro))
+        if calls[-1] == samples and calls.count(samples) in failing:
+            raise RuntimeError("CUDA out of memory.")
+        return plain_loss(model, micro)
+
+    run(tmp_path / "run", loss=hungry, epochs=1)
+    run(tmp_path / "plain", graph="off", epochs=1)
+    assert changes_of(tmp_path / "run") == [f"steps are not captured as graphs: {reason}"]
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "plain")
+
+
+# --- measured ---------------------------------------------------------------------------------------------------------
+
+
+def a_rig(model, loss, data):
+    from whet.device.open import current_machine
+    from whet.plan.plan import make_plan
+    from whet.training.training_config import parse_training_config
+    from whet.training.workload import describe_workload
+
+    training = parse_training_config({"global_batch_size": 16, "epochs": 2, "ema": True})
+    machine, conditions = current_machine()
+    plan = make_plan(
+        machine,
+        describe_workload(model, data, training, recipe="net"),
+        overrides={"device": "cpu"},
+        conditions=conditions,
+    )
+    return LocalStepBench(model, OptimizerChoice(lr=1e-2), data, training, loss=loss, plan=plan)
+
+
+def test_a_rig_measures_simulated_graphs_and_a_refusal_is_the_trials_reason(graphs):
+    model = Norm()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with a_rig(model, mean_loss(model), rows(80)) as rig:
+        plain, graphed = rig.prepare({}, seconds=30), rig.prepare({"graph": "on"}, seconds=30)
+        for index in range(4):
+            assert plain.step(index) > 0
+            assert graphed.step(index) > 0
+        assert graphed.preparation_seconds > 0
+        graphed.close()
+        plain.close()
+    with a_rig(model, functools.partial(waits, model), rows(80)) as rig:
+        with pytest.raises(ProbeFailedError) as failed:
+            rig.prepare({"graph": "on"}, seconds=30)
+        assert "waits for the device" in failed.value.reason
+    assert_same(model.state_dict(), before)
+
+
+def test_other_devices_say_that_they_have_no_graphs():
+    assert CpuDevice().graphs() is None

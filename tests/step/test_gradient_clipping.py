@@ -1,0 +1,103 @@
+"""Clipping at once: the bits of torch's own function, and only where they can be."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import whet
+from whet.base.errors import UsageError
+from whet.step.step import can_clip_foreach, clip_foreach
+
+pytestmark = pytest.mark.torch
+
+
+def parameters_with_gradients(*, scale: float, missing: bool = False) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    made: list[Tensor] = []
+    for shape in ((7, 5), (5,), (), (1,), (3, 2, 4), (64, 33)):
+        parameter = nn.Parameter(torch.randn(shape, generator=draw))
+        if not (missing and len(made) % 2):
+            parameter.grad = scale * torch.randn(shape, generator=draw)
+        made.append(parameter)
+    return made
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["all gradients", "some gradients"])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4, float("inf"), float("nan"), 0.0])
+def test_norm_and_gradients_have_the_bits_of_torchs_function(scale: float, missing: bool) -> None:
+    ours, theirs = (parameters_with_gradients(scale=scale, missing=missing) for _ in range(2))
+    assert can_clip_foreach(ours)
+    norm, expected = clip_foreach(ours, 0.7), nn.utils.clip_grad_norm_(theirs, 0.7)
+    assert torch.equal(norm.view(torch.int32), expected.view(torch.int32))
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None and other.grad is not None:
+            assert torch.equal(one.grad.view(torch.int32), other.grad.view(torch.int32))
+
+
+def test_a_step_without_any_gradient_has_the_norm_that_torch_says() -> None:
+    parameters = [nn.Parameter(torch.ones(3))]
+    assert torch.equal(clip_foreach(parameters, 1.0), nn.utils.clip_grad_norm_(parameters, 1.0))
+
+
+def test_parameters_of_several_kinds_or_places_are_left_to_torch() -> None:
+    class Marked(nn.Parameter):
+        """A parameter that may behave otherwise."""
+
+    plain = nn.Parameter(torch.zeros(2))
+    assert can_clip_foreach([plain, nn.Parameter(torch.zeros(3))])
+    assert not can_clip_foreach([plain, nn.Parameter(torch.zeros(2, dtype=torch.float64))])
+    assert not can_clip_foreach([plain, nn.Parameter(torch.zeros(2, device="meta"))])
+    assert not can_clip_foreach([nn.Parameter(torch.zeros(2, device="meta"))])
+    assert not can_clip_foreach([plain, Marked(torch.zeros(2))])
+
+
+def train(model: nn.Linear, optimizer: torch.optim.Optimizer, *, before_step: Callable[[int], object]) -> None:
+    data = torch.randn(8, 3), torch.randn(8, 1)
+    with whet.Session(model, optimizer, data, global_batch_size=4, device="cpu", overrides={"threads": 1}) as session:
+        for number, batch in enumerate(session):
+            before_step(number)
+            session.step(lambda micro: nn.functional.mse_loss(model(micro.x), micro.y), batch)
+
+
+@pytest.mark.parametrize("is_of", ["class", "instance"])
+def test_an_optimizer_that_drops_gradients_its_own_way_is_asked_to(is_of: str) -> None:
+    dropped = []
+
+    class Counting(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            dropped.append(set_to_none)
+            super().zero_grad(set_to_none)
+
+    model = nn.Linear(3, 1)
+    optimizer = (Counting if is_of == "class" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    if is_of == "instance":
+        optimizer.zero_grad = Counting.zero_grad.__get__(Counting(model.parameters()))  # type: ignore[method-assign]
+    train(model, optimizer, before_step=lambda _number: None)
+    assert len(dropped) >= 2
+
+
+def test_gradients_of_a_parameter_that_was_replaced_do_not_add_up() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    seen = []
+
+    def replace(number: int) -> None:
+        if number == 0:
+            model.weight = nn.Parameter(model.weight.detach().clone())
+            model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+            model.weight.register_hook(lambda gradient: torch.ones_like(gradient))
+            optimizer.param_groups[0]["params"][0] = model.weight
+
+    train(model, optimizer, before_step=replace)
+    assert len(seen) >= 2
+    assert all(torch.equal(gradient, torch.ones(1, 3)) for gradient in seen)
+
+
+def test_a_group_of_parameters_that_comes_later_is_refused_in_words() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    with pytest.raises(UsageError, match="other groups of parameters"):
+        train(model, optimizer, before_step=lambda number: number and optimizer.add_param_group({"params": model.bias}))

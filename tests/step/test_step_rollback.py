@@ -1,0 +1,284 @@
+"""Memory runs out at any operator of a step: the step is undone and made again, and nothing else changes.
+
+Simulated: the error is raised in place of an operator; tests/virtual_mac has one that a full memory raises.
+"""
+
+import gc
+import random
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import whet
+from paths import ReportCount
+from small_models import TokenModel, convnet, images, ragged_tokens
+from whet.base.errors import WhetError
+from whet.run.events import read_events
+from whet.run.folder import open_run
+
+pytestmark = pytest.mark.torch
+
+OUT_OF_MEMORY = "MPS backend out of memory (MPS allocated: 5.30 GiB, other allocations: 0 bytes, max allowed: 5.33 GiB)"
+
+
+class RunsOut(TorchDispatchMode):
+    """Counts the operators of a step, and raises at one of them."""
+
+    def __init__(self, at: int | None) -> None:
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.copy_.default):  # in place: asks for no memory
+            return func(*args, **(kwargs or {}))
+        self.count += 1
+        if self.count == self.at:
+            raise RuntimeError(OUT_OF_MEMORY)
+        return func(*args, **(kwargs or {}))
+
+
+def batchnorm_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3), nn.Linear(6 * 6 * 6, 4)
+    )
+
+
+def train_once(
+    run: Path | None,
+    *,
+    fails_in_step: int = 0,
+    at: int | None = None,
+    loss_fails: int = 0,
+    make_model: Any = batchnorm_net,
+    make_optimizer: Any = None,
+    max_steps: int = 4,
+    **options: Any,
+) -> tuple[dict[str, torch.Tensor], int, dict[int, list[int]]]:
+    """Trains a little; the weights and everything else that lasts, the operators of the chosen step, the samples."""
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    model = make_model()
+    optimizer = make_optimizer(model) if make_optimizer else whet.OptimizerChoice(lr=1e-2)
+    x, y = images(64, seed=0)
+    seen: dict[int, list[int]] = {}
+    count = 0
+    options = {"global_batch_size": 16, "epochs": 9, "max_steps": max_steps, "ema": True, "clip": 1.0, **options}
+    with whet.Session(model, optimizer, (x, y), run=run, device="cpu", **options) as session:
+
+        def loss(micro: Any) -> torch.Tensor:
+            nonlocal loss_fails
+            if session.progress.step + 1 == fails_in_step and loss_fails > 0:
+                loss_fails -= 1
+                raise RuntimeError(OUT_OF_MEMORY)
+            # Draws from every generator: each must go back.
+            noise = 1 + 1e-3 * (random.random() + float(np.random.rand()))
+            return nn.functional.cross_entropy(model(micro.x * noise), micro.y)
+
+        for batch in session:
+            number = session.progress.step + 1
+            if number == fails_in_step and not count:
+                with RunsOut(at) as mode:
+                    session.step(loss, batch)
+                count = mode.count
+            else:
+                session.step(loss, batch)
+            if session.progress.step == number:
+                seen[number] = batch.ids.tolist()
+        state = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+        ema = session._stepper.ema
+        state |= {f"ema/{name}": tensor for name, tensor in ema.average.items()} if ema else {}
+        for index, kept in enumerate(session._stepper.optimizer.state.values()):
+            state |= {f"optimizer/{index}/{name}": value for name, value in kept.items() if torch.is_tensor(value)}
+        state["generator"] = torch.get_rng_state()
+        state["numpy"] = torch.from_numpy(np.random.get_state()[1].astype(np.int64))
+    return {name: tensor.clone() for name, tensor in state.items()}, count, seen
+
+
+def loop_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False, fused=False)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("every", [23, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("micro_batch", [16, 4], ids=["whole", "cut"])
+@pytest.mark.parametrize("make_optimizer", [None, loop_adamw, adafactor], ids=["fused", "loop", "adafactor"])
+@pytest.mark.parametrize("step", [1, 2, 4], ids=["first", "second", "last"])
+def test_a_step_that_ran_out_of_memory_anywhere_simulated_is_made_again_exactly(
+    tmp_path: Path, report_count: ReportCount, step: int, make_optimizer: Any, micro_batch: int, every: int
+) -> None:
+    overrides = {"micro_batch": micro_batch, "threads": 1}
+    options = {"make_optimizer": make_optimizer, "fails_in_step": step, "wishes": overrides}
+    whole, count, samples = train_once(tmp_path / "whole", **options)
+    points = range(1 + step % every, count + 1, every)
+    num_silent = 0
+    for at in points:
+        state, _, seen = train_once(tmp_path / f"at-{at}", at=at, **options)
+        assert seen == samples, f"at operator {at}"
+        different = [name for name in whole if not torch.equal(whole[name], state[name])]
+        assert state.keys() == whole.keys()
+        assert not different, f"at operator {at} of {count}: {different}"
+        told = [event.step for event in read_events(open_run(tmp_path / f"at-{at}"), kinds=("oom",))]
+        assert told in ([step], [])
+        num_silent += not told
+    # After the first step is done, what it changed is looked at: where that fails, nothing has to be done again.
+    assert num_silent <= (6 if step == 1 else 0)
+    report_count(f"out of memory at {len(points)} of {count} operators")
+
+
+def test_the_comparison_can_fail_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the guard the step made again draws other numbers."""
+    from whet.step.rollback import StepRollback
+
+    options = {"fails_in_step": 2, "wishes": {"micro_batch": 16, "threads": 1}}
+    whole, count, _ = train_once(tmp_path / "whole", **options)
+    monkeypatch.setattr(StepRollback, "put_back", lambda self: True)
+    state, _, _ = train_once(tmp_path / "cut", at=count // 4, **options)
+    assert any(not torch.equal(whole[name], state[name]) for name in whole)
+
+
+@pytest.mark.parametrize("name", ["convnet", "tokens"])
+def test_half_the_micro_batch_is_the_same_training_simulated(tmp_path: Path, name: str) -> None:
+    """Twice out of memory in one step: fewer at once from then on, the same samples, the same weights to rounding."""
+    finals, seen = [], []
+    for fails in (False, True):
+        torch.manual_seed(1)
+        model = convnet().double() if name == "convnet" else TokenModel().double()
+        if name == "convnet":
+            x, y = images(128, seed=0)
+            data: Any = {"x": x.double(), "y": y}
+
+            def loss(micro: Any, model: nn.Module = model) -> Any:
+                return nn.functional.cross_entropy(model(micro.x), micro.y)
+        else:
+            data = {"tokens": ragged_tokens(128, longest=12, seed=0)}
+            loss = model.loss
+        options = {"global_batch_size": 32, "epochs": 100, "max_steps": 200, "wishes": {"threads": 1}}
+        ids = []
+        with whet.Session(
+            model, whet.OptimizerChoice(lr=1e-3), data, run=tmp_path / f"{name}-{fails}", device="cpu", **options
+        ) as session:
+            for batch in session:
+                failures = [RuntimeError(OUT_OF_MEMORY)] * 2 if fails and session.progress.step == 3 else []
+
+                def failing(micro: Any, loss: Any = loss, failures: list[RuntimeError] = failures) -> Any:
+                    if failures:
+                        raise failures.pop()
+                    return loss(micro)
+
+                session.step(failing, batch)
+                ids.append(batch.ids.tolist())
+            assert session.plan.micro_batch == (16 if fails else 32)
+            assert session.plan.settings["micro_batch"].source == ("measured" if fails else "rule")
+        finals.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        seen.append(ids)
+    assert seen[0] == seen[1]
+    assert (finals[0] - finals[1]).norm() <= 1e-6 * finals[0].norm()
+
+
+def test_the_smaller_micro_batch_stays_when_the_run_goes_on_simulated(tmp_path: Path) -> None:
+    options = {"make_model": convnet, "wishes": {"micro_batch": 16}}
+    train_once(tmp_path / "run", fails_in_step=2, loss_fails=2, max_steps=3, **options)
+    model = convnet()
+    x, y = images(64, seed=0)
+    settings: dict[str, Any] = {"global_batch_size": 16, "epochs": 9, "max_steps": 6, "ema": True, "clip": 1.0}
+    with whet.Session(
+        model,
+        whet.OptimizerChoice(lr=1e-2),
+        (x, y),
+        run=tmp_path / "run",
+        device="cpu",
+        overrides={"micro_batch": 16},
+        **settings,
+    ) as session:
+        assert session.plan.micro_batch == 8
+        assert session.plan.accumulation == 2
+        assert "ran out of memory at step 2" in session.plan.settings["micro_batch"].reason
+
+
+def test_a_model_with_batchnorm_is_not_cut_simulated(tmp_path: Path) -> None:
+    """Activations are computed again instead; the weights stay the same. When that is not enough, it says so."""
+    options = {"fails_in_step": 2, "wishes": {"threads": 1}, "ema": False}
+    whole, _, _ = train_once(None, **options)
+    state, _, _ = train_once(tmp_path / "twice", loss_fails=2, **options)
+    for name in whole:
+        assert torch.allclose(whole[name].double(), state[name].double(), rtol=1e-5, atol=1e-7), name
+    with pytest.raises(WhetError, match="needs more memory than there is"):
+        train_once(tmp_path / "thrice", loss_fails=100, **options)
+
+
+def test_what_is_no_lack_of_memory_goes_through(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="CUDA is out of luck"):
+        train_with_error(tmp_path / "run", RuntimeError("CUDA is out of luck"))
+
+
+def train_with_error(run: Path, error: Exception) -> None:
+    model = convnet()
+
+    def loss(micro: Any) -> torch.Tensor:
+        raise error
+
+    x, y = images(32, seed=0)
+    whet.train(model, (x, y), loss=loss, optimizer=whet.OptimizerChoice(), global_batch_size=16, run=run, show=None)
+
+
+def test_without_a_folder_an_update_cannot_be_undone_simulated() -> None:
+    options = {"fails_in_step": 2, "wishes": {"micro_batch": 16, "threads": 1}, "make_optimizer": loop_adamw}
+    _, count, _ = train_once(None, **options)
+    with pytest.raises(WhetError, match="cannot go back"):
+        train_once(None, at=count - 3, **options)
+
+
+def test_nothing_is_kept_alive_by_the_traceback_simulated(tmp_path: Path) -> None:
+    model = convnet()
+    x, y = images(64, seed=0)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    left: list[int] = []
+
+    def loss(micro: Any) -> torch.Tensor:
+        gc.disable()
+        left.append(sum(ref() is not None for ref in alive))
+        activations = model[0](micro.x)
+        alive.append(weakref.ref(activations))
+        if len(alive) == 3:
+            raise RuntimeError(OUT_OF_MEMORY)
+        return nn.functional.cross_entropy(model[1:](activations), micro.y)
+
+    options = {"global_batch_size": 16, "max_steps": 4, "run": tmp_path / "run", "wishes": {"micro_batch": 16}}
+    whet.train(model, (x, y), loss=loss, optimizer=whet.OptimizerChoice(), show=None, **options)
+    assert max(left) == 0
+
+
+def test_an_evaluation_that_runs_out_of_memory_simulated_takes_fewer_at_once(tmp_path: Path) -> None:
+    model = convnet()
+    x, y = images(64, seed=0)
+    sizes: list[int] = []
+
+    def evaluate(model: nn.Module, micro_batches: Any) -> dict[str, float]:
+        right = []
+        for micro in micro_batches:
+            sizes.append(len(micro))
+            if len(micro) > 8:
+                raise RuntimeError(OUT_OF_MEMORY)
+            right += (model(micro.x).argmax(1) == micro.y).tolist()
+        assert len(right) == 64
+        return {"accuracy": float(np.mean(right))}
+
+    def loss(micro: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+    result = whet.train(
+        model, (x, y), loss=loss, optimizer=whet.OptimizerChoice(), evaluate=evaluate, val=(x, y), run=tmp_path / "run",
+        global_batch_size=16, show=None,
+    )  # fmt: skip
+    assert result.state == "done"
+    assert sizes[:3] == [32, 16, 8]

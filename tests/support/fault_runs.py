@@ -1,0 +1,146 @@
+"""Starting, breaking and judging lives of the job: a run is what its lives together leave behind."""
+
+import hashlib
+import itertools
+import json
+import re
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fork_server import TIMEOUT_SECONDS, ForkedProcess, ForkServer, ProcessExit
+from whet.checkpoint import encoding, store
+from whet.checkpoint.encoding import as_bytes
+from whet.run.events import read_events
+from whet.run.folder import RUN_FILE, open_run
+
+JOB = Path(__file__).parent / "fault_job.py"
+
+BOUNDED, ALL = "bounded", pytest.param("all", marks=pytest.mark.slow)
+"""Small enough for `make test`; `make test-all` does all of it."""
+
+
+@dataclass
+class Started:
+    """One life and what it tells."""
+
+    life: ForkedProcess
+    side: Path
+
+    def lines(self) -> list[str]:
+        return self.side.read_text().splitlines() if self.side.exists() else []
+
+    def wait_for(self, word: str, *, seconds: float = TIMEOUT_SECONDS) -> bool:
+        """Whether the life has told a line that begins so, before it ended."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            lines = self.lines()
+            if any(line.startswith(word) for line in lines):
+                return True
+            if any(line.startswith("left") for line in lines):
+                return False
+            time.sleep(0.003)
+        raise AssertionError(f"no {word!r} in {seconds} s")
+
+    def said(self, word: str) -> list[str]:
+        """The rest of all lines that begin so."""
+        return [line[len(word) :].strip() for line in self.lines() if line.split(" ")[0] == word]
+
+    @property
+    def is_inside_save(self) -> bool:
+        """Whether the life ended between the begin and the end of a save, the removal of old ones included."""
+        told = [line.split(" ")[0] for line in self.lines()]
+        last = [word for word in told if word in ("save", "saved", "retain", "retained")][-1:]
+        return last in (["save"], ["retain"])
+
+    @property
+    def resumed_from(self) -> int:
+        """The step it went on from; 0 for one that began."""
+        return int((self.said("resume") or ["0"])[0].split(" ")[0])
+
+
+class FaultRuns:
+    """Starts lives in a folder."""
+
+    def __init__(self, fork_server: ForkServer, folder: Path, **options: Any) -> None:
+        self.folder = folder
+        self._fork_server = fork_server
+        self._options = options
+        self._numbers = itertools.count()
+
+    def start(self, run: Path, **options: Any) -> Started:
+        side = self.folder / f"side-{next(self._numbers)}.txt"
+        words = json.dumps({**self._options, **options, "run": str(run), "side": str(side)})
+        return Started(self._fork_server.start(JOB, words), side)
+
+    def finish(self, run: Path, **options: Any) -> Started:
+        """One more life, which must reach the end."""
+        started = self.start(run, **options)
+        code, errors = started.life.wait()
+        assert code == 0, errors
+        return started
+
+    def end(self, run: Path, **options: Any) -> tuple[ProcessExit, Started]:
+        started = self.start(run, **options)
+        return started.life.wait(), started
+
+
+SMALL = partial(FaultRuns, samples=32, epochs=1, eval_every=3, overrides={"checkpoint_steps": 2})
+"""FaultRuns of four steps that save at 0, 2, 3 (the first evaluation is the best so far) and 4."""
+
+
+def digest(run: Path) -> str:
+    """All that must be the same: every tensor by sorted name, all facts, all losses, all evaluations."""
+    found = store.load_newest(open_run(run).checkpoints)
+    assert found is not None
+    total = hashlib.sha256(encoding.dump_json(found.snapshot.facts))
+    for name in sorted(found.snapshot.tensors):
+        total.update(name.encode())
+        total.update(as_bytes(found.snapshot.tensors[name]))
+    losses = {e.step: e.get("loss") for e in read_events(run, kinds=("step",))}
+    scores = {e.step: e.get("accuracy") for e in read_events(run, kinds=("eval",))}
+    total.update(repr((sorted(losses.items()), sorted(scores.items()))).encode())
+    return total.hexdigest()
+
+
+def published(run: Path) -> tuple[list[int], list[int]]:
+    """The steps of whole checkpoints and of torn ones among those that have their name."""
+    whole: list[int] = []
+    torn: list[int] = []
+    if (run / RUN_FILE).exists():
+        for step in store.list_steps(run / "checkpoints"):
+            try:
+                store.load_checkpoint(run / "checkpoints" / store.checkpoint_name(step))
+                whole.append(step)
+            except store.DamagedCheckpointError:
+                torn.append(step)
+    return whole, torn
+
+
+def leftovers(run: Path) -> int:
+    return len(list((run / "checkpoints").glob(".tmp-*"))) if (run / "checkpoints").exists() else 0
+
+
+def assert_kept(run: Path, started: Started) -> None:
+    """No published checkpoint is torn; the newest that was acknowledged is there, or a newer one; never fewer than two
+    once there were two."""
+    whole, torn = published(run)
+    assert torn == []
+    acknowledged = [int(step) for step in started.said("saved")]
+    if acknowledged:
+        assert whole, "an acknowledged checkpoint is gone"
+        assert max(whole) >= max(acknowledged)
+        assert len(whole) >= min(2, len(set(acknowledged))), "removed before the new one was safe"
+
+
+def counts(**numbers: object) -> str:
+    """A line for the summary.
+
+    >>> counts(kills=40, inside_a_save=14)
+    'kills: 40, inside a save: 14'
+    """
+    return ", ".join(f"{re.sub('_', ' ', name)}: {number}" for name, number in numbers.items())

@@ -1,0 +1,144 @@
+"""Many short-lived training processes for tests: torch is imported once, each life is a fork of that.
+
+`import torch` costs seconds; a fork costs milliseconds. The parent never starts threads before it forks.
+As a program this is the parent: it reads one JSON request a line and answers each with one line.
+"""
+
+import gc
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+TIMEOUT_SECONDS = 600
+"""For what ends by itself, however busy the machine is: only a hang takes so long."""
+
+
+class ProcessExit(NamedTuple):
+    code: int
+    """The exit code; minus the signal for a process that was killed."""
+    errors: str
+
+
+class ForkedProcess:
+    """One process."""
+
+    def __init__(self, fork_server: "ForkServer", pid: int, errors: Path) -> None:
+        self.pid = pid
+        self._fork_server = fork_server
+        self._errors = errors
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, *, seconds: float = TIMEOUT_SECONDS) -> ProcessExit:
+        answer = self._fork_server.ask({"wait": self.pid, "seconds": seconds})
+        assert answer["code"] is not None, f"the process did not end in {seconds} s: {self._errors.read_text()}"
+        return ProcessExit(answer["code"], self._errors.read_text())
+
+
+class ForkServer:
+    """Starts `main(arguments)` of Python files as processes of their own."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._count = 0
+        self._parent = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def new_file(self, ending: str) -> Path:
+        """An empty file: made here, since a life may be killed before it could."""
+        self._count += 1
+        file = Path(self._folder.name) / f"{self._count}.{ending}"
+        file.touch()
+        return file
+
+    def start(self, file: Path, *arguments: object) -> ForkedProcess:
+        errors = self.new_file("errors")
+        words = [str(argument) for argument in arguments]
+        answer = self.ask({"file": str(file), "arguments": words, "errors": str(errors)})
+        return ForkedProcess(self, answer["pid"], errors)
+
+    def ask(self, request: dict) -> dict:
+        assert self._parent.stdin is not None
+        assert self._parent.stdout is not None
+        self._parent.stdin.write(json.dumps(request) + "\n")
+        self._parent.stdin.flush()
+        return json.loads(self._parent.stdout.readline())
+
+    def close(self) -> None:
+        self._parent.communicate(timeout=TIMEOUT_SECONDS)
+        self._folder.cleanup()
+
+
+def _serve() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(Path(__file__).parent))
+    import torch._subclasses.fake_tensor
+    import torch.profiler
+
+    import whet
+    import whet.api.verify
+    import whet.cli.main
+    import whet.recipes.text.recipe
+
+    for name in whet.__all__:
+        getattr(whet, name)
+    # The first optimizer imports a great deal of torch.
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
+    # Its objects stay for good: no child looks at them when it collects.
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = {"code": _wait(request)} if "wait" in request else {"pid": _fork(request)}
+        print(json.dumps(answer), flush=True)
+
+
+def _fork(request: dict) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        errors = os.open(request["errors"], os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(errors, 1)
+        os.dup2(errors, 2)
+        spec = importlib.util.spec_from_file_location("job", request["file"])
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        code = module.main(request["arguments"])
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(request: dict) -> int | None:
+    deadline = time.monotonic() + request["seconds"]
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(request["wait"], os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    return None
+
+
+if __name__ == "__main__":
+    _serve()

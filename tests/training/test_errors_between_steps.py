@@ -1,0 +1,118 @@
+"""What is refused between two steps costs no step: those before it are saved, and the run goes on from there."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adam, Optimizer
+
+import whet
+from whet.base.errors import UsageError
+from whet.run.events import read_events
+from whet.run.folder import open_run
+
+pytestmark = pytest.mark.torch
+
+Upset = Callable[[nn.Sequential, Adam], object]
+UPSET_AFTER = 3
+
+
+class NoRateError(Exception):
+    """Of a schedule of yours."""
+
+
+def train(
+    folder: Path, *, upset: Upset | None = None, checkpoint_steps: int | None = None, fails_at: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Two layers of three are trained, each in a group of its own, for two epochs of four steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = Adam([{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.05}], lr=0.01)
+
+    def falling(number: int) -> float:
+        if number == fails_at:
+            raise NoRateError
+        return 1 / number
+
+    with whet.Session(
+        model,
+        optimizer,
+        (torch.randn(16, 3), torch.randn(16, 1)),
+        run=folder,
+        device="cpu",
+        global_batch_size=4,
+        epochs=2,
+        schedule=falling,
+        overrides={"threads": 1, "micro_batch": 4}
+        | ({"checkpoint_steps": checkpoint_steps} if checkpoint_steps else {}),
+    ) as session:
+        for batch in session:
+            session.step(lambda micro: nn.functional.mse_loss(model(micro.x), micro.y), batch)
+            if upset is not None and session.progress.step == UPSET_AFTER:
+                upset(model, optimizer)
+    return model.state_dict()
+
+
+def last_saved(folder: Path) -> int:
+    return max(checkpoint.step for checkpoint in whet.summarize(folder).checkpoints)
+
+
+def assert_goes_on(folder: Path, *, after: int, whole: Path, checkpoint_steps: int | None = None) -> None:
+    """The corrected program goes on there, to the bits of one that was right from the beginning."""
+    ended = train(folder, checkpoint_steps=checkpoint_steps)
+    (resumed,) = read_events(open_run(folder), kinds=("resume",))
+    assert resumed.step == after
+    for name, tensor in train(whole, checkpoint_steps=checkpoint_steps).items():
+        assert torch.equal(ended[name], tensor), name
+
+
+def a_group_comes(model: nn.Sequential, optimizer: Optimizer) -> None:
+    optimizer.add_param_group({"params": model[2].parameters()})
+
+
+def a_foreign_group_comes(_model: nn.Sequential, optimizer: Optimizer) -> None:
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+
+
+def a_group_goes(_model: nn.Sequential, optimizer: Optimizer) -> None:
+    optimizer.param_groups.pop()
+
+
+def a_scheduler_steps(_model: nn.Sequential, optimizer: Optimizer) -> None:
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5)
+
+
+@pytest.mark.parametrize("checkpoint_steps", [None, UPSET_AFTER], ids=["at the end", "when due"])
+@pytest.mark.parametrize(
+    ("upset", "what"),
+    [
+        (a_group_comes, "other groups of parameters"),
+        (a_foreign_group_comes, "other groups of parameters"),
+        (a_scheduler_steps, "something else changes the learning rate"),
+    ],
+)
+def test_the_steps_before_a_refusal_are_saved(
+    upset: Upset, what: str, checkpoint_steps: int | None, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=what):
+        train(tmp_path / "run", upset=upset, checkpoint_steps=checkpoint_steps)
+    assert last_saved(tmp_path / "run") == UPSET_AFTER
+    assert_goes_on(tmp_path / "run", after=UPSET_AFTER, whole=tmp_path / "whole", checkpoint_steps=checkpoint_steps)
+
+
+def test_the_steps_before_a_failure_of_your_schedule_are_saved(tmp_path: Path) -> None:
+    with pytest.raises(NoRateError):
+        train(tmp_path / "run", fails_at=UPSET_AFTER + 1)
+    assert last_saved(tmp_path / "run") == UPSET_AFTER
+    assert_goes_on(tmp_path / "run", after=UPSET_AFTER, whole=tmp_path / "whole")
+
+
+@pytest.mark.parametrize("checkpoint_steps", [None, UPSET_AFTER], ids=["at the end", "when due"])
+def test_without_a_group_that_is_gone_nothing_is_saved(checkpoint_steps: int | None, tmp_path: Path) -> None:
+    """Nobody could go on from such a checkpoint: the one before stays the newest."""
+    with pytest.raises(UsageError, match="other groups of parameters"):
+        train(tmp_path / "run", upset=a_group_goes, checkpoint_steps=checkpoint_steps)
+    assert last_saved(tmp_path / "run") == 0
+    assert_goes_on(tmp_path / "run", after=0, whole=tmp_path / "whole", checkpoint_steps=checkpoint_steps)

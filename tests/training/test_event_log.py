@@ -1,0 +1,185 @@
+"""What a run writes down beside its losses: health, norms of gradients, confusion matrices and samples."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import whet
+from small_models import convnet, images
+from whet.base.errors import UsageError
+from whet.device.fake import FakeDevice
+from whet.machine.facts import Conditions
+from whet.machine.load import ProcessUsage, Usage
+from whet.run.curve import downsample_curves
+from whet.run.event import Event
+from whet.run.events import read_events
+from whet.step.step import NORM_EVERY
+from whet.training import metrics
+from whet.training.callback import State
+from whet.training.callbacks import health
+from whet.training.callbacks.event_log import Recorder
+
+pytestmark = pytest.mark.torch
+
+
+def cross_entropy(model: nn.Module):
+    return lambda micro: nn.functional.cross_entropy(model(micro.x), micro.y)
+
+
+def train(run: Path, *, seed: int = 0, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = convnet()
+    options = {"global_batch_size": 8, "epochs": 1, "show": None, "wishes": {"threads": 1}, **options}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = whet.train(model, images(160, seed=0), loss=cross_entropy(model), optimizer=optimizer, run=run, **options)
+    return model, result
+
+
+def events(run: Path, kind: str) -> list[Event]:
+    return list(read_events(run, kinds=(kind,)))
+
+
+SEEN = Conditions(
+    memory_available_bytes=3_000, swap_used_bytes=7, thermal="moderate", memory_pressure="warn", gpu_busy_percent=37.0
+)
+
+
+def test_health_is_written_between_steps_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The readings of the machine are simulated; those of the process are real."""
+    monkeypatch.setattr(health, "FIRST_AFTER_SECONDS", 1e9)
+    without, _ = train(tmp_path / "without", vitals=lambda: SEEN)
+    assert events(tmp_path / "without", "health") == []
+    monkeypatch.setattr(health, "FIRST_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(health, "INTERVAL_SECONDS", 0.0)
+    with_health, _ = train(tmp_path / "with", vitals=lambda: SEEN)
+    pairs = zip(without.state_dict().values(), with_health.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+    found = events(tmp_path / "with", "health")
+    assert [event.step for event in found] == list(range(1, 21))
+    assert [event.get("samples") for event in found] == [8 * event.step for event in found]
+    first, last = found[0], found[-1]
+    assert "samples_per_second" not in first.fields, "there is nothing to compare the first with"
+    assert 0 < last.number("samples_per_second") < 1e7
+    memory = last.get("memory")
+    assert 10**7 < memory["process"] < 10**11
+    assert memory["process"] <= memory["peak"] * 1.01 < memory["limit"]
+    assert (memory["available"], memory["swap"]) == (3_000, 7)
+    assert memory["used"] > 10**8
+    assert last.get("use")["gpu"] == 37.0
+    assert {"cpu", "process"} <= last.get("use").keys()
+    assert (last.get("thermal"), last.get("pressure"), last.get("heat")) == ("moderate", "warn", "cool")
+    order = [(event.kind, event.step) for event in read_events(tmp_path / "with")]
+    assert all(order.index(("health", step)) > order.index(("step", step)) for step in range(1, 21))
+
+    curves = downsample_curves(tmp_path / "with", points=100)
+    assert [p.mean for p in curves["health/memory/available"].points] == [3_000.0] * 20
+    assert [p.samples for p in curves["health/use/gpu"].points] == [8 * step for step in range(1, 21)]
+
+
+def test_speed_is_told_of_the_time_of_work_alone() -> None:
+    """On a simulated clock: an evaluation of 4 s between two readings is no slow training."""
+    now, told = 100.0, []
+    recorder = Recorder(None, FakeDevice(), show=lambda kind, fields: told.append((kind, fields)))
+    governor: Any = SimpleNamespace(conditions=Conditions(), heat="hot")
+    healths = health.Health(recorder, FakeDevice(), governor, memory_bytes=None, clock=lambda: now, use=Usage)
+    for second in range(1, 13):
+        now = 100.0 + second
+        if second == 8:
+            recorder.spent("evaluate", 4.0)
+        healths.between_steps(State(step=second, samples=10 * second))
+    recorder.read()
+    assert [(kind, fields["step"]) for kind, fields in told] == [("health", 1), ("health", 6), ("health", 11)]
+    assert [fields.get("samples_per_second") for _, fields in told] == [None, 10.0, 50.0]
+    assert told[0][1].keys() == {"step", "samples", "memory", "use", "heat"}, "what is unknown is left out"
+    assert (told[0][1]["heat"], told[0][1]["use"]) == ("hot", {})
+
+
+def test_what_this_process_takes_is_read_from_the_system() -> None:
+    ask = ProcessUsage()
+    held = bytearray(b"x") * 80_000_000
+    before = ask()
+    del held
+    after = ask()
+    assert before.process_bytes is not None
+    assert after.process_bytes is not None
+    assert before.process_bytes - after.process_bytes > 60_000_000
+
+
+def test_the_norm_of_the_gradient_is_taken_now_and_then_without_clipping(tmp_path: Path) -> None:
+    train(tmp_path / "plain", epochs=2)
+    norms = {event.step: event.number("grad_norm") for event in events(tmp_path / "plain", "step")}
+    assert [step for step, norm in norms.items() if norm is not None] == [NORM_EVERY, 2 * NORM_EVERY]
+    # A bound that no gradient reaches changes nothing, and takes every norm.
+    train(tmp_path / "clipped", epochs=2, clip=1e9)
+    clipped = {event.step: event.number("grad_norm") for event in events(tmp_path / "clipped", "step")}
+    assert all(norm is not None and norm > 0 for norm in clipped.values())
+    assert norms[NORM_EVERY] == pytest.approx(clipped[NORM_EVERY], rel=1e-6)
+
+
+def test_an_evaluation_may_tell_more_than_numbers(tmp_path: Path) -> None:
+    def evaluate(model: nn.Module, micro_batches: Any) -> dict[str, Any]:
+        samples = [{"input": "x" * 1_000, "expected": "a", "predicted": number} for number in range(40)]
+        confusion = {"labels": ["a", "b"], "counts": torch.tensor([[3, 1], [0, 4]])}
+        return {"accuracy": torch.tensor(0.875), "confusion": confusion, "samples": samples}
+
+    shown: list[tuple[str, dict[str, Any]]] = []
+    val = images(8, seed=1)
+    _, result = train(
+        tmp_path / "run", evaluate=evaluate, val=val, test=val, goal="accuracy", show=lambda *told: shown.append(told)
+    )
+    assert result.metrics == {"accuracy": 0.875, "test_accuracy": 0.875}
+    on_dev, on_test = events(tmp_path / "run", "eval")
+    assert on_dev.get("confusion") == {"labels": ["a", "b"], "counts": [[3, 1], [0, 4]]}
+    assert on_test.get("test_confusion") == on_dev.get("confusion")
+    assert len(on_dev.get("samples")) == metrics.MAX_SAMPLES
+    assert len(on_dev.get("samples")[0]["input"]) == metrics.MAX_CHARACTERS
+    assert on_dev.get("samples")[3]["predicted"] == 3
+    assert whet.summarize(tmp_path / "run").metrics == result.metrics
+    assert not events(tmp_path / "run", "warning")
+
+
+def test_of_many_classes_the_rarest_become_one() -> None:
+    size = metrics.MAX_CLASSES + 10
+    counts = [[0] * size for _ in range(size)]
+    for truth in range(size):
+        counts[truth][truth] = truth
+        counts[truth][0] += 1
+    found = metrics.normalize_metrics({"confusion": {"labels": [f"c{n}" for n in range(size)], "counts": counts}})
+    confusion = found["confusion"]
+    assert len(confusion["labels"]) == len(confusion["counts"]) == metrics.MAX_CLASSES
+    assert confusion["labels"][-1] == metrics.OTHER_CLASS
+    assert confusion["labels"][-2] == f"c{size - 1}"
+    assert sum(map(sum, confusion["counts"])) == sum(map(sum, counts))
+    assert confusion["counts"][-1][-1] == sum(range(11)) + 11
+    scores = {"labels": [f"c{n}" for n in range(size)], "f1": [n / size for n in range(size)], "support": range(size)}
+    classes = metrics.normalize_metrics({"classes": scores})["classes"]
+    assert classes["labels"] == [f"c{n}" for n in range(10, size)], "the most frequent, in their order"
+    assert classes["f1"] == [n / size for n in range(10, size)]
+
+
+@pytest.mark.parametrize(
+    ("found", "what"),
+    [
+        ({"accuracy": "high"}, "'accuracy' is not a number"),
+        ({"accuracy": None}, "'accuracy' is not a number"),
+        ({"table": {"labels": ["a"], "counts": [[1]]}}, "'table' is not a number"),
+        ({"confusion": {"labels": ["a", "b"], "counts": [[1, 2]]}}, "a row and a column for each label"),
+        ({"confusion": {"labels": ["a"], "counts": [[-1]]}}, "counts samples"),
+        ({"confusion": [[1]]}, 'try: {"labels"'),
+        ({"confusion": {"labels": [], "counts": []}}, "a row and a column for each label"),
+        ({"confusion": {"labels": ["a"], "counts": [["x"]]}}, "a row and a column for each label"),
+        ({"classes": {"labels": ["a", "b"], "f1": [1.0]}}, "a number for each label"),
+        ({"test_classes": {"labels": ["a"], "f1": ["x"]}}, "a number for each label"),
+        ({"classes": {"labels": ["a"]}}, "a number for each label"),
+        ({"samples": ["text"]}, "samples are maps"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(found: dict[str, Any], what: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        metrics.normalize_metrics(found)
+    assert what in str(caught.value)

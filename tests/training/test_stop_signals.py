@@ -1,0 +1,248 @@
+"""A run that is asked to stop says at once that it has heard; asked twice it stops, with that signal's exit code."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import whet
+from small_models import convnet, images
+from whet.base.process import TerminatedError
+from whet.cli import search
+from whet.hpo import trial_process
+from whet.run.events import read_events
+from whet.run.folder import open_run
+
+pytestmark = pytest.mark.torch
+
+SAID = {
+    signal.SIGINT: "stopping after this step; Ctrl-C once more stops at once",
+    signal.SIGTERM: "SIGTERM: stopping after this step; a second one stops at once",
+}
+Told = list[tuple[str, dict[str, Any]]]
+
+
+def train(run: Path, *, show: Callable[[str, dict[str, Any]], None], in_loss: Callable[[int], None], **options: Any):
+    torch.manual_seed(0)
+    model = convnet()
+    calls = 0
+
+    def loss(micro: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        in_loss(calls)
+        return nn.functional.cross_entropy(model(micro.x), micro.y)
+
+    return whet.train(
+        model,
+        images(64, seed=0),
+        loss=loss,
+        optimizer=whet.OptimizerChoice(lr=1e-3),
+        global_batch_size=16,
+        epochs=options.pop("epochs", 3),
+        measure=False,
+        run=run,
+        show=show,
+        device="cpu",
+        overrides={"threads": 1, "micro_batch": 16, **options.pop("wishes", {})},
+        **options,
+    )
+
+
+def words(told: Told) -> list[str]:
+    return [fields["words"] for kind, fields in told if kind == "stopping"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_answered_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    told: Told = []
+    at_once: list[str] = []
+
+    def ask(call: int) -> None:
+        if call == 3:
+            os.kill(os.getpid(), number)
+            at_once.extend(words(told))
+
+    result = train(tmp_path / "run", show=lambda kind, fields: told.append((kind, fields)), in_loss=ask)
+    assert (result.state, result.step, result.exit_code) == ("stopped", 3, 128 + number)
+    assert at_once == [SAID[number]], "said in the middle of the step"
+    assert words(told) == at_once, "once"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch")
+def test_a_signal_while_a_compiled_model_is_compared_is_answered_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
+    told: Told = []
+    heard_at: list[str] = []
+
+    def ask(call: int) -> None:
+        if call == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            heard_at.extend(kind for kind, _ in told)
+
+    def show(kind: str, fields: dict[str, Any]) -> None:
+        told.append((kind, fields))
+
+    result = train(tmp_path / "run", show=show, in_loss=ask, overrides={"compile": "on"})
+    assert (result.step, result.exit_code) == (1, 130)
+    assert heard_at[-1] == "stopping"
+    compared = [str(fields.get("changed")) for kind, fields in told if kind == "plan"]
+    assert any(line.startswith("compiled: ") for line in compared)
+    assert not any(str(e.get("changed")).startswith("compiled") for k, e in told[: len(heard_at)] if k == "plan")
+
+
+def test_a_signal_in_the_middle_of_showing_waits_for_its_end(tmp_path: Path) -> None:
+    told: Told = []
+    depth = 0
+
+    def show(kind: str, fields: dict[str, Any]) -> None:
+        nonlocal depth
+        depth += 1
+        assert depth == 1, "a screen is not told of two things at a time"
+        if kind == "eval":
+            os.kill(os.getpid(), signal.SIGTERM)
+            # Here the handler runs.
+            time.sleep(0.01)
+        told.append((kind, fields))
+        depth -= 1
+
+    options: dict[str, Any] = {"evaluate": lambda _model, _micros: {"a": 1.0}, "val": images(8, seed=1)}
+    result = train(tmp_path / "run", show=show, in_loss=lambda _call: None, eval_every=2, **options)
+    assert result.step == 2
+    kinds = [kind for kind, _ in told]
+    assert kinds[kinds.index("eval") + 1] == "stopping"
+    assert words(told) == [SAID[signal.SIGTERM]]
+
+
+def test_a_stream_that_refuses_a_write_in_the_middle_of_another_is_tried_again(tmp_path: Path) -> None:
+    told: Told = []
+    refusals = 0
+
+    def show(kind: str, fields: dict[str, Any]) -> None:
+        nonlocal refusals
+        if kind == "stopping" and not refusals:
+            refusals += 1
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stderr>'>")
+        told.append((kind, fields))
+
+    def ask(call: int) -> None:
+        if call == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    train(tmp_path / "run", show=show, in_loss=ask)
+    assert refusals == 1
+    assert words(told) == [SAID[signal.SIGINT]]
+    assert told[-1][0] == "end", "and all else is shown"
+    assert not [event for event in read_events(open_run(tmp_path / "run")) if event.kind == "warning"]
+
+
+def test_after_the_last_step_nothing_is_promised_of_one(tmp_path: Path) -> None:
+    told: Told = []
+
+    def evaluate(_model: nn.Module, _micros: Any) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return {"a": 1.0}
+
+    result = train(
+        tmp_path / "run",
+        show=lambda kind, fields: told.append((kind, fields)),
+        in_loss=lambda _call: None,
+        epochs=1,
+        evaluate=evaluate,
+        val=images(8, seed=1),
+    )
+    assert (result.state, result.exit_code) == ("done", 0)
+    assert words(told) == ["stopping once all is evaluated and saved; Ctrl-C once more stops at once"]
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, TerminatedError)])
+def test_a_second_one_stops_at_once(tmp_path: Path, number: signal.Signals, error: type[BaseException]) -> None:
+    def ask(call: int) -> None:
+        if call == 2:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(error):
+        train(tmp_path / "run", show=lambda _kind, _fields: None, in_loss=ask)
+    (end,) = (event for event in read_events(open_run(tmp_path / "run")) if event.kind == "end")
+    assert (end.get("state"), end.step) == ("stopped", 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "num", "code", "switches"),
+    [
+        (signal.SIGTERM, 2, 143, ()),
+        (signal.SIGINT, 2, 130, ()),
+        (signal.SIGTERM, 1, 143, ()),
+        (signal.SIGTERM, 1, 143, ("--quiet",)),
+    ],
+)
+def test_the_command_ends_with_the_code_of_the_signal(
+    warm_whet: Any, tmp_path: Path, number: signal.Signals, num: int, code: int, switches: tuple[str, ...]
+) -> None:
+    asks = f"        import os\n        [os.kill(os.getpid(), {int(number)}) for _ in range({num})]\n"
+    starter = resources.files("whet.recipes").joinpath("starter.py").read_text()
+    head, loss, rest = starter.partition("        return nn.functional.cross_entropy(")
+    (tmp_path / "mine.py").write_text(head + asks + loss + rest)
+    words = ("train", "mine.py", "--run", "run", "--device", "cpu", "--no-measure", "--max-restarts", "0")
+    ended = warm_whet(*words, *switches, cwd=tmp_path)
+    assert ended.returncode == code, ended.stderr
+    said = f"mine: {SAID[number]}\n"
+    assert ended.stderr.count(said) == (0 if switches else 1)
+    assert "stopping" not in ended.stdout, "results only: a program may read it"
+    assert "Traceback" not in ended.stderr
+    assert "error:" not in ended.stderr
+
+
+def test_a_program_of_yours_that_is_terminated_twice_ends_with_its_code(warm_python: Any, tmp_path: Path) -> None:
+    program = """
+import os, signal, torch, whet
+model = torch.nn.Linear(2, 2)
+def loss(micro):
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.ones(8, 2), torch.ones(8, dtype=torch.long)
+whet.train(model, data, loss=loss, optimizer=sgd, global_batch_size=4, device="cpu", measure=False)
+"""
+    ended = warm_python.run("-c", program, cwd=tmp_path)
+    assert ended.returncode == 143, ended.stderr
+    assert SAID[signal.SIGTERM] in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_search_answers_the_first_signal_and_a_second_one_stops_it(capsys: pytest.CaptureFixture[str]) -> None:
+    stop = threading.Event()
+    with search._stopped_by_signals(stop) as heard:
+        signal.raise_signal(signal.SIGTERM)
+        assert (heard, stop.is_set()) == ([signal.SIGTERM], True)
+        said = capsys.readouterr()
+        assert said.err == "SIGTERM: stopping once the running trials are saved; a second one stops at once\n"
+        assert not said.out
+        with pytest.raises(TerminatedError) as second:
+            signal.raise_signal(signal.SIGTERM)
+    assert second.value.code == 143
+
+
+def test_a_trial_that_is_terminated_twice_has_not_failed() -> None:
+    messages: list[Any] = []
+
+    class Line(trial_process.TrialChannel):
+        def __init__(self) -> None:
+            pass
+
+        def say(self, message: dict[str, Any]) -> None:
+            messages.append(message)
+
+    assert trial_process._told(TerminatedError(signal.SIGTERM), Line()) == 143
+    assert not messages

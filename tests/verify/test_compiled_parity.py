@@ -1,0 +1,597 @@
+"""A compiled model beside its own code: what agrees, what is noticed, and what the run does then."""
+
+import contextlib
+import gc
+import io
+import operator
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import whet
+from whet.autotune.step_bench import ProbeFailedError
+from whet.checkpoint import store
+from whet.checkpoint.manifest import CheckpointInfo
+from whet.data.batch import MicroBatch
+from whet.device.fake import FakeDevice
+from whet.device.open import current_machine
+from whet.plan.plan import make_plan
+from whet.run.events import read_events
+from whet.run.folder import open_run
+from whet.step.optimizers import OptimizerChoice
+from whet.training.step_bench import LocalStepBench
+from whet.training.training_config import parse_training_config
+from whet.training.workload import describe_workload
+from whet.verify.start import compiled
+from whet.verify.start.compiled import CompiledParity, compare_compiled_with_eager, num_graphs, runs_compiled
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:torch"),
+]
+
+SAMPLES, LENGTH, WORDS, WIDTH = 32, 8, 40, 32
+NUM_STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _as_the_compiler_found_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's compiler leaves a variable of its own in the environment."""
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
+
+
+class Reader(nn.Module):
+    """Texts one behind the other: where a word stands in its own text is looked up between the texts' starts."""
+
+    def __init__(self, *, dropout: float = 0.0, has_memory: bool = False, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.word = nn.Embedding(WORDS, WIDTH)
+        self.place = nn.Embedding(LENGTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if has_memory else nn.LayerNorm(WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.act = act or nn.Tanh()
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        starts = torch.arange(0, tokens.numel() + 1, tokens.shape[1])
+        seats = torch.arange(tokens.numel())
+        places = seats - starts[torch.bucketize(seats, starts[1:], right=True)]
+        known = self.word(tokens.flatten()) + self.place(places.clamp(min=0))
+        inner = self.act(self.inner(self.dropout(self.norm(known))))
+        return self.head(self.dropout(inner.view(*tokens.shape, WIDTH).amax(1)))
+
+
+class Planted(nn.Module):
+    """Does something else where it is compiled."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x) if torch.compiler.is_compiling() else x
+
+
+def data() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, WORDS, (2 * SAMPLES, LENGTH), generator=draw)
+    return {"x": tokens, "y": tokens[:, 2] % 4}
+
+
+def made(**options: Any) -> Reader:
+    torch.manual_seed(0)
+    return Reader(**options)
+
+
+def loss_of(model: nn.Module) -> Callable[[MicroBatch], Tensor]:
+    return lambda micro: functional.cross_entropy(model(micro.x), micro.y)
+
+
+def train(model: nn.Module, run: Path, *, loss: Any = None, epochs: int = 2, **overrides: Any) -> Path:
+    torch.manual_seed(1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    overrides = {"threads": 1, "compile": "on", "micro_batch": SAMPLES, **overrides}
+    options = {"global_batch_size": SAMPLES, "epochs": epochs, "device": "cpu", "show": None, "run": run}
+    whet.train(model, data(), optimizer=sgd, loss=loss or loss_of(model), overrides=overrides, **options)
+    return run
+
+
+def said(run: Path) -> list[str]:
+    return [event.get("changed") for event in read_events(open_run(run)) if event.kind == "plan"]
+
+
+def newest_about(run: Path) -> CheckpointInfo:
+    found = store.load_newest(open_run(run).checkpoints)
+    assert found is not None
+    return found.snapshot.about
+
+
+def compile_with(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+
+
+def as_it_is(graph: torch.fx.GraphModule, _: object) -> Any:
+    """Compiled in no time."""
+    return graph.forward
+
+
+def read_from_the_first_number(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    """Boundaries that are a view of something are read from where that begins, as torch 2.11 did on CUDA."""
+    from torch._inductor.compile_fx import compile_fx
+
+    views = [n for n in graph.graph.nodes if n.target is operator.getitem and n.args[1] == slice(1, None, None)]
+    assert len(views) == 1
+    views[0].args = (views[0].args[0], slice(0, -1, None))
+    graph.recompile()
+    return compile_fx(graph, inputs)
+
+
+def first_micro() -> MicroBatch:
+    return MicroBatch(fields={name: column[:SAMPLES] for name, column in data().items()}, ids=np.arange(SAMPLES))
+
+
+def agreement(model: nn.Module, *, loss: Any = None, precision: str = "fp32") -> CompiledParity:
+    """As a run would compare it; the model is compiled as it is."""
+    torch.compiler.reset()
+    model.compile(backend="eager")
+    return compare_compiled_with_eager(model, FakeDevice(), loss or loss_of(model), first_micro(), precision=precision)
+
+
+# --- a right one -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "compiled: loss and 8 gradients agree with the model's own code ("),
+        ({"dropout": 0.1}, "compiled: 3 of 8 gradients agree with the model's own code ("),
+        ({"has_memory": True, "dropout": 0.1}, "compiled: 3 of 8 gradients agree with the model's own code ("),
+    ],
+)
+def test_a_right_model_trains_compiled_as_if_nobody_had_looked(tmp_path: Path, options: Any, words: str) -> None:
+    """Weights, running statistics and all draws of the run with the check are those of the run without."""
+    finals = []
+    for verify in ("on", "off"):
+        torch.compiler.reset()
+        model = made(**options)
+        run = train(model, tmp_path / verify, verify=verify)
+        assert open_run(run).plan["settings"]["compile"]["value"] == "on"
+        finals.append(model.state_dict())
+    (line,) = said(tmp_path / "on")
+    assert line.startswith(words)
+    assert (", dropout alone " in line) == ("dropout" in options)
+    assert said(tmp_path / "off") == ["compiled: not compared with the model's own code: verify=off"]
+    for name in finals[0]:
+        assert torch.equal(finals[0][name], finals[1][name]), name
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("ends", ["well", "with an error"])
+def test_nothing_is_left_behind(dropout: float, ends: str) -> None:
+    model, device, calls = made(dropout=dropout, has_memory=True), FakeDevice(), []
+    model.head.bias.grad = mine = torch.ones(4)
+    model.dropout.eval() if not dropout else model.head.eval()
+
+    def loss(micro: MicroBatch) -> Tensor:
+        random.random(), np.random.rand(), torch.rand((), generator=device._generator)
+        calls.append(1)
+        if ends != "well" and len(calls) == 3:
+            raise KeyboardInterrupt
+        return loss_of(model)(micro)
+
+    def everything() -> list[Any]:
+        draws = [torch.get_rng_state().tolist(), device.rng_state().tolist(), random.getstate()]
+        tensors = {name: (id(t), t.data_ptr(), t.tolist()) for name, t in model.state_dict(keep_vars=True).items()}
+        modes = [module.training for module in model.modules()]
+        return [*draws, np.random.get_state()[1].tolist(), tensors, modes, [p.grad is None for p in model.parameters()]]
+
+    before = everything()
+    try:
+        assert compare_compiled_with_eager(model, device, loss, first_micro(), precision="fp32").holds
+    except KeyboardInterrupt:
+        assert ends != "well"
+    assert everything() == before
+    assert len(calls) >= 3
+    assert model.head.bias.grad is mine
+    assert mine.tolist() == [1.0] * 4
+
+
+def test_every_pass_begins_with_the_same_buffers() -> None:
+    """As a model that goes on from where it stood in the step before."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(300))
+            self.register_buffer("num_calls", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num_calls += 1
+            self.num_calls = self.num_calls * 2
+            return (self.weight * self.num_calls).sum() + x.sum()
+
+    model = Counting()
+    found = agreement(model, loss=lambda micro: model(micro.y))
+    assert found.holds
+    assert found.drawn is None, "nothing was drawn"
+    assert found.largest == 0.0
+
+
+@pytest.mark.parametrize("every", [2, 3, 4, 5])
+def test_a_loss_that_counts_its_calls_is_not_blamed(every: int) -> None:
+    """In some calls it does something else, compiled or not."""
+    model, calls = made(), []
+
+    def loss(micro: MicroBatch) -> Tensor:
+        calls.append(1)
+        found = loss_of(model)(micro)
+        return found if len(calls) % every else found + model.head.weight.square().sum()
+
+    found = agreement(model, loss=loss)
+    assert found.holds, str(found)
+
+
+def test_a_draw_that_is_rare_is_not_blamed() -> None:
+    """Two passes as written may have none of it, and the compiled one some."""
+
+    class Skipped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (torch.rand((3,))[2 if torch.compiler.is_compiling() else 0] > 0.2)
+
+    model = made(act=Skipped())
+    torch.compiler.reset()
+    model.compile(backend="eager")
+    for seed in range(30):
+        torch.manual_seed(seed)
+        found = compare_compiled_with_eager(model, FakeDevice(), loss_of(model), first_micro(), precision="fp32")
+        assert found.holds, f"{seed}: {found}"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_rounding_is_no_disagreement(precision: str, dropout: float) -> None:
+    """Half precision that is not rounded in between, as compilers do."""
+    size = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-3}[precision]
+    model = made(dropout=dropout, act=Planted(lambda x: x + size * torch.sin(1e4 * x.detach())))
+    found = agreement(model, precision=precision)
+    assert found.holds, str(found)
+    assert found.largest > 0.0
+
+
+def test_a_loss_may_be_a_sum_with_a_weight_and_in_float64() -> None:
+    model = made().double()
+
+    def loss(micro: MicroBatch) -> tuple[Tensor, int]:
+        return functional.cross_entropy(model(micro.x), micro.y, reduction="sum"), len(micro)
+
+    found = agreement(model, loss=loss)
+    assert found.holds
+    assert found.written == pytest.approx(loss_of(model)(first_micro()).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_what_float32_cannot_tell_is_no_disagreement(is_wrong: bool) -> None:
+    """As it is written numbers are rounded that a compiler leaves out; float64 says how much that is."""
+
+    class Rounding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1000, generator=torch.Generator().manual_seed(0)))
+
+        def forward(self) -> Tensor:
+            if torch.compiler.is_compiling():
+                return self.weight.square().mean() * (1.02 if is_wrong else 1.0)
+            return ((self.weight + 3e5) - 3e5).square().mean()
+
+    model = Rounding()
+    found = agreement(model, loss=lambda _: model())
+    assert found.holds != is_wrong, str(found)
+    assert found.largest > 5e-3, "more than the bound: finer numbers were asked"
+
+
+@pytest.mark.parametrize(("by", "is_judged"), [(1.25, False), (2.0, True), (torch.nan, True)])
+def test_without_memory_for_finer_numbers_only_what_is_far_off_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, by: float, is_judged: bool
+) -> None:
+    def no_memory(_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(compiled._Comparison, "_in_finer_numbers", no_memory)
+    model = made(act=Planted(lambda x: x.detach() + by * (x - x.detach())))
+    if is_judged:
+        assert not agreement(model, precision="bf16").holds
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            agreement(model, precision="bf16")
+    assert not agreement(model, precision="fp32").holds, "which rounds far less"
+
+
+# --- a wrong one -----------------------------------------------------------------------------------------------------
+
+
+def test_an_embedding_at_wrong_places_is_found_and_the_run_trains_uncompiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = made(dropout=0.1)
+    train(plain, tmp_path / "plain", compile="off")
+    compile_with(monkeypatch, read_from_the_first_number)
+    model, is_compiled = made(dropout=0.1), []
+
+    def loss(micro: MicroBatch) -> Tensor:
+        is_compiled.append(model._compiled_call_impl is not None)
+        return loss_of(model)(micro)
+
+    run = train(model, tmp_path / "run", loss=loss)
+    (line,) = said(run)
+    assert line.startswith("not compiled: the gradient of place.weight differs from the model's own code by ")
+    learnt = open_run(run).plan["settings"]["compile"]
+    assert (learnt["value"], learnt["source"]) == ("off", "measured")
+    assert learnt["reason"] in line
+    assert is_compiled[-NUM_STEPS:] == [False] * NUM_STEPS, "all steps"
+    assert is_compiled[0]
+    for name, weights in plain.state_dict().items():
+        assert torch.equal(weights, model.state_dict()[name]), name
+
+
+def test_a_run_that_goes_on_uncompiled_is_not_bit_exact_from_there_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with another torch, whose compiler is wrong; in a run's first step nothing was otherwise before."""
+    compile_with(monkeypatch, as_it_is)
+    run = train(made(), tmp_path / "run")
+    compile_with(monkeypatch, read_from_the_first_number)
+    train(made(), run, epochs=3)
+    train(made(), tmp_path / "new")
+    first, changed = (event for event in read_events(open_run(run)) if event.kind == "plan")
+    (new,) = (event for event in read_events(open_run(tmp_path / "new")) if event.kind == "plan")
+    assert [event.fields.get("exact") for event in (first, changed, new)] == [None, False, None]
+    assert (changed.step, changed.get("reason")) == (NUM_STEPS, "runs as it is written")
+    reasons = [newest_about(folder).reasons for folder in (run, tmp_path / "new")]
+    assert reasons == [(f"since step {NUM_STEPS}: runs as it is written",), ()]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_wrong_places_are_found_whatever_is_drawn(seed: int) -> None:
+    """And a right model is not blamed, whose draws are others."""
+    right, wrong = made(dropout=0.1), made(dropout=0.1)
+    torch.manual_seed(seed)
+    found = agreement(right)
+    assert found.holds, str(found)
+    assert found.drawn is not None
+    torch.compiler.reset()
+    wrong.compile(backend=read_from_the_first_number)
+    found = compare_compiled_with_eager(wrong, FakeDevice(), loss_of(wrong), first_micro(), precision="fp32")
+    assert not found.holds
+    assert found.worst == "place.weight"
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 4])
+def test_few_samples_scatter_and_are_not_blamed(num_samples: int) -> None:
+    model = made(dropout=0.4)
+    micro = MicroBatch(
+        fields={name: column[:num_samples] for name, column in data().items()}, ids=np.arange(num_samples)
+    )
+    for seed in range(15):
+        torch.manual_seed(seed)
+        found = compare_compiled_with_eager(model, FakeDevice(), loss_of(model), micro, precision="fp32")
+        assert found.holds, str(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "dropout", "words"),
+    [
+        (lambda x: x * 1.02, 0.0, "differs from the model's own code by"),
+        (lambda x: x + 0.0 * (x.sum() * torch.inf), 0.1, "differs from the model's own code by nan"),
+        (lambda x: x.detach() + 0.7 * (x - x.detach()), 0.0, "the gradient of "),
+        (lambda x: x.roll(LENGTH, 0), 0.1, "differs from the model's own code"),
+    ],
+    ids=["a scale", "not a number", "a gradient alone", "another sample"],
+)
+def test_a_wrong_result_is_noticed_planted(change: Any, dropout: float, words: str) -> None:
+    found = agreement(made(dropout=dropout, act=Planted(change)))
+    assert not found.holds
+    assert words in str(found)
+
+
+def test_a_wrong_loss_is_noticed_planted() -> None:
+    model, off = made(), Planted(lambda x: x + 0.01)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.off = model, off
+
+        def forward(self, micro: MicroBatch) -> Tensor:
+            return self.off(functional.cross_entropy(self.model(micro.x), micro.y))
+
+    whole = Whole()
+    found = agreement(whole, loss=whole)
+    assert not found.holds
+    assert str(found).startswith("the loss differs from the model's own code by ")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("wrong", "is_found_behind_dropout"),
+    [(lambda by: 0.5 * (by - by.detach()), False), (lambda by: by.square().sqrt(), True)],
+    ids=["half more", "not a number"],
+)
+def test_a_few_numbers_are_judged_where_nothing_is_drawn_planted(
+    dropout: float, wrong: Any, is_found_behind_dropout: bool
+) -> None:
+    """Of a gradient alone: the numbers themselves are zero."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.by + (wrong(self.by) if torch.compiler.is_compiling() else 0.0)
+
+    found = agreement(made(dropout=dropout, act=Shifted()))
+    is_found = is_found_behind_dropout or not dropout
+    assert found.holds != is_found, str(found)
+    assert not is_found or found.worst == "act.by"
+
+
+# --- what a run does -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError("not now"), torch.OutOfMemoryError("out of memory")])
+def test_a_check_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    compile_with(monkeypatch, as_it_is)
+    model, calls = made(), []
+
+    def loss(micro: MicroBatch) -> Tensor:
+        calls.append(model._compiled_call_impl is not None)
+        if len(calls) == fails_at:
+            raise error
+        return loss_of(model)(micro)
+
+    fails_at = 0
+    train(model, tmp_path / "off", loss=loss, verify="off")
+    # The steps come last; before them what a sample needs is measured.
+    fails_at, model = len(calls) - NUM_STEPS + 2, made()
+    calls.clear()
+    run = train(model, tmp_path / "run", loss=loss)
+    (line,) = said(run)
+    assert line.startswith(f"compiled: not compared with the model's own code: {error}")
+    assert open_run(run).plan["settings"]["compile"]["value"] == "on"
+    assert calls[-NUM_STEPS:] == [True] * NUM_STEPS
+
+
+def test_a_loss_that_is_not_a_number_is_left_to_the_step() -> None:
+    model = made(act=Planted(lambda x: x))
+    with pytest.raises(ArithmeticError, match="its loss is nan"):
+        agreement(model, loss=lambda micro: loss_of(model)(micro) * torch.nan)
+
+
+def test_what_the_first_step_made_is_no_garbage_to_look_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler keeps hundreds of thousands of objects: a pass over them at the end of each epoch took 0.15 s."""
+    compile_with(monkeypatch, as_it_is)
+    model, made_in_first, looked_at = made(), [], []
+
+    def loss(micro: MicroBatch) -> Tensor:
+        if not made_in_first:
+            made_in_first.extend([[number] for number in range(1000)])
+        looked_at.append(sum(thing is made_in_first[-1] for thing in gc.get_objects()))
+        return loss_of(model)(micro)
+
+    assert gc.get_freeze_count() == 0
+    train(model, tmp_path / "run", loss=loss)
+    assert looked_at[-1] == 0, "set aside"
+    assert looked_at[0] == 1
+    assert gc.get_freeze_count() == 0, "and back afterwards"
+
+
+def test_blocks_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_with(monkeypatch, as_it_is)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x) * (1.1 if torch.compiler.is_compiling() else 1.0)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 4))
+    run = train(
+        model, tmp_path / "run", compile="blocks", loss=lambda m: functional.cross_entropy(model(m.x[:, 0]), m.y)
+    )
+    assert said(run)[0].startswith("not compiled: ")
+    assert open_run(run).plan["settings"]["compile"]["value"] == "off"
+    assert all(part._compiled_call_impl is None for part in model.modules())
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_wrong_one_wins_no_measurement(monkeypatch: pytest.MonkeyPatch, is_wrong: bool) -> None:
+    compile_with(monkeypatch, as_it_is)
+    with rig_of(made(act=Planted(lambda x: x * 1.1 if is_wrong else x))) as rig:
+        if not is_wrong:
+            rig.prepare({"compile": "on"}, seconds=60.0).close()
+            return
+        with pytest.raises(ProbeFailedError, match="differs from the model's own code"):
+            rig.prepare({"compile": "on"}, seconds=60.0)
+
+
+def rig_of(model: nn.Module) -> LocalStepBench:
+    training = parse_training_config({"global_batch_size": SAMPLES, "epochs": 1})
+    machine, conditions = current_machine()
+    plan = make_plan(
+        machine, describe_workload(model, data(), training, recipe="net"), overrides={}, conditions=conditions
+    )
+    optimizer = OptimizerChoice(lr=1e-2)
+    return LocalStepBench(model, optimizer, data(), training, loss=loss_of(model), plan=plan, may_compile=True)
+
+
+# --- nothing to compare ----------------------------------------------------------------------------------------------
+
+
+class Unfollowed(Reader):
+    """torch's compiler gives up a function that breaks its graph inside of a context it does not know."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with contextlib.closing(io.StringIO()) as aside:
+            print("read", file=aside)
+            return self.head(self.word(tokens).amax(1))
+
+
+class Forbidden(Reader):
+    @torch.compiler.disable
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize("kind", [Unfollowed, Forbidden])
+def test_where_nothing_is_compiled_nothing_is_said_to_agree(tmp_path: Path, kind: type[Reader]) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    run = train(kind(), tmp_path / "run", epochs=1)
+    (line,) = said(run)
+    assert line.startswith("not compiled: torch's compiler found nothing to compile here  (")
+    plan = open_run(run).plan["settings"]["compile"]
+    assert (plan["value"], plan["reason"]) == ("off", "torch's compiler found nothing to compile here")
+
+
+def test_what_was_compiled_for_an_earlier_training_counts(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    for name in ("first", "second"):
+        before = num_graphs()
+        (line,) = said(train(made(), tmp_path / name, epochs=1))
+        assert line.startswith("compiled: loss and 8 gradients agree")
+    assert num_graphs() == before, "or the second one shows nothing"
+
+
+def test_a_profiler_of_yours_stays_and_nothing_is_held_against_the_model() -> None:
+    def yours(*_words: Any) -> None:
+        pass
+
+    sys.setprofile(yours)
+    try:
+        assert runs_compiled(lambda: None)
+        assert sys.getprofile() is yours
+    finally:
+        sys.setprofile(None)
+
+
+def test_what_is_not_compiled_wins_no_measurement() -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    with rig_of(Unfollowed()) as rig, pytest.raises(ProbeFailedError, match="found nothing to compile"):
+        rig.prepare({"compile": "on"}, seconds=60.0)

@@ -1,0 +1,293 @@
+"""A tiny batch on a device and on the CPU: what agrees, what is noticed, and that nothing is left behind."""
+
+import random
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import whet.verify.isolation as real_untouched
+from small_gpt import Gpt, micro_of
+from small_models import convnet, images
+from whet.data.batch import MicroBatch
+from whet.device.cpu import CpuDevice
+from whet.device.fake import FakeDevice
+from whet.verify.start import device_parity
+from whet.verify.start.device_parity import LossAndGradients, compare_with_cpu, loss_and_gradients
+
+pytestmark = pytest.mark.torch
+
+
+def restless_model() -> nn.Module:
+    """Everything that a forward pass can change: statistics, draws, modes, a buffer of its own, even a weight."""
+
+    class Restless(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = convnet(dropout=0.3)
+            self.norm = nn.BatchNorm1d(4)
+            self.frozen = nn.BatchNorm1d(4).eval()
+            self.lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.2)
+            self.register_buffer("calls", torch.zeros(()))
+            self.limit = nn.Parameter(torch.full((4,), 3.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.calls = self.calls + 1
+            self.limit.data.clamp_(max=2.0)
+            torch.rand(()), random.random(), np.random.rand()
+            y = self.frozen(self.norm(self.body(x)))
+            return functional.dropout(self.lstm(y[None])[0][0], 0.2, self.training) * self.limit
+
+    torch.manual_seed(0)
+    return Restless()
+
+
+def small_images(num_samples: int = 6) -> MicroBatch:
+    x, y = images(num_samples, seed=0)
+    return MicroBatch(fields={"x": x, "y": y}, ids=np.arange(num_samples))
+
+
+def loss_of(model: nn.Module) -> Callable[[MicroBatch], Tensor]:
+    return lambda micro: functional.cross_entropy(model(micro.x), micro.y)
+
+
+def trace_of(model: nn.Module, device: FakeDevice) -> dict[str, Any]:
+    """All that must be as before, as plain values."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        "values": {name: tensor.detach().clone().numpy().tobytes() for name, tensor in tensors.items()},
+        "memory": {name: (id(tensor), tensor.data_ptr(), tensor.stride()) for name, tensor in tensors.items()},
+        "gradients": {
+            name: None if p.grad is None else (id(p.grad), p.grad.clone().numpy().tobytes())
+            for name, p in model.named_parameters()
+        },
+        "modes": [module.training for module in model.modules()],
+        "dropout": [getattr(module, "dropout", None) for module in model.modules() if isinstance(module, nn.LSTM)],
+        "draws": (
+            torch.get_rng_state().numpy().tobytes(),
+            device.rng_state().numpy().tobytes(),
+            repr(random.getstate()),
+            repr(np.random.get_state()),
+        ),
+    }
+
+
+def verify(model: nn.Module, device: FakeDevice, untouched: Callable[..., Any]) -> None:
+    loss, micro = loss_of(model), small_images()
+    with untouched(model, device):
+        found = loss_and_gradients(model, device, loss, micro, precision="fp32")
+        compare_with_cpu(model, loss, micro, found, precision="fp32")
+        torch.rand((), generator=device._generator)
+        model.eval()
+        real_untouched.perturb_zero_weights(model)
+
+
+@pytest.fixture
+def restless() -> tuple[nn.Module, FakeDevice]:
+    model, device = restless_model(), FakeDevice()
+    nn.init.zeros_(model.body[0].bias)
+    parameters = list(model.parameters())
+    # As a loop of one's own may leave it: some gradients are there.
+    for parameter in parameters[::2]:
+        parameter.grad = torch.ones_like(parameter)
+    return model, device
+
+
+def test_nothing_is_left_behind(restless) -> None:
+    model, device = restless
+    before = trace_of(model, device)
+    verify(model, device, real_untouched.preserve_model_and_rng)
+    assert trace_of(model, device) == before
+
+
+def test_nothing_is_left_behind_by_a_loss_that_raises(restless) -> None:
+    model, device = restless
+    before = trace_of(model, device)
+
+    def loss(micro: MicroBatch) -> Tensor:
+        model(micro.x)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), real_untouched.preserve_model_and_rng(model, device):
+        loss_and_gradients(model, device, loss, small_images(), precision="fp32")
+    assert trace_of(model, device) == before
+
+
+MUTANTS = {
+    "a gradient is left behind": ("parameter.grad = gradient", "pass", "gradients"),
+    "buffers stay changed": ("buffers.put_back()", "pass", "values"),
+    "generators have moved": (
+        "with as_before(model), undisturbed(device), uncompiled():",
+        "with as_before(model), uncompiled():",
+        "draws",
+    ),
+    "modes stay changed": ("module.training = mode", "pass", "modes"),
+    "weights stay changed": ("memory.copy_(values)", "pass", "values"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_planted_faults_are_noticed(restless, name: str) -> None:
+    model, device = restless
+    right, wrong, where = MUTANTS[name]
+    source = Path(real_untouched.__file__).read_text()
+    assert source.count(right) == 1
+    mutant = types.ModuleType("mutant")
+    exec(compile(source.replace(right, wrong), "mutant.py", "exec"), mutant.__dict__)
+    before = trace_of(model, device)
+    verify(model, device, mutant.untouched)
+    after = trace_of(model, device)
+    assert [part for part in before if before[part] != after[part]] != []
+    assert before[where] != after[where]
+
+
+# --- what agrees -----------------------------------------------------------------------------------------------------
+
+
+def agreement(
+    model: nn.Module, loss: Any, micro: MicroBatch, *, precision: str, tamper: Any = None
+) -> device_parity.DeviceParity:
+    device = CpuDevice()
+    with real_untouched.preserve_model_and_rng(model, device):
+        found = loss_and_gradients(model, device, loss, micro, precision=precision)
+        if tamper is not None:
+            found = tamper(found)
+        return compare_with_cpu(model, loss, micro, found, precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_rounding_agrees(precision: str, is_trained: bool) -> None:
+    torch.manual_seed(0)
+    model, micro = Gpt(), micro_of()
+    if is_trained:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for _ in range(150):
+            optimizer.zero_grad()
+            model.loss(micro).backward()
+            optimizer.step()
+    found = agreement(model, model.loss, micro, precision=precision)
+    assert found.holds, str(found)
+    assert found.num_gradients == len(list(model.parameters()))
+    assert f"loss and {found.num_gradients} gradients agree with the CPU" in str(found)
+
+
+def test_dropout_is_off_and_batchnorm_as_in_training() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(convnet(dropout=0.5), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(100.0)
+    found = agreement(model, loss_of(model), small_images(), precision="fp32")
+    assert found.holds, str(found)
+    model[0].eval()
+    assert found.here == pytest.approx(float(loss_of(model)(small_images()).detach()), rel=1e-5)
+
+
+def tampered(change: Callable[[dict[str, Tensor]], None]) -> Callable[[LossAndGradients], LossAndGradients]:
+    def tamper(found: LossAndGradients) -> LossAndGradients:
+        gradients = dict(found.gradients)
+        change(gradients)
+        return LossAndGradients(found.loss, gradients)
+
+    return tamper
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("half", lambda g: g.update({"blocks.1.out.weight": 0.5 * g["blocks.1.out.weight"]})),
+        ("one number", lambda g: g["blocks.0.qkv.bias"].__setitem__(50, g["blocks.0.qkv.bias"].abs().max())),
+        ("missing", lambda g: g.pop("norm.weight")),
+        ("zero", lambda g: g["head.weight"].zero_()),
+        ("NaN", lambda g: g["place.weight"][3].fill_(torch.nan)),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_wrong_gradient_is_noticed_by_name_planted(precision: str, name: str, change: Any) -> None:
+    torch.manual_seed(0)
+    model = Gpt()
+    found = agreement(model, model.loss, micro_of(), precision=precision, tamper=tampered(change))
+    assert not found.holds
+    expected = {
+        "half": "blocks.1.out.weight",
+        "one number": "blocks.0.qkv.bias",
+        "missing": "norm.weight",
+        "zero": "head.weight",
+        "NaN": "place.weight",
+    }[name]
+    assert found.worst == expected
+    assert f"the gradient of {expected} differs from the CPU's" in str(found)
+
+
+def test_a_wrong_loss_is_noticed_planted() -> None:
+    torch.manual_seed(0)
+    model = Gpt()
+    wrong = agreement(
+        model, model.loss, micro_of(), precision="fp32", tamper=lambda f: LossAndGradients(f.loss * 1.001, f.gradients)
+    )
+    assert not wrong.holds
+    assert "the loss is" in str(wrong)
+
+
+def test_what_float32_cannot_tell_is_no_disagreement() -> None:
+    """A loss with cancellation: another order of the same sum is off by more than the bound, on the CPU as well."""
+    weight = nn.Parameter(torch.full((1000,), 1.0))
+    model = nn.ParameterList([weight])
+    noise = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e6
+    micro = MicroBatch(fields={"x": noise}, ids=np.arange(1))
+
+    def in_order(seed: int) -> Callable[[MicroBatch], Tensor]:
+        order = torch.randperm(1000, generator=torch.Generator().manual_seed(seed))
+        return lambda m: (weight * m.x)[order].sum() - (weight * m.x).sum() + weight.square().sum() * 1e-3
+
+    loss, other = in_order(1), in_order(2)
+    with real_untouched.preserve_model_and_rng(model, CpuDevice()):
+        found = loss_and_gradients(model, CpuDevice(), other, micro, precision="fp32")
+        seen = compare_with_cpu(model, loss, micro, found, precision="fp32")
+    assert (
+        seen.loss_error > device_parity.PARITY_BOUNDS["fp32"][0]
+        or seen.gradient_error > device_parity.PARITY_BOUNDS["fp32"][1]
+    )
+    assert seen.holds, str(seen)
+
+
+def test_pairs_of_sum_and_weight_and_sparse_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3))
+    micro = MicroBatch(fields={"x": torch.randint(0, 50, (5, 6))}, ids=np.arange(5))
+    found = agreement(model, lambda m: (model(m.x).square().sum(), m.x.numel()), micro, precision="fp32")
+    assert found.holds
+    assert found.num_gradients == 3
+
+
+def test_the_same_bits_twice_or_how_many_differ() -> None:
+    torch.manual_seed(0)
+    model, device = Gpt(), CpuDevice()
+    with real_untouched.preserve_model_and_rng(model, device):
+        one, two = (loss_and_gradients(model, device, model.loss, micro_of(), precision="fp32") for _ in range(2))
+    assert device_parity.repeat_difference(one, two) is None
+    two.gradients["head.bias"][3] *= 1 + 1e-6
+    assert f"other bits the second time in 1 of {len(one.gradients) + 1} tensors" in (
+        device_parity.repeat_difference(one, two) or ""
+    )
+    one.gradients["norm.bias"][0] = two.gradients["norm.bias"][0] = torch.nan
+    assert "in 1 of" in (device_parity.repeat_difference(one, two) or "")
+
+
+def test_large_models_get_fewer_samples() -> None:
+    assert device_parity.parity_batch_size(100_000, 64) == 8
+    assert device_parity.parity_batch_size(10_000_000, 128) == 5
+    assert device_parity.parity_batch_size(124_000_000, 1024) == 2
+
+
+@pytest.fixture(autouse=True)
+def _nothing_moves() -> Iterator[None]:
+    yield
+    random.seed(0)
+    np.random.seed(0)

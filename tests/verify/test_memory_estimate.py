@@ -1,0 +1,308 @@
+"""Memory estimates: fake steps against real ones, against arithmetic, and what they say about known machines."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from whet.base.errors import UsageError, WhetError
+from whet.data.adapters import open_source
+from whet.data.batch import MicroBatch, Position
+from whet.device.cpu import CpuDevice
+from whet.machine.known import load_machine
+from whet.plan.memory import CONTEXT_BYTES
+from whet.plan.rules.memory import even_splits
+from whet.verify.memory.estimate import estimate_memory, estimate_trainable
+from whet.verify.memory.fits import MachineFit, fit_machines
+from whet.verify.trainable import Trainable, TrainableSpec, make_trainable
+
+pytestmark = pytest.mark.torch
+
+WIDTH, HEADS, LENGTH, WORDS = 64, 4, 96, 300
+SQUARE = HEADS * LENGTH * LENGTH * 4
+"""One layer's matrix of attention weights, for one sample."""
+
+
+def classify(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def transformer(size: int = 4, dropout: float = 0.1) -> Trainable:
+    layers = (nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=dropout, batch_first=True) for _ in range(3))
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS))
+    tokens = torch.randint(0, WORDS, (size, LENGTH))
+    return make_trainable((model, (tokens, tokens.clone()), classify), word="transformer")
+
+
+def convolutions() -> Trainable:
+    def block(before: int, after: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(inplace=True))
+
+    pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    model = nn.Sequential(block(3, 16), nn.MaxPool2d(2), block(16, 16), *pool)
+    return make_trainable(
+        (model, (torch.randn(6, 3, 32, 32), torch.randint(0, 10, (6,))), classify), word="convolutions"
+    )
+
+
+def perceptron(width: int = 512, size: int = 64) -> Trainable:
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+    return make_trainable((model, (torch.randn(size, width),), lambda m, x: m(x).square().mean()), word="perceptron")
+
+
+def subject(make: Callable[[], Trainable]) -> TrainableSpec:
+    return TrainableSpec(name="subject", make=make)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("make", [transformer, convolutions, perceptron])
+def test_a_fake_step_is_alive_like_a_real_one(
+    make: Callable[[], Trainable], is_checkpointed: bool, precision: str
+) -> None:
+    ways = {"device": "cpu", "activation_checkpointing": is_checkpointed, "precision": precision}
+    fake = estimate_memory(subject(make), **ways)
+    real = estimate_trainable(make(), name="real", **ways)
+    for size in (2, 5, 16):
+        assert fake.bytes_at(size) == pytest.approx(real.bytes_at(size), rel=0.01)
+    assert fake.phase_at(16) == real.phase_at(16)
+
+
+@pytest.mark.parametrize("make", [transformer, convolutions])
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_two_sizes_tell_all_others(make: Callable[[], Trainable], device: str) -> None:
+    from_small = estimate_memory(subject(make), device=device, sizes=(2, 24))
+    for size in (3, 10):
+        there = estimate_memory(subject(make), device=device, sizes=(size, size + 1)).bytes_at(size)
+        # Metal's pages round small tensors up by more than a line can tell.
+        assert from_small.bytes_at(size) == pytest.approx(there, rel=0.03 if device == "mps" else 0.01)
+
+
+def test_a_perceptrons_peak_is_what_arithmetic_says() -> None:
+    weight = 512 * 512 * 4
+    guess = estimate_memory(subject(perceptron), device="cpu")
+    # With few samples at the end: all weights, gradients and the optimizer's state.
+    few = guess.parts_at(1)
+    assert few["weights"] == pytest.approx(2 * weight, rel=0.01)
+    assert few["gradients"] == pytest.approx(2 * weight, rel=0.01)
+    assert few["optimizer"] == pytest.approx(4 * weight, rel=0.01)
+    assert guess.bytes_at(1) == pytest.approx(8 * weight, rel=0.02)
+    # With many, where the backward pass begins: input, hidden layer and output; the mean's gradient, and three for the
+    # square's: its base, that times 2, and the product of both.
+    many = guess.parts_at(1_000_000)
+    assert many["activations"] + many["temporary"] == pytest.approx(1_000_000 * 512 * 4 * 7, rel=0.01)
+    assert guess.phase_at(1_000_000) == "backward"
+    assert guess.fixed_bytes + 64 * guess.per_sample_bytes == guess.bytes_at(64)
+
+
+def test_attention_weights_are_kept_on_mps_and_not_on_cuda() -> None:
+    kept = {
+        device: estimate_memory(subject(partial(transformer, dropout=0.0)), device=device).per_sample_bytes
+        for device in ("cuda", "mps")
+    }
+    assert kept["mps"] - kept["cuda"] > 2 * SQUARE
+    rows = 100 * LENGTH * WIDTH * 4
+    assert kept["cuda"] < rows
+
+
+def test_dropouts_mask_has_one_byte_on_cuda_and_four_on_mps() -> None:
+    def dropped() -> Trainable:
+        model = nn.Sequential(nn.Linear(64, 64), *(nn.Dropout(0.1) for _ in range(8)), nn.Linear(64, 1))
+        return make_trainable((model, (torch.randn(8, 64),), lambda m, x: m(x).mean()), word="dropped")
+
+    cuda, mps = (estimate_memory(subject(dropped), device=device, sizes=(4096, 8192)) for device in ("cuda", "mps"))
+    more = [guess.bytes_at(2_000_000) - guess.bytes_at(1_000_000) for guess in (cuda, mps)]
+    assert (more[1] - more[0]) / 1_000_000 == pytest.approx(8 * 64 * 3, rel=0.05)
+
+
+def test_checkpointing_and_half_precision_take_less() -> None:
+    plain = estimate_memory(subject(transformer), device="cuda").per_sample_bytes
+    assert (
+        estimate_memory(subject(transformer), device="cuda", activation_checkpointing=True).per_sample_bytes < plain / 2
+    )
+    assert estimate_memory(subject(transformer), device="cuda", precision="bf16").per_sample_bytes < 0.8 * plain
+
+
+def test_cutting_the_batch_keeps_all_gradients_meanwhile() -> None:
+    guess = estimate_memory(subject(perceptron), device="mps")
+    gradients = 2 * 512 * 512 * 4
+    assert guess.bytes_at(100_000, is_cut=True) - guess.bytes_at(100_000) == pytest.approx(gradients, rel=0.5)
+    assert guess.parts_at(100_000, is_cut=True)["gradients"] >= gradients
+
+
+def test_a_model_larger_than_this_machines_memory_is_estimated_without_taking_any() -> None:
+    def huge() -> Trainable:
+        model = nn.Sequential(*(nn.Linear(32_768, 32_768) for _ in range(8)))
+        return make_trainable((model, (torch.randn(4, 32_768),)), word="huge")
+
+    before = psutil.Process().memory_info().rss
+    guess = estimate_memory(subject(huge), device="cuda")
+    assert guess.bytes_at(1) > 8 * 32_768**2 * 16
+    assert psutil.Process().memory_info().rss - before < 500 * 2**20
+
+
+def test_real_data_behind_a_fake_model_gives_its_own_micro_batches() -> None:
+    x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
+
+    def micro(size: int) -> MicroBatch:
+        source = open_source((x, y), CpuDevice(), global_batch_size=size, seed=0, is_resident=False)
+        batch = next(iter(source.batches(Position())))
+        return next(iter(source.micro_batches(batch, micro_batch=size, how="fixed")))
+
+    def make() -> Trainable:
+        model = nn.Linear(64, 10)
+        return Trainable(model=model, loss=lambda m: functional.cross_entropy(model(m.x), m.y), micro=micro, size=16)
+
+    assert estimate_memory(subject(make), device="mps").bytes_at(16) > 650 * 4 * 4
+
+
+def test_an_unknown_device_is_refused() -> None:
+    with pytest.raises(UsageError, match="not estimated"):
+        estimate_memory(subject(perceptron), device="tpu")
+
+
+def looking(loss: Callable[[nn.Module, Tensor], Tensor], shape: tuple[int, ...] = (64, 256)) -> Callable[[], Trainable]:
+    return lambda: make_trainable((nn.Linear(256, 256), (torch.ones(shape),), loss), word="looking")
+
+
+def reads_its_loss(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    assert loss.item() > 0
+    assert len(loss.detach()[None].tolist()) == 1
+    return loss
+
+
+def refuses_bad_numbers(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x)
+    if not bool(y.isfinite().all()):
+        raise ValueError("a bad number")
+    return y.square().mean()
+
+
+def picks_by_a_mask(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)[x[:, 0] > 0].square().mean()
+
+
+@pytest.mark.parametrize("loss", [reads_its_loss, refuses_bad_numbers, picks_by_a_mask])
+def test_a_step_that_looks_at_numbers_is_answered_and_takes_what_it_really_takes(loss) -> None:
+    ways = {"device": "cpu", "sizes": (32, 64)}
+    real = estimate_trainable(looking(loss)(), name="real", **ways)
+    fake = estimate_memory(subject(looking(loss)), **ways)
+    assert fake.bytes_at(64) == pytest.approx(real.bytes_at(64), rel=0.02)
+
+
+@pytest.mark.parametrize(("precision", "copies"), [("fp32", 3 * 4), ("bf16", 2 * 4 + 2)])
+def test_a_loss_over_many_words_peaks_with_these_bytes_a_logit_on_a_gpu(precision: str, copies: int) -> None:
+    # bf16: scores in bf16, the same in float32, and their gradient.
+    def words() -> Trainable:
+        def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return functional.cross_entropy(model(x), y)
+
+        return make_trainable((nn.Linear(8, 20_000), (torch.ones(64, 8), torch.zeros(64).long()), loss), word="words")
+
+    guess = estimate_memory(subject(words), device="cuda", precision=precision, sizes=(512, 1024))
+    slope = (guess.bytes_at(20_000) - guess.bytes_at(10_000)) / 10_000
+    assert slope == pytest.approx(20_000 * copies, rel=0.01)
+
+
+def test_a_model_that_knows_the_size_of_its_inputs_is_estimated_at_that_size() -> None:
+    fixed = looking(lambda model, x: model(x.view(8, 8, 256)).square().mean())
+    assert estimate_memory(subject(fixed), device="mps").bytes_at(64) > 64 * 256 * 4
+
+
+def test_a_step_that_looks_at_too_many_numbers_is_refused_in_three_lines() -> None:
+    large = looking(lambda model, x: model(x)[x > 0].mean(), (2**17, 256))
+    with pytest.raises(WhetError, match="looks at numbers"):
+        estimate_memory(subject(large), device="cuda")
+
+
+def test_a_recurrent_layer_keeps_one_reserve_on_a_gpu() -> None:
+    def recurrent() -> Trainable:
+        model = nn.LSTM(32, 32, 4, batch_first=True)
+        return make_trainable((model, (torch.randn(8, 50, 32),), lambda m, x: m(x)[0].sum()), word="recurrent")
+
+    guess = estimate_memory(subject(recurrent), device="cuda", sizes=(512, 1024))
+    slope = (guess.bytes_at(2_000_000) - guess.bytes_at(1_000_000)) / 1_000_000
+    # 23 vectors a step in time of reserve; input, output and their gradients.
+    assert slope == pytest.approx((23 + 4) * 50 * 32 * 4, rel=0.1)
+
+
+def deep(size: int = 64) -> Trainable:
+    """3.4 M parameters, and 1.3 GB of activations for 64 samples."""
+    layers = (nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True) for _ in range(4))
+    model = nn.Sequential(nn.Embedding(1000, 256), *layers, nn.Linear(256, 1000))
+    tokens = torch.randint(0, 1000, (size, 512))
+    return make_trainable((model, (tokens, tokens.clone()), classify), word="deep")
+
+
+def test_the_largest_cut_that_fits_is_named() -> None:
+    (fit,) = fit_machines(subject(partial(deep, 256)), [load_machine("m2-air-8gb")])
+    assert fit.limit_bytes is not None
+    assert fit.micro_batch is not None
+    assert fit.device == "mps"
+    guess = estimate_memory(subject(partial(deep, 256)), device="mps", precision=fit.precision)
+    larger = min(size for size in even_splits(256) if size > fit.micro_batch)
+    assert fit.num_bytes == guess.bytes_at(fit.micro_batch, is_cut=True) + CONTEXT_BYTES["mps"] <= fit.limit_bytes
+    assert guess.bytes_at(larger, is_cut=larger < 256) + CONTEXT_BYTES["mps"] > fit.limit_bytes
+    assert fit.words.startswith(f"fits m2-air-8gb (8 GB) at micro batch {fit.micro_batch}: ")
+    assert fit.words.endswith(" of 5.3 GB")
+
+
+def test_what_does_not_fit_says_what_would_help() -> None:
+    def wide() -> Trainable:
+        layers = (nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True) for _ in range(12))
+        model = nn.Sequential(nn.Embedding(1000, 512), *layers, nn.Linear(512, 1000))
+        tokens = torch.randint(0, 1000, (2, 4096))
+        return make_trainable((model, (tokens, tokens.clone()), classify), word="wide")
+
+    (fit,) = fit_machines(subject(wide), [load_machine("m1-air-8gb")])
+    assert fit.micro_batch is None
+    assert fit.micro_batch_checkpointed is not None
+    assert fit.words.startswith("does not fit m1-air-8gb (8 GB): one sample needs ")
+    assert fit.words.endswith(f"; with activation_checkpointing=on {fit.micro_batch_checkpointed} fit")
+
+
+def test_a_batch_with_batchnorm_is_not_cut() -> None:
+    (fit,) = fit_machines(subject(convolutions), [load_machine("m2-air-8gb")], global_batch_size=1_000_000)
+    assert (fit.micro_batch, fit.least) == (None, 1_000_000)
+    assert "the 1000000 samples that may not be cut need" in fit.words
+
+
+def test_all_known_machines_answer() -> None:
+    found = fit_machines(subject(transformer))
+    assert len(found) >= 6
+    assert all(fit.micro_batch == 4 for fit in found)
+    assert {fit.device for fit in found} == {"cuda", "mps", "cpu"}
+
+
+def test_unknown_memory_is_said() -> None:
+    fit = MachineFit(
+        machine="x",
+        memory_bytes=None,
+        device="cuda",
+        precision="fp32",
+        is_checkpointed=False,
+        micro_batch=None,
+        least=1,
+        num_bytes=2**30,
+        limit_bytes=None,
+    )
+    assert fit.words == "x: a step with 1 needs 1 GB; how much there is, is unknown"
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_on_small_models(tmp_path: os.PathLike[str]) -> None:
+    from paths import ROOT
+
+    script = ROOT / "benchmarks" / "memory_estimates.py"
+    words = ["--small", "--device", "cpu", "--precisions", "fp32", "--only", "GPT", "perceptron"]
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "4 of 4 within 10%" in done.stdout

@@ -1,0 +1,463 @@
+"""What agrees is said to agree, what is wrong is named, and nothing is left behind."""
+
+import copy
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as f
+
+import whet
+from paths import SUPPORT, Run
+from small_models import TokenModel, convnet, images, ragged_tokens
+from warm_python import WarmPython
+from whet.api.verify import model_subject
+from whet.base.errors import UsageError
+from whet.cli.compare import _lines as comparison_lines
+from whet.data.batch import MicroBatch
+from whet.device.abstract import AbstractDevice
+from whet.device.cpu import CpuDevice
+from whet.verify.isolation import disable_dropout
+from whet.verify.parity.compare import compare_devices, compare_precision
+from whet.verify.parity.locate import first_wrong_module, locate
+from whet.verify.parity.references import FORMULAS
+from whet.verify.parity.replay import TensorLayout
+from whet.verify.parity.reproducer import MARKER, _memory
+from whet.verify.parity.training import ParityRow, ReplicaFactory, compare_training
+from whet.verify.tolerance import error_bound, relative_errors
+from whet.verify.trainable import Trainable, TrainableSpec
+
+pytestmark = pytest.mark.torch
+
+WRONG_KERNELS = SUPPORT / "wrong_kernels.py"
+
+
+def norm_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def tokens_subject() -> TrainableSpec:
+    def make() -> Trainable:
+        torch.manual_seed(0)
+        model = TokenModel()
+        tokens = ragged_tokens(8, longest=9, seed=0)
+
+        def micro(size: int) -> MicroBatch:
+            rows = torch.arange(size)
+            return MicroBatch(fields={"tokens": tokens.padded(rows, length=9)}, ids=np.arange(size))
+
+        return Trainable(model=model, loss=model.loss, micro=micro, size=8)
+
+    return TrainableSpec(name="tokens", make=make)
+
+
+class Functional(nn.Module):
+    """Dropout in three disguises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.recurrent = nn.GRU(8, 8, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x):
+        seen, _ = self.attention(x, x, x)
+        seen = f.scaled_dot_product_attention(seen, x, x, dropout_p=0.3)
+        return self.recurrent(f.dropout(seen, 0.5))[0]
+
+
+# --- sound models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        tokens_subject(),
+        model_subject(convnet(), images(8, seed=0), lambda model, x, y: f.cross_entropy(model(x), y)),
+        model_subject(norm_net(), (torch.randn(16, 6),), mean_square),
+        model_subject(Functional(), (torch.randn(3, 5, 8),)),
+    ],
+    ids=["tokens", "conv", "norm", "dropout"],
+)
+def test_sound_models_agree(subject: TrainableSpec) -> None:
+    found = compare_devices(subject, devices=["cpu"], steps=5)
+    assert found.agrees, found
+    assert found.reference == "cpu float64"
+    assert {"loss", "gradients", "update", "trajectory"} <= {row.what for row in found.rows}
+    assert all(row.error < row.bound for row in found.rows)
+    assert found.rows[1].error > 0, "float32 is not float64"
+    assert found.determinism.is_same
+    assert found.located is None
+
+
+def test_dropout_is_off_in_all_its_disguises_and_back_afterwards() -> None:
+    model, x = nn.Sequential(Functional(), nn.Dropout(0.5), nn.BatchNorm1d(5)), torch.randn(3, 5, 8)
+
+    def drawn(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return model(x).detach()
+
+    with disable_dropout(model):
+        assert torch.equal(drawn(1), drawn(2))
+        assert model[2].training
+    assert not torch.equal(drawn(1), drawn(2))
+    assert all(module.training for module in model.modules())
+    assert (model[0].attention.dropout, model[0].recurrent.dropout) == (0.5, 0.5)
+
+
+class StochasticDepth(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand(()).round() if self.training else x
+
+
+def test_quiet_modules_draw_nothing_and_batchnorm_trains() -> None:
+    model, x = nn.Sequential(Functional(), StochasticDepth(), nn.BatchNorm1d(5)), torch.randn(3, 5, 8)
+    before = torch.get_rng_state()
+    with disable_dropout(model, is_quiet=True):
+        assert not model[1].training
+        assert model[2].training
+        model(x)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(module.training for module in model.modules())
+    with disable_dropout(model):
+        model(x)
+    assert not torch.equal(torch.get_rng_state(), before), "only quiet modules draw nothing"
+
+
+def test_a_model_at_hand_stays_as_it_is() -> None:
+    model = norm_net().eval()
+    model[0].weight.grad = torch.ones(8, 6)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    drawn = torch.get_rng_state(), random.getstate()
+    found = whet.compare(model, (torch.randn(16, 6, generator=torch.Generator()),), devices=["cpu"], steps=2)
+    assert found.agrees
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(8, 6))
+    assert not model.training
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+
+
+def test_a_model_that_does_not_run_in_float64_says_so() -> None:
+    class Narrow(nn.Linear):
+        def forward(self, x):
+            return f.linear(x, self.weight.float() * 1) + torch.mm(x, torch.ones(3, 3))
+
+    found = whet.compare(Narrow(3, 3), (torch.randn(4, 3),), devices=["cpu"], steps=2, precisions=[])
+    assert found.reference == "cpu float32"
+    assert found.rows == ()
+    assert "does not run in float64" in found.notes[0]
+    assert "compared with nothing" in comparison_lines(found)[-1]
+
+
+def test_complex_buffers_stay_complex_in_float64() -> None:
+    class Turned(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("turns", torch.polar(torch.ones(2), torch.tensor([0.3, 2.0])))
+
+        def forward(self, x):
+            pairs = torch.view_as_complex(super().forward(x).unflatten(-1, (2, 2)))
+            return torch.view_as_real(pairs * self.turns).flatten(-2)
+
+    found = whet.compare(Turned(), (torch.randn(6, 4),), devices=["cpu"], steps=2, precisions=[])
+    assert (found.agrees, found.reference) == (True, "cpu float64")
+
+
+# --- what is wrong is found ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operator", "named", "module", "phase"),
+    [
+        ("tanh", "aten::tanh", "", "forward"),
+        ("tanh_backward", "aten::tanh_backward", "", "backward"),
+        ("sum.dim_IntList", "aten::sum", "second", "backward"),
+        ("clamp_min_", "aten::clamp_min_", "", "forward"),
+    ],
+)
+def test_a_wrong_kernel_is_named_and_shown_by_a_program(
+    warm_python: WarmPython, tmp_path: Path, operator: str, named: str, module: str, phase: str
+) -> None:
+    program = tmp_path / "shown.py"
+    done = warm_python.run(WRONG_KERNELS, operator, program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert not found["agrees"]
+    culprit = found["located"]["culprit"]
+    assert (culprit["operator"], culprit["module"], culprit["phase"]) == (named, module, phase)
+    assert culprit["line"].startswith("wrong_kernels.py:")
+    assert list(found["located"]["wrong"]) == [named], "operators that got wrong inputs are not blamed"
+    assert found["exit_code"] == 1, "the program shows it under the same fault"
+    # Without the fault, and without whet; one of them in a Python that has imported nothing before.
+    alone = (
+        "import sys, runpy\n"
+        "sys.modules.update({name: None for name in ('whet', *sys.modules) if name.partition('.')[0] == 'whet'})\n"
+        f"runpy.run_path({str(program)!r}, run_name='__main__')"
+    )
+    if operator == "tanh":
+        again = subprocess.run([sys.executable, "-c", alone, "cpu"], capture_output=True, text=True, cwd=tmp_path)
+    else:
+        again = warm_python.run("-c", alone, "cpu", cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "agrees" in again.stdout
+
+
+class Elsewhere(AbstractDevice):
+    """The CPU under another name; modules can tell that they are there."""
+
+    kind = "elsewhere"
+
+    @property
+    def place(self) -> torch.device:
+        return torch.device("cpu")
+
+    def put_model(self, model: nn.Module, optimizer: object = None) -> None:
+        for module in model.modules():
+            module.is_elsewhere = True
+
+
+class Sly(nn.Linear):
+    """Every operator is right, but they are other operators there."""
+
+    is_elsewhere = False
+
+    def forward(self, x):
+        return super().forward(x) * (1.01 if self.is_elsewhere else 1.0)
+
+
+class SlyGradient(nn.Linear):
+    is_elsewhere = False
+
+    def forward(self, x):
+        if self.is_elsewhere and x.requires_grad:
+            x = x * 1
+            x.register_hook(lambda gradient: gradient * 1.01)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("kind", "phase"), [(Sly, "forward"), (SlyGradient, "backward")])
+def test_where_no_operator_is_wrong_the_module_is_named(kind: type[nn.Linear], phase: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), kind(4, 4)), nn.Linear(4, 2))
+    bench = ReplicaFactory(model_subject(model, (torch.randn(6, 4),)))
+    rows = compare_training(bench, Elsewhere(), steps=2).rows
+    assert not all(row.agrees for row in rows)
+    found = locate(bench, Elsewhere())
+    assert found.num_judged > 10
+    assert found.culprit is not None
+    assert (found.culprit.operator, found.culprit.module, found.culprit.phase) == (None, "1.1", phase)
+
+
+def test_no_module_of_a_sound_model_is_blamed() -> None:
+    for model, x in ((norm_net(), torch.randn(16, 6)), (Functional(), torch.randn(3, 5, 8))):
+        assert first_wrong_module(ReplicaFactory(model_subject(model, (x,))), Elsewhere()) is None
+
+
+def test_a_model_that_is_not_deterministic_is_found(warm_whet: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import itertools, torch\n"
+        "from torch import nn\n"
+        "calls = itertools.count()\n"
+        "class Net(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x) * (1 + next(calls) / 2**21)\n"
+        "def model():\n"
+        "    return Net(4, 2), (torch.ones(8, 4),)\n"
+    )
+    done = warm_whet("compare", "mine.py", "--devices", "cpu", "--steps", "2")
+    assert done.returncode == 1
+    assert "DIFFERS: first the loss in step 1" in done.stdout
+    assert done.stdout.count("DIFFERS") == 1, "by rounding only, so nothing else does"
+
+
+def test_what_draws_is_told() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + torch.rand_like(x)
+
+    found = locate(ReplicaFactory(model_subject(Noisy(3, 3), (torch.randn(4, 3),))), CpuDevice())
+    assert found.draws == ("aten::rand_like",)
+    assert found.culprit is None
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_formula_for_attention_is_that_of_autograd(is_causal: bool, has_bias: bool) -> None:
+    """CUDA's kernel has none on the CPU; the formula stands in for it."""
+    q, k, v = (torch.randn(2, 3, 6, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    bias = torch.randn(2, 3, 6, 6, dtype=torch.float64) if has_bias else None
+    past = torch.ones(6, 6, dtype=torch.bool).tril() if is_causal else torch.ones(6, 6, dtype=torch.bool)
+    mask = torch.zeros(6, 6, dtype=torch.float64).masked_fill(~past, -torch.inf) + (0 if bias is None else bias)
+    right = f.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+    gradient = torch.randn_like(right)
+    right.backward(gradient)
+    name = "_scaled_dot_product_efficient_attention"
+    forward, backward = (getattr(torch.ops.aten, f"{name}{end}").default for end in ("", "_backward"))
+    given = {"query": q, "key": k, "value": v, "attn_bias": bias, "grad_out_": gradient, "dropout_p": 0.0}
+    given |= {"is_causal": is_causal, "scale": 0.3, "compute_log_sumexp": True, "grad_input_mask": [True] * 4}
+    with torch.no_grad():
+        for func, expected in ((forward, [right]), (backward, [q.grad, k.grad, v.grad])):
+            # By the order of torch's own schema.
+            named = [(argument.name, argument.kwarg_only) for argument in func._schema.arguments]
+            args = [given.get(name) for name, is_word in named if not is_word]
+            words = {name: given[name] for name, is_word in named if is_word}
+            for ours, theirs in zip(FORMULAS[func.name()](*args, **words), expected, strict=True):
+                torch.testing.assert_close(ours, theirs)
+
+
+def test_the_measure_of_agreement() -> None:
+    one = {"a": torch.tensor([1.0, 2.0]), "zero": torch.tensor([0.0])}
+    noisy = {"a": torch.tensor([1.0, 2.0]), "zero": torch.tensor([1e-9])}
+    assert relative_errors(noisy, one) == {"a": 0.0, "zero": pytest.approx(5e-8)}
+    assert relative_errors({"a": one["a"]}, one)["zero"] == math.inf
+    assert relative_errors({**one, "a": torch.tensor([1.0, math.nan])}, one)["a"] == math.inf
+    assert not ParityRow(what="loss", error=math.nan, bound=1.0).agrees
+    assert error_bound(1e-4, 1e-3) == pytest.approx(2e-2)
+    assert error_bound(1e-4, None) == error_bound(1e-4, 1e-9) == 1e-4
+
+
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
+def micro_of(x: torch.Tensor) -> MicroBatch:
+    return MicroBatch(fields={"x": x}, ids=np.arange(len(x)))
+
+
+def test_bf16_agrees_where_it_is_good_enough_and_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model = norm_net().eval()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state = copy.deepcopy(model.state_dict())
+    modes = [module.training for module in model.modules()]
+    buffers = [id(buffer) for buffer in model.buffers()]
+    x = torch.randn(16, 6)
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    found = compare_precision(model, lambda m: model(m.x).square().mean(), micro_of(x), CpuDevice(), "bf16")
+    assert found.agrees
+    assert 0 < found.gradient_error < found.bound
+    assert found.loss_error > 0
+    assert set(found.by_module) == {"0", "1", "4"}
+    assert max(found.by_module.values()) == found.gradient_error
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in model.parameters())
+    assert [module.training for module in model.modules()] == modes
+    assert [id(buffer) for buffer in model.buffers()] == buffers
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == generators[1:]
+
+
+def test_bf16_is_refused_where_it_cancels() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    nn.init.constant_(model.bias, 1000.0)
+    loss = lambda m: (model(m.x).float() - 1000).square().mean()  # noqa: E731
+    found = compare_precision(model, loss, micro_of(torch.randn(16, 4)), CpuDevice(), "bf16")
+    assert not found.agrees
+
+
+def test_tiny_gradients_agree_in_fp16_thanks_to_scaling() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    loss = lambda m: model(m.x).float().square().mean() * 1e-6  # noqa: E731
+    found = compare_precision(model, loss, micro_of(torch.randn(16, 6)), CpuDevice(), "fp16")
+    assert found.agrees, "without a scale every gradient would be 0"
+
+
+# --- programs and words ----------------------------------------------------------------------------------------------
+
+
+def layouts() -> dict[str, torch.Tensor]:
+    base = torch.arange(60.0).reshape(3, 4, 5)
+    return {
+        "plain": base,
+        "transposed": base.transpose(0, 2),
+        "from the middle": base[1:, 1:, ::2],
+        "expanded": base[:, :1].expand(3, 7, 5),
+        "one number": base[1, 2, 3],
+        "empty": base[:0],
+        "whole numbers": base.long()[..., 2],
+        "flags": base[0] > 7,
+    }
+
+
+@pytest.mark.parametrize("name", list(layouts()))
+def test_a_program_keeps_how_a_tensor_lay_in_memory(name: str) -> None:
+    tensor = layouts()[name]
+    was = TensorLayout(size=tuple(tensor.shape), stride=tensor.stride(), offset=int(tensor.storage_offset()))
+    flat, layout = _memory(tensor.clone(), was)
+    again = flat.as_strided(layout.size, layout.stride, layout.offset)
+    assert torch.equal(again, tensor)
+    assert again.stride() == tensor.stride()
+    if tensor.numel():
+        assert again.storage_offset() == tensor.storage_offset()
+
+
+def test_overlapping_memory_becomes_contiguous() -> None:
+    tensor = torch.arange(8.0).unfold(0, 4, 1)
+    flat, layout = _memory(tensor.clone(), TensorLayout(size=tuple(tensor.shape), stride=tensor.stride(), offset=0))
+    assert torch.equal(flat.as_strided(layout.size, layout.stride, layout.offset), tensor)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--size", "-1"], "--size must be at least 1"),
+        (["--devices", "cpu,tpu"], "no such device"),
+        (["--devices", "cpu,cpu"], "a device is named twice"),
+        (["--devices", "cpu,mps,cuda"], "one device is compared with the CPU"),
+        (["--precision", "fp8"], "no such precision"),
+        (["--precision", "tf32", "--devices", "cpu"], "only CUDA rounds products to tf32"),
+        (["--out", "there/is/none.py"], "the program cannot be written there"),
+        (["--out", "mine.txt"], "the program cannot be written there"),
+        (["--out", "mine.py"], "this file is not one that whet compare wrote"),
+        (["--out", "weights.py"], "the program's numbers would replace a file"),
+    ],
+)
+def test_bad_words_are_refused_in_three_lines(
+    words: list[str], what: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from whet.cli.main import run
+
+    monkeypatch.chdir(tmp_path)
+    Path("weights.safetensors").touch()
+    Path("mine.py").write_text("raise SystemError('loaded too early')\n")
+    assert run(["compare", "mine.py", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {what}")
+    assert "  got: " in error
+    assert len(error.strip().splitlines()) == 3
+
+
+def test_what_is_no_model_is_refused(warm_whet: Run, tmp_path: Path) -> None:
+    done = warm_whet("compare", "nothing.py")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: no such recipe file")
+    with pytest.raises(UsageError, match="nothing to train"):
+        compare_devices(model_subject(nn.Tanh(), (torch.randn(2, 2),)), devices=["cpu"])
+    uneven = model_subject(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(3)), lambda model, x, _: model(x).sum())
+    with pytest.raises(UsageError, match="cannot be cut"):
+        compare_devices(uneven, devices=["cpu"], size=1)
+
+
+def test_only_programs_of_ours_are_replaced(tmp_path: Path) -> None:
+    ours = tmp_path / "ours.py"
+    ours.write_text(f'"""{MARKER}"""\n')
+    found = compare_devices(model_subject(nn.Linear(2, 2), (torch.ones(3, 2),)), devices=["cpu"], steps=1, out=ours)
+    assert found.agrees
+    assert ours.read_text() == f'"""{MARKER}"""\n', "nothing is written where nothing is wrong"
+
+
+def test_infinities_are_printed_as_json() -> None:
+    row = ParityRow(what="loss", error=math.inf, bound=1.0)
+    assert json.loads(json.dumps(row.as_json(), allow_nan=False))["error"] == "inf"

@@ -1,0 +1,51 @@
+"""whet compare with models of unlucky users: no false alarm, no damage, a refusal in words."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import whet
+from whet.api.verify import load_subject
+from whet.base.errors import UsageError
+from whet.verify.parity.compare import compare_devices
+
+pytestmark = pytest.mark.torch
+
+
+class _Writes(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return super().forward(x)
+
+
+def test_a_model_that_writes_to_its_inputs_gets_fresh_ones_in_each_step() -> None:
+    x = torch.randn(4, 4)
+    before = x.clone()
+    found = whet.compare(_Writes(4, 4), (x,), devices=["cpu"], steps=5)
+    assert found.agrees
+    assert found.determinism.is_same
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_cpu_alone_has_nothing_to_compare_other_formats_with(dtype: torch.dtype) -> None:
+    with pytest.raises(UsageError, match="on the CPU alone"):
+        whet.compare(nn.Linear(4, 4).to(dtype), (torch.randn(4, 4, dtype=dtype),), devices=["cpu"])
+
+
+def test_a_model_that_a_file_keeps_is_copied(tmp_path: Path) -> None:
+    file = tmp_path / "kept.py"
+    file.write_text(
+        "import torch\nNET = torch.nn.Linear(4, 4)\nX = torch.randn(4, 4)\ndef model():\n"
+        "    assert NET.weight.dtype == torch.float32 and NET.weight.grad is None\n    return NET, (X,)\n"
+    )
+    assert compare_devices(load_subject(str(file)), devices=["cpu"], steps=3).agrees
+
+
+def test_a_folder_is_no_program(tmp_path: Path) -> None:
+    folder = tmp_path / "folder.py"
+    folder.mkdir()
+    with pytest.raises(UsageError, match="cannot be written there"):
+        whet.compare(nn.Linear(2, 2), (torch.ones(2, 2),), devices=["cpu"], out=folder)

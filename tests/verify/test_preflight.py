@@ -1,0 +1,284 @@
+"""whet check finds what was planted, on its line, and reports nothing where nothing is wrong."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import flawed_models
+import sound_models
+from paths import ROOT, Run
+from whet.api.verify import check, load_subject
+from whet.base.errors import UsageError
+from whet.machine.known import load_machine
+from whet.plan.plan import make_plan
+from whet.verify.preflight.check import CheckResult
+from whet.verify.preflight.findings import CheckFinding
+from whet.verify.preflight.render import render_github, render_sarif, render_text
+
+pytestmark = pytest.mark.torch
+
+FLAWED, SOUND = Path(flawed_models.__file__), Path(sound_models.__file__)
+
+PLANTED = {
+    "ctc": "error",
+    "svd": "warning",
+    "float64_buffer": "error",
+    "item_in_the_loop": "warning",
+    "seventeen_dimensions": "error",
+    "strided_conv_weight": "warning",
+    "transposed_conv_in_forward": "warning",
+    "dynamic_shapes": "warning",
+    "mixed_dtypes": "warning",
+    "mlp_mixer": "error",
+    "five_gigabytes": "error",
+    "uneven_pool": "error",
+    "many_rows": "warning",
+    "decides_by_value": "warning",
+    "host_only": "warning",
+    "custom_operator": "warning",
+}
+
+
+def marked(name: str) -> tuple[str, int]:
+    """The finding that a model is to give, and the line that says so."""
+    lines = FLAWED.read_text().splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith(f"def {name}("))
+    for index in range(start, len(lines)):
+        if found := re.search(r"  # ([a-z0-9/-]+)$", lines[index]):
+            return found[1], index + 1
+    raise AssertionError(name)
+
+
+def checked(name: str, **options: object) -> CheckResult:
+    options = {"machine": "m2-air-8gb", "is_causal": name == "mlp_mixer", **options}
+    return check(getattr(flawed_models, name), **options)  # type: ignore[arg-type]
+
+
+def matters(found: CheckResult) -> set[tuple[str, int | None]]:
+    return {(finding.id, finding.place.line if finding.place else None) for finding in found.findings}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_was_planted_is_found_on_its_line(name: str) -> None:
+    found = checked(name)
+    kind, line = marked(name)
+    told = [finding for finding in found.findings if finding.id == kind]
+    assert [finding.severity for finding in told][:1] == [PLANTED[name]], render_text(found)
+    assert {Path(finding.place.file).name for finding in told if finding.place} == {FLAWED.name}
+    assert line in {finding.place.line for finding in told if finding.place}
+    assert found.passes() == (PLANTED[name] != "error" and name != "decides_by_value")
+    assert not found.passes(is_strict=True)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_nothing_else_is_told(name: str) -> None:
+    also = {
+        # It is there twice: as the weight is, and as the convolution meets it.
+        "strided_conv_weight": {"known-fault/conv-weights"},
+        "decides_by_value": {"missing-operator"},
+        "many_rows": set(),
+    }
+    kinds = {finding.id for finding in checked(name).findings}
+    assert kinds <= {marked(name)[0], *also.get(name, set())}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["ctc", "svd", "float64_buffer", "seventeen_dimensions", "uneven_pool", "many_rows"])
+def test_other_devices_do_not_have_the_limits_of_mps(name: str, device: str) -> None:
+    assert not checked(name, device=device, machine=None).findings
+
+
+@pytest.mark.parametrize("name", ["item_in_the_loop", "dynamic_shapes", "host_only"])
+def test_waits_concern_gpus_alone(name: str) -> None:
+    assert marked(name) in matters(checked(name, device="cuda", machine=None))
+    assert not checked(name, device="cpu", machine=None).findings
+
+
+def test_a_wait_is_counted_for_each_step() -> None:
+    [finding] = checked("item_in_the_loop").findings
+    assert finding.count == 4
+
+
+def test_state_of_another_format_is_seen_in_the_second_update() -> None:
+    [finding] = [finding for finding in checked("changing_dtype").findings if finding.id == "mixed-dtypes"]
+    assert finding.severity == "error"
+    assert finding.during == "the optimizer's step"
+
+
+def test_what_the_backward_pass_lacks_names_the_line_of_the_forward_pass() -> None:
+    backward = [finding for finding in checked("ctc").findings if "backward" in finding.what]
+    assert [(finding.place.line, finding.place.is_backward) for finding in backward if finding.place] == [
+        (marked("ctc")[1], True)
+    ]
+
+
+def test_a_buffer_is_too_large_for_the_small_machine_only() -> None:
+    assert checked("five_gigabytes").findings
+    assert not checked("five_gigabytes", machine="m3-max-64gb").findings
+    [finding] = checked("five_gigabytes").findings
+    assert "no Mac was asked" in finding.what
+
+
+def test_a_recipe_is_traced_with_the_micro_batch_that_is_planned_for_the_machine() -> None:
+    words = ["global_batch_size=4096"]
+    anywhere, there = (check("text", words, device="mps", machine=machine) for machine in (None, "m2-air-8gb"))
+    assert anywhere.num_samples == 4096
+    planned = make_plan(load_machine("m2-air-8gb"), load_subject("text", words).workload).micro_batch
+    assert there.num_samples == planned < 4096
+    assert "known-fault/linear-rows" in {finding.id for finding in anywhere.findings}
+    assert "known-fault/linear-rows" not in {finding.id for finding in there.findings}
+    assert f"micro-batch {planned}" in "\n".join(render_text(there))
+
+
+def test_a_large_head_is_told_with_a_way_out() -> None:
+    def large_head() -> tuple[object, ...]:
+        return torch.nn.Linear(8, 40_000), (torch.randn(4, 8, requires_grad=True),)
+
+    [finding] = check(large_head, machine="m2-air-8gb").findings
+    assert finding.id == "known-fault/linear-rows"
+    assert "sums over 40,000" in finding.what
+    assert all(way in finding.try_ for way in ("in pieces", "torch after 2.13", "--device cpu"))
+
+
+def test_attention_on_mps_is_traced_by_its_formula() -> None:
+    def long_attention() -> tuple[object, ...]:
+        class Attention(flawed_models.Net):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                q = self.inner(x)
+                return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+        return Attention(), (torch.randn(1, 5, 16_384, 8),)
+
+    kinds = {finding.id for finding in check(long_attention, machine="m2-air-8gb").findings}
+    assert kinds == {"buffer-too-large", "known-fault/linear-rows", "too-little-memory"}
+    assert not check(long_attention, machine="h200").findings
+
+
+def test_real_samples_help_where_fake_ones_cannot_go_on() -> None:
+    found = checked("decides_by_value")
+    assert not found.is_fake
+    assert found.num_samples == 2
+    assert any("_linalg_eigh" in finding.what for finding in found.findings)
+
+
+@pytest.mark.parametrize("name", ["gpt", "convnet", "lstm"])
+@pytest.mark.parametrize("device", ["mps", "cuda", "cpu"])
+def test_nothing_is_told_of_sound_models(name: str, device: str) -> None:
+    machine = {"mps": "m2-air-8gb", "cuda": "h200", "cpu": "linux-2core"}[device]
+    found = check(getattr(sound_models, name), device=device, machine=machine)
+    assert found.findings == (), render_text(found)
+    assert found.is_fake
+    assert found.num_operators > 100
+
+
+def test_a_large_model_is_traced_without_memory() -> None:
+    found = check(sound_models.gpt_350m, machine="m3-max-64gb")
+    assert found.num_weights > 350_000_000
+    assert found.is_fake
+    assert found.findings == ()
+
+
+def test_a_causal_model_is_causal() -> None:
+    found = check(sound_models.causal_gpt, is_causal=True)
+    assert not found.findings
+    assert found.is_causal
+    assert any(line.startswith("causal    yes") for line in render_text(found))
+    assert checked("mlp_mixer").is_causal is False
+    assert check(sound_models.causal_gpt).is_causal is None
+
+
+def test_torchs_generator_is_left_alone() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    checked("decides_by_value")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_error_of_a_model_that_does_not_run_is_its_own() -> None:
+    def broken() -> tuple[object, ...]:
+        return torch.nn.Linear(8, 8), (torch.randn(4, 9),)
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        check(broken)
+
+
+def test_the_command_says_it_in_every_form(warm_whet: Run, tmp_path: Path) -> None:
+    word, machine = f"{FLAWED}:ctc", ("--machine", "m2-air-8gb")
+    text = warm_whet("check", word, *machine)
+    assert text.returncode == 1
+    assert f"{FLAWED}:{marked('ctc')[1]}" in text.stdout
+    assert "MPS has no operator aten::_ctc_loss" in text.stdout
+
+    findings = json.loads(warm_whet("check", word, *machine, "--json").stdout)["findings"]
+    assert [CheckFinding.model_validate(finding).id for finding in findings] == ["missing-operator"] * 2
+
+    sarif = json.loads(warm_whet("check", word, *machine, "--sarif").stdout)
+    result = sarif["runs"][0]["results"][0]
+    assert result["level"] == "error"
+    assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == marked("ctc")[1]
+
+    github = warm_whet("check", word, *machine, "--github").stdout.splitlines()
+    assert github[0].startswith(f"::error file={FLAWED},line={marked('ctc')[1]},title=missing-operator::MPS has no")
+
+
+@pytest.mark.slow
+def test_warnings_fail_only_when_asked(warm_whet: Run) -> None:
+    word = f"{FLAWED}:item_in_the_loop"
+    assert warm_whet("check", word).returncode == 0
+    assert warm_whet("check", word, "--strict").returncode == 1
+    assert warm_whet("check", word, "--for", "cpu", "--strict").returncode == 0
+
+
+def test_forms_are_escaped() -> None:
+    found = checked("item_in_the_loop")
+    odd = found.findings[0].model_copy(update={"what": "100 %\nof it"})
+    other = found.model_copy(update={"findings": (odd,)})
+    assert "100 %25%0Aof it" in render_github(other)[0]
+    assert render_sarif(other)["runs"][0]["results"][0]["message"]["text"].startswith("100 %\nof it")
+
+
+def test_every_sarif_result_has_a_place() -> None:
+    found = checked("item_in_the_loop")
+    homeless = found.findings[0].model_copy(update={"place": None, "during": "the step"})
+    (result,) = render_sarif(found.model_copy(update={"findings": (homeless,)}))["runs"][0]["results"]
+    place = result["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"].endswith(".py")
+    assert place["region"]["startLine"] > 0
+
+
+def test_what_makes_no_sense_is_refused(warm_whet: Run) -> None:
+    done = warm_whet("check", "text", "--for", "mps", "--machine", "h200")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: that machine has no such device")
+    with pytest.raises(UsageError, match="what its model predicts"):
+        check("text", is_causal=True)
+    with pytest.raises(UsageError, match="makes the model itself"):
+        check(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.slow
+def test_the_text_recipe_is_sound(warm_whet: Run) -> None:
+    done = warm_whet("check", "text", "arch.layers=1", "--machine", "m2-air-8gb", "--strict")
+    assert done.returncode == 0, done.stdout
+    assert "found     nothing" in done.stdout
+
+
+def test_a_factory_of_any_name_may_give_a_recipe(warm_whet: Run, tmp_path: Path) -> None:
+    assert warm_whet("init", "mine.py").returncode == 0
+    source = (tmp_path / "mine.py").read_text()
+    (tmp_path / "mine.py").write_text(source + "\n\ndef another_name():\n    return recipe()\n")
+    done = warm_whet("check", "mine.py:another_name", "hidden_size=16", "--strict")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run(warm_whet: Run) -> None:
+    page = (ROOT / "docs" / "check.md").read_text()
+    commands = re.findall(r"^\$ whet (.*?)(?:\s+# exit code (\d))?$", page, re.MULTILINE)
+    assert len(commands) > 4
+    for command, code in commands:
+        done = warm_whet(*shlex.split(command), cwd=ROOT)
+        assert done.returncode == int(code or 0), command + done.stdout + done.stderr

@@ -1,0 +1,163 @@
+"""whet check with models of unlucky users: kept, endless, loud, lazy, nested; each is answered or refused in words."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from paths import Run
+from whet.api.verify import check
+from whet.base.errors import UsageError
+from whet.verify.preflight.check import CheckResult
+from whet.verify.preflight.findings import CheckFinding, SourceLocation
+from whet.verify.preflight.render import render_sarif
+
+pytestmark = pytest.mark.torch
+
+
+def test_a_model_that_the_factory_keeps_is_left_as_it_was() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.LSTM(4, 4)).eval()
+    x = torch.randn(8, 4)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    for _ in range(2):
+        found = check(lambda: (net, (x,)), device="mps")
+        assert found.is_fake
+        assert found.why_no_fits is None
+    assert not any(module.training for module in net.modules())
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+
+
+class _Waits(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        while y.abs().max().item() > 0.1:
+            y = y / 2
+        return y
+
+
+def test_a_loop_that_waits_for_a_number_ends() -> None:
+    found = check(lambda: (_Waits(4, 4), (torch.randn(2, 4),)), device="mps")
+    assert not found.is_fake
+    assert {finding.id for finding in found.findings} == {"wait-for-device"}
+
+
+def test_nested_inputs_with_words_and_numbers_are_given_as_they_are() -> None:
+    class Nested(torch.nn.Linear):
+        def forward(self, given: dict[str, object], how: str, scale: float) -> torch.Tensor:  # type: ignore[override]
+            assert (how, scale) == ("sum", 2.0)
+            [x] = given["x"]  # type: ignore[misc]
+            return super().forward(x) * scale
+
+    found = check(lambda: (Nested(4, 4), ({"x": [torch.randn(2, 4).double()]}, "sum", 2.0)), device="mps")
+    assert any("the input input0['x'][0] is float64" in finding.what for finding in found.findings)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ((torch.nn.ReLU(), (torch.randn(2, 2),)), "nothing to train"),
+        ((torch.nn.LazyLinear(2), (torch.randn(2, 2),)), "lazy layers"),
+        ((torch.nn.Linear(2, 2), (torch.randn(0, 2),)), "no sample"),
+        ((torch.nn.Linear(2, 2), (torch.randn(2, 2),), 5), "loss cannot be called"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_words(made: tuple[object, ...], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check(lambda: made)
+
+
+def test_batch_norm_with_one_sample_is_not_saved_by_a_second_one() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        check(lambda: (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), (torch.randn(1, 2),)))
+
+
+def test_complex_weights_have_an_optimizer() -> None:
+    class Complex(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(2, 2, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.to(torch.complex64) @ self.weight).abs()
+
+    assert not check(lambda: (Complex(), (torch.randn(2, 2),)), device="cuda").findings
+
+
+def test_labels_are_the_losss_where_a_causal_model_does_not_take_them() -> None:
+    def made() -> tuple[object, ...]:
+        net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
+        tokens, labels = torch.randint(0, 9, (2, 2, 8))
+        loss = torch.nn.functional.cross_entropy
+        return net, (tokens, labels), lambda net, x, y: loss(net(x).flatten(0, 1), y.flatten())
+
+    assert not check(made, device="cpu", is_causal=True).findings
+
+
+_LOUD = """
+import sys
+import torch
+
+class Loud(torch.nn.Linear):
+    def forward(self, x):
+        print("not JSON")
+        return super().forward(x)
+
+def model():
+    return Loud(2, 2).double(), (torch.randn(2, 2).double(),)
+
+class Ends(torch.nn.Linear):
+    def forward(self, x):
+        sys.exit(0)
+
+def ends():
+    return Ends(2, 2), (torch.randn(2, 2),)
+"""
+
+
+def test_prints_exits_and_odd_names_do_no_harm(warm_whet: Run, tmp_path: Path) -> None:
+    file = tmp_path / "my model, 5% #1.py"
+    file.write_text(_LOUD)
+    assert json.loads(warm_whet("check", str(file), "--json").stdout)["findings"]
+    ended = warm_whet("check", f"{file}:ends")
+    assert ended.returncode == 1
+    assert "SystemExit: 0 (my model, 5% #1.py:" in ended.stderr
+    place = SourceLocation(file="my model, 5% #1.py", line=3)
+    finding = CheckFinding(id="x", severity="error", what="w", try_="t", place=place)
+    sarif = render_sarif(CheckResult(subject="s", device="mps", torch="2", findings=(finding,)))
+    location = sarif["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
+    assert location["artifactLocation"]["uri"] == "my%20model%2C%205%25%20%231.py"
+
+
+_NOISY = """
+import torch
+
+def compiled():
+    return torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())), (torch.randn(2, 2),)
+
+def wrong():
+    return torch.nn.Linear(3, 2), (torch.randn(2, 2),)
+"""
+
+
+@pytest.mark.slow
+def test_torchs_own_logs_of_a_trace_are_not_shown(warm_whet: Run, tmp_path: Path) -> None:
+    file = tmp_path / "noisy.py"
+    file.write_text(_NOISY)
+    compiled = warm_whet("check", f"{file}:compiled")
+    assert compiled.returncode == 0, compiled.stderr
+    assert compiled.stderr == ""
+    wrong = warm_whet("check", f"{file}:wrong")
+    assert wrong.returncode == 1
+    assert wrong.stderr.splitlines()[0] == "error: a library refused what it was asked to do"
+    assert len(wrong.stderr.splitlines()) == 3
+
+
+def test_a_scripted_model_and_nested_tensors_are_no_error() -> None:
+    def nested() -> tuple[object, ...]:
+        ragged = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+        return torch.nn.Linear(4, 4), (ragged,), lambda net, x: net(x).values().sum()
+
+    assert not check(nested, device="cuda").findings
+    assert not check(lambda: (torch.jit.script(torch.nn.Linear(2, 2)), (torch.randn(2, 2),)), device="cuda").findings

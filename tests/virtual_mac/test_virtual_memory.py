@@ -1,0 +1,74 @@
+"""Memory runs out at the virtual Mac's watermark while whet trains: fewer samples at once, and the run goes on."""
+
+import pytest
+from conftest import Start
+
+from virtual_process import INSTALL
+
+pytestmark = [pytest.mark.torch, pytest.mark.virtual_mac]
+
+TRAIN = (
+    INSTALL
+    + """
+import sys, torch, whet
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4))
+
+generator = torch.Generator().manual_seed(1)
+x, y = torch.randn(768, 64, generator=generator), torch.randint(0, 4, (768,), generator=generator)
+
+def train(name, device):
+    model, seen, shown = make(), {}, []
+    with whet.Session(
+        model, whet.OptimizerChoice(lr=1e-3), (x, y), run=name, device=device, global_batch_size=256, epochs=2,
+        show=lambda kind, fields: shown.append((kind, fields)), wishes={"threads": 1, "micro_batch": 256},
+    ) as session:
+        for batch in session:
+            if device == "mps" and session.progress.step == 2:
+                torch.mps.empty_cache()
+                free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+                virtual_mac.hold_memory(free - int(sys.argv[1]) * 2**20)
+            def loss(micro):
+                # What a large model's activations would take.
+                torch.empty(len(micro) * int(sys.argv[2]) * 2**20, dtype=torch.uint8, device=micro.x.device)
+                return nn.functional.cross_entropy(model(micro.x), micro.y)
+            session.step(loss, batch)
+            seen[session.progress.step] = batch.ids.tolist()
+        micro = session.plan.micro_batch
+    return model.cpu(), seen, shown, micro
+"""
+)
+
+
+def test_out_of_memory_at_the_watermark_shrinks_the_micro_batch_and_the_run_goes_on(python: Start) -> None:
+    code = (
+        TRAIN
+        + """
+ours, seen, shown, micro = train("mps", "mps")
+virtual_mac.hold_memory(0)
+theirs, seen_by_cpu, _, _ = train("cpu", "cpu")
+assert micro < 256, micro
+assert seen == seen_by_cpu
+assert max(seen) == 6
+ran_out = [fields for kind, fields in shown if kind == "oom"]
+assert "MPS backend out of memory" in ran_out[0]["reason"], ran_out
+for a, b in zip(ours.parameters(), theirs.parameters()):
+    assert (a - b).norm() <= 1e-5 * b.norm(), (a - b).norm() / b.norm()
+print("micro", micro, "events", len(ran_out), [f["cure"] for f in ran_out])
+"""
+    )
+    done = python(code, 900, 4)
+    assert done.returncode == 0, done.stderr
+    assert "micro 128 events 2" in done.stdout, done.stdout
+    assert "micro batch 128 instead of 256" in done.stdout
+
+
+def test_a_model_that_cannot_fit_says_so(python: Start) -> None:
+    code = TRAIN + "\ntrain('mps', 'mps')\n"
+    done = python(code, 600, 700)
+    assert done.returncode == 1
+    assert "not even one sample fits into memory" in done.stderr
+    assert "MPS backend out of memory" in done.stderr

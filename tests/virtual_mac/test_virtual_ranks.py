@@ -1,0 +1,37 @@
+"""Several processes on a simulated Mac: refused before any of them starts, named or not."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from virtual_process import INSTALL, environment
+
+pytestmark = [pytest.mark.torch, pytest.mark.virtual_mac]
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.usefixtures("_built")
+def test_several_processes_are_refused_on_a_simulated_mac(tmp_path: Path, home: Path) -> None:
+    """One process says both commands: a virtual Mac takes seconds to make."""
+    program = (
+        INSTALL
+        + "import os\nfrom whet.cli.main import run\n"
+        + "two = ['train', 'text', '--nproc', '2']\n"
+        + "codes = [run(two), run([*two, '--device', 'mps'])]\n"
+        + f"os.environ.update({TORCHRUN!r}, MASTER_PORT='29500')\n"
+        + "codes.append(run(['train', 'text', '--device', 'mps']))\nprint(codes, os.listdir())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.stdout.strip() == "[2, 2, 2] []", ended.stderr
+    assert ended.stderr.count("several processes cannot train together on MPS") == 3
+    assert ended.stderr.count("--device cpu, where they talk through gloo") == 3
