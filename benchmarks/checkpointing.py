@@ -78,7 +78,7 @@ def show(name: str, saves: list[Event], took: float, steps: int) -> float:
     print(f"{name}: {steps} steps of {1000 * took / steps:.0f} ms, {len(saves)} saves in {took:.0f} s")
     print("   saved in   stood still   slowed    cost (seconds, one line a save)")
     for event, *values in zip(saves, whole, stall, slowed, costs, strict=True):
-        how = "beside the training" if event.get("beside") else "in a pause"
+        how = "beside the training" if event.get("background") else "in a pause"
         print("   {:8.2f}   {:11.3f}   {:6.2f}   {:5.2f}".format(*values), how)
     print(f"   share of this run, at the shortened interval: {100 * sum(costs) / took:.2f} %")
     return statistics.median(costs)

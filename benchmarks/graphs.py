@@ -185,7 +185,7 @@ def replayed(folder: Path) -> int:
 def tell_changes(folder: Path) -> None:
     """Whatever was not as planned."""
     for event in History(whet.open_run(folder)).events(kinds=("plan", "oom", "skip", "resume")):
-        told = {key: event.fields[key] for key in ("changed", "reason", "rollback_reason") if event.fields.get(key)}
+        told = {key: event.fields[key] for key in ("message", "reason", "rollback_reason") if event.fields.get(key)}
         if told:
             print(f"      {folder.name}, step {event.step}: {told}")
 

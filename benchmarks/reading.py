@@ -195,7 +195,7 @@ def health(draw: random.Random, step: int) -> dict[str, object]:
         "samples": 32 * step,
         "samples_per_second": 3_200 * draw.random(),
         "memory": {name: draw.randrange(10**10) for name in parts},
-        "use": {"cpu": 100 * draw.random(), "process": 100 * draw.random(), "gpu": 100 * draw.random()},
+        "utilization": {"cpu": 100 * draw.random(), "process": 100 * draw.random(), "gpu": 100 * draw.random()},
         "heat": "cool",
         "thermal": "nominal",
         "pressure": "normal",

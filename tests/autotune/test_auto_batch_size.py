@@ -64,7 +64,7 @@ def test_the_batch_is_measured_once_and_a_run_goes_on_with_it(tmp_path):
     # Steps of so many samples were made: two at least for a first look, and all that are said to have been timed, which
     # are fewer than eight of each where a busy machine leaves no time.
     assert all(made[point.batch] >= 2 + point.steps for point in chosen.points if point.samples_per_second)
-    assert ("plan", {"changed": chosen.lines[0]}) in told
+    assert ("plan", {"message": chosen.lines[0]}) in told
     assert any(kind == "measuring" and fields["doing"].startswith("global batch ") for kind, fields in told)
     rates = {e.get("lr") for e in History(whet.open_run(tmp_path / "run")).events(kinds=("step",))}
     assert list(rates) == pytest.approx([1e-2 * (chosen.batch / 32) ** 0.5])
@@ -163,7 +163,7 @@ def test_measuring_is_one_line_that_is_redrawn_and_plain_lines_elsewhere():
         line = ProgressLine("tune", stream=stream)
         line("measuring", event)
         line("measuring", event)
-        line("plan", {"changed": "12 trials in 40 s"})
+        line("plan", {"message": "12 trials in 40 s"})
         line.close()
     shown = "tune  measuring: precision bf16, 12 of 60 s"
     assert terminal.getvalue() == f"\r\x1b[2K{shown}\r\x1b[2Ktune: 12 trials in 40 s\n"

@@ -62,7 +62,7 @@ def a_session(model, *, told=None, **changes):
         model,
         OptimizerChoice(lr=1e-3),
         some_data(),
-        show=None if told is None else lambda kind, fields: told.append(fields["changed"]) if kind == "plan" else None,
+        show=None if told is None else lambda kind, fields: told.append(fields["message"]) if kind == "plan" else None,
         **{"wishes": ONE_THREAD} if "plan" not in changes and "wishes" not in changes else {},
         **{**TRAINING, "epochs": 100_000, **changes},
     )
@@ -188,7 +188,7 @@ def test_a_measuring_process_that_dies_is_told_of_and_the_run_starts(monkeypatch
         some_data(),
         loss=Loss(model),
         optimizer=OptimizerChoice(),
-        show=lambda kind, fields: told.append(str(fields.get("changed"))),
+        show=lambda kind, fields: told.append(str(fields.get("message"))),
         open_bench=lambda: ProcessStepBench("no.such.module:rig", {}, environment={}),
         run=tmp_path / "run",
         **{**TRAINING, "epochs": 30},
@@ -213,7 +213,7 @@ def test_whatever_goes_wrong_in_measuring_is_told_and_the_run_starts():
         some_data(),
         loss=fails_at_first,
         optimizer=OptimizerChoice(),
-        show=lambda kind, fields: told.append(str(fields.get("changed"))),
+        show=lambda kind, fields: told.append(str(fields.get("message"))),
         **{**TRAINING, "epochs": 30},
     )
     assert result.state == "done"

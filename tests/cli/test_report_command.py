@@ -12,7 +12,7 @@ from simulated_run import _waits_for_no_disk, simulated_run  # noqa: F401
 from whet.cli.main import run as whet
 from whet.report.markdown import escape_markdown, run_markdown
 from whet.report.page.html import is_report
-from whet.report.run_view import run_view
+from whet.report.run_report import summarize
 from whet.run.events import EventLog
 from whet.run.folder import create_run
 
@@ -28,28 +28,28 @@ text on AMD EPYC, unknown cores, unknown memory, Linux, torch unknown.
 | training loss | 0.5 |
 | accuracy | 0.75 |
 | speed | 320 samples/s |
-| time at work | 4.0 s |
+| training time | 4.0 s |
 
 (curves)
 
 ## What to try next
 
-- **more data workers, or samples that need less work**. Measured: waiting for data took 50 % of the time of the steps.
+- **more data workers, or less work per sample**. Measured: waiting for data took 50 % of the time of the steps.
 
 ## Where the time went
 
-| part | share | time | what it is |
+| phase | share | time | what it is |
 | --- | --- | --- | --- |
 | data | 50.0 % | 100 ms | waiting for the next samples |
 | forward | 50.0 % | 100 ms | computing the loss |
 
 ## What happened
 
-| when | step | what | told |
+| when | step | event | details |
 | --- | --- | --- | --- |
 | 4.0 s | 2 | end | done |
 
-## How to do it again
+## How to reproduce it
 
 - command: `whet train text`
 - seed: 7
@@ -140,7 +140,7 @@ def test_runs_side_by_side_as_text_markdown_and_json(runs: Path, capsys: pytest.
     assert whet(["report", *both]) == 0
     text = capsys.readouterr().out
     assert "configuration  a   b\nseed           97  98" in text
-    assert "settings of the plan: nothing differs" in text
+    assert "settings of the plan: no differences" in text
     assert whet(["report", *both, "--markdown"]) == 0
     assert "| `seed` | 97 | 98 |" in capsys.readouterr().out
     assert whet(["report", *both, "--json"]) == 0
@@ -171,7 +171,7 @@ def test_the_words_of_the_markdown_page(tmp_path: Path) -> None:
             log.append("step", step=step, loss=1 / step, samples=32 * step, seconds={"data": 0.05, "forward": 0.05})
         log.append("eval", step=2, accuracy=0.75)
         log.append("end", step=2, state="done")
-    page = run_markdown(run_view(run))
+    page = run_markdown(summarize(run))
     assert re.sub(r"````text\nloss by step\n.*?````", "(curves)", page, flags=re.DOTALL) == MARKDOWN
 
 
@@ -188,5 +188,5 @@ def test_all_runs_are_looked_at_before_the_first_is_read(runs: Path, monkeypatch
     def never(run: Path) -> None:
         raise AssertionError(f"{run} was read")
 
-    monkeypatch.setattr("whet.report.run_view.run_view", never)
+    monkeypatch.setattr("whet.report.run_report.summarize", never)
     assert whet(["report", str(runs / "a"), str(runs / "absent"), "--html"]) == 2

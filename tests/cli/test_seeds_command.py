@@ -141,7 +141,7 @@ def test_two_epochs_at_a_sitting_give_the_same_bits_for_each_seed(
         if sitting == 0:
             assert "(epochs_per_sitting) in sat/seed-5" in errors
             assert summarize(tmp_path / "sat" / "seed-5").step == 40
-    assert [summarize(tmp_path / "sat" / f"seed-{seed}").sittings for seed in (5, 6)] == [2, 2]
+    assert [len(summarize(tmp_path / "sat" / f"seed-{seed}").sessions) for seed in (5, 6)] == [2, 2]
     train("seed=6", "--run", "whole")
     ours, theirs = tensors(tmp_path / "sat" / "seed-6"), tensors(tmp_path / "whole")
     assert ours.keys() == theirs.keys()

@@ -102,7 +102,7 @@ def num_replayed(path: Path) -> int:
 
 
 def refusal(path: Path) -> str:
-    said = [event.fields.get("changed", "") for event in events(path, "plan")]
+    said = [event.fields.get("message", "") for event in events(path, "plan")]
     return next((line for line in said if line.startswith("steps are not captured")), "")
 
 

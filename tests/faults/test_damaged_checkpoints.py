@@ -146,7 +146,7 @@ def test_what_was_lost_is_told_and_made_again(fault_runs: FaultRuns, run: Path) 
     assert fault_runs.finish(run).resumed_from == 3
     (resumed,) = read_events(run, kinds=("resume",))
     assert resumed.get("lost_steps") == 1
-    assert "manifest" in resumed.get("refused")[0]
+    assert "manifest" in resumed.get("rejected")[0]
     assert digest(run) == digest(fault_runs.folder / "whole")
 
 

@@ -25,7 +25,7 @@ def judge(run: Path, ended: ProcessExit, started: Started, *, expected: str) -> 
         warnings = list(read_events(run, kinds=("warning",)))
         assert len(warnings) == len(started.said("warning")) <= 1
         for warning in warnings:
-            assert {"reason", "path", "errno", "free_bytes", "again"} <= warning.fields.keys()
+            assert {"reason", "path", "errno", "free_bytes", "retry"} <= warning.fields.keys()
         return "warned" if warnings else "unharmed"
     assert ended.code == 1, ended
     ready, over = started.said("ready"), started.said("over")

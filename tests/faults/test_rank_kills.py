@@ -118,7 +118,7 @@ def test_checkpoints_beside_a_simulated_device_are_the_same(
     """Threads write what was copied while all processes go on; on a CPU nothing is copied otherwise."""
     run = tmp_path / "run"
     rank_processes.train(fork_server, run, 2, sharding=kind, beside=True, seconds=0.02)
-    assert any(event.get("beside") for event in read_events(run, kinds=("checkpoint",)))
+    assert any(event.get("background") for event in read_events(run, kinds=("checkpoint",)))
     assert rank_processes.is_same(rank_processes.state(run), rank_processes.state(whole(kind)))
     step = store.list_steps(open_run(run).checkpoints)[-2]
     again = rank_processes.train(fork_server, tmp_path / "again", 2, sharding=kind, stop_at=step)

@@ -16,7 +16,7 @@ from postgres import postgres
 from whet.api.search import winning_args
 from whet.hpo.storage import open_storage
 from whet.hpo.study import DROPPED, RUN, counts
-from whet.report.run_view import run_view
+from whet.report.run_report import summarize
 from whet.run.events import History
 from whet.run.folder import open_run, run_folders
 from whet.run.search_result import read_search
@@ -120,7 +120,7 @@ def test_a_search_that_is_killed_and_stopped_goes_on_prunes_and_knows_what_is_in
     assert list(result.winner.values) == ["1"], "trained once more with a seed that the search had not seen"
     runs = [Path(good.run or ""), folder / "seed-0000"]
     assert [open_run(run).config["seed"] for run in runs] == [0, 1]
-    assert len({run_view(run).origin.data for run in runs}) == 1, "the same rows, whatever the seed"
+    assert len({summarize(run).provenance.data for run in runs}) == 1, "the same rows, whatever the seed"
     history = History(Path(good.run or ""))
     resumed = [event.step for event in history.events(kinds=("resume",))]
     assert len(resumed) == 2

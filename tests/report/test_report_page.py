@@ -14,7 +14,7 @@ from simulated_run import _waits_for_no_disk, simulated_run  # noqa: F401
 from whet.report.comparison import compare_runs
 from whet.report.page import html
 from whet.report.page.html import report_page, shorten
-from whet.report.run_view import run_view
+from whet.report.run_report import summarize
 from whet.run.events import EventLog
 from whet.run.folder import create_run
 
@@ -77,9 +77,9 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, ob
         matrix = {"labels": [nasty], "counts": [[1]]}
         scores = {"labels": [nasty], nasty: [0.5]}
         log.append("eval", step=1, **{nasty: 1.0}, confusion=matrix, classes=scores, samples=[{nasty: nasty}])
-        log.append("oom", step=1, reason=nasty * 20_000, cure=nasty)
-    view = run_view(run)
-    return report_page(view), shorten(view.as_json())
+        log.append("oom", step=1, reason=nasty * 20_000, action=nasty)
+    view = summarize(run)
+    return report_page(view), shorten(view.for_page().as_json())
 
 
 def test_hostile_names_and_logs_are_inert(hostile: tuple[str, dict[str, object]], report_count: ReportCount) -> None:
@@ -110,7 +110,7 @@ def test_nothing_is_fetched_and_only_our_scripts_may_run(hostile: tuple[str, dic
 
 
 def test_a_report_is_small(tmp_path: Path, report_count: ReportCount) -> None:
-    views = [run_view(simulated_run(tmp_path / name, steps=900)) for name in ("a", "b")]
+    views = [summarize(simulated_run(tmp_path / name, steps=900)) for name in ("a", "b")]
     sizes = len(report_page(views[0]).encode()), len(report_page(compare_runs(views)).encode())
     assert sizes[0] < 400_000
     report_count(f"one run {sizes[0]:,} bytes, two runs {sizes[1]:,} bytes")

@@ -8,17 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.report.run_report import (
-    Evaluation,
-    GoalSummary,
-    Incident,
-    LossSummary,
-    ReportSetting,
-    RunReport,
-    SavedCheckpoint,
-)
+from whet.report.evaluation import Evaluation
+from whet.report.plan_evidence import ReportSetting
+from whet.report.run_report import Incident, Provenance, RunReport, SavedCheckpoint
 from whet.report.text import MIN_WIDTH, render_text
 from whet.report.text_chart import curve_from_values, draw_curve
+from whet.report.timeline import SessionSpan
+from whet.report.tracks import PhaseTime, Track, TrackLine
 
 SETTINGS = (
     ReportSetting(name="device", value="mps", reason="6.1x the CPU; 199 gradients agree with it", source="measured"),
@@ -34,10 +30,18 @@ SETTINGS = (
 )
 
 
+def phases(seconds: dict[str, float]) -> tuple[PhaseTime, ...]:
+    total = sum(seconds.values())
+    return tuple(PhaseTime(name=n, seconds=s, share=s / total, note="") for n, s in seconds.items())
+
+
 def report(**changes: Any) -> RunReport:
-    curve = curve_from_values({step: 1 / step for step in range(1, 101)}, field="loss")
+    steps = tuple(range(1, 101))
+    loss = TrackLine(name="loss", mean=tuple(1 / step for step in steps))
+    track = Track(source="step", step=steps, seconds=(0.0,) * 100, samples=(None,) * 100, lines=(loss,))
     values: dict[str, Any] = {
         "path": Path("/runs/text-001"),
+        "name": "text-001",
         "recipe": "text",
         "state": "stopped",
         "created": 1000.0,
@@ -48,15 +52,25 @@ def report(**changes: Any) -> RunReport:
         "samples": 3200,
         "wall_seconds": 840.0,
         "training_seconds": 840.0,
-        "sittings": 1,
-        "loss": LossSummary(first=1.0, last=0.01, best=0.01, best_step=100, curve=curve),
+        "sessions": (SessionSpan(started=0.0, ended=840.0, step=0, begins_at=0.0),),
+        "first_loss": 1.0,
+        "loss": 0.01,
+        "best_loss": 0.01,
+        "best_loss_step": 100,
+        "tracks": (track,),
         "evaluations": tuple(Evaluation(step=s, time=1.0, metrics={"accuracy": s / 100}) for s in (50, 100)),
-        "goal": GoalSummary(name="accuracy", higher_is_better=True, last=1.0, best=1.0, best_step=100),
+        "goal": "accuracy",
+        "goal_value": 1.0,
+        "best_goal": 1.0,
+        "best_goal_step": 100,
         "settings": SETTINGS,
         "machine": "Apple M2, 4+4 cores, 10-core GPU",
+        "provenance": Provenance(
+            command=None, config={}, seed=None, data=None, num_samples=None, versions={}, machine={}
+        ),
         "checkpoints": (SavedCheckpoint(name="step-000000100", step=100, size_bytes=1024),),
-        "happenings": (Incident(kind="oom", time=1060.0, step=7, details={"reason": "too big", "micro_batch": 8}),),
-        "seconds": {"forward": 75.0, "data": 25.0},
+        "incidents": (Incident(kind="oom", time=1060.0, step=7, fields={"reason": "too big", "micro_batch": 8}),),
+        "phases": phases({"forward": 75.0, "data": 25.0}),
         "inexact_since": 7,
         "inexact_reason": "half the micro batch",
         "damaged_lines": 2,
@@ -66,8 +80,7 @@ def report(**changes: Any) -> RunReport:
 
 
 def test_the_whole_page() -> None:
-    empty = LossSummary(first=None, last=None, best=None, best_step=None, curve=curve_from_values({}, field="loss"))
-    page = render_text(report(loss=empty), width=110)
+    page = render_text(report(loss=None, tracks=()), width=110)
     lines = page.splitlines()
     assert lines[:8] == [
         "run       text-001: text, stopped at step 100 of 687, epoch 3, 3,200 samples",
@@ -77,7 +90,7 @@ def test_the_whole_page() -> None:
         "goal      accuracy: last 1, best 1 (step 100)",
         "saved     1 checkpoint, newest step-000000100 (1 kB)",
         "exact     not bit-exact since step 7: half the micro batch",
-        "damage    2 lines of events.jsonl could not be read and are left out",
+        "damage    skipped 2 unreadable lines of events.jsonl",
     ]
     assert lines[-14:] == [
         "setting      value             why                                                             from",
@@ -85,10 +98,10 @@ def test_the_whole_page() -> None:
         "micro_batch  16                                                                                you",
         "lengths      sorted, 4 shapes  31 % padding instead of 64 %; the step's samples stay the same  rule M3",
         "",
-        "happenings",
+        "events",
         "  step 7 after 60 s: out of memory; too big; micro_batch 8",
         "",
-        "where the time of the steps went",
+        "time of the steps by phase",
         "   75 %        75 s  forward",
         "   25 %        25 s  data",
         "",
@@ -102,24 +115,24 @@ def test_the_whole_page() -> None:
     [
         (
             "throttle",
-            {"about": "heat", "state": "hot", "factor": 1.31, "since_step": 3, "thermal": "heavy", "reason": "slower"},
+            {"cause": "heat", "state": "hot", "factor": 1.31, "since_step": 3, "thermal": "heavy", "reason": "slower"},
             "slower",
         ),
         ("pressure", {"level": "critical", "reason": "memory is nearly used up"}, "memory is nearly used up"),
-        ("resume", {"total_steps": 9, "goal": None, "mode": "max", "refused": []}, "went on"),
+        ("resume", {"total_steps": 9, "goal": None, "mode": "max", "rejected": []}, "resumed"),
         (
             "resume",
-            {"total_steps": 9, "refused": ["step-000000007: a file is missing"], "exact": False, "reason": "a stream"},
-            "went on; a stream; 1 checkpoint refused: step-000000007: a file is missing",
+            {"total_steps": 9, "rejected": ["step-000000007: a file is missing"], "exact": False, "reason": "a stream"},
+            "resumed; a stream; 1 checkpoint rejected: step-000000007: a file is missing",
         ),
-        ("skip", {"reason": "the loss was not a number"}, "a step was left out; the loss was not a number"),
+        ("skip", {"reason": "the loss was NaN"}, "a step was skipped; the loss was NaN"),
         ("oom", {"reason": "too big", "micro_batch": 8}, "out of memory; too big; micro_batch 8"),
         ("throttle", {}, "throttle"),
         ("eclipse", {"depth": 2.5}, "eclipse; depth 2.5"),
     ],
 )
-def test_happenings_are_sentences(kind: str, details: dict[str, Any], told: str) -> None:
-    page = render_text(report(happenings=(Incident(kind=kind, time=1002.0, step=7, details=details),)), width=140)
+def test_incidents_as_text(kind: str, details: dict[str, Any], told: str) -> None:
+    page = render_text(report(incidents=(Incident(kind=kind, time=1002.0, step=7, fields=details),)), width=140)
     assert f"  step 7 after 2.0 s: {told}" in page.splitlines()
 
 
@@ -135,8 +148,8 @@ def test_no_width_and_no_text_breaks_the_page(width: int, unicode: bool, word: s
         recipe=word,
         machine=word,
         settings=(*SETTINGS, ReportSetting(name=word, value=value, reason=word * 3, source=word, evidence=word)),
-        happenings=(Incident(kind=word, time=-1e9, step=1, details={word: value, "reason": word}),) * 20,
-        seconds={word: 1e300, "x": 0.0},
+        incidents=(Incident(kind=word, time=-1e9, step=1, fields={word: value, "reason": word}),) * 20,
+        phases=phases({word: 1e300, "x": 0.0}),
     )
     page = render_text(strange, width=width, unicode=unicode)
     body, _, command = page.partition("\n\nresume it with\n")
@@ -155,34 +168,34 @@ def test_escape_sequences_of_a_foreign_folder_do_not_reach_the_terminal() -> Non
 
 def test_numbers_and_texts_of_a_damaged_folder_do_not_flood_the_page() -> None:
     endless = SETTINGS[0].model_copy(update={"reason": "x" * 20_000})
-    page = render_text(report(seconds={"forward": math.inf, "data": math.nan}, settings=(endless,)))
+    page = render_text(report(phases=phases({"forward": math.inf, "data": math.nan}), settings=(endless,)))
     assert len(page) < 10_000
     assert "20,000 characters" in page.replace("\n", " ")
     assert "unknown  forward" in page
 
 
 def test_a_run_that_never_started_is_short() -> None:
-    empty = LossSummary(first=None, last=None, best=None, best_step=None, curve=curve_from_values({}, field="loss"))
     page = render_text(
         report(
             state="never started",
-            loss=empty,
+            loss=None,
+            tracks=(),
             goal=None,
             evaluations=(),
             settings=(),
             checkpoints=(),
-            happenings=(),
-            seconds={},
+            incidents=(),
+            phases=(),
             inexact_since=None,
             damaged_lines=0,
             resume=None,
-            sittings=0,
+            sessions=(),
         )
     )
     assert page.splitlines() == [
         "run       text-001: text, never started",
         "machine   Apple M2, 4+4 cores, 10-core GPU",
-        "time      no time yet",
+        "time      none yet",
         "loss      none yet",
         "saved     no checkpoint",
     ]

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from whet.report.run_report import RunReport, resume_command, summarize
+from whet.report.run_report import RunReport, summarize
 from whet.run import lock
 from whet.run.event_block import BLOCK_EVENTS
 from whet.run.events import EventLog
-from whet.run.folder import EVENTS_FILE, Run, create_run
+from whet.run.folder import EVENTS_FILE, Run, create_run, resume_command
 
 PLAN = {
     "settings": {
@@ -45,7 +45,7 @@ def ticking(start: float = 1000.0) -> Callable[[], float]:
     return clock
 
 
-def test_a_run_with_all_its_happenings(tmp_path: Path) -> None:
+def test_a_run_with_incidents_and_a_resume(tmp_path: Path) -> None:
     run = make(tmp_path / "text-001")
     with EventLog(run, clock=ticking(1000)) as log:
         log.append("start", step=0, total_steps=20, goal="accuracy", mode="max")
@@ -67,15 +67,17 @@ def test_a_run_with_all_its_happenings(tmp_path: Path) -> None:
     report = summarize(run.path)
     assert (report.recipe, report.state, report.step, report.total_steps) == ("text", "stopped", 9, 20)
     assert (report.epoch, report.samples) == (1.5, 300)
-    assert (report.loss.first, report.loss.last, report.loss.best, report.loss.best_step) == (10.0, 0.25, 0.25, 9)
-    assert [p.step for p in report.loss.curve.points] == list(range(1, 10))
+    assert (report.first_loss, report.loss, report.best_loss, report.best_loss_step) == (10.0, 0.25, 0.25, 9)
+    steps = report.track("step")
+    assert steps is not None
+    assert steps.step == tuple(range(1, 10))
     assert [e.metrics for e in report.evaluations] == [{"accuracy": 0.5}, {"accuracy": 0.25}]
-    assert report.goal is not None
-    assert (report.goal.last, report.goal.best, report.goal.best_step) == (0.25, 0.5, 9)
+    assert (report.goal, report.goal_mode) == ("accuracy", "max")
+    assert (report.goal_value, report.best_goal, report.best_goal_step) == (0.25, 0.5, 9)
     assert report.seconds == {"forward": 8 * 2.0 + 7.0, "data": 8 * 1.0 + 5.0}
     assert list(report.seconds) == ["forward", "data"]
-    assert (report.sittings, report.wall_seconds, report.training_seconds) == (2, 4003.0, 12.0 + 3.0)
-    assert [(h.kind, h.step, h.time) for h in report.happenings] == [("oom", 10, 1012.0), ("resume", 8, 5000.0)]
+    assert (len(report.sessions), report.wall_seconds, report.training_seconds) == (2, 4003.0, 12.0 + 3.0)
+    assert [(h.kind, h.step, h.time) for h in report.incidents] == [("oom", 10, 1012.0), ("resume", 8, 5000.0)]
     assert (report.inexact_since, report.inexact_reason) == (10, "too big")
     assert [(c.name, c.step, c.size_bytes) for c in report.checkpoints] == [("step-000000008", 8, 12)]
     assert [s.name for s in report.settings] == ["device", "micro_batch"]
@@ -92,15 +94,14 @@ def test_json_is_strict_and_comes_back(tmp_path: Path) -> None:
             log.append("eval", step=step, loss=loss)
         log.append("skip", step=3, norm=math.nan)
     report = summarize(run)
-    assert report.goal is not None
-    assert (report.goal.best, report.goal.best_step) == (2.0, 2)
+    assert (report.best_goal, report.best_goal_step) == (2.0, 2)
     text = json.dumps(report.as_json(), allow_nan=False)
     back = RunReport.from_json(json.loads(text), where="a file")
     assert back.as_json() == report.as_json()
-    assert back.loss.first == math.inf
-    assert back.loss.last is not None
-    assert math.isnan(back.loss.last)
-    assert math.isnan(back.happenings[0].details["norm"])
+    assert back.first_loss == math.inf
+    assert back.loss is not None
+    assert math.isnan(back.loss)
+    assert math.isnan(back.incidents[0].fields["norm"])
 
 
 def test_the_goal_may_be_low(tmp_path: Path) -> None:
@@ -109,16 +110,15 @@ def test_the_goal_may_be_low(tmp_path: Path) -> None:
         log.append("start", step=0, goal="perplexity", mode="min")
         for step, value in ((1, math.nan), (2, 3.0), (3, 4.0)):
             log.append("eval", step=step, perplexity=value)
-    goal = summarize(run).goal
-    assert goal is not None
-    assert (goal.best, goal.best_step, goal.last) == (3.0, 2, 4.0)
+    report = summarize(run)
+    assert (report.best_goal, report.best_goal_step, report.goal_value) == (3.0, 2, 4.0)
 
 
 @pytest.mark.parametrize(
     ("workload", "told"),
     [({"world_size": 4}, ", 4 processes"), ({"world_size": 1}, ""), ({}, ""), ({"world_size": "x"}, ""), (None, "")],
 )
-def test_several_processes_are_told_behind_the_machine(tmp_path: Path, workload: object, told: str) -> None:
+def test_several_processes_are_named_after_the_machine(tmp_path: Path, workload: object, told: str) -> None:
     plan = {"settings": {}, "workload": workload}
     run = create_run(tmp_path / "r", recipe="r", config={}, plan=plan, machine={"name": "C"}, versions={}, command=[])
     assert (
@@ -129,7 +129,7 @@ def test_several_processes_are_told_behind_the_machine(tmp_path: Path, workload:
 
 def test_a_run_that_never_started(tmp_path: Path) -> None:
     report = summarize(make(tmp_path / "r"))
-    assert (report.state, report.step, report.loss.last, report.sittings) == ("never started", 0, None, 0)
+    assert (report.state, report.step, report.loss, report.sessions) == ("never started", 0, None, ())
     assert report.resume is not None
     json.dumps(report.as_json(), allow_nan=False)
 
@@ -174,7 +174,7 @@ def test_clocks_that_jump_back_give_no_negative_times(tmp_path: Path) -> None:
             log.append("start", step=0)
             log.append("step", step=1, loss=1.0)
     report = summarize(run)
-    assert (report.wall_seconds, report.training_seconds, report.sittings) == (0.0, 2.0, 2)
+    assert (report.wall_seconds, report.training_seconds, len(report.sessions)) == (0.0, 2.0, 2)
     times = iter((500.0, 20.0))
     with EventLog(run, clock=lambda: next(times)) as log:
         log.append("start", step=1)
@@ -189,7 +189,7 @@ def test_damaged_lines_are_counted_and_a_strange_plan_or_machine_is_no_failure(t
     (run.path / "plan.json").write_text('{"settings": {"a": 3, "b": {"value": [1]}}}')
     (run.path / "machine.json").write_text('{"name": "later", "quantum": true}')
     report = summarize(run.path)
-    assert (report.damaged_lines, report.loss.last, report.machine) == (1, 2.0, "later")
+    assert (report.damaged_lines, report.loss, report.machine) == (1, 2.0, "later")
     assert [(s.name, s.value) for s in report.settings] == [("b", [1])]
 
 
@@ -201,9 +201,14 @@ def test_a_long_run_is_summed_from_the_index(tmp_path: Path) -> None:
         for step in range(1, steps + 1):
             log.append("step", step=step, loss=5.0 - (step == 7777), seconds={"data": 0.5})
     report = summarize(run)
-    assert (report.loss.best, report.loss.best_step) == (4.0, 7777)
+    assert (report.best_loss, report.best_loss_step) == (4.0, 7777)
     assert report.seconds == {"data": steps / 2}
-    assert min(p.low for p in report.loss.curve.points if p.low is not None) == 4.0
+    steps_track = report.track("step")
+    assert steps_track is not None
+    loss = steps_track.line("loss")
+    assert loss is not None
+    assert loss.low is not None
+    assert min(low for low in loss.low if low is not None) == 4.0
     began = time.thread_time()
     summarize(run)
     assert time.thread_time() - began < 1.0

@@ -1,4 +1,4 @@
-"""A view shows what the run folder says, on any axis, and advises only what was measured. The runs are simulated."""
+"""A report shows what the run folder says, on any axis, and advises only what was measured. The runs are simulated."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from simulated_run import _waits_for_no_disk, plan, simulated_run, trial  # noqa
 from whet.base.errors import UsageError
 from whet.report.comparison import MAX_COMPARED_RUNS, compare_runs
 from whet.report.plan_evidence import plan_trials
-from whet.report.run_view import RunView, run_view
+from whet.report.run_report import RunReport, summarize
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run
 
@@ -18,8 +18,8 @@ STEPS = 600
 
 
 @pytest.fixture(scope="module")
-def view(tmp_path_factory: pytest.TempPathFactory) -> RunView:
-    return run_view(simulated_run(tmp_path_factory.mktemp("runs") / "text-001", steps=STEPS))
+def report(tmp_path_factory: pytest.TempPathFactory) -> RunReport:
+    return summarize(simulated_run(tmp_path_factory.mktemp("runs") / "text-001", steps=STEPS))
 
 
 def bare(path: Path, **parts: object) -> Run:
@@ -27,16 +27,17 @@ def bare(path: Path, **parts: object) -> Run:
     return create_run(path, recipe="text", **known)  # type: ignore[arg-type]
 
 
-def test_it_is_strict_json_that_comes_back_and_tells_no_path(view: RunView, tmp_path: Path) -> None:
-    text = json.dumps(view.as_json(), allow_nan=False)
-    assert RunView.from_json(json.loads(text), where="a page").as_json() == view.as_json()
-    assert view.name == "text-001"
+def test_page_json_is_strict_round_trips_and_has_no_path(report: RunReport, tmp_path: Path) -> None:
+    page = report.for_page()
+    text = json.dumps(page.as_json(), allow_nan=False)
+    assert RunReport.from_json(json.loads(text), where="a page").as_json() == page.as_json()
+    assert report.name == "text-001"
     assert str(tmp_path.parent.parent) not in text, "where the run lies is nobody's business"
 
 
-def test_every_curve_lies_on_all_three_axes(view: RunView) -> None:
-    assert [track.source for track in view.tracks] == ["step", "eval", "health", "epoch"]
-    for track in view.tracks:
+def test_every_curve_lies_on_all_three_axes(report: RunReport) -> None:
+    assert [track.source for track in report.tracks] == ["step", "eval", "health", "epoch"]
+    for track in report.tracks:
         assert len(track.step) == len(track.seconds) == len(track.samples)
         assert list(track.step) == sorted(track.step)
         assert list(track.seconds) == sorted(track.seconds)
@@ -44,21 +45,21 @@ def test_every_curve_lies_on_all_three_axes(view: RunView) -> None:
             samples == pytest.approx(32 * step, abs=32) for step, samples in zip(track.step, track.samples, strict=True)
         )
         assert all(len(line.mean) == len(track.step) for line in track.lines)
-    names = {line.name for track in view.tracks for line in track.lines}
-    assert {"loss", "lr", "grad_norm", "samples_per_second", "accuracy", "memory/limit", "use/gpu"} <= names
-    loss = view.track("step").line("loss")  # type: ignore[union-attr]
+    names = {line.name for track in report.tracks for line in track.lines}
+    assert {"loss", "lr", "grad_norm", "samples_per_second", "accuracy", "memory/limit", "utilization/gpu"} <= names
+    loss = report.track("step").line("loss")  # type: ignore[union-attr]
     assert loss is not None
     assert loss.nonfinite == 1
     assert loss.mean[STEPS // 5 - 1] is None
 
 
-def test_the_night_between_two_sittings_is_no_time_of_work(view: RunView) -> None:
-    steps = view.track("step")
+def test_time_between_sessions_is_not_training_time(report: RunReport) -> None:
+    steps = report.track("step")
     assert steps is not None
     assert steps.seconds[-1] < 60
-    assert view.report.wall_seconds > 8 * 3600
-    assert [sitting.step for sitting in view.sittings] == [0, STEPS // 2]
-    assert all(moment.seconds < 60 for moment in view.moments)
+    assert report.wall_seconds > 8 * 3600
+    assert [session.step for session in report.sessions] == [0, STEPS // 2]
+    assert all(entry.seconds < 60 for entry in report.timeline)
 
 
 def test_speed_is_samples_in_the_time_of_steps(tmp_path: Path) -> None:
@@ -67,17 +68,17 @@ def test_speed_is_samples_in_the_time_of_steps(tmp_path: Path) -> None:
         for step in range(1, 11):
             seconds = {"data": 0.1, "forward": 0.3, "evaluate": 100.0, "save": 100.0}
             log.append("step", step=step, loss=1.0, samples=8 * step, seconds=seconds)
-    speed = run_view(run).track("step").line("samples_per_second")  # type: ignore[union-attr]
+    speed = summarize(run).track("step").line("samples_per_second")  # type: ignore[union-attr]
     assert speed is not None
     assert speed.mean == tuple([20.0] * 10)
 
 
-def test_a_spike_survives_thinning(tmp_path: Path) -> None:
+def test_a_spike_survives_downsampling(tmp_path: Path) -> None:
     run = bare(tmp_path / "r")
     with EventLog(run) as log:
         for step in range(1, 5001):
             log.append("step", step=step, loss=99.0 if step == 2345 else 1.0)
-    track = run_view(run, points=100).track("step")
+    track = summarize(run, points=100).track("step")
     assert track is not None
     line = track.line("loss")
     assert line is not None
@@ -86,12 +87,12 @@ def test_a_spike_survives_thinning(tmp_path: Path) -> None:
     assert max(value for value in line.high if value is not None) == 99.0
 
 
-def test_stretches_and_moments(view: RunView) -> None:
-    assert [(s.about, s.level, s.from_step, s.to_step) for s in view.spells] == [
+def test_slow_periods_and_timeline(report: RunReport) -> None:
+    assert [(s.cause, s.level, s.from_step, s.to_step) for s in report.slow_periods] == [
         ("heat", "hot", 180, 270),
         ("pressure", "warn", 480, 528),
     ]
-    told = [(m.kind, m.tone) for m in view.moments if m.kind != "checkpoint"]
+    told = [(m.kind, m.tone) for m in report.timeline if m.kind != "checkpoint"]
     assert told == [
         ("start", "plain"),
         ("throttle", "warn"),
@@ -102,52 +103,52 @@ def test_stretches_and_moments(view: RunView) -> None:
         ("pressure", "good"),
         ("end", "good"),
     ]
-    assert view.moments_left_out == 0
+    assert report.timeline_omitted == 0
 
 
-def test_thousands_of_moments_are_cut_in_the_middle(tmp_path: Path) -> None:
+def test_a_long_timeline_is_truncated_in_the_middle(tmp_path: Path) -> None:
     run = bare(tmp_path / "r")
     with EventLog(run) as log:
         for step in range(1000):
             log.append("spike", step=step, reason="x" * 5000, samples=[])
-    found = run_view(run)
-    assert len(found.moments) + found.moments_left_out == 1000
-    assert (found.moments[0].step, found.moments[-1].step, len(found.moments)) == (0, 999, 300)
-    assert max(len(moment.words) for moment in found.moments) <= 2000
+    found = summarize(run)
+    assert len(found.timeline) + found.timeline_omitted == 1000
+    assert (found.timeline[0].step, found.timeline[-1].step, len(found.timeline)) == (0, 999, 300)
+    assert max(len(entry.text) for entry in found.timeline) <= 2000
 
 
-def test_where_the_time_went_adds_up(view: RunView) -> None:
-    assert sum(phase.share for phase in view.phases) == pytest.approx(1)
-    assert [phase.name for phase in view.phases] == ["data", "transfer", "forward", "backward", "optimizer", "save"]
+def test_where_the_time_went_adds_up(report: RunReport) -> None:
+    assert sum(phase.share for phase in report.phases) == pytest.approx(1)
+    assert [phase.name for phase in report.phases] == ["data", "transfer", "forward", "backward", "optimizer", "save"]
 
 
-def test_evidence_tells_each_candidate_and_what_was_chosen(view: RunView) -> None:
-    groups = {group.setting: group for group in view.evidence}
+def test_evidence_tells_each_candidate_and_what_was_chosen(report: RunReport) -> None:
+    groups = {group.setting: group for group in report.evidence}
     assert list(groups)[-1] == "plan"
-    assert [(one.label, one.chosen) for one in groups["micro_batch"].candidates] == [
+    assert [(one.label, one.chosen) for one in groups["micro_batch"].trials] == [
         ("micro_batch=16", True),
         ("micro_batch=8", False),
     ]
-    winner = groups["micro_batch"].candidates[0]
+    winner = groups["micro_batch"].trials[0]
     assert winner.low is not None
     assert winner.high is not None
     assert winner.speedup is not None
     assert winner.low < winner.speedup < winner.high
 
 
-def test_what_was_foretold_stands_beside_what_came(view: RunView) -> None:
-    figures = {one.name: one for one in view.foretold}
+def test_planned_and_actual_figures(report: RunReport) -> None:
+    figures = {one.name: one for one in report.planned_vs_actual}
     assert figures["speed"].planned == pytest.approx(32 * 1.16 / 0.04)
-    assert figures["speed"].happened == pytest.approx(
-        32 * STEPS / sum(p.seconds for p in view.phases if p.name != "save")
+    assert figures["speed"].actual == pytest.approx(
+        32 * STEPS / sum(p.seconds for p in report.phases if p.name != "save")
     )
     assert figures["time of all steps"].planned == pytest.approx(1.0 + STEPS * 0.04 / 1.16)
     assert figures["memory of a step"].planned == 3 * 1024**3
-    assert figures["steps"].happened == STEPS
+    assert figures["steps"].actual == STEPS
 
 
-def test_advice_names_its_measurement(view: RunView) -> None:
-    told = {one.try_: one.measured for one in view.advice}
+def test_advice_names_its_measurement(report: RunReport) -> None:
+    told = {one.try_: one.measured for one in report.advice}
     assert told["workers=2 instead of 0, which you asked for"] == "workers=2: faster"
     assert told["compile=on in a run of more than 3,326 steps"] == "38 s to prepare, saves 11 ms in each step"
     assert any("cross_entropy was lowest, 0.7375 at step 300" in measured for measured in told.values())
@@ -163,7 +164,7 @@ def test_without_a_measurement_there_is_no_advice(tmp_path: Path) -> None:
         for step in range(1, 4):
             log.append("step", step=step, loss=1 / step, seconds={"data": 0.01, "forward": 1.0})
             log.append("eval", step=step, accuracy=step / 4, cross_entropy=1 / step)
-    assert run_view(run).advice == ()
+    assert summarize(run).advice == ()
 
 
 def test_data_that_took_long_speaks_for_what_was_measured_about_it(tmp_path: Path) -> None:
@@ -171,20 +172,20 @@ def test_data_that_took_long_speaks_for_what_was_measured_about_it(tmp_path: Pat
     run = bare(tmp_path / "r", plan={"settings": settings, "trials": [trial("workers", 2, "not worth it", 1.3)]})
     with EventLog(run) as log:
         log.append("step", step=1, loss=1.0, seconds={"data": 0.38, "forward": 0.62})
-    first = run_view(run).advice[0]
+    first = summarize(run).advice[0]
     assert (first.try_, first.measured) == (
         "workers=2",
         "waiting for data took 38 % of the time of the steps; workers=2 was 1.30x",
     )
 
 
-def test_confusion_and_samples_are_the_newest(view: RunView) -> None:
-    (matrix,) = view.findings.confusions
-    assert (matrix.part, matrix.step, len(matrix.labels), len(matrix.counts)) == ("val", STEPS, 6, 6)
-    (scores,) = view.findings.classes
-    assert (scores.part, scores.step, scores.columns) == ("val", STEPS, ("f1", "support"))
+def test_confusion_and_samples_are_the_newest(report: RunReport) -> None:
+    (matrix,) = report.details.confusions
+    assert (matrix.split, matrix.step, len(matrix.labels), len(matrix.counts)) == ("val", STEPS, 6, 6)
+    (scores,) = report.details.classes
+    assert (scores.split, scores.step, scores.columns) == ("val", STEPS, ("f1", "support"))
     assert (scores.labels, scores.rows[1]) == (matrix.labels, (0.65, 149.0))
-    (table,) = view.findings.samples
+    (table,) = report.details.samples
     assert table.columns == ("input", "expected", "predicted")
     assert table.rows[0][0] == "Return the <b>eigenvalues</b> of a matrix."
 
@@ -205,29 +206,29 @@ def test_a_matrix_that_is_none_is_left_out(tmp_path: Path, damaged: object) -> N
     run = bare(tmp_path / "r")
     with EventLog(run) as log:
         log.append("eval", step=1, confusion=damaged, classes=damaged, samples=[1, "x", None])
-    found = run_view(run).findings
+    found = summarize(run).details
     assert (found.confusions, found.classes, found.samples) == ((), (), ())
 
 
 def test_a_run_of_long_ago_says_less_and_is_shown_all_the_same(tmp_path: Path) -> None:
-    empty = run_view(bare(tmp_path / "empty"))
-    assert (empty.tracks, empty.moments, empty.advice, empty.foretold) == ((), (), (), ())
+    empty = summarize(bare(tmp_path / "empty"))
+    assert (empty.tracks, empty.timeline, empty.advice, empty.planned_vs_actual) == ((), (), (), ())
     odd = {"settings": "none", "trials": [{"setting": 1}, 5, trial("workers", 2, "faster", 1.2)], "cautions": "x"}
     run = bare(tmp_path / "r", plan=odd)
     with EventLog(run) as log:
         log.append("step", step=1, loss=1.0)
         log.append("epoch", step=1, epoch=1, epoch_seconds=1.0, memory={"allocated": 5, "limit": 10})
-    found = run_view(run)
+    found = summarize(run)
     assert [track.source for track in found.tracks] == ["step", "epoch"]
     assert len(plan_trials(odd)) == 1
 
 
 def test_a_comparison_puts_what_differs_first(tmp_path: Path) -> None:
-    views = [
-        run_view(simulated_run(tmp_path / where / "same", steps=60, seed=n, lr=lr))
+    reports = [
+        summarize(simulated_run(tmp_path / where / "same", steps=60, seed=n, lr=lr))
         for n, (where, lr) in enumerate((("a", 0.1), ("b", 0.2)))
     ]
-    found = compare_runs(views)
+    found = compare_runs(reports)
     assert found.labels == ("same", "same (2)")
     assert [(row.name, row.values) for row in found.config if row.differs] == [
         ("seed", ("0", "1")),
@@ -238,4 +239,4 @@ def test_a_comparison_puts_what_differs_first(tmp_path: Path) -> None:
     assert not any(row.differs for row in found.settings)
     for count in (1, MAX_COMPARED_RUNS + 1):
         with pytest.raises(UsageError):
-            compare_runs(views[:1] * count)
+            compare_runs(reports[:1] * count)

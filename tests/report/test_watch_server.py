@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 
 from paths import ReportCount
 from web_client import PATIENCE_SECONDS, Served, serving, until
+from whet.report.page.html import STATIC_FOLDER
 from whet.report.watch import run_cache, status_reader
 from whet.report.watch.listing import RunListing
 from whet.report.watch.run_cache import RunCache
-from whet.report.watch.server import PAGE_FOLDER
 from whet.report.watch.status_reader import run_id
 from whet.run import lock
 from whet.run.events import EventLog
@@ -176,7 +176,7 @@ def test_the_runs_are_listed_with_what_they_are(server: Served, runs: Path) -> N
 
 def test_a_run_its_events_and_a_comparison(server: Served) -> None:
     view = server.ask(f"/api/runs/{run_id('good')}")
-    assert view.json()["report"]["step"] == 50
+    assert view.json()["step"] == 50
     tagged = {"If-None-Match": view.headers["etag"]}
     assert server.ask(f"/api/runs/{run_id('good')}", headers=tagged).status == 304
     compared = server.ask(f"/api/compare?ids={run_id('good')},{run_id('other')}").json()
@@ -342,7 +342,7 @@ def traversals(runs: Path) -> list[str]:
     targets = ("outside/canary.json", "outside/elsewhere/config.json", "runs/good/config.json")
     found = [up * depth + target for up in ups for depth in (1, 2, 6) for target in targets]
     place = runs.parent / "outside" / "canary.json"
-    beside = os.path.relpath(place, PAGE_FOLDER)
+    beside = os.path.relpath(place, STATIC_FOLDER)
     found += [
         beside,
         beside.replace("/", "%2f"),
@@ -428,7 +428,7 @@ def test_names_and_logs_are_inert_in_every_answer(server: Served, report_count: 
     for payload in PAYLOADS:
         ident = names[payload.replace("/", "\u2215").replace("\x00", "\u2400")]
         view, events = server.ask(f"/api/runs/{ident}"), server.ask(f"/api/runs/{ident}/events")
-        assert view.json()["origin"]["config"]["note"] == payload
+        assert view.json()["provenance"]["config"]["note"] == payload
         assert any(event["fields"].get("reason") == payload for event in events.json()["events"])
         asked = urllib.parse.quote(payload, safe="")
         checked += [
@@ -530,18 +530,18 @@ def test_a_torn_last_line_waits_until_it_is_whole(server: Served, runs: Path) ->
     run = make(runs, "live-torn")
     train(run, steps=3)
     listing = RunListing(run.path)
-    assert listing.look().changed[0].step == 3
+    assert listing.scan().changed[0].step == 3
     whole = b'{"kind":"step","time":1e9,"step":4,"loss":0.125}\n'
     with (run.path / "events.jsonl").open("ab") as file:
         file.write(whole[:20])
         file.flush()
-        assert not listing.look()
+        assert not listing.scan()
         assert until(lambda: "live-torn" in server.ask("/api/runs").text)
-        assert server.ask(f"/api/runs/{run_id('live-torn')}").json()["report"]["step"] == 3
+        assert server.ask(f"/api/runs/{run_id('live-torn')}").json()["step"] == 3
         file.write(whole[20:])
-    (line,) = listing.look().changed
+    (line,) = listing.scan().changed
     assert (line.step, line.loss) == (4, 0.125)
-    assert server.ask(f"/api/runs/{run_id('live-torn')}").json()["report"]["step"] == 4
+    assert server.ask(f"/api/runs/{run_id('live-torn')}").json()["step"] == 4
 
 
 def test_a_run_that_is_being_copied_here_is_listed_once_it_is_whole(tmp_path: Path) -> None:
@@ -549,13 +549,13 @@ def test_a_run_that_is_being_copied_here_is_listed_once_it_is_whole(tmp_path: Pa
     there, here = tmp_path / "elsewhere" / "copied", tmp_path / "runs" / "copied"
     shutil.copytree(there, here, ignore=shutil.ignore_patterns("config.json"))
     listing = RunListing(tmp_path / "runs")
-    (line,) = listing.look().changed
+    (line,) = listing.scan().changed
     assert (line.state, line.problem) == ("unreadable", "the run file copied/config.json is missing: no config.json")
-    assert not listing.look()
+    assert not listing.scan()
     shutil.copy2(there / "config.json", here)
-    (line,) = listing.look().changed
+    (line,) = listing.scan().changed
     assert (line.state, line.step) == ("done", 3)
-    assert not listing.look()
+    assert not listing.scan()
 
 
 def test_too_many_pages_are_refused_and_leave_when_they_close(server: Served) -> None:
@@ -599,7 +599,7 @@ def test_a_run_goes_on_whatever_happens_to_the_server(tmp_path: Path) -> None:
         served.process.send_signal(signal.SIGKILL)
         served.process.wait()
         assert training.wait(PATIENCE_SECONDS) == 0
-    (line,) = RunListing(tmp_path / "runs").look(seconds=60).changed
+    (line,) = RunListing(tmp_path / "runs").scan(seconds=60).changed
     assert (line.state, line.step, line.total_steps) == ("done", 1000, 1000)
 
 
@@ -627,17 +627,17 @@ def test_a_list_reads_only_what_changed(tmp_path: Path, monkeypatch: pytest.Monk
         for number in range(30):
             train(make(tmp_path, f"run-{number}"), steps=2, state="done")
     listing = RunListing(tmp_path)
-    assert len(listing.look(seconds=60).changed) == 30
+    assert len(listing.scan(seconds=60).changed) == 30
     opened: list[str] = []
     real_open = os.open
     monkeypatch.setattr(os, "open", lambda path, *rest: (opened.append(str(path)), real_open(path, *rest))[1])
-    assert not listing.look()
+    assert not listing.scan()
     assert opened == []
     with (tmp_path / "run-7" / "events.jsonl").open("ab") as file:
         file.write(b'{"kind":"step","time":2e9,"step":3,"loss":0.5}\n')
     opened.clear()
-    (line,) = listing.look().changed
-    assert (line.name, line.step, line.loss, line.changed) == ("run-7", 3, 0.5, 2e9)
+    (line,) = listing.scan().changed
+    assert (line.path.name, line.step, line.loss, line.updated) == ("run-7", 3, 0.5, 2e9)
     assert {Path(path).parent.name for path in opened if str(tmp_path) in path} == {"run-7"}
 
 
@@ -656,15 +656,15 @@ def test_a_long_log_without_an_index_is_listed_by_its_ends(tmp_path: Path, monke
         status_reader, "History", lambda run, progress: (read.append(1), real(run, progress=progress))[1]
     )
     listing = RunListing(tmp_path)
-    (found,) = listing.look(seconds=60).changed
+    (found,) = listing.scan(seconds=60).changed
     assert (found.step, found.total_steps, found.loss, found.goal_value) == (200_000, 200_000, 0.25, 0.75)
     assert (found.state, found.changed) == ("stopped", 2e9)
     monkeypatch.setattr(status_reader, "_MAX_SCAN_BYTES", 10**9)
-    (again,) = RunListing(tmp_path).look(seconds=60).changed
+    (again,) = RunListing(tmp_path).scan(seconds=60).changed
     assert again == found
     with (run.path / "events.jsonl").open("ab") as file:
         file.write(b'{"kind":"end","time":2e9,"step":200000,"state":"done"}\n')
-    assert listing.look(seconds=60).changed[0].state == "done"
+    assert listing.scan(seconds=60).changed[0].state == "done"
     assert len(read) == 2
 
 
@@ -682,15 +682,15 @@ def test_a_run_that_takes_long_to_open_tells_how_far_it_is_simulated(
 
     monkeypatch.setattr(run_cache, "LiveHistory", Slow)
     monkeypatch.setattr(run_cache, "WAIT_SECONDS", 0.2)
-    looking, ident = RunCache(RunListing(tmp_path)), run_id("large")
+    cache, ident = RunCache(RunListing(tmp_path)), run_id("large")
     with pytest.raises(HttpError, match="37 %") as refused:
-        looking.view(ident)
+        cache.render(ident)
     assert refused.value.status == 202
     may_go_on.set()
 
     def is_open() -> bool:
         with contextlib.suppress(HttpError):
-            return looking.view(ident).view.report.step == 2
+            return cache.render(ident).report.step == 2
         return False
 
     assert until(is_open)
@@ -701,14 +701,14 @@ def test_folders_with_runs_of_their_own_are_told_once(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "search")
     listing = RunListing(tmp_path)
-    changes = listing.look(seconds=60)
+    changes = listing.scan(seconds=60)
     assert (changes.changed, changes.groups) == ((), {"search": 1})
-    assert not listing.look(), "as before"
+    assert not listing.scan(), "as before"
     train(make(tmp_path / "search", "trial-1"), steps=2)
-    assert listing.look().groups == listing.groups == {"search": 2}
+    assert listing.scan().groups == listing.groups == {"search": 2}
     shutil.rmtree(tmp_path / "search")
-    assert listing.look().groups == {}
-    assert RunListing(make(tmp_path, "one").path).look(seconds=60).groups is None
+    assert listing.scan().groups == {}
+    assert RunListing(make(tmp_path, "one").path).scan(seconds=60).groups is None
 
 
 def test_a_page_is_told_of_a_search_below_its_runs(server: Served, runs: Path) -> None:
@@ -727,7 +727,7 @@ def test_a_page_is_told_of_a_search_below_its_runs(server: Served, runs: Path) -
 def test_one_run_can_be_watched_alone(tmp_path: Path) -> None:
     train(make(tmp_path, "one"), steps=2)
     train(make(tmp_path, "two"), steps=2)
-    assert [line.name for line in RunListing(tmp_path / "one").look(seconds=60).changed] == ["one"]
+    assert [line.path.name for line in RunListing(tmp_path / "one").scan(seconds=60).changed] == ["one"]
 
 
 def test_a_second_watch_gives_a_new_link_to_the_first(server: Served, runs: Path) -> None:

@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from paths import Run as RunWhet
 from pseudo_terminal import PseudoTerminal
 from whet.report.text_chart import sparkline
-from whet.report.watch import terminal as board_module
+from whet.report.watch import terminal as terminal_module
 from whet.report.watch.terminal import BoardReader, TerminalArea, board_rows, render_board
 from whet.run.curve import downsample_curve
 from whet.run.events import EventLog
@@ -100,13 +100,13 @@ def test_ctrl_z_and_ctrl_c_give_the_terminal_back(tmp_path: Path) -> None:
         terminal.close()
 
 
-def test_without_a_terminal_it_is_told_once_in_plain_lines(whet: RunWhet, tmp_path: Path) -> None:
+def test_without_a_terminal_it_prints_plain_lines_once(whet: RunWhet, tmp_path: Path) -> None:
     make(tmp_path / "runs" / HOSTILE, state="failed")
     done = whet("watch", "--terminal", "runs", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert done.stdout.isascii()
-    for words in ("failed", "40 of 100", "accuracy 0.75", "on mps", "go on", "whet train text --run"):
+    for words in ("failed", "40 of 100", "accuracy 0.75", "on mps", "resume", "whet train text --run"):
         assert words in done.stdout
     wrong = whet("watch", "--terminal", "runs/none/events.jsonl")
     assert "no runs in runs/none" in wrong.stdout
@@ -115,7 +115,7 @@ def test_without_a_terminal_it_is_told_once_in_plain_lines(whet: RunWhet, tmp_pa
 def test_a_search_below_the_runs_is_mentioned(tmp_path: Path, whet: RunWhet) -> None:
     for number in range(7):
         make(tmp_path / "runs" / "my search" / f"trial-{number}", steps=1)
-    told = "runs/my search holds 7 more: whet watch 'runs/my search' --terminal"
+    told = "runs/my search contains 7 more: whet watch 'runs/my search' --terminal"
     alone = whet("watch", "--once").stdout.splitlines()
     assert [line.strip() for line in alone] == ["no runs in runs itself", told]
     make(tmp_path / "runs" / "text-001")
@@ -132,10 +132,10 @@ def test_it_fits_every_size(tmp_path: Path, unicode: bool) -> None:
         make(tmp_path / name, steps=number + 1, state=None if number % 2 else "failed")
     (tmp_path / "c" / "plan.json").write_text("{")
     make(tmp_path / ("\u65e5\u672c" * 20 + "a") / "trial", steps=1)
-    lookout = BoardReader(tmp_path)
+    reader = BoardReader(tmp_path)
     for width in (24, 40, 61, 80, 200):
         for height in (4, 7, 12, 24, 60):
-            board = lookout.look(rows=board_rows(height), move=1 if width == 61 else 0)
+            board = reader.read(rows=board_rows(height), move=1 if width == 61 else 0)
             drawn = render_board(board, TerminalArea(width=width, height=height, unicode=unicode), has_keys=True)
             assert len(drawn) == height
             assert max(cell_len(line.plain) for line in drawn) <= width
@@ -150,32 +150,32 @@ def test_only_what_is_shown_and_has_changed_is_read(tmp_path: Path, monkeypatch:
         read.append(path.name)
         return open_run(path)
 
-    open_run = board_module.open_run
-    monkeypatch.setattr(board_module, "open_run", counted)
-    lookout = BoardReader(tmp_path)
-    first = lookout.look(rows=5)
+    open_run = terminal_module.open_run
+    monkeypatch.setattr(terminal_module, "open_run", counted)
+    reader = BoardReader(tmp_path)
+    first = reader.read(rows=5)
     assert (first.num_runs, len(first.rows), len(read)) == (30, 5, 5)
     shown = first.rows[2].path
-    lookout.look(rows=5)
+    reader.read(rows=5)
     assert len(read) == 5
     with EventLog(shown) as log:
         log.append("step", step=77, loss=1.0)
-    again = lookout.look(rows=5)
+    again = reader.read(rows=5)
     assert read[5:] == [shown.name]
     assert 77 in [row.step for row in again.rows]
     # A process that comes or dies says nothing in the log.
     with acquire(runs[first.first].path):
-        assert "running" in [row.state for row in lookout.look(rows=5).rows]
-    assert "running" not in [row.state for row in lookout.look(rows=5).rows]
+        assert "running" in [row.state for row in reader.read(rows=5).rows]
+    assert "running" not in [row.state for row in reader.read(rows=5).rows]
 
 
-def test_a_torn_line_is_not_counted_and_a_dead_process_is_told(tmp_path: Path) -> None:
+def test_a_torn_line_is_not_counted_and_a_dead_process_is_reported(tmp_path: Path) -> None:
     run = make(tmp_path / "torn", state=None)
     with (run.path / EVENTS_FILE).open("ab") as file:
         file.write(b'{"kind":"step","time":1,"step":41,"lo')
-    row = BoardReader(run.path).look(rows=3).rows[0]
+    row = BoardReader(run.path).read(rows=3).rows[0]
     assert (row.state, row.step, row.loss) == ("stopped", 40, 2.0 / 40)
-    assert row.told[0].text == "the process that trained has died without a word"
+    assert row.recent[0].text == "the training process died without a message"
     assert row.resume is not None
 
 
@@ -183,35 +183,35 @@ def test_a_run_that_is_being_copied_here_is_shown_once_it_is_whole(tmp_path: Pat
     path = make(tmp_path / "copied").path
     config = path / "config.json"
     config.rename(tmp_path / "config.json")
-    lookout = BoardReader(tmp_path)
-    (row,) = lookout.look(rows=5).rows
-    assert (row.state, row.changed) == ("unreadable", pytest.approx((path / EVENTS_FILE).stat().st_mtime))
+    reader = BoardReader(tmp_path)
+    (row,) = reader.read(rows=5).rows
+    assert (row.state, row.updated) == ("unreadable", pytest.approx((path / EVENTS_FILE).stat().st_mtime))
     (tmp_path / "config.json").rename(config)
-    (row,) = lookout.look(rows=5).rows
+    (row,) = reader.read(rows=5).rows
     assert (row.state, row.step) == ("done", 40)
 
 
 def test_memory_load_and_heat_are_those_read_last(tmp_path: Path) -> None:
     run = make(tmp_path / "healthy", state=None)
     memory = {"allocated": 2**30, "reserved": 3 * 2**30, "limit": 2**32, "used": 6e9, "available": 2e9, "swap": 2**20}
-    health = {"memory": memory, "use": {"cpu": 25, "gpu": 90}, "heat": "hot", "thermal": "serious"}
+    health = {"memory": memory, "utilization": {"cpu": 25, "gpu": 90}, "heat": "hot", "thermal": "serious"}
     with (run.path / EVENTS_FILE).open("a") as file:
         file.write(json.dumps({"kind": "health", "time": 1.0, "step": 40, **health}) + "\n")
     with acquire(run.path):
-        board = BoardReader(tmp_path).look(rows=3)
+        board = BoardReader(tmp_path).read(rows=3)
         text = "\n".join(line.plain for line in render_board(board, TerminalArea(width=120, height=None)))
-    for words in ("3 GB of 4 GB", "machine 5.6 GB of 7.5 GB", "swap 1 MB", "90 % in", "25 % in", "hot, serious"):
+    for words in ("3 GB of 4 GB", "machine 5.6 GB of 7.5 GB", "swap 1 MB", "90 % busy", "25 % in", "hot, serious"):
         assert words in text
 
 
 def test_slower_steps_are_not_called_hot_without_a_sensor(tmp_path: Path) -> None:
     run = make(tmp_path / "slow", state=None)
     with EventLog(run) as log:
-        log.append("throttle", step=40, about="heat", state="hot", factor=2.4, since_step=20)
+        log.append("throttle", step=40, cause="heat", state="hot", factor=2.4, since_step=20)
         log.append("health", step=40, heat="hot", memory={"process": 2**30})
     with acquire(run.path):
-        (row,) = BoardReader(tmp_path).look(rows=3).rows
-    assert row.vitals.heat == "2.4x slower, no heat sensor"
+        (row,) = BoardReader(tmp_path).read(rows=3).rows
+    assert row.load.heat == "2.4x slower, no heat sensor"
 
 
 def test_a_spark_is_as_wide_as_asked_and_shows_where_there_was_no_number(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_what_is_found_for_one_page_is_told_to_the_others(
         async with Page(routes) as first:
             await first.hear(b'"never started"')
             train(run, state="done")
-            routes._listing.looked_at = -NEVER
+            routes._listing.scanned_at = -NEVER
             assert [line["state"] for line in await list_of(routes)] == ["done"]
             await first.hear(b'"state":"done"')
 
@@ -97,13 +97,13 @@ def test_a_slow_moment_of_the_disk_leaves_no_page_behind_simulated(
     run = make(tmp_path)
     train(run)
     for module in (feed_module, run_cache):
-        monkeypatch.setattr(module, "_SHARE", 1e-9)  # As if each look had taken minutes.
+        monkeypatch.setattr(module, "_MAX_CORE_SHARE", 1e-9)  # As if each look had taken minutes.
     monkeypatch.setattr(run_cache, "_MAX_PAUSE_SECONDS", 0.2)
 
     async def watch() -> None:
         async with Page(routes, run_id("run")) as page:
             assert [line["state"] for line in await list_of(routes)] == ["stopped"]
-            routes._looking.view(run_id("run"))
+            routes._cache.render(run_id("run"))
             train(run, state="done")
             await page.hear(b'"state":"done"')
             await page.hear(b"event: run\n")
@@ -130,11 +130,11 @@ def test_waiting_for_a_turn_is_not_the_work_of_a_page_simulated(monkeypatch: pyt
     monkeypatch.setattr(run_cache, "time", clock)
     work = run_cache.WorkTimer()
     clock.wall, clock.core = 0.7, 0.05
-    assert work.rest(share=0.03) == pytest.approx(0.7 / 0.2)
+    assert work.pause(share=0.03) == pytest.approx(0.7 / 0.2)
     clock.core = 0.3
-    assert work.rest(share=0.03) == pytest.approx(10)
+    assert work.pause(share=0.03) == pytest.approx(10)
     clock.wall, clock.core = 100.0, 50.0
-    assert work.rest(share=0.03) == 30
+    assert work.pause(share=0.03) == 30
 
 
 def test_the_work_of_a_page_is_that_of_its_thread() -> None:
@@ -142,7 +142,7 @@ def test_the_work_of_a_page_is_that_of_its_thread() -> None:
     until = time.thread_time() + 0.1
     while time.thread_time() < until:
         pass
-    assert work.rest(share=0.01) >= 10
+    assert work.pause(share=0.01) >= 10
 
 
 def test_whatever_ends_the_looking_is_told_and_the_next_page_starts_it_anew(
@@ -154,7 +154,7 @@ def test_whatever_ends_the_looking_is_told_and_the_next_page_starts_it_anew(
 
     async def watch() -> None:
         with monkeypatch.context() as broken:
-            broken.setattr(routes._listing, "look", lambda: 1 // 0)
+            broken.setattr(routes._listing, "scan", lambda: 1 // 0)
             async with Page(routes) as first:
                 with pytest.raises(ZeroDivisionError):
                     await first.hear(b"runs")
@@ -167,16 +167,16 @@ def test_whatever_ends_the_looking_is_told_and_the_next_page_starts_it_anew(
 def test_a_lock_that_cannot_be_read_is_no_trouble_for_other_runs(tmp_path: Path) -> None:
     run = make(tmp_path)
     listing = RunListing(tmp_path)
-    looking = RunCache(listing)
+    cache = RunCache(listing)
     with lock.acquire(run.path):
         train(run)
-        assert listing.look().changed[0].state == "running"
+        assert listing.scan().changed[0].state == "running"
         (run.path / lock.LOCK_FILE).rename(run.path / "old")
         (run.path / lock.LOCK_FILE).mkdir()
-        assert listing.look().changed[0].state == "unreadable"
-        assert looking.version(run_id("run"))
+        assert listing.scan().changed[0].state == "unreadable"
+        assert cache.version(run_id("run"))
         (run.path / lock.LOCK_FILE).rmdir()
-        assert listing.look().changed[0].state == "stopped"
+        assert listing.scan().changed[0].state == "stopped"
 
 
 def test_a_run_is_under_way_before_its_first_word(tmp_path: Path) -> None:
@@ -184,23 +184,23 @@ def test_a_run_is_under_way_before_its_first_word(tmp_path: Path) -> None:
     run = make(tmp_path)
     train(run, state="stopped")
     listing = RunListing(tmp_path)
-    assert listing.look().changed[0].state == "stopped"
+    assert listing.scan().changed[0].state == "stopped"
     with lock.acquire(run.path):
-        assert [line.state for line in listing.look().changed] == ["running"]
-    assert [line.state for line in listing.look().changed] == ["stopped"]
+        assert [line.state for line in listing.scan().changed] == ["running"]
+    assert [line.state for line in listing.scan().changed] == ["stopped"]
 
 
 def test_a_run_replaced_by_another_of_its_name_is_the_other(tmp_path: Path) -> None:
     """The system gives the numbers of removed files to new ones."""
-    looking, listing = None, RunListing(tmp_path)
+    cache, listing = None, RunListing(tmp_path)
     for losses in ((1.0, 2.0, 3.0), (4.0,), (5.0, 6.0, 7.0, 8.0)):
         with EventLog(make(tmp_path)) as log:
             for step, loss in enumerate(losses, start=1):
                 log.append("step", step=step, loss=loss)
-        assert [line.loss for line in listing.look().changed] == [losses[-1]]
-        looking = looking or RunCache(listing)
-        report = looking.view(run_id("run")).view.report
-        assert (report.step, report.loss.first, report.loss.last) == (len(losses), losses[0], losses[-1])
+        assert [line.loss for line in listing.scan().changed] == [losses[-1]]
+        cache = cache or RunCache(listing)
+        report = cache.render(run_id("run")).report
+        assert (report.step, report.first_loss, report.loss) == (len(losses), losses[0], losses[-1])
         for path in sorted((tmp_path / "run").rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         (tmp_path / "run").rmdir()
@@ -210,17 +210,17 @@ def test_a_run_replaced_by_another_of_its_name_is_the_other(tmp_path: Path) -> N
 def test_what_comes_into_a_file_after_its_name_is_another_version(tmp_path: Path, place: str) -> None:
     """A copy makes a file and then fills it: a page that asked between stayed at what it got."""
     run = make(tmp_path)
-    looking = RunCache(RunListing(tmp_path))
+    cache = RunCache(RunListing(tmp_path))
     path, folder = run.path / place, run.path.stat()
     if path.is_file():
         path.write_text("")
-    before = looking.version(run_id("run"))
+    before = cache.version(run_id("run"))
     if path.is_file():
         path.write_text("{}")
     else:
         (path / "step-000000001").mkdir()
     assert run.path.stat().st_mtime_ns == folder.st_mtime_ns
-    assert looking.version(run_id("run")) != before
+    assert cache.version(run_id("run")) != before
 
 
 def test_runs_that_are_slow_to_fail_keep_nothing_waiting_simulated(
@@ -242,34 +242,34 @@ def test_runs_that_are_slow_to_fail_keep_nothing_waiting_simulated(
     monkeypatch.setattr(status_reader, "open_run", fail)
     listing = RunListing(tmp_path)
     for _ in range(3):
-        listing.look(seconds=0.2)
-    assert {line.name: line.state for line in listing.lines()} == {
+        listing.scan(seconds=0.2)
+    assert {line.path.name: line.state for line in listing.statuses()} == {
         "good": "stopped",
         "bad-1": "unreadable",
         "bad-2": "unreadable",
     }
-    assert (listing.look(seconds=0.2), listing.is_complete) == (listing.look(), True)
+    assert (listing.scan(seconds=0.2), listing.is_complete) == (listing.scan(), True)
     assert sorted(tried) == ["bad-1", "bad-2"]
     with EventLog(tmp_path / "bad-1") as log:
         log.append("step", step=2, loss=0.25)
-    listing.look(seconds=0.2)
+    listing.scan(seconds=0.2)
     assert len(tried) == 3
 
 
 def test_a_disk_that_does_not_answer_removes_no_run_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(make(tmp_path / "runs"))
     listing = RunListing(tmp_path / "runs")
-    assert len(listing.look().changed) == 1
+    assert len(listing.scan().changed) == 1
 
     def fail(path: Path) -> None:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "scandir", fail)
-        assert not listing.look()
-    assert not listing.look()
+        assert not listing.scan()
+    assert not listing.scan()
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
-    assert listing.look().removed == (run_id("run"),)
+    assert listing.scan().removed == (run_id("run"),)
     assert listing.folder(run_id("run")) is None
 
 
@@ -301,14 +301,14 @@ def test_the_list_waits_for_no_run_simulated(
 
     async def watch() -> None:
         await list_of(routes)
-        views = [asyncio.ensure_future(routes._in_thread(lambda n=n: routes._looking.view(run_id(n)))) for n in "abc"]
+        views = [asyncio.ensure_future(routes._in_thread(lambda n=n: routes._cache.render(run_id(n)))) for n in "abc"]
         await asyncio.sleep(0.1)
-        routes._listing.looked_at = -NEVER
+        routes._listing.scanned_at = -NEVER
         begun = time.monotonic()
         assert len(await list_of(routes)) == 3
         assert time.monotonic() - begun < run_cache.WAIT_SECONDS / 2
         slow.set()
-        assert [seen.view.report.step for seen in await asyncio.gather(*views)] == [1, 1, 1]
+        assert [seen.report.step for seen in await asyncio.gather(*views)] == [1, 1, 1]
 
     asyncio.run(watch())
 
@@ -319,12 +319,12 @@ def test_only_the_first_who_ask_wait_for_a_slow_run_simulated(
     """Every page asks again each second: requests that wait would keep those for other runs waiting."""
     monkeypatch.setattr(run_cache, "WAIT_SECONDS", 1.0)
     train(make(tmp_path))
-    looking = RunCache(RunListing(tmp_path))
+    cache = RunCache(RunListing(tmp_path))
     waited = []
     for _ in range(4):
         begun = time.monotonic()
         with pytest.raises(HttpError) as refused:
-            looking.view(run_id("run"))
+            cache.render(run_id("run"))
         waited.append(time.monotonic() - begun)
         assert refused.value.status == run_cache.ACCEPTED
     assert waited[0] >= 0.9
@@ -333,7 +333,7 @@ def test_only_the_first_who_ask_wait_for_a_slow_run_simulated(
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         with contextlib.suppress(HttpError):
-            assert looking.view(run_id("run")).view.report.step == 1
+            assert cache.render(run_id("run")).report.step == 1
             return
         time.sleep(0.05)
     raise AssertionError("the run never opened")

@@ -13,12 +13,13 @@ import pytest
 
 from whet.base.errors import WhetError
 from whet.cli import main
+from whet.report.run_status import list_runs
 from whet.report.watch.listing import RunListing
 from whet.run import durable, lock
 from whet.run import prune as prune_module
 from whet.run.events import EventLog
 from whet.run.folder import Run, create_run, run_folders, run_groups
-from whet.run.prune import list_runs, prune
+from whet.run.prune import prune
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -74,10 +75,10 @@ def test_every_state(tmp_path: Path) -> None:
         "g-broken": "unreadable",
     }
     done = found["a-done"]
-    assert (done.step, done.total_steps, done.last_loss) == (10, 10, 0.1)
+    assert (done.step, done.total_steps, done.loss) == (10, 10, 0.1)
     assert (done.goal, done.goal_value, done.recipe) == ("accuracy", 0.5, "text")
-    assert 0 <= done.age_seconds < 60
-    assert done.size_bytes > 0
+    assert 0 <= time.time() - done.updated < 60
+    assert (done.size_bytes or 0) > 0
     assert found["e-new"].total_steps == 77
     assert "config.json" in str(found["g-broken"].problem)
     assert list_runs(tmp_path / "nowhere") == ()
@@ -91,12 +92,12 @@ def test_a_resumed_run_is_no_longer_done(tmp_path: Path) -> None:
         log.append("step", step=6, loss=math.nan)
     (summary,) = list_runs(tmp_path)
     assert (summary.state, summary.step) == ("stopped", 6)
-    assert summary.last_loss is not None
-    assert math.isnan(summary.last_loss)
+    assert summary.loss is not None
+    assert math.isnan(summary.loss)
     text = json.dumps(summary.as_json(), allow_nan=False)
     back = type(summary).from_json(json.loads(text), where="here")
-    assert back.last_loss is not None
-    assert math.isnan(back.last_loss)
+    assert back.loss is not None
+    assert math.isnan(back.loss)
 
 
 def test_hundreds_of_runs_are_listed_quickly(tmp_path: Path) -> None:
@@ -210,7 +211,8 @@ def test_runs_that_are_removed_meanwhile_or_came_without_checkpoints(
         shutil.rmtree(tmp_path / "gone", ignore_errors=True)
         return found
 
-    monkeypatch.setattr(prune_module, "run_folders", remove)
+    for module in (run_status, prune_module):
+        monkeypatch.setattr(module, "run_folders", remove)
     assert prune(tmp_path, dry=True) == ()
     train(make(tmp_path, "gone"), steps=2)
     assert [(run.path.name, run.state) for run in list_runs(tmp_path)] == [("bare", "stopped"), ("kept", "stopped")]
@@ -229,7 +231,7 @@ def test_a_folder_that_is_closed_to_us_hides_no_other() -> None:
         os.seteuid(65534)
         try:
             assert [run.path.name for run in list_runs(root)] == ["open"]
-            assert [line.name for line in RunListing(root).look().changed] == ["open"]
+            assert [status.path.name for status in RunListing(root).scan().changed] == ["open"]
             assert run_groups(root) == {}
         finally:
             os.seteuid(0)

@@ -521,7 +521,7 @@ def losses_of(path):
 
 def changes_of(path):
     events = History(whet.open_run(path)).events(kinds=("plan",))
-    return [event.fields["changed"] for event in events if "changed" in event.fields]
+    return [event.fields["message"] for event in events if "message" in event.fields]
 
 
 def test_a_simulated_run_with_graphs_is_the_run_without_and_resumes_bit_for_bit(graphs, tmp_path):
@@ -546,7 +546,7 @@ def test_a_run_that_cannot_be_captured_says_it_once_and_its_plan_why(graphs, tmp
     run(tmp_path / "run", loss=waits, show=lambda kind, fields: told.append((kind, fields)))
     reason = "the step waits for the device, at _local_scalar_dense"
     assert changes_of(tmp_path / "run") == [f"steps are not captured as graphs: {reason}"]
-    assert [fields["changed"] for kind, fields in told if kind == "plan"] == changes_of(tmp_path / "run")
+    assert [fields["message"] for kind, fields in told if kind == "plan"] == changes_of(tmp_path / "run")
     setting = whet.open_run(tmp_path / "run").plan["settings"]["graph"]
     assert (setting["value"], setting["reason"]) == ("off", reason)
 

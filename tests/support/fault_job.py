@@ -137,7 +137,7 @@ def main(arguments: list[str]) -> int:
         elif kind == "end":
             tell(f"end {fields['state']} {durable.disk.count}")
         elif kind == "warning":
-            disk = f"{fields.get('errno')} {fields['reason']} again {fields['again']} free {fields.get('free_bytes')}"
+            disk = f"{fields.get('errno')} {fields['reason']} again {fields['retry']} free {fields.get('free_bytes')}"
             tell(f"warning {disk}")
 
     options |= {"run": run, "wishes": overrides, "show": show, "goal": val.get("goal")}

@@ -75,7 +75,7 @@ def plan(**more: Any) -> dict[str, Any]:
 
 
 def simulated_run(path: Path, *, steps: int = 600, seed: int = 0, name: str = "text", **config: Any) -> Run:
-    """Makes the run folder: two sittings, heat, memory pressure, one step out of memory, a NaN."""
+    """Makes the run folder: two sessions, heat, memory pressure, one step out of memory, a NaN."""
     machine = {"name": "simulated", "chip": "Apple M2 (simulated)", "os": {"name": "macOS", "version": "15.1"}}
     run = create_run(
         path,
@@ -97,7 +97,7 @@ def simulated_run(path: Path, *, steps: int = 600, seed: int = 0, name: str = "t
         log.append("start", step=0, total_steps=steps, goal="accuracy", mode="max")
         for step in range(1, steps // 2 + 20):
             _step(log, step, steps=steps, chance=chance)
-        log.append("oom", step=steps // 2 + 19, reason="the step asked for 6.1 GB", cure="micro_batch 16 to 8")
+        log.append("oom", step=steps // 2 + 19, reason="the step asked for 6.1 GB", action="micro_batch 16 to 8")
     now[0] += 8 * 3600
     with EventLog(run, clock=clock) as log:
         log.drop_after(steps // 2, exactness="bit-exact", lost_steps=19)
@@ -125,13 +125,20 @@ def _step(log: EventLog, step: int, *, steps: int, chance: random.Random) -> Non
             "allocated": int(2.4 * GB + 0.4 * GB * share), "reserved": int(3.1 * GB), "peak": int(3.4 * GB),
             "limit": int(5.3 * GB), "process": int(1.9 * GB), "used": int(6.5 * GB), "swap": int(0.2 * GB * share),
         }  # fmt: skip
-        use = {"cpu": 30 + 10 * chance.random(), "process": 95.0, "gpu": 80 + 15 * chance.random()}
-        log.append("health", step=step, samples=32 * step, memory=memory, use=use, samples_per_second=32 / 0.045)
+        utilization = {"cpu": 30 + 10 * chance.random(), "process": 95.0, "gpu": 80 + 15 * chance.random()}
+        log.append(
+            "health",
+            step=step,
+            samples=32 * step,
+            memory=memory,
+            utilization=utilization,
+            samples_per_second=32 / 0.045,
+        )
     if step == int(0.3 * steps):
         reason = "steps take 1.4x as long; the sensor says hot"
-        log.append("throttle", step=step, about="heat", state="hot", reason=reason, factor=1.4)
+        log.append("throttle", step=step, cause="heat", state="hot", reason=reason, factor=1.4)
     if step == int(0.45 * steps):
-        log.append("throttle", step=step, about="heat", state="cool", reason="steps are as fast as before")
+        log.append("throttle", step=step, cause="heat", state="cool", reason="steps are as fast as before")
     if step == int(0.8 * steps):
         log.append("pressure", step=step, level="warn", reason="the machine is short of memory")
     if step == int(0.88 * steps):

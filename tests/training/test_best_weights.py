@@ -8,7 +8,7 @@ from torch import nn
 
 import whet
 from whet.checkpoint import store
-from whet.report.run_view import run_view
+from whet.report.run_report import summarize
 from whet.run.events import read_events
 from whet.run.folder import open_run
 
@@ -49,9 +49,8 @@ def test_the_test_part_is_judged_by_the_best_weights(tmp_path: Path, ema: bool, 
     assert tested.get("weights") == store.checkpoint_name(8)
     report = whet.summarize(tmp_path / "run")
     assert report.tested_step == 8
-    assert {line.name for line in run_view(tmp_path / "run").track("eval").lines} == {"score", "weight", "test_score"}
-    assert report.goal is not None
-    assert report.goal.best_step == 8
+    assert {line.name for line in summarize(tmp_path / "run").track("eval").lines} == {"score", "weight", "test_score"}
+    assert report.best_goal_step == 8
     train(tmp_path / "untested", ema=ema, mode=mode, has_test=False)
     ours, theirs = (store.load_newest(open_run(tmp_path / name).checkpoints) for name in ("run", "untested"))
     assert ours is not None

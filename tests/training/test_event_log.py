@@ -70,8 +70,8 @@ def test_health_is_written_between_steps_and_changes_nothing(tmp_path: Path, mon
     assert memory["process"] <= memory["peak"] * 1.01 < memory["limit"]
     assert (memory["available"], memory["swap"]) == (3_000, 7)
     assert memory["used"] > 10**8
-    assert last.get("use")["gpu"] == 37.0
-    assert {"cpu", "process"} <= last.get("use").keys()
+    assert last.get("utilization")["gpu"] == 37.0
+    assert {"cpu", "process"} <= last.get("utilization").keys()
     assert (last.get("thermal"), last.get("pressure"), last.get("heat")) == ("moderate", "warn", "cool")
     order = [(event.kind, event.step) for event in read_events(tmp_path / "with")]
     assert all(order.index(("health", step)) > order.index(("step", step)) for step in range(1, 21))
@@ -95,8 +95,8 @@ def test_speed_is_told_of_the_time_of_work_alone() -> None:
     recorder.read()
     assert [(kind, fields["step"]) for kind, fields in told] == [("health", 1), ("health", 6), ("health", 11)]
     assert [fields.get("samples_per_second") for _, fields in told] == [None, 10.0, 50.0]
-    assert told[0][1].keys() == {"step", "samples", "memory", "use", "heat"}, "what is unknown is left out"
-    assert (told[0][1]["heat"], told[0][1]["use"]) == ("hot", {})
+    assert told[0][1].keys() == {"step", "samples", "memory", "utilization", "heat"}, "what is unknown is left out"
+    assert (told[0][1]["heat"], told[0][1]["utilization"]) == ("hot", {})
 
 
 def test_what_this_process_takes_is_read_from_the_system() -> None:

@@ -100,7 +100,7 @@ def test_a_run_tells_its_end_and_each_trouble_once() -> None:
     show("pressure", {"step": 1, "level": "warn", "reason": "memory is short"})
     assert sent == []
     for _ in range(3):
-        show("warning", {"step": 2, "reason": "the disk is full", "again": "soon"})
+        show("warning", {"step": 2, "reason": "the disk is full", "retry": "soon"})
         show("pressure", {"step": 2, "level": "critical", "reason": "memory is very short"})
     show("end", {"step": 9, "state": "done"})
     assert sent == [

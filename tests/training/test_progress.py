@@ -21,7 +21,7 @@ def live(line: ProgressLine) -> None:
         line("eval", {"step": epoch, "accuracy": 0.5, "confusion": {"labels": ["a"]}})
         line("epoch", {"epoch": epoch, "epoch_seconds": 0.01})
         if epoch == EPOCHS // 2:
-            line("warning", {"reason": "the disk is full", "again": "soon"})
+            line("warning", {"reason": "the disk is full", "retry": "soon"})
     line("end", {"step": EPOCHS, "state": "stopped"})
 
 

@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_left_for_an_older_one(
     assert finish(fork_server, run, 'wishes={"checkpoint_steps": 4}') == 0
     (resumed,) = read_events(open_run(run), kinds=("resume",))
     assert resumed.step == 8
-    assert "damaged" in str(resumed.get("refused"))
+    assert "damaged" in str(resumed.get("rejected"))
     assert_same(run, uninterrupted)
 
 

@@ -96,9 +96,9 @@ def test_a_signal_while_a_compiled_model_is_compared_is_answered_before_the_firs
     result = train(tmp_path / "run", show=show, in_loss=ask, overrides={"compile": "on"})
     assert (result.step, result.exit_code) == (1, 130)
     assert heard_at[-1] == "stopping"
-    compared = [str(fields.get("changed")) for kind, fields in told if kind == "plan"]
+    compared = [str(fields.get("message")) for kind, fields in told if kind == "plan"]
     assert any(line.startswith("compiled: ") for line in compared)
-    assert not any(str(e.get("changed")).startswith("compiled") for k, e in told[: len(heard_at)] if k == "plan")
+    assert not any(str(e.get("message")).startswith("compiled") for k, e in told[: len(heard_at)] if k == "plan")
 
 
 def test_a_signal_in_the_middle_of_showing_waits_for_its_end(tmp_path: Path) -> None:

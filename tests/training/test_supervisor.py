@@ -69,7 +69,7 @@ def test_a_killed_training_goes_on_by_itself_and_ends_the_same(
     out, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0, errors
     assert "the training was killed by SIGKILL; it goes on with the same plan" in errors
-    assert "2 sittings" in out
+    assert "2 sessions" in out
     ours, theirs = store.load_newest(open_run(cut).checkpoints), store.load_newest(open_run(whole).checkpoints)
     assert ours is not None
     assert theirs is not None

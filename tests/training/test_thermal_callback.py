@@ -89,7 +89,7 @@ class Stage:
         self.governor.between_steps(self.step)
 
     def events(self, kind: str, about: str | None = None) -> list[tuple[float, dict]]:
-        return [(at, f) for at, k, f in self.told if k == kind and (about is None or f.get("about") == about)]
+        return [(at, f) for at, k, f in self.told if k == kind and (about is None or f.get("cause") == about)]
 
 
 # --- what is said ----------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def test_a_simulated_hot_run_paused_and_saved_and_says_so(tmp_path: Path, monkey
     monkeypatch.setattr("whet.training.session.ThermalCare", Simulated)
     fit(tmp_path / "run", policy="pause")
     report = whet.summarize(tmp_path / "run")
-    assert {happening.kind for happening in report.happenings} == {"throttle", "pressure"}
+    assert {incident.kind for incident in report.incidents} == {"throttle", "pressure"}
     assert report.seconds["cooldown"] >= MAX_REST_SECONDS
     saved = [event.step for event in read_events(open_run(tmp_path / "run"), kinds=("checkpoint",))]
     assert saved[:2] == [0, 1], "before the pause"
@@ -487,13 +487,13 @@ def test_the_line_says_cool_and_hot() -> None:
     said = screen.getvalue()
     assert "text: steps take 1.3x as long since step 2" in said
     assert "the machine is hot (thermal pressure moderate)" in said
-    line("throttle", {"step": 9, "about": "heat", "state": "hot", "thermal": "heavy", "reason": "by the sensor"})
+    line("throttle", {"step": 9, "cause": "heat", "state": "hot", "thermal": "heavy", "reason": "by the sensor"})
     assert last_words() == "hot"
-    unseen = {"step": 9, "about": "heat", "reason": "no sensor"}
+    unseen = {"step": 9, "cause": "heat", "reason": "no sensor"}
     line("throttle", {**unseen, "state": "hot", "factor": 1.62})
     assert last_words() == "1.6x slower", "nobody knows whether it is heat"
     line("throttle", {**unseen, "state": "cool"})
     assert last_words().endswith("samples/s")
-    line("throttle", {"step": 9, "about": "heat", "state": "hot", "thermal": "heavy", "reason": "by the sensor"})
+    line("throttle", {"step": 9, "cause": "heat", "state": "hot", "thermal": "heavy", "reason": "by the sensor"})
     line("pressure", {"step": 9, "level": "warn", "reason": "memory is short"})
     assert last_words() == "hot"

@@ -245,7 +245,7 @@ def train(run: Path | None, *, is_causal: bool = True, max_steps: int = 3, overr
 
 
 def said(run: Path) -> list[str]:
-    return [str(event.get("changed")) for event in read_events(open_run(run), kinds=("plan",))]
+    return [str(event.get("message")) for event in read_events(open_run(run), kinds=("plan",))]
 
 
 def value(run: Path, name: str) -> str:

@@ -120,7 +120,7 @@ def test_a_compiled_model_computes_activations_again(
     train(plain, tmp_path / "plain", compile="off")
     graphs, model = compiled_graphs(monkeypatch), Net()
     train(model, tmp_path / "run", compile=switch, activation_checkpointing="on")
-    (line,) = said(tmp_path / "run", "plan", "changed")
+    (line,) = said(tmp_path / "run", "plan", "message")
     assert line.startswith("compiled: loss and 14 gradients agree with the model's own code")
     again = [node for graph in graphs for node in graph.graph.nodes if "checkpoint" in str(node.target)]
     assert len(again) == (3 if switch == "on" else 2), "only the first one's input needs no gradient"
@@ -133,7 +133,7 @@ def test_blocks_with_batchnorm_are_computed_again_and_not_compiled(
     graphs, plain, model = compiled_graphs(monkeypatch), Net(nn.BatchNorm1d), Net(nn.BatchNorm1d)
     train(plain, tmp_path / "plain", compile="off", activation_checkpointing="on")
     train(model, tmp_path / "run", compile="on", activation_checkpointing="on")
-    (line,) = said(tmp_path / "run", "plan", "changed")
+    (line,) = said(tmp_path / "run", "plan", "message")
     assert line.startswith("not compiled: activation_checkpointing=on computes blocks with BatchNorm again")
     assert open_run(tmp_path / "run").plan["settings"]["compile"]["value"] == "off"
     assert graphs == []
@@ -150,7 +150,7 @@ def test_a_compiled_run_out_of_memory_simulated_goes_on_as_it_is_written(
     graphs, run = compiled_graphs(monkeypatch), tmp_path / "run"
     train(model, run, compile="on", fails_in_step=2)
     assert graphs
-    cures = said(run, "oom", "cure")
+    cures = said(run, "oom", "action")
     assert cures[-1] == "activations are computed again in the backward pass, and the model is no longer compiled"
     learnt = open_run(run).plan["settings"]["compile"]
     assert (learnt["value"], learnt["evidence"]["asked"]) == ("off", "on")

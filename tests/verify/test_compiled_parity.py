@@ -107,7 +107,7 @@ def train(model: nn.Module, run: Path, *, loss: Any = None, epochs: int = 2, **o
 
 
 def said(run: Path) -> list[str]:
-    return [event.get("changed") for event in read_events(open_run(run)) if event.kind == "plan"]
+    return [event.get("message") for event in read_events(open_run(run)) if event.kind == "plan"]
 
 
 def newest_about(run: Path) -> CheckpointInfo:

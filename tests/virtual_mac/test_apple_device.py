@@ -74,7 +74,7 @@ def test_a_removed_limit_is_one_line_and_no_error(python, tmp_path: Path) -> Non
     done = python(START + "fit(net(), data(), run='run', show='line')", **{HIGH: "0.0"})
     assert done.returncode == 0, done.stdout
     assert done.stderr.count(f"{HIGH}=0.0 removes the limit of GPU memory") == 1
-    assert any("removes the limit" in str(event.get("changed")) for event in events(tmp_path / "run", "plan"))
+    assert any("removes the limit" in str(event.get("message")) for event in events(tmp_path / "run", "plan"))
 
 
 def test_watermarks_are_set_before_the_device_is_asked_how_much_memory_there_is(python) -> None:
@@ -361,7 +361,7 @@ def test_shapes_stay_few_over_a_whole_run(python, tmp_path: Path) -> None:
     for how in ("few shapes", "sorted"):
         done = python(START + code.replace("HOW", repr(how)))
         assert done.returncode == 0, done.stdout + done.stderr
-        counts[how] = [event.get("shapes") for event in events(tmp_path / how, "epoch")]
+        counts[how] = [event.get("num_shapes") for event in events(tmp_path / how, "epoch")]
     assert max(counts["few shapes"]) <= 12
     assert counts["sorted"][-1] > 20, "or the test could not fail"
 

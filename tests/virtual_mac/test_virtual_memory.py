@@ -57,7 +57,7 @@ ran_out = [fields for kind, fields in shown if kind == "oom"]
 assert "MPS backend out of memory" in ran_out[0]["reason"], ran_out
 for a, b in zip(ours.parameters(), theirs.parameters()):
     assert (a - b).norm() <= 1e-5 * b.norm(), (a - b).norm() / b.norm()
-print("micro", micro, "events", len(ran_out), [f["cure"] for f in ran_out])
+print("micro", micro, "events", len(ran_out), [f["action"] for f in ran_out])
 """
     )
     done = python(code, 900, 4)

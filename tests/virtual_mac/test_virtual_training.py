@@ -83,7 +83,7 @@ def test_interrupted_with_dropout_it_ends_bit_for_bit_the_same(cli: Cli, table: 
     assert stopped.returncode == 130, stopped.stderr
     assert 70 < max(losses(cut)) < max(losses(whole))
     out = cli.run(*words, "--run", "cut")
-    assert "in 2 sittings" in out
+    assert "in 2 sessions" in out
     assert "mps" in cli.run("plan", "text", f"data={table}", *SMALL, "--machine", "m2-air-8gb")
     assert "done at step" in cli.run("report", "cut")
     assert losses(cut) == losses(whole)
@@ -114,7 +114,7 @@ def test_after_a_move_the_first_batch_is_compared_with_the_cpu(cli: Cli, table: 
     words = ("train", "text", f"data={table}", "epochs=6", "lr=3e-3", *SMALL, "--run", "moved")
     cli.run(*words, "max_steps=20", "--device", "cpu", is_mac=False)
     cli.run(*words, "max_steps=30", "--device", "mps")
-    said = [str(event.get("changed")) for event in read_events(open_run(cli.folder / "moved"), kinds=("plan",))]
+    said = [str(event.get("message")) for event in read_events(open_run(cli.folder / "moved"), kinds=("plan",))]
     assert any("moved from cpu to mps; verified: loss and 18 gradients agree with the CPU" in line for line in said), (
         said
     )

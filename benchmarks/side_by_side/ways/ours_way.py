@@ -73,5 +73,5 @@ def has(plan: Any, name: str) -> bool:
 
 def tell(pace: Pace, kind: str, fields: dict[str, Any]) -> None:
     """What was not as planned."""
-    if kind in ("plan", "oom", "skip", "warning") and (reason := fields.get("changed") or fields.get("reason")):
+    if kind in ("plan", "oom", "skip", "warning") and (reason := fields.get("message") or fields.get("reason")):
         pace.notes.setdefault("changes", []).append(str(reason)[:200])

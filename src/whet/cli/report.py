@@ -7,7 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from whet.report.comparison import RunComparison
-    from whet.report.run_view import RunView
+    from whet.report.run_report import RunReport
 
 
 def report(
@@ -134,50 +134,41 @@ def _of_search(folder: Path, *, form: str) -> "str | dict[str, object]":
     return {"--html": search_page, "--markdown": search_markdown}.get(form, render_search)(result)
 
 
-def _views(runs: list[Path]) -> "RunView | RunComparison":
+def _read(runs: list[Path]) -> "RunReport | RunComparison":
     from whet.report.comparison import compare_runs
-    from whet.report.run_view import run_view
+    from whet.report.run_report import summarize
 
-    views = [run_view(run) for run in runs]
-    return views[0] if len(views) == 1 else compare_runs(views)
+    reports = [summarize(run) for run in runs]
+    return reports[0] if len(reports) == 1 else compare_runs(reports)
 
 
 def _html(runs: list[Path]) -> str:
     from whet.report.page.html import report_page
 
-    return report_page(_views(runs))
+    return report_page(_read(runs))
 
 
 def _markdown(runs: list[Path]) -> str:
     from whet.report.markdown import comparison_markdown, run_markdown
-    from whet.report.run_view import RunView
+    from whet.report.run_report import RunReport
 
-    found = _views(runs)
-    return run_markdown(found) if isinstance(found, RunView) else comparison_markdown(found)
+    found = _read(runs)
+    return run_markdown(found) if isinstance(found, RunReport) else comparison_markdown(found)
 
 
 def _json(runs: list[Path]) -> "dict[str, object]":
-    from whet.report.run_report import summarize
-    from whet.report.run_view import RunView
-
-    if len(runs) == 1:
-        return summarize(runs[0]).as_json()
-    found = _views(runs)
-    assert not isinstance(found, RunView)
-    return found.as_json()
+    return _read(runs).as_json()
 
 
 def _text(runs: list[Path]) -> str:
     from whet.cli import console
     from whet.report.comparison import render_comparison
-    from whet.report.run_report import summarize
-    from whet.report.run_view import RunView
+    from whet.report.run_report import RunReport
     from whet.report.text import render_text
 
-    if len(runs) == 1:
-        return render_text(summarize(runs[0]), width=console.width(), unicode=console.supports_unicode())
-    found = _views(runs)
-    assert not isinstance(found, RunView)
+    found = _read(runs)
+    if isinstance(found, RunReport):
+        return render_text(found, width=console.width(), unicode=console.supports_unicode())
     return render_comparison(found)
 
 

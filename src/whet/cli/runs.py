@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from whet.run.prune import RunStatus
+    from whet.report.run_status import RunStatus
 
 
 def runs(
@@ -23,8 +23,8 @@ def runs(
     """
     from whet.base.errors import UsageError
     from whet.cli import console
+    from whet.report.run_status import list_runs
     from whet.run.folder import run_groups
-    from whet.run.prune import list_runs
     from whet.run.prune import prune as prune_runs
 
     if folder.exists() and not folder.is_dir():
@@ -53,6 +53,8 @@ def runs(
 
 
 def _row(run: "RunStatus") -> tuple[str, ...]:
+    import time
+
     from whet.base.units import format_bytes, format_seconds
 
     goal = f"{run.goal} {run.goal_value:.4g}" if run.goal and run.goal_value is not None else "-"
@@ -60,8 +62,8 @@ def _row(run: "RunStatus") -> tuple[str, ...]:
         str(run.path),
         run.state,
         f"{run.step:,}/{run.total_steps:,}" if run.total_steps else f"{run.step:,}",
-        "-" if run.last_loss is None else f"{run.last_loss:.4g}",
+        "-" if run.loss is None else f"{run.loss:.4g}",
         goal,
-        format_seconds(run.age_seconds),
-        format_bytes(run.size_bytes),
+        format_seconds(max(0.0, time.time() - run.updated)),
+        format_bytes(run.size_bytes or 0),
     )

@@ -31,7 +31,7 @@ def watch_in_terminal(folder: Path, *, once: bool = False) -> None:
     terminal = Console()
     if once or not terminal.is_terminal or terminal.is_dumb_terminal:
         paper = TerminalArea(width=console.width(), height=None, unicode=console.supports_unicode())
-        board = lookout.look(rows=_ROWS_ON_PAPER)
+        board = lookout.read(rows=_ROWS_ON_PAPER)
         console.result("\n".join(line.plain.rstrip() for line in render_board(board, paper)))
         return
     # The training beside it comes first.
@@ -86,7 +86,7 @@ class _Screen:
         paper = TerminalArea(
             width=max(width, MIN_WIDTH), height=max(height, MIN_HEIGHT), unicode=console.supports_unicode()
         )
-        board = self._lookout.look(rows=board_rows(height), move=move)
+        board = self._lookout.read(rows=board_rows(height), move=move)
         self._live.update(Group(*render_board(board, paper, has_keys=sys.stdin.isatty())), refresh=True)
 
 

@@ -314,10 +314,10 @@ def _options(config: Path | None, device: str) -> list[str]:
 
 def _is_done(path: Path, config: dict[str, Any]) -> bool:
     """Whether the run ended and is asked for nothing else."""
-    from whet.report.run_report import summarize
+    from whet.report.run_status import read_status
     from whet.run.folder import RUN_FILE, open_run
 
-    return (path / RUN_FILE).exists() and open_run(path).config == config and summarize(path).state == "done"
+    return (path / RUN_FILE).exists() and open_run(path).config == config and read_status(path).state == "done"
 
 
 @contextlib.contextmanager

@@ -67,10 +67,10 @@ def _so_far(report: "RunReport") -> str:
     from whet.base.units import format_seconds
 
     parts = [f"{format_seconds(report.training_seconds)} of training"]
-    if report.loss.last is not None:
-        parts.append(f"loss {report.loss.last:.4g}")
-    if report.goal is not None and report.goal.best is not None:
-        parts.append(f"best {report.goal.name} {report.goal.best:.4g} at step {report.goal.best_step:,}")
+    if report.loss is not None:
+        parts.append(f"loss {report.loss:.4g}")
+    if report.goal is not None and report.best_goal is not None:
+        parts.append(f"best {report.goal} {report.best_goal:.4g} at step {report.best_goal_step:,}")
     return f" ({', '.join(parts)})"
 
 

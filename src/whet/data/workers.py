@@ -181,7 +181,7 @@ class Workers:
             )
         again = "at the same sample, with new workers"
         reason = f"a data worker was lost: {how}"
-        self.events.append(("warning", {"reason": reason, "again": again, "samples": samples}))
+        self.events.append(("warning", {"reason": reason, "retry": again, "samples": samples}))
 
 
 def _describe_exit(code: int | None) -> str:

@@ -156,7 +156,7 @@ class MpsMonitor(DeviceMonitor):
         self._watch: StderrWatch | None = None
         self._timer: FallbackTimer | None = None
         note = watermark_note()
-        self._events: list[tuple[str, dict[str, Any]]] = [("plan", {"changed": note})] if note else []
+        self._events: list[tuple[str, dict[str, Any]]] = [("plan", {"message": note})] if note else []
 
     @contextmanager
     def watch(self, *, has_fallback: bool = False) -> Iterator[None]:

@@ -1,26 +1,28 @@
-"""Suggestions for the next run, each backed by a measurement."""
+"""Suggestions for the next run, each backed by a measurement of this run or of its plan."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whet.base.model import FrozenModel
 from whet.base.units import format_bytes, format_seconds
 from whet.plan.render import format_value
 from whet.plan.setting import TuneTrial
-from whet.report.plan_evidence import setting_value
-from whet.report.run_report import Evaluation, RunReport
-from whet.report.timeline import SlowPeriod
-from whet.report.tracks import PhaseTime, Track
+from whet.report.evaluation import Evaluation
+from whet.report.plan_evidence import plan_setting
+from whet.report.tracks import PhaseTime
+
+if TYPE_CHECKING:
+    from whet.report.run_report import RunReport
 
 _HIGH_DATA_SHARE, _HIGH_EVAL_SHARE, _HIGH_SAVE_SHARE = 0.15, 0.25, 0.05
 _HIGH_HEAT_SHARE = 0.2
 _SHORT_SECONDS = 30.0
-"""Of a shorter run it does not matter."""
+"""Heat and saving do not matter in a shorter run."""
 _NEARLY_FULL = 0.9
 _MIN_EVALUATIONS = 3
 _LOWER_IS_BETTER = ("loss", "cross_entropy", "perplexity", "error")
-"""Metrics of which less is better, as far as a name can tell."""
+"""Name endings of metrics that should be low."""
 
 
 class Advice(FrozenModel):
@@ -28,48 +30,35 @@ class Advice(FrozenModel):
 
     try_: str
     measured: str
-    """The measurement that speaks for it."""
+    """The measurement behind it."""
 
 
-def suggest(
-    report: RunReport,
-    plan: Mapping[str, Any],
-    trials: Sequence[TuneTrial],
-    *,
-    phases: Sequence[PhaseTime],
-    spells: Sequence[SlowPeriod],
-    tracks: Sequence[Track],
-) -> tuple[Advice, ...]:
-    """What to try, what promises most first."""
-    shares = {phase.name: phase for phase in phases}
+def suggest(report: "RunReport", plan: Mapping[str, Any], trials: Sequence[TuneTrial]) -> tuple[Advice, ...]:
+    """What to try, the most promising first."""
+    phases = {phase.name: phase for phase in report.phases}
     unused = tuple(_unused_gains(plan, trials))
     return (
         *unused,
-        *(_data(shares.get("data"), trials) if not unused else ()),
+        *(_data(phases.get("data"), trials) if not unused else ()),
         *_too_short(trials),
         *_unclear(trials),
-        *_evaluating_and_saving(report, shares),
+        *_evaluating_and_saving(report, phases),
         *_overfitting(report),
-        *_heat(report, spells),
-        *_memory(tracks),
+        *_heat(report),
+        *_memory(report),
         *_fallbacks(report),
     )
 
 
 def _unused_gains(plan: Mapping[str, Any], trials: Sequence[TuneTrial]) -> Iterator[Advice]:
-    """What was measured to be faster, and is not what the run used: your own word went before it."""
+    """Values that measured faster than what the user asked for."""
     for trial in trials:
-        used = setting_value(plan, trial.setting)
-        wanted = trial.settings.get(trial.setting)
-        if trial.verdict == "faster" and trial.setting != "plan" and wanted != used and _is_yours(plan, trial.setting):
-            words = f"{trial.setting}={format_value(wanted)} instead of {format_value(used)}, which you asked for"
-            yield Advice(try_=words, measured=trial.words)
-
-
-def _is_yours(plan: Mapping[str, Any], name: str) -> bool:
-    settings = plan.get("settings")
-    setting = settings.get(name) if isinstance(settings, Mapping) else None
-    return isinstance(setting, Mapping) and setting.get("source") == "you"
+        setting, faster = plan_setting(plan, trial.setting), trial.settings.get(trial.setting)
+        is_override = setting.get("source") == "you" and setting.get("value") != faster
+        if trial.verdict == "faster" and trial.setting != "plan" and is_override:
+            used = format_value(setting.get("value"))
+            text = f"{trial.setting}={format_value(faster)} instead of {used}, which you asked for"
+            yield Advice(try_=text, measured=trial.words)
 
 
 def _data(phase: PhaseTime | None, trials: Sequence[TuneTrial]) -> Iterator[Advice]:
@@ -79,7 +68,7 @@ def _data(phase: PhaseTime | None, trials: Sequence[TuneTrial]) -> Iterator[Advi
     better = [t for t in trials if t.setting in ("workers", "data_location") and (t.speedup or 0) > 1 and t.interval]
     best = max(better, key=lambda trial: trial.speedup or 0.0, default=None)
     if best is None:
-        yield Advice(try_="more data workers, or samples that need less work", measured=took)
+        yield Advice(try_="more data workers, or less work per sample", measured=took)
         return
     value = format_value(best.settings.get(best.setting))
     yield Advice(try_=f"{best.setting}={value}", measured=f"{took}; {best.setting}={value} was {best.speedup:.2f}x")
@@ -93,9 +82,9 @@ def _too_short(trials: Sequence[TuneTrial]) -> Iterator[Advice]:
         if saved <= 0 or not trial.preparation_seconds:
             continue
         value = f"{trial.setting}={format_value(trial.settings.get(trial.setting))}"
-        step = math.ceil(trial.preparation_seconds / saved)
+        num_steps = math.ceil(trial.preparation_seconds / saved)
         costs = f"{format_seconds(trial.preparation_seconds)} to prepare, saves {format_seconds(saved)} in each step"
-        yield Advice(try_=f"{value} in a run of more than {step:,} steps", measured=costs)
+        yield Advice(try_=f"{value} in a run of more than {num_steps:,} steps", measured=costs)
 
 
 def _unclear(trials: Sequence[TuneTrial]) -> Iterator[Advice]:
@@ -104,28 +93,28 @@ def _unclear(trials: Sequence[TuneTrial]) -> Iterator[Advice]:
         names = ", ".join(dict.fromkeys(f"{t.setting}={format_value(t.settings.get(t.setting))}" for t in unclear[:3]))
         best = max(unclear, key=lambda trial: trial.interval[1] if trial.interval else 0.0)
         yield Advice(
-            try_=f"measuring longer (`whet plan --measure --budget 120`): {names} could not be told apart",
+            try_=f"measuring longer (`whet plan --measure --budget 120`): no clear result for {names}",
             measured=best.words,
         )
 
 
-def _evaluating_and_saving(report: RunReport, shares: Mapping[str, PhaseTime]) -> Iterator[Advice]:
-    evaluating, saving = shares.get("evaluate"), shares.get("save")
+def _evaluating_and_saving(report: "RunReport", phases: Mapping[str, PhaseTime]) -> Iterator[Advice]:
+    evaluating, saving = phases.get("evaluate"), phases.get("save")
     count = len(report.evaluations)
     if evaluating is not None and evaluating.share > _HIGH_EVAL_SHARE and count >= _MIN_EVALUATIONS:
-        apart = max(1, report.step // count)
+        interval = max(1, report.step // count)
         took = f"{count:,} evaluations took {100 * evaluating.share:.0f} % of the time"
-        yield Advice(try_=f"eval_every={2 * apart}: half as many", measured=took)
+        yield Advice(try_=f"eval_every={2 * interval}: half as many", measured=took)
     is_long = report.training_seconds > _SHORT_SECONDS
     if saving is not None and saving.share > _HIGH_SAVE_SHARE and report.saving.count > 1 and is_long:
-        took = f"{report.saving.count:,} saves held the training up for {100 * saving.share:.0f} % of the time"
+        took = f"{report.saving.count:,} saves paused training for {100 * saving.share:.0f} % of the time"
         yield Advice(try_="checkpoint_minutes or checkpoint_steps twice as large", measured=took)
 
 
-def _overfitting(report: RunReport) -> Iterator[Advice]:
-    """The newest evaluations are worse than an earlier one while the training loss went on falling."""
-    loss = report.loss
-    if loss.last is None or loss.first is None or not loss.last < loss.first:
+def _overfitting(report: "RunReport") -> Iterator[Advice]:
+    """Evaluations got worse than an earlier one while the training loss kept falling."""
+    first, last_loss = report.first_loss, report.loss
+    if first is None or last_loss is None or not last_loss < first:
         return
     names = {name for evaluation in report.evaluations for name in evaluation.metrics if not name.startswith("test_")}
     for name in sorted(name for name in names if name.endswith(_LOWER_IS_BETTER)):
@@ -135,21 +124,21 @@ def _overfitting(report: RunReport) -> Iterator[Advice]:
         best, last = min(seen, key=lambda e: e.metrics[name]), seen[-1]
         since = seen[seen.index(best) + 1 :]
         if len(since) >= 2 and last.metrics[name] > 1.05 * best.metrics[name] > 0:
-            then, now = f"{best.metrics[name]:.4g} at step {best.step:,}", f"{last.metrics[name]:.4g}"
-            rose = f"{name} was lowest, {then}, and is {now} now, while the training loss fell"
+            lowest = f"{best.metrics[name]:.4g} at step {best.step:,}"
+            rose = f"{name} was lowest, {lowest}, and is {last.metrics[name]:.4g} now, while the training loss fell"
             yield Advice(try_=_against_overfitting(report, best), measured=rose)
             return
 
 
-def _against_overfitting(report: RunReport, best: Evaluation) -> str:
-    if report.goal is not None and report.goal.best_step == report.step:
-        return f"more dropout, weight decay or data; not fewer steps: {report.goal.name} still got better"
+def _against_overfitting(report: "RunReport", best: Evaluation) -> str:
+    if report.goal is not None and report.best_goal_step == report.step:
+        return f"more dropout, weight decay or data; not fewer steps: {report.goal} still improved"
     return f"fewer steps (about {best.step:,}), patience=2, or more dropout, weight decay or data"
 
 
-def _heat(report: RunReport, spells: Sequence[SlowPeriod]) -> Iterator[Advice]:
-    hot = [spell for spell in spells if spell.about == "heat"]
-    seconds = sum(spell.to_seconds - spell.from_seconds for spell in hot)
+def _heat(report: "RunReport") -> Iterator[Advice]:
+    hot = [period for period in report.slow_periods if period.cause == "heat"]
+    seconds = sum(period.to_seconds - period.from_seconds for period in hot)
     if seconds > max(_SHORT_SECONDS, _HIGH_HEAT_SHARE * report.training_seconds):
         share = 100 * seconds / report.training_seconds
         yield Advice(
@@ -158,26 +147,26 @@ def _heat(report: RunReport, spells: Sequence[SlowPeriod]) -> Iterator[Advice]:
         )
 
 
-def _memory(tracks: Sequence[Track]) -> Iterator[Advice]:
-    for track in tracks:
-        limit, taken = track.line("memory/limit"), track.line("memory/peak") or track.line("memory/allocated")
-        if limit is None or taken is None:
+def _memory(report: "RunReport") -> Iterator[Advice]:
+    for track in report.tracks:
+        limit, used = track.line("memory/limit"), track.line("memory/peak") or track.line("memory/allocated")
+        if limit is None or used is None:
             continue
-        both = [(t, m) for t, m in zip(taken.high or taken.mean, limit.mean, strict=True) if t and m]
-        fullest = max(both, key=lambda pair: pair[0] / pair[1], default=None)
+        pairs = [(u, m) for u, m in zip(used.high or used.mean, limit.mean, strict=True) if u and m]
+        fullest = max(pairs, key=lambda pair: pair[0] / pair[1], default=None)
         if fullest is not None and fullest[0] > _NEARLY_FULL * fullest[1]:
-            used = f"{format_bytes(fullest[0])} of {format_bytes(fullest[1])} were in use"
-            yield Advice(try_="a smaller micro_batch, or activation_checkpointing=on: it was close", measured=used)
+            measured = f"{format_bytes(fullest[0])} of {format_bytes(fullest[1])} were in use"
+            yield Advice(try_="a smaller micro_batch, or activation_checkpointing=on", measured=measured)
             return
 
 
-def _fallbacks(report: RunReport) -> Iterator[Advice]:
-    for happening in report.happenings:
-        operators = happening.details.get("operators")
-        if happening.kind == "fallback" and isinstance(operators, Mapping) and operators:
+def _fallbacks(report: "RunReport") -> Iterator[Advice]:
+    for incident in report.incidents:
+        operators = incident.fields.get("operators")
+        if incident.kind == "fallback" and isinstance(operators, Mapping) and operators:
             names = ", ".join(list(operators)[:3])
-            told = happening.details.get("reason") or f"{len(operators)} operators ran on the CPU"
+            measured = incident.fields.get("reason") or f"{len(operators)} operators ran on the CPU"
             yield Advice(
-                try_=f"other operators than {names} in the model (`whet check` names the lines)", measured=told
+                try_=f"other operators than {names} in the model (`whet check` names the lines)", measured=measured
             )
             return

@@ -8,14 +8,16 @@ from whet.base.errors import UsageError
 from whet.base.model import FrozenModel
 from whet.base.units import format_bytes, format_count, format_seconds, printable
 from whet.plan.render import format_value
-from whet.report.run_view import RunView
+from whet.report.plan_evidence import peak_memory
+from whet.report.run_report import RunReport
 from whet.run.strict_json import StrictModel
 
 MAX_COMPARED_RUNS = 12
+_MAX_CELL = 40
 
 
 class ComparisonRow(FrozenModel):
-    """One thing, as each run has it; None where a run does not have it."""
+    """One name and its value in each run; None where a run does not have it."""
 
     name: str
     values: tuple[str | None, ...]
@@ -25,141 +27,125 @@ class ComparisonRow(FrozenModel):
 class RunComparison(StrictModel):
     """Runs side by side, in the order they were named."""
 
-    runs: tuple[RunView, ...]
+    runs: tuple[RunReport, ...]
     labels: tuple[str, ...]
-    """What each run is called here: its name, with a number where two have the same."""
+    """The name of each run, with a number where two are the same."""
     settings: tuple[ComparisonRow, ...]
     """Of the plans; those that differ first."""
     config: tuple[ComparisonRow, ...]
     environment: tuple[ComparisonRow, ...]
 
+    @property
+    def sections(self) -> tuple[tuple[str, tuple[ComparisonRow, ...]], ...]:
+        """What may differ between runs, by title."""
+        return (
+            ("settings of the plan", self.settings),
+            ("configuration", self.config),
+            ("environment", self.environment),
+        )
 
-def compare_runs(views: Sequence[RunView]) -> RunComparison:
-    """The comparison of runs; between two and a dozen can be told apart."""
-    if not 2 <= len(views) <= MAX_COMPARED_RUNS:
+    def for_page(self) -> "RunComparison":
+        """A copy for a page: limited in size, and without the locations of the runs on this disk."""
+        return self.model_copy(update={"runs": tuple(run.for_page() for run in self.runs)})
+
+
+def compare_runs(reports: Sequence[RunReport]) -> RunComparison:
+    """Compare between 2 and 12 runs."""
+    if not 2 <= len(reports) <= MAX_COMPARED_RUNS:
         raise UsageError(
-            "that many runs cannot be compared",
-            got=f"{len(views)} runs",
+            "this number of runs cannot be compared",
+            got=f"{len(reports)} runs",
             try_=f"between 2 and {MAX_COMPARED_RUNS} of them",
         )
     return RunComparison(
-        runs=tuple(views),
-        labels=_labels([view.name for view in views]),
-        settings=_comparison_rows(views, lambda view: {s.name: format_value(s.value) for s in view.report.settings}),
-        config=_comparison_rows(views, lambda view: _flatten(view.origin.config)),
-        environment=_comparison_rows(views, _environment),
+        runs=tuple(reports),
+        labels=_labels([report.name for report in reports]),
+        settings=_rows(reports, lambda report: {s.name: format_value(s.value) for s in report.settings}),
+        config=_rows(reports, lambda report: _flatten(report.provenance.config)),
+        environment=_rows(reports, _environment),
     )
 
 
-def _labels(names: Sequence[str]) -> tuple[str, ...]:
-    counted = [names[: place + 1].count(name) for place, name in enumerate(names)]
-    return tuple(name if count == 1 else f"{name} ({count})" for name, count in zip(names, counted, strict=True))
-
-
-def _comparison_rows(
-    views: Sequence[RunView], told: Callable[[RunView], Mapping[str, str]]
-) -> tuple[ComparisonRow, ...]:
-    each = [told(view) for view in views]
-    names = dict.fromkeys(name for one in each for name in one)
-    rows = []
-    for name in names:
-        values = tuple(one.get(name) for one in each)
-        rows.append(ComparisonRow(name=name, values=values, differs=len(set(values)) > 1))
-    return tuple(sorted(rows, key=lambda row: not row.differs))
-
-
-def _flatten(config: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{above}{name}.")
-        else:
-            flat[above + name] = json.dumps(value) if isinstance(value, list | tuple) else format_value(value)
-    return flat
-
-
-def _environment(view: RunView) -> dict[str, str]:
-    facts = {"machine": view.report.machine, "command": view.origin.command or "from Python"}
-    return facts | {"data": (view.origin.data or "unknown")[:12]} | dict(view.origin.versions)
-
-
-def key_figures(view: RunView) -> dict[str, str]:
-    """The figures by name, as text; what is not known is left out."""
-    report = view.report
-    found = {"state": report.state, "steps": _steps_text(view)}
-    if report.loss.last is not None:
-        found["training loss"] = f"{report.loss.last:.4g}"
-    if report.goal is not None and report.goal.last is not None:
-        found[report.goal.name] = f"{report.goal.last:.4g}"
-        if report.goal.best is not None and report.goal.best != report.goal.last:
-            found[f"best {report.goal.name}"] = f"{report.goal.best:.4g} (step {report.goal.best_step:,})"
-        tested = report.metrics.get(f"test_{report.goal.name}")
+def key_figures(report: RunReport) -> dict[str, str]:
+    """The most important figures of a run by name, as text; unknown ones are left out."""
+    of_total = f" of {report.total_steps:,}" if report.total_steps else ""
+    samples = f", {format_count(report.samples)} samples" if report.samples is not None else ""
+    figures = {"state": report.state, "steps": f"{report.step:,}{of_total}{samples}"}
+    if report.loss is not None:
+        figures["training loss"] = f"{report.loss:.4g}"
+    if report.goal is not None and report.goal_value is not None:
+        figures[report.goal] = f"{report.goal_value:.4g}"
+        if report.best_goal is not None and report.best_goal != report.goal_value:
+            figures[f"best {report.goal}"] = f"{report.best_goal:.4g} (step {report.best_goal_step:,})"
+        tested = report.metrics.get(f"test_{report.goal}")
         if tested is not None:
-            found[f"test {report.goal.name}"] = f"{tested:.4g}"
-    speed = next((one.happened for one in view.foretold if one.name == "speed"), None)
+            figures[f"test {report.goal}"] = f"{tested:.4g}"
+    speed = next((figure.actual for figure in report.planned_vs_actual if figure.name == "speed"), None)
     if speed is not None:
-        found["speed"] = f"{speed:,.4g} samples/s" if speed < 1000 else f"{speed:,.0f} samples/s"
+        figures["speed"] = f"{speed:,.4g} samples/s" if speed < 1000 else f"{speed:,.0f} samples/s"
     if report.training_seconds > 0:
-        found["time at work"] = format_seconds(report.training_seconds)
-    memory = peak_memory(view)
+        figures["training time"] = format_seconds(report.training_seconds)
+    memory = peak_memory(report)
     if memory is not None:
-        found["most memory"] = format_bytes(memory)
-    return found
+        figures["peak memory"] = format_bytes(memory)
+    return figures
 
 
-def peak_memory(view: RunView) -> float | None:
-    """The most that tensors took, or the process where there is no such counter."""
-    for source in ("health", "epoch"):
-        track = view.track(source)
-        for name in ("memory/peak", "memory/allocated"):
-            line = track.line(name) if track is not None else None
-            seen = [value for value in (line.high or line.mean) if value is not None] if line is not None else []
-            if seen:
-                return max(seen)
-    return None
-
-
-def _steps_text(view: RunView) -> str:
-    of_all = f" of {view.report.total_steps:,}" if view.report.total_steps else ""
-    samples = f", {format_count(view.report.samples)} samples" if view.report.samples is not None else ""
-    return f"{view.report.step:,}{of_all}{samples}"
-
-
-_MAX_CELL = 40
+def figure_rows(comparison: RunComparison) -> list[tuple[str, list[str]]]:
+    """The key figures of all runs: a name and a value for each run."""
+    figures = [key_figures(report) for report in comparison.runs]
+    names = dict.fromkeys(name for each in figures for name in each)
+    return [(name, [each.get(name, "-") for each in figures]) for name in names]
 
 
 def render_comparison(comparison: RunComparison) -> str:
-    """Tables of what each run reached and of what is different between them."""
-    each = [key_figures(view) for view in comparison.runs]
-    names = dict.fromkeys(name for one in each for name in one)
-    sections = [_text_table("", comparison.labels, [(name, [one.get(name, "-") for one in each]) for name in names])]
-    for title, rows in comparison_sections(comparison):
-        different = [row for row in rows if row.differs]
-        if different:
-            sections.append(
-                _text_table(title, comparison.labels, [(r.name, [v or "-" for v in r.values]) for r in different])
-            )
-        else:
-            sections.append(f"{title}: nothing differs")
+    """The comparison as plain text: figures first, then only what differs."""
+    sections = [_table("", comparison.labels, figure_rows(comparison))]
+    for title, rows in comparison.sections:
+        different = [(row.name, [value or "-" for value in row.values]) for row in rows if row.differs]
+        sections.append(_table(title, comparison.labels, different) if different else f"{title}: no differences")
     return "\n\n".join(sections)
 
 
-def comparison_sections(comparison: RunComparison) -> tuple[tuple[str, tuple[ComparisonRow, ...]], ...]:
-    """What may differ between runs, by name."""
-    return (
-        ("settings of the plan", comparison.settings),
-        ("configuration", comparison.config),
-        ("environment", comparison.environment),
-    )
+def _labels(names: Sequence[str]) -> tuple[str, ...]:
+    counted = [names[: position + 1].count(name) for position, name in enumerate(names)]
+    return tuple(name if count == 1 else f"{name} ({count})" for name, count in zip(names, counted, strict=True))
 
 
-def _text_table(title: str, labels: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def _rows(
+    reports: Sequence[RunReport], values_of: Callable[[RunReport], Mapping[str, str]]
+) -> tuple[ComparisonRow, ...]:
+    each = [values_of(report) for report in reports]
+    rows = []
+    for name in dict.fromkeys(name for values in each for name in values):
+        row = tuple(values.get(name) for values in each)
+        rows.append(ComparisonRow(name=name, values=row, differs=len(set(row)) > 1))
+    return tuple(sorted(rows, key=lambda row: not row.differs))
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = json.dumps(value) if isinstance(value, list | tuple) else format_value(value)
+    return flat
+
+
+def _environment(report: RunReport) -> dict[str, str]:
+    origin = report.provenance
+    facts = {"machine": report.machine, "command": origin.command or "from Python"}
+    return facts | {"data": (origin.data or "unknown")[:12]} | dict(origin.versions)
+
+
+def _table(title: str, labels: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     lines = [(title, *labels), *((name, *values) for name, values in rows)]
-    shown = [[_clip_cell(cell) for cell in line] for line in lines]
-    widths = [max(len(line[column]) for line in shown) for column in range(len(shown[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in shown)
+    cells = [[_clip(cell) for cell in line] for line in lines]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in cells)
 
 
-def _clip_cell(text: str) -> str:
+def _clip(text: str) -> str:
     clean = printable(text).replace("\n", " ")
     return clean if len(clean) <= _MAX_CELL else clean[: _MAX_CELL - 3] + "..."

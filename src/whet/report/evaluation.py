@@ -1,8 +1,9 @@
-"""Details of the newest evaluations: scores per class, confusion matrices and samples."""
+"""Evaluations of a run: metrics over time, and details of the newest ones (classes, confusion matrix, samples)."""
 
 import itertools
-from collections.abc import Mapping
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 from whet.base.model import FrozenModel
 from whet.run.event import Event, as_number
@@ -11,19 +12,28 @@ from whet.run.events import History
 MAX_CLASSES = 60
 MAX_SAMPLES = 50
 MAX_COLUMNS = 8
-_MAX_TEXT, _MAX_LABEL = 2000, 200
+_MAX_CELL, _MAX_LABEL = 2000, 200
 _MAX_EVALUATIONS = 50
-"""Evaluations; older ones say little about the model as it is."""
-
+"""Older evaluations say little about the model as it is now."""
 
 EvaluationSplit = Literal["val", "test"]
 _PREFIXES: dict[EvaluationSplit, str] = {"val": "", "test": "test_"}
 
+Details = TypeVar("Details")
+
+
+class Evaluation(FrozenModel):
+    """The metrics of one evaluation."""
+
+    step: int
+    time: float
+    metrics: dict[str, float]
+
 
 class ConfusionMatrix(FrozenModel):
-    """How many samples of each class were taken for which; rows are the truth."""
+    """How many samples of each class (row) were predicted as which (column)."""
 
-    part: EvaluationSplit
+    split: EvaluationSplit
     step: int
     labels: tuple[str, ...]
     counts: tuple[tuple[float, ...], ...]
@@ -32,7 +42,7 @@ class ConfusionMatrix(FrozenModel):
 class ClassTable(FrozenModel):
     """Scores of each class, such as precision and recall."""
 
-    part: EvaluationSplit
+    split: EvaluationSplit
     step: int
     labels: tuple[str, ...]
     columns: tuple[str, ...]
@@ -42,90 +52,102 @@ class ClassTable(FrozenModel):
 class SampleTable(FrozenModel):
     """Some samples of an evaluation."""
 
-    part: EvaluationSplit
+    split: EvaluationSplit
     step: int
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
 
 class EvaluationDetails(FrozenModel):
-    """The newest of each part of the data."""
+    """The newest details of each split."""
 
     classes: tuple[ClassTable, ...] = ()
     confusions: tuple[ConfusionMatrix, ...] = ()
     samples: tuple[SampleTable, ...] = ()
 
 
+def read_evaluations(history: History) -> tuple[Evaluation, ...]:
+    """All evaluations of a run, with the fields that are numbers."""
+    found = []
+    for event in history.events(kinds=("eval",)):
+        numbers = {name: as_number(value) for name, value in event.fields.items()}
+        metrics = {name: number for name, number in numbers.items() if number is not None}
+        found.append(Evaluation(step=event.step, time=event.time, metrics=metrics))
+    return tuple(found)
+
+
+def tested_step(history: History) -> int | None:
+    """The step of the checkpoint that was evaluated on the test split, where a run names it."""
+    names = (event.get("weights") for event in history.backwards(kinds=("eval",)))
+    matches = (re.fullmatch(r"step-(\d{1,18})", name) for name in names if isinstance(name, str))
+    return next((int(match[1]) for match in matches if match), None)
+
+
 def evaluation_details(history: History) -> EvaluationDetails:
-    """What the newest evaluations that say more than numbers say."""
-    classes: dict[EvaluationSplit, ClassTable] = {}
-    confusions: dict[EvaluationSplit, ConfusionMatrix] = {}
-    samples: dict[EvaluationSplit, SampleTable] = {}
-    for event in itertools.islice(history.backwards(kinds=("eval",)), _MAX_EVALUATIONS):
-        for part in _PREFIXES:
-            if part not in classes and (scores := _classes(event, part)) is not None:
-                classes[part] = scores
-            if part not in confusions and (matrix := _confusion(event, part)) is not None:
-                confusions[part] = matrix
-            if part not in samples and (table := _samples(event, part)) is not None:
-                samples[part] = table
-        if len(classes) == len(confusions) == len(samples) == len(_PREFIXES):
-            break
+    """Class scores, confusion matrices and samples of the newest evaluations that have them."""
+    events = list(itertools.islice(history.backwards(kinds=("eval",)), _MAX_EVALUATIONS))
     return EvaluationDetails(
-        classes=tuple(classes[part] for part in _PREFIXES if part in classes),
-        confusions=tuple(confusions[part] for part in _PREFIXES if part in confusions),
-        samples=tuple(samples[part] for part in _PREFIXES if part in samples),
+        classes=_newest(events, _classes),
+        confusions=_newest(events, _confusion),
+        samples=_newest(events, _samples),
     )
 
 
-def _classes(event: Event, part: EvaluationSplit) -> ClassTable | None:
-    said = event.get(_PREFIXES[part] + "classes")
-    labels = said.get("labels") if isinstance(said, Mapping) else None
-    if not isinstance(said, Mapping) or not isinstance(labels, list) or not 0 < len(labels) <= MAX_CLASSES:
+def _newest(events: list[Event], read: Callable[[Event, EvaluationSplit], Details | None]) -> tuple[Details, ...]:
+    found = (next((d for event in events if (d := read(event, split)) is not None), None) for split in _PREFIXES)
+    return tuple(details for details in found if details is not None)
+
+
+def _classes(event: Event, split: EvaluationSplit) -> ClassTable | None:
+    value = event.get(_PREFIXES[split] + "classes")
+    labels = value.get("labels") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or not isinstance(labels, list) or not 0 < len(labels) <= MAX_CLASSES:
         return None
     columns: dict[str, list[float]] = {}
-    for name, numbers in [*said.items()][: MAX_COLUMNS + 1]:
-        known = [as_number(value) for value in numbers] if isinstance(numbers, list) and name != "labels" else []
-        whole = [number for number in known if number is not None]
-        if len(whole) == len(labels):
-            columns[str(name)[:_MAX_LABEL]] = whole
+    for name, numbers in [*value.items()][: MAX_COLUMNS + 1]:
+        known = [as_number(item) for item in numbers] if isinstance(numbers, list) and name != "labels" else []
+        complete = [number for number in known if number is not None]
+        if len(complete) == len(labels):
+            columns[str(name)[:_MAX_LABEL]] = complete
     if not columns:
         return None
-    names = tuple(str(label)[:_MAX_LABEL] for label in labels)
     rows = tuple(zip(*columns.values(), strict=True))
-    return ClassTable(part=part, step=event.step, labels=names, columns=tuple(columns), rows=rows)
+    return ClassTable(split=split, step=event.step, labels=_labels(labels), columns=tuple(columns), rows=rows)
 
 
-def _confusion(event: Event, part: EvaluationSplit) -> ConfusionMatrix | None:
-    said = event.get(_PREFIXES[part] + "confusion")
-    if not isinstance(said, Mapping):
+def _confusion(event: Event, split: EvaluationSplit) -> ConfusionMatrix | None:
+    value = event.get(_PREFIXES[split] + "confusion")
+    if not isinstance(value, Mapping):
         return None
-    labels, rows = said.get("labels"), said.get("counts")
+    labels, rows = value.get("labels"), value.get("counts")
     if not isinstance(labels, list) or not isinstance(rows, list) or not 0 < len(labels) == len(rows) <= MAX_CLASSES:
         return None
     counts: list[tuple[float, ...]] = []
     for row in rows:
-        numbers = [as_number(value) for value in row] if isinstance(row, list) else []
-        whole = [number for number in numbers if number is not None and 0 <= number < float("inf")]
-        if len(whole) != len(labels):
+        numbers = [as_number(item) for item in row] if isinstance(row, list) else []
+        valid = [number for number in numbers if number is not None and 0 <= number < float("inf")]
+        if len(valid) != len(labels):
             return None
-        counts.append(tuple(whole))
-    names = tuple(str(label)[:_MAX_LABEL] for label in labels)
-    return ConfusionMatrix(part=part, step=event.step, labels=names, counts=tuple(counts))
+        counts.append(tuple(valid))
+    return ConfusionMatrix(split=split, step=event.step, labels=_labels(labels), counts=tuple(counts))
 
 
-def _samples(event: Event, part: EvaluationSplit) -> SampleTable | None:
-    said = event.get(_PREFIXES[part] + "samples")
-    listed = [item for item in said if isinstance(item, Mapping)] if isinstance(said, list) else []
+def _samples(event: Event, split: EvaluationSplit) -> SampleTable | None:
+    value = event.get(_PREFIXES[split] + "samples")
+    listed = [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
     if not listed:
         return None
     columns = tuple(dict.fromkeys(str(name) for item in listed for name in item))[:MAX_COLUMNS]
     rows = tuple(tuple(_cell(item.get(name)) for name in columns) for item in listed[:MAX_SAMPLES])
-    return SampleTable(part=part, step=event.step, columns=columns, rows=rows)
+    return SampleTable(split=split, step=event.step, columns=columns, rows=rows)
+
+
+def _labels(labels: list[Any]) -> tuple[str, ...]:
+    return tuple(str(label)[:_MAX_LABEL] for label in labels)
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return ""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
+    return text if len(text) <= _MAX_CELL else text[:_MAX_CELL] + " ..."

@@ -8,11 +8,11 @@ from whet.base.errors import UsageError, closest_match
 from whet.base.units import format_seconds
 from whet.report.export.tables import export_name
 from whet.report.run_report import RunReport, summarize
+from whet.report.run_status import goal_name
 from whet.report.svg import CurveBand, SvgImage, draw_curve_panels
 from whet.run import folder
 from whet.run.curve import CurvePoint, downsample_curves
 from whet.run.events import History
-from whet.run.prune import goal_name
 
 POINTS = 600
 _MAX_PANELS = 8

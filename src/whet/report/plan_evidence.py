@@ -1,28 +1,40 @@
-"""Measurements behind the plan of a run, and planned against actual figures."""
+"""The plan of a run: its settings, the measurements behind them, and planned against actual figures."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
 from whet.base.model import FrozenModel
 from whet.plan.render import format_value
 from whet.plan.setting import Scalar, TuneTrial
-from whet.report.run_report import RunReport
-from whet.report.tracks import NON_STEP_PHASES, Track
+from whet.report.tracks import NON_STEP_PHASES
 from whet.run.event import as_number
+
+if TYPE_CHECKING:
+    from whet.report.run_report import RunReport
 
 MAX_TRIALS = 200
 
 
+class ReportSetting(FrozenModel):
+    """One setting of the plan."""
+
+    name: str
+    value: Any
+    reason: str
+    source: str
+    evidence: Any = None
+
+
 class TrialEvidence(FrozenModel):
-    """One value of a setting that was timed beside another."""
+    """One value of a setting that was timed against another."""
 
     label: str
     against: str
     verdict: str
-    words: str
+    note: str
     chosen: bool
     """The run used it."""
     repeats: int
@@ -36,55 +48,83 @@ class TrialEvidence(FrozenModel):
 
 
 class SettingEvidence(FrozenModel):
-    """All candidates of one setting."""
+    """All trials of one setting."""
 
     setting: str
     value: str
     """What the run used."""
-    candidates: tuple[TrialEvidence, ...]
+    trials: tuple[TrialEvidence, ...]
+
+
+class PlannedVsActual(FrozenModel):
+    """One figure as it was planned and as it turned out; None: not planned, or not known yet."""
+
+    name: str
+    unit: Literal["seconds", "bytes", "samples/s", "steps"]
+    planned: float | None
+    actual: float | None
+    is_comparable: bool = True
+    """Both count the same things, so that their ratio means something."""
+    note: str
+    """How both were counted."""
+
+
+def plan_settings(plan: Mapping[str, Any]) -> tuple[ReportSetting, ...]:
+    """The settings of a plan.json, without those that are malformed."""
+    settings = plan.get("settings")
+    return tuple(
+        ReportSetting(
+            name=name,
+            value=setting.get("value"),
+            reason=str(setting.get("reason") or ""),
+            source=str(setting.get("source") or ""),
+            evidence=setting.get("evidence"),
+        )
+        for name, setting in (settings.items() if isinstance(settings, Mapping) else ())
+        if isinstance(setting, Mapping)
+    )
+
+
+def plan_setting(plan: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """One setting of a plan.json; empty where there is none."""
+    settings = plan.get("settings")
+    setting = settings.get(name) if isinstance(settings, Mapping) else None
+    return setting if isinstance(setting, Mapping) else {}
 
 
 def plan_trials(plan: Mapping[str, Any]) -> tuple[TuneTrial, ...]:
-    """The trials of a plan.json, without those that this whet cannot read."""
-    found: list[TuneTrial] = []
+    """The trials of a plan.json, without those that this version cannot read."""
+    trials: list[TuneTrial] = []
     listed = plan.get("trials")
     for entry in listed if isinstance(listed, list | tuple) else ():
         try:
-            found.append(TuneTrial.model_validate(entry))
+            trials.append(TuneTrial.model_validate(entry))
         except ValidationError:
             continue
-    return tuple(found[:MAX_TRIALS])
+    return tuple(trials[:MAX_TRIALS])
 
 
-def setting_evidence(plan: Mapping[str, Any], trials: tuple[TuneTrial, ...]) -> tuple[SettingEvidence, ...]:
+def setting_evidence(plan: Mapping[str, Any], trials: Sequence[TuneTrial]) -> tuple[SettingEvidence, ...]:
     """The trials by setting, in the order they were made; whole plans last."""
-    names = list(dict.fromkeys(trial.setting for trial in trials))
-    names.sort(key=lambda name: name == "plan")
+    names = sorted(dict.fromkeys(trial.setting for trial in trials), key=lambda name: name == "plan")
     return tuple(
         SettingEvidence(
             setting=name,
-            value="" if name == "plan" else format_value(setting_value(plan, name)),
-            candidates=tuple(_trial_evidence(trial, plan) for trial in trials if trial.setting == name),
+            value="" if name == "plan" else format_value(plan_setting(plan, name).get("value")),
+            trials=tuple(_trial_evidence(trial, plan) for trial in trials if trial.setting == name),
         )
         for name in names
     )
 
 
-def setting_value(plan: Mapping[str, Any], name: str) -> Any:
-    """The value of a setting in a plan.json; None where there is none."""
-    settings = plan.get("settings")
-    setting = settings.get(name) if isinstance(settings, Mapping) else None
-    return setting.get("value") if isinstance(setting, Mapping) else None
-
-
 def _trial_evidence(trial: TuneTrial, plan: Mapping[str, Any]) -> TrialEvidence:
     low, high = trial.interval if trial.interval is not None else (None, None)
     return TrialEvidence(
-        label=_format_trial_settings(trial.settings, first=trial.setting) or "the rules",
-        against=_format_trial_settings(trial.against, first=trial.setting) or "the rules",
+        label=_settings_text(trial.settings, first=trial.setting) or "the rules",
+        against=_settings_text(trial.against, first=trial.setting) or "the rules",
         verdict=trial.verdict,
-        words=trial.words,
-        chosen=all(setting_value(plan, name) == value for name, value in trial.settings.items()),
+        note=trial.words,
+        chosen=all(plan_setting(plan, name).get("value") == value for name, value in trial.settings.items()),
         repeats=trial.repeats,
         speedup=trial.speedup,
         low=low,
@@ -96,97 +136,83 @@ def _trial_evidence(trial: TuneTrial, plan: Mapping[str, Any]) -> TrialEvidence:
     )
 
 
-def _format_trial_settings(settings: Mapping[str, Scalar], *, first: str) -> str:
+def _settings_text(settings: Mapping[str, Scalar], *, first: str) -> str:
     names = sorted(settings, key=lambda name: name != first)
     return ", ".join(f"{name}={format_value(settings[name])}" for name in names)
 
 
-class PlannedVsActual(FrozenModel):
-    """One figure, as it was foretold and as it came; None: nobody said, or it is not known yet."""
-
-    name: str
-    unit: Literal["seconds", "bytes", "samples/s", "steps"]
-    planned: float | None
-    happened: float | None
-    alike: bool = True
-    """Both count the same things, so that their ratio means something."""
-    words: str
-    """Where both come from."""
-
-
-def step_seconds(trials: Sequence[TuneTrial]) -> float | None:
-    """The time of one step under the plan that was taken, as measured before the run; None where nothing was."""
-    whole = [trial for trial in trials if trial.setting == "plan" and trial.median_seconds]
-    if whole:
-        last = whole[-1]
-        return last.median_seconds if last.verdict == "faster" else last.rival_seconds
-    won = [trial for trial in trials if trial.verdict in ("faster", "likely") and trial.median_seconds]
-    if won:
-        return won[-1].median_seconds
-    by_rules = [trial.rival_seconds for trial in trials if not trial.against and trial.rival_seconds]
-    return median(by_rules) if by_rules else None
-
-
 def planned_vs_actual(
-    report: RunReport, plan: Mapping[str, Any], trials: Sequence[TuneTrial], tracks: Sequence[Track]
+    report: "RunReport", plan: Mapping[str, Any], trials: Sequence[TuneTrial]
 ) -> tuple[PlannedVsActual, ...]:
-    """The figures about which anything was said before or after."""
+    """The figures that were planned before the run or are known after it."""
     workload = plan.get("workload")
     workload = workload if isinstance(workload, Mapping) else {}
-    planned_step, batch = step_seconds(trials), as_number(workload.get("global_batch_size"))
-    steps = as_number(workload.get("num_steps"))
-    spent = sum(seconds for name, seconds in report.seconds.items() if name not in NON_STEP_PHASES)
+    step, batch = _planned_step_seconds(trials), as_number(workload.get("global_batch_size"))
+    num_steps = as_number(workload.get("num_steps"))
+    spent = sum(phase.seconds for phase in report.phases if phase.name not in NON_STEP_PHASES)
     prepared = max((trial.preparation_seconds or 0.0 for trial in trials if trial.setting == "plan"), default=0.0)
-    is_cpu = setting_value(plan, "device") == "cpu"
+    is_cpu = plan_setting(plan, "device").get("value") == "cpu"
     figures = (
         PlannedVsActual(
             name="speed",
             unit="samples/s",
-            planned=batch / planned_step if batch and planned_step else None,
-            happened=report.samples / spent if report.samples and spent > 0 else None,
-            words="steps timed before the run, beside all steps of the run; evaluations and saves are not in it",
+            planned=batch / step if batch and step else None,
+            actual=report.samples / spent if report.samples and spent > 0 else None,
+            note="steps timed before the run, against all steps of the run; without evaluations and saves",
         ),
         PlannedVsActual(
             name="time of all steps",
             unit="seconds",
-            planned=prepared + planned_step * steps if planned_step and steps else None,
-            happened=spent if report.state == "done" and spent > 0 else None,
-            words="the timed step as often as the run makes it; evaluations and saves are not in it",
+            planned=prepared + step * num_steps if step and num_steps else None,
+            actual=spent if report.state == "done" and spent > 0 else None,
+            note="the timed step times the number of steps; without evaluations and saves",
         ),
         PlannedVsActual(
             name="memory of a step",
             unit="bytes",
             planned=_planned_bytes(plan, trials),
-            happened=_peak_bytes(report, tracks),
-            alike=not is_cpu,
-            words="tensors of one step, beside "
-            + ("the whole process with Python and torch in it" if is_cpu else "the most that tensors took"),
+            actual=peak_memory(report),
+            is_comparable=not is_cpu,
+            note="tensors of one step, against "
+            + ("the whole process with Python and torch" if is_cpu else "the peak memory of tensors"),
         ),
         PlannedVsActual(
             name="steps",
             unit="steps",
             planned=float(report.total_steps) if report.total_steps else None,
-            happened=float(report.step) if report.step else None,
-            words="as the data and your epochs ask for, and as were made",
+            actual=float(report.step) if report.step else None,
+            note="from the data and the number of epochs, against the steps that were made",
         ),
     )
-    return tuple(figure for figure in figures if figure.planned is not None or figure.happened is not None)
+    return tuple(figure for figure in figures if figure.planned is not None or figure.actual is not None)
+
+
+def peak_memory(report: "RunReport") -> float | None:
+    """The peak memory of tensors, or of the process where there is no such counter."""
+    seen = [float(epoch.memory_bytes) for epoch in report.epochs if epoch.memory_bytes]
+    for track in report.tracks:
+        for name in ("memory/peak", "memory/allocated"):
+            line = track.line(name)
+            seen += [value for value in (line.high or line.mean if line else ()) if value is not None]
+    return max(seen, default=None)
+
+
+def _planned_step_seconds(trials: Sequence[TuneTrial]) -> float | None:
+    """The time of one step under the chosen plan, as measured before the run."""
+    plans = [trial for trial in trials if trial.setting == "plan" and trial.median_seconds]
+    if plans:
+        last = plans[-1]
+        return last.median_seconds if last.verdict == "faster" else last.rival_seconds
+    winners = [trial for trial in trials if trial.verdict in ("faster", "likely") and trial.median_seconds]
+    if winners:
+        return winners[-1].median_seconds
+    by_rules = [trial.rival_seconds for trial in trials if not trial.against and trial.rival_seconds]
+    return median(by_rules) if by_rules else None
 
 
 def _planned_bytes(plan: Mapping[str, Any], trials: Sequence[TuneTrial]) -> float | None:
     measured = [trial.peak_bytes for trial in trials if trial.setting == "plan" and trial.peak_bytes]
     if measured:
         return float(measured[-1])
-    settings = plan.get("settings")
-    setting = settings.get("micro_batch") if isinstance(settings, Mapping) else None
-    said = setting.get("evidence") if isinstance(setting, Mapping) else None
-    return as_number(said.get("step_bytes")) if isinstance(said, Mapping) else None
-
-
-def _peak_bytes(report: RunReport, tracks: Sequence[Track]) -> float | None:
-    seen = [float(epoch.memory_bytes) for epoch in report.epochs if epoch.memory_bytes]
-    for track in tracks:
-        for name in ("memory/peak", "memory/allocated"):
-            line = track.line(name)
-            seen += [value for value in (line.high or line.mean if line else ()) if value is not None]
-    return max(seen, default=None)
+    evidence = plan_setting(plan, "micro_batch").get("evidence")
+    return as_number(evidence.get("step_bytes")) if isinstance(evidence, Mapping) else None

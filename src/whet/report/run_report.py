@@ -1,62 +1,364 @@
-"""The model of a run: everything its folder says about it, as one frozen value."""
+"""The model of a run: everything its folder says about it, as one frozen value that every renderer shows its own way.
+
+    report = summarize("runs/demo")
+    report.track("step").line("loss").mean
+    report.as_json()                        # what `whet report --json` prints
+
+Lists and live views show its base class, `RunStatus`, which is cheap to read.
+"""
 
 import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
 from whet.base.errors import UsageError, WhetError
 from whet.base.model import FrozenModel
+from whet.base.version import VERSION
 from whet.machine.facts import Machine
 from whet.machine.render import machine_line
-from whet.report.evaluation import ClassTable, evaluation_details
+from whet.report.advice import Advice, suggest
+from whet.report.evaluation import Evaluation, EvaluationDetails, evaluation_details, read_evaluations, tested_step
+from whet.report.plan_evidence import (
+    PlannedVsActual,
+    ReportSetting,
+    SettingEvidence,
+    plan_settings,
+    plan_trials,
+    planned_vs_actual,
+    setting_evidence,
+)
+from whet.report.run_status import RunStatus, read_status
+from whet.report.timeline import (
+    SessionSpan,
+    SlowPeriod,
+    TimelineEntry,
+    TrainingClock,
+    session_spans,
+    slow_periods,
+    timeline,
+)
+from whet.report.tracks import CurveSource, PhaseTime, Track, phase_times, tracks
 from whet.run import strict_json
-from whet.run.curve import Curve, downsample_curve
 from whet.run.disk import read_regular_file
 from whet.run.event import EVENT_KINDS, INCIDENT_KINDS, SESSION_START_KINDS, Event, as_number
-from whet.run.event_block import StatCounter
 from whet.run.events import History
-from whet.run.folder import Run, open_run
+from whet.run.folder import Run, open_run, resume_command
 from whet.run.proof import proof_line, read_proof
-from whet.run.prune import RunState, goal_name, run_state, total_steps
-from whet.run.strict_json import StrictModel
+
+FORMAT_VERSION = 2
+POINTS = 600
+_MAX_PAGE_EVALUATIONS = 500
+_MAX_PAGE_INCIDENTS = 100
+
+
+class EpochSummary(FrozenModel):
+    """One pass over the data."""
+
+    epoch: int
+    seconds: float
+    memory_bytes: int | None
+    """Peak memory of tensors so far, or the memory of the process where there is no such counter."""
+    state_bytes: dict[str, int] = Field(default_factory=dict)
+    """What weights, gradients and optimizer state take between steps."""
+
+
+class SavedCheckpoint(FrozenModel):
+    """One checkpoint on disk."""
+
+    name: str
+    step: int
+    size_bytes: int
+
+
+class SavingCost(FrozenModel):
+    """The checkpoints that were written, and the training time they took."""
+
+    count: int = 0
+    stall_seconds: float = 0.0
+    """Training stood still."""
+    slowed_seconds: float = 0.0
+    """Steps took longer while a checkpoint was written in the background."""
+
+    @property
+    def cost_seconds(self) -> float:
+        """Both together."""
+        return self.stall_seconds + self.slowed_seconds
+
+
+class Incident(FrozenModel):
+    """An event other than regular progress, with all its fields."""
+
+    kind: str
+    time: float
+    step: int
+    fields: dict[str, Any]
 
 
 class Provenance(FrozenModel):
-    """What it takes to do a run again."""
+    """What it takes to reproduce a run."""
 
     command: str | None
     """None: it was started from Python."""
     config: dict[str, Any]
     seed: int | None
     data: str | None
-    """The fingerprint of the training data, as the newest checkpoint knows it."""
+    """The fingerprint of the training data, from the newest checkpoint."""
     num_samples: int | None
     versions: dict[str, str]
     machine: dict[str, Any]
 
 
-def provenance(run: Run) -> Provenance:
-    """From the files of the run; what is missing or unreadable is None."""
-    seed = run.config.get("seed")
-    data = _data_facts(run.checkpoints)
+class RunReport(RunStatus):
+    """Everything a run folder says about its run."""
+
+    format_version: int = FORMAT_VERSION
+    reported_by: str = VERSION
+    """The version of whet that made this report."""
+    name: str
+    """Of the run folder."""
+    whet: str
+    """The version of whet that created the run."""
+    created: float
+    """Unix seconds, like all times here."""
+
+    # Progress and results
+    epoch: float | None
+    """Of the newest step, counted from 0."""
+    samples: int | None
+    first_loss: float | None
+    best_loss: float | None
+    best_loss_step: int | None
+    """A step with the best loss."""
+    goal_mode: Literal["max", "min"] = "max"
+    best_goal: float | None = None
+    best_goal_step: int | None = None
+    evaluations: tuple[Evaluation, ...] = ()
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """The newest value of every metric."""
+    baseline: dict[str, float] = Field(default_factory=dict)
+    """What the recipe compares the goal on the test split with, by name."""
+    tested_step: int | None = None
+    """The step of the weights that were tested, where a run names it."""
+    details: EvaluationDetails = EvaluationDetails()
+    epochs: tuple[EpochSummary, ...] = ()
+    tracks: tuple[Track, ...] = ()
+
+    # Time
+    wall_seconds: float
+    """From the first event to the last."""
+    training_seconds: float
+    """The part of it in which a process was training."""
+    sessions: tuple[SessionSpan, ...] = ()
+    phases: tuple[PhaseTime, ...] = ()
+    """Where the time of the steps went."""
+    slow_periods: tuple[SlowPeriod, ...] = ()
+    timeline: tuple[TimelineEntry, ...] = ()
+    timeline_omitted: int = 0
+    """Entries between the first and the last ones."""
+    incidents: tuple[Incident, ...] = ()
+
+    # Plan
+    settings: tuple[ReportSetting, ...] = ()
+    cautions: tuple[str, ...] = ()
+    evidence: tuple[SettingEvidence, ...] = ()
+    planned_vs_actual: tuple[PlannedVsActual, ...] = ()
+    advice: tuple[Advice, ...] = ()
+
+    # Trust
+    machine: str
+    provenance: Provenance
+    checkpoints: tuple[SavedCheckpoint, ...] = ()
+    saving: SavingCost = SavingCost()
+    proof: str | None = None
+    """The result of `whet prove` in one line; None where it was not run."""
+    inexact_since: int | None = None
+    """The step since which the run is not bit-exact; None: it is, as far as the run knows."""
+    inexact_reason: str | None = None
+    damaged_lines: int = 0
+    """Lines of events.jsonl that could not be read."""
+    failure: str | None = None
+    """Why the last session failed."""
+    resume: str | None = None
+    """The command that resumes the run; None when it is done or running."""
+
+    @property
+    def uptime(self) -> float | None:
+        """Training seconds over wall seconds; None before anything took time."""
+        return self.training_seconds / self.wall_seconds if self.wall_seconds > 0 else None
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Where the time of the steps went, by phase; the longest first."""
+        return {phase.name: phase.seconds for phase in sorted(self.phases, key=lambda phase: -phase.seconds)}
+
+    def track(self, source: CurveSource) -> Track | None:
+        """The curves of events of one kind; None where there are none."""
+        return next((track for track in self.tracks if track.source == source), None)
+
+    def for_page(self) -> Self:
+        """A copy for a page: limited in size, and without the location of the run on this disk."""
+        update = {
+            "path": Path(self.name),
+            "evaluations": self.evaluations[-_MAX_PAGE_EVALUATIONS:],
+            "incidents": self.incidents[-_MAX_PAGE_INCIDENTS:],
+        }
+        return self.model_copy(update=update)
+
+
+def summarize(run: Run | Path | str, *, history: History | None = None, points: int = POINTS) -> RunReport:
+    """The report of a run, from what is in its folder now.
+
+    `history` saves reading the log again; curves have at most `points` points.
+    """
+    run = run if isinstance(run, Run) else open_run(run)
+    history = history if history is not None else History(run)
+    status = read_status(run, history=history)
+    trials = plan_trials(run.plan)
+    report = RunReport(
+        **dict(status),
+        name=run.path.name,
+        whet=run.header.whet,
+        created=run.header.created,
+        tracks=tracks(history, points=points, is_growing=status.state == "running"),
+        details=evaluation_details(history),
+        epochs=tuple(_epoch(event) for event in history.events(kinds=("epoch",))),
+        settings=plan_settings(run.plan),
+        cautions=_cautions(run.plan),
+        evidence=setting_evidence(run.plan, trials),
+        machine=_machine_text(run),
+        provenance=_provenance(run),
+        checkpoints=_checkpoints(run.checkpoints),
+        saving=_saving_cost(history),
+        proof=_proof(run.path),
+        damaged_lines=history.damaged,
+        failure=_failure(history) if status.state == "failed" else None,
+        resume=None if status.state in ("done", "running") else resume_command(run),
+        **_progress_fields(history),
+        **_result_fields(run, history, goal=status.goal),
+        **_time_fields(history),
+        **_exactness_fields(history),
+    )
+    figures = planned_vs_actual(report, run.plan, trials)
+    report = report.model_copy(update={"planned_vs_actual": figures})
+    return report.model_copy(update={"advice": suggest(report, run.plan, trials)})
+
+
+def _progress_fields(history: History) -> dict[str, Any]:
+    first, last = next(history.events(kinds=("step",)), None), history.last("step")
+    stats = ((block.stat("loss"), block) for block in history.step_blocks())
+    losses = ((stat.least, block) for stat, block in stats if stat is not None and stat.count)
+    best, block = min(losses, key=lambda pair: pair[0], default=(None, None))
+    steps = (
+        (e.step for e in history.read(block) if e.kind == "step" and e.number("loss") == best) if block else iter(())
+    )
+    samples = last.get("samples") if last else None
+    return {
+        "epoch": last.number("epoch") if last else None,
+        "samples": samples if type(samples) is int else None,
+        "first_loss": first.number("loss") if first else None,
+        "best_loss": best,
+        "best_loss_step": next(steps, None),
+    }
+
+
+def _result_fields(run: Run, history: History, *, goal: str | None) -> dict[str, Any]:
+    evaluations = read_evaluations(history)
+    modes = (event.get("mode") for event in history.backwards(kinds=SESSION_START_KINDS))
+    mode = next((mode for mode in modes if mode in ("max", "min")), "max")
+    # NaN is never the best value.
+    values = [(e.metrics[goal], e) for e in evaluations if goal in e.metrics and e.metrics[goal] == e.metrics[goal]]
+    best = (max if mode == "max" else min)(values, key=lambda pair: pair[0], default=None)
+    baseline = run.kept.get("baseline")
+    numbers = {name: as_number(value) for name, value in baseline.items()} if isinstance(baseline, dict) else {}
+    return {
+        "goal_mode": mode,
+        "best_goal": best[0] if best else None,
+        "best_goal_step": best[1].step if best else None,
+        "evaluations": evaluations,
+        "metrics": {name: value for evaluation in evaluations for name, value in evaluation.metrics.items()},
+        "baseline": {name: number for name, number in numbers.items() if number is not None},
+        "tested_step": tested_step(history),
+    }
+
+
+def _time_fields(history: History) -> dict[str, Any]:
+    sessions = session_spans(history)
+    clock = TrainingClock(sessions)
+    entries, omitted = timeline(history, clock)
+    return {
+        "wall_seconds": max(0.0, sessions[-1].ended - sessions[0].started) if sessions else 0.0,
+        "training_seconds": sum(max(0.0, session.ended - session.started) for session in sessions),
+        "sessions": sessions,
+        "phases": phase_times(history),
+        "slow_periods": slow_periods(history, clock),
+        "timeline": entries,
+        "timeline_omitted": omitted,
+        "incidents": tuple(
+            Incident(kind=event.kind, time=event.time, step=event.step, fields=dict(event.fields))
+            for event in history.events(kinds=INCIDENT_KINDS)
+        ),
+    }
+
+
+def _exactness_fields(history: History) -> dict[str, Any]:
+    kinds = {kind for block in history.layout.blocks for kind in block.kinds} | EVENT_KINDS
+    events = history.events(kinds=kinds - {"step", "health"})
+    inexact = min((e for e in events if e.get("exact") is False), key=lambda event: event.step, default=None)
+    if inexact is None:
+        return {}
+    reason = str(inexact.get("action") or inexact.get("reason") or inexact.kind)
+    return {"inexact_since": inexact.step, "inexact_reason": reason}
+
+
+def _epoch(event: Event) -> EpochSummary:
+    memory, state, epoch = event.get("memory"), event.get("state_bytes"), event.get("epoch")
+    used = [as_number(memory.get(name)) for name in ("peak", "allocated")] if isinstance(memory, Mapping) else []
+    sizes = {str(name): as_number(value) for name, value in state.items()} if isinstance(state, Mapping) else {}
+    return EpochSummary(
+        epoch=epoch if type(epoch) is int else 0,
+        seconds=event.number("epoch_seconds") or 0.0,
+        memory_bytes=next((int(number) for number in used if number), None),
+        state_bytes={name: int(size) for name, size in sizes.items() if size is not None and 0 <= size < float("inf")},
+    )
+
+
+def _saving_cost(history: History) -> SavingCost:
+    events = list(history.events(kinds=("checkpoint",)))
+    stalls = (event.number("stall_seconds") or event.number("seconds") or 0.0 for event in events)
+    slowed = (event.number("slowed_seconds") or 0.0 for event in events)
+    return SavingCost(count=len(events), stall_seconds=sum(stalls), slowed_seconds=sum(slowed))
+
+
+def _checkpoints(folder: Path) -> tuple[SavedCheckpoint, ...]:
+    found: list[SavedCheckpoint] = []
+    for path in sorted(folder.glob("step-*")):
+        name = re.fullmatch(r"step-(\d+)", path.name)
+        if name and (path / "manifest.json").is_file():
+            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+            found.append(SavedCheckpoint(name=path.name, step=int(name[1]), size_bytes=size))
+    return tuple(found)
+
+
+def _provenance(run: Run) -> Provenance:
+    seed, data = run.config.get("seed"), _data_facts(run.checkpoints)
     fingerprint, count = data.get("fingerprint"), data.get("num_samples")
     return Provenance(
         command=shlex.join(word for word in run.header.command if word != "--fresh") or None,
         config=run.config,
-        seed=seed if isinstance(seed, int) and not isinstance(seed, bool) else None,
+        seed=seed if type(seed) is int else None,
         data=fingerprint if isinstance(fingerprint, str) else None,
-        num_samples=count if isinstance(count, int) and not isinstance(count, bool) else None,
+        num_samples=count if type(count) is int else None,
         versions={name: version for name, version in run.versions.items() if version is not None},
         machine=run.machine,
     )
 
 
 def _data_facts(checkpoints: Path) -> dict[str, Any]:
-    """What the newest checkpoint that can be read says about the data."""
+    """What the newest readable checkpoint says about the data."""
     try:
         manifests = sorted(checkpoints.glob("step-*/manifest.json"), reverse=True)
     except OSError:
@@ -72,305 +374,15 @@ def _data_facts(checkpoints: Path) -> dict[str, Any]:
     return {}
 
 
-class SavingCost(FrozenModel):
-    """The checkpoints that were acknowledged, and the training time they took."""
-
-    count: int = 0
-    stall_seconds: float = 0.0
-    """The training stood still."""
-    slowed_seconds: float = 0.0
-    """Steps took longer while a checkpoint was written beside them."""
-
-    @property
-    def cost_seconds(self) -> float:
-        """Both together."""
-        return self.stall_seconds + self.slowed_seconds
-
-
-def saving_cost(history: History) -> SavingCost:
-    """From the checkpoint events; those of an older whet say only how long a save took."""
-    events = list(history.events(kinds=("checkpoint",)))
-    stalls = (event.number("stall_seconds") or event.number("seconds") or 0.0 for event in events)
-    slowed = (event.number("slowed_seconds") or 0.0 for event in events)
-    return SavingCost(count=len(events), stall_seconds=sum(stalls), slowed_seconds=sum(slowed))
-
-
-CURVE_POINTS = 400
-
-
-class LossSummary(FrozenModel):
-    """The training loss."""
-
-    first: float | None
-    last: float | None
-    best: float | None
-    best_step: int | None
-    """Some step with the best loss."""
-    curve: Curve
-
-
-class Evaluation(FrozenModel):
-    """One evaluation."""
-
-    step: int
-    time: float
-    metrics: dict[str, float]
-
-
-class GoalSummary(FrozenModel):
-    """The metric that counts."""
-
-    name: str
-    higher_is_better: bool
-    last: float | None
-    best: float | None
-    best_step: int | None
-
-
-class EpochSummary(FrozenModel):
-    """One pass over the data."""
-
-    epoch: int
-    seconds: float
-    memory_bytes: int | None
-    """The most that tensors took so far, or what the process holds where there is no such counter."""
-    held: dict[str, int] = Field(default_factory=dict)
-    """What weights, gradients and optimizer state take between steps, counted."""
-
-
-class ReportSetting(FrozenModel):
-    """One setting of the plan."""
-
-    name: str
-    value: Any
-    reason: str
-    source: str
-    evidence: Any = None
-
-
-class SavedCheckpoint(FrozenModel):
-    """One checkpoint that is there."""
-
-    name: str
-    step: int
-    size_bytes: int
-
-
-class Incident(FrozenModel):
-    """Something that was not a step going well."""
-
-    kind: str
-    time: float
-    step: int
-    details: dict[str, Any]
-
-
-class RunReport(StrictModel):
-    """All that a run folder says about its run."""
-
-    path: Path
-    recipe: str
-    state: RunState
-    created: float
-    """Unix seconds, like all times here."""
-    whet: str
-    step: int
-    total_steps: int | None
-    epoch: float | None
-    """Of the newest step, from 0 on."""
-    samples: int | None
-    wall_seconds: float
-    """From the first event to the last."""
-    training_seconds: float
-    """The part of it in which a process was at work."""
-    uptime: float | None = None
-    """Training seconds over wall seconds; None before anything took time."""
-    sittings: int
-    loss: LossSummary
-    evaluations: tuple[Evaluation, ...]
-    goal: GoalSummary | None
-    metrics: dict[str, float] = Field(default_factory=dict)
-    """The newest value of every metric."""
-    baseline: dict[str, float] = Field(default_factory=dict)
-    """What the recipe compares the goal on the test part with, by name."""
-    tested_step: int | None = None
-    """Whose weights the test part judged, where a run says so."""
-    classes: tuple[ClassTable, ...] = ()
-    """Scores of each class in the newest evaluation of a part that tells them."""
-    epochs: tuple[EpochSummary, ...] = ()
-    settings: tuple[ReportSetting, ...]
-    machine: str
-    checkpoints: tuple[SavedCheckpoint, ...]
-    saving: SavingCost = SavingCost()
-    proof: str | None = None
-    """What `whet prove` found, in one line; None where it was not asked."""
-    happenings: tuple[Incident, ...]
-    seconds: dict[str, float]
-    """Where the time of the steps went, by name."""
-    inexact_since: int | None
-    """The step since which the run is not bit-exact; None: it is, as far as the run knows."""
-    inexact_reason: str | None
-    damaged_lines: int
-    """Lines of events.jsonl that could not be read."""
-    failure: str | None = None
-    """Why the last sitting failed; None where it did not."""
-    resume: str | None
-    """The command that goes on with the run; None when it is done or running."""
-
-
-def summarize(run: Run | Path | str, *, history: History | None = None) -> RunReport:
-    """The report of a run, from what is in its folder now; `history` where its log was read already."""
-    run = run if isinstance(run, Run) else open_run(run)
-    history = history if history is not None else History(run)
-    last_step = history.last("step")
-    evaluations = tuple(_evaluation(event) for event in history.events(kinds=("eval",)))
-    state = run_state(run, history=history)
-    wall, training, sittings = _times(history)
-    inexact = _first_inexact_event(history)
-    return RunReport(
-        path=run.path,
-        recipe=run.header.recipe,
-        state=state,
-        created=run.header.created,
-        whet=run.header.whet,
-        step=last_step.step if last_step else 0,
-        total_steps=total_steps(run, history=history),
-        epoch=last_step.number("epoch") if last_step else None,
-        samples=_whole(last_step.get("samples")) if last_step else None,
-        wall_seconds=wall,
-        training_seconds=training,
-        uptime=training / wall if wall > 0 else None,
-        sittings=sittings,
-        loss=_loss(history, last_step=last_step),
-        evaluations=evaluations,
-        goal=_goal(history, evaluations=evaluations),
-        metrics={name: value for evaluation in evaluations for name, value in evaluation.metrics.items()},
-        baseline=_baseline(run),
-        tested_step=_tested_step(history),
-        classes=evaluation_details(history).classes,
-        epochs=tuple(_epoch(event) for event in history.events(kinds=("epoch",))),
-        settings=_settings(run.plan),
-        machine=_machine_line(run.machine) + _processes(run.plan),
-        checkpoints=_checkpoints(run.checkpoints),
-        saving=saving_cost(history),
-        proof=_proof(run.path),
-        happenings=tuple(_incident(event) for event in history.events(kinds=INCIDENT_KINDS)),
-        seconds=_seconds(history),
-        inexact_since=inexact.step if inexact else None,
-        inexact_reason=str(inexact.get("cure") or inexact.get("reason") or inexact.kind) if inexact else None,
-        damaged_lines=history.damaged,
-        failure=_failure(history) if state == "failed" else None,
-        resume=None if state in ("done", "running") else resume_command(run),
-    )
-
-
-def _failure(history: History) -> str | None:
-    end = history.last("end")
-    return None if end is None else str(end.get("reason") or "") or None
-
-
-def resume_command(run: Run) -> str:
-    """The command that goes on with a run: the one that made it, naming the folder.
-
-    `--fresh` is left out: it would begin anew.
-    """
-    words = [word for word in run.header.command if word != "--fresh"]
-    if not words:
-        return f"the same Python code again, with run={_relative_path(run.path)!r}"
-    if not any(word == "--run" or word.startswith("--run=") for word in words):
-        words += ["--run", _relative_path(run.path)]
-    return shlex.join(words)
-
-
-def _relative_path(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _loss(history: History, *, last_step: Event | None) -> LossSummary:
-    first = next(history.events(kinds=("step",)), None)
-    found = ((block.stat("loss"), block) for block in history.step_blocks())
-    losses = ((stat.least, block) for stat, block in found if stat is not None and stat.count)
-    best, best_block = min(losses, key=lambda pair: pair[0], default=(None, None))
-    at_best = (event.step for event in history.read(best_block) if _has(event, best)) if best_block else iter(())
-    return LossSummary(
-        first=first.number("loss") if first else None,
-        last=last_step.number("loss") if last_step else None,
-        best=best,
-        best_step=next(at_best, None),
-        curve=downsample_curve(history, field="loss", points=CURVE_POINTS),
-    )
-
-
-def _has(event: Event, loss: float | None) -> bool:
-    return event.kind == "step" and event.number("loss") == loss
-
-
-def _evaluation(event: Event) -> Evaluation:
-    numbers = {name: as_number(value) for name, value in event.fields.items()}
-    metrics = {name: number for name, number in numbers.items() if number is not None}
-    return Evaluation(step=event.step, time=event.time, metrics=metrics)
-
-
-def _goal(history: History, *, evaluations: tuple[Evaluation, ...]) -> GoalSummary | None:
-    name = goal_name(history)
-    if name is None:
-        return None
-    said = (event.get("mode") for event in history.backwards(kinds=SESSION_START_KINDS))
-    higher = next((word for word in said if word in ("max", "min")), "max") == "max"
-    seen = [e for e in evaluations if name in e.metrics]
-    comparable = [e for e in seen if e.metrics[name] == e.metrics[name]]  # NaN is no best value.
-    best = (max if higher else min)(comparable, key=lambda e: e.metrics[name], default=None)
-    return GoalSummary(
-        name=name,
-        higher_is_better=higher,
-        last=seen[-1].metrics[name] if seen else None,
-        best=best.metrics[name] if best else None,
-        best_step=best.step if best else None,
-    )
-
-
-def _baseline(run: Run) -> dict[str, float]:
-    said = run.kept.get("baseline")
-    numbers = {name: as_number(value) for name, value in said.items()} if isinstance(said, dict) else {}
-    return {name: number for name, number in numbers.items() if number is not None}
-
-
-def _tested_step(history: History) -> int | None:
-    said = (event.get("weights") for event in history.backwards(kinds=("eval",)))
-    named = (re.fullmatch(r"step-(\d{1,18})", name) for name in said if isinstance(name, str))
-    return next((int(name[1]) for name in named if name), None)
-
-
-def _epoch(event: Event) -> EpochSummary:
-    memory = event.get("memory")
-    taken = [as_number(memory.get(name)) for name in ("peak", "allocated")] if isinstance(memory, Mapping) else []
-    return EpochSummary(
-        epoch=_whole(event.get("epoch")) or 0,
-        seconds=event.number("epoch_seconds") or 0.0,
-        memory_bytes=next((int(number) for number in taken if number), None),
-        held=_state_bytes(event.get("held")),
-    )
-
-
-def _state_bytes(said: object) -> dict[str, int]:
-    known = {str(name): as_number(value) for name, value in said.items()} if isinstance(said, Mapping) else {}
-    return {name: int(value) for name, value in known.items() if value is not None and 0 <= value < float("inf")}
-
-
-def _times(history: History) -> tuple[float, float, int]:
-    """Wall seconds, seconds in which a process was at work, and how many processes there were, one after another."""
-    sittings: list[list[float]] = []
-    for block in history.layout.blocks:
-        if not block.kinds:
-            continue
-        if not sittings or not SESSION_START_KINDS.isdisjoint(block.kinds):
-            sittings.append([block.first_time, block.last_time])
-        sittings[-1][1] = block.last_time
-    if not sittings:
-        return 0.0, 0.0, 0
-    # The clock may have been set back in between.
-    working = sum(max(0.0, end - start) for start, end in sittings)
-    return max(0.0, sittings[-1][1] - sittings[0][0]), working, len(sittings)
+def _machine_text(run: Run) -> str:
+    workload = run.plan.get("workload")
+    count = workload.get("world_size") if isinstance(workload, Mapping) else None
+    processes = f", {count:,} processes" if isinstance(count, int) and count > 1 else ""
+    try:
+        return machine_line(Machine.from_json(dict(run.machine), where="machine.json")) + processes
+    except UsageError:
+        # Another version of whet may record more, or less, about a machine.
+        return str(run.machine.get("chip") or run.machine.get("name") or "unknown") + processes
 
 
 def _proof(folder: Path) -> str | None:
@@ -381,71 +393,11 @@ def _proof(folder: Path) -> str | None:
     return None if proof is None else proof_line(proof)
 
 
-def _seconds(history: History) -> dict[str, float]:
-    sums: dict[str, StatCounter] = {}
-    for block in history.step_blocks():
-        for field in block.fields:
-            if field.startswith("step/seconds/") and (stat := block.stat(field.removeprefix("step/"))) is not None:
-                sums.setdefault(field.removeprefix("step/seconds/"), StatCounter()).merge(stat)
-    totals = {name: counter.stat().total for name, counter in sums.items()}
-    for event in history.events(kinds=("end",)):
-        spent = event.get("seconds")
-        for name, value in spent.items() if isinstance(spent, Mapping) else ():
-            totals[name] = totals.get(name, 0.0) + (as_number(value) or 0.0)
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+def _failure(history: History) -> str | None:
+    end = history.last("end")
+    return None if end is None else str(end.get("reason") or "") or None
 
 
-def _first_inexact_event(history: History) -> Event | None:
-    seen = {kind for block in history.layout.blocks for kind in block.kinds} | EVENT_KINDS
-    inexact = (event for event in history.events(kinds=seen - {"step", "health"}) if event.get("exact") is False)
-    return min(inexact, key=lambda event: event.step, default=None)
-
-
-def _incident(event: Event) -> Incident:
-    return Incident(kind=event.kind, time=event.time, step=event.step, details=dict(event.fields))
-
-
-def _settings(plan: Mapping[str, Any]) -> tuple[ReportSetting, ...]:
-    settings = plan.get("settings")
-    if not isinstance(settings, Mapping):
-        return ()
-    return tuple(
-        ReportSetting(
-            name=name,
-            value=setting.get("value"),
-            reason=str(setting.get("reason") or ""),
-            source=str(setting.get("source") or ""),
-            evidence=setting.get("evidence"),
-        )
-        for name, setting in settings.items()
-        if isinstance(setting, Mapping)
-    )
-
-
-def _processes(plan: Mapping[str, Any]) -> str:
-    """How many trained together, where it was more than one."""
-    workload = plan.get("workload")
-    count = workload.get("world_size") if isinstance(workload, Mapping) else None
-    return f", {count:,} processes" if isinstance(count, int) and count > 1 else ""
-
-
-def _machine_line(machine: Mapping[str, Any]) -> str:
-    try:
-        return machine_line(Machine.from_json(dict(machine), where="machine.json"))
-    except UsageError:
-        # Another version of whet may say more, or less, about a machine.
-        return str(machine.get("chip") or machine.get("name") or "unknown")
-
-
-def _checkpoints(folder: Path) -> tuple[SavedCheckpoint, ...]:
-    found: list[SavedCheckpoint] = []
-    for path in sorted(folder.glob("step-*")):
-        name = re.fullmatch(r"step-(\d+)", path.name)
-        if name and (path / "manifest.json").is_file():
-            size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-            found.append(SavedCheckpoint(name=path.name, step=int(name[1]), size_bytes=size))
-    return tuple(found)
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+def _cautions(plan: Mapping[str, Any]) -> tuple[str, ...]:
+    cautions = plan.get("cautions")
+    return tuple(str(line) for line in cautions) if isinstance(cautions, list | tuple) else ()

@@ -1,158 +1,220 @@
-"""The status of a run at one moment, for lists and live views."""
+"""The status of a run: the part of its report that lists and live views can afford to read often."""
 
 import itertools
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from whet.base.errors import WhetError
 from whet.base.model import FrozenModel
-from whet.base.units import format_bytes, format_seconds
-from whet.report.run_report import Incident, resume_command
-from whet.report.timeline import incident_text
+from whet.report.timeline import TIMELINE_KINDS, TimelineEntry, TrainingClock, session_spans, timeline_entry
+from whet.run import lock
 from whet.run.curve import Curve, downsample_curve
-from whet.run.event import INCIDENT_KINDS, SESSION_START_KINDS, Event, as_number
+from whet.run.event import SESSION_START_KINDS, Event, as_number
 from whet.run.events import History
-from whet.run.folder import Run
-from whet.run.prune import RunState, goal_name, run_state, total_steps
+from whet.run.folder import Run, open_run, resume_command, run_folder, run_folders
+from whet.run.prune import disk_usage
+from whet.run.strict_json import StrictModel
+
+RunState = Literal["running", "done", "stopped", "failed", "never started", "unreadable"]
 
 _SPEED_SECONDS = 15.0
-"""Speed is taken over this much of the end: steps are written down in bulk, up to a second late."""
+"""Speed is measured over this much of the end: steps are written in batches, up to a second late."""
 _MAX_SPEED_STEPS = 2_000
 _MAX_RECENT = 12
-_RECENT_KINDS = ("start", "plan", "eval", "epoch", "checkpoint", *INCIDENT_KINDS, "end")
+_RECENT_KINDS = ("eval", "epoch", *TIMELINE_KINDS)
 
 
-class RecentEvent(FrozenModel):
-    """Something that happened, in words."""
+class RunStatus(StrictModel):
+    """How far a run is. `RunReport` and `LiveStatus` extend it."""
 
-    step: int
-    time: float
-    text: str
-    is_bad: bool = False
+    path: Path
+    state: RunState
+    recipe: str = ""
+    step: int = 0
+    total_steps: int | None = None
+    loss: float | None = None
+    """The newest training loss."""
+    goal: str | None = None
+    """The name of the metric that decides which checkpoint is the best."""
+    goal_value: float | None = None
+    """Its newest value."""
+    updated: float = 0.0
+    """Unix seconds of the newest event, or of the creation of the run."""
+    size_bytes: int | None = None
+    """Disk space of the folder; None where it was not counted."""
+    problem: str | None = None
+    """Why the run is unreadable."""
 
 
 class MachineLoad(FrozenModel):
-    """What the machine bears while the run trains; None is unknown."""
+    """Memory, utilization and heat while a run trains; None is unknown."""
 
     used_bytes: float | None = None
-    """On the device, or of the process where that is all one can know."""
+    """On the device, or of the process where there is no such counter."""
     limit_bytes: float | None = None
     system_bytes: float | None = None
     system_limit_bytes: float | None = None
     swap_bytes: float | None = None
     gpu: float | None = None
     cpu: float | None = None
-    """In use, from 0 to 1."""
+    """Utilization from 0 to 1."""
     heat: str | None = None
     pressure: str | None = None
-    """Of memory, where it is not normal."""
+    """Memory pressure, where it is not normal."""
 
 
-class LiveStatus(FrozenModel):
-    """A run at one moment."""
+class LiveStatus(RunStatus):
+    """A run as the live terminal view shows it."""
 
-    path: Path
-    state: RunState
-    recipe: str = ""
     device: str = ""
-    step: int = 0
-    total_steps: int | None = None
     epoch: int | None = None
-    loss: float | None = None
     curve: Curve | None = None
-    goal: str | None = None
-    goal_value: float | None = None
+    """The training loss."""
     samples_per_second: float | None = None
     seconds_left: float | None = None
-    vitals: MachineLoad = MachineLoad()
-    told: tuple[RecentEvent, ...] = ()
-    """The newest first."""
-    changed: float = 0.0
-    """When its last event was written, in unix seconds."""
+    load: MachineLoad = MachineLoad()
+    recent: tuple[TimelineEntry, ...] = ()
+    """Recent events, the newest first."""
     resume: str | None = None
-    """The command that goes on with it, where one is needed."""
-    problem: str | None = None
+    """The command that resumes the run, where it needs one."""
 
 
-def live_status(run: Run, history: History, *, points: int) -> LiveStatus:
-    """The run as its folder tells it now, its loss in at most `points` points."""
-    state = run_state(run, history=history)
-    step, newest = history.last("step"), next(history.backwards(), None)
-    total, goal = total_steps(run, history=history), goal_name(history)
+def list_runs(root: Path) -> tuple[RunStatus, ...]:
+    """The runs in a folder, by name."""
+    statuses = (_list_entry(path) for path in run_folders(root))
+    # A run that was removed while it was read is not a damaged one.
+    return tuple(run for run in statuses if run.state != "unreadable" or run.path.exists())
+
+
+def read_status(run: Run | Path | str, *, history: History | None = None) -> RunStatus:
+    """The status of a run as its folder is now; `history` saves reading its log again."""
+    run = run if isinstance(run, Run) else open_run(run)
+    history = history if history is not None else History(run)
+    step, newest, goal = history.last("step"), next(history.backwards(), None), goal_name(history)
     values = (event.number(goal) for event in history.backwards(kinds=("eval",))) if goal else iter(())
-    samples, steps = _speeds(history) if state == "running" else (None, None)
-    left = total - step.step if total is not None and step is not None else None
-    epoch = step.get("epoch") if step else None
-    return LiveStatus(
+    return RunStatus(
         path=run.path,
-        state=state,
+        state=run_state(run, history=history),
         recipe=run.header.recipe,
-        device=_device(run.plan),
         step=step.step if step else 0,
-        total_steps=total,
-        epoch=epoch + 1 if isinstance(epoch, int) else None,
+        total_steps=total_steps(run, history=history),
         loss=step.number("loss") if step else None,
-        curve=downsample_curve(history, field="loss", points=points),
         goal=goal,
         goal_value=next((value for value in values if value is not None), None),
-        samples_per_second=samples,
-        seconds_left=left / steps if left and steps else None,
-        vitals=machine_load(history, is_running=state == "running"),
-        told=_recent_events(history, is_running=state == "running"),
-        changed=newest.time if newest else run.header.created,
-        resume=resume_command(run) if state in ("stopped", "failed") else None,
+        updated=newest.time if newest else run.header.created,
     )
 
 
-def unreadable_status(path: Path, problem: WhetError | OSError, *, changed: float) -> LiveStatus:
-    """A folder that cannot be read as a run, with the reason."""
-    reason = problem.what if isinstance(problem, WhetError) else str(problem)
-    return LiveStatus(path=path, state="unreadable", problem=reason, changed=changed)
+def read_live_status(run: Run, history: History, *, points: int) -> LiveStatus:
+    """The status of a run with everything the live view shows; its loss in at most `points` points."""
+    status = read_status(run, history=history)
+    is_running = status.state == "running"
+    step = history.last("step")
+    samples, steps = _speeds(history) if is_running else (None, None)
+    left = status.total_steps - step.step if status.total_steps is not None and step is not None else None
+    epoch = step.get("epoch") if step else None
+    return LiveStatus(
+        **dict(status),
+        device=_device(run.plan),
+        epoch=epoch + 1 if isinstance(epoch, int) else None,
+        curve=downsample_curve(history, field="loss", points=points),
+        samples_per_second=samples,
+        seconds_left=left / steps if left and steps else None,
+        load=machine_load(history, is_running=is_running),
+        recent=_recent_events(history, is_running=is_running),
+        resume=resume_command(run) if status.state in ("stopped", "failed") else None,
+    )
+
+
+def unreadable_status(path: Path, error: WhetError | OSError, *, updated: float) -> LiveStatus:
+    """The status of a folder that cannot be read as a run."""
+    reason = error.what if isinstance(error, WhetError) else str(error)
+    return LiveStatus(path=path, state="unreadable", problem=reason, updated=updated)
+
+
+def run_state(run: Run | Path, *, history: History) -> RunState:
+    """Whether a run is training, and how it ended if it is not."""
+    if lock.is_locked(run_folder(run)):
+        return "running"
+    return ended_state(history.last(*SESSION_START_KINDS, "end"), has_steps=history.last("step") is not None)
+
+
+def ended_state(last_turn: Event | None, *, has_steps: bool) -> RunState:
+    """The state of a run that no process trains, from its newest start, resume or end event."""
+    if last_turn is None:
+        return "stopped" if has_steps else "never started"
+    if last_turn.kind != "end":
+        return "stopped"  # The process died without writing an end.
+    state = last_turn.get("state")
+    return state if state in ("done", "stopped", "failed") else "done"
+
+
+def total_steps(run: Run, *, history: History) -> int | None:
+    """How many steps the run will have: from its newest start, else from its configuration."""
+    for event in history.backwards(kinds=SESSION_START_KINDS):
+        total = event.get("total_steps")
+        if type(total) is int:
+            return total
+    max_steps = run.config.get("max_steps")
+    return max_steps if type(max_steps) is int else None
+
+
+def goal_name(history: History) -> str | None:
+    """The goal metric, from the newest start that names one."""
+    names = (event.get("goal") for event in history.backwards(kinds=SESSION_START_KINDS))
+    return next((name for name in names if isinstance(name, str)), None)
 
 
 def machine_load(history: History, *, is_running: bool) -> MachineLoad:
-    """Memory as read last, load and heat of a run at work; an older run knows memory at the end of epochs only."""
+    """The newest reading of memory; utilization and heat only while the run trains."""
     event = history.last("health") or history.last("epoch")
     if event is None:
         return MachineLoad()
-    memory, use = _numbers(event.get("memory")), _numbers(event.get("use")) if is_running else {}
-    taken, available = memory.get("used"), memory.get("available")
+    memory, busy = _finite_numbers(event.get("memory")), _finite_numbers(event.get("utilization"))
+    system, available = memory.get("used"), memory.get("available")
     used = (memory.get(name) for name in ("reserved", "allocated", "process"))
     pressure = event.get("pressure")
     return MachineLoad(
         used_bytes=next((value for value in used if value), None),
         limit_bytes=memory.get("limit"),
-        system_bytes=taken,
-        system_limit_bytes=taken + available if taken is not None and available is not None else None,
+        system_bytes=system,
+        system_limit_bytes=system + available if system is not None and available is not None else None,
         swap_bytes=memory.get("swap"),
-        gpu=_fraction(use.get("gpu")),
-        cpu=_fraction(use.get("cpu")),
+        gpu=busy["gpu"] / 100 if is_running and "gpu" in busy else None,
+        cpu=busy["cpu"] / 100 if is_running and "cpu" in busy else None,
         heat=_heat(history, event) if is_running else None,
         pressure=pressure if is_running and isinstance(pressure, str) and pressure != "normal" else None,
     )
 
 
-def _numbers(said: object) -> dict[str, float]:
-    """The finite numbers of a map."""
-    numbers = {str(name): as_number(value) for name, value in said.items()} if isinstance(said, Mapping) else {}
+def _list_entry(path: Path) -> RunStatus:
+    size, changed = disk_usage(path)
+    try:
+        return read_status(path).model_copy(update={"size_bytes": size})
+    except (WhetError, OSError) as error:
+        status = unreadable_status(path, error, updated=min(changed, time.time()))
+        return RunStatus(**{name: getattr(status, name) for name in RunStatus.model_fields} | {"size_bytes": size})
+
+
+def _finite_numbers(value: object) -> dict[str, float]:
+    numbers = {str(name): as_number(item) for name, item in value.items()} if isinstance(value, Mapping) else {}
     return {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
 
 
-def _fraction(percent: float | None) -> float | None:
-    return None if percent is None else percent / 100
-
-
 def _heat(history: History, event: Event) -> str | None:
-    """Without a sensor steps that became slower are no heat, only slower."""
+    """The thermal state; without a sensor, slower steps are reported as slower, not as heat."""
     thermal = event.get("thermal")
-    said = () if thermal is None else (event.get("heat"), thermal)
-    words = list(dict.fromkeys(str(word) for word in said if isinstance(word, str | int) and word is not False))
-    told = next((e for e in history.backwards(kinds=("throttle",)) if e.get("about") == "heat"), None)
-    factor = told.number("factor") if told and told.get("state") != "cool" and event.get("heat") != "cool" else None
-    words += [f"{factor:.1f}x slower"] if factor else []
-    words += ["no heat sensor"] if factor and thermal is None else []
-    return ", ".join(words) or None
+    levels = () if thermal is None else (event.get("heat"), thermal)
+    parts = list(dict.fromkeys(str(level) for level in levels if isinstance(level, str | int) and level is not False))
+    throttle = next((e for e in history.backwards(kinds=("throttle",)) if e.get("cause") == "heat"), None)
+    is_slow = throttle is not None and throttle.get("state") != "cool" and event.get("heat") != "cool"
+    factor = throttle.number("factor") if throttle is not None and is_slow else None
+    parts += [f"{factor:.1f}x slower"] if factor else []
+    parts += ["no heat sensor"] if factor and thermal is None else []
+    return ", ".join(parts) or None
 
 
 def _device(plan: Mapping[str, object]) -> str:
@@ -162,7 +224,7 @@ def _device(plan: Mapping[str, object]) -> str:
 
 
 def _speeds(history: History) -> tuple[float | None, float | None]:
-    """Samples and steps a second over the last seconds; unknown until two readings lie apart."""
+    """Samples and steps per second over the last seconds; None until two steps are far enough apart."""
     recent = itertools.islice(history.backwards(kinds=("step", *SESSION_START_KINDS)), _MAX_SPEED_STEPS)
     last = first = next(recent, None)
     if last is None or first is None:
@@ -178,38 +240,14 @@ def _speeds(history: History) -> tuple[float | None, float | None]:
     return samples / seconds or None, (last.step - first.step) / seconds or None
 
 
-def _recent_events(history: History, *, is_running: bool) -> tuple[RecentEvent, ...]:
-    events = list(itertools.islice(history.backwards(kinds=_RECENT_KINDS), _MAX_RECENT))
-    told = [RecentEvent(step=e.step, time=e.time, text=event_text(e), is_bad=_is_problem(e)) for e in events]
-    turn = history.last(*SESSION_START_KINDS, "end")
-    newest = next(history.backwards(), None)
+def _recent_events(history: History, *, is_running: bool) -> tuple[TimelineEntry, ...]:
+    clock = TrainingClock(session_spans(history))
+    events = itertools.islice(history.backwards(kinds=_RECENT_KINDS), _MAX_RECENT)
+    recent = [timeline_entry(event, clock) for event in events]
+    turn, newest = history.last(*SESSION_START_KINDS, "end"), next(history.backwards(), None)
     if newest is not None and not is_running and turn is not None and turn.kind != "end":
-        text = "the process that trained has died without a word"
-        told.insert(0, RecentEvent(step=newest.step, time=newest.time, text=text, is_bad=True))
-    return tuple(told)
-
-
-def _is_problem(event: Event) -> bool:
-    if event.kind == "end":
-        return str(event.get("state")) == "failed"
-    is_good_news = event.kind == "resume" or str(event.get("state")) == "cool" or str(event.get("level")) == "normal"
-    return event.kind in INCIDENT_KINDS and not is_good_news
-
-
-def event_text(event: Event) -> str:
-    """An event as a person would tell it; every kind has words."""
-    numbers = {name: as_number(value) for name, value in event.fields.items()}
-    if event.kind == "eval":
-        return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items() if value is not None)
-    if event.kind == "epoch":
-        return f"epoch {event.get('epoch')} took {format_seconds(numbers.get('epoch_seconds') or 0.0)}"
-    if event.kind == "checkpoint":
-        return f"saved {event.get('name')} ({format_bytes(numbers.get('bytes') or 0.0)})"
-    if event.kind == "start":
-        return "started"
-    if event.kind == "end":
-        reason = event.get("reason")
-        return str(event.get("state") or "ended") + (f": {reason}" if reason else "")
-    if event.kind == "plan":
-        return f"plan: {event.get('changed')}"
-    return incident_text(Incident(kind=event.kind, time=event.time, step=event.step, details=dict(event.fields)))
+        died = timeline_entry(newest, clock).model_copy(
+            update={"kind": "died", "tone": "bad", "text": "the training process died without a message"}
+        )
+        recent.insert(0, died)
+    return tuple(recent)

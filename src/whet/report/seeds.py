@@ -128,8 +128,7 @@ def check_same_data(folder: Path, done: Sequence[int]) -> None:
 
 def _figures(report: RunReport) -> dict[str, float]:
     """The best goal on the dev part, and the test metrics; without a test part the newest ones."""
-    goal = report.goal
-    best = {} if goal is None or goal.best is None else {f"best {goal.name} on dev": goal.best}
+    best = {} if report.best_goal is None else {f"best {report.goal} on val": report.best_goal}
     tested = {name: value for name, value in report.metrics.items() if name.startswith("test_")}
     return {**best, **(tested or report.metrics)}
 

@@ -1,29 +1,31 @@
-"""How does a report read as plain text? No colours, no control characters, every line within the width."""
+"""The report of a run as plain text: no colors, no control characters, every line within the width."""
 
 import statistics
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from whet.base.units import format_bytes, format_count, format_seconds
 from whet.plan.render import format_value, settings_table
-from whet.report.run_report import EpochSummary, GoalSummary, Incident, LossSummary, ReportSetting, RunReport
+from whet.report.plan_evidence import ReportSetting
+from whet.report.run_report import Incident, RunReport
 from whet.report.text_chart import curve_from_values, draw_curve
 from whet.report.timeline import incident_text
 
 MIN_WIDTH = 20
-_LABEL = 10
+_LABEL_WIDTH = 10
 _CURVE_HEIGHT = 8
 _CURVE_WIDTH = 100
 _MAX_INCIDENTS = 12
 _MAX_TEXT = 4_000
-"""Characters of one text; a damaged plan may give a reason of megabytes, which would take a minute to wrap."""
+"""Characters of one text: a damaged plan may hold a reason of megabytes, which would take a minute to wrap."""
 
 
 def render_text(report: RunReport, *, width: int = 100, unicode: bool = True, has_settings: bool = True) -> str:
-    """The report as text. Only the command to resume may be longer than `width`, so that it can be copied whole."""
+    """The report as text. Only the resume command may be longer than `width`, so that it can be copied whole."""
     width = max(width, MIN_WIDTH)
+    facts = [line for label, fact in _facts(report) for line in _labelled(label, fact, width=width)]
     sections = [
-        _facts(report, width=width),
+        facts,
         _classes(report, width=width),
         _curves(report, width=width, unicode=unicode),
         _settings(report.settings if has_settings else (), width=width),
@@ -36,50 +38,109 @@ def render_text(report: RunReport, *, width: int = 100, unicode: bool = True, ha
     return text if unicode else text.encode("ascii", "replace").decode()
 
 
-def _facts(report: RunReport, *, width: int) -> list[str]:
-    facts = [
-        ("run", f"{report.path.name}: {report.recipe}, {_progress(report)}"),
-        ("machine", report.machine),
-        *([("failed", report.failure)] if report.failure else []),
-        ("time", _time(report)),
-        ("loss", _loss(report.loss)),
-    ]
+def _facts(report: RunReport) -> Iterator[tuple[str, str]]:
+    yield "run", f"{report.name}: {report.recipe}, {_progress(report)}"
+    yield "machine", report.machine
+    if report.failure:
+        yield "failed", report.failure
+    yield "time", _time(report)
+    yield "loss", _loss(report)
     if report.goal:
-        facts.append(("goal", _goal(report.goal)))
-    tested = {name: value for name, value in report.metrics.items() if name.startswith("test_")}
-    if tested:
-        shown = ", ".join(f"{name.removeprefix('test_')} {value:.4g}" for name, value in tested.items())
-        beside = "".join(f"; {name} {value:.4g} on the same data" for name, value in report.baseline.items())
-        whose = f"; weights of step {report.tested_step:,}" if report.tested_step not in (None, report.step) else ""
-        facts.append(("test", shown + whose + beside))
+        yield "goal", _goal(report)
+    if tested := _tested(report):
+        yield "test", tested
     if report.epochs:
-        facts.append(("epochs", _epochs(report.epochs)))
-        if held := report.epochs[-1].held:
-            shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
-            facts.append(("holds", f"{shown} between steps; whet plan RUN --why memory_gb says what was expected"))
-    facts.append(("saved", _saved(report)))
+        median = statistics.median(epoch.seconds for epoch in report.epochs)
+        memory = report.epochs[-1].memory_bytes
+        peak = f", {format_bytes(memory)} of memory at the end" if memory else ""
+        yield "epochs", f"{format_seconds(median)} each{peak}"
+        if state := report.epochs[-1].state_bytes:
+            sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in state.items())
+            yield "state", f"{sizes} between steps; `whet plan RUN --why memory_gb` shows what was expected"
+    yield "saved", _saved(report)
     if report.proof is not None:
-        facts.append(("proof", report.proof))
+        yield "proof", report.proof
     if report.inexact_since is not None:
-        facts.append(("exact", f"not bit-exact since step {report.inexact_since:,}: {report.inexact_reason}"))
+        yield "exact", f"not bit-exact since step {report.inexact_since:,}: {report.inexact_reason}"
     if report.damaged_lines:
-        facts.append(("damage", f"{report.damaged_lines:,} lines of events.jsonl could not be read and are left out"))
-    return [line for label, fact in facts for line in _labelled(label, fact, width=width)]
+        yield "damage", f"skipped {report.damaged_lines:,} unreadable lines of events.jsonl"
+
+
+def _progress(report: RunReport) -> str:
+    if report.state == "never started":
+        return "never started"
+    of_total = f" of {report.total_steps:,}" if report.total_steps else ""
+    parts = [f"{report.state} at step {report.step:,}{of_total}"]
+    if report.epoch is not None:
+        parts.append(f"epoch {report.epoch + 1:g}")
+    if report.samples is not None:
+        parts.append(f"{format_count(report.samples)} samples")
+    return ", ".join(parts)
+
+
+def _time(report: RunReport) -> str:
+    if not report.sessions:
+        return "none yet"
+    sessions = f" in {len(report.sessions)} sessions" if len(report.sessions) > 1 else ""
+    training, wall = format_seconds(report.training_seconds), format_seconds(report.wall_seconds)
+    text = f"{training} of training{sessions}"
+    if training == wall or report.uptime is None:
+        return text
+    return f"{text}, {wall} from first to last (uptime {100 * report.uptime:.0f} %)"
+
+
+def _loss(report: RunReport) -> str:
+    if report.loss is None:
+        return "none yet"
+    best = ""
+    if report.best_loss is not None and report.best_loss_step:
+        best = f", best {report.best_loss:.4g} (step {report.best_loss_step:,})"
+    first = f", first {report.first_loss:.4g}" if report.first_loss is not None else ""
+    return f"last {report.loss:.4g}{best}{first}"
+
+
+def _goal(report: RunReport) -> str:
+    if report.goal_value is None:
+        return f"{report.goal}, not evaluated yet"
+    best = f", best {report.best_goal:.4g} (step {report.best_goal_step:,})" if report.best_goal is not None else ""
+    return f"{report.goal}: last {report.goal_value:.4g}{best}"
+
+
+def _tested(report: RunReport) -> str:
+    tested = {name: value for name, value in report.metrics.items() if name.startswith("test_")}
+    if not tested:
+        return ""
+    scores = ", ".join(f"{name.removeprefix('test_')} {value:.4g}" for name, value in tested.items())
+    weights = f"; weights of step {report.tested_step:,}" if report.tested_step not in (None, report.step) else ""
+    return scores + weights + "".join(f"; {n} {value:.4g} on the same data" for n, value in report.baseline.items())
+
+
+def _saved(report: RunReport) -> str:
+    if not report.checkpoints:
+        return "no checkpoint"
+    newest, count, saving = report.checkpoints[-1], len(report.checkpoints), report.saving
+    text = f"{count} checkpoint{'s' if count > 1 else ''}, newest {newest.name} ({format_bytes(newest.size_bytes)})"
+    if saving.count and report.training_seconds > 0:
+        share = 100 * saving.cost_seconds / report.training_seconds
+        percent = f"{share:.2g}" if share < 10 else f"{share:.0f}"
+        saves = f"{saving.count:,} save{'s' if saving.count > 1 else ''}"
+        text += f"; {saves} took {format_seconds(saving.cost_seconds)}, {percent} % of the time"
+    return text
 
 
 def _classes(report: RunReport, *, width: int) -> list[str]:
-    """The test part's, else the dev part's; the classes with the lowest scores are the ones to look at."""
-    if not report.classes:
+    """The scores of each class on the test split, else on the validation split."""
+    if not report.details.classes:
         return []
-    table = report.classes[-1]
-    longest = max(10, min(40, width - 11 * len(table.columns)))
-    lines = _wrapped(f"each class on the {table.part} part", width=width)
+    table = report.details.classes[-1]
+    max_label = max(10, min(40, width - 11 * len(table.columns)))
     cells = [("class", *table.columns)]
     cells += [
-        (_clean(label)[:longest], *(_score(name, value) for name, value in zip(table.columns, row, strict=True)))
+        (_clean(label)[:max_label], *(_score(name, value) for name, value in zip(table.columns, row, strict=True)))
         for label, row in zip(table.labels, table.rows, strict=True)
     ]
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    lines = _wrapped(f"each class on the {table.split} split", width=width)
     for label, *numbers in cells:
         shown = "  ".join(cell.rjust(w) for cell, w in zip(numbers, widths[1:], strict=True))
         lines.append(f"  {label:<{widths[0]}}  {shown}"[:width].rstrip())
@@ -90,75 +151,17 @@ def _score(name: str, value: float) -> str:
     return f"{value:,.0f}" if name == "support" else f"{value:.3f}"
 
 
-def _epochs(epochs: tuple[EpochSummary, ...]) -> str:
-    middle = statistics.median(epoch.seconds for epoch in epochs)
-    memory = epochs[-1].memory_bytes
-    return f"{format_seconds(middle)} each" + (f", {format_bytes(memory)} of memory at the end" if memory else "")
-
-
-def _progress(report: RunReport) -> str:
-    if report.state == "never started":
-        return "never started"
-    of_all = f" of {report.total_steps:,}" if report.total_steps else ""
-    parts = [f"{report.state} at step {report.step:,}{of_all}"]
-    if report.epoch is not None:
-        parts.append(f"epoch {report.epoch + 1:g}")
-    if report.samples is not None:
-        parts.append(f"{format_count(report.samples)} samples")
-    return ", ".join(parts)
-
-
-def _time(report: RunReport) -> str:
-    if not report.sittings:
-        return "no time yet"
-    sittings = f" in {report.sittings} sittings" if report.sittings > 1 else ""
-    training, wall = format_seconds(report.training_seconds), format_seconds(report.wall_seconds)
-    text = f"{training} of training{sittings}"
-    if training == wall or report.uptime is None:
-        return text
-    return f"{text}, {wall} from first to last (uptime {100 * report.uptime:.0f} %)"
-
-
-def _loss(loss: LossSummary) -> str:
-    if loss.last is None:
-        return "none yet"
-    best = f", best {loss.best:.4g} (step {loss.best_step:,})" if loss.best is not None and loss.best_step else ""
-    first = f", first {loss.first:.4g}" if loss.first is not None else ""
-    return f"last {loss.last:.4g}{best}{first}"
-
-
-def _goal(goal: GoalSummary) -> str:
-    if goal.last is None:
-        return f"{goal.name}, not evaluated yet"
-    best = f", best {goal.best:.4g} (step {goal.best_step:,})" if goal.best is not None else ""
-    return f"{goal.name}: last {goal.last:.4g}{best}"
-
-
-def _saved(report: RunReport) -> str:
-    if not report.checkpoints:
-        return "no checkpoint"
-    newest = report.checkpoints[-1]
-    count = len(report.checkpoints)
-    text = f"{count} checkpoint{'s' if count > 1 else ''}, newest {newest.name} ({format_bytes(newest.size_bytes)})"
-    saving = report.saving
-    if saving.count and report.training_seconds > 0:
-        share = 100 * saving.cost_seconds / report.training_seconds
-        saves = f"{saving.count:,} save{'s' if saving.count > 1 else ''}"
-        shown = f"{share:.2g}" if share < 10 else f"{share:.0f}"
-        text += f"; {saves} took {format_seconds(saving.cost_seconds)}, {shown} % of the time"
-    return text
-
-
 def _curves(report: RunReport, *, width: int, unicode: bool) -> list[str]:
-    curves = [("loss", report.loss.curve)]
+    steps = report.track("step")
+    curves = [("loss", steps.curve("loss") if steps else None)]
     if report.goal:
-        name = report.goal.name
-        values = {e.step: e.metrics[name] for e in report.evaluations if name in e.metrics}
-        if len(values) > 1:
-            curves.append((name, curve_from_values(values, field=name)))
+        values = {e.step: e.metrics[report.goal] for e in report.evaluations if report.goal in e.metrics}
+        curves.append((report.goal, curve_from_values(values, field=report.goal) if len(values) > 1 else None))
     lines: list[str] = []
     for name, curve in curves:
-        drawn = draw_curve(curve, width=min(width, _CURVE_WIDTH), height=_CURVE_HEIGHT, unicode=unicode)
+        drawn: tuple[str, ...] = ()
+        if curve is not None:
+            drawn = draw_curve(curve, width=min(width, _CURVE_WIDTH), height=_CURVE_HEIGHT, unicode=unicode)
         if drawn:
             lines += ["", *_wrapped(f"{name} by step", width=width), *drawn]
     return lines[1:]
@@ -181,36 +184,34 @@ def _source(setting: ReportSetting) -> str:
 
 
 def _incidents(report: RunReport, *, width: int) -> list[str]:
-    if not report.happenings:
+    if not report.incidents:
         return []
-    lines = ["happenings"]
-    for happening in report.happenings[:_MAX_INCIDENTS]:
-        lines += _wrapped(_incident_line(happening, created=report.created), width=width, indent="  ")
-    more = len(report.happenings) - _MAX_INCIDENTS
+    lines = ["events"]
+    for incident in report.incidents[:_MAX_INCIDENTS]:
+        lines += _wrapped(_incident(incident, created=report.created), width=width, indent="  ")
+    more = len(report.incidents) - _MAX_INCIDENTS
     if more > 0:
         lines.append(f"  and {more:,} more")
     return lines
 
 
-def _incident_line(happening: Incident, *, created: float) -> str:
-    after = format_seconds(max(0.0, happening.time - created))
-    return f"step {happening.step:,} after {after}: {incident_text(happening)}"
+def _incident(incident: Incident, *, created: float) -> str:
+    after = format_seconds(max(0.0, incident.time - created))
+    return f"step {incident.step:,} after {after}: {incident_text(incident.kind, incident.fields)}"
 
 
 def _seconds(report: RunReport, *, width: int) -> list[str]:
-    whole = sum(report.seconds.values())
-    if whole <= 0:
+    if not report.phases:
         return []
-    lines = _wrapped("where the time of the steps went", width=width)
-    for name, seconds in report.seconds.items():
-        lines += _wrapped(
-            f"{100 * seconds / whole:3.0f} %  {format_seconds(seconds):>10}  {name}", width=width, indent="  "
-        )
+    lines = _wrapped("time of the steps by phase", width=width)
+    for phase in sorted(report.phases, key=lambda phase: -phase.seconds):
+        text = f"{100 * phase.share:3.0f} %  {format_seconds(phase.seconds):>10}  {phase.name}"
+        lines += _wrapped(text, width=width, indent="  ")
     return lines
 
 
 def _labelled(label: str, text: str, *, width: int) -> list[str]:
-    return _wrapped(text, width=width, indent=f"{label:<{_LABEL}}", hanging=" " * _LABEL)
+    return _wrapped(text, width=width, indent=f"{label:<{_LABEL_WIDTH}}", hanging=" " * _LABEL_WIDTH)
 
 
 def _wrapped(text: str, *, width: int, indent: str = "", hanging: str | None = None) -> list[str]:
@@ -220,7 +221,7 @@ def _wrapped(text: str, *, width: int, indent: str = "", hanging: str | None = N
 
 
 def _clean(text: str) -> str:
-    """The text without anything that could steer a terminal or fill it: a run folder may come from anywhere."""
+    """The text without control characters and not too long: a run folder may come from anywhere."""
     if len(text) > _MAX_TEXT:
         text = f"{text[:_MAX_TEXT]} ... ({len(text):,} characters)"
     return "".join(char if char.isprintable() else " " for char in text)

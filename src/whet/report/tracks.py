@@ -1,4 +1,8 @@
-"""The curves of a run over steps, samples and training time, and where its time went."""
+"""The curves of a run over steps, samples and training time, and where the time of its steps went.
+
+A track holds the curves of one kind of event. They share their x positions, so that a page can plot runs over each
+other by step, samples or time. Curves of long runs are drawn from the index of their log alone.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,56 +10,33 @@ from typing import Literal
 
 from whet.base.model import FrozenModel
 from whet.run.curve import Curve, CurvePoint, downsample_curves
+from whet.run.event import as_number
+from whet.run.event_block import StatCounter
 from whet.run.events import History
 
+MAX_CURVES = 40
+"""Per track: an evaluation may return any number of metrics."""
+
+CurveSource = Literal["step", "eval", "health", "epoch"]
+Unit = Literal["", "bytes", "samples/s", "percent"]
+
+NON_STEP_PHASES = ("evaluate", "save", "cooldown")
+"""Phases that are not part of an optimizer step."""
+
+_SOURCES: tuple[CurveSource, ...] = ("step", "eval", "health", "epoch")
+_NOT_DRAWN = ("epoch", "samples", "num_shapes")
+_SECONDS = "seconds/"
 _PHASE_NOTES = {
     "data": "waiting for the next samples",
     "transfer": "copying samples to the device",
     "forward": "computing the loss",
     "backward": "computing the gradients",
     "optimizer": "updating the weights",
-    "evaluate": "measuring how good the model is",
-    "save": "standing still for checkpoints",
+    "evaluate": "evaluating the model",
+    "save": "training paused for checkpoints",
     "cooldown": "pausing to cool down",
 }
-
-
-class PhaseTime(FrozenModel):
-    """One part of the time."""
-
-    name: str
-    seconds: float
-    share: float
-    words: str
-
-
-def phase_times(seconds: Mapping[str, float]) -> tuple[PhaseTime, ...]:
-    """The parts in the order of a step, known ones first, with their shares of the whole."""
-    whole = sum(seconds.values())
-    if whole <= 0:
-        return ()
-    names = [
-        *(name for name in _PHASE_NOTES if name in seconds),
-        *(name for name in seconds if name not in _PHASE_NOTES),
-    ]
-    return tuple(
-        PhaseTime(name=name, seconds=seconds[name], share=seconds[name] / whole, words=_PHASE_NOTES.get(name, ""))
-        for name in names
-    )
-
-
-MAX_CURVES = 40
-"""Of one track: an evaluation may return any number of numbers."""
-
-Source = Literal["step", "eval", "health", "epoch"]
-Unit = Literal["", "bytes", "samples/s", "percent"]
-
-NON_STEP_PHASES = ("evaluate", "save", "cooldown")
-"""Phases that are no part of an optimizer step."""
-
-_SOURCES: tuple[Source, ...] = ("step", "eval", "health", "epoch")
-_NO_CURVES = ("epoch", "samples", "shapes")
-_SECONDS = "seconds/"
+"""In the order of a step."""
 
 
 class TrackLine(FrozenModel):
@@ -72,12 +53,12 @@ class TrackLine(FrozenModel):
 
 
 class Track(FrozenModel):
-    """Curves that share their places."""
+    """Curves that share their x positions."""
 
-    source: Source
+    source: CurveSource
     step: tuple[int, ...]
     seconds: tuple[float, ...]
-    """Of work: the time between sittings does not count."""
+    """Training seconds: the time between sessions does not count."""
     samples: tuple[int | None, ...]
     lines: tuple[TrackLine, ...]
 
@@ -85,35 +66,79 @@ class Track(FrozenModel):
         """The curve of that name."""
         return next((line for line in self.lines if line.name == name), None)
 
+    def curve(self, name: str) -> Curve | None:
+        """The curve of that name as points, for drawing with characters."""
+        line = self.line(name)
+        if line is None:
+            return None
+        columns = zip(self.step, line.low or line.mean, line.high or line.mean, line.mean, strict=True)
+        points = tuple(
+            # A point without a mean is a gap: all its values were NaN or infinite.
+            CurvePoint(step=step, low=low, high=high, mean=mean, nonfinite=int(mean is None))
+            for step, low, high, mean in columns
+        )
+        return Curve(field=name, kind=self.source, points=points, last_step=self.step[-1] if self.step else 0)
+
+
+class PhaseTime(FrozenModel):
+    """The time of one phase of a step, over all steps."""
+
+    name: str
+    seconds: float
+    share: float
+    note: str
+
 
 def tracks(history: History, *, points: int, is_growing: bool = False) -> tuple[Track, ...]:
-    """The tracks of a run that have something to show, each of at most `points` places or so.
+    """The tracks of a run that have curves, each with at most about `points` x positions.
 
-    With `is_growing` places stay where they are while the run grows, so that a page need not jump.
+    With `is_growing`, positions stay where they are while the run grows, so that a page does not jump.
     """
     curves = downsample_curves(history, points=points, kinds=_SOURCES, is_growing=is_growing).values()
     found = (_track(source, [curve for curve in curves if curve.kind == source]) for source in _SOURCES)
     return tuple(track for track in found if track.lines)
 
 
-def _track(source: Source, curves: Sequence[Curve]) -> Track:
-    drawn = [c for c in curves if c.field not in _NO_CURVES and not (source == "step" and c.field.startswith(_SECONDS))]
-    places = {point.step: point for curve in drawn for point in curve.points}
-    steps = sorted(places)
+def phase_times(history: History) -> tuple[PhaseTime, ...]:
+    """The time of each phase with its share of the whole: known phases first, in the order of a step."""
+    counters: dict[str, StatCounter] = {}
+    for block in history.step_blocks():
+        for field in block.fields:
+            if field.startswith("step/seconds/") and (stats := block.stat(field.removeprefix("step/"))) is not None:
+                counters.setdefault(field.removeprefix("step/seconds/"), StatCounter()).merge(stats)
+    seconds = {name: counter.stat().total for name, counter in counters.items()}
+    for event in history.events(kinds=("end",)):  # What was spent after the last step.
+        spent = event.get("seconds")
+        for name, value in spent.items() if isinstance(spent, Mapping) else ():
+            seconds[name] = seconds.get(name, 0.0) + (as_number(value) or 0.0)
+    total = sum(seconds.values())
+    if total <= 0:
+        return ()
+    names = [*(name for name in _PHASE_NOTES if name in seconds), *(n for n in seconds if n not in _PHASE_NOTES)]
+    return tuple(
+        PhaseTime(name=name, seconds=seconds[name], share=seconds[name] / total, note=_PHASE_NOTES.get(name, ""))
+        for name in names
+    )
+
+
+def _track(source: CurveSource, curves: Sequence[Curve]) -> Track:
+    drawn = [c for c in curves if c.field not in _NOT_DRAWN and not (source == "step" and c.field.startswith(_SECONDS))]
+    points = {point.step: point for curve in drawn for point in curve.points}
+    steps = sorted(points)
     lines = [_line(curve, steps) for curve in drawn[:MAX_CURVES]]
     speed = _speed(curves, steps) if source == "step" else None
     return Track(
         source=source,
         step=tuple(steps),
-        seconds=tuple(_rounded(places[step].elapsed) or 0.0 for step in steps),
-        samples=tuple(places[step].samples for step in steps),
+        seconds=tuple(_rounded(points[step].elapsed) or 0.0 for step in steps),
+        samples=tuple(points[step].samples for step in steps),
         lines=tuple(lines if speed is None else [*lines, speed]),
     )
 
 
 def _line(curve: Curve, steps: Sequence[int]) -> TrackLine:
-    there = {point.step: point for point in curve.points}
-    points = [there.get(step) for step in steps]
+    by_step = _by_step(curve)
+    points = [by_step.get(step) for step in steps]
     is_single = all(point.low == point.high for point in curve.points)
     return TrackLine(
         name=curve.field,
@@ -126,14 +151,14 @@ def _line(curve: Curve, steps: Sequence[int]) -> TrackLine:
 
 
 def _speed(curves: Sequence[Curve], steps: Sequence[int]) -> TrackLine | None:
-    """Samples per second of step time: what evaluations, saves and rests took is not in it."""
+    """Samples per second of step time, without evaluations, saves and cooldown pauses."""
     samples = next((_by_step(curve) for curve in curves if curve.field == "samples"), {})
     phases = [curve for curve in curves if curve.field.startswith(_SECONDS)]
     spent = [_by_step(curve) for curve in phases if curve.field.removeprefix(_SECONDS) not in NON_STEP_PHASES]
     values: list[float | None] = []
-    for place, step in enumerate(steps):
-        seconds = sum(one[step].mean or 0.0 for one in spent if step in one)
-        batch = _samples_per_step(samples, steps, place)
+    for position, step in enumerate(steps):
+        seconds = sum(phase[step].mean or 0.0 for phase in spent if step in phase)
+        batch = _samples_per_step(samples, steps, position)
         values.append(_rounded(batch / seconds) if batch and seconds > 0 else None)
     if all(value is None for value in values):
         return None
@@ -144,16 +169,16 @@ def _by_step(curve: Curve) -> dict[int, CurvePoint]:
     return {point.step: point for point in curve.points}
 
 
-def _samples_per_step(samples: dict[int, CurvePoint], steps: Sequence[int], place: int) -> float | None:
-    """Between the first steps of this place and the next one; at the end as before."""
-    left = place if place + 1 < len(steps) else place - 1
+def _samples_per_step(samples: dict[int, CurvePoint], steps: Sequence[int], position: int) -> float | None:
+    """Between the first steps of this point and the next one; the last point repeats the one before."""
+    left = position if position + 1 < len(steps) else position - 1
     here = samples.get(steps[max(0, left)])
-    there = samples.get(steps[left + 1]) if left >= 0 else None
+    following = samples.get(steps[left + 1]) if left >= 0 else None
     if here is None or here.low is None:
         return None
-    if there is None or there.low is None:
+    if following is None or following.low is None:
         return here.low / max(1, here.step)
-    return (there.low - here.low) / max(1, there.step - here.step)
+    return (following.low - here.low) / max(1, following.step - here.step)
 
 
 def _unit(name: str) -> Unit:
@@ -161,9 +186,9 @@ def _unit(name: str) -> Unit:
         return "bytes"
     if name == "samples_per_second":
         return "samples/s"
-    return "percent" if name.startswith("use/") or name.endswith("_percent") else ""
+    return "percent" if name.startswith("utilization/") or name.endswith("_percent") else ""
 
 
 def _rounded(value: float | None) -> float | None:
-    """Seven digits are more than a page can show, and half the bytes."""
+    """Seven digits are more than a page can show, in half the bytes."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")

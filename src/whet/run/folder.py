@@ -17,6 +17,7 @@ import importlib.metadata
 import platform
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -174,6 +175,17 @@ def rewrite_parts(run: Run, **parts: Mapping[str, Any]) -> Run:
             raise ValueError(f"a run has no part {name!r}")
         durable.write_file(run.path / f"{name}.json", data=_file_bytes(value))
     return open_run(run.path)
+
+
+def resume_command(run: Run) -> str:
+    """The command that resumes a run: the one that created it, with the folder; without `--fresh`."""
+    words = [word for word in run.header.command if word != "--fresh"]
+    path = str(run.path.relative_to(Path.cwd()) if run.path.is_relative_to(Path.cwd()) else run.path)
+    if not words:
+        return f"the same Python code again, with run={path!r}"
+    if not any(word == "--run" or word.startswith("--run=") for word in words):
+        words += ["--run", path]
+    return shlex.join(words)
 
 
 def run_folder(run: Run | Path) -> Path:

@@ -252,13 +252,13 @@ class Checkpointer:
             seconds=seconds,
             stall_seconds=stall,
             slowed_seconds=slowed,
-            beside=write.is_background,
+            background=write.is_background,
             **again,
         )
         if write.cleanup_error is not None:
             what = "old checkpoints could not be removed"
             self._recorder.warn(
-                write.step, what, write.cleanup_error, path=self._folder, again="with the next checkpoint"
+                write.step, what, write.cleanup_error, path=self._folder, retry="with the next checkpoint"
             )
 
     def _tell_failure(self, write: PendingWrite, *, is_last: bool) -> None:
@@ -270,7 +270,7 @@ class Checkpointer:
         self._num_failures += 1
         if self._num_failures == 1:
             self._recorder.warn(
-                write.step, f"the state after step {write.step:,} is not saved", error, path=self._folder, again=again
+                write.step, f"the state after step {write.step:,} is not saved", error, path=self._folder, retry=again
             )
         if is_last:
             safe, kept = self._saved_step, "no checkpoint of this sitting"
@@ -298,7 +298,7 @@ class Checkpointer:
         except WhetError as error:
             again = f"with the newest weights, after step {progress.step:,}"
             what = f"the best weights, after step {step:,}, cannot be read"
-            self._recorder.warn(progress.step, what, error, path=path, again=again)
+            self._recorder.warn(progress.step, what, error, path=path, retry=again)
             return None
 
     def newest(self) -> store.LoadedCheckpoint | None:
@@ -322,7 +322,7 @@ class Checkpointer:
         )
         for reason in put.reasons:
             self.note_inexact(step, reason)
-        told = {**put.told, "refused": refused}
+        told = {**put.told, "rejected": refused}
         if refused:
             told["lost_steps"] = max(there) - step
         return replace(put, told=told)

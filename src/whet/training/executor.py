@@ -150,7 +150,7 @@ class Executor:
                 self.plan, {"graph": MeasuredSetting(value="off", reason=reason, evidence={"step": number})}
             )
         )
-        self._recorder.event("plan", step=number, changed=f"steps are not captured as graphs: {reason}")
+        self._recorder.event("plan", step=number, message=f"steps are not captured as graphs: {reason}")
 
     def _learn(self) -> None:
         """The step is done, whatever happens here: without memory to compare with, all is kept next time too."""
@@ -176,7 +176,7 @@ class Executor:
             self._empty_memory()
             self._use(with_smaller_eval_batch(self.plan, step=step, problem=problem))
             cure = f"evaluates {self.plan.eval_batch} at once"
-            self._recorder.event("oom", step=step, reason=problem, cure=cure)
+            self._recorder.event("oom", step=step, reason=problem, action=cure)
 
     def batches(self, data: Any) -> Iterator[MicroBatch]:
         """Data in its own order, on the device, as much at once as the plan evaluates."""
@@ -244,7 +244,7 @@ class Executor:
             self._refuse_oom_of_one(problem)
         self._empty_memory()
         cure = "what a sample needs could not be measured: the plan's careful start stays"
-        self._recorder.event("oom", step=1, reason=problem, cure=cure)
+        self._recorder.event("oom", step=1, reason=problem, action=cure)
 
     def _plan_micro_batch(self, loss: LossFunction, batch: GlobalBatch) -> None:
         parts, plan = self._parts, self.plan
@@ -298,7 +298,7 @@ class Executor:
         self._empty_memory()
         if number != self._ran_out_at:
             self._ran_out_at = number
-            self._recorder.event("oom", step=number, reason=problem, cure="garbage collected, the same step again")
+            self._recorder.event("oom", step=number, reason=problem, action="garbage collected, the same step again")
             return
         before, model = self.plan, self._parts.stepper.model
         has_memory = before.workload.has_batchnorm or self._guard.writes_buffers
@@ -315,7 +315,7 @@ class Executor:
                 self._use(uncompiled_plan(self.plan, reason=f"{cure} since step {number:,}", step=number))
                 cure = f"{cure}, and the model is no longer compiled"
             self._closing.enter_context(checkpoint_activations(model))
-        self._recorder.event("oom", step=number, reason=problem, cure=cure, exact=False)
+        self._recorder.event("oom", step=number, reason=problem, action=cure, exact=False)
         self._note_inexact(number, cure)
 
     def _empty_memory(self) -> None:

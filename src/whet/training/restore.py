@@ -82,7 +82,7 @@ def with_earlier_inexactness(told: dict[str, Any], run: Run | None) -> dict[str,
     changes = [event for event in events if event.get("exact") is False]
     if not changes or told.get("exact") is False:
         return told
-    why = changes[-1].get("cure") or changes[-1].get("reason")
+    why = changes[-1].get("action") or changes[-1].get("reason")
     return {**told, "exactness": f"not bit-exact since step {min(event.step for event in changes):,}: {why}"}
 
 

@@ -184,10 +184,10 @@ class Session:
             # The very first state too: who calls again with the same objects must not start from trained weights.
             self._save("last")
         for reason in opened.changes:
-            self._recorder.event("plan", step=self.progress.step, changed=reason, exact=False, reason=reason)
+            self._recorder.event("plan", step=self.progress.step, message=reason, exact=False, reason=reason)
         wants_awake = self.plan.keep_awake == "on"
         if self._closing.enter_context(prevent_sleep(wants_awake)) != wants_awake:
-            self._recorder.event("plan", step=self.progress.step, changed=NO_CAFFEINATE_MESSAGE)
+            self._recorder.event("plan", step=self.progress.step, message=NO_CAFFEINATE_MESSAGE)
         self._tell_news()
         self._first_epoch = self.progress.position.epoch
         self._epoch_began = time.monotonic()
@@ -444,8 +444,8 @@ class Session:
             epoch=epochs_done,
             epoch_seconds=now - self._epoch_began,
             memory=asdict(memory),
-            held=held_memory(self._stepper),
-            shapes=len(self._execution.shapes),
+            state_bytes=held_memory(self._stepper),
+            num_shapes=len(self._execution.shapes),
         )
         self._epoch_began = now
         gc.collect()

@@ -144,14 +144,14 @@ class StartChecks:
             return plan
         why_not = skip_reason(plan)
         if why_not is not None:
-            self.recorder.event("plan", step=step, changed=f"{opening}not verified: {why_not}")
+            self.recorder.event("plan", step=step, message=f"{opening}not verified: {why_not}")
             return plan
         start = time.perf_counter()
         examination = ModelCheck.of(self.parts, plan, loss, self.outputs, batch, length_mode)
         key = self._key(examination, plan)
         before = cache.load_verified(key) if key and _verify_mode(plan) == "on" and moved_from is None else None
         if before is not None:
-            self.recorder.event("plan", step=step, changed=f"verified before: {before}")
+            self.recorder.event("plan", step=step, message=f"verified before: {before}")
             return plan
         findings = examination.findings(plan.precision)
         said = f"{opening}verified: {findings}" if findings.is_complete else f"{opening}{findings}"
@@ -178,7 +178,7 @@ class StartChecks:
             why_not = skip_reason(plan)
             if why_not is not None:
                 until.push(undo.pop_all())
-                self.recorder.event("plan", step=step, changed=f"compiled: {_NOT_COMPARED}: {why_not}")
+                self.recorder.event("plan", step=step, message=f"compiled: {_NOT_COMPARED}: {why_not}")
                 return plan
             precision = plan.precision
             agreement, problem = run_check(
@@ -263,7 +263,7 @@ class StartChecks:
         self.recorder.spent("verify", seconds)
         if error is not None:
             fields["difference"] = error
-        self.recorder.event("plan", step=step, changed=f"{said}  ({seconds:.1f} s)", seconds=seconds, **fields)
+        self.recorder.event("plan", step=step, message=f"{said}  ({seconds:.1f} s)", seconds=seconds, **fields)
 
     def _key(self, examination: ModelCheck, plan: Plan) -> str | None:
         machine, stepper = plan.machine, self.parts.stepper

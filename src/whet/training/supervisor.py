@@ -171,7 +171,7 @@ def prepare_restart(run: Path, *, killer: str, is_first: bool, told_step: int = 
         if less is not None:
             rewrite_parts(opened, plan=less.as_json())
         exact = {} if less is None else {"exact": False}
-        log.append("restart", step=reached, reason=f"killed by {killer}", cure=cure, **exact)
+        log.append("restart", step=reached, reason=f"killed by {killer}", action=cure, **exact)
     return cure
 
 

@@ -105,7 +105,7 @@ def resolve_auto_batch_size(
 def report_lines(show: EventHandler | None, *lines: str) -> None:
     """Says what was measured, as events of a run are told."""
     for line in lines:
-        emit_event(show, "plan", {"changed": line})
+        emit_event(show, "plan", {"message": line})
 
 
 def progress_callback(show: EventHandler | None) -> ProgressCallback | None:

@@ -221,7 +221,7 @@ def test_only_what_is_trained_has_gradients_and_optimizer_state(
 
     run = trained(tmp_path, model, table, *words, "epochs=1")
     (epoch,) = read_events(run, kinds=("epoch",))
-    held = epoch.get("held")
+    held = epoch.get("state_bytes")
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in made.buffers())
     assert held["weights"] == parts["weights"] + buffers
     assert held["gradients"] == parts["gradients"] == 4 * sum(trained_sizes)

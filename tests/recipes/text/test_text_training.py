@@ -193,7 +193,7 @@ def test_ctrl_c_and_the_same_command_give_the_uninterrupted_curve(cli: Cli, tabl
     code, out, errors = cli.run(*words, "--run", "cut")
     assert code == 0, errors
     assert f"goes on from step {stopped_at}" in errors
-    assert "in 2 sittings" in out
+    assert "in 2 sessions" in out
     assert losses(cut) == losses(cli.folder / "whole")
     ours, theirs = (store.load_newest(open_run(cli.folder / name).checkpoints) for name in ("cut", "whole"))
     assert ours is not None

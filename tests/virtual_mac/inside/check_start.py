@@ -58,7 +58,7 @@ def train_gpt(run: Path | None, *, precision: str | None = None, **options: Any)
 
 
 def said(run: Path) -> str:
-    lines = [str(event.get("changed")) for event in read_events(open_run(run), kinds=("plan",))]
+    lines = [str(event.get("message")) for event in read_events(open_run(run), kinds=("plan",))]
     (line,) = [line for line in lines if "caffeinate" not in line]
     return line
 
@@ -93,7 +93,7 @@ def test_after_a_move_it_is_always_verified(tmp_path: Path) -> None:
     train_gpt(None)
     train_gpt(tmp_path / "moved", device="cpu", max_steps=2)
     train_gpt(tmp_path / "moved", max_steps=4)
-    lines = [str(event.get("changed")) for event in read_events(open_run(tmp_path / "moved"), kinds=("plan",))]
+    lines = [str(event.get("message")) for event in read_events(open_run(tmp_path / "moved"), kinds=("plan",))]
     assert any(line.startswith("moved from cpu to mps; verified: loss and 30 gradients") for line in lines), lines
 
 

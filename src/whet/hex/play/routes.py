@@ -75,7 +75,7 @@ class Routes:
         found = self._files.get(name)
         if found is None:
             raise HttpError(404, "the page has no such file", got=name, try_="/")
-        return Response(found.body, media_type=found.kind, headers={"Cache-Control": "no-cache, private"})
+        return Response(found.body, media_type=found.media_type, headers={"Cache-Control": "no-cache, private"})
 
     async def _tell(self, request: "Request") -> "Response":  # noqa: ARG002
         return _json(self._about)

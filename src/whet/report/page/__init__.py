@@ -1,5 +1,1 @@
-"""The front end: plain modules of JavaScript in `static/`, drawn by uPlot, without a build step and without a network.
-
-inline      the modules as one script, for a page that is one file
-html        the HTML report: one file
-"""
+"""The front end: plain JavaScript modules in `static/`, drawn with uPlot, without a build step or a network."""

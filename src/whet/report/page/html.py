@@ -1,4 +1,8 @@
-"""The HTML report of a run as one self-contained file."""
+"""The HTML report of a run as one self-contained file. (The live page is `static/watch.html`.)
+
+Data of a run is in the page only as JSON, in a block that no browser executes; scripts insert it as text. The content
+security policy allows exactly these scripts and styles, by their hashes, and no connection at all.
+"""
 
 import base64
 import hashlib
@@ -11,82 +15,31 @@ from typing import Any
 
 from whet.base.errors import WhetError
 from whet.report.comparison import RunComparison
-from whet.report.run_view import RunView
+from whet.report.run_report import RunReport
 from whet.run import strict_json
 from whet.run.disk import open_regular_file
 
+DOCUMENT_START = '<!doctype html>\n<html lang="en" data-made-by="whet report">'
 STATIC_FOLDER = Path(__file__).parent / "static"
+UPLOT_SCRIPT, UPLOT_STYLE = "uPlot.iife.min.js", "uPlot.min.css"
+MAX_TEXT = 4000
+"""Characters of one text: nobody reads more, and a log may hold lines of 16 MB."""
+_MAX_ITEMS = 20_000
+_MAX_TITLE = 200
+_ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
+# The two forms of import and export that the modules use, one line each.
 _IMPORT = re.compile(r'^import \{ (\w+(?:, \w+)*) \} from "\./([\w.]+)";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) (\w+))", re.MULTILINE)
 _UNSUPPORTED = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
 
 
-@cache
-def bundle_script(entry: str) -> str:
-    """The module and all it imports, those first that others need."""
-    order: list[str] = []
-    _visit(entry, order, above=())
-    return '"use strict";\nconst modules = {};\n' + "".join(_wrap_module(name) for name in order)
-
-
-def static_text(name: str) -> str:
-    """A file of the front end."""
-    return (STATIC_FOLDER / name).read_text(encoding="utf-8")
-
-
-def _visit(name: str, order: list[str], *, above: tuple[str, ...]) -> None:
-    if name in above:
-        raise ValueError(f"modules that import each other: {' -> '.join((*above, name))}")
-    if name in order:
-        return
-    for _, needed in _IMPORT.findall(static_text(name)):
-        _visit(needed, order, above=(*above, name))
-    order.append(name)
-
-
-def _wrap_module(name: str) -> str:
-    source = static_text(name)
-    exported = ", ".join(_EXPORT.findall(source))
-    body = _EXPORT.sub("", _IMPORT.sub(r'const { \1 } = modules["\2"];', source))
-    left = _UNSUPPORTED.search(body)
-    if left is not None:
-        raise ValueError(f"{name} has a line that cannot be put into a page: {left[0]}")
-    return f'modules["{name}"] = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();\n'
-
-
-MAX_TEXT = 4000
-_MAX_ITEMS = 20_000
-_ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
-
-
-def shorten(value: Any, *, most: int = MAX_TEXT) -> Any:
-    """The same JSON with long texts and endless lists cut; half of a character pair, which is no text, replaced."""
-    if isinstance(value, str):
-        return _shorten_text(value, most)
-    if isinstance(value, dict):
-        items = list(value.items())[:_MAX_ITEMS]
-        return {_shorten_text(name, most): shorten(item, most=most) for name, item in items}
-    if isinstance(value, list):
-        return [shorten(item, most=most) for item in value[:_MAX_ITEMS]]
-    return value
-
-
-def _shorten_text(text: str, most: int) -> str:
-    clean = text if text.isascii() else text.encode("utf-8", "replace").decode()
-    return clean if len(clean) <= most else clean[: most - 1] + _ELLIPSIS
-
-
-DOCUMENT_START = '<!doctype html>\n<html lang="en" data-made-by="whet report">'
-_MAX_TITLE = 200
-UPLOT_SCRIPT, UPLOT_STYLE = "uPlot.iife.min.js", "uPlot.min.css"
-
-
-def report_page(view: RunView | RunComparison) -> str:
+def report_page(report: RunReport | RunComparison) -> str:
     """The whole report as one HTML file."""
     styles = [static_text(UPLOT_STYLE), static_text("page.css")]
     scripts = [static_text(UPLOT_SCRIPT), bundle_script("report.js")]
-    title = shorten(view.name if isinstance(view, RunView) else " / ".join(view.labels), most=_MAX_TITLE)
+    name = report.name if isinstance(report, RunReport) else " / ".join(report.labels)
+    title = shorten(name, most=_MAX_TITLE)
     return "\n".join(
         [
             DOCUMENT_START,
@@ -100,8 +53,8 @@ def report_page(view: RunView | RunComparison) -> str:
             "</head>",
             "<body>",
             '<div id="bar" class="bar"></div>',
-            '<main id="page"><noscript>This report is drawn by JavaScript, without a network.</noscript></main>',
-            f'<script type="application/json" id="data">{embedded_json(view)}</script>',
+            '<main id="page"><noscript>This report needs JavaScript, but no network.</noscript></main>',
+            f'<script type="application/json" id="data">{embedded_json(report)}</script>',
             *(f"<script>{script}</script>" for script in scripts),
             "</body>",
             "</html>",
@@ -111,7 +64,7 @@ def report_page(view: RunView | RunComparison) -> str:
 
 
 def content_policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
-    """What the page may do: run these scripts, use these styles, and nothing else."""
+    """The content security policy of a page: these scripts and styles, and nothing else."""
     return "; ".join(
         [
             "default-src 'none'",
@@ -123,23 +76,78 @@ def content_policy(*, scripts: Sequence[str], styles: Sequence[str]) -> str:
     )
 
 
-def embedded_json(view: RunView | RunComparison) -> str:
-    """The view as JSON that cannot end the block it stands in, whatever a run is called or logs."""
-    text = strict_json.encode_compact(shorten(view.as_json()))
+def embedded_json(report: RunReport | RunComparison) -> str:
+    """The report as JSON that cannot end the script block it is in, whatever a run is called or logs."""
+    text = strict_json.encode_compact(shorten(report.for_page().as_json()))
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text
 
 
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def shorten(value: Any, *, most: int = MAX_TEXT) -> Any:
+    """The same JSON with long texts and lists truncated, and lone surrogates replaced."""
+    if isinstance(value, str):
+        return _shorten_text(value, most)
+    if isinstance(value, dict):
+        items = list(value.items())[:_MAX_ITEMS]
+        return {_shorten_text(name, most): shorten(item, most=most) for name, item in items}
+    if isinstance(value, list):
+        return [shorten(item, most=most) for item in value[:_MAX_ITEMS]]
+    return value
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file begins as our reports do, so that a newer one may take its place."""
+    """Whether a file begins like our reports, so that a newer one may replace it."""
     try:
         with open_regular_file(path) as file:
             start = file.read(len(DOCUMENT_START))
     except (OSError, WhetError):
         return False
     return start == DOCUMENT_START.encode()
+
+
+def static_text(name: str) -> str:
+    """A file of the front end."""
+    return (STATIC_FOLDER / name).read_text(encoding="utf-8")
+
+
+@cache
+def bundle_script(entry: str) -> str:
+    """A JavaScript module and everything it imports as one script.
+
+    Each module becomes a function that returns its exports. Syntax other than the two supported forms of import and
+    export raises, so that the bundled script is what runs on the live page.
+    """
+    order: list[str] = []
+    _collect_modules(entry, order, above=())
+    return '"use strict";\nconst modules = {};\n' + "".join(_wrap_module(name) for name in order)
+
+
+def _collect_modules(name: str, order: list[str], *, above: tuple[str, ...]) -> None:
+    """Append a module and its imports, dependencies first."""
+    if name in above:
+        raise ValueError(f"import cycle: {' -> '.join((*above, name))}")
+    if name in order:
+        return
+    for _, needed in _IMPORT.findall(static_text(name)):
+        _collect_modules(needed, order, above=(*above, name))
+    order.append(name)
+
+
+def _wrap_module(name: str) -> str:
+    source = static_text(name)
+    exported = ", ".join(_EXPORT.findall(source))
+    body = _EXPORT.sub("", _IMPORT.sub(r'const { \1 } = modules["\2"];', source))
+    unsupported = _UNSUPPORTED.search(body)
+    if unsupported is not None:
+        raise ValueError(f"unsupported import or export in {name}: {unsupported[0]}")
+    return f'modules["{name}"] = (() => {{\n{body}\nreturn {{ {exported} }};\n}})();\n'
+
+
+def _shorten_text(text: str, most: int) -> str:
+    clean = text if text.isascii() else text.encode("utf-8", "replace").decode()
+    return clean if len(clean) <= most else clean[: most - 1] + _ELLIPSIS
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

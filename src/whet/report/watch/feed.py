@@ -1,7 +1,7 @@
-"""Who is listening, and what changed for each? Runs are looked at only while somebody is, and gently.
+"""Server-sent events for open pages: what changed for each since it was last notified.
 
-What waits for a listener is not a queue but what changed since it was last told, so a slow one costs no more than a
-list of the runs; one that takes nothing at all is cut off by the guard.
+Runs are scanned only while a page is open. Pending changes are merged, not queued, so a slow page costs no more memory
+than a list of the runs; a page that reads nothing at all is disconnected by the guard.
 """
 
 import asyncio
@@ -11,16 +11,17 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from whet.report.page.html import shorten
+from whet.report.run_status import RunStatus
 from whet.report.watch.listing import ListingChanges, RunListing
 from whet.report.watch.run_cache import RunCache, WorkTimer
-from whet.report.watch.status_reader import ListedRun
+from whet.report.watch.status_reader import run_id, status_json
 from whet.run import strict_json
 from whet.web.access import HttpError
 
 MAX_LISTENERS = 64
 _POLL_SECONDS = 1.0
 _MAX_CORE_SHARE = 0.05
-"""Of a core at most is spent on looking for changes."""
+"""Share of a core that scanning for changes may take."""
 _HEARTBEAT_SECONDS = 15.0
 _MAX_GROUPS = 20
 
@@ -28,58 +29,60 @@ T = TypeVar("T")
 
 
 class _Listener:
-    """One open page, and what it does not know yet."""
+    """One open page, and the changes it has not been sent yet."""
 
-    def __init__(self, idents: Collection[str]) -> None:
-        self.idents = frozenset(idents)
+    def __init__(self, runs: Collection[str]) -> None:
+        self.runs = frozenset(runs)
+        """Ids of the runs that the page shows in full."""
         self.versions: dict[str, str] = {}
-        self._lines: dict[str, ListedRun] = {}
+        self._changed: dict[str, RunStatus] = {}
         self._removed: set[str] = set()
         self._groups: dict[str, int] | None = None
-        self._runs: dict[str, str] = {}
+        self._new_versions: dict[str, str] = {}
         self._wake = asyncio.Event()
 
-    def tell(self, changes: ListingChanges) -> None:
-        for line in changes.changed:
-            self._lines[line.id] = line
-            self._removed.discard(line.id)
-        for ident in changes.removed:
-            self._lines.pop(ident, None)
-            self._removed.add(ident)
-            self.versions.pop(ident, None)  # It is news when it comes back, even as it was.
+    def add_changes(self, changes: ListingChanges) -> None:
+        for status in changes.changed:
+            run = run_id(status.path.name)
+            self._changed[run] = status
+            self._removed.discard(run)
+        for run in changes.removed:
+            self._changed.pop(run, None)
+            self._removed.add(run)
+            self.versions.pop(run, None)  # Announce a restored run again.
         if changes.groups is not None:
             self._groups = changes.groups
         if changes:
             self._wake.set()
 
-    def tell_run(self, ident: str, version: str) -> None:
-        if ident in self.idents and self.versions.get(ident) != version:
-            self.versions[ident] = self._runs[ident] = version
+    def add_version(self, run: str, version: str) -> None:
+        if run in self.runs and self.versions.get(run) != version:
+            self.versions[run] = self._new_versions[run] = version
             self._wake.set()
 
-    async def news(self) -> list[bytes]:
-        """Waits until there is something to say, for as long as a connection may be silent."""
+    async def next_messages(self) -> list[bytes]:
+        """Wait for changes, but no longer than a connection may be silent."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), _HEARTBEAT_SECONDS)
         self._wake.clear()
-        lines, removed, groups, runs = self._lines, self._removed, self._groups, self._runs
-        self._lines, self._removed, self._groups, self._runs = {}, set(), None, {}
-        said = []
-        if lines or removed or groups is not None:
-            changed = [line.as_json() for line in lines.values()]
-            told = {} if groups is None else {"groups": groups_json(groups)}
-            said.append(_event("runs", {"changed": changed, "removed": sorted(removed), **told}))
-        said += [_event("run", {"id": ident, "version": version}) for ident, version in runs.items()]
-        return said or [_event("still", {})]
+        changed, removed, groups, versions = self._changed, self._removed, self._groups, self._new_versions
+        self._changed, self._removed, self._groups, self._new_versions = {}, set(), None, {}
+        messages = []
+        if changed or removed or groups is not None:
+            statuses = [status_json(status) for status in changed.values()]
+            regrouped = {} if groups is None else {"groups": groups_json(groups)}
+            messages.append(_message("runs", {"changed": statuses, "removed": sorted(removed), **regrouped}))
+        messages += [_message("run", {"id": run, "version": version}) for run, version in versions.items()]
+        return messages or [_message("still", {})]
 
 
 class UpdateFeed:
-    """Looks at the runs while anybody listens, and tells each what is new for it."""
+    """Scans the runs while any page is open, and sends each page what changed."""
 
-    def __init__(self, listing: RunListing, looking: RunCache, lister: Executor) -> None:
+    def __init__(self, listing: RunListing, cache: RunCache, executor: Executor) -> None:
         self._listing = listing
-        self._looking = looking
-        self._lister = lister
+        self._cache = cache
+        self._executor = executor
         self._turn = asyncio.Lock()
         self._listeners: set[_Listener] = set()
         self._polling: asyncio.Task[None] | None = None
@@ -89,71 +92,68 @@ class UpdateFeed:
         """How many pages are open."""
         return len(self._listeners)
 
-    async def listen(self, idents: Collection[str]) -> AsyncIterator[bytes]:
-        """Server-sent events: `hello` (fetch what you show), `runs` (lines of the list), `run` (fetch it), `still`."""
-        listener = _Listener(idents)
+    async def listen(self, runs: Collection[str]) -> AsyncIterator[bytes]:
+        """Server-sent events: `hello` (fetch everything), `runs` (list changes), `run` (fetch it again), `still`."""
+        listener = _Listener(runs)
         self._listeners.add(listener)
         try:
-            # Before the page fetches anything: what changes later is told, once too often rather than never.
-            listener.versions = await self._in_thread(lambda: self._versions(idents))
+            # Before the page fetches anything: a change in between is announced twice rather than never.
+            listener.versions = await self._in_thread(lambda: self._versions(runs))
             if self._polling is None or self._polling.done():
                 self._polling = asyncio.create_task(self._poll())
-            yield b"retry: 3000\n" + _event("hello", {"runs": sorted(idents)})
+            yield b"retry: 3000\n" + _message("hello", {"runs": sorted(runs)})
             while True:
-                for said in await listener.news():
-                    yield said
+                for message in await listener.next_messages():
+                    yield message
                 if self._polling is not None and self._polling.done():
-                    self._polling.result()  # Whatever ended it is told, and a page that comes again starts it anew.
+                    self._polling.result()  # Raises what ended polling; the next page starts it again.
         finally:
             self._listeners.discard(listener)
 
-    def refuse_too_many(self) -> None:
-        """Says no before an answer has begun."""
+    def check_capacity(self) -> None:
+        """HTTP 503 when too many pages are open; before the response begins."""
         if self.num_listeners >= MAX_LISTENERS:
-            raise HttpError(503, "too many pages are open", got=self.num_listeners, try_="close some of them")
+            raise HttpError(503, "too many open pages", got=self.num_listeners, try_="close some of them")
 
-    async def look(self) -> float:
-        """Looks at the runs now, for whomever, and tells everybody what changed; how long to rest then."""
-        async with self._turn:  # What is told last is what was seen last.
-            changes, versions, rest = await self._in_thread(self._look)
+    async def scan(self) -> float:
+        """Scan the runs now and notify all pages; how long to pause afterwards."""
+        async with self._turn:  # Notifications must have the order of the scans.
+            changes, versions, pause = await self._in_thread(self._scan)
             for listener in self._listeners:
-                listener.tell(changes)
-                for ident, version in versions.items():
-                    listener.tell_run(ident, version)
-        return rest
+                listener.add_changes(changes)
+                for run, version in versions.items():
+                    listener.add_version(run, version)
+        return pause
 
     async def _poll(self) -> None:
         while self._listeners:
-            await asyncio.sleep(await self.look())
+            await asyncio.sleep(await self.scan())
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._lister, work)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    def _look(self) -> tuple[ListingChanges, dict[str, str], float]:
-        work = WorkTimer()
-        changes = self._listing.look()
-        watched = {ident for listener in tuple(self._listeners) for ident in listener.idents}
-        versions = self._versions(ident for ident in watched if not self._looking.is_at_rest(ident))
-        rest = (
-            max(_POLL_SECONDS, work.rest(share=_MAX_CORE_SHARE))
-            if self._listing.is_complete
-            else max(0.1, work.seconds)
-        )
-        return changes, versions, rest
+    def _scan(self) -> tuple[ListingChanges, dict[str, str], float]:
+        timer = WorkTimer()
+        changes = self._listing.scan()
+        shown = {run for listener in tuple(self._listeners) for run in listener.runs}
+        versions = self._versions(run for run in shown if not self._cache.is_paused(run))
+        if self._listing.is_complete:
+            return changes, versions, max(_POLL_SECONDS, timer.pause(share=_MAX_CORE_SHARE))
+        return changes, versions, max(0.1, timer.seconds)
 
-    def _versions(self, idents: Iterable[str]) -> dict[str, str]:
-        found = {}
-        for ident in idents:
+    def _versions(self, runs: Iterable[str]) -> dict[str, str]:
+        versions = {}
+        for run in runs:
             with contextlib.suppress(HttpError, OSError):
-                found[ident] = self._looking.version(ident)
-        return found
+                versions[run] = self._cache.version(run)
+        return versions
 
 
 def groups_json(groups: dict[str, int]) -> list[dict[str, Any]]:
-    """As a page shows them: by name, a few."""
+    """The first folders with runs of their own, by name."""
     return [{"name": shorten(name), "number": number} for name, number in sorted(groups.items())[:_MAX_GROUPS]]
 
 
-def _event(name: str, data: dict[str, Any]) -> bytes:
-    # JSON on one line: nothing in it can begin another event.
+def _message(name: str, data: dict[str, Any]) -> bytes:
+    # JSON on one line: nothing in it can begin another message.
     return f"event: {name}\ndata: {strict_json.encode_compact(data)}\n\n".encode()

@@ -1,4 +1,4 @@
-"""Runs that pages look at, kept open and rendered again only when they change."""
+"""The runs that pages look at: kept open, and rendered again only when their folder changed."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 from whet.base.errors import WhetError
 from whet.report.comparison import MAX_COMPARED_RUNS, compare_runs
 from whet.report.page.html import shorten
-from whet.report.run_view import RunView, run_view
+from whet.report.run_report import RunReport, summarize
 from whet.report.watch.listing import RunListing
 from whet.report.watch.status_reader import RunStamp, file_stamp, hide_path
 from whet.run import strict_json
@@ -23,14 +23,43 @@ from whet.run.lock import is_locked
 from whet.web.access import HttpError
 
 WAIT_SECONDS = 2.0
-"""So long requests wait after the first; most runs are open by then. Later ones would only keep others waiting."""
+"""How long requests wait for a run to open, counted from the first one; most runs are open by then."""
 ACCEPTED = 202
-"""Not a failure: whoever asks again later gets the run."""
+"""Not a failure: a later request gets the run."""
+_MAX_RUNS = 16
+_MAX_BLOCKS = 40_000
+"""Of 256 events each, over all open runs: a run of 5 million events has half of them."""
+_MAX_CORE_SHARE = 0.03
+"""Share of a core that rendering one run may take."""
+_MAX_WALL_SHARE = 0.2
+"""The same with all waiting included, so that a slow disk is not kept busy."""
+_MAX_PAUSE_SECONDS = 30.0
 _OPEN_LOCK = threading.Lock()
 
 
+class WorkTimer:
+    """Time spent by this thread, and how long to pause after it to use only a small share of the machine.
+
+    CPU time counts, not wall time: next to a training run most of the time is waiting for a core.
+    """
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._begun_cpu = time.thread_time()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time so far."""
+        return time.monotonic() - self._begun
+
+    def pause(self, *, share: float) -> float:
+        """Seconds to pause so that at most this share of a core is used."""
+        cpu = time.thread_time() - self._begun_cpu
+        return min(max(cpu / share, self.seconds / _MAX_WALL_SHARE), _MAX_PAUSE_SECONDS)
+
+
 class RunOpener:
-    """A run that is being opened, or was."""
+    """Opens a run in a thread of its own: reading a long log without an index takes a minute."""
 
     def __init__(self, folder: Path) -> None:
         self.history: LiveHistory | None = None
@@ -39,68 +68,36 @@ class RunOpener:
         self._error: Exception | None = None
         self._is_cancelled = False
         self._done = threading.Event()
-        self._patient_until = time.monotonic() + WAIT_SECONDS
-        # Nobody waits for it when the server ends.
+        self._wait_until = time.monotonic() + WAIT_SECONDS
+        # A daemon: the server does not wait for it when it ends.
         threading.Thread(target=self._open, name="opener", daemon=True).start()
 
     def wait(self) -> LiveHistory:
-        """The history, if it does not take too long; then a refusal that tells how far it is."""
-        if not self._done.wait(max(0.0, self._patient_until - time.monotonic())):
-            told = f"the log of this run is read for the first time: {self._percent} %"
-            raise HttpError(ACCEPTED, told, try_="again in a second")
+        """The history, if it opens soon; otherwise an HTTP 202 with the progress."""
+        if not self._done.wait(max(0.0, self._wait_until - time.monotonic())):
+            raise HttpError(ACCEPTED, f"reading the log of this run: {self._percent} %", try_="again in a second")
         if self._error is not None:
             raise self._error
         assert self.history is not None
         return self.history
 
     def cancel(self) -> None:
-        """Nobody asks for it any more."""
+        """Stop reading."""
         self._is_cancelled = True
 
     def _open(self) -> None:
         try:
             with _OPEN_LOCK:
-                self.history = LiveHistory(self._folder, progress=self._tell)
+                self.history = LiveHistory(self._folder, progress=self._on_progress)
         except Exception as error:
             self._error = error
         finally:
             self._done.set()
 
-    def _tell(self, done: int, total: int) -> None:
+    def _on_progress(self, done: int, total: int) -> None:
         if self._is_cancelled:
-            raise InterruptedError("nobody asks for this run any more")
+            raise InterruptedError("no page shows this run any more")
         self._percent = 100 * done // max(1, total)
-
-
-_MAX_WALL_SHARE = 0.2
-"""With all waiting at most: a slow disk is not to be kept busy."""
-_MAX_PAUSE_SECONDS = 30.0
-"""Seconds: one slow moment leaves no page behind for longer."""
-
-
-class WorkTimer:
-    """Some work of this thread, from now on."""
-
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-        self._begun_core = time.thread_time()
-
-    @property
-    def seconds(self) -> float:
-        """How long it took so far, with all waiting."""
-        return time.monotonic() - self._begun
-
-    def rest(self, *, share: float) -> float:
-        """Seconds to rest after it, so that at most this share of a core is taken."""
-        core = time.thread_time() - self._begun_core
-        return min(max(core / share, self.seconds / _MAX_WALL_SHARE), _MAX_PAUSE_SECONDS)
-
-
-_MAX_RUNS = 16
-_MAX_BLOCKS = 40_000
-"""Of 256 events each, over all runs that are kept open: a run of 5 million events has half of them."""
-_MAX_CORE_SHARE = 0.03
-"""Of a core at most is spent on one run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +105,7 @@ class RenderedRun:
     """A run as it was at a moment."""
 
     version: str
-    view: RunView
+    report: RunReport
     body: bytes
 
 
@@ -116,109 +113,111 @@ class CachedRun:
     """A run that is kept open."""
 
     def __init__(self, folder: Path) -> None:
-        self.opening = RunOpener(folder)
-        self.turn = threading.Lock()
-        self.seen: RenderedRun | None = None
-        self.rests_until = 0.0
+        self.opener = RunOpener(folder)
+        self.lock = threading.Lock()
+        self.rendered: RenderedRun | None = None
+        self.paused_until = 0.0
 
     @property
     def num_blocks(self) -> int:
-        """How much memory it takes."""
-        history = self.opening.history
+        """A measure of the memory it takes."""
+        history = self.opener.history
         return 0 if history is None else len(history.layout.blocks)
 
 
 class RunCache:
-    """Opens runs by their ids; several threads may ask."""
+    """Renders runs by their ids; several threads may ask."""
 
     def __init__(self, listing: RunListing) -> None:
         self._listing = listing
-        self._looks: OrderedDict[str, CachedRun] = OrderedDict()
+        self._runs: OrderedDict[str, CachedRun] = OrderedDict()
         self._guard = threading.Lock()
         self._salt = secrets.token_bytes(8)
 
-    def folder(self, ident: str) -> Path:
-        """Where the run lies."""
-        folder = self._listing.folder(ident)
-        if folder is None and not self._listing.looked_at:
-            self._listing.look()
-            folder = self._listing.folder(ident)
+    def folder(self, run: str) -> Path:
+        """The folder of a run; HTTP 404 for an unknown id."""
+        folder = self._listing.folder(run)
+        if folder is None and not self._listing.scanned_at:
+            self._listing.scan()
+            folder = self._listing.folder(run)
         if folder is None:
-            raise HttpError(404, "no such run", got=ident, try_="/api/runs")
+            raise HttpError(404, "no such run", got=run, try_="/api/runs")
         return folder
 
-    def version(self, ident: str) -> str:
-        """Another one whenever there may be something else to see; costs a few stats."""
-        folder = self.folder(ident)
+    def version(self, run: str) -> str:
+        """Changes whenever there may be something new to see; costs a few stats."""
+        folder = self.folder(run)
         try:
             entries, is_running = folder.stat().st_mtime_ns, is_locked(folder)
         except (WhetError, OSError):
             entries, is_running = 0, False
-        # What is copied here comes into a file after its name is there, and checkpoints come and go without a word.
+        # A file that is being copied appears before its content, and checkpoints come and go without an event.
         parts = [file_stamp(f"{folder}/{name}") for name in (*(f"{part}.json" for part in RUN_PARTS), CHECKPOINTS)]
-        known = repr((ident, RunStamp.of(folder), parts, entries, is_running)).encode()
-        return hashlib.sha256(self._salt + known).hexdigest()[:20]
+        state = repr((run, RunStamp.of(folder), parts, entries, is_running)).encode()
+        return hashlib.sha256(self._salt + state).hexdigest()[:20]
 
-    def view(self, ident: str) -> RenderedRun:
-        """The run as it is now."""
-        folder = self.folder(ident)
-        with self._opened(ident) as (look, history):
-            version, work = self.version(ident), WorkTimer()
-            if look.seen is None or look.seen.version != version:
+    def render(self, run: str) -> RenderedRun:
+        """The report of a run as it is now."""
+        folder = self.folder(run)
+        with self._opened(run) as (cached, history):
+            version, timer = self.version(run), WorkTimer()
+            if cached.rendered is None or cached.rendered.version != version:
                 history.refresh()
-                view = run_view(open_run(folder), history=history)
-                look.seen = RenderedRun(version, view, strict_json.encode_compact(shorten(view.as_json())).encode())
-                look.rests_until = time.monotonic() + work.rest(share=_MAX_CORE_SHARE)
-            return look.seen
+                report = summarize(open_run(folder), history=history).for_page()
+                body = strict_json.encode_compact(shorten(report.as_json())).encode()
+                cached.rendered = RenderedRun(version, report, body)
+                cached.paused_until = time.monotonic() + timer.pause(share=_MAX_CORE_SHARE)
+            return cached.rendered
 
-    def comparison(self, idents: list[str]) -> bytes:
-        """Several runs side by side."""
-        if not 2 <= len(idents) <= MAX_COMPARED_RUNS:
-            raise HttpError(400, f"two to {MAX_COMPARED_RUNS} runs are compared", got=len(idents), try_="ids=A,B")
-        compared = compare_runs([self.view(ident).view for ident in idents])
-        return strict_json.encode_compact(shorten(compared.as_json())).encode()
+    def compare(self, runs: list[str]) -> bytes:
+        """Several runs side by side, as JSON."""
+        if not 2 <= len(runs) <= MAX_COMPARED_RUNS:
+            raise HttpError(
+                400, f"a comparison needs 2 to {MAX_COMPARED_RUNS} runs", got=len(runs), try_="/api/compare?ids=A,B"
+            )
+        comparison = compare_runs([self.render(run).report for run in runs])
+        return strict_json.encode_compact(shorten(comparison.as_json())).encode()
 
-    def is_at_rest(self, ident: str) -> bool:
-        """Whether nobody should be told yet to look again."""
-        look = self._looks.get(ident)
-        return look is not None and look.rests_until > time.monotonic()
+    def is_paused(self, run: str) -> bool:
+        """Whether the run was rendered so recently that pages should not ask for it again yet."""
+        cached = self._runs.get(run)
+        return cached is not None and cached.paused_until > time.monotonic()
 
     @contextlib.contextmanager
-    def history(self, ident: str) -> Iterator[LiveHistory]:
-        """The events of a run as of now; for this thread alone as long as it reads."""
-        with self._opened(ident) as (_, history):
+    def history(self, run: str) -> Iterator[LiveHistory]:
+        """The events of a run as of now, for this thread alone while it reads."""
+        with self._opened(run) as (_, history):
             history.refresh()
             yield history
 
     def close(self) -> None:
-        """Ends what is still being opened."""
-        for look in list(self._looks.values()):
-            look.opening.cancel()
+        """Stop opening runs."""
+        for cached in list(self._runs.values()):
+            cached.opener.cancel()
 
     @contextlib.contextmanager
-    def _opened(self, ident: str) -> Iterator[tuple[CachedRun, LiveHistory]]:
-        folder = self.folder(ident)
+    def _opened(self, run: str) -> Iterator[tuple[CachedRun, LiveHistory]]:
+        folder = self.folder(run)
         with self._guard:
-            look = self._looks.get(ident) or CachedRun(folder)
-            self._looks[ident] = look
-            self._looks.move_to_end(ident)
+            cached = self._runs.get(run) or CachedRun(folder)
+            self._runs[run] = cached
+            self._runs.move_to_end(run)
         try:
-            with look.turn:
-                yield look, look.opening.wait()
+            with cached.lock:
+                yield cached, cached.opener.wait()
         except HttpError:
             raise
         except (WhetError, OSError) as error:
-            self._looks.pop(ident, None)
+            self._runs.pop(run, None)
             what, got = (error.what, error.got) if isinstance(error, WhetError) else ("cannot read the run", str(error))
-            told = HttpError(409, hide_path(what, folder), got=hide_path(got or "", folder))
-            raise told from None
-        self._forget_some()
+            raise HttpError(409, hide_path(what, folder), got=hide_path(got or "", folder)) from None
+        self._evict()
 
-    def _forget_some(self) -> None:
-        """Keeps the runs that were looked at last, as far as they fit into memory."""
+    def _evict(self) -> None:
+        """Close the least recently used runs until the others fit into memory."""
         with self._guard:
-            while len(self._looks) > 1 and (
-                len(self._looks) > _MAX_RUNS or sum(look.num_blocks for look in self._looks.values()) > _MAX_BLOCKS
+            while len(self._runs) > 1 and (
+                len(self._runs) > _MAX_RUNS or sum(run.num_blocks for run in self._runs.values()) > _MAX_BLOCKS
             ):
-                _, look = self._looks.popitem(last=False)
-                look.opening.cancel()
+                _, cached = self._runs.popitem(last=False)
+                cached.opener.cancel()

@@ -1,120 +1,190 @@
-"""The status of one run in a list, updated by reading only new bytes."""
+"""The status of one run in a list, updated by reading only the bytes that are new."""
 
 import hashlib
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from whet.base.errors import WhetError
 from whet.report.page.html import shorten
+from whet.report.run_status import RunState, RunStatus, ended_state, read_status
 from whet.run.disk import open_regular_file
 from whet.run.event import SESSION_START_KINDS, Event, parse_event
 from whet.run.events import History
 from whet.run.folder import EVENTS_FILE, RUN_FILE, Run, open_run
 from whet.run.lock import LOCK_FILE, is_locked
-from whet.run.prune import RunState, goal_name, run_state, total_steps
-from whet.run.strict_json import StrictModel
-
-_HEAD_BYTES = 64 * 1024
-_TAIL_BYTES = 1024**2
-
-
-@dataclass(frozen=True, slots=True)
-class LogEnds:
-    """The first and the last events of a log."""
-
-    events: tuple[Event, ...]
-    position: int
-    """Behind the last whole line."""
-
-    def last(self, *kinds: str) -> Event | None:
-        """The newest of these kinds, as far as can be seen from the ends."""
-        return next((event for event in reversed(self.events) if event.kind in kinds), None)
-
-    def told(self, name: str) -> object:
-        """What the newest start or resume that says anything about it says."""
-        values = (event.get(name) for event in reversed(self.events) if event.kind in SESSION_START_KINDS)
-        return next((value for value in values if value is not None), None)
-
-
-def read_log_ends(folder: Path) -> LogEnds:
-    """Reads a megabyte at most, whatever the size of the log."""
-    with open_regular_file(folder / EVENTS_FILE) as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        head = file.read(min(_HEAD_BYTES, size))
-        begin = file.seek(max(len(head), size - _TAIL_BYTES))
-        tail = file.read(size - begin)
-    whole = tail[: tail.rfind(b"\n") + 1]
-    lines = [*head.split(b"\n")[:-1], *whole.split(b"\n")[1:]]
-    events = tuple(event for line in lines if line and (event := parse_event(line)) is not None)
-    return LogEnds(events=events, position=begin + len(whole))
-
 
 _MAX_NEW_BYTES = 1024**2
-"""Bytes that are read as news; behind more, the run is looked at anew, with its index."""
+"""Where more bytes are new, the run is read again with its index."""
 _MAX_SCAN_BYTES = 8 * 1024**2
-"""Bytes of a log that are read for its line in a list; of more without an index, only the ends."""
+"""Bytes of a log that are read for a list; of a longer one without an index only both ends."""
+_HEAD_BYTES = 64 * 1024
+_TAIL_BYTES = 1024**2
 _SLOW_SECONDS = 0.2
-"""What takes longer only to fail is left alone"""
-_REST_SECONDS = 30.0
-"""for so long, unless it changes."""
+_RETRY_SECONDS = 30.0
+"""A run that takes longer than `_SLOW_SECONDS` to fail is not tried again for this long, unless it changes."""
 _MAX_TEXT = 300
 
+FileStamp = tuple[int, int, int]
 
-class ListedRun(StrictModel):
-    """What a list shows of a run."""
 
-    id: str
-    """Stands for the run in addresses; says nothing about where it lies."""
-    name: str
-    state: RunState
-    recipe: str | None = None
-    step: int = 0
-    total_steps: int | None = None
-    loss: float | None = None
-    goal: str | None = None
-    goal_value: float | None = None
-    changed: float = 0.0
-    """Unix seconds of the newest event, or when the run was made."""
-    problem: str | None = None
-    """Why it is unreadable."""
+def file_stamp(path: str) -> FileStamp | None:
+    """Modification time, size and inode of a file; None where there is none."""
+    try:
+        stat = os.lstat(path)
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 @dataclass(frozen=True, slots=True)
 class RunStamp:
-    """What tells without reading whether a run has changed."""
+    """Tells without reading whether a run has changed."""
 
-    events: tuple[int, int, int] | None
-    header: tuple[int, int, int] | None
-    lock: tuple[int, int, int] | None
-    """Whoever takes or releases it writes in it: a run is under way long before its first word."""
+    events: FileStamp | None
+    header: FileStamp | None
+    lock: FileStamp | None
+    """A process writes it when it takes or releases the lock: a run is active before its first event."""
 
     @classmethod
     def of(cls, folder: Path | str) -> "RunStamp":
-        """The mark of a run folder now; of thousands every second, so without making paths."""
+        """The stamp of a run folder; called for thousands every second, so without creating Path objects."""
         names = {"events": EVENTS_FILE, "header": RUN_FILE, "lock": LOCK_FILE}
         return cls(**{part: file_stamp(f"{folder}/{name}") for part, name in names.items()})
 
     @property
     def newest(self) -> int:
-        """When it last changed, in nanoseconds; 0 for what is no run."""
-        return max((one[0] for one in (self.events, self.header) if one), default=0)
+        """Time of the last change in nanoseconds; 0 for a folder that is not a run."""
+        return max((stamp[0] for stamp in (self.events, self.header) if stamp), default=0)
 
 
 def run_id(name: str) -> str:
-    """What stands for a run in addresses."""
+    """Identifies a run in URLs without revealing its path."""
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:20]
 
 
+def status_json(status: RunStatus) -> dict[str, Any]:
+    """The status as a page lists it: with an id instead of a path."""
+    fields = status.as_json()
+    del fields["path"], fields["size_bytes"]
+    name = status.path.name
+    return {"id": run_id(name), "name": shorten(name, most=_MAX_TEXT), **shorten(fields, most=_MAX_TEXT)}
+
+
 def hide_path(text: str, folder: Path) -> str:
-    """What is said about a run, without where on the disk it lies."""
+    """The text with the path of a run replaced by its name."""
     return text.replace(f"{folder}", folder.name)
 
 
+class StatusReader:
+    """Reads the status of one run repeatedly."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stamp: RunStamp | None = None
+        self._failed_stamp: RunStamp | None = None
+        self._retry_at = 0.0
+        self._position = 0
+        self._last_turn: Event | None = None
+        """The newest start, resume or end."""
+        self.status = RunStatus(path=folder, state="never started")
+
+    def refresh(self, stamp: RunStamp) -> bool:
+        """Read what is new; whether the status changed."""
+        before, begun = self.status, time.monotonic()
+        if stamp == self._failed_stamp and begun < self._retry_at:
+            return False
+        try:
+            if stamp != self._stamp:
+                if not self._read_new_bytes(stamp):
+                    self._read_all()
+                self._stamp = stamp
+            elif self.status.state == "running" and not is_locked(self._folder):
+                self._set_state(is_running=False)  # The process died without writing an end.
+        except (WhetError, OSError) as error:
+            problem = f"{error.what}: {error.got}" if isinstance(error, WhetError) else str(error)
+            self.status = RunStatus(
+                path=self._folder,
+                state="unreadable",
+                updated=stamp.newest / 1e9,
+                problem=hide_path(problem, self._folder),
+            )
+            # Retried at every scan: it may be in the middle of being copied. But a disk may take seconds to fail.
+            self._stamp, self._failed_stamp = None, stamp
+            if time.monotonic() - begun > _SLOW_SECONDS:
+                self._retry_at = begun + _RETRY_SECONDS
+        return self.status != before
+
+    def _read_all(self) -> None:
+        run = open_run(self._folder)
+        try:
+            history = History(run, progress=_stop_long_scan)
+        except _LongScanError:
+            self._read_both_ends(run)
+            return
+        self._position = history.layout.end
+        self._last_turn = history.last(*SESSION_START_KINDS, "end")
+        self.status = read_status(run, history=history)
+
+    def _read_both_ends(self, run: Run) -> None:
+        """The status from the first and last megabyte of the log."""
+        events, self._position = _read_log_ends(self._folder)
+        self._last_turn = _last(events, *SESSION_START_KINDS, "end")
+        step, evaluation = _last(events, "step"), _last(events, "eval")
+        total, goal = _start_value(events, "total_steps"), _start_value(events, "goal")
+        self.status = RunStatus(
+            path=self._folder,
+            state="stopped",
+            recipe=run.header.recipe,
+            step=step.step if step else 0,
+            total_steps=total if type(total) is int else None,
+            loss=step.number("loss") if step else None,
+            goal=goal if isinstance(goal, str) else None,
+            goal_value=evaluation.number(goal) if evaluation and isinstance(goal, str) else None,
+            updated=events[-1].time if events else run.header.created,
+        )
+        self._set_state(is_running=is_locked(self._folder))
+
+    def _read_new_bytes(self, stamp: RunStamp) -> bool:
+        """Continue from the last position; False where that is not enough to know the status."""
+        if self._stamp is None or self._stamp.events is None or stamp.events is None:
+            return False
+        _, size, inode = stamp.events
+        is_same = stamp.header == self._stamp.header and inode == self._stamp.events[2]
+        if not is_same or size < self._stamp.events[1] or self.status.state == "unreadable":
+            return False
+        if size - self._position > _MAX_NEW_BYTES:
+            return False
+        with open_regular_file(self._folder / EVENTS_FILE) as file:
+            file.seek(self._position)
+            data = file.read(_MAX_NEW_BYTES)
+        data = data[: data.rfind(b"\n") + 1]
+        events = _parse_lines(data.split(b"\n"))
+        if any(event.kind in SESSION_START_KINDS for event in events):
+            return False  # A resume may have voided steps.
+        self._position += len(data)
+        self._last_turn = _last(events, "end") or self._last_turn
+        update: dict[str, object] = {}
+        for event in events:
+            update["updated"] = event.time
+            if event.kind == "step":
+                update |= {"step": event.step, "loss": event.number("loss")}
+            elif event.kind == "eval" and self.status.goal and (value := event.number(self.status.goal)) is not None:
+                update["goal_value"] = value
+        self.status = self.status.model_copy(update=update)
+        self._set_state(is_running=is_locked(self._folder))
+        return True
+
+    def _set_state(self, *, is_running: bool) -> None:
+        ended = ended_state(self._last_turn, has_steps=self.status.step > 0)
+        state: RunState = "running" if is_running else ended
+        self.status = self.status.model_copy(update={"state": state})
+
+
 class _LongScanError(Exception):
-    """The log would have to be read as a whole."""
+    """The whole log would have to be read."""
 
 
 def _stop_long_scan(done: int, total: int) -> None:
@@ -122,135 +192,29 @@ def _stop_long_scan(done: int, total: int) -> None:
         raise _LongScanError
 
 
-class StatusReader:
-    """Reads one run, again and again."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._mark: RunStamp | None = None
-        self._unread: RunStamp | None = None
-        self._rests_until = 0.0
-        self._position = 0
-        self._last_turn: Event | None = None
-        self.line = ListedRun(id=run_id(folder.name), name=_clip(folder.name), state="never started")
-
-    def refresh(self, mark: RunStamp) -> bool:
-        """Reads what is new, if anything; whether the line is another one now."""
-        before, begun = self.line, time.monotonic()
-        if mark == self._unread and begun < self._rests_until:
-            return False
-        try:
-            if mark != self._mark:
-                if not self._read_news(mark):
-                    self._look_anew()
-                self._mark = mark
-            elif self.line.state == "running" and not is_locked(self._folder):
-                self._set_state(is_running=False)  # It died without a word.
-        except (WhetError, OSError) as error:
-            told = f"{error.what}: {error.got}" if isinstance(error, WhetError) else str(error)
-            problem = hide_path(told, self._folder)
-            self.line = ListedRun(
-                id=before.id, name=before.name, state="unreadable", changed=mark.newest / 1e9, problem=_clip(problem)
-            )
-            # Looked at again each time: it may be on its way here, file by file. But a disk may need seconds to fail.
-            self._mark, self._unread = None, mark
-            if time.monotonic() - begun > _SLOW_SECONDS:
-                self._rests_until = begun + _REST_SECONDS
-        return self.line != before
-
-    def _look_anew(self) -> None:
-        run = open_run(self._folder)
-        try:
-            history = History(run, progress=_stop_long_scan)
-        except _LongScanError:
-            self._look_at_ends(run)
-            return
-        self._position = history.layout.end
-        self._last_turn = history.last(*SESSION_START_KINDS, "end")
-        step, newest, goal = history.last("step"), next(history.backwards(), None), goal_name(history)
-        evaluated = (event.number(goal) for event in history.backwards(kinds=("eval",))) if goal else iter(())
-        self.line = ListedRun(
-            id=self.line.id,
-            name=self.line.name,
-            state=run_state(run, history=history),
-            recipe=_clip(run.header.recipe),
-            step=step.step if step else 0,
-            total_steps=total_steps(run, history=history),
-            loss=step.number("loss") if step else None,
-            goal=_clip(goal) if goal else None,
-            goal_value=next((value for value in evaluated if value is not None), None),
-            changed=newest.time if newest else run.header.created,
-        )
-
-    def _look_at_ends(self, run: Run) -> None:
-        ends = read_log_ends(self._folder)
-        self._position = ends.position
-        self._last_turn = ends.last(*SESSION_START_KINDS, "end")
-        step, total, goal = ends.last("step"), ends.told("total_steps"), ends.told("goal")
-        evaluated = ends.last("eval")
-        self.line = ListedRun(
-            id=self.line.id,
-            name=self.line.name,
-            state="stopped",
-            recipe=_clip(run.header.recipe),
-            step=step.step if step else 0,
-            total_steps=total if type(total) is int else None,
-            loss=step.number("loss") if step else None,
-            goal=_clip(goal) if isinstance(goal, str) else None,
-            goal_value=evaluated.number(goal) if evaluated and isinstance(goal, str) else None,
-            changed=ends.events[-1].time if ends.events else run.header.created,
-        )
-        self._set_state(is_running=is_locked(self._folder))
-
-    def _read_news(self, mark: RunStamp) -> bool:
-        """Reads on from where we were; False where that is not enough to know the line."""
-        if self._mark is None or self._mark.events is None or mark.events is None:
-            return False
-        _, size, inode = mark.events
-        is_same = mark.header == self._mark.header and inode == self._mark.events[2] and size >= self._mark.events[1]
-        if not is_same or self.line.state == "unreadable" or size - self._position > _MAX_NEW_BYTES:
-            return False
-        with open_regular_file(self._folder / EVENTS_FILE) as file:
-            file.seek(self._position)
-            data = file.read(_MAX_NEW_BYTES)
-        data = data[: data.rfind(b"\n") + 1]
-        found = [event for line in data.split(b"\n") if line and (event := parse_event(line)) is not None]
-        if any(event.kind in SESSION_START_KINDS for event in found):
-            return False  # Steps may have become void.
-        self._position += len(data)
-        self._last_turn = next((event for event in reversed(found) if event.kind == "end"), self._last_turn)
-        values: dict[str, object] = {}
-        for event in found:
-            values["changed"] = event.time
-            if event.kind == "step":
-                values |= {"step": event.step, "loss": event.number("loss")}
-            elif event.kind == "eval" and self.line.goal and (value := event.number(self.line.goal)) is not None:
-                values["goal_value"] = value
-        self.line = self.line.model_copy(update=values)
-        self._set_state(is_running=is_locked(self._folder))
-        return True
-
-    def _set_state(self, *, is_running: bool) -> None:
-        state: RunState = "running" if is_running else self._state_at_rest()
-        self.line = self.line.model_copy(update={"state": state})
-
-    def _state_at_rest(self) -> RunState:
-        if self._last_turn is None:
-            return "stopped" if self.line.step else "never started"
-        if self._last_turn.kind != "end":
-            return "stopped"
-        told = self._last_turn.get("state")
-        return told if told in ("stopped", "failed") else "done"
+def _read_log_ends(folder: Path) -> tuple[list[Event], int]:
+    """The first and last events of a log, and the position behind its last complete line."""
+    with open_regular_file(folder / EVENTS_FILE) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        head = file.read(min(_HEAD_BYTES, size))
+        begin = file.seek(max(len(head), size - _TAIL_BYTES))
+        tail = file.read(size - begin)
+    complete = tail[: tail.rfind(b"\n") + 1]
+    # The first line of the tail and the last one of the head are incomplete.
+    events = _parse_lines([*head.split(b"\n")[:-1], *complete.split(b"\n")[1:]])
+    return events, begin + len(complete)
 
 
-def file_stamp(path: str) -> tuple[int, int, int] | None:
-    """Another one whenever a file is; None where there is none."""
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+def _parse_lines(lines: list[bytes]) -> list[Event]:
+    return [event for line in lines if line and (event := parse_event(line)) is not None]
 
 
-def _clip(text: str) -> str:
-    return str(shorten(text, most=_MAX_TEXT))
+def _last(events: list[Event], *kinds: str) -> Event | None:
+    return next((event for event in reversed(events) if event.kind in kinds), None)
+
+
+def _start_value(events: list[Event], name: str) -> object:
+    """The value of a field in the newest start or resume that has it."""
+    values = (event.get(name) for event in reversed(events) if event.kind in SESSION_START_KINDS)
+    return next((value for value in values if value is not None), None)

@@ -110,7 +110,7 @@ class Recorder:
         except Exception as error:
             self._show = None
             reason = f"showing the run failed, so nothing more is shown: {type(error).__name__}: {error}"
-            self._append("warning", step=fields.get("step", 0), reason=reason, again="never")
+            self._append("warning", step=fields.get("step", 0), reason=reason, retry="never")
         self._tell_interjections()
 
     def interject(self, kind: str, **fields: Any) -> None:
@@ -136,11 +136,11 @@ class Recorder:
         finally:
             self._is_showing = False
 
-    def warn(self, step: int, what: str, error: WhetError, *, path: Path, again: str) -> None:
+    def warn(self, step: int, what: str, error: WhetError, *, path: Path, retry: str) -> None:
         """Writes down that the disk refused something, and that training goes on."""
         cause = error.__cause__
         code = errno.errorcode.get(cause.errno or 0, "unknown") if isinstance(cause, OSError) else "unknown"
-        facts = {"path": str(path), "errno": code, "free_bytes": durable.free_bytes(path), "again": again}
+        facts = {"path": str(path), "errno": code, "free_bytes": durable.free_bytes(path), "retry": retry}
         self.event("warning", step=step, reason=f"{what}: {error.what}: {error.got}", **facts)
 
     def flush(self) -> None:
@@ -167,7 +167,7 @@ class Recorder:
             if not self._is_log_refused:
                 self._is_log_refused = True
                 what = "the log of the run waits in memory"
-                self.warn(step, what, error, path=self._log.path, again="in a second")
+                self.warn(step, what, error, path=self._log.path, retry="in a second")
 
     def read(self) -> None:
         """Reads what is pending, in one go, and writes it down."""

@@ -65,7 +65,7 @@ class Health:
         }
         busy = {"cpu": use.cpu_percent, "process": use.process_percent, "gpu": seen.gpu_busy_percent}
         states = {"heat": self._governor.heat, "thermal": seen.thermal, "pressure": seen.memory_pressure}
-        return {"memory": _without_none(memory), "use": _without_none(busy), **_without_none(states)}
+        return {"memory": _without_none(memory), "utilization": _without_none(busy), **_without_none(states)}
 
 
 def _without_none(readings: dict[str, Any]) -> dict[str, Any]:

@@ -180,14 +180,14 @@ class ProgressLine:
                 self.say(f"{self._name}: all {self._total:,} steps are done")
             else:
                 self.say(f"{self._name}: goes on from step {fields['step']:,}{holds}")
-            for problem in fields.get("refused") or ():
+            for problem in fields.get("rejected") or ():
                 self.say(f"{self._name}: refused a checkpoint: {problem}")
             if fields.get("lost_steps"):
                 self.say(f"{self._name}: {fields['lost_steps']:,} steps are lost and made again")
         elif kind == "warning":
-            self.say(f"{self._name}: {fields['reason']}; tried again {fields['again']}; the training goes on")
+            self.say(f"{self._name}: {fields['reason']}; tried again {fields['retry']}; the training goes on")
         elif kind == "oom":
-            self.say(f"{self._name}: out of memory at step {fields['step']:,}; {fields['cure']}")
+            self.say(f"{self._name}: out of memory at step {fields['step']:,}; {fields['action']}")
         elif kind in ("skip", "spike"):
             left_out = " is left out" if fields.get("verdict") == "reproducible" else ""
             samples = f" (samples {', '.join(map(str, fields['samples'][:8]))} ...)" if fields.get("samples") else ""
@@ -195,7 +195,7 @@ class ProgressLine:
         elif kind == "stopping":
             self.say(f"{self._name}: {fields['words']}")
         elif kind in ("plan", "fallback"):
-            self.say(f"{self._name}: {fields.get('changed') or fields['reason']}")
+            self.say(f"{self._name}: {fields.get('message') or fields['reason']}")
         elif kind == "eval":
             metrics = {n: v for n, v in fields.items() if n != "step" and isinstance(v, int | float)}
             shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
@@ -207,7 +207,7 @@ class ProgressLine:
                 self._routine(kind, line)
         elif kind in ("throttle", "pressure"):
             self.say(f"{self._name}: {fields['reason']}")
-            self._heat = _heat_text(fields) if fields.get("about") == "heat" else self._heat
+            self._heat = _heat_text(fields) if fields.get("cause") == "heat" else self._heat
         elif kind == "vitals":
             self._heat = fields["heat"]
         elif kind == "health":

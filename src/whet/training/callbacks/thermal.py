@@ -245,7 +245,7 @@ class ThermalCare:
         now, conditions, slow_down = self._clock(), self.conditions, self._drift.verdict
         power = classify_power(conditions, self._power.value)
         if self._power.change(power, now=now):
-            self._recorder.event("throttle", step=step, about="power", reason=describe_power(power))
+            self._recorder.event("throttle", step=step, cause="power", reason=describe_power(power))
         level = conditions.memory_pressure or self._pressure.value
         if self._pressure.change(level, now=now):
             self._recorder.event("pressure", step=step, level=level, reason=describe_pressure(level, conditions))
@@ -279,7 +279,7 @@ class ThermalCare:
         slow_down = self._drift.verdict
         seen = {} if slow_down is None else {"factor": slow_down.factor, "since_step": slow_down.since_step}
         thermal = {} if self.conditions.thermal is None else {"thermal": self.conditions.thermal}
-        heat = {"about": "heat", "state": self._heat.value}
+        heat = {"cause": "heat", "state": self._heat.value}
         self._recorder.event("throttle", step=step, reason=reason, **heat, **seen, **thermal, **fields)
 
     def _adapt_share(self, now: float) -> None:

@@ -1,9 +1,9 @@
-// One chart: curves over steps, samples or time, with what lies behind them as a table. Drawn by uPlot on a canvas.
+// One chart: curves over steps, samples or time, and a table of their values. Drawn by uPlot on a canvas.
 import { disclosure, el, fill, pill, table } from "./dom.js";
-import { inUnit, shortly, showCount, showSeconds } from "./words.js";
+import { formatUnit, shortNumber, formatCount, formatSeconds } from "./format.js";
 import { AXES } from "./curves.js";
 import { drawnLayer, layersOf, nearest } from "./layers.js";
-import { colours, dot, drawBehind, faint, pointMark } from "./paint.js";
+import { colors, dot, drawBehind, faint, pointMark } from "./paint.js";
 
 const MOST_ROWS = 200;
 const BYTE_STEPS = Array.from({ length: 44 }, (none, power) => 2 ** power);
@@ -45,7 +45,7 @@ export class Chart {
     settings.charts.add(this);
   }
 
-  /** Shows these series: {label, colour, xs, ys, low, high, unit, dashed}. */
+  /** Shows these series: {label, color, xs, ys, low, high, unit, dashed}. */
   show(series, { bands = [], marks = [] } = {}) {
     this.series = series.filter((one) => one.xs.length);
     this.bands = bands;
@@ -67,12 +67,12 @@ export class Chart {
 
   draw() {
     if (!this.series.length) return;
-    this.say();
+    this.describe();
     const width = this.box.clientWidth;
     if (!width) return;
     const { data, lines, pairs } = layersOf(this.series, { smoothing: this.settings.smoothing, isLog: this.isLog });
     const shape = JSON.stringify([
-      lines.map((line) => [line.label, line.role, line.colour, line.dashed, line.points]),
+      lines.map((line) => [line.label, line.role, line.color, line.dashed, line.points]),
       this.isLog,
       this.settings.axis,
       pairs,
@@ -92,13 +92,13 @@ export class Chart {
   }
 
   options(lines, pairs, width) {
-    const colour = colours();
+    const color = colors();
     const axis = {
-      stroke: colour("muted"),
-      font: `11px ${colour("font")}`,
+      stroke: color("muted"),
+      font: `11px ${color("font")}`,
       ticks: { show: false },
       gap: 6,
-      grid: { stroke: colour("line"), width: 1 },
+      grid: { stroke: color("line"), width: 1 },
     };
     const unit = this.series[0].unit;
     return {
@@ -114,26 +114,26 @@ export class Chart {
         {
           ...axis,
           grid: { show: false },
-          values: (plot, ticks) => ticks.map((tick) => this.sayPlace(tick)),
+          values: (plot, ticks) => ticks.map((tick) => this.formatX(tick)),
           space: 70,
           size: 30,
         },
         {
           ...axis,
-          values: (plot, ticks) => ticks.map((tick) => shortly(tick, unit)),
+          values: (plot, ticks) => ticks.map((tick) => shortNumber(tick, unit)),
           size: 56,
           space: 36,
           ...(unit === "bytes" && !this.isLog ? { incrs: BYTE_STEPS } : {}),
         },
       ],
-      series: [{}, ...lines.map((line) => drawnLayer(line, colour, this.hidden.has(line.label)))],
-      bands: pairs.map(([high, low, name]) => ({ series: [high, low], fill: faint(colour(name), 0.16) })),
+      series: [{}, ...lines.map((line) => drawnLayer(line, color, this.hidden.has(line.label)))],
+      bands: pairs.map(([high, low, name]) => ({ series: [high, low], fill: faint(color(name), 0.16) })),
       cursor: {
         drag: { x: true, y: false, setScale: false },
         points: {
           size: 7,
           show: (plot, place) =>
-            lines[place - 1]?.role === "main" ? pointMark(colour(lines[place - 1].colour)) : false,
+            lines[place - 1]?.role === "main" ? pointMark(color(lines[place - 1].color)) : false,
         },
         dataIdx: (plot, place, found) => nearest(plot.data[place], found),
         sync: { key: this.settings.key },
@@ -141,7 +141,7 @@ export class Chart {
         bind: { dblclick: () => () => this.settings.setZoom(null) },
       },
       hooks: {
-        drawClear: [(plot) => drawBehind(plot, this, colour)],
+        drawClear: [(plot) => drawBehind(plot, this, color)],
         setCursor: [(plot) => this.point(plot, lines)],
         setSelect: [(plot) => this.select(plot)],
       },
@@ -155,7 +155,7 @@ export class Chart {
     return [low === this.floor ? low : low - room, high + room];
   }
 
-  /** What the curves say where the pointer is. */
+  /** The values of the curves at the pointer. */
   point(plot, lines) {
     const { left, idx } = plot.cursor;
     const isHere = idx !== null && idx !== undefined && left >= 0;
@@ -170,9 +170,9 @@ export class Chart {
         el(
           "div",
           { class: "tip-row" },
-          dot(line.colour),
+          dot(line.color),
           el("span", {}, line.label),
-          el("b", {}, inUnit(value, line.unit)),
+          el("b", {}, formatUnit(value, line.unit)),
         ),
       ];
     });
@@ -183,14 +183,14 @@ export class Chart {
         el(
           "div",
           { class: "tip-row" },
-          dot(band.about === "pressure" ? "pressure" : "heat"),
-          el("span", {}, band.about),
+          dot(band.cause === "pressure" ? "pressure" : "heat"),
+          el("span", {}, band.cause),
           el("b", {}, band.level),
         ),
       );
     fill(
       this.tip,
-      el("div", { class: "tip-place" }, `${AXES[this.settings.axis]} ${this.sayPlace(x, true)}`),
+      el("div", { class: "tip-place" }, `${AXES[this.settings.axis]} ${this.formatX(x, true)}`),
       rows,
       around,
     );
@@ -205,7 +205,7 @@ export class Chart {
     plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
   }
 
-  /** The part of the axis that all charts show. */
+  /** Apply the shared zoom. */
   zoom() {
     const data = this.plot.data[0];
     let [min, max] = this.settings.zoomOver(this.extent ?? [data[0], data[data.length - 1]]);
@@ -220,20 +220,20 @@ export class Chart {
     }
   }
 
-  sayPlace(place, isExact = false) {
-    if (this.settings.axis === "seconds") return showSeconds(place);
+  formatX(place, isExact = false) {
+    if (this.settings.axis === "seconds") return formatSeconds(place);
     if (isExact) return Math.round(place).toLocaleString("en-GB");
-    return shortly(place, "");
+    return shortNumber(place, "");
   }
 
-  /** Names, newest values and a description for those who cannot see the picture. */
-  say() {
+  /** Update the legend, the newest values and the description for screen readers. */
+  describe() {
     const ends = this.series.map((one) => ({ ...one, last: lastOf(one.ys), first: one.ys.find((y) => y !== null) }));
     const broken = ends.reduce((sum, one) => sum + (one.nonfinite ?? 0), 0);
     fill(
       this.now,
-      broken ? pill(`${showCount(broken)} NaN or infinite`, "bad") : "",
-      ends.length === 1 && !this.isNamed ? ` ${inUnit(ends[0].last, ends[0].unit)}` : "",
+      broken ? pill(`${formatCount(broken)} NaN or infinite`, "bad") : "",
+      ends.length === 1 && !this.isNamed ? ` ${formatUnit(ends[0].last, ends[0].unit)}` : "",
     );
     const chips = ends.map((one) =>
       el(
@@ -244,18 +244,18 @@ export class Chart {
           "aria-pressed": String(!this.hidden.has(one.label)),
           onclick: () => this.toggle(one.label),
         },
-        dot(one.colour, one.dashed),
+        dot(one.color, one.dashed),
         el("span", {}, one.label),
-        el("b", {}, inUnit(one.last, one.unit)),
+        el("b", {}, formatUnit(one.last, one.unit)),
       ),
     );
     fill(this.legend, ends.length > 1 || this.isNamed ? chips : []);
-    const told = ends
+    const ranges = ends
       .slice(0, 6)
-      .map((one) => `${one.label} from ${inUnit(one.first ?? null, one.unit)} to ${inUnit(one.last, one.unit)}`);
+      .map((one) => `${one.label} from ${formatUnit(one.first ?? null, one.unit)} to ${formatUnit(one.last, one.unit)}`);
     this.box.setAttribute(
       "aria-label",
-      `${this.title} by ${AXES[this.settings.axis]}: ${told.join("; ")}. The table below has the numbers.`,
+      `${this.title} by ${AXES[this.settings.axis]}: ${ranges.join("; ")}. The table below has the numbers.`,
     );
   }
 
@@ -272,10 +272,10 @@ export class Chart {
         .map((x, place) => [x, place])
         .filter(([, place]) => place % stride === 0 || place === one.xs.length - 1)
         .map(([x, place]) => [
-          this.sayPlace(x, true),
+          this.formatX(x, true),
           one.label,
-          inUnit(one.ys[place], one.unit),
-          one.low ? `${inUnit(one.low[place], one.unit)} to ${inUnit(one.high[place], one.unit)}` : "–",
+          formatUnit(one.ys[place], one.unit),
+          one.low ? `${formatUnit(one.low[place], one.unit)} to ${formatUnit(one.high[place], one.unit)}` : "–",
         ]);
     });
     return el("div", { class: "scroll" }, table([AXES[this.settings.axis], "curve", "value", "range"], rows));

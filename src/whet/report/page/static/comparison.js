@@ -1,12 +1,12 @@
 // Runs side by side: showComparison(element, comparison) draws them over the same axis, with what differs on top.
 import { disclosure, el, fill, section, table } from "./dom.js";
 import { Chart } from "./chart.js";
-import { dot, seriesColour } from "./paint.js";
+import { dot, seriesColor } from "./paint.js";
 import { lineOf, seriesOf, trackOf } from "./curves.js";
 import { Settings, settingsBar } from "./settings.js";
 import { extentOf, isOnCpu } from "./run_charts.js";
-import { statePill, tilesOf } from "./head.js";
-import { sayName } from "./words.js";
+import { statePill, tilesOf } from "./summary.js";
+import { displayName } from "./format.js";
 
 /** Draws a comparison. Returns {settings, update(comparison), close()}. */
 export function showComparison(element, comparison) {
@@ -37,18 +37,18 @@ export function showComparison(element, comparison) {
 }
 
 function headOf({ runs, labels }) {
-  const figures = runs.map((view) => new Map(tilesOf(view).map((tile) => [tile.name, tile.figure])));
+  const figures = runs.map((report) => new Map(tilesOf(report).map((tile) => [tile.name, tile.figure])));
   const names = [...new Set(figures.flatMap((one) => [...one.keys()]))];
-  const header = ["", ...labels.map((label, place) => el("span", { class: "named" }, dot(seriesColour(place)), label))];
+  const header = ["", ...labels.map((label, place) => el("span", { class: "named" }, dot(seriesColor(place)), label))];
   const rows = [
-    ["state", ...runs.map((view) => statePill(view.report.state))],
+    ["state", ...runs.map((report) => statePill(report.state))],
     ...names.map((name) => [name, ...figures.map((one) => one.get(name) ?? "–")]),
   ];
   return el(
     "header",
     { class: "hero" },
     el("h1", {}, `${runs.length} runs side by side`),
-    el("p", { class: "lead" }, "The figures of each, and below what is different between them."),
+    el("p", { class: "lead" }, "Key figures, and below what differs between the runs."),
     el("div", { class: "card scroll" }, table(header, rows, { class: "plain figures" })),
   );
 }
@@ -87,7 +87,7 @@ function differencesOf({ labels, settings, config, environment }) {
   return section(
     "differences",
     "What is different",
-    "Only what differs can explain why the runs came out differently.",
+    "Only differences can explain different results.",
     shown,
   );
 }
@@ -98,9 +98,9 @@ function cells(row) {
 
 function kindsOf(runs) {
   const metrics = [
-    ...new Set(runs.flatMap((view) => (trackOf(view, "eval")?.lines ?? []).map((line) => line.name))),
+    ...new Set(runs.flatMap((report) => (trackOf(report, "eval")?.lines ?? []).map((line) => line.name))),
   ].filter((name) => !name.startsWith("test_"));
-  const goals = new Set(runs.map((view) => view.report.goal?.name));
+  const goals = new Set(runs.map((report) => report.goal));
   metrics.sort((a, b) => Number(goals.has(b)) - Number(goals.has(a)));
   return [
     [
@@ -115,7 +115,7 @@ function kindsOf(runs) {
       .map((name) => [
         "eval",
         name,
-        sayName(name),
+        displayName(name),
         "On samples the models do not train on.",
         { wide: goals.has(name), logs: true },
       ]),
@@ -124,25 +124,25 @@ function kindsOf(runs) {
     ...(runs.every(isOnCpu)
       ? [] // There it is what the process holds, once more.
       : [["health", "memory/allocated", "memory of tensors", "What tensors took on the device.", { floor: 0 }]]),
-    ["health", "use/gpu", "use of the GPU", "How busy it was.", { floor: 0 }],
+    ["health", "utilization/gpu", "use of the GPU", "How busy it was.", { floor: 0 }],
     ["step", "lr", "learning rate", "The schedules.", { floor: 0, steady: true }],
     ["step", "grad_norm", "gradient norm", "How hard the samples pull at the weights.", { floor: 0, logs: true }],
   ];
 }
 
 function drawCharts({ runs, labels }, settings, charts, grid) {
-  const extents = runs.map((view) => extentOf(view, settings.axis));
+  const extents = runs.map((report) => extentOf(report, settings.axis));
   let before = null;
   for (const [source, name, title, says, more] of kindsOf(runs)) {
-    const series = runs.flatMap((view, place) => {
-      const track = trackOf(view, source),
+    const series = runs.flatMap((report, place) => {
+      const track = trackOf(report, source),
         line = lineOf(track, name);
       return line
         ? [
             {
               ...seriesOf(track, line, settings.axis, {
                 label: labels[place],
-                colour: seriesColour(place),
+                color: seriesColor(place),
                 steady: more.steady,
               }),
               low: null,

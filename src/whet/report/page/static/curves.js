@@ -1,4 +1,4 @@
-// Which numbers lie on which axis? Tracks of a view become series that a chart can draw.
+// Tracks of a report as series that a chart can draw.
 
 export const AXES = { step: "step", samples: "samples", seconds: "time" };
 
@@ -12,8 +12,8 @@ export function lineOf(track, name) {
   return track?.lines.find((line) => line.name === name) ?? null;
 }
 
-export function trackOf(view, source) {
-  return view.tracks.find((track) => track.source === source) ?? null;
+export function trackOf(report, source) {
+  return report.tracks.find((track) => track.source === source) ?? null;
 }
 
 /** A series for a chart. Places that are unknown on this axis are left out, and x never runs backwards. */
@@ -66,9 +66,9 @@ export function smoothed(ys, weight) {
 }
 
 /** Where a step lies on an axis, by the optimizer steps of the run. */
-export function placeOfStep(view, step, axis) {
+export function placeOfStep(report, step, axis) {
   if (axis === "step") return step;
-  const track = trackOf(view, "step");
+  const track = trackOf(report, "step");
   if (!track || !track.step.length) return null;
   const places = placesOf(track, axis);
   let left = 0,
@@ -83,25 +83,25 @@ export function placeOfStep(view, step, axis) {
   return places[left - 1] === null ? null : places[left - 1] + share * (places[left] - places[left - 1]);
 }
 
-/** Stretches of heat, low power or memory pressure as bands of a chart. */
-export function bandsOf(view, axis) {
-  return view.spells
-    .map((spell) => ({
-      about: spell.about,
-      level: spell.level,
-      from: axis === "seconds" ? spell.from_seconds : placeOfStep(view, spell.from_step, axis),
-      to: axis === "seconds" ? spell.to_seconds : placeOfStep(view, spell.to_step, axis),
+/** Periods of heat, low power or memory pressure as bands of a chart. */
+export function bandsOf(report, axis) {
+  return report.slow_periods
+    .map((period) => ({
+      cause: period.cause,
+      level: period.level,
+      from: axis === "seconds" ? period.from_seconds : placeOfStep(report, period.from_step, axis),
+      to: axis === "seconds" ? period.to_seconds : placeOfStep(report, period.to_step, axis),
     }))
     .filter((band) => band.from !== null && band.to !== null);
 }
 
-/** Moments worth a line across the charts. */
-export function marksOf(view, axis) {
-  return view.moments
-    .filter((moment) => moment.tone === "bad" || moment.tone === "warn" || moment.kind === "resume")
-    .map((moment) => ({
-      tone: moment.tone,
-      at: axis === "seconds" ? moment.seconds : placeOfStep(view, moment.step, axis),
+/** Events worth a line across the charts. */
+export function marksOf(report, axis) {
+  return report.timeline
+    .filter((entry) => entry.tone === "bad" || entry.tone === "warn" || entry.kind === "resume")
+    .map((entry) => ({
+      tone: entry.tone,
+      at: axis === "seconds" ? entry.seconds : placeOfStep(report, entry.step, axis),
     }))
     .filter((mark) => mark.at !== null);
 }

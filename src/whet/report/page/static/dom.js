@@ -1,5 +1,5 @@
-// How does anything get into the page? As text. Names, logs and samples of a run come from anywhere, so nothing of them
-// is ever read as markup, and what would turn or hide other text is shown as a mark.
+// Creates elements. Names, logs and samples of a run come from anywhere: they are inserted as text, never as markup, and
+// characters that reverse or hide other text are replaced.
 
 // Control characters but tab and line end, and those that turn the direction of writing.
 const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
@@ -74,7 +74,7 @@ function textOf(cell) {
   return typeof cell === "string" ? cell : (cell?.textContent ?? "");
 }
 
-/** Something to open for those who want more; what is inside is made when it is opened. */
+/** A collapsed section whose content is created when it is opened. */
 export function disclosure(summary, make, attributes = {}) {
   const inside = el("div", { class: "inside" });
   const details = el("details", attributes, el("summary", {}, summary), inside);

@@ -1,9 +1,9 @@
-// All events of a run but its steps, from the newest back; the server gives them page by page.
+// All events of a run but its steps, the newest first, fetched page by page.
 import { el, fill, section, table } from "./dom.js";
 import { ask } from "./server.js";
-import { showCount, showDate, showValue } from "./words.js";
+import { formatCount, formatDate, formatValue } from "./format.js";
 
-/** The section, empty until somebody asks for it. */
+/** The section; empty until it is opened. */
 export function eventsPart(id) {
   const place = el("div", {});
   let before = null;
@@ -31,15 +31,15 @@ export function eventsPart(id) {
   return section(
     "events",
     "The log",
-    "Every event but the steps, as it was written, from the newest back.",
+    "Every event but the steps, the newest first.",
     el("div", { class: "card" }, place, more),
   );
 }
 
 function rowOf(event) {
   const fields = Object.entries(event.fields ?? {})
-    .map(([name, value]) => `${name}=${showValue(value)}`)
+    .map(([name, value]) => `${name}=${formatValue(value)}`)
     .join("  ")
     .slice(0, 1000);
-  return [showDate(event.time), showCount(event.step), event.kind, fields];
+  return [formatDate(event.time), formatCount(event.step), event.kind, fields];
 }

@@ -1,4 +1,4 @@
-// In which layers is a curve drawn? Its values, their range, and the values without noise.
+// The layers of a curve: its values, their range, and smoothed values.
 import { smoothed } from "./curves.js";
 import { faint } from "./paint.js";
 
@@ -11,11 +11,11 @@ export function layersOf(series, { smoothing, isLog }) {
 
   series.forEach((one) => {
     const isSmooth = smoothing > 0 && one.ys.length > 8 && !one.steady;
-    const common = { label: one.label, colour: one.colour, unit: one.unit, dashed: one.dashed };
+    const common = { label: one.label, color: one.color, unit: one.unit, dashed: one.dashed };
     const columns = [one.xs];
     if (one.low && one.high && !isSmooth) {
       columns.push(positive(one.high), positive(one.low));
-      pairs.push([lines.length + 1, lines.length + 2, one.colour]);
+      pairs.push([lines.length + 1, lines.length + 2, one.color]);
       lines.push({ ...common, role: "high" }, { ...common, role: "low" });
     }
     if (isSmooth) {
@@ -31,8 +31,8 @@ export function layersOf(series, { smoothing, isLog }) {
 }
 
 /** A layer as uPlot wants it. */
-export function drawnLayer(line, colour, hidden) {
-  const stroke = colour(line.colour);
+export function drawnLayer(line, color, hidden) {
+  const stroke = color(line.color);
   if (line.role === "high" || line.role === "low")
     return { show: !hidden, stroke: "transparent", width: 0, points: { show: false } };
   if (line.role === "raw") return { show: !hidden, stroke: faint(stroke, 0.28), width: 1, points: { show: false } };

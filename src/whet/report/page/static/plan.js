@@ -1,7 +1,7 @@
-// What was decided, why, and what was measured for it?
+// The plan: its settings, the measurements behind them, and planned against actual figures.
 import { el, pill, section, table } from "./dom.js";
-import { showBytes, showNumber, showSeconds, showValue } from "./words.js";
-import { foretoldRows } from "./head.js";
+import { formatBytes, formatNumber, formatSeconds, formatValue } from "./format.js";
+import { plannedRows } from "./summary.js";
 
 const SOURCES = { measured: "good", you: "live", rule: "plain" };
 const TICKS = [1, 2, 0.5, 4, 0.25, 8, 0.125, 16, 32, 0.0625, 1.5, 0.75, 1.25, 0.8, 1.1, 0.9];
@@ -16,8 +16,8 @@ const VERDICTS = {
   "not tried": "plain",
 };
 
-export function planPart(view) {
-  const { settings } = view.report;
+export function planPart(report) {
+  const { settings } = report;
   const shown = settings.filter((one) => (one.value !== null && one.value !== "unused") || one.source === "you");
   if (!shown.length) return null;
   const order = { you: 0, measured: 1, rule: 2 };
@@ -26,38 +26,38 @@ export function planPart(view) {
     .sort((a, b) => (order[a.one.source] ?? 3) - (order[b.one.source] ?? 3) || a.place - b.place)
     .map(({ one }) => [
       el("code", {}, one.name),
-      el("b", {}, showValue(one.value)),
+      el("b", {}, formatValue(one.value)),
       one.reason,
       pill(one.source === "rule" && one.evidence?.rule ? `rule ${one.evidence.rule}` : one.source, SOURCES[one.source]),
     ]);
   return section(
     "plan",
     "The plan",
-    "How this run was executed on this machine, and why. What is trained is yours; every line here can be overridden.",
-    view.cautions.map((words) => el("p", { class: "notice warn" }, words)),
-    el("div", { class: "card" }, table(["setting", "value", "why", "from"], rows, { class: "plain stacked settled" })),
+    "How this run was executed on this machine, and why. Every setting can be overridden.",
+    report.cautions.map((text) => el("p", { class: "notice warn" }, text)),
+    el("div", { class: "card" }, table(["setting", "value", "why", "from"], rows, { class: "plain stacked plan-settings" })),
   );
 }
 
-export function evidencePart(view) {
-  if (!view.evidence.length) return null;
-  const scale = scaleOf(view.evidence);
+export function evidencePart(report) {
+  if (!report.evidence.length) return null;
+  const scale = scaleOf(report.evidence);
   return section(
     "evidence",
     "What was measured",
-    "Real steps of this model, timed in turns with the best so far. A dot to the right of 1x is faster; its bar is where the truth lies, noise included.",
+    "Real steps of this model, timed in alternation with the best so far. A dot to the right of 1x is faster; the bar is its confidence interval.",
     el(
       "div",
       { class: "card evidence" },
       rulerOf(scale),
-      view.evidence.map((group) => [
+      report.evidence.map((group) => [
         el(
           "h3",
           {},
           group.setting === "plan" ? "the whole plan" : group.setting,
           group.value ? el("span", { class: "used" }, "used: ", el("b", {}, group.value)) : null,
         ),
-        group.candidates.map((one) => candidateOf(one, scale)),
+        group.trials.map((one) => trialOf(one, scale)),
       ]),
     ),
   );
@@ -66,7 +66,7 @@ export function evidencePart(view) {
 /** One scale for all candidates, so that they can be compared by eye: the same distance is the same ratio. */
 function scaleOf(evidence) {
   const values = evidence
-    .flatMap((group) => group.candidates.flatMap((one) => [one.speedup, one.low, one.high]))
+    .flatMap((group) => group.trials.flatMap((one) => [one.speedup, one.low, one.high]))
     .filter((value) => value > 0);
   const least = Math.max(1 / 64, Math.min(0.8, ...values)),
     most = Math.min(64, Math.max(1.25, ...values));
@@ -91,14 +91,14 @@ function rulerOf(scale) {
       "div",
       { class: "track" },
       ticks.map((value) =>
-        el("span", { class: "tick", style: { left: `${scale.at(value)}%` } }, `${showNumber(value)}x`),
+        el("span", { class: "tick", style: { left: `${scale.at(value)}%` } }, `${formatNumber(value)}x`),
       ),
     ),
     el("span", {}),
   );
 }
 
-function candidateOf(one, scale) {
+function trialOf(one, scale) {
   const tone = VERDICTS[one.verdict] ?? "plain";
   const track = el("div", { class: "track" }, el("i", { class: "one", style: { left: `${scale.at(1)}%` } }));
   if (one.low && one.high)
@@ -113,8 +113,8 @@ function candidateOf(one, scale) {
     one.speedup
       ? `${one.speedup.toFixed(2)}x${one.low ? ` (${one.low.toFixed(2)} to ${one.high.toFixed(2)})` : ""}`
       : null,
-    one.median_seconds ? `${showSeconds(one.median_seconds)} a step` : null,
-    one.peak_bytes ? showBytes(one.peak_bytes) : null,
+    one.median_seconds ? `${formatSeconds(one.median_seconds)} a step` : null,
+    one.peak_bytes ? formatBytes(one.peak_bytes) : null,
     one.repeats ? `${one.repeats} repeats` : null,
   ]
     .filter(Boolean)
@@ -129,31 +129,31 @@ function candidateOf(one, scale) {
       { class: "outcome" },
       pill(one.verdict, tone),
       el("span", { class: "figures" }, figures),
-      el("span", { class: "words" }, one.words),
+      el("span", { class: "words" }, one.note),
     ),
   );
 }
 
-export function foretoldPart(view) {
-  const rows = foretoldRows(view).filter((row) => row.planned !== "–");
-  if (!rows.some((row) => row.alike && row.unit !== "steps")) return null;
+export function plannedPart(report) {
+  const rows = plannedRows(report).filter((row) => row.planned !== "–");
+  if (!rows.some((row) => row.is_comparable && row.unit !== "steps")) return null;
   return section(
-    "foretold",
-    "Planned against happened",
-    "What was said before the first step, beside what came.",
+    "planned",
+    "Planned vs. actual",
+    "What was planned before the first step, and how it turned out.",
     el(
       "div",
       { class: "card" },
       table(
-        ["figure", "planned", "happened", "happened / planned", "counted how"],
+        ["figure", "planned", "actual", "actual / planned", "counted how"],
         rows.map((row) => [
           row.name,
           row.planned,
-          row.happened,
+          row.actual,
           row.ratio === null ? "–" : `${row.ratio.toFixed(2)}x`,
-          row.words,
+          row.note,
         ]),
-        { class: "plain stacked foretold" },
+        { class: "plain stacked planned" },
       ),
     ),
   );

@@ -1,11 +1,11 @@
-// The HTML report: the view lies in the page itself, and nothing is fetched.
+// The HTML report: its data is embedded in the page, and nothing is fetched.
 import { el, fill } from "./dom.js";
 import { showComparison } from "./comparison.js";
 import { showRun } from "./run.js";
-import { restored } from "./strict.js";
+import { restoreNonFinite } from "./json.js";
 import { themeButton } from "./theme.js";
 
-const data = restored(JSON.parse(document.getElementById("data").textContent));
+const data = restoreNonFinite(JSON.parse(document.getElementById("data").textContent));
 const place = document.getElementById("page");
 const shown = data.runs ? showComparison(place, data) : showRun(place, data);
 const redraw = (theme) => {

@@ -1,30 +1,30 @@
-// The page of one run: showRun(element, view) draws it, and what it returns takes newer views.
+// The page of one run.
 import { el, fill } from "./dom.js";
 import { Settings, settingsBar } from "./settings.js";
 import { RunCharts } from "./run_charts.js";
-import { runHead } from "./head.js";
+import { runSummary } from "./summary.js";
 import { timePart } from "./time.js";
-import { evidencePart, foretoldPart, planPart } from "./plan.js";
-import { advicePart, storyPart } from "./story.js";
-import { findingsPart } from "./findings.js";
-import { originPart } from "./origin.js";
+import { evidencePart, plannedPart, planPart } from "./plan.js";
+import { advicePart, timelinePart } from "./timeline.js";
+import { evaluationPart } from "./evaluation.js";
+import { provenancePart } from "./provenance.js";
 
-const PARTS = [storyPart, timePart, advicePart, findingsPart, evidencePart, planPart, foretoldPart, originPart];
+const PARTS = [timelinePart, timePart, advicePart, evaluationPart, evidencePart, planPart, plannedPart, provenancePart];
 
 function linkTo({ id, title }) {
   const go = (event) => (event.preventDefault(), document.getElementById(id).scrollIntoView({ behavior: "smooth" }));
   return el("a", { href: `#${id}`, onclick: go }, title);
 }
 
-/** The links to the parts; those that are right stay, so that a press on one is not lost to news. */
+/** Links to the sections; kept where they did not change, so that a click is not lost to an update. */
 function showLinks(nav, parts) {
   const wanted = parts.map((part) => ({ id: part.id, title: part.querySelector("h2").textContent }));
   const titles = wanted.map(({ title }) => title);
   if (titles.join() !== [...nav.children].map((link) => link.textContent).join()) fill(nav, wanted.map(linkTo));
 }
 
-/** Draws a run. Returns {settings, update(view), close()}. */
-export function showRun(element, view) {
+/** Draws a run. Returns {settings, update(report), close()}. */
+export function showRun(element, report) {
   const settings = new Settings("whet-run");
   const charts = new RunCharts(settings);
   const head = el("div", {});
@@ -36,7 +36,7 @@ export function showRun(element, view) {
       "header",
       { class: "part-head" },
       el("h2", { id: "curves-title" }, "Curves"),
-      el("p", { class: "says" }, "How the run went. Shaded stretches: steps became slower, as by heat, or memory was short."),
+      el("p", { class: "says" }, "Shaded: steps were slower, for example because of heat, or memory was short."),
     ),
     settingsBar(settings),
     charts.element,
@@ -49,22 +49,22 @@ export function showRun(element, view) {
     curves,
     places.map(({ place }) => place),
   );
-  let current = view;
+  let current = report;
   settings.onaxis = () => charts.show(current);
   const update = (newer) => {
     current = newer;
-    fill(head, runHead(newer));
+    fill(head, runSummary(newer));
     charts.show(newer);
     for (const part of places) {
       const made = part.make(newer);
       const text = made?.textContent ?? "";
-      // What did not change stays as it is: somebody may have opened something in it.
+      // Unchanged sections are kept: a disclosure in them may be open.
       if (text !== part.seen || !part.place.childElementCount) fill(part.place, made ?? []);
       part.seen = text;
     }
     curves.hidden = !charts.charts.size;
     showLinks(nav, [...element.querySelectorAll("section.part:not([hidden])")]);
   };
-  update(view);
+  update(report);
   return { settings, update, close: () => charts.close() };
 }

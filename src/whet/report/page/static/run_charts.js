@@ -1,9 +1,9 @@
 // The charts of one run.
 import { el } from "./dom.js";
 import { Chart } from "./chart.js";
-import { seriesColour } from "./paint.js";
+import { seriesColor } from "./paint.js";
 import { bandsOf, lineOf, marksOf, seriesOf, trackOf } from "./curves.js";
-import { sayName } from "./words.js";
+import { displayName } from "./format.js";
 
 const MEMORY = [
   ["memory/allocated"],
@@ -13,24 +13,24 @@ const MEMORY = [
   ["memory/swap"],
   ["memory/limit", true],
 ];
-const USE = [["use/gpu"], ["use/cpu"], ["use/process"]];
+const USE = [["utilization/gpu"], ["utilization/cpu"], ["utilization/process"]];
 
 /** What each chart shows: where its curves come from, and one plain sentence. */
-function kinds(view) {
-  const goal = view.report.goal?.name ?? null;
-  const metrics = (trackOf(view, "eval")?.lines ?? [])
+function kinds(report) {
+  const goal = report.goal;
+  const metrics = (trackOf(report, "eval")?.lines ?? [])
     .map((line) => line.name)
     .filter((name) => !name.startsWith("test_"));
   const others = metrics.filter((name) => name !== goal);
   const memory =
-    trackOf(view, "health") && MEMORY.some(([name]) => lineOf(trackOf(view, "health"), name)) ? "health" : "epoch";
+    trackOf(report, "health") && MEMORY.some(([name]) => lineOf(trackOf(report, "health"), name)) ? "health" : "epoch";
   const known = ["loss", "lr", "grad_norm", "samples_per_second"];
-  const more = (trackOf(view, "step")?.lines ?? []).map((line) => line.name).filter((name) => !known.includes(name));
+  const more = (trackOf(report, "step")?.lines ?? []).map((line) => line.name).filter((name) => !known.includes(name));
   return [
     {
       id: "loss",
       title: "training loss",
-      says: "How wrong the model is on the samples it trains on. Lower is better.",
+      says: "The loss on training samples. Lower is better.",
       from: "step",
       names: [["loss"]],
       logs: true,
@@ -38,15 +38,15 @@ function kinds(view) {
     },
     goal && {
       id: "goal",
-      title: sayName(goal),
-      says: "How good the model is on samples it does not train on: the figure that counts.",
+      title: displayName(goal),
+      says: "The goal metric, on samples the model does not train on.",
       from: "eval",
       names: [[goal]],
       wide: true,
     },
     ...others.slice(0, 8).map((name) => ({
       id: `metric-${name}`,
-      title: sayName(name),
+      title: displayName(name),
       says: "Also measured on samples the model does not train on.",
       from: "eval",
       names: [[name]],
@@ -63,15 +63,15 @@ function kinds(view) {
     {
       id: "memory",
       title: "memory",
-      says: "Who holds how much. Beyond the limit a run is slowed down by swapping, or fails.",
+      says: "Memory in use. Beyond the limit a run swaps or fails.",
       from: memory,
       names: MEMORY,
       floor: 0,
     },
     {
       id: "use",
-      title: "use of the machine",
-      says: "How busy the processors were. Low values mean that they waited for something.",
+      title: "utilization",
+      says: "How busy the processors were. Low values mean that they were waiting.",
       from: "health",
       names: USE,
       floor: 0,
@@ -79,7 +79,7 @@ function kinds(view) {
     {
       id: "lr",
       title: "learning rate",
-      says: "How far each step moves the weights: the schedule you chose.",
+      says: "The learning rate schedule.",
       from: "step",
       names: [["lr"]],
       floor: 0,
@@ -88,7 +88,7 @@ function kinds(view) {
     {
       id: "grad-norm",
       title: "gradient norm",
-      says: "How hard the samples of a step pull at the weights. Peaks are unusual batches.",
+      says: "The norm of the gradients. Peaks are unusual batches.",
       from: "step",
       names: [["grad_norm"]],
       logs: true,
@@ -96,8 +96,8 @@ function kinds(view) {
     },
     ...more.slice(0, 6).map((name) => ({
       id: `step-${name}`,
-      title: sayName(name),
-      says: "Written down at every step.",
+      title: displayName(name),
+      says: "Logged at every step.",
       from: "step",
       names: [[name]],
       logs: true,
@@ -112,17 +112,17 @@ export class RunCharts {
     this.element = el("div", { class: "charts" });
   }
 
-  show(view) {
+  show(report) {
     const { axis } = this.settings;
-    const marks = marksOf(view, axis),
-      bands = bandsOf(view, axis);
-    const names = namesOn(view);
+    const marks = marksOf(report, axis),
+      bands = bandsOf(report, axis);
+    const names = namesOn(report);
     let before = null;
-    for (const kind of kinds(view)) {
-      const track = trackOf(view, kind.from);
+    for (const kind of kinds(report)) {
+      const track = trackOf(report, kind.from);
       const lines = kind.names
         .map(([name, dashed], place) => ({ line: lineOf(track, name), dashed, place }))
-        .filter(({ line }) => line && !isSaidTwice(line, track, names));
+        .filter(({ line }) => line && !isDuplicate(line, track, names));
       if (!lines.length) continue;
       let chart = this.charts.get(kind.id);
       if (!chart) {
@@ -133,19 +133,19 @@ export class RunCharts {
         });
         if (kind.wide) chart.element.classList.add("wide");
         this.charts.set(kind.id, chart);
-        // In its place: what counts is often evaluated later than other curves begin.
+        // In its order: the goal is often evaluated later than other curves begin.
         if (before) before.after(chart.element);
         else this.element.prepend(chart.element);
       }
       const series = lines.map(({ line, dashed, place }) =>
         seriesOf(track, line, axis, {
-          label: names[line.name] ?? sayName(line.name),
-          colour: dashed ? "bad" : seriesColour(place),
+          label: names[line.name] ?? displayName(line.name),
+          color: dashed ? "bad" : seriesColor(place),
           dashed,
           steady: kind.steady,
         }),
       );
-      chart.extent = extentOf(view, axis);
+      chart.extent = extentOf(report, axis);
       chart.show(series, { bands, marks: kind.wide ? marks : [] });
       before = chart.element;
     }
@@ -156,22 +156,22 @@ export class RunCharts {
   }
 }
 
-/** Where there is no counter for tensors: what is counted is the process. */
-export function isOnCpu(view) {
-  return view.report.settings.find((setting) => setting.name === "device")?.value === "cpu";
+/** On the CPU there is no counter for tensors: memory is that of the process. */
+export function isOnCpu(report) {
+  return report.settings.find((setting) => setting.name === "device")?.value === "cpu";
 }
 
-function namesOn(view) {
-  return isOnCpu(view) ? { "memory/allocated": "this process" } : {};
+function namesOn(report) {
+  return isOnCpu(report) ? { "memory/allocated": "this process" } : {};
 }
 
-function isSaidTwice(line, track, names) {
+function isDuplicate(line, track, names) {
   return line.name === "memory/allocated" && line.name in names && lineOf(track, "memory/process") !== null;
 }
 
 /** From the first to the last step, so that all charts have the same axis. */
-export function extentOf(view, axis) {
-  const places = view.tracks
+export function extentOf(report, axis) {
+  const places = report.tracks
     .flatMap((track) => [track[axis][0], track[axis][track[axis].length - 1]])
     .filter((place) => place !== null && place !== undefined);
   return places.length ? [Math.min(0, ...places), Math.max(...places)] : [0, 1];

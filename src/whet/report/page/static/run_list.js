@@ -1,19 +1,19 @@
-// The list of runs: filtered, sorted, and with marks to choose which to compare.
+// The list of runs: filtered, sorted, and with checkboxes to select runs to compare.
 import { arrange, el, fill } from "./dom.js";
-import { statePill } from "./head.js";
-import { showCount, showNumber, showSeconds } from "./words.js";
+import { statePill } from "./summary.js";
+import { formatCount, formatNumber, formatSeconds } from "./format.js";
 
 const AT_ONCE = 200;
 const MOST_COMPARED = 12;
-// What a narrow screen writes before the cells from the state on.
-const FIGURES = [null, "steps", "loss", "", "changed"];
+// Labels of the cells on a narrow screen.
+const FIGURES = [null, "steps", "loss", "", "updated"];
 const COLUMNS = [
   ["run", (line) => line.name.toLowerCase(), 1],
   ["state", (line) => line.state, 1],
   ["steps", (line) => line.step, -1],
   ["loss", (line) => line.loss ?? Infinity, 1],
   ["goal", (line) => line.goal_value ?? -Infinity, -1],
-  ["changed", (line) => line.changed, -1],
+  ["updated", (line) => line.updated, -1],
 ];
 
 export class RunList {
@@ -21,7 +21,7 @@ export class RunList {
     this.lines = new Map();
     this.rows = new Map();
     this.chosen = new Set();
-    this.sorted = ["changed", -1];
+    this.sorted = ["updated", -1];
     this.shown = AT_ONCE;
     this.filter = el("input", {
       type: "search",
@@ -51,7 +51,7 @@ export class RunList {
       "div",
       { class: "hero" },
       el("h1", {}, "Runs"),
-      el("p", { class: "lead" }, folder ? `In ${folder}. Choose one to see it, or mark some to compare them.` : ""),
+      el("p", { class: "lead" }, folder ? `In ${folder}. Select one to see it, or check several to compare them.` : ""),
       el("div", { class: "tools" }, this.filter, this.count, this.compare),
       el(
         "div",
@@ -68,15 +68,15 @@ export class RunList {
     );
   }
 
-  /** All lines anew. */
+  /** Replace all runs. */
   set({ runs, groups, now }) {
-    // The clock of the server, which may be another machine, wrote the times.
+    // Times are those of the server, which may be another machine.
     this.ahead = now - Date.now() / 1000;
     this.lines.clear();
     this.hear({ changed: runs, removed: [], groups });
   }
 
-  /** Lines that changed; the folders with runs of their own where they are told. */
+  /** Apply changes to runs, and to folders with runs of their own. */
   hear({ changed, removed, groups }) {
     if (groups) fill(this.groups, groups.map((one) => this.group(one)));
     for (const line of changed) this.lines.set(line.id, line);
@@ -86,11 +86,11 @@ export class RunList {
     this.draw();
   }
 
-  /** Where more runs lie, such as those of a search, and how to see them. */
+  /** A folder with more runs, such as those of a search, and the command to show them. */
   group({ name, number }) {
     const path = `${this.folder}/${name}`;
     const quoted = /^[\w@%+=:,./-]+$/.test(path) ? path : `'${path.replaceAll("'", `'"'"'`)}'`;
-    return el("p", { class: "says group" }, `${path} holds ${showCount(number)} more: `, el("code", {}, `whet watch ${quoted}`));
+    return el("p", { class: "says group" }, `${path} contains ${formatCount(number)} more: `, el("code", {}, `whet watch ${quoted}`));
   }
 
   sortBy(name) {
@@ -126,8 +126,8 @@ export class RunList {
     fill(
       this.count,
       this.lines.size
-        ? `${showCount(found.length)} of ${showCount(this.lines.size)}`
-        : "No runs yet. They appear here when a training begins.",
+        ? `${formatCount(found.length)} of ${formatCount(this.lines.size)}`
+        : "No runs yet. They appear here when training starts.",
     );
     this.more.hidden = found.length <= this.shown;
     this.compare.hidden = this.chosen.size < 2;
@@ -135,16 +135,16 @@ export class RunList {
     this.compare.href = `#/compare/${[...this.chosen].join(",")}`;
   }
 
-  /** Time goes on where nothing else does. */
+  /** Update the ages. */
   tick() {
     for (const [id, { figures }] of this.rows) fill(figures.at(-1), this.ageOf(this.lines.get(id)));
   }
 
   ageOf(line) {
-    return `${showSeconds(Math.max(0, Math.round(Date.now() / 1000 + this.ahead - line.changed)))} ago`;
+    return `${formatSeconds(Math.max(0, Math.round(Date.now() / 1000 + this.ahead - line.updated)))} ago`;
   }
 
-  /** The row of a run, with its newest figures. What can be pressed in it stays the same element. */
+  /** The row of a run with its newest figures. Links and checkboxes stay the same elements, so that no click is lost. */
   row(line) {
     if (!this.rows.has(line.id)) this.rows.set(line.id, this.newRow(line));
     const { element, mark, says, figures } = this.rows.get(line.id);
@@ -177,7 +177,7 @@ export class RunList {
 
 function figuresOf(line) {
   const share = line.total_steps ? Math.min(1, line.step / line.total_steps) : 0;
-  const steps = line.total_steps ? `${showCount(line.step)} of ${showCount(line.total_steps)}` : showCount(line.step);
+  const steps = line.total_steps ? `${formatCount(line.step)} of ${formatCount(line.total_steps)}` : formatCount(line.step);
   const bar =
     line.state === "running" && share
       ? el("div", { class: "progress slim" }, el("div", { class: "done", style: { width: `${100 * share}%` } }))
@@ -185,8 +185,8 @@ function figuresOf(line) {
   return [
     statePill(line.state),
     [steps, bar],
-    showNumber(line.loss),
-    line.goal_value === null ? el("span", { class: "none" }, "–") : `${line.goal} ${showNumber(line.goal_value)}`,
+    formatNumber(line.loss),
+    line.goal_value === null ? el("span", { class: "none" }, "–") : `${line.goal} ${formatNumber(line.goal_value)}`,
   ];
 }
 

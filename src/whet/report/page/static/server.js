@@ -1,27 +1,27 @@
-// How does the live page talk to its server? It asks for JSON, and listens for what changed.
-import { restored } from "./strict.js";
+// Requests to the server, and its stream of changes.
+import { restoreNonFinite } from "./json.js";
 
 const AGAIN_MS = 5000;
-// The server says something every 15 seconds.
+// The server sends a heartbeat every 15 seconds.
 const SILENT_MS = 45000;
-// A browser has six connections to one server: pages that nobody looks at must leave some to the others.
+// A browser opens six connections to one server: hidden pages must leave some to the others.
 const UNSEEN_MS = 5000;
-const RESTARTED = "not connected: the server was started anew; open the link that it printed";
+const RESTARTED = "not connected: the server was restarted; open the link that it printed";
 
-/** The answer of the server to a GET; an Error with its words and status where it refuses, or has not finished reading. */
+/** GET a JSON resource; throws an Error with the text and status of any answer but 200. */
 export async function ask(path, signal) {
   const answer = await fetch(path, { credentials: "same-origin", cache: "no-cache", signal });
-  if (answer.status !== 200) throw await refusalOf(answer);
-  return restored(await answer.json());
+  if (answer.status !== 200) throw await errorOf(answer);
+  return restoreNonFinite(await answer.json());
 }
 
-async function refusalOf(answer) {
+async function errorOf(answer) {
   const refusal = new Error((await answer.text()).slice(0, 500) || `the server answered ${answer.status}`);
   return Object.assign(refusal, { status: answer.status });
 }
 
-/** Listens until it is closed; `on` has a handler for each kind of news: hello, runs, run, lost. */
-export class Listening {
+/** Receives events until it is closed; `on` has a handler for each kind: hello, runs, run, lost. */
+export class EventStream {
   constructor(runs, on) {
     this.address = `/api/stream${runs.length ? `?run=${runs.join(",")}` : ""}`;
     this.on = on;
@@ -41,13 +41,13 @@ export class Listening {
       });
     this.source.onerror = () => {
       this.on.lost("not connected; trying again");
-      // A browser tries again by itself unless the server said no.
+      // The browser reconnects by itself unless the server refused.
       if (this.source.readyState === EventSource.CLOSED) this.refused();
     };
     this.wait();
   }
 
-  /** A connection may be dead though nobody says so: behind a tunnel, after a sleep, with a server that is held still. */
+  /** Reconnect after a silence: a connection may be dead without an error, behind a tunnel or after a sleep. */
   wait() {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
@@ -62,12 +62,12 @@ export class Listening {
     const asking = new AbortController();
     const answer = await fetch(this.address, { credentials: "same-origin", signal: asking.signal }).catch(() => null);
     const status = answer?.status;
-    const refusal = answer && status !== 200 ? await refusalOf(answer).catch(() => null) : null;
+    const refusal = answer && status !== 200 ? await errorOf(answer).catch(() => null) : null;
     asking.abort();
     if (refusal && !this.isClosed) this.on.lost(status === 401 ? RESTARTED : refusal.message.split("\n")[0]);
   }
 
-  /** Hears nothing while the page is hidden, and is told everything when it is seen again. */
+  /** Disconnect while the page is hidden; on return everything is fetched again. */
   look() {
     clearTimeout(this.hiding);
     if (document.visibilityState === "hidden") this.hiding = setTimeout(() => this.leave(), UNSEEN_MS);

@@ -1,4 +1,4 @@
-// What do all charts of a page share? The axis, the smoothing, the scale and the zoom; and the bar where they are set.
+// Settings that all charts of a page share (axis, smoothing, scale, zoom), and the bar to change them.
 import { el, fill } from "./dom.js";
 import { AXES } from "./curves.js";
 
@@ -58,7 +58,7 @@ export function settingsBar(settings) {
     for (const button of axes) button.setAttribute("aria-pressed", String(button.dataset.axis === axis));
     settings.setAxis(axis);
   };
-  const told = el("output", {}, "off");
+  const value = el("output", {}, "off");
   const slider = el("input", {
     type: "range",
     min: 0,
@@ -67,7 +67,7 @@ export function settingsBar(settings) {
     "aria-label": "smoothing",
     oninput: () => {
       settings.smoothing = Number(slider.value) ? 0.5 + Number(slider.value) / 200 : 0;
-      fill(told, settings.smoothing ? settings.smoothing.toFixed(2) : "off");
+      fill(value, settings.smoothing ? settings.smoothing.toFixed(2) : "off");
       settings.redraw();
     },
   });
@@ -91,7 +91,7 @@ export function settingsBar(settings) {
     "div",
     { class: "settings", role: "group", "aria-label": "all charts" },
     el("div", { class: "switch", role: "group", "aria-label": "axis" }, axes),
-    el("label", { class: "slide" }, "smoothing", slider, told),
+    el("label", { class: "slide" }, "smoothing", slider, value),
     el("label", {}, log, "log scale"),
     span,
     reset,

@@ -1,4 +1,4 @@
-// Light or dark? As the system says, until somebody chooses; always light on paper.
+// Light or dark theme: the system's, until the user chooses; always light in print.
 import { el, fill } from "./dom.js";
 
 const KEY = "whet-theme";

@@ -1,9 +1,9 @@
-// Where did the time go?
+// Where the time of the run went: phases of a step, and epochs.
 import { el, section, table } from "./dom.js";
 import { dot } from "./paint.js";
-import { showBytes, showPercent, showSeconds } from "./words.js";
+import { formatBytes, formatPercent, formatSeconds } from "./format.js";
 
-const COLOURS = {
+const COLORS = {
   data: "series-2",
   transfer: "series-6",
   forward: "series-1",
@@ -11,33 +11,33 @@ const COLOURS = {
   optimizer: "series-3",
   evaluate: "series-4",
   save: "series-7",
-  rest: "series-8",
+  cooldown: "series-8",
 };
 const MOST_EPOCHS = 60;
 
-export function timePart(view) {
-  if (!view.phases.length) return null;
-  const rows = view.phases.map((phase) => [
-    el("span", { class: "named" }, dot(COLOURS[phase.name] ?? "series-8"), phase.name),
-    showPercent(phase.share),
-    showSeconds(phase.seconds),
-    phase.words,
+export function timePart(report) {
+  if (!report.phases.length) return null;
+  const rows = report.phases.map((phase) => [
+    el("span", { class: "named" }, dot(COLORS[phase.name] ?? "series-8"), phase.name),
+    formatPercent(phase.share),
+    formatSeconds(phase.seconds),
+    phase.note,
   ]);
   const bar = el(
     "div",
     {
       class: "stack",
       role: "img",
-      "aria-label": view.phases.map((phase) => `${phase.name} ${showPercent(phase.share)}`).join(", "),
+      "aria-label": report.phases.map((phase) => `${phase.name} ${formatPercent(phase.share)}`).join(", "),
     },
-    view.phases
+    report.phases
       .filter((phase) => phase.share > 0.001)
       .map((phase) =>
         el(
           "div",
           {
-            title: `${phase.name} ${showPercent(phase.share)}`,
-            style: { "flex-grow": String(phase.share), background: `var(--${COLOURS[phase.name] ?? "series-8"})` },
+            title: `${phase.name} ${formatPercent(phase.share)}`,
+            style: { "flex-grow": String(phase.share), background: `var(--${COLORS[phase.name] ?? "series-8"})` },
           },
           phase.share > 0.09 ? el("span", {}, phase.name) : null,
         ),
@@ -46,19 +46,19 @@ export function timePart(view) {
   return section(
     "time",
     "Where the time went",
-    "Forward, backward and optimizer are the training itself; all else is the price of it.",
+    "Forward, backward and optimizer are the training itself; everything else is overhead.",
     el(
       "div",
       { class: "card" },
       bar,
-      table(["part", "share", "time", "what it is"], rows, { class: "plain stacked parted" }),
+      table(["phase", "share", "time", "what it is"], rows, { class: "plain stacked parted" }),
     ),
-    epochsOf(view),
+    epochsOf(report),
   );
 }
 
-function epochsOf(view) {
-  const all = view.report.epochs,
+function epochsOf(report) {
+  const all = report.epochs,
     shown = all.slice(-MOST_EPOCHS);
   if (!shown.length) return null;
   const most = Math.max(...shown.map((epoch) => epoch.seconds));
@@ -70,17 +70,17 @@ function epochsOf(view) {
     el(
       "p",
       { class: "says" },
-      `One bar for each pass over the data. Bars that grow mean that something slows the machine down.${left}`,
+      `One bar per epoch. Growing bars mean that something slows the machine down.${left}`,
     ),
     el(
       "div",
       { class: "epochs" },
       shown.map((epoch) => {
-        const words = `epoch ${epoch.epoch}: ${showSeconds(epoch.seconds)}${epoch.memory_bytes ? `, ${showBytes(epoch.memory_bytes)}` : ""}`;
+        const words = `epoch ${epoch.epoch}: ${formatSeconds(epoch.seconds)}${epoch.memory_bytes ? `, ${formatBytes(epoch.memory_bytes)}` : ""}`;
         return el(
           "div",
           { class: "epoch", title: words },
-          shown.length <= 16 ? el("b", {}, showSeconds(epoch.seconds)) : null,
+          shown.length <= 16 ? el("b", {}, formatSeconds(epoch.seconds)) : null,
           el("div", { class: "pole", style: { height: `${most > 0 ? 4 + (64 * epoch.seconds) / most : 4}px` } }),
           shown.length <= 30 ? el("span", {}, String(epoch.epoch)) : null,
           el("span", { class: "unseen" }, words),

@@ -1,19 +1,19 @@
-// The live page: a list of runs, one run, or several side by side, each kept up to date while it is looked at.
+// The live page: a list of runs, one run, or several side by side, kept up to date while it is visible.
 import { el, fill } from "./dom.js";
 import { showComparison } from "./comparison.js";
 import { eventsPart } from "./events.js";
 import { RunList } from "./run_list.js";
 import { showRun } from "./run.js";
-import { Listening, ask } from "./server.js";
+import { EventStream, ask } from "./server.js";
 import { themeButton } from "./theme.js";
 
 const SOON_MS = 1000;
 const LATER_MS = 5000;
 const TICK_MS = 10000;
-// Statuses of the server: it is still reading; it has no such run.
+// HTTP statuses: still reading the log; no such run.
 const EARLY = 202;
 const GONE = 404;
-const GONE_WORDS = "the run is gone; this was read before";
+const GONE_TEXT = "the run was removed; this is its last state";
 const page = document.getElementById("page");
 const status = el("span", { class: "status", role: "status" });
 let shown = null;
@@ -34,14 +34,14 @@ fill(
   themeButton(redraw),
 );
 
-/** Shows what the address says. */
+/** Show what the URL names. */
 function go() {
   shown?.close();
   shown = null;
   scrollTo(0, 0);
   const [, kind, ids = ""] = location.hash.match(/^#\/(run|compare)\/([0-9a-f,]+)$/) ?? [];
-  if (kind === "run") shown = new Shown([ids], `/api/runs/${ids}`, drawRun);
-  else if (kind === "compare") shown = new Shown(ids.split(","), `/api/compare?ids=${ids}`, drawComparison);
+  if (kind === "run") shown = new RunView([ids], `/api/runs/${ids}`, drawRun);
+  else if (kind === "compare") shown = new RunView(ids.split(","), `/api/compare?ids=${ids}`, drawComparison);
   else shown = new List();
 }
 
@@ -49,11 +49,11 @@ function say(words) {
   fill(status, words);
 }
 
-function drawRun(view, [id]) {
+function drawRun(report, [id]) {
   const inside = el("div", {});
-  const made = showRun(inside, view);
+  const made = showRun(inside, report);
   fill(page, inside, eventsPart(id), el("footer", {}, el("a", { href: "#/" }, "all runs")));
-  document.title = `${view.name} - whet`;
+  document.title = `${report.name} - whet`;
   return made;
 }
 
@@ -65,12 +65,12 @@ function drawComparison(comparison) {
   return made;
 }
 
-/** Something that is fetched again whenever the server says that there is something new. */
-class Kept {
+/** Data that is fetched again whenever the server announces a change. */
+class LiveData {
   constructor(ids, path) {
     this.path = path;
     this.isClosed = this.isFetching = this.isStale = false;
-    this.listening = new Listening(ids, {
+    this.listening = new EventStream(ids, {
       hello: () => this.begin(),
       run: () => this.fetch(),
       runs: (news) => this.hear(news),
@@ -78,13 +78,13 @@ class Kept {
     });
   }
 
-  /** What was asked before the connection was lost may never be answered. */
+  /** After a lost connection, the pending request may never be answered. */
   begin() {
     this.asking?.abort();
     this.fetch();
   }
 
-  /** One request at a time; what changed meanwhile is fetched after it. */
+  /** One request at a time; changes during it are fetched afterwards. */
   async fetch() {
     this.isStale = true;
     if (this.isFetching) return;
@@ -105,7 +105,7 @@ class Kept {
     this.isFetching = false;
   }
 
-  /** Says why there is nothing to show, and asks again: what keeps it from us may pass without a word. */
+  /** Show why there is nothing to show, and retry: the cause may go away without an event. */
   explain({ message, status }) {
     const isEarly = status === EARLY;
     if (!this.isDrawn)
@@ -115,7 +115,7 @@ class Kept {
         el("p", {}, el("a", { href: "#/" }, "all runs")),
       );
     const isGone = status === GONE && this.isDrawn;
-    say(isEarly ? "reading the run" : isGone ? GONE_WORDS : status ? "could not be read" : "not connected; trying again");
+    say(isEarly ? "reading the run" : isGone ? GONE_TEXT : status ? "could not be read" : "not connected; trying again");
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.fetch(), isEarly ? SOON_MS : LATER_MS);
   }
@@ -128,7 +128,7 @@ class Kept {
 }
 
 /** One run, or several. */
-class Shown extends Kept {
+class RunView extends LiveData {
   constructor(ids, path, draw) {
     super(ids, path);
     this.ids = ids;
@@ -146,7 +146,7 @@ class Shown extends Kept {
   }
 
   hear({ removed }) {
-    if (this.ids.some((id) => removed.includes(id))) say(GONE_WORDS);
+    if (this.ids.some((id) => removed.includes(id))) say(GONE_TEXT);
   }
 
   show(newest) {
@@ -164,7 +164,7 @@ class Shown extends Kept {
 }
 
 /** The list of all runs. */
-class List extends Kept {
+class List extends LiveData {
   constructor() {
     super([], "/api/runs");
     this.list = null;
@@ -178,7 +178,7 @@ class List extends Kept {
     return this.list !== null;
   }
 
-  /** An answer that is on its way may be older than what is heard. */
+  /** A response that is still loading may be older than this update. */
   hear(news) {
     if (this.isFetching) this.missed.push(news);
     this.list?.hear(news);
@@ -199,6 +199,6 @@ class List extends Kept {
   }
 }
 
-// Last: classes are not there before their line.
+// Last: classes do not exist before their definition.
 addEventListener("hashchange", go);
 go();

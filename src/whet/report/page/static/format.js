@@ -1,4 +1,4 @@
-// How are numbers told so that people can read them?
+// Numbers, durations and names as readable text.
 
 const BYTES = [
   ["TB", 2 ** 40],
@@ -7,7 +7,7 @@ const BYTES = [
   ["kB", 2 ** 10],
 ];
 
-export function showBytes(bytes) {
+export function formatBytes(bytes) {
   for (const [unit, size] of BYTES) {
     if (Math.abs(bytes) >= size) {
       const value = bytes / size;
@@ -17,7 +17,7 @@ export function showBytes(bytes) {
   return `${bytes.toFixed(0)} B`;
 }
 
-export function showSeconds(seconds) {
+export function formatSeconds(seconds) {
   if (seconds === 0) return "0 s";
   if (seconds < 0.001) return `${Number((seconds * 1e6).toPrecision(2))} µs`;
   if (seconds < 0.95) return `${Number((seconds * 1000).toPrecision(seconds < 0.01 ? 2 : 3))} ms`;
@@ -30,14 +30,14 @@ export function showSeconds(seconds) {
   return minutes % 60 ? `${hours} h ${minutes % 60} min` : `${hours} h`;
 }
 
-export function showCount(count) {
+export function formatCount(count) {
   if (Math.abs(count) >= 1e9) return `${(count / 1e9).toFixed(1)} B`;
   if (Math.abs(count) >= 1e6) return `${(count / 1e6).toFixed(1)} M`;
   return Math.round(count).toLocaleString("en-GB");
 }
 
-/** A figure with four digits that count; NaN and infinity as words. */
-export function showNumber(value) {
+/** A number with four significant digits; NaN and infinity as words. */
+export function formatNumber(value) {
   if (value === null || value === undefined) return "–";
   if (!Number.isFinite(value)) return String(value);
   if (value === 0) return "0";
@@ -47,67 +47,67 @@ export function showNumber(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-export function showPercent(share) {
+export function formatPercent(share) {
   const percent = 100 * share;
   if (percent > 0 && percent < 0.1) return "< 0.1 %";
   return `${percent < 10 ? percent.toFixed(1) : percent.toFixed(0)} %`;
 }
 
-export function showValue(value) {
+export function formatValue(value) {
   if (value === null || value === undefined) return "none";
   if (typeof value === "boolean") return value ? "on" : "off";
-  if (typeof value === "number") return showNumber(value);
+  if (typeof value === "number") return formatNumber(value);
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
 /** A value of a curve in its unit. */
-export function inUnit(value, unit) {
+export function formatUnit(value, unit) {
   if (value === null || value === undefined) return "–";
-  if (unit === "bytes") return showBytes(value);
-  if (unit === "seconds") return showSeconds(value);
+  if (unit === "bytes") return formatBytes(value);
+  if (unit === "seconds") return formatSeconds(value);
   if (unit === "percent") return `${value.toFixed(value < 10 ? 1 : 0)} %`;
-  if (unit === "samples/s") return `${showNumber(Number(value.toPrecision(4)))} samples/s`;
-  if (unit === "steps") return showCount(value);
-  return showNumber(value);
+  if (unit === "samples/s") return `${formatNumber(Number(value.toPrecision(4)))} samples/s`;
+  if (unit === "steps") return formatCount(value);
+  return formatNumber(value);
 }
 
-export function showDate(unixSeconds) {
+export function formatDate(unixSeconds) {
   return new Date(unixSeconds * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
 }
 
-/** "grad_norm" as "gradient norm": names of fields as people say them. */
-export function sayName(name) {
+/** A field name as readable text: "grad_norm" becomes "gradient norm". */
+export function displayName(name) {
   const known = {
     lr: "learning rate",
     grad_norm: "gradient norm",
     samples_per_second: "speed",
     loss: "loss",
     "memory/allocated": "tensors",
-    "memory/reserved": "held by the driver",
-    "memory/peak": "most so far",
+    "memory/reserved": "reserved by the driver",
+    "memory/peak": "peak",
     "memory/limit": "limit",
     "memory/process": "this process",
     "memory/used": "whole machine",
-    "memory/available": "still free",
+    "memory/available": "available",
     "memory/swap": "swap",
-    "use/cpu": "all cores",
-    "use/process": "this process",
-    "use/gpu": "GPU",
+    "utilization/cpu": "all cores",
+    "utilization/process": "this process",
+    "utilization/gpu": "GPU",
   };
   return Object.hasOwn(known, name) ? known[name] : name.replaceAll("_", " ");
 }
 
-/** A number at an axis: as short as it can be. */
-export function shortly(tick, unit) {
+/** A number on an axis, as short as possible. */
+export function shortNumber(tick, unit) {
   if (tick === null || tick === undefined) return "";
   if (unit === "bytes") {
     for (const [name, size] of BYTES) {
       if (Math.abs(tick) >= size) return `${Number((tick / size).toPrecision(3))} ${name}`;
     }
-    return showNumber(tick);
+    return formatNumber(tick);
   }
-  if (unit === "percent") return `${showNumber(tick)} %`;
-  if (unit === "seconds") return showSeconds(tick);
-  if (Math.abs(tick) >= 1e6) return showCount(tick).replace(".0 ", " ");
-  return showNumber(tick);
+  if (unit === "percent") return `${formatNumber(tick)} %`;
+  if (unit === "seconds") return formatSeconds(tick);
+  if (Math.abs(tick) >= 1e6) return formatCount(tick).replace(".0 ", " ");
+  return formatNumber(tick);
 }

@@ -1,32 +1,32 @@
-// How good is each class, which are taken for which, and what do some samples look like?
+// Details of the newest evaluations: scores per class, confusion matrices and samples.
 import { el, section, table } from "./dom.js";
-import { showCount, showPercent } from "./words.js";
+import { formatCount, formatPercent } from "./format.js";
 
-const PARTS = { dev: "held-out", test: "test" };
+const SPLITS = { val: "validation", test: "test" };
 
-export function findingsPart(view) {
-  const { classes = [], confusions, samples } = view.findings;
+export function evaluationPart(report) {
+  const { classes = [], confusions, samples } = report.details;
   if (!classes.length && !confusions.length && !samples.length) return null;
   return section(
-    "findings",
-    "Right and wrong",
-    "What the model makes of samples it did not train on.",
+    "evaluation",
+    "Evaluation",
+    "How the model does on samples it did not train on.",
     classes.map(classesOf),
     confusions.map(confusionOf),
     samples.map(samplesOf),
   );
 }
 
-function classesOf({ part, step, labels, columns, rows }) {
-  const shown = (value, name) => (name === "support" ? showCount(value) : value.toFixed(3));
+function classesOf({ split, step, labels, columns, rows }) {
+  const shown = (value, name) => (name === "support" ? formatCount(value) : value.toFixed(3));
   return el(
     "div",
     { class: "card" },
-    el("h3", {}, `each class, ${PARTS[part]} data, step ${showCount(step)}`),
+    el("h3", {}, `scores per class, ${SPLITS[split]} data, step ${formatCount(step)}`),
     el(
       "p",
       { class: "says" },
-      "Precision: how many of its answers are right. Recall: how many of its samples are found. F1: both in one. Support: how many samples there are.",
+      "Precision: the share of its predictions that are right. Recall: the share of its samples that are found. F1: their harmonic mean. Support: the number of samples.",
     ),
     table(
       ["class", ...columns],
@@ -36,7 +36,7 @@ function classesOf({ part, step, labels, columns, rows }) {
   );
 }
 
-function confusionOf({ part, step, labels, counts }) {
+function confusionOf({ split, step, labels, counts }) {
   const head = el(
     "tr",
     {},
@@ -57,33 +57,33 @@ function confusionOf({ part, step, labels, counts }) {
           {
             class: guess === truth ? "hit" : "miss",
             style: { "--share": `${100 * Math.sqrt(share)}%` },
-            title: `${label} taken for ${labels[guess]}: ${count} of ${all}`,
+            title: `${label} predicted as ${labels[guess]}: ${count} of ${all}`,
           },
-          count ? showCount(count) : "",
+          count ? formatCount(count) : "",
         );
       }),
-      el("td", { class: "sum" }, all ? showPercent(counts[truth][truth] / all) : "–"),
+      el("td", { class: "sum" }, all ? formatPercent(counts[truth][truth] / all) : "–"),
     );
   });
   return el(
     "div",
     { class: "card" },
-    el("h3", {}, `confusion matrix, ${PARTS[part]} data, step ${showCount(step)}`),
+    el("h3", {}, `confusion matrix, ${SPLITS[split]} data, step ${formatCount(step)}`),
     el(
       "p",
       { class: "says" },
-      "Each row is what the samples are, each column what the model took them for. A good model fills the diagonal.",
+      "Rows are true classes, columns are predicted classes. A good model fills the diagonal.",
     ),
     el("div", { class: "scroll" }, el("table", { class: "confusion" }, el("thead", {}, head), el("tbody", {}, rows))),
   );
 }
 
-function samplesOf({ part, step, columns, rows }) {
+function samplesOf({ split, step, columns, rows }) {
   return el(
     "div",
     { class: "card" },
-    el("h3", {}, `some samples, ${PARTS[part]} data, step ${showCount(step)}`),
-    el("p", { class: "says" }, "As the evaluation chose them; it helps to read what a model gets wrong."),
+    el("h3", {}, `some samples, ${SPLITS[split]} data, step ${formatCount(step)}`),
+    el("p", { class: "says" }, "Selected by the evaluation; reading what a model gets wrong helps to improve it."),
     table(columns, rows, { class: "plain stacked samples" }),
   );
 }

@@ -1,9 +1,9 @@
-// JSON knows no NaN: such numbers are null, and a map at the top says what they were. This gives them back.
+// JSON has no NaN: such numbers are null, and a map at the top names them. This restores them.
 
 const NUMBERS = { nan: NaN, inf: Infinity, "-inf": -Infinity };
 
 /** The same object with its NaN and infinities. */
-export function restored(object) {
+export function restoreNonFinite(object) {
   const { nonfinite: marks, ...rest } = object;
   for (const [path, word] of Object.entries(marks ?? {})) {
     const names = path.split("/").map((name) => name.replaceAll("~1", "/").replaceAll("~0", "~"));

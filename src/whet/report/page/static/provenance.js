@@ -1,38 +1,38 @@
-// Where does the run come from, and how is it done again?
+// How to reproduce the run: command, configuration, data, versions and machine.
 import { disclosure, el, section, table } from "./dom.js";
-import { showCount, showDate, showValue } from "./words.js";
+import { formatCount, formatDate, formatValue } from "./format.js";
 
-export function originPart(view) {
-  const { origin, report } = view;
+export function provenancePart(report) {
+  const origin = report.provenance;
   const facts = [
     ["machine", report.machine || "unknown"],
-    ["made", `${showDate(report.created)} by whet ${report.whet}`],
-    ["seed", origin.seed === null ? "none written down" : String(origin.seed)],
+    ["created", `${formatDate(report.created)} by whet ${report.whet}`],
+    ["seed", origin.seed === null ? "not recorded" : String(origin.seed)],
     [
       "data",
       origin.data ? el("code", {}, origin.data.slice(0, 16)) : "no fingerprint",
-      origin.num_samples ? ` ${showCount(origin.num_samples)} samples` : "",
+      origin.num_samples ? ` ${formatCount(origin.num_samples)} samples` : "",
     ],
     [
       "exact",
       report.inexact_since === null
-        ? "bit for bit on the same machine, as far as the run knows"
-        : `until step ${showCount(report.inexact_since)}`,
+        ? "bit-exact on the same machine, as far as the run knows"
+        : `until step ${formatCount(report.inexact_since)}`,
     ],
     ...(report.proof ? [["proof", report.proof]] : []),
   ];
   return section(
-    "origin",
-    "How to do it again",
+    "provenance",
+    "How to reproduce it",
     "The same command, configuration, data and versions give the same training.",
     el(
       "div",
       { class: "card" },
       commandOf(
-        origin.command ?? "It was started from Python; run the same code with the same settings.",
+        origin.command ?? "Started from Python: run the same code with the same settings.",
         Boolean(origin.command),
       ),
-      report.resume ? [el("p", { class: "says" }, "To go on with this run:"), commandOf(report.resume, true)] : null,
+      report.resume ? [el("p", { class: "says" }, "To resume this run:"), commandOf(report.resume, true)] : null,
       el(
         "dl",
         { class: "facts" },
@@ -44,7 +44,7 @@ export function originPart(view) {
       { class: "card more" },
       disclosure("configuration", () => pairs(flat(origin.config))),
       disclosure("versions", () => pairs(Object.entries(origin.versions))),
-      disclosure("machine, as it was probed", () => pairs(flat(origin.machine))),
+      disclosure("machine, as probed", () => pairs(flat(origin.machine))),
     ),
   );
 }
@@ -74,7 +74,7 @@ function commandOf(words, canCopy) {
 function pairs(entries) {
   return table(
     ["name", "value"],
-    entries.map(([name, value]) => [el("code", {}, name), showValue(value)]),
+    entries.map(([name, value]) => [el("code", {}, name), formatValue(value)]),
     { class: "plain" },
   );
 }
