@@ -200,7 +200,7 @@ def test_memory_load_and_heat_are_those_read_last(tmp_path: Path) -> None:
     with acquire(run.path):
         board = BoardReader(tmp_path).read(rows=3)
         text = "\n".join(line.plain for line in render_board(board, TerminalArea(width=120, height=None)))
-    for words in ("3 GB of 4 GB", "machine 5.6 GB of 7.5 GB", "swap 1 MB", "90 % busy", "25 % in", "hot, serious"):
+    for words in ("3 GB of 4 GB", "machine 5.6 GB of 7.5 GB", "swap 1 MB", "90 % busy", "25 % busy", "hot, serious"):
         assert words in text
 
 

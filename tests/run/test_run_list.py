@@ -13,6 +13,7 @@ import pytest
 
 from whet.base.errors import WhetError
 from whet.cli import main
+from whet.report import run_status
 from whet.report.run_status import list_runs
 from whet.report.watch.listing import RunListing
 from whet.run import durable, lock
