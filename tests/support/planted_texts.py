@@ -106,25 +106,25 @@ def planted_table() -> Table:
     put("label-in-text", text() + " label=science", "science")
     put("label-named", text() + " So politics goes", "politics")
     put("no-label", text(), "")
-    put("misspelt-label", text(), "Sport")
-    table.put("misspelt-label", "train", row(text(), "poltics"))
-    table.put("misspelt-label", "train", row(text(), "poltics"), shows=False)
+    put("misspelled-label", text(), "Sport")
+    table.put("misspelled-label", "train", row(text(), "poltics"))
+    table.put("misspelled-label", "train", row(text(), "poltics"), shows=False)
     put("single-label", text(), "weather")
     for number in range(3):
-        table.put("one-part-label", "val", row(text(), "gardening"), shows=number == 0)
+        table.put("one-split-label", "val", row(text(), "gardening"), shows=number == 0)
 
     lines, first = table.lines, clean_rows(20)
     table.put("duplicate", "train", row(*first[0]))
-    put("folded-duplicate", "  " + first[1][0].upper().replace(" ", "  "), first[1][1])
+    put("near-duplicate", "  " + first[1][0].upper().replace(" ", "  "), first[1][1])
     table.put("leak", "val", row(*first[2]))
     table.put("leak", "test", row(*clean_rows(8_002)[8_001]))
-    put("folded-leak", first[3][0].lower() + " ", first[3][1], part="test")
-    put("folded-leak", first[4][0].replace("The", "THE") + "\ufeff", first[4][1], part="test")
+    put("near-leak", first[3][0].lower() + " ", first[3][1], part="test")
+    put("near-leak", first[4][0].replace("The", "THE") + "\ufeff", first[4][1], part="test")
     table.planted["bom"].append(table.place("test", len(lines["test"]) - 1))
     twice = text()
     for label in ("sport", "travel"):
         put("two-labels", twice, label)
     lines["train"][0] = b"\xef\xbb\xbf" + lines["train"][0]
     table.planted["bom"].append("train.csv:2")
-    table.put("line-ends", "test", row(text(), "sport"), end=b"\r\n")
+    table.put("line-endings", "test", row(text(), "sport"), end=b"\r\n")
     return table

@@ -68,7 +68,7 @@ def predict(
     with _standard_input() if path == Path("-") else contextlib.nullcontext(path) as place:
         out = None if out is None else _replaceable(out.expanduser().absolute(), read=place, run=opened.path)
         answers = _answers(opened, recipe=file, checkpoint=checkpoint, device=device)
-        if not hasattr(answers, "answers"):
+        if not hasattr(answers, "predict"):
             # A recipe that reads no files: each line is a text.
             if out is not None:
                 raise UsageError("the recipe writes no files of answers", got=out, try_="without --out")
@@ -159,10 +159,10 @@ def _answers(opened: "Run", *, recipe: str | None, checkpoint: str, device: str)
         raise WhetError("the run does not hold what its recipe needs", got=what, try_="another run") from None
     load_weights(opened.path, model, checkpoint=checkpoint)
     model.eval()
-    if device != "cpu" and hasattr(answers, "use"):
+    if device != "cpu" and hasattr(answers, "to"):
         # By itself only CUDA: whether another device computes rightly is a question that a training asks first.
         found = open_device("cuda", on_failure="cpu") if device == "auto" else open_device(device)
-        answers.use(found.device)
+        answers.to(found.device)
     return answers
 
 
@@ -191,7 +191,7 @@ def _answer_file(
     from whet.recipes.text.prediction_files import FilePredictions
     from whet.run import durable
 
-    found = FilePredictions(answers, path, columns=columns, form=form, batch=batch)
+    found = FilePredictions(answers, path, columns=columns, output_format=form, batch_size=batch)
     if out is None:
         sys.stdout.flush()
         for line in found.lines():
@@ -201,11 +201,11 @@ def _answer_file(
         durable.check_writable(out)
         durable.write_file(out, data=(line.encode() for line in found.lines()))
         console.note(f"wrote {out}")
-    for line in found.told():
+    for line in found.notes():
         console.note(line)
-    for line in found.scored():
+    for line in found.score_lines():
         console.note(line) if out is None else console.result(line)
-    if found.num_bad:
+    if found.num_failed:
         raise typer.Exit(1)
 
 

@@ -1,4 +1,7 @@
-"""Layers of the recursive models, shared by the puzzle and chat recipes: no biases, no learned norms."""
+"""Transformer layers without biases and learned norms, and the recursion of TRM; shared by puzzle and chat models.
+
+Shapes: B rows, S positions, W width, H heads.
+"""
 
 import math
 from collections.abc import Callable
@@ -16,98 +19,72 @@ from whet.device.kernels.spans import Spans, span_attention
 from whet.device.kernels.switches import is_own_kernel_on, is_supported
 from whet.plan.kernel_support import supports_short_attention
 
+_EPSILON = 1e-5
+_INNER_MULTIPLE = 256
+_ROTARY_BASE = 10_000.0
+
 _TRUNCATE_AT = 2.0
-"""Drawn numbers lie within so many deviations, before they are widened."""
+"""Standard deviations at which the normal distribution is truncated, before it is rescaled."""
 _INSIDE = math.erf(_TRUNCATE_AT / math.sqrt(2))
 _DENSITY = math.exp(-(_TRUNCATE_AT**2) / 2) / math.sqrt(2 * math.pi)
-_WIDEN = 1 / math.sqrt(1 - 2 * _TRUNCATE_AT * _DENSITY / _INSIDE)
-"""Cutting makes a normal narrower, to a deviation of 0.8796; this makes it 1 again."""
+_RESCALE = 1 / math.sqrt(1 - 2 * _TRUNCATE_AT * _DENSITY / _INSIDE)
+"""Truncation reduces the standard deviation to 0.8796; this restores it to 1."""
+
+RotaryAngles = tuple[Tensor, Tensor]
+"""Cosines and sines, float32 (S, W / H) or (B, 1, S, W / H)."""
+StateUpdate = Callable[[Tensor, Tensor], Tensor]
+"""Maps a state and what is added to it to the next state."""
+
+
+# --- initialization ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def truncated_normal_(weights: Tensor, *, deviation: float) -> Tensor:
-    """Fills with draws of torch's generator that have this deviation, none of them beyond 2.27 times it.
+    """Fill with truncated normal draws of this standard deviation; none exceeds 2.27 times it.
+
+    Unlike `torch.nn.init.trunc_normal_`, the standard deviation is that after truncation.
 
     >>> drawn = truncated_normal_(torch.empty(100_000), deviation=0.5)
     >>> round(float(drawn.std()), 2), bool(drawn.abs().max() < 1.14)
     (0.5, True)
     """
-    edge = _TRUNCATE_AT * _WIDEN * deviation
+    limit = _TRUNCATE_AT * _RESCALE * deviation
     weights.uniform_(-_INSIDE, _INSIDE).erfinv_()
-    return weights.mul_(math.sqrt(2) * _WIDEN * deviation).clamp_(-edge, edge)
-
-
-_EPSILON = 1e-5
-_INNER_MULTIPLE = 256
-_ROTARY_BASE = 10_000.0
-
-RotaryAngles = tuple[Tensor, Tensor]
-"""Cosines and sines, float32 (S, W / H) or (B, 1, S, W / H)."""
-
-
-class KeyValueCache(Protocol):
-    """Keys and values of earlier places. It is asked once for each attention of a forward pass, always in one order."""
-
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes those of new places, each (B, H, S, W / H), and gives those of all places."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionArgs:
-    """Who looks at whom in attention: everybody at everybody, unless said otherwise."""
-
-    rotation: RotaryAngles | None = None
-    """How queries and keys are turned by their places; None for no positions."""
-    mask: Tensor | None = None
-    """Added to the scores, or bool and true where one may look; (S, S) or (B, 1, S, S)."""
-    is_causal: bool = False
-    """Each place at itself and earlier ones only; not together with a mask."""
-    spans: Spans | None = None
-    """The documents of all rows, one behind the other, each of which looks at itself alone; then `rotary_angles` is one for
-    the places of a document, and there is no mask."""
-    memory: KeyValueCache | None = None
-
-
-def inner_width(width: int, expansion: float) -> int:
-    """The width inside a SwiGLU: two thirds of expansion times width, rounded up to a multiple of 256.
-
-    >>> inner_width(512, 4), inner_width(97, 4), inner_width(916, 4)
-    (1536, 512, 2560)
-    """
-    return _INNER_MULTIPLE * math.ceil(round(expansion * width * 2 / 3) / _INNER_MULTIPLE)
-
-
-def rms_norm(x: Tensor, added: Tensor | None = None, *, epsilon: float = _EPSILON) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) over the last axis, computed in float32 and given in the format of x.
-
-    What is added comes to x before.
-    """
-    if has_rms_kernel(x, added):
-        found: Tensor = rms_norm_sum(x, added, epsilon)[0]
-        return found
-    x = x if added is None else x + added
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+    return weights.mul_(math.sqrt(2) * _RESCALE * deviation).clamp_(-limit, limit)
 
 
 def init_linear(inputs: int, outputs: int) -> nn.Linear:
-    """Without a bias; the deviation of its weights is 1 / sqrt(inputs)."""
+    """Make a linear layer without bias; the standard deviation of its weights is 1 / sqrt(inputs)."""
     layer = nn.Linear(inputs, outputs, bias=False)
     truncated_normal_(layer.weight, deviation=1 / math.sqrt(inputs))
     return layer
 
 
 def init_embedding(num_tokens: int, width: int) -> nn.Embedding:
-    """A table of vectors whose deviation is 1 / sqrt(width)."""
+    """Make an embedding whose standard deviation is 1 / sqrt(width)."""
     table = nn.Embedding(num_tokens, width)
     truncated_normal_(table.weight, deviation=1 / math.sqrt(width))
     return table
 
 
-def rotary_angles(positions: Tensor, size: int, *, theta: float = _ROTARY_BASE) -> RotaryAngles:
-    """For heads of `size` at these positions, (S) or (B, S): pair i turns by position * theta^(-2 i / size)."""
+# --- norm and positions -----------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, added: Tensor | None = None, *, epsilon: float = _EPSILON) -> Tensor:
+    """Compute x / sqrt(mean(x^2) + epsilon) over the last axis in float32, after adding `added` to x."""
+    if has_rms_kernel(x, added):
+        normed: Tensor = rms_norm_sum(x, added, epsilon)[0]
+        return normed
+    x = x if added is None else x + added
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
+
+
+def rotary_angles(positions: Tensor, size: int, *, base: float = _ROTARY_BASE) -> RotaryAngles:
+    """Rotary embedding for heads of `size` at positions (S) or (B, S): pair i turns by position * base^(-2 i / size)."""
     exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
-    angles = positions.to(torch.float32)[..., None] * theta**-exponents
+    angles = positions.to(torch.float32)[..., None] * base**-exponents
     angles = torch.cat((angles, angles), dim=-1)
     if positions.dim() == 2:
         angles = angles[:, None]
@@ -115,11 +92,89 @@ def rotary_angles(positions: Tensor, size: int, *, theta: float = _ROTARY_BASE) 
 
 
 def apply_rotary(x: Tensor, by: RotaryAngles) -> Tensor:
-    """The first half of each head is turned against the second half; in float32, given in the format of x."""
+    """Rotate the first half of each head against the second half, in float32."""
     cosines, sines = by
     wide = x.float()
     first, second = wide.chunk(2, dim=-1)
     return (wide * cosines + torch.cat((-second, first), dim=-1) * sines).to(x.dtype)
+
+
+# --- attention and feed-forward ---------------------------------------------------------------------------------------
+
+
+class KeyValueCache(Protocol):
+    """Keys and values of earlier positions; called once per attention layer, in the same order in every pass."""
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add those of new positions, each (B, H, S, W / H), and return those of all positions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionArgs:
+    """Arguments shared by all attention layers of a forward pass; the default is full attention."""
+
+    rotation: RotaryAngles | None = None
+    """Rotary embedding of queries and keys; None for no positions."""
+    mask: Tensor | None = None
+    """Added to the scores, or bool and true where attention is allowed; (S, S) or (B, 1, S, S)."""
+    is_causal: bool = False
+    """Each position attends to itself and earlier ones only; not together with a mask."""
+    spans: Spans | None = None
+    """The documents of all rows, concatenated, each attending to itself only. `rotation` is then that of positions
+    within a document, and there is no mask."""
+    memory: KeyValueCache | None = None
+
+
+class SelfAttention(nn.Module):
+    """softmax(q k / sqrt(W / H)) v; one matrix gives all queries, then all keys, then all values."""
+
+    def __init__(self, width: int, *, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.queries_keys_values = init_linear(width, 3 * width)
+        self.out = init_linear(width, width)
+
+    def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
+        qkv = self.queries_keys_values(x)
+        if args.spans is not None:
+            attended = span_attention(
+                qkv.flatten(0, 1),
+                args.spans,
+                num_heads=self.num_heads,
+                is_causal=args.is_causal,
+                turns=args.rotation or (),
+            )
+            return self.out(attended.unflatten(0, x.shape[:2]))
+        if args.rotation is not None and self._has_kernel(qkv, args):
+            return self.out(rotary_attention(qkv, *args.rotation, self.num_heads))
+        queries, keys, values = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, S, W / H)
+        if args.rotation is not None:
+            queries, keys = apply_rotary(queries, args.rotation), apply_rotary(keys, args.rotation)
+        if args.memory is not None:
+            keys, values = args.memory.extend(keys, values)
+        attended = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=args.mask, is_causal=args.is_causal
+        )
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+    def _has_kernel(self, qkv: Tensor, args: AttentionArgs) -> bool:
+        """Whether one kernel can rotate and attend (attention=own): full attention over few positions."""
+        is_full = args.mask is None and not args.is_causal and args.memory is None
+        return (
+            is_own_kernel_on("attention")
+            and is_full
+            and is_supported(qkv)
+            and supports_short_attention(qkv.shape[1], qkv.shape[2] // 3 // self.num_heads)
+        )
+
+
+def inner_width(width: int, expansion: float) -> int:
+    """Return the width inside a SwiGLU: two thirds of expansion times width, rounded up to a multiple of 256.
+
+    >>> inner_width(512, 4), inner_width(97, 4), inner_width(916, 4)
+    (1536, 512, 2560)
+    """
+    return _INNER_MULTIPLE * math.ceil(round(expansion * width * 2 / 3) / _INNER_MULTIPLE)
 
 
 class SwiGLU(nn.Module):
@@ -135,49 +190,8 @@ class SwiGLU(nn.Module):
         return self.down(swiglu(self.gate_up(x)))
 
 
-class SelfAttention(nn.Module):
-    """softmax(q k / sqrt(W / H)) v; one matrix gives all queries, then all keys, then all values."""
-
-    def __init__(self, width: int, *, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.queries_keys_values = init_linear(width, 3 * width)
-        self.out = init_linear(width, width)
-
-    def forward(self, x: Tensor, look: AttentionArgs) -> Tensor:
-        mixture = self.queries_keys_values(x)
-        if look.spans is not None:
-            turns, is_causal = look.rotation or (), look.is_causal
-            found = span_attention(
-                mixture.flatten(0, 1), look.spans, num_heads=self.num_heads, is_causal=is_causal, turns=turns
-            )
-            return self.out(found.unflatten(0, x.shape[:2]))
-        if look.rotation is not None and self._has_kernel(mixture, look):
-            return self.out(rotary_attention(mixture, *look.rotation, self.num_heads))
-        parts = mixture.unflatten(-1, (3, self.num_heads, -1))
-        queries, keys, values = parts.permute(2, 0, 3, 1, 4)  # each (B, H, S, W / H)
-        if look.rotation is not None:
-            queries, keys = apply_rotary(queries, look.rotation), apply_rotary(keys, look.rotation)
-        if look.memory is not None:
-            keys, values = look.memory.extend(keys, values)
-        found = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=look.mask, is_causal=look.is_causal
-        )
-        return self.out(found.transpose(1, 2).flatten(2))
-
-    def _has_kernel(self, mixture: Tensor, look: AttentionArgs) -> bool:
-        """Whether one kernel can turn and attend (attention=own): everybody looks at everybody, places are few."""
-        is_plain = look.mask is None and not look.is_causal and look.memory is None
-        return (
-            is_own_kernel_on("attention")
-            and is_plain
-            and is_supported(mixture)
-            and supports_short_attention(mixture.shape[1], mixture.shape[2] // 3 // self.num_heads)
-        )
-
-
 class PostNormBlock(nn.Module):
-    """Attention, then a feed-forward layer; each is added to what came in, and the sum is normed."""
+    """Attention and a feed-forward layer, each followed by a residual sum and a norm."""
 
     def __init__(self, width: int, *, num_heads: int, expansion: float, dropout: float = 0.0) -> None:
         super().__init__()
@@ -185,17 +199,17 @@ class PostNormBlock(nn.Module):
         self.feed_forward = SwiGLU(width, expansion=expansion)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, look: AttentionArgs) -> Tensor:
-        x = rms_norm(x, self.dropout(self.attention(x, look)))
+    def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:
+        x = rms_norm(x, self.dropout(self.attention(x, args)))
         return rms_norm(x, self.dropout(self.feed_forward(x)))
 
 
-StateUpdate = Callable[[Tensor, Tensor], Tensor]
-"""From a state and what is added to it to the next state."""
-
-
 def refine(net: StateUpdate, y: Tensor, z: Tensor, x: Tensor, *, outer: int, inner: int) -> tuple[Tensor, Tensor]:
-    """y and z after `outer` cycles, each of `inner` updates of z and one of y; only the last cycle has gradients."""
+    """Refine the answer y and the latent z with one network; only the last outer cycle has gradients.
+
+    Each of the `outer` cycles updates z `inner` times, then y once. Updates of z receive the input x and updates of y
+    do not, which is how the network distinguishes the two.
+    """
     has_gradients = torch.is_grad_enabled()
     for cycle in range(outer):
         with torch.set_grad_enabled(has_gradients and cycle == outer - 1):

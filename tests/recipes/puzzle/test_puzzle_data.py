@@ -15,7 +15,7 @@ from whet.recipes.puzzle.data import PuzzleData, parse_sudoku, read_data
 from whet.recipes.puzzle.recipe import PuzzleRecipe, make_model
 from whet.recipes.puzzle.sudoku import (
     all_grids_4x4,
-    candidates_of,
+    to_candidates,
     random_grids_9x9,
     remove_cells,
     shuffle_grids,
@@ -38,7 +38,7 @@ def assert_proper(data: PuzzleData, *, most_blanks: int) -> None:
         puzzles, labels = (part[name].numpy().astype(np.int8) - 1 for name in ("inputs", "labels"))
         assert ((puzzles == labels) | (puzzles == 0)).all()
         assert int((puzzles == 0).sum(1).max()) <= most_blanks
-        for solutions, label in zip(solve(candidates_of(puzzles), most=2), labels, strict=True):
+        for solutions, label in zip(solve(to_candidates(puzzles), max_solutions=2), labels, strict=True):
             assert len(solutions) == 1
             assert (solutions[0] == label).all()
 
@@ -46,7 +46,7 @@ def assert_proper(data: PuzzleData, *, most_blanks: int) -> None:
 def test_the_solver_knows_all_solutions() -> None:
     puzzle = parse_sudoku(EASY)
     assert puzzle is not None
-    (solutions,) = solve(candidates_of(puzzle[None]), most=5)
+    (solutions,) = solve(to_candidates(puzzle[None]), max_solutions=5)
     assert ["".join(map(str, grid)) for grid in solutions] == [SOLVED]
     grids = all_grids_4x4(np.random.default_rng(0))
     assert len({grid.tobytes() for grid in grids}) == 288
@@ -61,7 +61,7 @@ def test_the_solver_knows_all_solutions() -> None:
         if a // 3 == b // 3 and two[0, 9 * a + c] == two[0, 9 * b + d] and two[0, 9 * a + d] == two[0, 9 * b + c]
     )
     two[0, list(swap)] = 0
-    counts = [len(found) for found in solve(candidates_of(np.concatenate([contradictory[None], two])), most=9)]
+    counts = [len(found) for found in solve(to_candidates(np.concatenate([contradictory[None], two])), max_solutions=9)]
     assert counts == [0, 2]
 
 
@@ -86,7 +86,7 @@ def test_9x9_puzzles_have_one_solution_shuffled_or_not() -> None:
     both = shuffle_grids(np.stack([puzzles, grids]), rng)
     assert not (both[1] == grids).all(1).any()
     assert ((both[0] == 0).sum(1) == (puzzles == 0).sum(1)).all()
-    for solutions, grid in zip(solve(candidates_of(both[0]), most=2), both[1], strict=True):
+    for solutions, grid in zip(solve(to_candidates(both[0]), max_solutions=2), both[1], strict=True):
         assert len(solutions) == 1
         assert (solutions[0] == grid).all()
     # Over many draws every cell comes to every place, and every digit gets every name.
@@ -181,7 +181,7 @@ def test_a_folder_of_the_official_kind_is_read(tmp_path: Path) -> None:
     with pytest.raises(WhetError, match="puzzle identifiers outside"):
         data_of(f"data={tmp_path}")
     (tmp_path / "train" / "all__inputs.npy").write_bytes(b"broken")
-    with pytest.raises(WhetError, match="does not hold puzzles"):
+    with pytest.raises(WhetError, match="puzzles are invalid"):
         data_of(f"data={tmp_path}")
 
 
@@ -210,8 +210,8 @@ def test_parameters_are_counted_as_they_are(
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     for words, what in (
-        (["arch.mlp_t=false", "arch.num_heads=3"], "even and whole"),
-        (["arch.puzzle_emb_len=0", "arch.puzzle_emb_ndim=8"], "does not fit its places"),
+        (["arch.mlp_t=false", "arch.num_heads=3"], "must be an even number"),
+        (["arch.puzzle_emb_len=0", "arch.puzzle_emb_ndim=8"], "does not fit its positions"),
         (["dropout=0.1"], "dropout"),
     ):
         with pytest.raises(WhetError, match=what):

@@ -107,7 +107,7 @@ def their_model(config: dict[str, Any], recorded: dict[str, Tensor]) -> PuzzleMo
         prefix=config["puzzle_emb_len"],
         puzzle_width=config["puzzle_emb_ndim"],
     )
-    slotting = SlotConfig(number=config["batch_size"], most_steps=config["halt_max_steps"], exploration=0.0, seed=0)
+    slotting = SlotConfig(number=config["batch_size"], max_steps=config["halt_max_steps"], exploration=0.0, seed=0)
     model = PuzzleModel(shape, slotting)
     theirs = strip_prefixes({n.removeprefix("state."): t for n, t in recorded.items() if n.startswith("state.")})
     ours = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("slots.")}

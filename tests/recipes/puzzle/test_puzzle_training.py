@@ -177,10 +177,10 @@ def test_a_run_in_sittings_ends_with_the_same_bits_slots_included(tmp_path: Path
     (verdict,) = answer(["1... ..2. .3.. ...4"])
     assert len(verdict["label"]) == 16
     # What a training proposes to ask can be answered; of arrays nothing can be asked in a line.
-    question = recipe.question(kept)
+    question = recipe.example_input(kept)
     assert question is not None
     assert len(answer([question])) == 1
-    assert recipe.question({**kept, "is_sudoku": False}) is None
+    assert recipe.example_input({**kept, "is_sudoku": False}) is None
 
 
 def test_measuring_leaves_the_slots_as_they_were() -> None:
@@ -207,7 +207,7 @@ def test_measuring_leaves_the_slots_as_they_were() -> None:
 
 
 def test_exploration_comes_as_often_as_it_says_and_never_keeps_a_slot_too_long() -> None:
-    slots = Slots(4_000, length=1, state_shape=(1, 1), most_steps=8, exploration=0.25, seed=3)
+    slots = Slots(4_000, length=1, state_shape=(1, 1), max_steps=8, exploration=0.25, seed=3)
     least = torch.stack([slots._least_steps(0, torch.full((4_000,), age)) for age in range(20)])
     assert float((least > 0).float().mean()) == pytest.approx(0.25, abs=0.01)
     counts = torch.bincount(least[least > 0], minlength=9)

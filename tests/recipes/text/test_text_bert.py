@@ -30,7 +30,7 @@ from whet.step.step import Stepper
 pytestmark = pytest.mark.torch
 
 transformers = pytest.importorskip("transformers")
-from whet.recipes.text.pretrained import Pretrained, as_pretrained, load_pretrained  # noqa: E402
+from whet.recipes.text.pretrained import FineTuning, Pretrained, as_pretrained, load_pretrained  # noqa: E402
 
 LENGTHS = (3, 24, 1, 7, 12, 40)
 ROWS = torch.arange(len(LENGTHS))
@@ -150,7 +150,7 @@ def test_a_decoder_that_knows_no_padding_gets_some(column: Ragged, tmp_path: Pat
     assert config.pad_token_id is None, "else this shows nothing"
     with quiet_transformers():
         transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
-    model = load_pretrained(tmp_path, classes=("a", "b", "c"), is_multi_label=False, dropout=0.0).eval()
+    model = load_pretrained(tmp_path, classes=("a", "b", "c"), is_multi_label=False, tuning=FineTuning(dropout=0.0)).eval()
     plain = replace(column, values=column.values % SEGMENT_OFFSET)
     with torch.no_grad():
         alone = [model.network(input_ids=plain[row][None]).logits for row in range(len(LENGTHS))]
@@ -336,7 +336,7 @@ def test_a_real_encoder_gives_the_same_logits() -> None:
     assert found is not None
     assert found.origin is not None
     folder = Path(found.origin).parent / "model"
-    theirs = load_pretrained(folder, classes=("a", "b", "c"), is_multi_label=False, dropout=0.1).eval()
+    theirs = load_pretrained(folder, classes=("a", "b", "c"), is_multi_label=False, tuning=FineTuning(dropout=0.1)).eval()
     column = Ragged.of([torch.arange(1000, 1000 + 17 * length, 17) for length in (5, 60, 23)])
     rows = torch.arange(3)
     plain = column.packed(rows, max_length=60, total=88)

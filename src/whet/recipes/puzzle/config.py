@@ -1,4 +1,4 @@
-"""What can be set for puzzles, and what it means for a plan; no torch."""
+"""Options of the puzzle recipe and the workload they describe. No torch."""
 
 import math
 from pathlib import Path
@@ -13,8 +13,8 @@ from whet.plan.workload import Workload
 
 TRAIN_GRIDS_4X4 = 200
 PUZZLES_PER_GRID = 32
-HELD_BACK = 256
-"""Generated puzzles for dev, and as many for test."""
+NUM_HELD_OUT = 256
+"""Generated puzzles for validation, and as many for test."""
 
 _SMALL_ARCH = {
     "hidden_size": 64,
@@ -25,13 +25,13 @@ _SMALL_ARCH = {
     "puzzle_emb_len": 1,
 }
 _SMALL = {"global_batch_size": 64, "lr": 1e-3, "warmup_steps": 100, "weight_decay": 0.1, "epochs": 6, "blanks": 10}
-"""4x4: learnt in minutes on a CPU."""
+"""4x4: trains in minutes on a CPU."""
 _LARGE = {"global_batch_size": 768, "lr": 1e-4, "warmup_steps": 2000, "weight_decay": 1.0, "epochs": 60, "blanks": 50}
-"""9x9: what the official implementation trains Sudoku with."""
+"""9x9: the settings of the official implementation for Sudoku."""
 
 
 class PuzzleArch(BaseModel):
-    """The recursive model; keys have the names of the official implementation."""
+    """Sizes of the recursive model, under the names of the official implementation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -39,98 +39,96 @@ class PuzzleArch(BaseModel):
     num_heads: Annotated[int, Field(gt=0, le=65_536)] = Field(
         8, description="attention heads, each of an even width; 4 for generated 4x4"
     )
-    expansion: Annotated[float, Field(gt=0, le=64)] = Field(4, description="widening inside feed-forward layers")
-    L_layers: Annotated[int, Field(gt=0, le=1_000)] = Field(2, description="blocks of the one network")
+    expansion: Annotated[float, Field(gt=0, le=64)] = Field(4, description="expansion of feed-forward layers")
+    L_layers: Annotated[int, Field(gt=0, le=1_000)] = Field(2, description="blocks of the network")
     H_cycles: Annotated[int, Field(gt=0, le=1_000)] = Field(
-        3, description="updates of the answer in a step, gradients in the last; 2 for generated 4x4"
+        3, description="updates of the answer per step, the last with gradients; 2 for generated 4x4"
     )
     L_cycles: Annotated[int, Field(gt=0, le=1_000)] = Field(
-        6, description="updates of the latent before each; 3 for generated 4x4"
+        6, description="updates of the latent before each update of the answer; 3 for generated 4x4"
     )
     halt_max_steps: Annotated[int, Field(gt=0, le=1_000)] = Field(
-        16, description="steps of supervision that a puzzle is worked on at most; 8 for generated 4x4"
+        16, description="maximum supervision steps per puzzle; 8 for generated 4x4"
     )
     halt_exploration_prob: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.1, description="how often a step is followed by another, whatever the model says"
+        0.1, description="probability that a puzzle continues although the model halts it"
     )
-    pos_encodings: Literal["rope", "learned", "none"] = Field("rope", description="how attention knows places")
-    mlp_t: bool = Field(True, description="mix places by a feed-forward layer instead of attention")
+    pos_encodings: Literal["rope", "learned", "none"] = Field("rope", description="position encoding of attention")
+    mlp_t: bool = Field(True, description="mix positions by a feed-forward layer instead of attention")
     puzzle_emb_len: Annotated[int, Field(ge=0, le=4_096)] = Field(
-        16, description="places in front that hold the puzzle's own vector; 1 for generated 4x4"
+        16, description="positions in front that hold the puzzle's embedding; 1 for generated 4x4"
     )
     puzzle_emb_ndim: Annotated[int, Field(ge=0, le=10**7)] | Auto = Field(
-        "auto", description="numbers of that vector; auto: hidden_size, or 0 without places for it"
+        "auto", description="size of that embedding; auto: hidden_size, or 0 without positions for it"
     )
 
     @model_validator(mode="after")
-    def sizes_fit(self) -> "PuzzleArch":
+    def check_sizes(self) -> "PuzzleArch":
         if not self.mlp_t and self.hidden_size % (2 * self.num_heads):
             raise UsageError(
-                "a head's width must be even and whole",
+                "the width of a head must be an even number",
                 got=f"arch.hidden_size={self.hidden_size} arch.num_heads={self.num_heads}",
                 try_=f"arch.hidden_size={2 * self.num_heads * max(1, round(self.hidden_size / 2 / self.num_heads))}",
             )
-        if (self.puzzle_width == 0) != (self.puzzle_emb_len == 0) or self.puzzle_width > self.prefix_room:
+        if (self.puzzle_width == 0) != (
+            self.puzzle_emb_len == 0
+        ) or self.puzzle_width > self.puzzle_emb_len * self.hidden_size:
             raise UsageError(
-                "the puzzle's vector does not fit its places",
+                "the puzzle's embedding does not fit its positions",
                 got=f"arch.puzzle_emb_ndim={self.puzzle_emb_ndim} arch.puzzle_emb_len={self.puzzle_emb_len}",
                 try_=f"arch.puzzle_emb_len={math.ceil(self.puzzle_width / self.hidden_size)}",
             )
         return self
 
     @property
-    def prefix_room(self) -> int:
-        return self.puzzle_emb_len * self.hidden_size
-
-    @property
     def puzzle_width(self) -> int:
-        """Numbers of a puzzle's vector."""
+        """Size of a puzzle's embedding."""
         if self.puzzle_emb_ndim != "auto":
             return self.puzzle_emb_ndim
         return self.hidden_size if self.puzzle_emb_len else 0
 
 
 class PuzzleConfig(CommonConfig):
-    """Puzzles: the common keys, what is generated, and the model's."""
+    """Puzzles: the common options, those of the generator, and those of the model."""
 
     size: Literal[4, 9] = Field(4, description="side of the generated Sudokus; unused with data")
     puzzles: Annotated[int, Field(gt=0, le=10**7)] | Auto = Field(
         "auto", description="Sudokus to train on; auto: 6,400 of 4x4, 1,000 of 9x9, all of given data"
     )
     blanks: Annotated[int, Field(gt=0, le=64)] = Field(
-        10, description="blank cells of a generated Sudoku, as long as it has one solution; 50 for 9x9"
+        10, description="blank cells of a generated Sudoku, fewer if it needs more digits to be unique; 50 for 9x9"
     )
     augment: Annotated[int, Field(ge=0, le=10**5)] = Field(
-        0, description="shuffled copies of each 9x9 Sudoku to train on; the official data has 1000"
+        0, description="augmented copies of each 9x9 training Sudoku; the official data has 1000"
     )
-    eval_puzzles: PositiveInt = Field(2_000, description="puzzles of given data for dev, and for test, at most")
+    eval_puzzles: PositiveInt = Field(2_000, description="maximum puzzles of given data for validation, and for test")
 
     global_batch_size: Annotated[int, Field(gt=0, le=10**6)] = Field(
-        64, description="puzzles worked on at once, each in a slot of its own; 768 for 9x9 and given data"
+        64, description="puzzles worked on at once, each in its own slot; 768 for 9x9 and given data"
     )
     epochs: PositiveInt = Field(6, description="passes over the training data; 60 for 9x9 and given data")
-    optimizer: Literal["adamw", "adafactor", "sgd", "adam_atan2"] = Field(
-        "adam_atan2", description="how weights are updated"
-    )
+    optimizer: Literal["adamw", "adafactor", "sgd", "adam_atan2"] = Field("adam_atan2", description="optimizer")
     lr: PositiveFloat = Field(1e-3, description="learning rate after the warm-up; 1e-4 for 9x9 and given data")
-    weight_decay: NonNegativeFloat = Field(0.1, description="decay of all weights; 1.0 for 9x9 and given data")
-    puzzle_emb_lr: PositiveFloat | None = Field(None, description="learning rate of puzzles' vectors; null: lr")
-    puzzle_emb_weight_decay: NonNegativeFloat | None = Field(None, description="their decay; null: weight_decay")
+    weight_decay: NonNegativeFloat = Field(0.1, description="weight decay; 1.0 for 9x9 and given data")
+    puzzle_emb_lr: PositiveFloat | None = Field(None, description="learning rate of puzzle embeddings; null: lr")
+    puzzle_emb_weight_decay: NonNegativeFloat | None = Field(
+        None, description="weight decay of puzzle embeddings; null: weight_decay"
+    )
     schedule: Literal["constant", "linear", "cosine", "plateau"] = Field(
-        "constant", description="how the learning rate falls after the warm-up"
+        "constant", description="learning rate schedule after the warm-up"
     )
     warmup_steps: Annotated[int, Field(ge=0)] | Auto = Field(
         100, description="steps until the full learning rate; 2,000 for 9x9 and given data"
     )
     dropout: Annotated[float, Field(ge=0, le=0)] = Field(0.0, description="the model has none")
     ema: bool = Field(True, description="evaluate with an exponential moving average of the weights")
-    clip: PositiveFloat | None = Field(None, description="largest norm of the gradient; null for none")
+    clip: PositiveFloat | None = Field(None, description="maximum gradient norm; null: no clipping")
     arch: PuzzleArch = PuzzleArch()
 
     @model_validator(mode="before")
     @classmethod
-    def start_from_size(cls, given: Any) -> Any:
-        """Other defaults for small puzzles and large ones; what you say stays."""
+    def fill_dependent_defaults(cls, given: Any) -> Any:
+        """Apply the defaults for small or large puzzles; explicit values win."""
         if not isinstance(given, dict):
             return given
         is_small = str(given.get("size", 4)) == "4" and not given.get("data") and not given.get("data_paths")
@@ -139,10 +137,10 @@ class PuzzleConfig(CommonConfig):
         return {**filled, "arch": {**_SMALL_ARCH, **arch}} if is_small and isinstance(arch, dict) else filled
 
     @model_validator(mode="after")
-    def what_is_generated_fits(self) -> "PuzzleConfig":
+    def check_augmentation(self) -> "PuzzleConfig":
         if self.is_generated and self.size == 4 and self.augment:
             raise UsageError(
-                "shuffled 4x4 grids would be those that are held back: there are only 288",
+                "augmented 4x4 grids would include held-out ones: there are only 288",
                 got=f"augment={self.augment}",
                 try_="augment=0, or size=9",
             )
@@ -150,18 +148,19 @@ class PuzzleConfig(CommonConfig):
 
     @property
     def is_generated(self) -> bool:
+        """Whether Sudokus are generated because no data is given."""
         return self.data is None and not self.data_paths
 
     @property
     def num_generated(self) -> int:
-        """Sudokus to train on, where they are generated; without copies."""
+        """Generated training Sudokus, without augmented copies."""
         if self.puzzles != "auto":
             return self.puzzles
         return TRAIN_GRIDS_4X4 * PUZZLES_PER_GRID if self.size == 4 else 1_000
 
 
 class Sizes(BaseModel):
-    """What the data decides about a model."""
+    """Sizes of a model that the data determines."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -171,15 +170,15 @@ class Sizes(BaseModel):
 
 
 def generated_sizes(config: PuzzleConfig) -> Sizes:
-    """Padding, blank and digits are tokens; all Sudokus share one vector, as in the official data."""
+    """Sizes of generated Sudokus: tokens are padding, blank and digits; all share one embedding, as officially."""
     return Sizes(num_tokens=config.size + 2, length=config.size**2, num_puzzles=1)
 
 
 def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int | None = None) -> Workload:
-    """The workload that a config stands for. Given data is counted when it is read, so its size is unknown here."""
+    """Describe the workload of a config; the size of given data is unknown until it is read."""
     for path in (config.data, *config.data_paths):
         if path is not None and not Path(path).exists():
-            raise UsageError("the data is not there", got=f"data={path}", try_="a file or folder that exists")
+            raise UsageError("the data does not exist", got=f"data={path}", try_="a file or folder that exists")
     if config.is_generated:
         num_samples = config.num_generated * (config.augment + 1)
     sizes = sizes or generated_sizes(config)
@@ -192,27 +191,28 @@ def describe(config: PuzzleConfig, sizes: Sizes | None = None, num_samples: int 
         num_steps=min(filter(None, (steps, config.max_steps)), default=None),
         max_length=sizes.length + config.arch.puzzle_emb_len,
         sample_bytes=4 * sizes.length + 8,
-        layers=_layers(config.arch, num_places=sizes.length + config.arch.puzzle_emb_len),
+        layers=_layers(config.arch, num_positions=sizes.length + config.arch.puzzle_emb_len),
     )
 
 
-def _layers(arch: PuzzleArch, *, num_places: int) -> tuple[str, ...]:
-    has_turns = not arch.mlp_t and arch.pos_encodings == "rope"
-    more = {
+def _layers(arch: PuzzleArch, *, num_positions: int) -> tuple[str, ...]:
+    has_rotary = not arch.mlp_t and arch.pos_encodings == "rope"
+    optional = {
         "attention": not arch.mlp_t,
-        SHORT_ROTARY_ATTENTION: has_turns and supports_short_attention(num_places, arch.hidden_size // arch.num_heads),
+        SHORT_ROTARY_ATTENTION: has_rotary
+        and supports_short_attention(num_positions, arch.hidden_size // arch.num_heads),
         ADD_NORM: supports_add_norm(arch.hidden_size),
     }
-    return ("linear", *(name for name, is_there in more.items() if is_there))
+    return ("linear", *(name for name, is_used in optional.items() if is_used))
 
 
 def count_parameters(arch: PuzzleArch, sizes: Sizes) -> int:
-    """All that is trained: tables, blocks and heads."""
-    width, places = arch.hidden_size, arch.puzzle_emb_len + sizes.length
-    mixing = _feed_forward(places, arch) if arch.mlp_t else 4 * width**2
-    tables = (2 * sizes.num_tokens + (places if arch.pos_encodings == "learned" else 0)) * width
-    blocks = arch.L_layers * (mixing + _feed_forward(width, arch))
-    return tables + sizes.num_puzzles * arch.puzzle_width + blocks + 2 * (width + 1)
+    """Count embeddings, blocks and heads."""
+    width, positions = arch.hidden_size, arch.puzzle_emb_len + sizes.length
+    mixer = _feed_forward(positions, arch) if arch.mlp_t else 4 * width**2
+    embeddings = (2 * sizes.num_tokens + (positions if arch.pos_encodings == "learned" else 0)) * width
+    blocks = arch.L_layers * (mixer + _feed_forward(width, arch))
+    return embeddings + sizes.num_puzzles * arch.puzzle_width + blocks + 2 * (width + 1)
 
 
 def _feed_forward(width: int, arch: PuzzleArch) -> int:

@@ -14,41 +14,43 @@ from whet.recipes.puzzle.model import IGNORED_LABEL, PuzzleModel, puzzle_losses,
 
 
 def evaluate(model: PuzzleModel, micro_batches: Iterator[MicroBatch]) -> dict[str, Any]:
-    """exact_accuracy: puzzles that are right as a whole; exact_1 and so on: those right after so many steps."""
+    """Work on each puzzle for the maximum number of steps, and return the metrics.
+
+    exact_accuracy is the share of puzzles that are correct in every cell; exact_N is that share after N steps.
+    """
     sums: Tensor | None = None
     number = 0
     for micro in micro_batches:
-        offer = slot_input(micro)
-        counts = (offer.labels != IGNORED_LABEL).sum(-1).clamp(min=1)
+        batch = slot_input(micro)
+        num_counted = (batch.labels != IGNORED_LABEL).sum(-1).clamp(min=1)
         exact, cells, loss, halts = [], None, None, None
-        for logits, halt in run_steps(model, offer.inputs, offer.puzzles):
-            found = puzzle_losses(logits, halt, offer.labels)
-            exact.append(found.is_right.sum())
-            cells = ((logits.argmax(-1) == offer.labels).sum(-1) / counts).sum()
-            loss = found.tokens.sum()
-            halts = ((halt >= 0) == found.is_right).sum()
-        here = torch.stack([part.float() for part in (cells, loss, halts, *exact) if part is not None])
-        sums = here if sums is None else sums + here
+        for logits, halt in run_steps(model, batch.inputs, batch.puzzles):
+            losses = puzzle_losses(logits, halt, batch.labels)
+            exact.append(losses.is_right.sum())
+            cells = ((logits.argmax(-1) == batch.labels).sum(-1) / num_counted).sum()
+            loss = losses.tokens.sum()
+            halts = ((halt >= 0) == losses.is_right).sum()
+        of_batch = torch.stack([part.float() for part in (cells, loss, halts, *exact) if part is not None])
+        sums = of_batch if sums is None else sums + of_batch
         number += len(micro)
     if sums is None:
         return {}
-    cell_share, loss_mean, halt_share, *exact_shares = (sums / number).tolist()
-    by_step = {f"exact_{step}": share for step, share in enumerate(exact_shares, start=1)}
+    cell_accuracy, mean_loss, halt_accuracy, *exact_accuracies = (sums / number).tolist()
+    by_step = {f"exact_{step}": share for step, share in enumerate(exact_accuracies, start=1)}
     return {
-        "exact_accuracy": exact_shares[-1],
-        "accuracy": cell_share,
-        "loss": loss_mean,
-        "halt_accuracy": halt_share,
+        "exact_accuracy": exact_accuracies[-1],
+        "accuracy": cell_accuracy,
+        "loss": mean_loss,
+        "halt_accuracy": halt_accuracy,
         **by_step,
     }
 
 
 def run_steps(model: PuzzleModel, inputs: Tensor, puzzles: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and the logit of halting after each of all steps; the slots are not touched."""
+    """Yield token logits and halting logit after each step; the slots are not used."""
     is_new = torch.ones_like(puzzles, dtype=torch.bool)
-    shape = (len(inputs), model.shape.num_places, model.shape.width)
-    y, z = model.y0.expand(shape), model.z0.expand(shape)
-    for _ in range(model.slots.most_steps):
+    y, z = model.initial_states(len(inputs))
+    for _ in range(model.slots.max_steps):
         y, z, logits, halting = model(inputs, puzzles, y, z, is_new)
         is_new = torch.zeros_like(is_new)
         yield logits, halting[:, 0]
@@ -56,21 +58,25 @@ def run_steps(model: PuzzleModel, inputs: Tensor, puzzles: Tensor) -> Iterator[t
 
 @torch.no_grad()
 def solve_texts(model: PuzzleModel, texts: Sequence[str], sizes: Sizes) -> list[dict[str, Any]]:
-    """For each its cells as digits, how sure the model is that all are right, and whether the given ones were kept."""
-    given = [parse_sudoku("".join(text.split())) for text in texts]
-    for text, cells in zip(texts, given, strict=True):
+    """Solve Sudokus written as text.
+
+    Returns for each the digits of all cells, the predicted probability that all are correct, and whether the given
+    digits are unchanged.
+    """
+    parsed = [parse_sudoku("".join(text.split())) for text in texts]
+    for text, cells in zip(texts, parsed, strict=True):
         if cells is None or len(cells) != sizes.length:
             raise UsageError(
-                "this is no Sudoku of the size that was learnt",
+                "not a Sudoku of the size that the model was trained on",
                 got=text[:100],
-                try_=f"{sizes.length} signs: digits, and . for a blank",
+                try_=f"{sizes.length} characters: digits, and . for a blank",
             )
-    inputs = torch.stack([torch.from_numpy(cells) for cells in given if cells is not None]).to(model.y0.device).long()
-    *_, (logits, halt) = run_steps(model, inputs + 1, torch.zeros_like(inputs[:, 0]))
-    # Padding and blanks are no answers.
+    given = torch.stack([torch.from_numpy(cells) for cells in parsed if cells is not None]).to(model.y0.device).long()
+    *_, (logits, halt) = run_steps(model, given + 1, torch.zeros_like(given[:, 0]))
+    # Tokens 0 and 1 are padding and blank, which are no solutions.
     digits = logits[..., 2:].argmax(-1) + 1
-    is_kept = ((inputs == 0) | (inputs == digits)).all(-1)
+    keeps_given = ((given == 0) | (given == digits)).all(-1)
     return [
-        {"label": "".join(map(str, row)), "probability": sure, "keeps_given": keeps}
-        for row, sure, keeps in zip(digits.tolist(), halt.sigmoid().tolist(), is_kept.tolist(), strict=True)
+        {"label": "".join(map(str, row)), "probability": probability, "keeps_given": keeps}
+        for row, probability, keeps in zip(digits.tolist(), halt.sigmoid().tolist(), keeps_given.tolist(), strict=True)
     ]

@@ -1,4 +1,7 @@
-"""The tiny recursive model, its loss, and the names of its weights in the official implementation."""
+"""The tiny recursive model, its loss, and the names of its weights in the official implementation.
+
+Shapes: B puzzles, S positions (the prefix of a puzzle's embedding, then its tokens), W width.
+"""
 
 import math
 from collections.abc import Mapping
@@ -25,6 +28,246 @@ from whet.recipes.layers import (
 )
 from whet.recipes.puzzle.slots import SlotBatch, SlotInput, Slots
 
+Positions = Literal["rope", "learned", "none"]
+IGNORED_LABEL = -100
+"""The label of a token that does not count."""
+_HALT_BIAS = -5.0
+"""Initial bias of the halting head, so that an untrained model does not halt."""
+_HALT_WEIGHT = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PuzzleShape:
+    """The sizes of a model."""
+
+    num_tokens: int
+    length: int
+    num_puzzles: int
+    width: int
+    num_heads: int
+    expansion: float
+    num_layers: int
+    outer_cycles: int
+    inner_cycles: int
+    positions: Positions
+    mixes_by_mlp: bool
+    prefix: int
+    """Positions in front of the tokens that hold the puzzle's embedding."""
+    puzzle_width: int
+    """Size of that embedding; 0 for none."""
+
+    @property
+    def num_positions(self) -> int:
+        return self.prefix + self.length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotConfig:
+    """How many puzzles are worked on at once, and for how many steps."""
+
+    number: int
+    max_steps: int
+    exploration: float
+    seed: int
+
+
+class PuzzleModel(nn.Module):
+    """The network and its slots; one call is one step of deep supervision."""
+
+    y0: Tensor
+    z0: Tensor
+    cosines: Tensor
+    sines: Tensor
+
+    def __init__(self, shape: PuzzleShape, slots: SlotConfig) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tokens = init_embedding(shape.num_tokens, shape.width)
+        self.places = init_embedding(shape.num_positions, shape.width) if shape.positions == "learned" else None
+        self.table = PuzzleTable(shape.num_puzzles, shape.puzzle_width) if shape.puzzle_width else None
+        self.blocks = nn.ModuleList(_block(shape) for _ in range(shape.num_layers))
+        self.to_tokens = init_linear(shape.width, shape.num_tokens)
+        self.to_halt = nn.Linear(shape.width, 2)
+        nn.init.zeros_(self.to_halt.weight)
+        nn.init.constant_(self.to_halt.bias, _HALT_BIAS)
+        self.register_buffer("y0", truncated_normal_(torch.empty(shape.width), deviation=1))
+        self.register_buffer("z0", truncated_normal_(torch.empty(shape.width), deviation=1))
+        # Precomputed: in compiled code, each of the 42 layers of a step would compute them again for every element.
+        angles = rotary_angles(torch.arange(shape.num_positions), shape.width // shape.num_heads)
+        for name, table in zip(("cosines", "sines"), angles, strict=True):
+            self.register_buffer(name, table, persistent=False)
+        self.slots = Slots(
+            slots.number,
+            length=shape.length,
+            state_shape=(shape.num_positions, shape.width),
+            max_steps=slots.max_steps,
+            exploration=slots.exploration,
+            seed=slots.seed,
+        )
+
+    def forward(
+        self, inputs: Tensor, puzzles: Tensor, y: Tensor, z: Tensor, is_new: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the next y and z, the token logits, and the halting logits (only the first of two is used)."""
+        dtype = _compute_dtype(self.to_tokens.weight)
+        x = self._embed(inputs, puzzles).to(dtype)
+        y = torch.where(is_new[:, None, None], self.y0, y).to(dtype)
+        z = torch.where(is_new[:, None, None], self.z0, z).to(dtype)
+        args = self._attention_args()
+
+        def net(state: Tensor, added: Tensor) -> Tensor:
+            state = state + added
+            for block in self.blocks:
+                state = block(state, args)
+            return state
+
+        y, z = refine(net, y, z, x, outer=self.shape.outer_cycles, inner=self.shape.inner_cycles)
+        logits = self.to_tokens(y[:, self.shape.prefix :])
+        return y.detach(), z.detach(), logits, self.to_halt(y[:, 0]).float()
+
+    def initial_states(self, num_puzzles: int) -> tuple[Tensor, Tensor]:
+        """Return y and z for puzzles that have not been worked on, (B, S, W)."""
+        shape = (num_puzzles, self.shape.num_positions, self.shape.width)
+        return self.y0.expand(shape), self.z0.expand(shape)
+
+    def _embed(self, inputs: Tensor, puzzles: Tensor) -> Tensor:
+        shape = self.shape
+        x = self.tokens(inputs)
+        if self.table is not None:
+            vector = functional.pad(self.table(puzzles), (0, shape.prefix * shape.width - shape.puzzle_width))
+            x = torch.cat((vector.view(-1, shape.prefix, shape.width), x), dim=1)
+        if self.places is not None:
+            # Both embeddings have the same standard deviation, and their sum must keep it.
+            x = math.sqrt(0.5) * (x + self.places.weight)
+        scaled: Tensor = math.sqrt(shape.width) * x
+        return scaled
+
+    def _attention_args(self) -> AttentionArgs:
+        if self.shape.positions != "rope" or self.shape.mixes_by_mlp:
+            return AttentionArgs()
+        return AttentionArgs(rotation=(self.cosines, self.sines))
+
+
+class PuzzleTable(nn.Module):
+    """An embedding for each puzzle. A step uses few of them, so they are trained by sign and excluded from the EMA."""
+
+    is_averaged = False
+    is_table = True
+
+    def __init__(self, num_puzzles: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_puzzles, width))
+
+    def forward(self, puzzles: Tensor) -> Tensor:
+        return functional.embedding(puzzles, self.weight)
+
+
+class MixerBlock(nn.Module):
+    """A feed-forward layer across positions instead of attention, then one across features."""
+
+    def __init__(self, width: int, *, num_positions: int, expansion: float) -> None:
+        super().__init__()
+        self.mix = SwiGLU(num_positions, expansion=expansion)
+        self.feed_forward = SwiGLU(width, expansion=expansion)
+
+    def forward(self, x: Tensor, args: AttentionArgs) -> Tensor:  # noqa: ARG002 (the signature of attention blocks)
+        transposed = x.transpose(1, 2)
+        x = rms_norm(transposed + self.mix(transposed)).transpose(1, 2)
+        return rms_norm(x, self.feed_forward(x))
+
+
+def _block(shape: PuzzleShape) -> nn.Module:
+    if shape.mixes_by_mlp:
+        return MixerBlock(shape.width, num_positions=shape.num_positions, expansion=shape.expansion)
+    return PostNormBlock(shape.width, num_heads=shape.num_heads, expansion=shape.expansion)
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype of matrix products under autocast; states are kept in it, so that nothing is converted in between."""
+    device_type = weight.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+class PuzzleLosses(NamedTuple):
+    """Losses of each puzzle, and whether all its tokens are correct."""
+
+    tokens: Tensor
+    halting: Tensor
+    is_right: Tensor
+
+
+def puzzle_loss(model: PuzzleModel, micro: MicroBatch) -> Tensor:
+    """Return the mean loss over the slots of a micro-batch: the tokens, and whether the model knows when it is right.
+
+    In training mode the slots advance by one step; in evaluation mode every puzzle starts anew and no slot changes.
+    """
+    offered = slot_input(micro)
+    batch = model.slots.load(offered) if model.training else new_batch(model, offered)
+    y, z, logits, halting = model(batch.inputs, batch.puzzles, batch.y, batch.z, batch.is_new)
+    losses = puzzle_losses(logits, halting[:, 0], batch.labels)
+    if model.training:
+        model.slots.store(offered.first, batch, y=y, z=z, halt=halting[:, 0])
+    return (losses.tokens + _HALT_WEIGHT * losses.halting).mean()
+
+
+def puzzle_losses(logits: Tensor, halt: Tensor, labels: Tensor) -> PuzzleLosses:
+    """Compute the losses of each puzzle; the target of `halt` is whether the solution is correct."""
+    is_counted = labels != IGNORED_LABEL
+    num_counted = is_counted.sum(-1).clamp(min=1)
+    is_right = ((logits.argmax(-1) == labels) | ~is_counted).all(-1)
+    halting = functional.binary_cross_entropy_with_logits(halt, is_right.to(halt.dtype), reduction="none")
+    tokens = stablemax_loss(logits, labels).sum(-1) / num_counted
+    return PuzzleLosses(tokens=tokens, halting=halting, is_right=is_right)
+
+
+def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return -log p of each label, 0 where it is ignored: p = s(v) / sum s, with s(v) = v + 1, or 1 / (1 - v) below 0.
+
+    The loss of the official implementation (Prieto et al. 2025, "Grokking at the Edge of Numerical Stability").
+    """
+    wide = logits.to(widest_float(logits.device))
+    # clamp keeps both branches finite, so that the gradient of the branch not taken is not 0 times infinity.
+    sizes = torch.where(wide < 0, 1 / (1 - wide.clamp(max=0)), wide.clamp(min=0) + 1)
+    is_counted = labels != IGNORED_LABEL
+    chosen = sizes.gather(-1, torch.where(is_counted, labels, 0)[..., None]).squeeze(-1)
+    return torch.where(is_counted, sizes.sum(-1).log() - chosen.log(), 0)
+
+
+def slot_input(micro: MicroBatch) -> SlotInput:
+    """Convert a micro-batch to the input of consecutive slots."""
+    if micro.first_index is None:
+        raise WhetError(
+            "the samples of a micro-batch must be consecutive in the global batch",
+            got="samples sorted by length",
+            try_="puzzles of one length",
+        )
+    return SlotInput(
+        first=micro.first_index,
+        inputs=micro.inputs.long(),
+        labels=micro.labels.long(),
+        puzzles=micro.puzzles.long(),
+    )
+
+
+def new_batch(model: PuzzleModel, offered: SlotInput) -> SlotBatch:
+    """Start the offered puzzles without slots."""
+    y, z = model.initial_states(len(offered.inputs))
+    return SlotBatch(
+        inputs=offered.inputs,
+        labels=offered.labels,
+        puzzles=offered.puzzles,
+        y=y,
+        z=z,
+        is_new=torch.ones_like(offered.puzzles, dtype=torch.bool),
+        steps=torch.zeros_like(offered.puzzles),
+    )
+
+
+# --- names of the official implementation (SamsungSAILMontreal/TinyRecursiveModels) -----------------------------------
+
 _OFFICIAL_NAMES = {
     "tokens.weight": "embed_tokens.embedding_weight",
     "places.weight": "embed_pos.embedding_weight",
@@ -44,13 +287,13 @@ _OFFICIAL_BLOCK_NAMES = {
     "feed_forward.down.weight": "mlp.down_proj.weight",
 }
 _PREFIXES = ("_orig_mod.", "model.", "inner.")
-"""Put in front by compiling, by the loss head and by the wrapper that halts, in this order."""
+"""Added by torch.compile, by the loss head and by the halting wrapper, in this order."""
 
 
 def official_name(name: str) -> str:
-    """The name there of one of our weights.
+    """Return the official name of a weight.
 
-    >>> their_name("blocks.1.feed_forward.down.weight")
+    >>> official_name("blocks.1.feed_forward.down.weight")
     'L_level.layers.1.mlp.down_proj.weight'
     """
     if name.startswith("blocks."):
@@ -60,234 +303,10 @@ def official_name(name: str) -> str:
 
 
 def strip_prefixes(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state of theirs without what stands in front of the names."""
-    plain = {}
+    """Remove the prefixes of wrappers from an official state dict."""
+    stripped = {}
     for name, tensor in state.items():
         for prefix in _PREFIXES:
             name = name.removeprefix(prefix)
-        plain[name] = tensor
-    return plain
-
-
-Positions = Literal["rope", "learned", "none"]
-_HALT_BIAS = -5.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PuzzleShape:
-    """The sizes of a model."""
-
-    num_tokens: int
-    length: int
-    num_puzzles: int
-    width: int
-    num_heads: int
-    expansion: float
-    num_layers: int
-    outer_cycles: int
-    inner_cycles: int
-    positions: Positions
-    mixes_by_mlp: bool
-    prefix: int
-    """Places in front of the puzzle that its own vector is laid out in."""
-    puzzle_width: int
-    """Numbers of that vector; 0 for none."""
-
-    @property
-    def num_places(self) -> int:
-        return self.prefix + self.length
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotConfig:
-    """How many puzzles are held at once, and for how long."""
-
-    number: int
-    most_steps: int
-    exploration: float
-    seed: int
-
-
-class PuzzleModel(nn.Module):
-    """One call is one step of supervision."""
-
-    y0: Tensor
-    z0: Tensor
-    cosines: Tensor
-    sines: Tensor
-
-    def __init__(self, shape: PuzzleShape, slotting: SlotConfig) -> None:
-        super().__init__()
-        self.shape = shape
-        self.tokens = init_embedding(shape.num_tokens, shape.width)
-        self.places = init_embedding(shape.num_places, shape.width) if shape.positions == "learned" else None
-        self.table = PuzzleTable(shape.num_puzzles, shape.puzzle_width) if shape.puzzle_width else None
-        self.blocks = nn.ModuleList(_block(shape) for _ in range(shape.num_layers))
-        self.to_tokens = init_linear(shape.width, shape.num_tokens)
-        self.to_halt = nn.Linear(shape.width, 2)
-        nn.init.zeros_(self.to_halt.weight)
-        nn.init.constant_(self.to_halt.bias, _HALT_BIAS)
-        self.register_buffer("y0", truncated_normal_(torch.empty(shape.width), deviation=1))
-        self.register_buffer("z0", truncated_normal_(torch.empty(shape.width), deviation=1))
-        # Made once: compiled, each of the 42 layers of a step would compute them anew for every element.
-        turns = rotary_angles(torch.arange(shape.num_places), shape.width // shape.num_heads)
-        for name, table in zip(("cosines", "sines"), turns, strict=True):
-            self.register_buffer(name, table, persistent=False)
-        self.slots = Slots(
-            slotting.number,
-            length=shape.length,
-            state_shape=(shape.num_places, shape.width),
-            most_steps=slotting.most_steps,
-            exploration=slotting.exploration,
-            seed=slotting.seed,
-        )
-
-    def forward(
-        self, inputs: Tensor, puzzles: Tensor, y: Tensor, z: Tensor, is_new: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The next y and z, the tokens' logits, and the logits of halting (only the first of its two is used)."""
-        kind = _compute_dtype(self.to_tokens.weight)
-        x = self._embedded(inputs, puzzles).to(kind)
-        y = torch.where(is_new[:, None, None], self.y0, y).to(kind)
-        z = torch.where(is_new[:, None, None], self.z0, z).to(kind)
-        look = self._look()
-
-        def net(state: Tensor, added: Tensor) -> Tensor:
-            state = state + added
-            for block in self.blocks:
-                state = block(state, look)
-            return state
-
-        y, z = refine(net, y, z, x, outer=self.shape.outer_cycles, inner=self.shape.inner_cycles)
-        logits = self.to_tokens(y[:, self.shape.prefix :])
-        return y.detach(), z.detach(), logits, self.to_halt(y[:, 0]).float()
-
-    def _embedded(self, inputs: Tensor, puzzles: Tensor) -> Tensor:
-        shape = self.shape
-        x = self.tokens(inputs)
-        if self.table is not None:
-            vector = functional.pad(self.table(puzzles), (0, shape.prefix * shape.width - shape.puzzle_width))
-            x = torch.cat((vector.view(-1, shape.prefix, shape.width), x), dim=1)
-        if self.places is not None:
-            # Both tables have the same deviation: the sum would be wider.
-            x = math.sqrt(0.5) * (x + self.places.weight)
-        scaled: Tensor = math.sqrt(shape.width) * x
-        return scaled
-
-    def _look(self) -> AttentionArgs:
-        if self.shape.positions != "rope" or self.shape.mixes_by_mlp:
-            return AttentionArgs()
-        return AttentionArgs(rotation=(self.cosines, self.sines))
-
-
-class PuzzleTable(nn.Module):
-    """A vector for each puzzle. A step sees few of them, so they learn by sign, and are not averaged."""
-
-    is_averaged = False
-    is_table = True
-
-    def __init__(self, num_puzzles: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_puzzles, width))
-
-    def forward(self, puzzles: Tensor) -> Tensor:
-        return functional.embedding(puzzles, self.weight)
-
-
-class MixerBlock(nn.Module):
-    """A feed-forward layer over the places of each feature instead of attention, then one over the features."""
-
-    def __init__(self, width: int, *, num_places: int, expansion: float) -> None:
-        super().__init__()
-        self.mix = SwiGLU(num_places, expansion=expansion)
-        self.feed_forward = SwiGLU(width, expansion=expansion)
-
-    def forward(self, x: Tensor, look: AttentionArgs) -> Tensor:  # noqa: ARG002 (as a block with attention)
-        turned = x.transpose(1, 2)
-        x = rms_norm(turned + self.mix(turned)).transpose(1, 2)
-        return rms_norm(x, self.feed_forward(x))
-
-
-def _block(shape: PuzzleShape) -> nn.Module:
-    if shape.mixes_by_mlp:
-        return MixerBlock(shape.width, num_places=shape.num_places, expansion=shape.expansion)
-    return PostNormBlock(shape.width, num_heads=shape.num_heads, expansion=shape.expansion)
-
-
-def _compute_dtype(weight: Tensor) -> torch.dtype:
-    """What states are kept in: that of matrix products, as autocast says, so that nothing is converted in between."""
-    kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-
-
-IGNORED_LABEL = -100
-"""The label of a place that does not count."""
-_HALT_WEIGHT = 0.5
-
-
-class PuzzleLosses(NamedTuple):
-    """For each puzzle; tensors of the same length."""
-
-    tokens: Tensor
-    halting: Tensor
-    is_right: Tensor
-
-
-def stablemax_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """-log p of each label, 0 where it is ignored: p is s(v) / sum s, and s is v + 1, or 1 / (1 - v) below 0."""
-    wide = logits.to(widest_float(logits.device))
-    # min and max keep both branches finite, so that the gradient of the one not taken is not 0 times infinity.
-    sizes = torch.where(wide < 0, 1 / (1 - wide.clamp(max=0)), wide.clamp(min=0) + 1)
-    counts = labels != IGNORED_LABEL
-    chosen = sizes.gather(-1, torch.where(counts, labels, 0)[..., None]).squeeze(-1)
-    return torch.where(counts, sizes.sum(-1).log() - chosen.log(), 0)
-
-
-def puzzle_losses(logits: Tensor, halt: Tensor, labels: Tensor) -> PuzzleLosses:
-    """The losses of each puzzle, and whether all its tokens are right."""
-    counts = labels != IGNORED_LABEL
-    number = counts.sum(-1).clamp(min=1)
-    is_right = ((logits.argmax(-1) == labels) | ~counts).all(-1)
-    halting = functional.binary_cross_entropy_with_logits(halt, is_right.to(halt.dtype), reduction="none")
-    return PuzzleLosses(tokens=stablemax_loss(logits, labels).sum(-1) / number, halting=halting, is_right=is_right)
-
-
-def puzzle_loss(model: PuzzleModel, micro: MicroBatch) -> Tensor:
-    """The mean over the slots of a micro-batch. In training mode the slots go one step on; else nothing remembers."""
-    offer = slot_input(micro)
-    held = model.slots.held(offer) if model.training else new_batch(model, offer)
-    y, z, logits, halting = model(held.inputs, held.puzzles, held.y, held.z, held.is_new)
-    found = puzzle_losses(logits, halting[:, 0], held.labels)
-    if model.training:
-        model.slots.settle(offer.first, held, y=y, z=z, halt=halting[:, 0])
-    return (found.tokens + _HALT_WEIGHT * found.halting).mean()
-
-
-def slot_input(micro: MicroBatch) -> SlotInput:
-    """Rows of data as slots take them."""
-    if micro.first_index is None:
-        raise WhetError(
-            "the samples of a micro-batch must lie in a row in the global batch",
-            got="samples sorted by length",
-            try_="puzzles of one length",
-        )
-    return SlotInput(
-        first=micro.first_index,
-        inputs=micro.inputs.long(),
-        labels=micro.labels.long(),
-        puzzles=micro.puzzles.long(),
-    )
-
-
-def new_batch(model: PuzzleModel, offer: SlotInput) -> SlotBatch:
-    """What is offered, at its beginning."""
-    shape = (len(offer.inputs), model.shape.num_places, model.shape.width)
-    return SlotBatch(
-        inputs=offer.inputs,
-        labels=offer.labels,
-        puzzles=offer.puzzles,
-        y=model.y0.expand(shape),
-        z=model.z0.expand(shape),
-        is_new=torch.ones_like(offer.puzzles, dtype=torch.bool),
-        steps=torch.zeros_like(offer.puzzles),
-    )
+        stripped[name] = tensor
+    return stripped

@@ -1,4 +1,4 @@
-"""The puzzle recipe: a tiny recursive model learns Sudoku, or what a folder holds. torch is imported when needed."""
+"""The puzzle recipe: a tiny recursive model learns Sudoku, or the puzzles of a folder. torch is imported lazily."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from whet.recipes.puzzle.model import PuzzleModel
     from whet.step.optimizers import OptimizerChoice
 
-Answer = Callable[[Sequence[str]], list[dict[str, Any]]]
+Predictor = Callable[[Sequence[str]], list[dict[str, Any]]]
 
 
 class PuzzleRecipe(Recipe):
-    """Solves puzzles; by default 4x4 Sudokus, 88 of whose 288 grids are held back."""
+    """Solves puzzles; by default 4x4 Sudokus, with 88 of the 288 grids held out."""
 
     name = "puzzle"
-    single_process_reason = "each place of the batch keeps its puzzle from step to step, in one process's memory"
+    single_process_reason = "each place of the batch keeps its puzzle from step to step in the memory of one process"
     Config = PuzzleConfig
     goal = "exact_accuracy"
 
@@ -65,26 +65,27 @@ class PuzzleRecipe(Recipe):
     def metadata(self, config: PuzzleConfig, data: "PuzzleData") -> dict[str, Any]:  # noqa: ARG002
         return {**data.sizes.model_dump(), "is_sudoku": data.is_sudoku}
 
-    def example_input(self, kept: dict[str, Any]) -> str | None:
-        """A Sudoku that it can be asked, nearly empty."""
-        return f"{1:.<{Sizes.model_validate(kept).length}}" if kept["is_sudoku"] else None
+    def example_input(self, metadata: dict[str, Any]) -> str | None:
+        """An example input for `whet predict`: a Sudoku with one digit."""
+        return f"{1:.<{Sizes.model_validate(metadata).length}}" if metadata["is_sudoku"] else None
 
-    def predict(self, config: PuzzleConfig, kept: dict[str, Any]) -> "tuple[PuzzleModel, Answer]":
-        """A model without its weights, and what to call with Sudokus in lines once it has them."""
-        if not kept["is_sudoku"]:
+    def predict(self, config: PuzzleConfig, metadata: dict[str, Any]) -> "tuple[PuzzleModel, Predictor]":
+        """A model without its weights, and a function of Sudokus in lines to call once it has them."""
+        if not metadata["is_sudoku"]:
             raise UsageError("only Sudokus can be written in a line", got="a run on arrays", try_="a run on Sudokus")
-        sizes = Sizes.model_validate(kept)
+        sizes = Sizes.model_validate(metadata)
         model = make_model(config, sizes, num_slots=1)
 
-        def answer(texts: Sequence[str]) -> list[dict[str, Any]]:
+        def predictor(texts: Sequence[str]) -> list[dict[str, Any]]:
             from whet.recipes.puzzle.evaluation import solve_texts
 
             return solve_texts(model, texts, sizes)
 
-        return model, answer
+        return model, predictor
 
 
 def make_model(config: PuzzleConfig, sizes: Sizes, *, num_slots: int) -> "PuzzleModel":
+    """Make a model with its initial weights."""
     from whet.recipes.puzzle.model import PuzzleModel, PuzzleShape, SlotConfig
 
     arch = config.arch
@@ -103,13 +104,13 @@ def make_model(config: PuzzleConfig, sizes: Sizes, *, num_slots: int) -> "Puzzle
         prefix=arch.puzzle_emb_len,
         puzzle_width=arch.puzzle_width,
     )
-    slotting = SlotConfig(
+    slots = SlotConfig(
         number=num_slots,
-        most_steps=arch.halt_max_steps,
+        max_steps=arch.halt_max_steps,
         exploration=arch.halt_exploration_prob,
         seed=config.seed,
     )
-    return PuzzleModel(shape, slotting)
+    return PuzzleModel(shape, slots)
 
 
 def recipe() -> PuzzleRecipe:

@@ -1,4 +1,8 @@
-"""Slots: each place of the batch keeps its puzzle, with its states, until the model halts it."""
+"""Slots: each place of the global batch keeps its puzzle, and the states reached so far, until the model halts it.
+
+A puzzle stays in its slot for several steps, until the model halts it or its maximum number of steps is reached.
+Meanwhile the rows that the data offers for this place of the batch are ignored.
+"""
 
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,7 +20,7 @@ _Number = TypeVar("_Number", int, Tensor)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotInput:
-    """Rows of data for slots that lie in a row, from `first` on."""
+    """Rows of data for consecutive slots, from `first` on."""
 
     first: int
     inputs: Tensor
@@ -30,21 +34,21 @@ class SlotInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotBatch:
-    """What slots work on in one step."""
+    """The puzzles that slots work on in one step."""
 
     inputs: Tensor
     labels: Tensor
     puzzles: Tensor
     y: Tensor
     z: Tensor
-    """Of slots that begin these are what the slot held before: the model begins anew where `is_new`."""
+    """States left by the previous step; the model resets them where `is_new`."""
     is_new: Tensor
     steps: Tensor
-    """Made so far with this puzzle."""
+    """Steps done so far with this puzzle."""
 
 
 class Slots(nn.Module):
-    """Buffers, so that checkpoints hold them and whoever only tries a step can put them back."""
+    """The state of all slots, in buffers: checkpoints contain it, and a trial step can restore it."""
 
     is_averaged = False
     is_memory = True
@@ -59,10 +63,10 @@ class Slots(nn.Module):
     z: Tensor
 
     def __init__(
-        self, number: int, *, length: int, state_shape: tuple[int, int], most_steps: int, exploration: float, seed: int
+        self, number: int, *, length: int, state_shape: tuple[int, int], max_steps: int, exploration: float, seed: int
     ) -> None:
         super().__init__()
-        self.most_steps = most_steps
+        self.max_steps = max_steps
         self._exploration = int(exploration * 2**32)
         self._seed = _hash32(seed & _MASK)
         self.register_buffer("halted", torch.ones(number, dtype=torch.bool))
@@ -75,19 +79,19 @@ class Slots(nn.Module):
         self.register_buffer("z", torch.zeros(number, *state_shape))
 
     @torch.no_grad()
-    def held(self, offer: SlotInput) -> SlotBatch:
-        """What the slots work on now: halted ones take what is offered."""
-        if offer.slots.stop > len(self.halted):
+    def load(self, offered: SlotInput) -> SlotBatch:
+        """Return what the slots work on in this step: halted slots take the offered rows."""
+        if offered.slots.stop > len(self.halted):
             raise WhetError(
                 "the batch has more puzzles than the model has slots",
-                got=f"{offer.slots.stop} puzzles, {len(self.halted)} slots",
-                try_="global_batch_size=N, a number: slots are made for it",
+                got=f"{offered.slots.stop} puzzles, {len(self.halted)} slots",
+                try_="global_batch_size=N, a number: it determines the slots",
             )
-        at, is_new = offer.slots, self.halted[offer.slots].clone()
+        at, is_new = offered.slots, self.halted[offered.slots].clone()
         return SlotBatch(
-            inputs=torch.where(is_new[:, None], offer.inputs, self.inputs[at]),
-            labels=torch.where(is_new[:, None], offer.labels, self.labels[at]),
-            puzzles=torch.where(is_new, offer.puzzles, self.puzzles[at]),
+            inputs=torch.where(is_new[:, None], offered.inputs, self.inputs[at]),
+            labels=torch.where(is_new[:, None], offered.labels, self.labels[at]),
+            puzzles=torch.where(is_new, offered.puzzles, self.puzzles[at]),
             y=self.y[at].clone(),
             z=self.z[at].clone(),
             is_new=is_new,
@@ -95,35 +99,35 @@ class Slots(nn.Module):
         )
 
     @torch.no_grad()
-    def settle(self, first: int, held: SlotBatch, *, y: Tensor, z: Tensor, halt: Tensor) -> None:
-        """Keeps what a step has made of the slots from `first` on; those whose `halt` is above 0 are done."""
-        at, steps = slice(first, first + len(held.steps)), held.steps + 1
-        is_over = steps >= self.most_steps
-        if self.most_steps > 1:
-            is_over = (is_over | (halt > 0)) & (steps >= self._least_steps(first, self.age[at]))
-        self.halted[at] = is_over
+    def store(self, first: int, batch: SlotBatch, *, y: Tensor, z: Tensor, halt: Tensor) -> None:
+        """Store the states after a step of the slots from `first` on; a slot whose `halt` is above 0 is free again."""
+        at, steps = slice(first, first + len(batch.steps)), batch.steps + 1
+        is_done = steps >= self.max_steps
+        if self.max_steps > 1:
+            is_done = (is_done | (halt > 0)) & (steps >= self._min_steps(first, self.age[at]))
+        self.halted[at] = is_done
         self.steps[at] = steps
         self.age[at] += 1
-        self.inputs[at] = held.inputs
-        self.labels[at] = held.labels
-        self.puzzles[at] = held.puzzles
+        self.inputs[at] = batch.inputs
+        self.labels[at] = batch.labels
+        self.puzzles[at] = batch.puzzles
         self.y[at] = y
         self.z[at] = z
 
-    def _least_steps(self, first: int, age: Tensor) -> Tensor:
-        """Now and then a slot must go on, for 2 to all steps, whatever the model says: so it sees late steps too.
+    def _min_steps(self, first: int, age: Tensor) -> Tensor:
+        """Exploration: some puzzles must run for 2 to max_steps steps, so that the model is trained on late steps too.
 
-        Drawn from the slot's number and age alone, so that neither the cut of a batch nor an interruption nor the
-        device changes what is drawn.
+        The draw depends on the slot's number and age only, so neither micro-batches nor an interruption nor the device
+        changes it.
         """
         slot = torch.arange(first, first + len(age), device=age.device)
         drawn = _hash32(_hash32(slot + self._seed) + age)
-        least = 2 + _hash32(drawn) % (self.most_steps - 1)
-        return torch.where(drawn < self._exploration, least, 0)
+        min_steps = 2 + _hash32(drawn) % (self.max_steps - 1)
+        return torch.where(drawn < self._exploration, min_steps, 0)
 
 
 def _hash32(number: _Number) -> _Number:
-    """Well-spread 32 bits; no product is too large for 64 bits, which would be another number on some devices."""
+    """Mix 32 bits. All products fit into 64 bits, because overflow differs between devices."""
     for _ in range(2):
         number = number & _MASK
         number = ((number >> 16) ^ number) * _MULTIPLIER

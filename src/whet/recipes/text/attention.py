@@ -1,6 +1,6 @@
 """Attention and pooling over padded and packed batches alike.
 
-Shapes: B texts (including filler texts), L tokens of the longest, T tokens in total, W width, H heads.
+Shapes: B texts (filler texts included), L tokens of the longest text, T tokens in total, W width, H heads.
 """
 
 from dataclasses import dataclass
@@ -10,44 +10,43 @@ from torch import Tensor
 from torch.nn import functional
 
 from whet.data.batch import Packed, Padded
-from whet.device.kernels import spans
-from whet.device.kernels.spans import Spans, has_span_kernel, span_attention
+from whet.device.kernels.spans import Spans, has_span_kernel, has_varlen_kernel, span_attention, varlen_attention
 from whet.device.kernels.switches import is_own_kernel_on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLayout:
-    """Where each token of a batch belongs, made once per forward pass and without asking the device anything."""
+    """The text and position of each token; made once per forward pass, without synchronizing with the device."""
 
     positions: Tensor
-    """Each token's place in its own text: (L) or (T)."""
+    """Position of each token in its own text: (L) or (T)."""
     is_real: Tensor
-    """(B, L): false where a rectangle is only filled up."""
+    """(B, L): false for padding."""
     is_seen: Tensor
-    """(B, L): the real cells, and the first one of a text of no tokens, since a softmax over nothing is NaN."""
+    """(B, L): the real tokens, and the first cell of an empty text, because a softmax over nothing is NaN."""
     cells: Tensor | None
-    """(T): the cell of the B x L rectangle that each packed token belongs into; None when it is a rectangle already."""
+    """(T): the cell of the B x L rectangle of each packed token; None for a padded batch."""
     starts: Tensor | None
-    """(B + 1): where each packed text begins."""
+    """(B + 1): where each packed text begins; None for a padded batch."""
     spans: Spans | None
-    """The same as each packed token knows it; None where whet's own attention is not in force."""
+    """Bounds of each packed token's text for whet's own attention kernels; None where they are not used."""
     num_texts: int
-    """Those that are asked for come first; the fillers behind them are not pooled."""
+    """Texts without the fillers at the end, which are not pooled."""
 
-    def as_rectangle(self, x: Tensor) -> Tensor:
-        """(B, L, ...); the cells that packed tokens leave empty are zero."""
+    def to_padded(self, x: Tensor) -> Tensor:
+        """Return x as (B, L, ...), with zeros as padding."""
         if self.cells is None:
             return x
         rectangle = x.new_zeros(self.is_real.numel(), *x.shape[1:])
         return rectangle.index_copy(0, self.cells, x).unflatten(0, self.is_real.shape)
 
-    def as_it_came(self, rectangle: Tensor) -> Tensor:
-        """The way back: (B, L, ...) or (T, ...)."""
+    def from_padded(self, rectangle: Tensor) -> Tensor:
+        """Invert `to_padded`: (B, L, ...) or (T, ...)."""
         return rectangle if self.cells is None else rectangle.flatten(0, 1)[self.cells]
 
 
 def token_layout(tokens: Padded | Packed) -> TokenLayout:
-    """Where the tokens of a batch belong."""
+    """Compute the layout of a batch."""
     device = tokens.values.device
     starts: Tensor | None
     if isinstance(tokens, Padded):
@@ -57,12 +56,12 @@ def token_layout(tokens: Padded | Packed) -> TokenLayout:
     else:
         starts, longest, num_texts = tokens.starts, tokens.max_length, tokens.num_samples
         lengths = starts.diff()
-        everywhere = torch.arange(tokens.values.shape[0], device=device, dtype=starts.dtype)
-        # Not in starts[1:]: compiled for a GPU, a view is read from its storage's begin on (pytorch#161609).
-        owner = torch.bucketize(everywhere, starts, right=True) - 1
-        positions = everywhere - starts[owner]
-        spans = Spans.of(starts[owner], starts[owner + 1]) if is_own_kernel_on("attention") else None
-        cells = owner * longest + positions
+        indices = torch.arange(tokens.values.shape[0], device=device, dtype=starts.dtype)
+        # Not in starts[1:]: compiled for a GPU, bucketize reads a view from the start of its storage (pytorch#161609).
+        text = torch.bucketize(indices, starts, right=True) - 1
+        positions = indices - starts[text]
+        spans = Spans.of(starts[text], starts[text + 1]) if is_own_kernel_on("attention") else None
+        cells = text * longest + positions
     columns = torch.arange(longest, device=device)
     is_real = columns < lengths[:, None]
     return TokenLayout(
@@ -76,34 +75,34 @@ def token_layout(tokens: Padded | Packed) -> TokenLayout:
     )
 
 
-def attend(mixture: Tensor, layout: TokenLayout, *, num_heads: int, dropout: float = 0.0) -> Tensor:
-    """Every token looks at the tokens of its own text; `mixture` holds queries, keys and values, 3 W wide.
+def attend(qkv: Tensor, layout: TokenLayout, *, num_heads: int, dropout: float = 0.0) -> Tensor:
+    """Compute self-attention within each text; `qkv` holds queries, keys and values side by side, 3 W wide.
 
-    A packed batch stays as it is where the device has a kernel for it. Elsewhere it becomes a rectangle for this alone:
-    B x L^2 scores, where a block-diagonal mask would take T^2.
+    A packed batch stays packed where the device has a kernel for it. Elsewhere it is padded for the attention alone:
+    that takes B x L^2 scores, where a block-diagonal mask would take T^2.
     """
-    size = mixture.shape[-1] // 3 // num_heads
-    if layout.spans is not None and dropout == 0 and has_span_kernel(mixture, size):
-        return span_attention(mixture, layout.spans, num_heads=num_heads)
-    if layout.starts is not None and spans.has_varlen_kernel(mixture, num_heads=num_heads):
+    head_size = qkv.shape[-1] // 3 // num_heads
+    if layout.spans is not None and dropout == 0 and has_span_kernel(qkv, head_size):
+        return span_attention(qkv, layout.spans, num_heads=num_heads)
+    if layout.starts is not None and has_varlen_kernel(qkv, num_heads=num_heads):
         longest = layout.is_real.shape[1]
-        return spans.varlen_attention(mixture, layout.starts, num_heads=num_heads, longest=longest, dropout=dropout)
-    cells = layout.as_rectangle(mixture)
-    queries, keys, values = cells.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, L, W / H)
+        return varlen_attention(qkv, layout.starts, num_heads=num_heads, longest=longest, dropout=dropout)
+    padded = layout.to_padded(qkv)
+    queries, keys, values = padded.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, L, W / H)
     mask = layout.is_seen[:, None, None]
-    found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout)
-    return layout.as_it_came(found.transpose(1, 2).flatten(2))
+    out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout)
+    return layout.from_padded(out.transpose(1, 2).flatten(2))
 
 
 def mean_pool(x: Tensor, layout: TokenLayout) -> Tensor:
-    """The mean over each text's own tokens, (texts, W)."""
+    """Average over the tokens of each text, (texts, W)."""
     real = layout.is_real[: layout.num_texts, :, None]
-    return (layout.as_rectangle(x)[: layout.num_texts] * real).sum(1) / real.sum(1).clamp(min=1)
+    return (layout.to_padded(x)[: layout.num_texts] * real).sum(1) / real.sum(1).clamp(min=1)
 
 
 def first_token(x: Tensor, layout: TokenLayout) -> Tensor:
-    """The first token of each text, (texts, W)."""
+    """Return the first token of each text, (texts, W)."""
     if layout.starts is None:
         return x[:, 0]
-    # A text of no tokens at the very end begins behind the last one.
+    # An empty text at the very end starts after the last token.
     return x.index_select(0, layout.starts[: layout.num_texts].clamp(max=x.shape[0] - 1))

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from whet.base.errors import UsageError, closest_match
 
+ClassWeights = Literal["none", "balanced"] | dict[str, float]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examples:
@@ -16,17 +18,17 @@ class Examples:
 
     texts: tuple[str, ...]
     labels: tuple[int, ...]
-    """Where a text may have several classes: the first of them, -1 for none."""
+    """For multi-label data the first class of each text, or -1 for none."""
     pairs: tuple[str, ...] = ()
-    """The second halves of sentence pairs; empty where texts stand alone."""
+    """The second texts of sentence pairs; empty for single texts."""
     label_sets: tuple[tuple[int, ...], ...] = ()
-    """All classes of each text, in order; empty where each has exactly one."""
+    """All classes of each text in ascending order; empty for single-label data."""
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def at(self, rows: Sequence[int]) -> "Examples":
-        """Some of the rows, in the order given."""
+        """Select rows, in the given order."""
         return Examples(
             texts=tuple(self.texts[row] for row in rows),
             labels=tuple(self.labels[row] for row in rows),
@@ -35,7 +37,7 @@ class Examples:
         )
 
     def joined(self, other: "Examples") -> "Examples":
-        """These rows, then the other's."""
+        """Concatenate with the rows of another set."""
         return Examples(
             texts=self.texts + other.texts,
             labels=self.labels + other.labels,
@@ -46,7 +48,7 @@ class Examples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """Everything a classifier learns from and is judged by."""
+    """The classes and the three splits of a dataset."""
 
     classes: tuple[str, ...]
     train: Examples
@@ -60,111 +62,108 @@ class Corpus:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether a sample is two texts."""
+        """Whether a sample is a pair of texts."""
         return bool(self.train.pairs)
 
     @property
     def fingerprint(self) -> str:
-        """The SHA-256 of classes, texts, labels and split: two corpora are the same when these are."""
+        """SHA-256 of classes, texts, labels and splits."""
         splits = []
         for part in (self.train, self.val, self.test):
-            # Texts alone with one class each keep the form they always had.
-            more = [part.pairs, part.label_sets] if part.pairs or part.label_sets else []
-            splits.append([part.texts, part.labels, *more])
+            optional = [part.pairs, part.label_sets] if part.pairs or part.label_sets else []
+            splits.append([part.texts, part.labels, *optional])
         return hashlib.sha256(json.dumps([self.classes, splits]).encode()).hexdigest()
 
 
-def gather(rows: Sequence[tuple[str, int]]) -> Examples:
-    """Rows of (text, label) as columns."""
-    return Examples(texts=tuple(text for text, _ in rows), labels=tuple(label for _, label in rows))
-
-
 def normalize_text(text: str, pair: str | None = None) -> str:
-    """A text, with its second half if it has one, as it is compared.
+    """Fold case and white space, so that texts which differ in nothing else compare equal.
 
-    >>> folded("  The  Fox\\n") == folded("the fox"), folded("a", "B")
+    >>> normalize_text("  The  Fox\\n") == normalize_text("the fox"), normalize_text("a", "B")
     (True, 'a\\x00b')
     """
-    whole = " ".join(text.casefold().split())
-    return whole if pair is None else f"{whole}\0{' '.join(pair.casefold().split())}"
+    folded = " ".join(text.casefold().split())
+    return folded if pair is None else f"{folded}\0{' '.join(pair.casefold().split())}"
+
+
+# --- splits -----------------------------------------------------------------------------------------------------------
 
 
 def split(
     examples: Examples, *, classes: Sequence[str], seed: int = 0, groups: Sequence[str | None] | None = None
 ) -> Corpus:
-    """80/10/10 in every class, decided by the texts alone; what belongs together stays on one side.
+    """Split each class 80/10/10 by hashes of the texts, without leaks between the splits.
 
-    Together belong rows of one group, and rows whose texts differ in case and spaces only. The order of rows does not
-    matter, and a class of fewer than five rows is trained on whole.
+    Rows of one group, and rows whose texts are equal except for case and white space, stay in the same split. The order
+    of rows does not matter, and a class of fewer than five rows is used for training only.
 
     >>> rows = Examples(texts=tuple(f"text {n}" for n in range(40)), labels=(0, 1) * 20)
     >>> corpus = split(rows, classes=["even", "odd"])
-    >>> len(corpus.train), len(corpus.dev), len(corpus.test), sorted(corpus.test.labels)
+    >>> len(corpus.train), len(corpus.val), len(corpus.test), sorted(corpus.test.labels)
     (32, 4, 4, [0, 0, 1, 1])
     """
     units = _linked_rows(examples, groups=groups)
-    often = Counter(examples.labels)
-    hashed = {unit: min(_row_hash(examples, row, seed=seed) for row in rows) for unit, rows in units.items()}
+    frequency = Counter(examples.labels)
+    hashes = {unit: min(_row_hash(examples, row, seed=seed) for row in rows) for unit, rows in units.items()}
     by_class: defaultdict[int, list[int]] = defaultdict(list)
-    for unit in sorted(units, key=lambda unit: hashed[unit]):
-        by_class[_majority_label([examples.labels[row] for row in units[unit]], often)].append(unit)
-    places: dict[str, list[int]] = {"train": [], "val": [], "test": []}
-    for inside in by_class.values():
-        for unit, place in zip(inside, _assign_splits([len(units[unit]) for unit in inside]), strict=True):
-            places[place] += units[unit]
-    train, val, test = (examples.at(sorted(rows)) for rows in places.values())
+    for unit in sorted(units, key=lambda unit: hashes[unit]):
+        by_class[_majority_label([examples.labels[row] for row in units[unit]], frequency)].append(unit)
+    rows_of_split: dict[str, list[int]] = {"train": [], "val": [], "test": []}
+    for of_class in by_class.values():
+        for unit, name in zip(of_class, _assign_splits([len(units[unit]) for unit in of_class]), strict=True):
+            rows_of_split[name] += units[unit]
+    train, val, test = (examples.at(sorted(rows)) for rows in rows_of_split.values())
     return Corpus(classes=tuple(classes), train=train, val=val, test=test)
 
 
 def _assign_splits(sizes: Sequence[int]) -> list[str]:
-    """Where units of these sizes go: of ten single rows the fifth to dev, the tenth to test.
+    """Assign units of these sizes to splits: of ten single rows the fifth to val, the tenth to test.
 
-    >>> _cut([1] * 10)
-    ['train', 'train', 'train', 'train', 'dev', 'train', 'train', 'train', 'train', 'test']
+    >>> _assign_splits([1] * 10)
+    ['train', 'train', 'train', 'train', 'val', 'train', 'train', 'train', 'train', 'test']
     """
-    places: list[str] = []
-    taken = val = test = 0
+    names: list[str] = []
+    total = val = test = 0
     for size in sizes:
-        taken += size
-        if 10 * val + 5 * size <= taken:
-            places.append("val")
+        total += size
+        if 10 * val + 5 * size <= total:
+            names.append("val")
             val += size
-        elif 10 * test + 10 * size <= taken:
-            places.append("test")
+        elif 10 * test + 10 * size <= total:
+            names.append("test")
             test += size
         else:
-            places.append("train")
-    return places
+            names.append("train")
+    return names
 
 
 def _linked_rows(examples: Examples, *, groups: Sequence[str | None] | None) -> dict[int, list[int]]:
-    """The rows that must stay together, by the first row of each unit."""
-    leader = list(range(len(examples)))
+    """Union-find over equal texts and equal groups: the rows of each unit by its first row."""
+    parent = list(range(len(examples)))
 
-    def lead(row: int) -> int:
-        while leader[row] != row:
-            leader[row] = leader[leader[row]]
-            row = leader[row]
+    def root(row: int) -> int:
+        while parent[row] != row:
+            parent[row] = parent[parent[row]]
+            row = parent[row]
         return row
 
-    seen: dict[tuple[str, str], int] = {}
+    first_row: dict[tuple[str, str], int] = {}
     for row, text in enumerate(examples.texts):
-        ties = [("text", normalize_text(text, examples.pairs[row] if examples.pairs else None))]
+        links = [("text", normalize_text(text, examples.pairs[row] if examples.pairs else None))]
         if groups is not None and groups[row] is not None:
-            ties.append(("group", str(groups[row])))
-        for tie in ties:
-            one, other = lead(row), lead(seen.setdefault(tie, row))
-            leader[max(one, other)] = min(one, other)
+            links.append(("group", str(groups[row])))
+        for link in links:
+            one, other = root(row), root(first_row.setdefault(link, row))
+            parent[max(one, other)] = min(one, other)
     units: defaultdict[int, list[int]] = defaultdict(list)
     for row in range(len(examples)):
-        units[lead(row)].append(row)
+        units[root(row)].append(row)
     return units
 
 
-def _majority_label(labels: Sequence[int], often: Counter[int]) -> int:
-    """The class that a unit counts for: its most frequent one, of equals the rarer, so that rare ones are spread."""
-    inside = Counter(labels)
-    return min(inside, key=lambda label: (-inside[label], often[label], label))
+def _majority_label(labels: Sequence[int], frequency: Counter[int]) -> int:
+    """The most frequent class of a unit; ties go to the rarer class, so that rare classes reach all splits."""
+    counts = Counter(labels)
+    return min(counts, key=lambda label: (-counts[label], frequency[label], label))
 
 
 def _row_hash(examples: Examples, row: int, *, seed: int) -> bytes:
@@ -172,11 +171,11 @@ def _row_hash(examples: Examples, row: int, *, seed: int) -> bytes:
     return hashlib.sha256((f"{seed}\0{text}" if seed else text).encode()).digest()
 
 
-ClassWeights = Literal["none", "balanced"] | dict[str, float]
+# --- class weights ----------------------------------------------------------------------------------------------------
 
 
 def read_class_weights(value: Any) -> Any:
-    """The words that a command line gives as what they mean; pydantic judges the rest.
+    """Parse the option's text form; pydantic validates the result.
 
     >>> read_class_weights("{rare: 5, 'a, b': 0.5}"), read_class_weights(None), read_class_weights("balanced")
     ({'rare': 5.0, 'a, b': 0.5}, 'none', 'balanced')
@@ -192,48 +191,51 @@ def read_class_weights(value: Any) -> Any:
             weights[name.strip().strip("'\"")] = float(number)
         except ValueError:
             raise UsageError(
-                "class_weights cannot be read", got=item.strip(), try_="class_weights='{rare: 5, common: 1}'"
+                "cannot parse class_weights", got=item.strip(), try_="class_weights='{rare: 5, common: 1}'"
             ) from None
     return weights
 
 
 def _split_items(text: str) -> list[str]:
-    """What stands between commas that are inside no quotes."""
+    """Split at commas outside of quotes."""
     items, quote = [""], ""
-    for letter in text:
+    for char in text:
         if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        if letter == "," and not quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        if char == "," and not quote:
             items.append("")
         else:
-            items[-1] += letter
+            items[-1] += char
     return [item for item in items if item.strip()]
 
 
-def class_weights(wish: ClassWeights, corpus: Corpus) -> tuple[float, ...] | None:
-    """The weight of each class in order; None when all count alike. A class that you do not name counts 1."""
-    if wish == "none":
+def class_weights(option: ClassWeights, corpus: Corpus) -> tuple[float, ...] | None:
+    """Return the weight of each class, 1 for classes not named; None if all classes count the same."""
+    if option == "none":
         return None
-    if wish == "balanced":
+    if option == "balanced":
         return balanced_weights(corpus.train.label_sets or corpus.train.labels, num_classes=len(corpus.classes))
-    assert isinstance(wish, Mapping)
-    for name, weight in wish.items():
+    assert isinstance(option, Mapping)
+    for name, weight in option.items():
         if name not in corpus.classes:
-            meant = closest_match(name, corpus.classes)
-            known = ", ".join(corpus.classes)[:200]
-            raise UsageError("class_weights names no class of the data", got=name, try_=meant or known)
+            suggestion = closest_match(name, corpus.classes)
+            raise UsageError(
+                "class_weights names an unknown class",
+                got=name,
+                try_=suggestion or ", ".join(corpus.classes)[:200],
+            )
         if not 0 <= weight < float("inf"):
-            raise UsageError("a class weight is a number from 0 on", got=f"{name}: {weight}", try_=f"{{{name}: 1}}")
-    return tuple(float(wish.get(name, 1.0)) for name in corpus.classes)
+            raise UsageError("a class weight must be 0 or more", got=f"{name}: {weight}", try_=f"{{{name}: 1}}")
+    return tuple(float(option.get(name, 1.0)) for name in corpus.classes)
 
 
 def balanced_weights(labels: Sequence[int] | Sequence[tuple[int, ...]], *, num_classes: int) -> tuple[float, ...]:
     """Weights that give every class the same share of the loss, with a mean of 1 over the rows.
 
-    >>> balanced([0, 0, 0, 1], num_classes=2)
+    >>> balanced_weights([0, 0, 0, 1], num_classes=2)
     (0.6666666666666666, 2.0)
     """
-    seen = Counter(index for label in labels for index in (label if isinstance(label, tuple) else (label,)))
-    return tuple(len(labels) / (num_classes * seen[index]) if seen[index] else 1.0 for index in range(num_classes))
+    counts = Counter(index for label in labels for index in (label if isinstance(label, tuple) else (label,)))
+    return tuple(len(labels) / (num_classes * counts[index]) if counts[index] else 1.0 for index in range(num_classes))

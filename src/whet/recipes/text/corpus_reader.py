@@ -1,4 +1,4 @@
-"""Load a corpus from files: rows, labels, missing splits, and notes about what was understood."""
+"""Load a corpus from files: rows, labels, missing splits, and notes about how they were interpreted."""
 
 import shlex
 from collections import Counter
@@ -26,6 +26,14 @@ from whet.recipes.text.readers.samples import (
 from whet.recipes.text.readers.sources import find_sources
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedCorpus:
+    """A corpus, and a few lines about how its files were interpreted."""
+
+    corpus: Corpus
+    notes: tuple[str, ...] = ()
+
+
 class _LabeledText(NamedTuple):
     """A text with the names of its classes."""
 
@@ -37,60 +45,58 @@ class _LabeledText(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _LoadedRows:
-    """What was found on disk, by part."""
+    """The rows of all files by split."""
 
     where: str
-    parts: dict[str, list[_LabeledText]] = field(default_factory=lambda: {"train": [], "val": [], "test": []})
-    told: list[str] = field(default_factory=list)
-    """Forms and columns, in words."""
-    left_out: list[str] = field(default_factory=list)
+    splits: dict[str, list[_LabeledText]] = field(default_factory=lambda: {"train": [], "val": [], "test": []})
+    formats: list[str] = field(default_factory=list)
+    """Format and columns of each file."""
+    notes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadedCorpus:
-    """A corpus, and what was understood on the way to it, in a few lines."""
-
-    corpus: Corpus
-    told: tuple[str, ...] = ()
-
-
-def read_table(
-    *paths: Path, overrides: ColumnOverrides | None = None, separator: str | None = AUTO, split_seed: int = 0
-) -> Corpus:
-    """The rows of all files and folders as one corpus; what a folder does not bring is cut from its training rows."""
-    return read_texts(*paths, overrides=overrides, separator=separator, split_seed=split_seed).corpus
+def load_corpus(config: TextConfig) -> LoadedCorpus:
+    """Load the corpus of `data` and `data_paths`, with notes about it and its serious defects."""
+    paths = [Path(path) for path in (config.data, *config.data_paths) if path is not None]
+    if not paths:
+        return LoadedCorpus(corpus=read_docstrings())
+    loaded = read_files(
+        *paths, overrides=config.column_overrides, separator=config.label_separator, split_seed=config.split_seed
+    )
+    where = " or ".join(shlex.quote(str(path)) for path in paths[:3])
+    warnings = serious_lines(quick_findings(loaded.corpus), where=where)
+    return LoadedCorpus(corpus=loaded.corpus, notes=(*loaded.notes, *warnings))
 
 
-def read_texts(
+def read_files(
     *paths: Path, overrides: ColumnOverrides | None = None, separator: str | None = AUTO, split_seed: int = 0
 ) -> LoadedCorpus:
-    """The same, with what was understood."""
-    read = _LoadedRows(where=", ".join(map(str, paths)))
-    is_list = [
-        _read_source(source, overrides or ColumnOverrides(), read) for path in paths for source in find_sources(path)
+    """Read the rows of all files and folders as one corpus; missing splits are taken from the training rows."""
+    rows = _LoadedRows(where=", ".join(map(str, paths)))
+    has_lists = [
+        _read_source(source, overrides or ColumnOverrides(), rows) for path in paths for source in find_sources(path)
     ]
-    is_multi = _split_labels(read, separator=separator, has_lists=any(is_list))
-    parts = read.parts
-    classes = _class_names(parts["train"], held_out=[*parts["val"], *parts["test"]], where=read.where)
-    train, val, test = (_numbered(parts[name], classes=classes, is_multi=is_multi) for name in parts)
-    groups = [row.group for row in parts["train"]]
+    is_multi = _split_labels(rows, separator=separator, has_lists=any(has_lists))
+    splits = rows.splits
+    classes = _class_names(splits["train"], held_out=[*splits["val"], *splits["test"]], where=rows.where)
+    train, val, test = (_to_examples(splits[name], classes=classes, is_multi=is_multi) for name in splits)
+    groups = [row.group for row in splits["train"]]
     corpus = _with_missing_splits(
-        train, val=val, test=test, classes=classes, where=read.where, seed=split_seed, groups=groups
+        train, val=val, test=test, classes=classes, where=rows.where, seed=split_seed, groups=groups
     )
-    return LoadedCorpus(corpus=corpus, told=(*_notes(read, corpus, is_multi=is_multi), *read.left_out))
+    return LoadedCorpus(corpus=corpus, notes=(*_notes(rows, corpus, is_multi=is_multi), *rows.notes))
 
 
-# --- rows ------------------------------------------------------------------------------------------------------------
+# --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _read_source(source: TextSource, overrides: ColumnOverrides, read: _LoadedRows) -> bool:
-    """Adds the rows of a source to its part; whether its labels are lists."""
+def _read_source(source: TextSource, overrides: ColumnOverrides, loaded: _LoadedRows) -> bool:
+    """Add the rows of a source to its split, and return whether its labels are lists."""
     reader = SampleReader(source, overrides)
     rows: list[_LabeledText] = []
-    first_bare: UsageError | None = None
+    first_unlabeled: UsageError | None = None
     has_lists = False
     for sample in reader:
-        _raise_row_error(sample, source)
+        _check_readable(sample, source)
         columns = reader.columns
         assert columns is not None
         where = f"{source.path}, row {sample.row.line}"
@@ -100,31 +106,32 @@ def _read_source(source: TextSource, overrides: ColumnOverrides, read: _LoadedRo
         if pair == "":
             raise _empty_cell_error(columns.pair or "", sample, where=where)
         if not sample.labels and not sample.is_list:
-            bare = _empty_cell_error(columns.label or "label", sample, where=where)
-            if source.part != "test":
-                raise bare
-            first_bare = first_bare or bare
+            unlabeled = _empty_cell_error(columns.label or "label", sample, where=where)
+            if source.split != "test":
+                raise unlabeled
+            first_unlabeled = first_unlabeled or unlabeled
         has_lists = has_lists or sample.is_list
         rows.append(_LabeledText(text, pair, sample.labels, sample.group))
     if not rows:
         raise UsageError(f"{source.path} is empty", got="a header without rows", try_="rows with a text and a label")
-    if first_bare is not None:
+    if first_unlabeled is not None:
+        # A test file without any labels, as contests publish them, is skipped; a partly labeled one is an error.
         if any(row.labels for row in rows):
-            raise first_bare
-        read.left_out.append(f"{source.path.name} has no labels, and is left out")
+            raise first_unlabeled
+        loaded.notes.append(f"{source.path.name} has no labels and is skipped")
         return False
     assert reader.columns is not None
-    read.parts[source.part or "train"] += rows
-    read.told.append(f"{source.form}; {reader.columns.told()}")
+    loaded.splits[source.split or "train"] += rows
+    loaded.formats.append(f"{source.format}; {reader.columns.describe()}")
     return has_lists
 
 
-def _raise_row_error(sample: TextSample, source: TextSource) -> None:
-    fault = sample.fault
-    if fault is None:
+def _check_readable(sample: TextSample, source: TextSource) -> None:
+    error = sample.error
+    if error is None:
         return
-    at = f"{source.path}" if fault.kind == "not-utf8" else f"row {sample.row.line} of {source.path}"
-    raise UsageError(f"{at} {fault.what}", got=fault.got, try_=fault.try_)
+    where = f"{source.path}" if error.kind == "not-utf8" else f"row {sample.row.line} of {source.path}"
+    raise UsageError(f"{where} {error.what}", got=error.got, try_=error.try_)
 
 
 def _empty_cell_error(column: str, sample: TextSample, *, where: str) -> UsageError:
@@ -135,12 +142,12 @@ def _empty_cell_error(column: str, sample: TextSample, *, where: str) -> UsageEr
     )
 
 
-# --- labels ----------------------------------------------------------------------------------------------------------
+# --- labels -----------------------------------------------------------------------------------------------------------
 
 
-def _split_labels(read: _LoadedRows, *, separator: str | None, has_lists: bool) -> bool:
-    """Cuts labels that name several classes, in place; whether a row may have several."""
-    rows = [row for part in read.parts.values() for row in part]
+def _split_labels(loaded: _LoadedRows, *, separator: str | None, has_lists: bool) -> bool:
+    """Split labels that name several classes, in place, and return whether a row may have several."""
+    rows = [row for part in loaded.splits.values() for row in part]
     separator = validate_separator(separator)
     if has_lists:
         return any(len(row.labels) != 1 for row in rows)
@@ -148,46 +155,46 @@ def _split_labels(read: _LoadedRows, *, separator: str | None, has_lists: bool) 
         separator = detect_separator(row.labels[0] for row in rows)
     if separator is None:
         return False
-    for part in read.parts.values():
+    for part in loaded.splits.values():
         part[:] = [row._replace(labels=tuple(split_label(row.labels[0], separator))) for row in part]
-    read.left_out.append(f"labels are separated by {separator!r} (label_separator=null takes them whole)")
+    loaded.notes.append(f"labels are separated by {separator!r} (label_separator=null disables this)")
     return True
 
 
 def _class_names(train: list[_LabeledText], *, held_out: list[_LabeledText], where: str) -> list[str]:
-    """The classes in alphabetical order, each seen often enough to be learned."""
-    seen = Counter(label for row in train for label in row.labels)
-    known = ", ".join(f"{label} ({count})" for label, count in seen.most_common(8))
-    for label in sorted({*seen, *(label for row in held_out for label in row.labels)}):
-        if seen[label] < 2:
-            times = "once" if seen[label] else "never"
+    """Return the classes in alphabetical order; each needs at least two training rows."""
+    counts = Counter(label for row in train for label in row.labels)
+    known = ", ".join(f"{label} ({count})" for label, count in counts.most_common(8))
+    for label in sorted({*counts, *(label for row in held_out for label in row.labels)}):
+        if counts[label] < 2:
+            times = "once" if counts[label] else "never"
             raise UsageError(
-                f"the label {label!r} is seen {times} in the training rows of {where}",
+                f"the label {label!r} occurs {times} in the training rows of {where}",
                 got=known,
-                try_="more rows of it, or leave it out; perhaps it is a header or a typing error (whet data text FILE)",
+                try_="more rows of it, or remove it; it may be a header or a typo (whet data text FILE)",
             )
-    if len(seen) < 2:
+    if len(counts) < 2:
         raise UsageError(
             f"all rows of {where} have the same label",
             got=known,
             try_="rows of at least two classes, or another column",
         )
-    return sorted(seen)
+    return sorted(counts)
 
 
-def _numbered(rows: list[_LabeledText], *, classes: Sequence[str], is_multi: bool) -> Examples:
-    number = {name: index for index, name in enumerate(classes)}
-    sets = tuple(tuple(sorted({number[label] for label in row.labels})) for row in rows)
+def _to_examples(rows: list[_LabeledText], *, classes: Sequence[str], is_multi: bool) -> Examples:
+    index = {name: number for number, name in enumerate(classes)}
+    label_sets = tuple(tuple(sorted({index[label] for label in row.labels})) for row in rows)
     has_pairs = any(row.pair is not None for row in rows)
     return Examples(
         texts=tuple(row.text for row in rows),
-        labels=tuple(labels[0] if labels else -1 for labels in sets),
+        labels=tuple(labels[0] if labels else -1 for labels in label_sets),
         pairs=tuple(row.pair or "" for row in rows) if has_pairs else (),
-        label_sets=sets if is_multi else (),
+        label_sets=label_sets if is_multi else (),
     )
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+# --- splits -----------------------------------------------------------------------------------------------------------
 
 
 def _with_missing_splits(
@@ -200,47 +207,30 @@ def _with_missing_splits(
     seed: int,
     groups: Sequence[str | None],
 ) -> Corpus:
+    """Hold out training rows for the splits that the files do not provide."""
     if val and test:
         return Corpus(classes=tuple(classes), train=train, val=val, test=test)
-    cut = split(train, classes=classes, seed=seed, groups=groups)
+    corpus = split(train, classes=classes, seed=seed, groups=groups)
     if val:
-        cut = Corpus(classes=cut.classes, train=cut.train.joined(cut.val), val=val, test=cut.test)
+        corpus = Corpus(classes=corpus.classes, train=corpus.train.joined(corpus.val), val=val, test=corpus.test)
     elif test:
-        cut = Corpus(classes=cut.classes, train=cut.train.joined(cut.test), val=cut.val, test=test)
-    for name, part in (("val", cut.val), ("test", cut.test)):
+        corpus = Corpus(classes=corpus.classes, train=corpus.train.joined(corpus.test), val=corpus.val, test=test)
+    for name, part in (("validation", corpus.val), ("test", corpus.test)):
         if not part:
             raise UsageError(
-                f"too few rows to hold a {name} part back",
+                f"too few rows to hold out a {name} split",
                 got=f"{len(train)} rows of {len(classes)} classes in {where}",
-                try_="at least ten different texts (or groups) of a class, or a folder with train, dev and test files",
+                try_="at least ten different texts (or groups) of a class, or a folder with train, val and test files",
             )
-    return cut
+    return corpus
 
 
-def _notes(read: _LoadedRows, corpus: Corpus, *, is_multi: bool) -> list[str]:
-    sizes = [len(rows) for rows in read.parts.values() if rows]
-    forms = " and ".join(dict.fromkeys(read.told))
-    each = "a text may have several" if is_multi else ""
-    line = f"read {' + '.join(f'{size:,}' for size in sizes)} rows of {forms}, {len(corpus.classes)} classes"
-    told = [f"{line} ({each})" if each else line]
+def _notes(loaded: _LoadedRows, corpus: Corpus, *, is_multi: bool) -> list[str]:
+    sizes = [len(rows) for rows in loaded.splits.values() if rows]
+    formats = " and ".join(dict.fromkeys(loaded.formats))
+    line = f"read {' + '.join(f'{size:,}' for size in sizes)} rows of {formats}, {len(corpus.classes)} classes"
+    notes = [f"{line} (multi-label)" if is_multi else line]
     if len(sizes) < 3:
-        parts = f"{len(corpus.train):,} + {len(corpus.val):,} + {len(corpus.test):,}"
-        told.append(f"split into {parts} (train, dev, test); equal texts and groups stay on one side")
-    return told
-
-
-def read_corpus(config: TextConfig) -> Corpus:
-    """The corpus behind `data` and `data_paths`."""
-    return load_corpus(config).corpus
-
-
-def load_corpus(config: TextConfig) -> LoadedCorpus:
-    """The same, with what was understood and what is wrong with it, in a few lines."""
-    paths = [Path(path) for path in (config.data, *config.data_paths) if path is not None]
-    if not paths:
-        return LoadedCorpus(corpus=read_docstrings())
-    read = read_texts(
-        *paths, overrides=config.column_overrides, separator=config.label_separator, split_seed=config.split_seed
-    )
-    where = " or ".join(shlex.quote(str(path)) for path in paths[:3])
-    return LoadedCorpus(corpus=read.corpus, told=(*read.told, *serious_lines(quick_findings(read.corpus), where=where)))
+        counts = f"{len(corpus.train):,} + {len(corpus.val):,} + {len(corpus.test):,}"
+        notes.append(f"split into {counts} (train, val, test); equal texts and groups stay in one split")
+    return notes

@@ -1,7 +1,8 @@
 """The default dataset: docstring paragraphs of six installed libraries, labeled by library.
 
-Real text that is present wherever torch and transformers are installed. Files are read in place: nothing is downloaded, imported
-or shipped. The texts depend on the installed versions only, never on a run's seed, so runs with different seeds share a test split.
+Real text that is present wherever torch and transformers are installed. Files are read in place: nothing is downloaded,
+imported or shipped. The texts depend on the installed versions only, never on a run's seed, so runs with different
+seeds share a test split.
 """
 
 import ast
@@ -28,9 +29,10 @@ from whet.run import durable
 LIBRARIES = ("stdlib", "torch", "transformers", "numpy", "sympy", "networkx")
 MIN_LENGTH, MAX_LENGTH = 30, 400
 _ALGORITHM = 2
-"""Raise it whenever the same installed files would give other rows."""
-_FIRST_PER_FILE = 25
-"""A few long files would otherwise fill a class."""
+"""Increment it whenever the same installed files would give other rows."""
+_MAX_PER_FILE = 25
+"""Paragraphs taken from a file at first; otherwise a few long files would fill a class."""
+_READ_AHEAD = 16
 
 _SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "test", "tests", "_vendor", "ensurepip", "__pycache__"),
@@ -40,14 +42,13 @@ _LIBRARY_NAMES = re.compile(
     r"(?:py)?torch|transformers?|numpy|sympy|networkx|hugging ?face|\b(?:np|nx|hf|cpython)\b",
     re.IGNORECASE,
 )
-_READ_AHEAD = 16
 _NOT_PROSE = re.compile(r"^\s*[-=]{3,}|>>>|\.\. ", re.MULTILINE)
 """An underlined heading, an example or a directive."""
 
 
 def read_docstrings(*, rows_per_class: int = EMBEDDED_ROWS_PER_CLASS) -> Corpus:
-    """The embedded corpus: as many rows of each library, read in seconds and kept for the next time."""
-    cache = env.home() / "text" / f"docstrings-{_key(rows_per_class)}.json"
+    """Read the embedded corpus, with the same number of rows for each library; cached after the first time."""
+    cache = env.home() / "text" / f"docstrings-{_cache_key(rows_per_class)}.json"
     examples = _read_cache(cache)
     if examples is None:
         examples = _collect(rows_per_class)
@@ -56,15 +57,15 @@ def read_docstrings(*, rows_per_class: int = EMBEDDED_ROWS_PER_CLASS) -> Corpus:
 
 
 def remove_library_names(text: str) -> str:
-    """The text without the names that would give its library away.
+    """Remove the names that would reveal a text's library.
 
-    >>> hide_names("See `torch.nn.Linear` or np.dot from NumPy.")
+    >>> remove_library_names("See `torch.nn.Linear` or np.dot from NumPy.")
     'See `.nn.Linear` or .dot from .'
     """
     return " ".join(_LIBRARY_NAMES.sub("", text).split())
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
+# --- extraction -------------------------------------------------------------------------------------------------------
 
 
 def _collect(rows_per_class: int) -> Examples:
@@ -72,91 +73,91 @@ def _collect(rows_per_class: int) -> Examples:
     texts: list[str] = []
     labels: list[int] = []
     for label, library in enumerate(LIBRARIES):
-        found = _read_library(library, seen=seen, enough=rows_per_class)
-        texts += found
-        labels += [label] * len(found)
+        paragraphs = _read_library(library, seen=seen, enough=rows_per_class)
+        texts += paragraphs
+        labels += [label] * len(paragraphs)
     return Examples(texts=tuple(texts), labels=tuple(labels))
 
 
 def _read_library(library: str, *, seen: set[str], enough: int) -> list[str]:
-    """`enough` paragraphs that are new to `seen`, which grows by them."""
-    found: list[str] = []
-    for paragraph in _candidates(_files(_root(library))):
+    """Return `enough` paragraphs that are not in `seen`, and add them to it."""
+    texts: list[str] = []
+    for paragraph in _paragraphs(_files(_root(library))):
         text = remove_library_names(paragraph)
-        essence = re.sub(r"[\W\d_]+", "", text).casefold()
-        if MIN_LENGTH <= len(text) <= MAX_LENGTH and essence not in seen:
-            seen.add(essence)
-            found.append(text)
-            if len(found) == enough:
-                return found
+        letters = re.sub(r"[\W\d_]+", "", text).casefold()
+        if MIN_LENGTH <= len(text) <= MAX_LENGTH and letters not in seen:
+            seen.add(letters)
+            texts.append(text)
+            if len(texts) == enough:
+                return texts
     raise WhetError(
-        f"the installed {library} has too few docstrings to learn from",
-        got=f"{len(found)} of {enough} paragraphs",
-        try_="data=FILE with texts and labels of yours",
+        f"the installed {library} has too few docstrings to train on",
+        got=f"{len(texts)} of {enough} paragraphs",
+        try_="data=FILE with your own texts and labels",
     )
 
 
-def _candidates(files: list[Path]) -> Iterator[str]:
-    """First paragraphs, a few of every file; then, where a library is small, the others and the second ones."""
-    others: list[str] = []
+def _paragraphs(files: list[Path]) -> Iterator[str]:
+    """Yield first paragraphs, a few of every file; then the remaining ones, then second paragraphs."""
+    remaining: list[str] = []
     second: list[str] = []
     for source in _read_ahead(files):
-        paragraphs = [re.split(r"\n\s*\n", text, maxsplit=2) for text in _docstrings(source)]
-        yield from (parts[0] for parts in paragraphs[:_FIRST_PER_FILE])
-        others += [parts[0] for parts in paragraphs[_FIRST_PER_FILE:]]
-        second += [parts[1] for parts in paragraphs if len(parts) > 1 and not _NOT_PROSE.search(parts[1])]
-    yield from others
+        docstrings = [re.split(r"\n\s*\n", text, maxsplit=2) for text in _docstrings(source)]
+        yield from (parts[0] for parts in docstrings[:_MAX_PER_FILE])
+        remaining += [parts[0] for parts in docstrings[_MAX_PER_FILE:]]
+        second += [parts[1] for parts in docstrings if len(parts) > 1 and not _NOT_PROSE.search(parts[1])]
+    yield from remaining
     yield from second
 
 
 def _root(library: str) -> Path:
     if library == "stdlib":
         return Path(sysconfig.get_path("stdlib"))
-    spec = importlib.util.find_spec(library)  # Looks for a top-level package without importing it.
+    spec = importlib.util.find_spec(library)  # Finds a top-level package without importing it.
     if spec is None or spec.origin is None:
-        # Fewer classes instead would make another task of it, with another accuracy, without anyone asking.
+        # Dropping the class would silently make it another task, with another accuracy.
         raise WhetError(
             f"the embedded texts need {library}, which is not installed",
             got=f"no package {library!r} (classes: {', '.join(LIBRARIES)})",
-            try_="pip install 'whet[text]', or data=FILE with texts and labels of yours",
+            try_="pip install 'whet[text]', or data=FILE with your own texts and labels",
         )
     return Path(spec.origin).parent
 
 
 def _files(root: Path) -> list[Path]:
-    """The library's own Python files in a fixed order that is spread over all of it."""
-    found: list[str] = []
-    for folder, names_below, names in os.walk(root):
-        names_below[:] = [name for name in names_below if name not in _SKIPPED_FOLDERS]
-        here = Path(folder).relative_to(root)
-        found += [(here / name).as_posix() for name in names if name.endswith(".py")]
-    return [root / name for name in sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())]
+    """The library's own Python files, ordered by a hash of their names, so that any prefix covers all of it."""
+    names: list[str] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        relative = Path(folder).relative_to(root)
+        names += [(relative / name).as_posix() for name in files if name.endswith(".py")]
+    return [root / name for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())]
 
 
 def _read_ahead(files: list[Path]) -> Iterator[bytes]:
-    """The contents of the files in order; the next ones are fetched meanwhile, since a cold disk takes its time."""
+    """Yield the contents of the files in order; threads fetch the next ones, because a cold disk is slow."""
     with ThreadPoolExecutor(_READ_AHEAD) as pool:
-        waiting = deque(pool.submit(_content, path) for path in files[:_READ_AHEAD])
-        for following in (*files[_READ_AHEAD:], *[None] * len(waiting)):
-            yield waiting.popleft().result()
+        pending = deque(pool.submit(_content, path) for path in files[:_READ_AHEAD])
+        for following in (*files[_READ_AHEAD:], *[None] * len(pending)):
+            yield pending.popleft().result()
             if following is not None:
-                waiting.append(pool.submit(_content, following))
+                pending.append(pool.submit(_content, following))
 
 
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError:
-        return b""  # One unreadable file of thousands: the next one serves as well.
+        return b""  # One unreadable file among thousands is replaced by the next one.
 
 
 def _docstrings(source: bytes) -> Iterator[str]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The libraries' own: invalid escapes in old files.
+            warnings.simplefilter("ignore")  # Invalid escapes in old files of the libraries.
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
-        return  # As with one that cannot be read.
+        return
     nodes: deque[ast.AST] = deque([tree])
     while nodes:
         node = nodes.popleft()
@@ -164,14 +165,14 @@ def _docstrings(source: bytes) -> Iterator[str]:
             text = ast.get_docstring(node)
             if text:
                 yield text
-            # Only what is defined directly inside: expressions hold no docstrings and are most of a tree.
+            # Definitions only: expressions hold no docstrings and are most of a tree.
             nodes.extend(node.body)
 
 
-# --- keeping ---------------------------------------------------------------------------------------------------------
+# --- cache ------------------------------------------------------------------------------------------------------------
 
 
-def _key(rows_per_class: int) -> str:
+def _cache_key(rows_per_class: int) -> str:
     """Changes whenever another version of a library, of Python or of this file could give other rows."""
     versions = {library: _version(library) for library in LIBRARIES}
     facts = json.dumps([_ALGORITHM, rows_per_class, versions], sort_keys=True)
@@ -188,11 +189,11 @@ def _version(library: str) -> str:
 
 
 def _read_cache(path: Path) -> Examples | None:
-    """What was kept, or None when it is missing or not what was written."""
+    """Return the cached rows, or None if the file is missing or damaged."""
     try:
-        kept = json.loads(path.read_bytes())
-        rows = kept["rows"]
-        if kept["sha256"] != _checksum(rows):
+        cached = json.loads(path.read_bytes())
+        rows = cached["rows"]
+        if cached["sha256"] != _checksum(rows):
             return None
         return Examples(texts=tuple(text for text, _ in rows), labels=tuple(label for _, label in rows))
     except (OSError, ValueError, KeyError, TypeError):
@@ -205,7 +206,7 @@ def _write_cache(path: Path, *, examples: Examples) -> None:
         durable.make_directory(path.parent)
         durable.write_file(path, data=json.dumps({"sha256": _checksum(rows), "rows": rows}).encode())
     except WhetError:
-        return  # A home that cannot be written costs a few seconds at the next start, not the run.
+        return  # Without a writable home, the next start takes a few seconds longer.
 
 
 def _checksum(rows: list[list[object]]) -> str:

@@ -1,4 +1,7 @@
-"""Export a trained classifier as a transformers folder or an ONNX file."""
+"""Export a trained classifier as a transformers folder or an ONNX file.
+
+Shapes: B texts, L tokens of the longest text, C classes; B and L are dynamic in the ONNX file.
+"""
 
 import contextlib
 import logging
@@ -17,47 +20,87 @@ from whet.data.batch import Padded
 from whet.recipes.text.bert import Bert
 from whet.recipes.text.factory import load_tokenizer
 from whet.recipes.text.model import Encoder
-from whet.recipes.text.pretrained import Pretrained, as_pretrained, merge_lora
+from whet.recipes.text.pretrained import Pretrained, as_pretrained, merge_lora, save_transformers
 from whet.recipes.text.tokenizer import PretrainedTokenizer, write_files
 
 if TYPE_CHECKING:
     from whet.recipes.text.factory import Classifier
 
+ONNX_FILE: Final = "model.onnx"
+_OPSET: Final = 20
+_TOLERANCE: Final = 1e-3
+"""Of logits: onnx's reference evaluator computes in numpy, with its own error function."""
 
-def write_model_files(model: "Classifier", kept: dict[str, Any], folder: Path, *, to: str) -> dict[str, Any]:
-    """Writes the files into an empty folder; what a reader of them should know."""
-    tokenizer = load_tokenizer(kept)
-    told = {"classes": kept["classes"], "max_length": kept["max_length"], "is_multi_label": kept.get("is_multi_label")}
+
+def write_model_files(model: "Classifier", metadata: dict[str, Any], folder: Path, *, to: str) -> dict[str, Any]:
+    """Write the model and its tokenizer into an empty folder, and return facts for the export's manifest."""
+    tokenizer = load_tokenizer(metadata)
+    facts = {
+        "classes": metadata["classes"],
+        "max_length": metadata["max_length"],
+        "is_multi_label": metadata.get("is_multi_label"),
+    }
     if to == "transformers":
         if not isinstance(tokenizer, PretrainedTokenizer):
             raise UsageError(
-                "the small encoder is no model of transformers",
+                "the small encoder is not a transformers model",
                 got="a run of model=small",
                 try_="--to onnx; or a run of model=FOLDER",
             )
-        from whet.recipes.text.model import Encoder
-        from whet.recipes.text.pretrained import save_transformers
-
         assert not isinstance(model, Encoder)
         save_transformers(model, tokenizer, folder)
-        return told
-
-    inputs = save_onnx(model, folder, max_length=int(kept["max_length"]), vocab_size=tokenizer.vocab_size)
+        return facts
+    inputs = save_onnx(model, folder, max_length=int(metadata["max_length"]), vocab_size=tokenizer.vocab_size)
     if isinstance(tokenizer, PretrainedTokenizer):
         write_files(tokenizer.files, folder)
     else:
         write_files({"tokenizer.json": tokenizer.to_json()}, folder)
-    return {**told, "inputs": inputs, "outputs": ["logits"], "softmax": not kept.get("is_multi_label")}
+    return {**facts, "inputs": inputs, "outputs": ["logits"], "softmax": not metadata.get("is_multi_label")}
 
 
-ONNX_FILE: Final = "model.onnx"
-_OPSET: Final = 20
-_TOLERANCE: Final = 1e-3
-"""Of logits: onnx's reference computes in numpy, with an error function of its own."""
+def save_onnx(model: "Classifier", folder: Path, *, max_length: int, vocab_size: int) -> list[str]:
+    """Write `model.onnx`, check that it computes the same logits, and return the names of its inputs."""
+    check_onnx_installed()
+    network, names = _with_onnx_inputs(model)
+    sample = _sample_inputs(names, num_texts=2, length=min(8, max_length), vocab_size=vocab_size)
+    dynamic = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=max(2, max_length))}
+    with _quiet_exporter():
+        try:
+            program = torch.onnx.export(
+                network,
+                (),
+                kwargs=sample,
+                dynamic_shapes=dict.fromkeys(names, dynamic),
+                input_names=names,
+                output_names=["logits"],
+                opset_version=_OPSET,
+                dynamo=True,
+                verbose=False,
+            )
+            assert program is not None
+            program.save(str(folder / ONNX_FILE))
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise WhetError("cannot export the model to ONNX", got=reason, try_="--to transformers") from None
+        # Other sizes than those of the export, to check that the shapes are dynamic.
+        other = _sample_inputs(names, num_texts=3, length=min(13, max_length), vocab_size=vocab_size)
+        _check_same_logits(network, folder / ONNX_FILE, other)
+    return names
+
+
+def check_onnx_installed() -> None:
+    """Name the extra that the export needs, if it is missing."""
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            "exporting to ONNX needs packages that are not installed",
+            got=f"no {' and no '.join(missing)}",
+            try_="pip install 'whet[onnx]'",
+        )
 
 
 class _SmallEncoderOnnx(nn.Module):
-    """The small encoder with the inputs that ONNX programs know."""
+    """The small encoder with the inputs that ONNX programs expect."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -69,56 +112,16 @@ class _SmallEncoderOnnx(nn.Module):
 
 
 class _TransformersOnnx(nn.Module):
-    """A classifier of transformers that gives its logits alone."""
+    """A transformers classifier that returns its logits only."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        words = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-        logits: Tensor = self.network(input_ids=input_ids, attention_mask=attention_mask, **words).logits
+        segments = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        logits: Tensor = self.network(input_ids=input_ids, attention_mask=attention_mask, **segments).logits
         return logits
-
-
-def save_onnx(model: Encoder | Bert | Pretrained, folder: Path, *, max_length: int, vocab_size: int) -> list[str]:
-    """Writes `model.onnx` and gives the names of its inputs; one that computes something else is refused."""
-    check_onnx_installed()
-    network, names = _with_onnx_inputs(model)
-    sample = _sample(names, num_texts=2, length=min(8, max_length), vocab_size=vocab_size)
-    free = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=max(2, max_length))}
-    with _silenced():
-        try:
-            program = torch.onnx.export(
-                network,
-                (),
-                kwargs=sample,
-                dynamic_shapes=dict.fromkeys(names, free),
-                input_names=names,
-                output_names=["logits"],
-                opset_version=_OPSET,
-                dynamo=True,
-                verbose=False,
-            )
-            assert program is not None
-            program.save(str(folder / ONNX_FILE))
-        except (RuntimeError, ValueError, TypeError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            raise WhetError("the model cannot be written as ONNX", got=reason, try_="--to transformers") from None
-        other = _sample(names, num_texts=3, length=min(13, max_length), vocab_size=vocab_size)
-        _check_same_logits(network, folder / ONNX_FILE, other)
-    return names
-
-
-def check_onnx_installed() -> None:
-    """What the export needs is an extra."""
-    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            "exporting to ONNX needs packages that are not installed",
-            got=f"no {' and no '.join(missing)}",
-            try_="pip install 'whet[onnx]'",
-        )
 
 
 def _with_onnx_inputs(model: Encoder | Bert | Pretrained) -> tuple[nn.Module, list[str]]:
@@ -129,33 +132,33 @@ def _with_onnx_inputs(model: Encoder | Bert | Pretrained) -> tuple[nn.Module, li
     return network, [*names, "token_type_ids"] if model.has_segments else names
 
 
-def _sample(names: list[str], *, num_texts: int, length: int, vocab_size: int) -> dict[str, Tensor]:
-    """Texts of different lengths, the last one the shortest."""
+def _sample_inputs(names: list[str], *, num_texts: int, length: int, vocab_size: int) -> dict[str, Tensor]:
+    """Make texts of decreasing length."""
     ids = torch.arange(num_texts * length).reshape(num_texts, length) * 7 % max(1, vocab_size - 1) + 1
     lengths = torch.arange(length, length - num_texts, -1).clamp(min=1)
     mask = (torch.arange(length) < lengths[:, None]).long()
-    made = {"input_ids": torch.where(mask > 0, ids, 0), "attention_mask": mask}
-    second = torch.where(torch.arange(length) > length // 2, mask, 0)
-    return {name: made.get(name, second) for name in names}
+    inputs = {"input_ids": torch.where(mask > 0, ids, 0), "attention_mask": mask}
+    second_segment = torch.where(torch.arange(length) > length // 2, mask, 0)
+    return {name: inputs.get(name, second_segment) for name in names}
 
 
 def _check_same_logits(network: nn.Module, file: Path, sample: dict[str, Tensor]) -> None:
     evaluator = import_module("onnx.reference").ReferenceEvaluator(str(file))
-    (found,) = evaluator.run(["logits"], {name: tensor.numpy() for name, tensor in sample.items()})
+    (logits,) = evaluator.run(["logits"], {name: tensor.numpy() for name, tensor in sample.items()})
     with torch.no_grad():
         expected = network(**sample)
-    difference = float((torch.from_numpy(found) - expected).abs().max())
+    difference = float((torch.from_numpy(logits) - expected).abs().max())
     if not difference <= _TOLERANCE:
         raise WhetError(
-            "the ONNX file computes something else than the model",
+            "the ONNX file computes other logits than the model",
             got=f"logits differ by {difference:.3g}",
             try_="--to transformers, or another version of torch and onnxscript",
         )
 
 
 @contextlib.contextmanager
-def _silenced() -> Iterator[None]:
-    """The exporter warns of its own parts, and of libraries that are not needed."""
+def _quiet_exporter() -> Iterator[None]:
+    """Silence the exporter, which warns of its own internals and of libraries that are not needed."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""What is trained? A small encoder that reads padded and packed batches alike and gives both the same answer.
+"""The small encoder: reads padded and packed batches alike and computes the same logits for both.
 
-Shapes: B texts, L tokens of the longest, T tokens in all, W width, H heads, C classes. The linear layers and norms see
-a batch as it comes, (B, L, W) or (T, W); only attention and pooling need to know whose token is whose.
+Shapes: B texts, L tokens of the longest text, T tokens in total, W width, H heads, C classes. Linear layers and norms
+see a batch as it comes, (B, L, W) or (T, W); only attention and pooling need to know which text a token belongs to.
 """
 
 import math
@@ -15,11 +15,14 @@ from whet.recipes.text.attention import TokenLayout, attend, mean_pool, token_la
 from whet.recipes.text.config import TextArch
 
 _INIT_STD = 0.02
-"""The standard deviation of first embeddings and of what a block adds, so that words count from the first step."""
+"""Standard deviation of the initial embeddings and of what the blocks add to them.
+
+Both have the same size, so that the words determine the output from the first step on.
+"""
 
 
 class Encoder(nn.Module):
-    """Token and position embeddings, pre-norm blocks, the mean over a text's tokens, and a linear classifier."""
+    """Token and position embeddings, pre-norm blocks, mean pooling and a linear classifier."""
 
     def __init__(self, arch: TextArch, *, num_classes: int, dropout: float = 0.0, word_dropout: float = 0.0) -> None:
         super().__init__()
@@ -36,26 +39,26 @@ class Encoder(nn.Module):
         nn.init.zeros_(self.classifier.bias)
 
     def forward(self, tokens: Padded | Packed) -> Tensor:
-        """The logits, (B, C)."""
+        """Return the logits, (B, C)."""
         layout = token_layout(tokens)
-        # Padding may reach beyond the last position that was learned; whatever stands there is never looked at.
+        # Padding may reach beyond the last learned position; attention never looks there.
         positions = layout.positions.clamp(max=self.positions.num_embeddings - 1)
-        x = self.dropout(self._read(tokens.values) + self.positions(positions))
+        x = self.dropout(self._embed(tokens.values) + self.positions(positions))
         for block in self.blocks:
             x = block(x, layout)
         return self.classifier(mean_pool(self.norm(x), layout))
 
-    def _read(self, ids: Tensor) -> Tensor:
-        """What the tokens mean, (B, L, W) or (T, W); while training some are not seen, and their places stay."""
-        meanings = self.tokens(ids)
+    def _embed(self, ids: Tensor) -> Tensor:
+        """Embed the tokens, (B, L, W) or (T, W); word dropout zeroes some of them but keeps their positions."""
+        embedded = self.tokens(ids)
         if not (self.training and self.word_dropout):
-            return meanings
-        is_seen = torch.rand(ids.shape, device=ids.device) >= self.word_dropout
-        return meanings * is_seen[..., None]
+            return embedded
+        is_kept = torch.rand(ids.shape, device=ids.device) >= self.word_dropout
+        return embedded * is_kept[..., None]
 
 
 class _EncoderBlock(nn.Module):
-    """Attention, then a feed-forward layer, each added to what came in."""
+    """Pre-norm attention and feed-forward layer, each with a residual connection."""
 
     def __init__(self, arch: TextArch, *, dropout: float) -> None:
         super().__init__()
@@ -72,11 +75,12 @@ class _EncoderBlock(nn.Module):
             nn.init.normal_(layer.weight, std=1 / math.sqrt(width))
             nn.init.zeros_(layer.bias)
         for layer in (self.attention_out, self.feed_forward_out):
+            # 2 * layers outputs are summed in the residual stream.
             nn.init.normal_(layer.weight, std=_INIT_STD / math.sqrt(2 * arch.layers))
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
-        mixed = attend(self.queries_keys_values(self.attention_norm(x)), layout, num_heads=self.num_heads)
-        x = x + self.dropout(self.attention_out(mixed))
+        attended = attend(self.queries_keys_values(self.attention_norm(x)), layout, num_heads=self.num_heads)
+        x = x + self.dropout(self.attention_out(attended))
         inner = functional.gelu(self.feed_forward_in(self.feed_forward_norm(x)))
         return x + self.dropout(self.feed_forward_out(inner))

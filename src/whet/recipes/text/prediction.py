@@ -19,19 +19,19 @@ BATCH_SIZE: Final = 64
 _MIN_WINDOW: Final = 1_024
 _WINDOW_BATCHES: Final = 16
 _MAX_CHARACTERS: Final = 32 * 1024**2
-"""Of the texts that wait for their batch together: what is held at once does not grow with the file."""
+"""Limit of the texts that are sorted by length together, so that memory does not grow with the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answered:
-    """A question, and what the model says; None for a question that is none."""
+class Prediction:
+    """A query with its result; None for a query with an error."""
 
-    question: TextQuery
-    verdict: dict[str, Any] | None
+    query: TextQuery
+    result: dict[str, Any] | None
 
 
-class Answering:
-    """Answers with a model that has its weights; `put` brings a batch to where the model is."""
+class TextPredictor:
+    """Predicts with a model that has its weights."""
 
     def __init__(
         self,
@@ -48,117 +48,117 @@ class Answering:
         self.classes = tuple(classes)
         self.is_multi_label = is_multi_label
         self.has_pairs = has_pairs
-        """Whether the model was trained on pairs; None for a run that does not say."""
+        """Whether the model was trained on pairs; None for a run that does not record it."""
         self.columns = columns
-        """Those that the training named."""
-        self._signs = SEPARATORS if separator == AUTO else () if separator is None else (separator,)
+        """The columns named for the training."""
+        self._separators = SEPARATORS if separator == AUTO else () if separator is None else (separator,)
         self._model = model
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._put: Callable[[Tensor], Tensor] = lambda tensor: tensor
 
-    def use(self, device: AbstractDevice) -> None:
-        """From now on the model computes there."""
+    def to(self, device: AbstractDevice) -> None:
+        """Move the model to a device."""
         device.put_model(self._model)
         self._put = device.put
 
     def __call__(self, texts: Sequence[str]) -> list[dict[str, Any]]:
-        """The verdicts on texts: label, probability, and the probability of every class.
+        """Return label, probability and the probabilities of all classes for each text.
 
-        A model of pairs takes the texts in twos.
+        For a model of pairs, each two consecutive texts are a pair.
         """
         if not self.has_pairs:
-            asked = [TextQuery(row=str(row), text=text) for row, text in enumerate(texts, start=1)]
+            queries = [TextQuery(row=str(row), text=text) for row, text in enumerate(texts, start=1)]
         elif len(texts) % 2:
             raise UsageError(
                 "the run was trained on pairs of texts", got=f"{len(texts)} texts", try_='"first text" "second text"'
             )
         else:
-            both = zip(texts[::2], texts[1::2], strict=True)
-            asked = [TextQuery(row=str(row), text=text, pair=pair) for row, (text, pair) in enumerate(both, start=1)]
-        return [answer.verdict for answer in self.answers(asked) if answer.verdict is not None]
+            pairs = zip(texts[::2], texts[1::2], strict=True)
+            queries = [TextQuery(row=str(row), text=text, pair=pair) for row, (text, pair) in enumerate(pairs, start=1)]
+        return [prediction.result for prediction in self.predict(queries) if prediction.result is not None]
 
-    def answers(
-        self, questions: Iterable[TextQuery], *, batch: int = BATCH_SIZE, scores: Scores | None = None
-    ) -> Iterator[Answered]:
-        """Every question with its verdict, in order; those whose classes are known count in `scores`."""
-        waiting = iter(questions)
-        while window := _window(waiting, size=max(_MIN_WINDOW, _WINDOW_BATCHES * batch)):
-            whole = [question for question in window if question.fault is None]
-            found = self._shares(whole, batch=batch)
+    def predict(
+        self, queries: Iterable[TextQuery], *, batch_size: int = BATCH_SIZE, scores: Scores | None = None
+    ) -> Iterator[Prediction]:
+        """Yield the prediction for each query, in order; labeled queries are added to `scores`."""
+        remaining = iter(queries)
+        while window := _next_window(remaining, size=max(_MIN_WINDOW, _WINDOW_BATCHES * batch_size)):
+            valid = [query for query in window if query.error is None]
+            predicted = self._probabilities(valid, batch_size=batch_size)
             if scores is not None:
-                truths = [self.truth(question) for question in whole]
+                truths = [self.truth(query) for query in valid]
                 known = [place for place, truth in enumerate(truths) if truth is not None]
                 if known:
-                    scores.add([found[place] for place in known], [truths[place] for place in known])
-            rows = iter(found)
-            for question in window:
-                verdict = None if question.fault is not None else self._verdict(next(rows))
-                yield Answered(question=question, verdict=verdict)
+                    scores.add([predicted[place] for place in known], [truths[place] for place in known])
+            rows = iter(predicted)
+            for query in window:
+                yield Prediction(query=query, result=None if query.error is not None else self._result(next(rows)))
 
-    def truth(self, question: TextQuery) -> int | list[float] | None:
-        """The class that a question names, as scores want it; None where it names none that the model knows."""
-        if question.labels is None:
+    def truth(self, query: TextQuery) -> int | list[float] | None:
+        """Return the class of a labeled query in the form that `Scores.add` takes; None if it is unknown."""
+        if query.labels is None:
             return None
-        names = self._known(question.labels)
+        names = self._known_classes(query.labels)
         if names is None or (not self.is_multi_label and len(names) != 1):
             return None
         if self.is_multi_label:
             return [float(name in names) for name in self.classes]
         return self.classes.index(names[0])
 
-    def _known(self, labels: tuple[str, ...]) -> list[str] | None:
-        """The classes that labels name; one label may join several with a sign, as it did in training."""
+    def _known_classes(self, labels: tuple[str, ...]) -> list[str] | None:
+        """Return the classes that labels name; one label may join several with a separator, as in training."""
         if all(label in self.classes for label in labels):
             return list(labels)
         if not self.is_multi_label or len(labels) != 1:
             return None
-        for sign in self._signs:
-            names = split_label(labels[0], sign)
+        for separator in self._separators:
+            names = split_label(labels[0], separator)
             if names and all(name in self.classes for name in names):
                 return names
         return None
 
-    def _shares(self, questions: Sequence[TextQuery], *, batch: int) -> list[list[float]]:
-        if not questions:
+    def _probabilities(self, queries: Sequence[TextQuery], *, batch_size: int) -> list[list[float]]:
+        if not queries:
             return []
         column = token_column(
-            [question.text for question in questions],
-            pairs=[question.pair or "" for question in questions] if questions[0].pair is not None else (),
+            [query.text for query in queries],
+            pairs=[query.pair or "" for query in queries] if queries[0].pair is not None else (),
             tokenizer=self._tokenizer,
             max_length=self._max_length,
         )
+        # Batches of similar length have little padding.
         order = column.lengths.argsort(stable=True)
-        found: list[list[float]] = [[]] * len(questions)
+        predicted: list[list[float]] = [[]] * len(queries)
         with torch.inference_mode():
-            for rows in order.split(batch):
+            for rows in order.split(batch_size):
                 longest = int(column.lengths[rows].max())
                 logits = self._model(column.padded(rows, length=longest).map_tensors(self._put))
-                # As an evaluation does: on the CPU, and no tie that rounding makes.
-                told = probabilities(logits.float().cpu().double(), is_multi_label=self.is_multi_label)
-                check_finite(told.numpy())
-                for row, values in zip(rows.tolist(), told.tolist(), strict=True):
-                    found[row] = values
-        return found
+                batch = probabilities(logits, is_multi_label=self.is_multi_label)
+                check_finite(batch.numpy())
+                for row, values in zip(rows.tolist(), batch.tolist(), strict=True):
+                    predicted[row] = values
+        return predicted
 
-    def _verdict(self, row: Sequence[float]) -> dict[str, Any]:
-        place = max(range(len(row)), key=lambda place: row[place])
-        verdict: dict[str, Any] = {
-            "label": self.classes[place],
-            "probability": row[place],
+    def _result(self, row: Sequence[float]) -> dict[str, Any]:
+        best = max(range(len(row)), key=lambda place: row[place])
+        result: dict[str, Any] = {
+            "label": self.classes[best],
+            "probability": row[best],
             "probabilities": dict(zip(self.classes, row, strict=True)),
         }
         if self.is_multi_label:
-            verdict["labels"] = [name for name, share in verdict["probabilities"].items() if share > 0.5]
-        return verdict
+            result["labels"] = [name for name, probability in result["probabilities"].items() if probability > 0.5]
+        return result
 
 
-def _window(questions: Iterator[TextQuery], *, size: int) -> list[TextQuery]:
+def _next_window(queries: Iterator[TextQuery], *, size: int) -> list[TextQuery]:
+    """Take the next queries, limited by number and by characters."""
     window: list[TextQuery] = []
     characters = 0
-    for question in islice(questions, size):
-        window.append(question)
-        characters += len(question.text) + len(question.pair or "")
+    for query in islice(queries, size):
+        window.append(query)
+        characters += len(query.text) + len(query.pair or "")
         if characters > _MAX_CHARACTERS:
             break
     return window

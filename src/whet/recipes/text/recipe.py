@@ -1,4 +1,4 @@
-"""The text recipe: which class a text belongs to. torch is imported when it is needed, so that a plan needs none."""
+"""The text recipe: classify texts. torch is imported lazily, so that a plan needs no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from whet.recipes.recipe import DataInspection
     from whet.recipes.text.data import TextData
     from whet.recipes.text.factory import Classifier
-    from whet.recipes.text.prediction import Answering
+    from whet.recipes.text.prediction import TextPredictor
 
 
 _EMBEDDED_DATA = EmbeddedData(
     is_made="the embedded texts are docstrings of six installed libraries",
     sources={"python": "Python", "torch": "torch", "transformers": "transformers", "numpy": "numpy"},
-    otherwise="one of them has changed since, sympy or networkx perhaps",
-    instead="texts of your own (data=FILE)",
+    otherwise="one of them has changed since, perhaps sympy or networkx",
+    instead="your own texts (data=FILE)",
 )
 
 
@@ -39,24 +39,24 @@ class TextRecipe(Recipe):
     goal = "accuracy"
     lower_is_better = ("cross_entropy",)
     _data: "TextData | None" = None
-    """What was read last: an evaluation shows classes and texts by their names."""
+    """The data that was loaded last: evaluations show the names of classes and the texts."""
 
     def describe(self, config: TextConfig, data: "TextData | None" = None) -> Workload:
         if data is None:
             return text_config.describe(config)
         from whet.recipes.text.backbone import model_folder
 
-        # A name on the hub is a folder by now.
+        # A hub model has been downloaded by now.
         workload = text_config.describe(config, model_folder(config.model) if config.is_pretrained else None)
         return text_config.describe_data(
             workload, config, num_samples=len(data.train["label"]), mean_length=data.mean_length, classes=data.classes
         )
 
     def assumptions(self, config: TextConfig) -> tuple[str, ...]:
-        """What `describe` takes for granted before anything is loaded."""
+        """What `describe` assumes before anything is loaded."""
         if not config.is_pretrained or local_folder(config.model) is not None:
             return ()
-        return (f"model={config.model} is no folder here, so BERT base is counted; a training counts the real one",)
+        return (f"model={config.model} is not a local folder, so the plan assumes BERT base; training uses real sizes",)
 
     def data(self, config: TextConfig) -> "TextData":
         from whet.recipes.text.corpus import class_weights
@@ -64,22 +64,22 @@ class TextRecipe(Recipe):
         from whet.recipes.text.data import tokenize, truncation_notes
         from whet.recipes.text.factory import effective_max_length, make_tokenizer
 
-        texts = load_corpus(config)
-        corpus, kept = texts.corpus, None
+        loaded = load_corpus(config)
+        corpus, metadata = loaded.corpus, None
         if config.init_from is not None:
-            # The old weights know the old tokens; the classes must be the same too.
-            check_not_imported(config.init_from)
-            kept = open_run(config.init_from).kept
-            check_same_classes(corpus.classes, kept.get("classes"), where=config.init_from)
-        tokenizer = make_tokenizer(config, corpus, kept=kept)
+            # The weights depend on their tokenizer and on the order of the classes.
+            _check_not_imported(config.init_from)
+            metadata = open_run(config.init_from).kept
+            _check_same_classes(corpus.classes, metadata.get("classes"), where=config.init_from)
+        tokenizer = make_tokenizer(config, corpus, metadata=metadata)
         data = tokenize(
             corpus,
             tokenizer=tokenizer,
             max_length=effective_max_length(config, tokenizer),
             class_weights=class_weights(config.class_weights, corpus),
         )
-        # The embedded texts are no news.
-        self._data = replace(data, notes=(*texts.told, *truncation_notes(data))) if texts.told else data
+        # The embedded dataset is always the same and needs no notes.
+        self._data = replace(data, notes=(*loaded.notes, *truncation_notes(data))) if loaded.notes else data
         return self._data
 
     def model(self, config: TextConfig, data: "TextData") -> "Classifier":
@@ -108,72 +108,72 @@ class TextRecipe(Recipe):
         return conclude(tallies, self._data)
 
     def metadata(self, config: TextConfig, data: "TextData") -> dict[str, Any]:
-        from whet.recipes.text.factory import saved_model_config
+        from whet.recipes.text.factory import model_metadata
 
         return {
-            "max_length": data.max_length,
             "classes": list(data.classes),
+            "max_length": data.max_length,
             "tokenizer": data.tokenizer.to_json(),
             "data": data.fingerprint,
             "baseline": {} if data.baseline is None else {"naive Bayes": data.baseline},
             "is_multi_label": data.is_multi_label,
             "has_pairs": data.has_pairs,
-            **saved_model_config(config, data),
+            **model_metadata(config, data),
         }
 
     def explain_changed_data(
         self, error: DataChangedError, config: TextConfig, versions: Mapping[str, str | None]
     ) -> UsageError:
-        """Only the embedded texts change by themselves."""
+        """Only the embedded texts change with an update of the installed libraries."""
         return explain_data_change(error, _EMBEDDED_DATA, versions) if config.is_embedded else error
 
     def inspect_data(
         self, config: TextConfig, path: Path, *, fix: Path | None, leave: tuple[str, ...]
     ) -> "DataInspection":
-        from whet.recipes.text.data_report.command import report_on_data
+        from whet.recipes.text.data_report.clean_copy import report_on_data
 
         return report_on_data(config, path, fix=fix, leave=leave)
 
-    def example_input(self, kept: dict[str, Any]) -> str:  # noqa: ARG002
-        """What it can be asked."""
+    def example_input(self, metadata: dict[str, Any]) -> str:  # noqa: ARG002
+        """An example input for `whet predict`."""
         return "some text"
 
-    def predict(self, config: TextConfig, kept: dict[str, Any]) -> "tuple[Classifier, Answering]":
-        """A model without its weights, and what to ask once it has them."""
+    def predict(self, config: TextConfig, metadata: dict[str, Any]) -> "tuple[Classifier, TextPredictor]":
+        """A model without its weights, and a predictor to call once it has them."""
         from whet.recipes.text.factory import load_model, load_tokenizer
-        from whet.recipes.text.prediction import Answering
+        from whet.recipes.text.prediction import TextPredictor
 
-        model = load_model(config, kept)
-        has_pairs = kept.get("has_pairs")
-        return model, Answering(
+        model = load_model(config, metadata)
+        has_pairs = metadata.get("has_pairs")
+        return model, TextPredictor(
             model,
-            tokenizer=load_tokenizer(kept),
-            classes=[str(name) for name in kept["classes"]],
-            max_length=int(kept["max_length"]),
-            is_multi_label=bool(kept.get("is_multi_label")),
+            tokenizer=load_tokenizer(metadata),
+            classes=[str(name) for name in metadata["classes"]],
+            max_length=int(metadata["max_length"]),
+            is_multi_label=bool(metadata.get("is_multi_label")),
             has_pairs=has_pairs if isinstance(has_pairs, bool) else None,
             columns=config.column_overrides,
             separator=config.label_separator,
         )
 
-    def write_model_files(self, model: "Classifier", kept: dict[str, Any], folder: Path, *, to: str) -> dict[str, Any]:
+    def write_model_files(
+        self, model: "Classifier", metadata: dict[str, Any], folder: Path, *, to: str
+    ) -> dict[str, Any]:
         from whet.recipes.text.export import write_model_files
 
-        return write_model_files(model, kept, folder, to=to)
+        return write_model_files(model, metadata, folder, to=to)
 
 
-def check_not_imported(folder: str) -> None:
-    """Imported weights know tokens that nobody told of."""
+def _check_not_imported(folder: str) -> None:
     if (Path(folder) / "import.json").exists():
         raise UsageError(
-            "imported weights bring no tokenizer, so the text recipe cannot start from them",
+            "imported weights have no tokenizer, so the text recipe cannot start from them",
             got=f"init_from={folder}",
-            try_="init_from=RUN, a run of this recipe; or a recipe of your own",
+            try_="init_from=RUN, a run of this recipe; or your own recipe",
         )
 
 
-def check_same_classes(ours: Sequence[str], theirs: object, *, where: str) -> None:
-    """A run whose weights are taken over must know the same classes."""
+def _check_same_classes(ours: Sequence[str], theirs: object, *, where: str) -> None:
     if not isinstance(theirs, list) or list(ours) != theirs:
         raise UsageError(f"{where} has other classes", got=", ".join(ours)[:200], try_=f"data with {theirs}")
 

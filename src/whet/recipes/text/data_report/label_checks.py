@@ -1,4 +1,4 @@
-"""Checks of labels: headers, typos, labels written in their own texts."""
+"""Checks of labels: headers, typos, and labels that appear in their own texts."""
 
 import re
 from collections import Counter
@@ -10,19 +10,29 @@ from whet.recipes.text.readers.samples import LABEL_NAMES, TEXT_NAMES
 _RARE_SHARE = 0.01
 _RARE_ROWS = 3
 _HEADER_SHARE = 0.001
+_MAX_HEADER_LENGTH = 100
 _MAX_COMPARED_LABELS = 3_000
-"""Each is compared with each: with more labels only spelling is compared."""
-_LONGEST_NAME = 100
-_SIGNS = re.compile(r"[\s_\-./]+")
+"""The search for typos compares all pairs, so with more labels only the normalized spelling is compared."""
+_PUNCTUATION = re.compile(r"[\s_\-./]+")
+
+_TAG_KEYS = "label|class|category|intent|sentiment|topic|tag|target|answer|gold"
+_WORDS = re.compile(r"\w+")
+_MAX_TEXT_LENGTH = 5_000
+_MAX_MENTIONED_LABELS = 2_000
+_MIN_OTHER_TEXTS = 200
+"""Texts of other labels without the name, before its presence means anything."""
+
+
+# --- label cells ------------------------------------------------------------------------------------------------------
 
 
 def is_header(text: str, label: str, *, columns: Sequence[str]) -> bool:
-    """Whether a row holds the names of its own columns, or names such as columns have.
+    """Whether a row holds the names of its own columns, or usual column names.
 
     >>> is_header("text", "label", columns=("text", "label")), is_header("Sentence", "Category", columns=("a", "b"))
     (True, True)
     """
-    if len(text) > _LONGEST_NAME:
+    if len(text) > _MAX_HEADER_LENGTH:
         return False
     own = {name.casefold() for name in columns}
     text, label = text.strip().casefold(), label.strip().casefold()
@@ -30,38 +40,53 @@ def is_header(text: str, label: str, *, columns: Sequence[str]) -> bool:
 
 
 def header_labels(counts: Mapping[str, int], *, label_column: str | None) -> list[str]:
-    """Rare labels that are named as columns are: a header slipped in, though its text is not one."""
+    """Return rare labels that are column names: probably headers of concatenated files."""
     total = sum(counts.values())
     names = {*LABEL_NAMES, (label_column or "label").casefold()}
     return [label for label, count in counts.items() if label.casefold() in names and count <= _HEADER_SHARE * total]
 
 
-def misspelt(counts: Mapping[str, int]) -> dict[str, str]:
-    """Labels that are probably another one: written alike but for case and signs, or rare and a slip away.
+def misspelled(counts: Mapping[str, int]) -> dict[str, str]:
+    """Map labels that are probably misspelled to the correct one.
 
-    >>> misspelt({"positive": 500, "postive": 2, "Negative": 5, "negative": 480, "type 1": 400, "type 2": 1})
+    Misspelled labels differ from a more frequent one only in case and punctuation, or are rare and one typo away.
+
+    >>> misspelled({"positive": 500, "postive": 2, "Negative": 5, "negative": 480, "type 1": 400, "type 2": 1})
     {'Negative': 'negative', 'postive': 'positive'}
     """
-    often = sorted(counts, key=lambda label: (-counts[label], label))
-    meant: dict[str, str] = {}
-    plain: dict[str, str] = {}
-    for label in often:
-        first = plain.setdefault(_normalized(label), label)
+    by_frequency = sorted(counts, key=lambda label: (-counts[label], label))
+    corrections: dict[str, str] = {}
+    first_spelling: dict[str, str] = {}
+    for label in by_frequency:
+        first = first_spelling.setdefault(_normalized(label), label)
         if first != label and _normalized(label):
-            meant[label] = first
-    if len(often) <= _MAX_COMPARED_LABELS:
-        for label in often:
-            if label not in meant and (found := _typo_of(label, often, counts=counts)) is not None:
-                meant[label] = meant.get(found, found)
-    return meant
+            corrections[label] = first
+    if len(by_frequency) <= _MAX_COMPARED_LABELS:
+        for label in by_frequency:
+            if label not in corrections and (typo_of := _typo_of(label, by_frequency, counts=counts)) is not None:
+                corrections[label] = corrections.get(typo_of, typo_of)
+    return corrections
+
+
+def single_split_labels(counts: Mapping[tuple[str, str], int]) -> dict[str, str]:
+    """Return labels that occur more than once but in one of several splits only, with that split."""
+    if len({split for _, split in counts}) < 2:
+        return {}
+    splits: dict[str, set[str]] = {}
+    totals: Counter[str] = Counter()
+    for (label, split), count in counts.items():
+        splits.setdefault(label, set()).add(split)
+        totals[label] += count
+    return {label: next(iter(names)) for label, names in splits.items() if len(names) == 1 and totals[label] > 1}
 
 
 def _normalized(label: str) -> str:
-    return _SIGNS.sub("", label.casefold())
+    return _PUNCTUATION.sub("", label.casefold())
 
 
-def _typo_of(label: str, often: Sequence[str], *, counts: Mapping[str, int]) -> str | None:
-    for other in often:
+def _typo_of(label: str, by_frequency: Sequence[str], *, counts: Mapping[str, int]) -> str | None:
+    """Return the frequent label that a rare one probably stands for."""
+    for other in by_frequency:
         if counts[label] > max(_RARE_ROWS, _RARE_SHARE * counts[other]) or counts[other] < 10 * counts[label]:
             return None
         if other != label and _is_typo(label.casefold(), other.casefold()):
@@ -70,118 +95,96 @@ def _typo_of(label: str, often: Sequence[str], *, counts: Mapping[str, int]) -> 
 
 
 def _is_typo(one: str, other: str) -> bool:
-    """Whether two names are a typing error apart: one slip from four letters on, two from eight."""
-    most = 2 if min(len(one), len(other)) >= 8 else 1 if min(len(one), len(other)) >= 4 else 0
-    if abs(len(one) - len(other)) > most or [c for c in one if c.isdigit()] != [c for c in other if c.isdigit()]:
+    """Whether two names are within a typo of each other: one edit from four letters on, two from eight."""
+    shorter = min(len(one), len(other))
+    max_edits = 2 if shorter >= 8 else 1 if shorter >= 4 else 0
+    if abs(len(one) - len(other)) > max_edits or [c for c in one if c.isdigit()] != [c for c in other if c.isdigit()]:
         return False
     # "relevant" and "irrelevant" are two labels.
     if one.endswith(other) or other.endswith(one):
         return False
-    return most > 0 and _distance(one, other, most=most) <= most
+    return max_edits > 0 and _edit_distance(one, other, limit=max_edits) <= max_edits
 
 
-def _distance(one: str, other: str, *, most: int) -> int:
-    """Letters to insert, leave out, change or swap with their neighbour; no further than needed."""
+def _edit_distance(one: str, other: str, *, limit: int) -> int:
+    """Optimal string alignment distance (insert, delete, replace, swap neighbors); stops beyond `limit`."""
     before: list[int] = []
     line = list(range(len(other) + 1))
-    for row, letter in enumerate(one, start=1):
+    for row, char in enumerate(one, start=1):
         earlier, before, line = before, line, [row]
-        for column, its in enumerate(other, start=1):
-            cost = min(before[column] + 1, line[-1] + 1, before[column - 1] + (letter != its))
-            if row > 1 and column > 1 and letter == other[column - 2] and one[row - 2] == its:
+        for column, other_char in enumerate(other, start=1):
+            cost = min(before[column] + 1, line[-1] + 1, before[column - 1] + (char != other_char))
+            if row > 1 and column > 1 and char == other[column - 2] and one[row - 2] == other_char:
                 cost = min(cost, earlier[column - 2] + 1)
             line.append(cost)
-        if min(line) > most:
-            return most + 1
+        if min(line) > limit:
+            return limit + 1
     return line[-1]
 
 
-def single_split_labels(counts: Mapping[tuple[str, str], int]) -> dict[str, str]:
-    """Labels that only one of several parts has, with that part; `counts` by label and part."""
-    parts = {part for _, part in counts}
-    if len(parts) < 2:
-        return {}
-    seen: dict[str, set[str]] = {}
-    for label, part in counts:
-        seen.setdefault(label, set()).add(part)
-    totals: Counter[str] = Counter()
-    for (label, _), count in counts.items():
-        totals[label] += count
-    return {label: next(iter(where)) for label, where in seen.items() if len(where) == 1 and totals[label] > 1}
-
-
-_KEYS = "label|class|category|intent|sentiment|topic|tag|target|answer|gold"
-_WORDS = re.compile(r"\w+")
-_MAX_TEXT = 5_000
-_MAX_MENTIONED_LABELS = 2_000
-_MIN_OTHER_TEXTS = 200
-"""Texts of other labels that must be free of a name before it means anything."""
+# --- labels in texts --------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4_096)
-def _tag(label: str) -> re.Pattern[str]:
+def _tag_pattern(label: str) -> re.Pattern[str]:
     name = re.escape(label)
-    ways = [rf"__label__{name}(?!\w)", rf"\b(?:{_KEYS})\s*[:=]\s*[\"'\[(]?{name}(?!\w)"]
+    patterns = [rf"__label__{name}(?!\w)", rf"\b(?:{_TAG_KEYS})\s*[:=]\s*[\"'\[(]?{name}(?!\w)"]
     if len(label) >= 3 and any(map(str.isalpha, label)):
         opening, closing = r"[\[(<{#]", r"[\])>}]"
-        ways += [
+        patterns += [
             rf"\A\W*{opening}{name}(?!\w)",
             rf"\A{name}\s*[:|>]",
             rf"{opening}{name}{closing}?\W*\Z",
             rf"(?:[|=]|->|=>|\u2192)\s*{name}\W*\Z",
             rf"\A{name}\Z",
         ]
-    return re.compile("|".join(ways))
+    return re.compile("|".join(patterns))
 
 
 def states_label(text: str, label: str) -> bool:
-    """Whether a folded text carries its folded label as a tag.
+    """Whether a normalized text contains its normalized label as a tag.
 
-    >>> says_label("we won the match (sport)", "sport"), says_label("sport: we won", "sport")
+    >>> states_label("we won the match (sport)", "sport"), states_label("sport: we won", "sport")
     (True, True)
-    >>> says_label("a sport for all", "sport"), says_label("see [1]", "1"), says_label("label=1 see", "1")
+    >>> states_label("a sport for all", "sport"), states_label("see [1]", "1"), states_label("label=1 see", "1")
     (False, False, True)
     """
-    return label in text and _tag(label).search(text) is not None
+    return label in text and _tag_pattern(label).search(text) is not None
 
 
 class LabelMentions:
-    """Counts which labels' names stand in texts of their own label, and in others'."""
+    """Counts which labels are mentioned by name in texts of their own label, and in other texts."""
 
     def __init__(self) -> None:
-        self._known: dict[str, str] = {}
+        self._label_of_word: dict[str, str] = {}
         self.own: Counter[str] = Counter()
-        self.others: Counter[str] = Counter()
-        self.first_own: dict[str, list[int]] = {}
+        self._others: Counter[str] = Counter()
+        self._first_rows: dict[str, list[int]] = {}
 
-    def know(self, label: str) -> None:
-        """Takes a label's name in, if it is one word that a text could hold."""
+    def add_label(self, label: str) -> None:
+        """Search for this label, if it is one word that a text could contain."""
         word = label.casefold()
-        if (
-            len(word) >= 3
-            and not word.isdigit()
-            and _WORDS.fullmatch(word)
-            and len(self._known) < _MAX_MENTIONED_LABELS
-        ):
-            self._known[word] = label
+        is_word = len(word) >= 3 and not word.isdigit() and _WORDS.fullmatch(word)
+        if is_word and len(self._label_of_word) < _MAX_MENTIONED_LABELS:
+            self._label_of_word[word] = label
 
-    def look(self, text: str, labels: tuple[str, ...], *, row: int) -> None:
-        """Counts the names in a folded text with these labels."""
-        for word in self._known.keys() & set(_WORDS.findall(text[:_MAX_TEXT])):
-            label = self._known[word]
+    def add_text(self, text: str, labels: tuple[str, ...], *, row: int) -> None:
+        """Count the labels that a normalized text mentions."""
+        for word in self._label_of_word.keys() & set(_WORDS.findall(text[:_MAX_TEXT_LENGTH])):
+            label = self._label_of_word[word]
             if label in labels:
                 self.own[label] += 1
-                rows = self.first_own.setdefault(label, [])
+                rows = self._first_rows.setdefault(label, [])
                 if len(rows) < 3:
                     rows.append(row)
             else:
-                self.others[label] += 1
+                self._others[label] += 1
 
-    def telling(self, counts: Counter[str]) -> dict[str, list[int]]:
-        """The labels whose name stands in their own texts alone, with the first of these."""
+    def only_own(self, counts: Counter[str]) -> dict[str, list[int]]:
+        """Return the labels that only their own texts mention, with the first of these rows."""
         total = sum(counts.values())
         return {
             label: rows
-            for label, rows in self.first_own.items()
-            if not self.others[label] and total - counts[label] >= _MIN_OTHER_TEXTS
+            for label, rows in self._first_rows.items()
+            if not self._others[label] and total - counts[label] >= _MIN_OTHER_TEXTS
         }

@@ -12,54 +12,56 @@ FixAction = Literal["removed", "changed", "left"]
 class DefectKind(NamedTuple):
     """A kind of defect."""
 
-    says: str
+    description: str
     """What is counted."""
-    cure: FixAction
-    """What `--fix` does: takes the row out, changes it, or leaves it to you."""
+    action: FixAction
+    """What `--fix` does: removes the row, changes it, or leaves it alone."""
     is_serious: bool = False
-    """Whether a training should not start without having said so."""
+    """Whether it is reported before a training starts."""
 
 
 DEFECT_KINDS: dict[str, DefectKind] = {
-    # A row whose text cannot be had.
+    # Rows that cannot be read.
     "not-utf8": DefectKind("rows that are not UTF-8", "removed"),
-    "not-a-row": DefectKind("lines that are no JSON object", "removed"),
-    "truncated": DefectKind("rows that are cut short: a field, a quote or a bracket is missing", "removed"),
+    "not-a-row": DefectKind("lines that are not JSON objects", "removed"),
+    "truncated": DefectKind("truncated rows: a field, a quote or a bracket is missing", "removed"),
     "columns": DefectKind("rows with more fields than the header", "removed"),
     "long": DefectKind("rows of 1 MB or more", "removed"),
     "header": DefectKind("rows that are headers", "removed", is_serious=True),
-    # A text that says nothing, or something else than was meant.
+    # Texts.
     "empty": DefectKind("empty texts", "removed"),
-    "spaces": DefectKind("texts of spaces only", "removed"),
+    "spaces": DefectKind("texts of white space only", "removed"),
     "punctuation": DefectKind("texts of punctuation only", "removed"),
     "nul": DefectKind("texts with NUL bytes", "changed"),
     "control": DefectKind("texts with control characters", "changed"),
     "bom": DefectKind("byte order marks at the start of a file or in a text", "changed"),
-    "line-ends": DefectKind("files that end lines in two ways", "changed"),
-    "mojibake": DefectKind("texts with UTF-8 that was read in another encoding", "changed"),
-    "lost-characters": DefectKind("texts with U+FFFD, which stands for a lost character", "left"),
-    "html": DefectKind("texts with remains of HTML", "changed"),
+    "line-endings": DefectKind("files with mixed line endings", "changed"),
+    "mojibake": DefectKind("texts with UTF-8 decoded in another encoding", "changed"),
+    "lost-characters": DefectKind("texts with U+FFFD, which replaces lost characters", "left"),
+    "html": DefectKind("texts with HTML tags or entities", "changed"),
     "script": DefectKind("texts in another script than the rest", "left"),
-    "label-in-text": DefectKind("texts that say their label", "removed", is_serious=True),
-    "label-named": DefectKind("texts with the name of their label, which no text of another label has", "left"),
+    "label-in-text": DefectKind("texts that state their label", "removed", is_serious=True),
+    "label-named": DefectKind("texts with the name of their label, which no text of another label contains", "left"),
     # Labels.
     "no-label": DefectKind("rows without a label", "removed"),
-    "misspelt-label": DefectKind("labels that are probably another one, misspelt", "changed", is_serious=True),
-    "single-label": DefectKind("labels that are seen once", "removed"),
-    "one-part-label": DefectKind("labels that only one part has", "left", is_serious=True),
-    # The same text again.
-    "duplicate": DefectKind("rows that repeat an earlier one of their part", "removed"),
-    "folded-duplicate": DefectKind(
-        "rows that repeat an earlier one of their part, but for case, spaces and broken characters", "removed"
+    "misspelled-label": DefectKind("labels that are probably misspelled", "changed", is_serious=True),
+    "single-label": DefectKind("labels that occur once", "removed"),
+    "one-split-label": DefectKind("labels that occur in one split only", "left", is_serious=True),
+    # Duplicates.
+    "duplicate": DefectKind("rows that repeat an earlier row of their split", "removed"),
+    "near-duplicate": DefectKind(
+        "rows that repeat an earlier row of their split except for case, white space and broken characters", "removed"
     ),
-    "leak": DefectKind("held-out texts that another part has too", "removed", is_serious=True),
-    "folded-leak": DefectKind(
-        "held-out texts that another part has too, but for case, spaces and broken characters", "removed", True
+    "leak": DefectKind("held-out texts that also occur in another split", "removed", is_serious=True),
+    "near-leak": DefectKind(
+        "held-out texts that also occur in another split except for case, white space and broken characters",
+        "removed",
+        is_serious=True,
     ),
     "two-labels": DefectKind("rows whose text has another label in another row", "removed", is_serious=True),
-    "group-leak": DefectKind("groups that are in several parts", "left", is_serious=True),
+    "group-leak": DefectKind("groups that are in several splits", "left", is_serious=True),
 }
-"""In the order in which they are told."""
+"""In the order of the report."""
 
 
 class FindingExample(FrozenModel):
@@ -70,22 +72,22 @@ class FindingExample(FrozenModel):
     other: str | None = None
     """The row that it repeats or contradicts."""
     shows: str | None = None
-    """A piece of the text, or what is wrong in words."""
+    """A piece of the text, or the reason."""
 
 
 class DataFinding(FrozenModel):
-    """A kind of defect with how often it was found."""
+    """A kind of defect and how often it occurs."""
 
     kind: str
     count: int
-    says: str
-    cure: FixAction
+    description: str
+    action: FixAction
     is_serious: bool
     examples: tuple[FindingExample, ...]
 
 
 class SplitSummary(FrozenModel):
-    """Files of one part, and how many rows of each label they hold."""
+    """The files of a split, and the number of rows of each label."""
 
     name: str
     files: tuple[str, ...]
@@ -94,24 +96,23 @@ class SplitSummary(FrozenModel):
 
 
 class LengthStats(FrozenModel):
-    """How large something is over all texts."""
+    """The distribution of a length over all texts."""
 
-    least: int
+    min: int
     median: int
-    most_of_95: int
-    """95 % are at most this."""
-    most: int
+    p95: int
+    max: int
 
 
 class DataReport(FrozenModel):
-    """Everything that `whet data text` tells."""
+    """The result of `whet data text`."""
 
     format: int = 1
-    forms: tuple[str, ...]
+    formats: tuple[str, ...]
     columns: str
     is_multi_label: bool
     rows: int
-    parts: tuple[SplitSummary, ...]
+    splits: tuple[SplitSummary, ...]
     labels: dict[str, int]
     characters: LengthStats | None
     words: LengthStats | None
@@ -119,7 +120,7 @@ class DataReport(FrozenModel):
 
 
 class CleanCopyResult(FrozenModel):
-    """A cleaned copy, and the list of what was done."""
+    """A cleaned copy and the list of changes."""
 
     files: tuple[str, ...]
     list_file: str
@@ -129,99 +130,102 @@ class CleanCopyResult(FrozenModel):
 
 
 class FindingCollector:
-    """Collects findings: counts all, keeps the first few rows of each."""
+    """Counts defects and keeps the first few examples of each kind."""
 
-    MOST_EXAMPLES = 3
+    MAX_EXAMPLES = 3
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = dict.fromkeys(DEFECT_KINDS, 0)
+        self._counts: dict[str, int] = dict.fromkeys(DEFECT_KINDS, 0)
         self._examples: dict[str, list[FindingExample]] = {kind: [] for kind in DEFECT_KINDS}
 
-    def wants(self, kind: str) -> bool:
-        """Whether another example would be kept."""
-        return len(self._examples[kind]) < self.MOST_EXAMPLES
+    def wants_example(self, kind: str) -> bool:
+        """Whether another example would be kept; callers skip making one otherwise."""
+        return len(self._examples[kind]) < self.MAX_EXAMPLES
 
     def add(self, kind: str, example: FindingExample | None = None, *, count: int = 1) -> None:
-        """Counts one, and keeps its example while there is room."""
-        self.counts[kind] += count
-        if example is not None and self.wants(kind):
+        """Count a defect."""
+        self._counts[kind] += count
+        if example is not None and self.wants_example(kind):
             self._examples[kind].append(example)
 
-    def done(self) -> tuple[DataFinding, ...]:
-        """What was found, in the order of `DEFECT_KINDS`."""
+    def findings(self) -> tuple[DataFinding, ...]:
+        """Return what was counted, in the order of `DEFECT_KINDS`."""
         return tuple(
             DataFinding(
                 kind=kind,
                 count=count,
-                says=DEFECT_KINDS[kind].says,
-                cure=DEFECT_KINDS[kind].cure,
+                description=DEFECT_KINDS[kind].description,
+                action=DEFECT_KINDS[kind].action,
                 is_serious=DEFECT_KINDS[kind].is_serious,
                 examples=tuple(self._examples[kind]),
             )
-            for kind, count in self.counts.items()
+            for kind, count in self._counts.items()
             if count
         )
 
 
+# --- text form --------------------------------------------------------------------------------------------------------
+
 _MAX_LISTED_LABELS = 12
-_ACTION_TEXT = {"removed": "--fix removes", "changed": "--fix changes", "left": "left to you"}
+_ACTION_TEXT = {"removed": "--fix removes", "changed": "--fix changes", "left": "not changed by --fix"}
 
 
 def report_lines(report: DataReport) -> list[str]:
-    """The whole report."""
+    """Format a report for the terminal."""
     return [*_fact_lines(report), *_finding_lines(report.findings)]
 
 
+def clean_copy_lines(result: CleanCopyResult) -> list[str]:
+    """Format the result of `--fix` for the terminal."""
+    removed, kept = result.rows - result.kept, f"{result.kept:,} of {format_plural(result.rows, 'row')}"
+    return [
+        f"wrote     {', '.join(result.files)}: {kept}, {result.changed:,} of them changed",
+        f"          {result.list_file} lists the {removed:,} removed rows and every change, with the reason",
+    ]
+
+
+def serious_lines(findings: Sequence[DataFinding], *, where: str, max_lines: int = 3) -> list[str]:
+    """Format the serious findings in a few warnings, shown before a training."""
+    serious = [finding for finding in findings if finding.is_serious]
+    if not serious:
+        return []
+    lines = [f"{finding.description}: {finding.count:,}" for finding in serious]
+    if len(lines) > max_lines:
+        lines = [*lines[: max_lines - 1], "; ".join(lines[max_lines - 1 :])]
+    return [f"warning: {line}" for line in (*lines[:-1], f"{lines[-1]} (whet data text {where} lists the rows)")]
+
+
 def _fact_lines(report: DataReport) -> Iterator[str]:
-    yield f"data      {format_plural(report.rows, 'row')} of {' and '.join(report.forms)}; {report.columns}"
-    if len(report.parts) > 1 or report.parts[0].name != "all":
-        yield "parts     " + ", ".join(f"{part.name} {part.rows:,}" for part in report.parts)
+    yield f"data      {format_plural(report.rows, 'row')} of {' and '.join(report.formats)}; {report.columns}"
+    if len(report.splits) > 1 or report.splits[0].name != "all":
+        yield "splits    " + ", ".join(f"{split.name} {split.rows:,}" for split in report.splits)
     shown = [f"{name} {count:,}" for name, count in list(report.labels.items())[:_MAX_LISTED_LABELS]]
     more = len(report.labels) - len(shown)
-    several = "; a text may have several" if report.is_multi_label else ""
-    yield f"labels    {len(report.labels):,}: {', '.join(shown)}{f' and {more:,} more' if more else ''}{several}"
+    multi = "; multi-label" if report.is_multi_label else ""
+    yield f"labels    {len(report.labels):,}: {', '.join(shown)}{f' and {more:,} more' if more else ''}{multi}"
     if report.characters is not None and report.words is not None:
-        yield f"lengths   characters {_length_line(report.characters)}; words {_length_line(report.words)}"
+        yield f"lengths   characters {_stats_text(report.characters)}; words {_stats_text(report.words)}"
 
 
-def _length_line(spread: LengthStats) -> str:
-    return f"{spread.least:,} to {spread.most:,}, median {spread.median:,}, 95 % up to {spread.most_of_95:,}"
+def _stats_text(stats: LengthStats) -> str:
+    return f"{stats.min:,} to {stats.max:,}, median {stats.median:,}, 95 % up to {stats.p95:,}"
 
 
 def _finding_lines(findings: Sequence[DataFinding]) -> Iterator[str]:
     if not findings:
-        yield "found     nothing"
+        yield "defects   none"
         return
-    serious = sum(finding.is_serious for finding in findings)
-    kinds = "1 kind of defect" if len(findings) == 1 else f"{len(findings)} kinds of defects"
-    yield f"found     {kinds}" + (f", {serious} serious (!)" if serious else "")
-    wide = max(len(finding.kind) for finding in findings)
+    num_serious = sum(finding.is_serious for finding in findings)
+    kinds = "1 kind" if len(findings) == 1 else f"{len(findings)} kinds"
+    yield f"defects   {kinds}" + (f", {num_serious} serious (!)" if num_serious else "")
+    width = max(len(finding.kind) for finding in findings)
     for finding in findings:
         mark = "!" if finding.is_serious else " "
-        yield f"  {mark} {finding.kind:<{wide}}  {finding.count:>7,}  {finding.says} ({_ACTION_TEXT[finding.cure]})"
-        yield from (f"      {_example_line(example)}" for example in finding.examples)
+        action = _ACTION_TEXT[finding.action]
+        yield f"  {mark} {finding.kind:<{width}}  {finding.count:>7,}  {finding.description} ({action})"
+        yield from (f"      {_example_text(example)}" for example in finding.examples)
 
 
-def _example_line(example: FindingExample) -> str:
+def _example_text(example: FindingExample) -> str:
     other = f" and {example.other}" if example.other else ""
     return f"{example.where}{other}" + (f"  {example.shows}" if example.shows else "")
-
-
-def fixed_lines(fixed: CleanCopyResult) -> list[str]:
-    """What became of it."""
-    removed, kept = fixed.rows - fixed.kept, f"{fixed.kept:,} of {format_plural(fixed.rows, 'row')}"
-    return [
-        f"wrote     {', '.join(fixed.files)}: {kept}, {fixed.changed:,} of them changed",
-        f"          {fixed.list_file} lists the {removed:,} removed and every change, with the reason",
-    ]
-
-
-def serious_lines(findings: Sequence[DataFinding], *, where: str, most: int = 3) -> list[str]:
-    """The serious findings in at most three lines, before a training."""
-    serious = [finding for finding in findings if finding.is_serious]
-    if not serious:
-        return []
-    told = [f"{finding.says}: {finding.count:,}" for finding in serious]
-    if len(told) > most:
-        told = [*told[: most - 1], "; ".join(told[most - 1 :])]
-    return [f"warning: {line}" for line in (*told[:-1], f"{told[-1]} (whet data text {where} names the rows)")]

@@ -1,4 +1,8 @@
-"""Compact arrays about every row, and duplicate detection by hash."""
+"""Compact arrays about every row, and duplicate detection by hash.
+
+About 50 bytes per row, whatever its length, so that a million rows fit easily into memory. Texts are compared by 64-bit
+hashes: the probability that any two of a million different texts share one is 3 in 10^8.
+"""
 
 from array import array
 from collections import Counter, defaultdict
@@ -13,8 +17,9 @@ from whet.recipes.text.readers.rows import TextSource
 from whet.recipes.text.readers.samples import TextSample
 from whet.recipes.text.readers.sources import file_names
 
+MAX_LABELS = 65_536
 TRAIN, VAL, TEST = 0, 1, 2
-"""The higher part keeps a text that two parts have: what is judged by is worth more than what is learned from."""
+"""A text in two splits is kept in the higher one: held-out rows are scarcer than training rows."""
 
 
 class Duplicate(NamedTuple):
@@ -26,110 +31,109 @@ class Duplicate(NamedTuple):
 
 
 class TextHashes:
-    """Hashes, labels and parts of all rows."""
+    """Hashes, labels and splits of all rows."""
 
     def __init__(self) -> None:
         self.exact = array("q")
-        self.folded = array("q")
+        self.normalized = array("q")
         self.label = array("i")
-        self.part = array("b")
+        self.split = array("b")
 
-    def add(self, exact: str, folded: str, *, label: int, part: int) -> None:
-        """Takes a row in; a hollow text has no label and is compared with nothing."""
+    def add(self, exact: str, normalized: str, *, label: int, split: int) -> None:
+        """Add a row; rows with a negative label are compared with nothing."""
         self.exact.append(hash(exact))
-        self.folded.append(hash(folded))
+        self.normalized.append(hash(normalized))
         self.label.append(label)
-        self.part.append(part)
+        self.split.append(split)
 
-    def skip(self, *, part: int) -> None:
-        """Takes in a row that holds no text to compare."""
-        self.add("", "", label=-1, part=part)
+    def skip(self, *, split: int) -> None:
+        """Add a row without a text to compare."""
+        self.add("", "", label=-1, split=split)
 
-    def repeats(self) -> Iterator[Duplicate]:
-        """Every row that repeats another, group by group."""
-        for rows in self._same():
-            yield from self._of_group(rows)
+    def duplicates(self) -> Iterator[Duplicate]:
+        """Yield every row that repeats another."""
+        for rows in self._equal_rows():
+            yield from self._in_group(rows)
 
     def removable(self) -> Iterator[Duplicate]:
-        """The rows to take out, so that each text is in one part, once, and with one label there."""
-        for rows in self._same():
-            highest = max(self.part[row] for row in rows)
-            by_part: defaultdict[int, list[int]] = defaultdict(list)
+        """Yield the rows to remove, so that each text is in one split, once, and with one label."""
+        for rows in self._equal_rows():
+            highest = max(self.split[row] for row in rows)
+            by_split: defaultdict[int, list[int]] = defaultdict(list)
             for row in rows:
-                by_part[self.part[row]].append(row)
-            for part, inside in by_part.items():
-                others = [row for row in inside if self.label[row] != self.label[inside[0]]]
-                if others:
+                by_split[self.split[row]].append(row)
+            for split, inside in by_split.items():
+                conflicting = [row for row in inside if self.label[row] != self.label[inside[0]]]
+                if conflicting:
                     yield from (
-                        Duplicate("two-labels", row, others[0] if row == inside[0] else inside[0]) for row in inside
+                        Duplicate("two-labels", row, conflicting[0] if row == inside[0] else inside[0])
+                        for row in inside
                     )
-                elif part < highest:
-                    keeper = by_part[highest][0]
-                    kind = "leak" if self.exact[inside[0]] == self.exact[keeper] else "folded-leak"
-                    yield from (Duplicate(kind, row, keeper) for row in inside)
+                elif split < highest:
+                    kept = by_split[highest][0]
+                    kind = "leak" if self.exact[inside[0]] == self.exact[kept] else "near-leak"
+                    yield from (Duplicate(kind, row, kept) for row in inside)
                 else:
-                    yield from (repeat for repeat in self._of_group(inside) if repeat.kind.endswith("duplicate"))
+                    yield from (found for found in self._in_group(inside) if found.kind.endswith("duplicate"))
 
-    def _same(self) -> Iterator[list[int]]:
-        """Rows of the same folded text, where there are several, in the order of the file."""
+    def _equal_rows(self) -> Iterator[list[int]]:
+        """Yield groups of rows with the same normalized text, in the order of the file."""
         import numpy as np
 
         labels = np.frombuffer(self.label, dtype=np.int32) if self.label else np.empty(0, dtype=np.int32)
         rows = np.flatnonzero(labels >= 0)
-        hashes = np.frombuffer(self.folded, dtype=np.int64)[rows] if len(rows) else np.empty(0, dtype=np.int64)
+        hashes = np.frombuffer(self.normalized, dtype=np.int64)[rows] if len(rows) else np.empty(0, dtype=np.int64)
         order = np.argsort(hashes, kind="stable")
         hashes, rows = hashes[order], rows[order]
-        borders = np.flatnonzero(np.concatenate(([True], hashes[1:] != hashes[:-1], [True])))
-        found = [
+        bounds = np.flatnonzero(np.concatenate(([True], hashes[1:] != hashes[:-1], [True])))
+        groups = [
             rows[start : start + size].tolist()
-            for start, size in zip(borders[:-1], np.diff(borders), strict=True)
+            for start, size in zip(bounds[:-1], np.diff(bounds), strict=True)
             if size > 1
         ]
-        yield from sorted(found)
+        yield from sorted(groups)
 
-    def _of_group(self, rows: list[int]) -> Iterator[Duplicate]:
-        firsts: dict[tuple[int, ...], int] = {}
-        lower: dict[int, int] = {}
+    def _in_group(self, rows: list[int]) -> Iterator[Duplicate]:
+        """Classify the rows of one normalized text, split by split."""
+        first_with: dict[tuple[int, ...], int] = {}
+        in_lower_splits: dict[int, int] = {}
         by_label: dict[int, int] = {}
-        for part, inside in groupby(
-            sorted(rows, key=lambda row: (self.part[row], row)), key=lambda row: self.part[row]
+        for split, inside in groupby(
+            sorted(rows, key=lambda row: (self.split[row], row)), key=lambda row: self.split[row]
         ):
-            here: dict[int, int] = {}
+            in_this_split: dict[int, int] = {}
             for row in inside:
                 exact, label = self.exact[row], self.label[row]
-                if lower:
-                    kind = "leak" if exact in lower else "folded-leak"
-                    yield Duplicate(kind, row, lower.get(exact, next(iter(lower.values()))))
-                if (part, label, exact) in firsts:
-                    yield Duplicate("duplicate", row, firsts[part, label, exact])
-                elif (part, label) in firsts:
-                    yield Duplicate("folded-duplicate", row, firsts[part, label])
-                firsts.setdefault((part, label, exact), row)
-                firsts.setdefault((part, label), row)
-                here.setdefault(exact, row)
+                if in_lower_splits:
+                    kind = "leak" if exact in in_lower_splits else "near-leak"
+                    yield Duplicate(kind, row, in_lower_splits.get(exact, next(iter(in_lower_splits.values()))))
+                if (split, label, exact) in first_with:
+                    yield Duplicate("duplicate", row, first_with[split, label, exact])
+                elif (split, label) in first_with:
+                    yield Duplicate("near-duplicate", row, first_with[split, label])
+                first_with.setdefault((split, label, exact), row)
+                first_with.setdefault((split, label), row)
+                in_this_split.setdefault(exact, row)
                 by_label.setdefault(label, row)
-            lower = {**here, **lower}
+            in_lower_splits = {**in_this_split, **in_lower_splits}
         if len(by_label) > 1:
             for row in rows:
                 other = next(first for label, first in by_label.items() if label != self.label[row])
                 yield Duplicate("two-labels", row, other)
 
 
-MAX_LABELS = 65_536
-
-
 class RowIndex:
-    """Rows by number, in the order in which they are read."""
+    """Where each row is, by its number in reading order, and what is remembered of it."""
 
     def __init__(self, sources: tuple[TextSource, ...]) -> None:
         self.sources = sources
-        self.texts = TextHashes()
-        self.names: list[str] = []
-        """Label cells as written, by number."""
-        self._numbers: dict[str, int] = {}
+        self.hashes = TextHashes()
+        self.labels: list[str] = []
+        """Distinct label cells, as written."""
+        self._label_numbers: dict[str, int] = {}
         self._source = array("H")
         self._line = array("Q")
-        self._within = array("I")
+        self._number = array("I")
         self.script = array("B")
         self.characters = array("I")
         self.words = array("I")
@@ -138,45 +142,45 @@ class RowIndex:
     def __len__(self) -> int:
         return len(self._line)
 
-    def place(self, sample: TextSample, *, source: int) -> None:
-        """Takes in where a row stands; the texts take in what it holds."""
+    def add(self, sample: TextSample, *, source: int) -> None:
+        """Add the location of a row; its text is added to `hashes`."""
         self._source.append(source)
         self._line.append(sample.row.line)
-        self._within.append(sample.number)
+        self._number.append(sample.number)
 
     def rows_of(self, source: int) -> int:
-        """How many rows a source has."""
+        """Return the number of rows of a source."""
         return self._source.count(source)
 
-    def label_number(self, name: str) -> int:
-        """The number of a label cell."""
-        number = self._numbers.setdefault(name, len(self.names))
-        if number == len(self.names):
+    def label_number(self, cell: str) -> int:
+        """Return the number of a label cell, a new one if it is seen for the first time."""
+        number = self._label_numbers.setdefault(cell, len(self.labels))
+        if number == len(self.labels):
             if number >= MAX_LABELS:
                 raise UsageError(
                     f"over {MAX_LABELS:,} different labels",
-                    got=f"such as {name[:60]!r} and {self.names[0][:60]!r}",
+                    got=f"such as {cell[:60]!r} and {self.labels[0][:60]!r}",
                     try_="label_column=NAME",
                 )
-            self.names.append(name)
+            self.labels.append(cell)
         return number
 
     def where(self, row: int) -> str:
-        """FILE:LINE of a row; of several texts in one line with its number."""
+        """Locate a row as FILE:LINE, with the number of the text where a line has several."""
         index = self._source[row]
         source = self.sources[index]
-        if source.form == "class folders":
+        if source.format == "class folders":
             if index not in self._files:
                 self._files[index] = file_names(source.path)
             return str(Path(source.path, self._files[index][self._line[row] - 1]))
-        within = f" [{self._within[row]}]" if self._within[row] else ""
-        return f"{source.path}:{self._line[row]}{within}"
+        number = f" [{self._number[row]}]" if self._number[row] else ""
+        return f"{source.path}:{self._line[row]}{number}"
 
 
 def length_stats(values: "array[int]") -> LengthStats | None:
-    """Least, median, the least that 95 of 100 do not exceed, and most; None of nothing.
+    """Return minimum, median, 95th percentile and maximum; None without values.
 
-    >>> spread(array("I", [20, 21])).most_of_95, spread(array("I", range(1, 101))).most_of_95
+    >>> length_stats(array("I", [20, 21])).p95, length_stats(array("I", range(1, 101))).p95
     (21, 95)
     """
     import numpy as np
@@ -186,15 +190,15 @@ def length_stats(values: "array[int]") -> LengthStats | None:
     ordered = np.sort(np.frombuffer(values, dtype=np.uint32))
     last = len(ordered) - 1
     return LengthStats(
-        least=int(ordered[0]),
+        min=int(ordered[0]),
         median=int(ordered[last // 2]),
-        most_of_95=int(ordered[-(-95 * len(ordered) // 100) - 1]),
-        most=int(ordered[last]),
+        p95=int(ordered[-(-95 * len(ordered) // 100) - 1]),
+        max=int(ordered[last]),
     )
 
 
 def label_totals(counts: Counter[tuple[str, str]]) -> Counter[str]:
-    """Counts by label and part as counts by label."""
+    """Sum counts by label and split over the splits."""
     totals: Counter[str] = Counter()
     for (label, _), count in counts.items():
         totals[label] += count

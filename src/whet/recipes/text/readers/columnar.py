@@ -1,5 +1,6 @@
 """Read Parquet and Arrow files with pyarrow, one batch at a time."""
 
+import contextlib
 import importlib
 import json
 from collections.abc import Iterator
@@ -9,11 +10,11 @@ from typing import Any
 from whet.base.errors import UsageError
 from whet.recipes.text.readers.rows import TextRow, TextSource
 
-_BATCH = 1_000
+_BATCH_ROWS = 1_000
 
 
 def read_columnar(source: TextSource) -> Iterator[TextRow]:
-    """Every row, numbered from 1; numbers that stand for class names become these."""
+    """Read every row, numbered from 1; class indices are replaced by the names of the classes."""
     names = {**_names_in_schema(_schema(source)), **source.class_names}
     line = 0
     for batch in _batches(source):
@@ -23,20 +24,21 @@ def read_columnar(source: TextSource) -> Iterator[TextRow]:
 
 
 def class_names(features: object) -> dict[str, tuple[str, ...]]:
-    """The columns of a dataset's description whose numbers are names, with these.
+    """Return the class names of each ClassLabel column in the features of a `datasets.Dataset`.
 
     >>> class_names({"label": {"names": ["bad", "good"], "_type": "ClassLabel"}, "text": {"_type": "Value"}})
     {'label': ('bad', 'good')}
     """
     if not isinstance(features, dict):
         return {}
-    found: dict[str, tuple[str, ...]] = {}
+    names: dict[str, tuple[str, ...]] = {}
     for column, feature in features.items():
+        # Sequences of labels nest the feature: {"feature": {...}} or [{...}].
         inner = feature.get("feature", feature) if isinstance(feature, dict) else feature
         inner = inner[0] if isinstance(inner, list) and inner else inner
         if isinstance(inner, dict) and inner.get("_type") == "ClassLabel" and isinstance(inner.get("names"), list):
-            found[str(column)] = tuple(map(str, inner["names"]))
-    return found
+            names[str(column)] = tuple(map(str, inner["names"]))
+    return names
 
 
 def _class_name(value: Any, names: tuple[str, ...] | None) -> Any:
@@ -44,22 +46,22 @@ def _class_name(value: Any, names: tuple[str, ...] | None) -> Any:
         return value
     if isinstance(value, list):
         return [_class_name(each, names) for each in value]
-    # -1 is how such datasets write "no label".
+    # These datasets use -1 for "no label".
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
 def _names_in_schema(schema: Any) -> dict[str, tuple[str, ...]]:
     try:
-        told = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     except ValueError:
         return {}
-    return class_names(told.get("info", {}).get("features")) if isinstance(told, dict) else {}
+    return class_names(metadata.get("info", {}).get("features")) if isinstance(metadata, dict) else {}
 
 
 def _schema(source: TextSource) -> Any:
     arrow = _pyarrow(source.path)
     with _arrow_errors(source.path):
-        if source.form == "Parquet":
+        if source.format == "Parquet":
             return arrow.parquet.read_schema(source.path)
         with _open_arrow(arrow, source.path) as reader:
             return reader.schema
@@ -68,42 +70,40 @@ def _schema(source: TextSource) -> Any:
 def _batches(source: TextSource) -> Iterator[Any]:
     arrow = _pyarrow(source.path)
     with _arrow_errors(source.path):
-        if source.form == "Parquet":
+        if source.format == "Parquet":
             with arrow.parquet.ParquetFile(source.path) as file:
-                yield from file.iter_batches(batch_size=_BATCH)
+                yield from file.iter_batches(batch_size=_BATCH_ROWS)
             return
         with _open_arrow(arrow, source.path) as reader:
-            whole = (
+            # Readers of streams are iterable, readers of files are indexed.
+            batches = (
                 reader
                 if hasattr(reader, "read_next_batch")
                 else (reader.get_batch(number) for number in range(reader.num_record_batches))
             )
-            for batch in whole:
-                for start in range(0, batch.num_rows, _BATCH):
-                    yield batch.slice(start, _BATCH)
+            for batch in batches:
+                for start in range(0, batch.num_rows, _BATCH_ROWS):
+                    yield batch.slice(start, _BATCH_ROWS)
 
 
 def _open_arrow(arrow: Any, path: Path) -> Any:
-    """The file is mapped: only what is looked at takes memory."""
+    """Open a memory-mapped file: only the rows in use take memory."""
     mapped = arrow.memory_map(str(path))
     is_file = mapped.read(6) == b"ARROW1"
     mapped.seek(0)
     return arrow.ipc.open_file(mapped) if is_file else arrow.ipc.open_stream(mapped)
 
 
-class _arrow_errors:  # noqa: N801
-    """Turns pyarrow's errors, all of them ValueErrors or OSErrors, into ours."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError | ValueError) and not isinstance(error, UnicodeError):
-            got = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            raise UsageError(f"cannot read {self._path}", got=got, try_="write the file again") from error
+@contextlib.contextmanager
+def _arrow_errors(path: Path) -> Iterator[None]:
+    """Convert pyarrow's errors, all of them ValueErrors or OSErrors."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnicodeError):
+            raise
+        got = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise UsageError(f"cannot read {path}", got=got, try_="write the file again") from error
 
 
 def _pyarrow(path: Path) -> Any:
@@ -113,5 +113,5 @@ def _pyarrow(path: Path) -> Any:
         return importlib.import_module("pyarrow")
     except ImportError:
         raise UsageError(
-            f"{path} needs pyarrow to be read", got="it is not installed", try_="pip install 'whet[parquet]'"
+            f"{path} needs pyarrow", got="it is not installed", try_="pip install 'whet[parquet]'"
         ) from None

@@ -25,10 +25,19 @@ PAIR_NAMES = (
     *(("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"), ("text1", "text2")),
     *(("text_a", "text_b"), ("sentence_a", "sentence_b"), ("text", "text_pair"), ("question", "sentence")),
 )
+_MAX_COLUMNS = 1_000
+"""The search for a label column stops here: JSON rows may introduce new keys without end."""
+
+AUTO = "auto"
+SEPARATORS = ("|", ";", ",")
+_MAX_LIST_LENGTH = 10_000
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
 
 
 class ColumnOverrides(BaseModel):
-    """The columns that you name; None is guessed, and pairs and groups without a name are none."""
+    """Columns named by the user. Text and label are guessed if None; pair and group are then absent."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -39,105 +48,105 @@ class ColumnOverrides(BaseModel):
 
 
 class ColumnNames(BaseModel):
-    """Names of columns, as the file spells them."""
+    """The columns of a file, as it spells them."""
 
     model_config = ConfigDict(frozen=True)
 
     text: str
     label: str | None
-    """None where the rows have no label, as test rows of a contest."""
+    """None for unlabeled rows, such as the test rows of a contest."""
     pair: str | None = None
     group: str | None = None
 
-    def told(self) -> str:
-        """What was understood, in words.
+    def describe(self) -> str:
+        """Format the columns for a message.
 
-        >>> Columns(text="string", label="label").told()
+        >>> ColumnNames(text="string", label="label").describe()
         'text = string, label = label'
         """
-        named = (("text", self.text), ("pair", self.pair), ("label", self.label), ("group", self.group))
-        return ", ".join(f"{what} = {name}" for what, name in named if name is not None)
+        columns = (("text", self.text), ("pair", self.pair), ("label", self.label), ("group", self.group))
+        return ", ".join(f"{role} = {name}" for role, name in columns if name is not None)
 
 
 def find_columns(
     names: Iterable[str], overrides: ColumnOverrides, *, path: Path, needs_label: bool = True
 ) -> ColumnNames:
-    """The columns of a file with these names."""
-    spelled: dict[str, str] = {}
+    """Choose the columns of a file: those named by the user, otherwise by their usual names."""
+    spelling: dict[str, str] = {}
     for name in names:
-        spelled.setdefault(str(name).strip().lower(), str(name))
-    text = _named_column(overrides.text, "text", spelled, path=path)
-    label = _named_column(overrides.label, "label", spelled, path=path, is_needed=needs_label)
-    pair = _named_column(overrides.pair, "pair", spelled, path=path)
-    group = _named_column(overrides.group, "group", spelled, path=path)
+        spelling.setdefault(str(name).strip().lower(), str(name))
+    text = _named_column(overrides.text, "text", spelling, path=path)
+    label = _named_column(overrides.label, "label", spelling, path=path, is_required=needs_label)
+    pair = _named_column(overrides.pair, "pair", spelling, path=path)
+    group = _named_column(overrides.group, "group", spelling, path=path)
     if text is None and pair is None:
         text, pair = next(
-            ((spelled[a], spelled[b]) for a, b in PAIR_NAMES if a in spelled and b in spelled), (None, None)
+            ((spelling[a], spelling[b]) for a, b in PAIR_NAMES if a in spelling and b in spelling), (None, None)
         )
     taken = {label, pair, group}
-    text = text or _guess_column("text", TEXT_NAMES, spelled, taken=taken, path=path)
+    text = text or _guess_column("text", TEXT_NAMES, spelling, taken=taken, path=path)
     assert text is not None
     label = label or _guess_column(
-        "label", LABEL_NAMES, spelled, taken={text, pair, group}, path=path, is_needed=needs_label
+        "label", LABEL_NAMES, spelling, taken={text, pair, group}, path=path, is_required=needs_label
     )
     return ColumnNames(text=text, label=label, pair=pair, group=group)
 
 
 def _named_column(
-    wish: str | None, what: str, spelled: dict[str, str], *, path: Path, is_needed: bool = True
+    name: str | None, role: str, spelling: dict[str, str], *, path: Path, is_required: bool = True
 ) -> str | None:
-    if wish is None:
+    if name is None:
         return None
-    found = spelled.get(wish.strip().lower())
-    if found is None and is_needed:
-        meant = closest_match(wish.lower(), spelled)
+    column = spelling.get(name.strip().lower())
+    if column is None and is_required:
+        suggestion = closest_match(name.lower(), spelling)
         raise UsageError(
-            f"{path} has no column {wish!r}",
-            got="columns " + ", ".join(spelled.values())[:200],
-            try_=f"{what}_column={spelled[meant] if meant else 'NAME'}",
+            f"{path} has no column {name!r}",
+            got="columns " + ", ".join(spelling.values())[:200],
+            try_=f"{role}_column={spelling[suggestion] if suggestion else 'NAME'}",
         )
-    return found
+    return column
 
 
 def _guess_column(
-    what: str,
+    role: str,
     names: tuple[str, ...],
-    spelled: dict[str, str],
+    spelling: dict[str, str],
     *,
     taken: set[str | None],
     path: Path,
-    is_needed: bool = True,
+    is_required: bool = True,
 ) -> str | None:
-    found = next((spelled[name] for name in names if name in spelled and spelled[name] not in taken), None)
-    if found is None and is_needed:
+    column = next((spelling[name] for name in names if name in spelling and spelling[name] not in taken), None)
+    if column is None and is_required:
         raise UsageError(
-            f"{path} has no {what} column",
-            got="columns " + ", ".join(spelled.values())[:200],
-            try_=f"{what}_column=NAME, or name it {what!r} (also understood: {', '.join(names[1:])})",
+            f"{path} has no {role} column",
+            got="columns " + ", ".join(spelling.values())[:200],
+            try_=f"{role}_column=NAME, or name it {role!r} (also recognized: {', '.join(names[1:])})",
         )
-    return found
+    return column
 
 
-AUTO = "auto"
-SEPARATORS = ("|", ";", ",")
-_LONGEST_LIST = 10_000
+# --- labels -----------------------------------------------------------------------------------------------------------
 
 
 def parse_label_list(cell: Any) -> list[str] | None:
-    """The labels of a cell that is a list, or a text that spells one; None for any other.
+    """Return the labels of a cell that is a list, or a text that spells one; None for any other cell.
 
-    >>> as_list(["a", "b"]), as_list('["a", "b"]'), as_list("['a', 'b']"), as_list("a|b")
-    (['a', 'b'], ['a', 'b'], ['a', 'b'], None)
+    >>> parse_label_list(["a", "b"]), parse_label_list('["a", "b"]'), parse_label_list("['a', 'b']")
+    (['a', 'b'], ['a', 'b'], ['a', 'b'])
+    >>> parse_label_list("a|b") is None
+    True
     """
     if isinstance(cell, str):
         text = cell.strip()
-        if not (text.startswith("[") and text.endswith("]")) or len(text) > _LONGEST_LIST:
+        if not (text.startswith("[") and text.endswith("]")) or len(text) > _MAX_LIST_LENGTH:
             return None
         try:
             cell = json.loads(text)
         except (ValueError, RecursionError):
             try:
-                # Python's spelling, as programs write it; names, numbers and brackets only.
+                # A Python list, as pandas writes it; literal_eval accepts literals only.
                 cell = ast.literal_eval(text)
             except (ValueError, SyntaxError, RecursionError, MemoryError):
                 return None
@@ -145,9 +154,9 @@ def parse_label_list(cell: Any) -> list[str] | None:
 
 
 def label_text(value: Any) -> str:
-    """A value as a label is written; 1.0 is what a table makes of 1.
+    """Format a value as a label; 1.0 is read as 1, which is how tables with missing values store it.
 
-    >>> written(" a "), written(1.0), written(None), written(3)
+    >>> label_text(" a "), label_text(1.0), label_text(None), label_text(3)
     ('a', '1', '', '3')
     """
     if value is None:
@@ -158,7 +167,7 @@ def label_text(value: Any) -> str:
 
 
 def split_label(label: str, separator: str) -> list[str]:
-    """The names in a label.
+    """Split a label into the names in it.
 
     >>> split_label("a | b|", "|")
     ['a', 'b']
@@ -167,93 +176,92 @@ def split_label(label: str, separator: str) -> list[str]:
 
 
 def detect_separator(labels: Iterable[str]) -> str | None:
-    """The sign that joins names in these labels, where that is clear: the names are fewer than what they form.
+    """Return the separator of multi-label cells if there clearly is one: the names are fewer than their combinations.
 
-    >>> clear_separator(["toxic|insult", "toxic", "insult", "threat", "toxic|threat"])
+    >>> detect_separator(["toxic|insult", "toxic", "insult", "threat", "toxic|threat"])
     '|'
-    >>> clear_separator(["History, ancient", "History, modern", "Art"]) is None
+    >>> detect_separator(["History, ancient", "History, modern", "Art"]) is None
     True
     """
-    whole = set(labels)
+    distinct = set(labels)
     for separator in SEPARATORS:
-        if not any(separator in label for label in whole):
+        if not any(separator in label for label in distinct):
             continue
-        pieces = {piece for label in whole for piece in split_label(label, separator)}
-        alone = sum(piece in whole for piece in pieces)
-        # "Smith, John" and "Smith, Jane" share pieces too: with commas most names must also stand alone.
-        if len(pieces) < len(whole) and (separator != "," or 2 * alone >= len(pieces)):
+        names = {name for label in distinct for name in split_label(label, separator)}
+        num_alone = sum(name in distinct for name in names)
+        # "Smith, John" and "Smith, Jane" share names too: with commas, most names must also occur alone.
+        if len(names) < len(distinct) and (separator != "," or 2 * num_alone >= len(names)):
             return separator
     return None
 
 
-def validate_separator(wish: str | None) -> str | None:
-    """`label_separator` as it was given; an empty one would cut letters."""
-    if wish == "":
+def validate_separator(separator: str | None) -> str | None:
+    """Reject an empty `label_separator`."""
+    if separator == "":
         raise UsageError("label_separator is empty", got="''", try_="label_separator='|', or null for none")
-    return wish
+    return separator
 
 
-_MAX_COLUMNS = 1_000
-"""Of columns: JSON rows may bring new ones for ever."""
+# --- samples ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSample:
-    """A text, its labels and where it stands; or the fault of a row that holds none."""
+    """A text with its labels and its row, or only the row if that is unusable."""
 
     row: TextRow
     text: str
     pair: str | None
     labels: tuple[str, ...]
-    """As written: one, or the entries of a list; none where the cell is empty."""
+    """As written: one, or the entries of a list; none if the cell is empty."""
     is_list: bool
-    """Whether the label cell is a list, so that none and several are meant."""
+    """Whether the label cell is a list, which may be empty."""
     group: str | None
     number: int = 0
-    """Of several samples in one row: which."""
+    """From 1, where a row holds several samples; 0 otherwise."""
 
     @property
-    def fault(self) -> RowError | None:
-        """What left the row unreadable; None for one that can be used."""
-        return None if self.row.fault is None or self.row.fault.is_whole else self.row.fault
+    def error(self) -> RowError | None:
+        """The error that makes the row unusable, if any."""
+        return None if self.row.error is None or self.row.error.is_usable else self.row.error
 
 
 class SampleReader:
-    """Reads the samples of a source, and tells its columns once the first row is there."""
+    """Iterates over the samples of a source; `columns` is known once the first row was read."""
 
     def __init__(self, source: TextSource, overrides: ColumnOverrides) -> None:
         self.source = source
         self.columns: ColumnNames | None = None
-        self._wishes = ColumnOverrides(group=overrides.group) if source.form == "class folders" else overrides
+        self._overrides = ColumnOverrides(group=overrides.group) if source.format == "class folders" else overrides
         self._names: dict[str, None] = {}
 
     def __iter__(self) -> Iterator[TextSample]:
         for row in read_rows(self.source):
             if row.cells and (self.columns is None or self.columns.label is None):
-                self._look_for_columns(row)
+                self._find_columns(row)
             if self.columns is None or not row.cells:
                 yield TextSample(row=row, text="", pair=None, labels=(), is_list=False, group=None)
             else:
                 yield from _samples(row, self.columns, where=self.where(row))
 
-    def _look_for_columns(self, row: TextRow) -> None:
-        """Those of the first rows; a label that only a later row brings is one all the same."""
+    def where(self, row: TextRow) -> str:
+        """Locate a row as PATH:LINE, which editors can open."""
+        return f"{self.source.path}/{row.name}" if row.name else f"{self.source.path}:{row.line}"
+
+    def _find_columns(self, row: TextRow) -> None:
+        """Find the columns from the first rows; the label column may appear in a later JSON row."""
         names = self._names | dict.fromkeys(row.cells if self._names else column_names(self.source))
         if len(names) == len(self._names) or len(self._names) > _MAX_COLUMNS:
             return
         self._names = names
-        # Test rows may come without labels, as contests give them out.
-        needs_label = self.source.part != "test"
+        # Test rows may have no labels, as in contests.
+        needs_label = self.source.split != "test"
         if self.columns is None:
-            self.columns = find_columns(names, self._wishes, path=self.source.path, needs_label=needs_label)
+            self.columns = find_columns(names, self._overrides, path=self.source.path, needs_label=needs_label)
             return
-        overrides = self._wishes.model_copy(update={"text": self.columns.text})
-        found = find_columns(names, overrides, path=self.source.path, needs_label=False)
-        self.columns = self.columns.model_copy(update={"label": found.label})
-
-    def where(self, row: TextRow) -> str:
-        """The place of a row, as editors understand it."""
-        return f"{self.source.path}/{row.name}" if row.name else f"{self.source.path}:{row.line}"
+        overrides = self._overrides.model_copy(update={"text": self.columns.text})
+        label = find_columns(names, overrides, path=self.source.path, needs_label=False).label
+        self.columns = self.columns.model_copy(update={"label": label})
 
 
 def _samples(row: TextRow, columns: ColumnNames, *, where: str) -> Iterator[TextSample]:
@@ -261,32 +269,31 @@ def _samples(row: TextRow, columns: ColumnNames, *, where: str) -> Iterator[Text
     text, label = cells.get(columns.text), None if columns.label is None else cells.get(columns.label)
     group = None if columns.group is None else label_text(cells.get(columns.group)) or None
     pair = None if columns.pair is None else cell_text(cells.get(columns.pair))
-    several = parse_label_list(label)
-    if isinstance(text, list) and several is not None and len(text) == len(several):
-        # Sentences of one document, each with its label: they belong together when rows are split.
-        together = group or where
-        for number, (sentence, name) in enumerate(zip(text, several, strict=True)):
+    listed = parse_label_list(label)
+    if isinstance(text, list) and listed is not None and len(text) == len(listed):
+        # Sentences of one document, each with its label: the document is their group, so they stay in one split.
+        for number, (sentence, name) in enumerate(zip(text, listed, strict=True), start=1):
             yield TextSample(
                 row=row,
                 text=cell_text(sentence),
                 pair=pair,
                 labels=(name,) if name else (),
                 is_list=False,
-                group=together,
-                number=number + 1,
+                group=group or where,
+                number=number,
             )
         return
-    names = [label_text(label)] if several is None else several
+    names = [label_text(label)] if listed is None else listed
     yield TextSample(
         row=row,
         text=cell_text(text),
         pair=pair,
         labels=tuple(name for name in names if name),
-        is_list=several is not None,
+        is_list=listed is not None,
         group=group,
     )
 
 
 def cell_text(cell: Any) -> str:
-    """A cell as text; nothing for one that is missing."""
+    """Return a cell as text; empty for a missing value."""
     return cell if isinstance(cell, str) else "" if cell is None or cell != cell else str(cell)

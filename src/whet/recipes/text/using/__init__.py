@@ -1,1 +1,0 @@
-"""A trained classifier in use: questions, answers, files for other programs."""
