@@ -1,10 +1,10 @@
-"""How fast is `whet data text`, and how much memory does it take? Each figure is from a process of its own.
+"""Speed and peak memory of `whet data text`; each figure is from its own process.
 
     python benchmarks/data_report.py [--rows 1000000] [--folder DIR]
 
 The texts are sentences of 8 to 60 words drawn from 20,000 made-up words (mean 220 characters), with the defects that
-real files have: 1 % exact and 1 % folded repeats, 0.1 % with HTML, mojibake and so on. DIR keeps the files for the next
-time. Peak memory includes Python and numpy; the processor's seconds tell more than the clock's on a busy machine.
+real files have: 1 % exact and 1 % near duplicates, 0.1 % with HTML, mojibake and so on. DIR keeps the files for the next
+time. Peak memory includes Python and numpy. On a busy machine, CPU seconds are more reliable than wall-clock time.
 """
 
 import argparse
@@ -20,13 +20,13 @@ from pathlib import Path
 MEASURED = """
 import json, resource, sys, time
 from pathlib import Path
-from whet.recipes.text.data_report.inspector import Inspection
-from whet.recipes.text.data_report.clean_copy import fix
+from whet.recipes.text.data_report.inspector import DatasetInspector
+from whet.recipes.text.data_report.clean_copy import write_clean_copy
 began, used = time.perf_counter(), time.process_time()
-inspection = Inspection(Path(sys.argv[1]))
-report = inspection.run()
+inspector = DatasetInspector(Path(sys.argv[1]))
+report = inspector.run()
 if len(sys.argv) > 2:
-    fix(inspection, Path(sys.argv[2]))
+    write_clean_copy(inspector, Path(sys.argv[2]))
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 found = {finding.kind: finding.count for finding in report.findings}
 print(json.dumps({"rows": report.rows, "seconds": time.perf_counter() - began, "cpu": time.process_time() - used,

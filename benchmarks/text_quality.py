@@ -30,7 +30,7 @@ from tfidf import scores, tfidf_scores
 from whet.base import env
 from whet.config.resolve import resolve_config
 from whet.recipes.runner import train_recipe
-from whet.recipes.text.corpus_reader import read_corpus
+from whet.recipes.text.corpus_reader import load_corpus
 from whet.recipes.text.recipe import recipe as text_recipe
 from whet.run.events import read_events
 from whet.run.folder import open_run
@@ -78,7 +78,7 @@ def measure(model: str, data: Path | None, given: argparse.Namespace) -> dict[st
     """What a kind of model reaches on a set."""
     words = [] if data is None else [f"data={data}"]
     if model == "tfidf":
-        corpus = read_corpus(resolve_config(text_recipe().Config, words).config)
+        corpus = load_corpus(resolve_config(text_recipe().Config, words).config).corpus
         return {"runs": [tfidf_scores(corpus)]}
     if model == "scratch":
         chosen = [*words, *(() if data is None else SCRATCH), *given.words]
@@ -87,9 +87,9 @@ def measure(model: str, data: Path | None, given: argparse.Namespace) -> dict[st
     for lr in given.lr:
         chosen = [*words, f"model={given.weights}", *TUNED, f"lr={lr}", *given.words]
         tried[lr] = [trained(chosen, seed=seed, device=given.device) for seed in range(given.seeds)]
-    best = max(tried, key=lambda lr: statistics.mean(run["dev_macro_f1"] for run in tried[lr]))
-    others = {lr: [run["dev_macro_f1"] for run in runs] for lr, runs in tried.items() if lr != best}
-    return {"runs": tried[best], "lr": best, "dev_macro_f1_of_others": others}
+    best = max(tried, key=lambda lr: statistics.mean(run["val_macro_f1"] for run in tried[lr]))
+    others = {lr: [run["val_macro_f1"] for run in runs] for lr, runs in tried.items() if lr != best}
+    return {"runs": tried[best], "lr": best, "val_macro_f1_of_others": others}
 
 
 def trained(words: list[str], *, seed: int, device: str) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def trained(words: list[str], *, seed: int, device: str) -> dict[str, Any]:
     gc.collect()
     val, test = (scores(np.array(told[name].fields[name]["counts"])) for name in ("confusion", "test_confusion"))
     shown = {setting: plan_value(plan, setting) for setting in ("device", "precision", "lengths", "micro_batch")}
-    return {**test, "dev_macro_f1": val["macro_f1"], "seed": seed, "seconds": seconds, "plan": shown, **baseline}
+    return {**test, "val_macro_f1": val["macro_f1"], "seed": seed, "seconds": seconds, "plan": shown, **baseline}
 
 
 def plan_value(plan: dict[str, Any], setting: str) -> object:

@@ -36,7 +36,7 @@ def tfidf_scores(corpus: Corpus) -> dict[str, object]:
                 best = (score, penalty, is_balanced, weights.clone())
     assert best is not None
     found = scores(confusion((test @ best[3]).argmax(1).tolist(), corpus.test.labels, num_classes))
-    return {**found, "dev_macro_f1": best[0], "penalty": best[1], "balanced": best[2], "features": train.shape[1]}
+    return {**found, "val_macro_f1": best[0], "penalty": best[1], "balanced": best[2], "features": train.shape[1]}
 
 
 def confusion(predicted: Sequence[int], truth: Sequence[int], num_classes: int) -> np.ndarray:

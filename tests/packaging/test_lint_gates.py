@@ -95,7 +95,7 @@ def test_a_new_room_without_a_place_fails(copy: Path) -> None:
         ("plan/workload.py", "print('hello')", "T201"),
         ("run/folder.py", "import pickle", "pickle"),
         ("plan/workload.py", "from . import plan", "TID252"),
-        ("recipes/text/config.py", "import torch", "TID253"),
+        ("config/options.py", "import torch", "TID253"),
     ],
 )
 def test_banned_names_fail(copy: Path, file: str, line: str, said: str) -> None:

@@ -68,7 +68,7 @@ def test_the_order_of_a_set_is_found_out(whet: Run) -> None:
     ("words", "code", "said"),
     [
         ((RECIPE, "mutant=fails by itself"), 1, "ValueError: no such class (provable_recipe.py:"),
-        (("text", "data=missing.jsonl"), 2, "the data is not there"),
+        (("text", "data=missing.jsonl"), 2, "the data does not exist"),
         ((RECIPE, "epcohs=3"), 2, "did you mean 'epochs'"),
         (("no_such_recipe",), 2, "no such recipe"),
         ((RECIPE, "--kills", "0"), 2, "--kills"),

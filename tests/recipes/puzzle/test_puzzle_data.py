@@ -15,11 +15,11 @@ from whet.recipes.puzzle.data import PuzzleData, parse_sudoku, read_data
 from whet.recipes.puzzle.recipe import PuzzleRecipe, make_model
 from whet.recipes.puzzle.sudoku import (
     all_grids_4x4,
-    to_candidates,
     random_grids_9x9,
     remove_cells,
     shuffle_grids,
     solve,
+    to_candidates,
 )
 
 pytestmark = pytest.mark.torch

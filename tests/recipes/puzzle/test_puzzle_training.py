@@ -78,7 +78,7 @@ def steps(
     done = 0
     while done < number:
         for batch in source.batches(position):
-            micro_batches = source.micro_batches(batch, micro_batch=micro_batch, how="fixed")
+            micro_batches = source.micro_batches(batch, micro_batch=micro_batch, length_mode="fixed")
             stepper(partial(puzzle_loss, model), micro_batches, num_samples=len(batch), step=done + 1)
             done, position = done + 1, batch.after
             if done == number:
@@ -114,7 +114,7 @@ def test_simulated_replays_of_steps_with_slots_are_the_steps_themselves() -> Non
     expected = steps(plain, data, number=14, micro_batch=8)
     found = steps(graphed, data, number=14, micro_batch=8, is_graphed=True)
     assert isinstance(found, GraphedStepper)
-    assert found.refusal is None
+    assert found.graph_obstacle is None
     assert found.num_captured == 2, "whole batches, and the last of an epoch"
     for name, tensor in state(plain).items():
         assert torch.equal(state(graphed)[name], tensor), name
@@ -133,7 +133,7 @@ def test_slots_and_puzzle_vectors_are_not_averaged_and_an_evaluation_leaves_them
         # In eval mode the loss remembers nothing either: whoever compares devices calls it several times.
         micro = next(
             BatchSplitter(as_columns(data), send=lambda r: r).micro_batches(
-                np.arange(8), np.arange(8), micro_batch=8, how="fixed"
+                np.arange(8), np.arange(8), micro_batch=8, length_mode="fixed"
             )
         )
         found = PuzzleRecipe().evaluate(model, iter([micro]))
@@ -154,7 +154,7 @@ def test_a_run_in_sittings_ends_with_the_same_bits_slots_included(tmp_path: Path
 
     train(tmp_path / "whole")
     for _ in range(3):
-        train(tmp_path / "cut", "epochs_per_sitting=1")
+        train(tmp_path / "cut", "epochs_per_session=1")
     ends = []
     for run in (tmp_path / "whole", tmp_path / "cut"):
         found = store.load_newest(open_run(run).checkpoints)
@@ -208,13 +208,13 @@ def test_measuring_leaves_the_slots_as_they_were() -> None:
 
 def test_exploration_comes_as_often_as_it_says_and_never_keeps_a_slot_too_long() -> None:
     slots = Slots(4_000, length=1, state_shape=(1, 1), max_steps=8, exploration=0.25, seed=3)
-    least = torch.stack([slots._least_steps(0, torch.full((4_000,), age)) for age in range(20)])
+    least = torch.stack([slots._min_steps(0, torch.full((4_000,), age)) for age in range(20)])
     assert float((least > 0).float().mean()) == pytest.approx(0.25, abs=0.01)
     counts = torch.bincount(least[least > 0], minlength=9)
     assert counts[:2].sum() == 0
     assert counts[2:].min() > 0.9 * counts[2:].float().mean()
     # Which slot and when decide, nothing else.
-    apart = torch.cat([slots._least_steps(first, torch.full((1_000,), 7)) for first in range(0, 4_000, 1_000)])
+    apart = torch.cat([slots._min_steps(first, torch.full((1_000,), 7)) for first in range(0, 4_000, 1_000)])
     assert torch.equal(apart, least[7])
     agreement = float((least[7] > 0).eq(least[8] > 0).float().mean())
     assert agreement == pytest.approx(0.25**2 + 0.75**2, abs=0.03), "one step says nothing about the next"

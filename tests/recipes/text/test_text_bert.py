@@ -150,7 +150,9 @@ def test_a_decoder_that_knows_no_padding_gets_some(column: Ragged, tmp_path: Pat
     assert config.pad_token_id is None, "else this shows nothing"
     with quiet_transformers():
         transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
-    model = load_pretrained(tmp_path, classes=("a", "b", "c"), is_multi_label=False, tuning=FineTuning(dropout=0.0)).eval()
+    model = load_pretrained(
+        tmp_path, classes=("a", "b", "c"), is_multi_label=False, tuning=FineTuning(dropout=0.0)
+    ).eval()
     plain = replace(column, values=column.values % SEGMENT_OFFSET)
     with torch.no_grad():
         alone = [model.network(input_ids=plain[row][None]).logits for row in range(len(LENGTHS))]
@@ -223,12 +225,16 @@ def test_a_simulated_kernel_for_packed_texts_is_called_right(
     plain = replace(column, values=column.values % SEGMENT_OFFSET)
     model = make()
     expected = loss_and_gradient(model, packed(plain))
-    monkeypatch.setattr(spans, "has_varlen_kernel", lambda *_, **__: True)
-    monkeypatch.setattr(spans, "varlen_attn", simulated_kernel)
+    calls: list[int] = []
+    monkeypatch.setattr("whet.recipes.text.attention.has_varlen_kernel", lambda *_, **__: True)
+    monkeypatch.setattr(spans, "varlen_attn", lambda *given: calls.append(1) or simulated_kernel(*given))
     for batch in (packed(plain), packed(plain, total=88, num_fillers=1), packed(plain, total=160, num_fillers=4)):
         assert_same(loss_and_gradient(model, batch), expected)
-    # Padded ones go the other way.
+    assert calls
+    calls.clear()
+    # Padded batches use the ordinary attention.
     assert_same(loss_and_gradient(model, plain.padded(ROWS, length=40)), expected)
+    assert not calls
 
 
 @pytest.mark.parametrize("make", [bert_model, small_model])
@@ -264,7 +270,7 @@ def test_totals_are_few_and_hold_little_else(batch: int, micro_batch: int) -> No
     shapes, real, held = set(), 0, 0
     for number in range(60):
         rows = np.random.default_rng(number).permutation(len(lengths))[:batch]
-        micro_batches = list(cutter.micro_batches(rows, rows, micro_batch=micro_batch, how="packed few"))
+        micro_batches = list(cutter.micro_batches(rows, rows, micro_batch=micro_batch, length_mode="packed few"))
         assert sorted(np.concatenate([micro.ids for micro in micro_batches])) == sorted(rows)
         assert max(len(micro) for micro in micro_batches) <= micro_batch
         for micro in micro_batches:
@@ -320,10 +326,10 @@ def test_simulated_replays_of_few_shapes_train_as_steps_that_run_do(
         losses = []
         for number in range(1, 17):
             rows = np.random.default_rng(number).permutation(60)[:8]
-            micro_batches = cutter.micro_batches(rows, rows, micro_batch=micro_batch, how=how)
+            micro_batches = cutter.micro_batches(rows, rows, micro_batch=micro_batch, length_mode=how)
             losses.append(float(stepper(loss, micro_batches, num_samples=8, step=number).loss))
         ends.append((losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}))
-        assert stepper.refusal is None
+        assert stepper.graph_obstacle is None
         assert not isinstance(stepper, GraphedStepper) or stepper.num_captured > 1
     assert ends[0][0] == ends[1][0]
     for name, tensor in ends[0][1].items():
@@ -336,7 +342,9 @@ def test_a_real_encoder_gives_the_same_logits() -> None:
     assert found is not None
     assert found.origin is not None
     folder = Path(found.origin).parent / "model"
-    theirs = load_pretrained(folder, classes=("a", "b", "c"), is_multi_label=False, tuning=FineTuning(dropout=0.1)).eval()
+    theirs = load_pretrained(
+        folder, classes=("a", "b", "c"), is_multi_label=False, tuning=FineTuning(dropout=0.1)
+    ).eval()
     column = Ragged.of([torch.arange(1000, 1000 + 17 * length, 17) for length in (5, 60, 23)])
     rows = torch.arange(3)
     plain = column.packed(rows, max_length=60, total=88)

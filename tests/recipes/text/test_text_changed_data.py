@@ -34,7 +34,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, number: int) -> None:
 @pytest.mark.parametrize(
     ("then", "why"),
     [
-        ({}, "one of them has changed since, sympy or networkx perhaps"),
+        ({}, "one of them has changed since, perhaps sympy or networkx"),
         ({"torch": "2.0.1"}, f"torch has changed since (2.0.1 -> {installed_versions()['torch']})"),
         ({"transformers": None}, f"transformers has changed since (None -> {installed_versions()['transformers']})"),
     ],

@@ -118,7 +118,7 @@ GOOD = as_json(ROWS).encode()
 def test_bad_rows_are_named(file: Path, content: bytes, what: str, got: str) -> None:
     file.write_bytes(content)
     with pytest.raises(UsageError) as caught:
-        read_files(file).corpus
+        read_files(file)
     assert what in caught.value.what
     assert got in (caught.value.got or "")
     assert caught.value.try_
@@ -126,17 +126,17 @@ def test_bad_rows_are_named(file: Path, content: bytes, what: str, got: str) -> 
 
 def test_a_missing_file_and_a_folder_without_training_rows_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
-        read_files(tmp_path / "none.csv").corpus
+        read_files(tmp_path / "none.csv")
     (tmp_path / "notes.md").write_text("hello")
     with pytest.raises(UsageError, match="no training file"):
-        read_files(tmp_path).corpus
+        read_files(tmp_path)
 
 
 def test_a_label_that_training_never_shows_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(as_json(ROWS))
     (tmp_path / "test.jsonl").write_text(as_json([*ROWS, ("text", "category")]))
     with pytest.raises(UsageError, match="'category' occurs never"):
-        read_files(tmp_path).corpus
+        read_files(tmp_path)
 
 
 def test_real_citations_are_read() -> None:

@@ -84,8 +84,8 @@ def test_a_text_in_all_three_parts_is_compared_with_each() -> None:
     texts = TextHashes()
     for part, text in ((TRAIN, "A text"), (VAL, "a TEXT"), (TEST, "A text")):
         texts.add(text, "a text", label=0, split=part)
-    assert sorted(texts.duplicates()) == [("near-leak", 1, 0), ("leak", 2, 0)]
-    assert sorted(texts.removable()) == [("near-leak", 1, 2), ("leak", 0, 2)]
+    assert sorted(texts.duplicates()) == [("leak", 2, 0), ("near-leak", 1, 0)]
+    assert sorted(texts.removable()) == [("leak", 0, 2), ("near-leak", 1, 2)]
 
 
 def test_names_that_differ_on_purpose_are_not_misspelt() -> None:

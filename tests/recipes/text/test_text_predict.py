@@ -98,13 +98,17 @@ def test_batches_and_padding_change_no_probability_of_minilm() -> None:
         if (file.parent / "tokenizer.json").exists()
     )
     torch.manual_seed(0)
-    model = load_pretrained(folder, classes=("a", "b", "c"), is_multi_label=False, tuning=FineTuning(dropout=0.1)).eval()
+    model = load_pretrained(
+        folder, classes=("a", "b", "c"), is_multi_label=False, tuning=FineTuning(dropout=0.1)
+    ).eval()
     answers = TextPredictor(
         model, tokenizer=PretrainedTokenizer.load(folder), classes=("a", "b", "c"), max_length=128,
         is_multi_label=False, has_pairs=False, columns=ColumnOverrides(),
     )  # fmt: skip
     asked = [TextQuery(row=str(n), text=text) for n, text in enumerate(lengths())][:40]
-    one, many = ([list(a.result["probabilities"].values()) for a in answers.predict(asked, batch_size=n)] for n in (1, 64))
+    one, many = (
+        [list(a.result["probabilities"].values()) for a in answers.predict(asked, batch_size=n)] for n in (1, 64)
+    )
     assert (torch.tensor(one) - torch.tensor(many)).abs().max() < 1e-5
 
 

@@ -120,7 +120,7 @@ def test_a_quote_that_is_never_closed_swallows_no_row(tmp_path: Path) -> None:
     lines.insert(50, b'"never closed,sport')
     (tmp_path / "rows.csv").write_bytes(b"text,label\n" + b"\n".join(lines))
     with pytest.raises(UsageError, match=r"row 52 of .*rows.csv cannot be parsed"):
-        read_files(tmp_path / "rows.csv").corpus
+        read_files(tmp_path / "rows.csv")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_quote_that_is_never_closed_swallows_no_row(tmp_path: Path) -> None:
 def test_other_forms_are_named(tmp_path: Path, content: bytes, what: str) -> None:
     (tmp_path / "rows").write_bytes(content)
     with pytest.raises(UsageError, match=what) as caught:
-        read_files(tmp_path / "rows").corpus
+        read_files(tmp_path / "rows")
     assert caught.value.try_
 
 
@@ -145,14 +145,14 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
     (tmp_path / "rows").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.ipc", None)
     with pytest.raises(UsageError, match=r"whet\[parquet\]"):
-        read_files(tmp_path / "rows").corpus
+        read_files(tmp_path / "rows")
 
 
 def test_a_line_that_never_ends_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines_module, "MAX_ROW_BYTES", 10_000)
     (tmp_path / "rows").write_text(as_json(ROWS) + '{"text": "' + "a" * 50_000)
     with pytest.raises(UsageError, match=r"row 201 .* is too long"):
-        read_files(tmp_path / "rows").corpus
+        read_files(tmp_path / "rows")
 
 
 def test_two_files_for_a_part_and_hostile_names_are_refused(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_two_files_for_a_part_and_hostile_names_are_refused(tmp_path: Path) -> N
     (saved / "data-00000-of-00002.arrow").rename(tmp_path / "elsewhere.arrow")
     (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../elsewhere.arrow"}]}))
     with pytest.raises(UsageError, match="cannot read"):
-        read_files(saved).corpus
+        read_files(saved)
 
 
 def test_test_rows_without_labels_are_left_out_and_it_is_said(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_columns_are_guessed_and_yours_hold(tmp_path: Path) -> None:
     assert mine.corpus.classes == ("a", "b")
     assert set(mine.corpus.train.texts) == {"so"}
     with pytest.raises(UsageError, match="has no column 'premiss'") as caught:
-        read_files(file, overrides=ColumnOverrides(text="premiss")).corpus
+        read_files(file, overrides=ColumnOverrides(text="premiss"))
     assert caught.value.try_ == "text_column=premise"
 
 

@@ -105,7 +105,7 @@ def test_train_report_and_predict(
 @pytest.mark.parametrize("shape", ["padded", "packed"])
 def test_an_evaluation_shows_what_was_taken_for_what(table: Path, shape: str) -> None:
     recipe = text_recipe()
-    config = resolve_config(recipe.Config, words=[f"data={table}", *SMALL]).config
+    config = resolve_config(recipe.Config, args=[f"data={table}", *SMALL]).config
     data = recipe.data(config)
     torch.manual_seed(0)
     model = recipe.model(config, data).eval()
