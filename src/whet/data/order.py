@@ -1,7 +1,7 @@
 """The order of samples: a pure function of (seed, epoch, position), the same on every device and for every split.
 
-Samples are sorted by a hash of (seed, epoch, sample). Unlike a library's shuffle, the hash never changes with a version,
-so there is no loader state to save.
+Samples are sorted by a hash of (seed, epoch, sample). Unlike a library's shuffle, the hash never changes with a
+version, so there is no loader state to save.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
 """Worker processes that read samples ahead, and are restarted when one is lost.
 
-Each of n workers reads every n-th global batch of an epoch and sends it through its own pipe. Samples and their seeds are
-a pure function of the position: when a worker is killed, crashes or hangs, all are restarted at the first batch that has
-not arrived, and the samples are the same. torch's DataLoader raises a lost worker's error in the middle of whatever
-Python does at that moment, an optimizer step included, and shares tensors through /dev/shm.
+Each of n workers reads every n-th global batch of an epoch and sends it through its own pipe. Samples and their seeds
+are a pure function of the position: when a worker is killed, crashes or hangs, all are restarted at the first batch
+that has not arrived, and the samples are the same. torch's DataLoader raises a lost worker's error in the middle of
+whatever Python does at that moment, an optimizer step included, and shares tensors through /dev/shm.
 """
 
 import ctypes

@@ -93,7 +93,7 @@ def preserve_num_threads() -> Iterator[None]:
 # every page is faulted in and zeroed again: 3 % of a text step, a fifth of a small convolutional net's (docs/lab.md).
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameters of mallopt: free bytes kept at the end of the heap, and the size from which blocks are mapped separately."""
+"""Parameters of mallopt: free bytes kept at the end of the heap, and the size from which blocks are mapped alone."""
 _DISABLED = -1
 _MMAP_FROM_BYTES = 256 << 20
 """Larger blocks of varying sizes fragment the heap: with tensors up to 200 MB a limit of 1 GB doubled the peak."""

@@ -59,7 +59,7 @@ class OperatorStatus:
     """How a backend runs an operator."""
 
     kind: StatusKind
-    """A kernel; decomposed into parts, which need kernels themselves; always on the CPU; missing; or not in the list."""
+    """Has a kernel; is decomposed into parts, which need kernels; always runs on the CPU; is missing; is not listed."""
     named: str
     """The overload that appears in torch's error or warning."""
     way: str = ""

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from whet.device.kernels.attention import rotary_attention
-from whet.device.kernels.gate import swiglu
-from whet.device.kernels.rms_norm import has_rms_kernel, rms_norm_sum
-from whet.device.kernels.spans import Spans, span_attention
+from whet.device.kernels.attention import Spans, rotary_attention, span_attention
+from whet.device.kernels.rowwise import has_rms_kernel, rms_norm_sum, swiglu
 from whet.device.kernels.switches import is_own_kernel_on, is_supported
 from whet.plan.kernel_support import supports_short_attention
 
@@ -142,7 +140,7 @@ class SelfAttention(nn.Module):
                 args.spans,
                 num_heads=self.num_heads,
                 is_causal=args.is_causal,
-                turns=args.rotation or (),
+                rotary=args.rotation or (),
             )
             return self.out(attended.unflatten(0, x.shape[:2]))
         if args.rotation is not None and self._has_kernel(qkv, args):

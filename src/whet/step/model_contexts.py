@@ -186,8 +186,8 @@ def _compile_error_text(error: Exception) -> str:
 
 
 # --- memory format of weights ----------------------------------------------------------------------------------------
-# Fused optimizer kernels on the CPU walk weights and state side by side and ignore strides (torch 2.13): state of another
-# layout would be mixed up silently. So state always follows its parameter's layout.
+# Fused optimizer kernels on the CPU walk weights and state side by side and ignore strides (torch 2.13): state of
+# another layout would be mixed up silently. So state always follows its parameter's layout.
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 

@@ -93,7 +93,10 @@ def atan2_groups(model: nn.Module, choice: OptimizerChoice) -> list[dict[str, An
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float, base_rates: list[float]) -> list[float]:
-    """Set every group's learning rate to `factor` times its base rate, in place where it is a tensor; return the rates."""
+    """Set every group's learning rate to `factor` times its base rate, and return the rates.
+
+    Tensors change in place.
+    """
     rates = [base * factor for base in base_rates]
     # A group that was added later has no base rate; the step raises for it with a better error.
     for group, rate in zip(optimizer.param_groups, rates, strict=False):

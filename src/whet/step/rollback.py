@@ -30,7 +30,7 @@ class SavedBuffer(NamedTuple):
         return cls(module, name, buffer, buffer._version, buffer.detach().clone())
 
     def has_changed(self) -> bool:
-        """Whether it is another object or has other values. Values are compared: some kernels write without a version."""
+        """Whether it was replaced or changed. Values are compared, since some kernels do not update the version."""
         if self.module._buffers.get(self.name) is not self.buffer or self.buffer._version != self.version:
             return True
         return not torch.equal(self.buffer, self.values)
@@ -179,7 +179,7 @@ def reduce_memory(
         raise InsufficientMemoryError(
             "a step of this model needs more memory than is available",
             got=f"micro batch {micro}: {problem}",
-            try_=f"micro_batch={micro // 2}, if running statistics (e.g. of BatchNorm) may be computed over fewer samples; "
+            try_=f"micro_batch={micro // 2}, if running statistics (e.g. of BatchNorm) may use fewer samples; "
             "or a smaller global_batch_size",
         )
     raise InsufficientMemoryError(

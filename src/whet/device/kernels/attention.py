@@ -1,102 +1,295 @@
-"""Rotary attention for short sequences: one kernel forward, one backward."""
+"""Attention kernels for packed queries, keys and values, (..., 3 H D): rotary, over spans, and torch's varlen kernel.
+
+torch's compiler needs a kernel for the rotation, one for attention, and five more in the backward pass, each of which
+writes and reads what a single kernel can keep. Shapes: B rows, S positions, T tokens, H heads of size D.
+"""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from whet.device.kernels.switches import is_own_kernel_on, is_supported
+from whet.plan.kernel_support import supports_span_attention
+
+# --- rotary attention over whole rows --------------------------------------------------------------------------------
 
 _MIN_PROGRAMS = 512
-"""Programs that keep a large GPU busy; with fewer rows each takes fewer heads."""
+"""Programs that keep a large GPU busy; with fewer rows each program computes fewer heads."""
 _MAX_PREFETCH_HEAD, _PREFETCH_BYTES = 64, 160 * 1024
-"""The largest head of which a second one is read ahead, and the fast memory that the way back takes for it."""
+"""The largest head size for which the next head is prefetched, and the shared memory that the backward pass needs."""
 
 
-@torch.library.custom_op("whet::turned_attention", mutates_args=())
-def rotary_attention(mixture: Tensor, cosines: Tensor, sines: Tensor, num_heads: int) -> Tensor:
-    """softmax(q k / sqrt(D)) v, (B, S, H D), from queries, keys and values side by side, (B, S, 3 H D).
+@torch.library.custom_op("whet::rotary_attention", mutates_args=())
+def rotary_attention(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:
+    """softmax(q k / sqrt(D)) v, (B, S, H D), from qkv (B, S, 3 H D).
 
-    Queries and keys are turned by the tables, float32 (S, D), in float32, and rounded to the format of the mixture.
+    Queries and keys are rotated by the float32 tables (S, D) in float32, and rounded to the dtype of qkv.
     """
     from whet.device.kernels import attention_triton
 
-    mixture = mixture.contiguous()
-    rows, places, width = mixture.shape
-    found = mixture.new_empty(rows, places, width // 3)
-    grid, sizes = _sizes(mixture, num_heads)
-    # So two programs fit on a processor: each takes half of its registers.
-    most = 128 if width // 3 // num_heads <= _MAX_PREFETCH_HEAD else None
+    qkv = qkv.contiguous()
+    rows, positions, width = qkv.shape
+    out = qkv.new_empty(rows, positions, width // 3)
+    grid, sizes = _rotary_sizes(qkv, num_heads)
+    # Half of a processor's registers, so that two programs fit on it.
+    max_registers = 128 if width // 3 // num_heads <= _MAX_PREFETCH_HEAD else None
     attention_triton.rotary_forward[grid](
-        mixture, cosines, sines, found, places, *sizes, num_warps=attention_triton.WARPS, maxnreg=most
+        qkv, cos, sin, out, positions, *sizes, num_warps=attention_triton.WARPS, maxnreg=max_registers
     )
-    return found
+    return out
 
 
-@torch.library.custom_op("whet::turned_attention_backward", mutates_args=())
-def rotary_attention_backward(
-    mixture: Tensor, cosines: Tensor, sines: Tensor, slopes: Tensor, num_heads: int
-) -> Tensor:
+@torch.library.custom_op("whet::rotary_attention_backward", mutates_args=())
+def rotary_attention_backward(qkv: Tensor, cos: Tensor, sin: Tensor, grad_out: Tensor, num_heads: int) -> Tensor:
+    """Return grad_qkv (B, S, 3 H D) from grad_out (B, S, H D)."""
     from whet.device.kernels import attention_triton
 
-    mixture, slopes = mixture.contiguous(), slopes.contiguous()
-    places = mixture.shape[1]
-    result = torch.empty_like(mixture)
-    grid, sizes = _sizes(mixture, num_heads)
+    qkv, grad_out = qkv.contiguous(), grad_out.contiguous()
+    positions = qkv.shape[1]
+    grad_qkv = torch.empty_like(qkv)
+    grid, sizes = _rotary_sizes(qkv, num_heads)
     attention_triton.rotary_backward[grid](
-        mixture, cosines, sines, slopes, result, places, *sizes, num_warps=attention_triton.WARPS
+        qkv, cos, sin, grad_out, grad_qkv, positions, *sizes, num_warps=attention_triton.WARPS
     )
-    return result
+    return grad_qkv
 
 
-def _sizes(mixture: Tensor, num_heads: int) -> tuple[tuple[int, int], tuple[float, int, int, int, int]]:
-    """The grid of programs; then the scale of scores, heads, their size, the places of a block, heads of a program."""
-    rows, places, width = mixture.shape
-    size = width // 3 // num_heads
-    together = _heads_per_program(rows, num_heads) if _can_prefetch(mixture.device, size) else 1
-    block = max(16, 1 << (places - 1).bit_length())
-    return (rows, num_heads // together), (1 / math.sqrt(size), num_heads, size, block, together)
+def _rotary_sizes(qkv: Tensor, num_heads: int) -> tuple[tuple[int, int], tuple[float, int, int, int, int]]:
+    """The grid; then score scale, number of heads, head size, positions of a block, heads per program."""
+    rows, positions, width = qkv.shape
+    head_size = width // 3 // num_heads
+    heads_per_program = _heads_per_program(rows, num_heads) if _can_prefetch(qkv.device, head_size) else 1
+    block = max(16, 1 << (positions - 1).bit_length())
+    grid = (rows, num_heads // heads_per_program)
+    return grid, (1 / math.sqrt(head_size), num_heads, head_size, block, heads_per_program)
 
 
 def _heads_per_program(rows: int, num_heads: int) -> int:
     """The most that leave enough programs.
 
-    >>> _heads_together(768, 8), _heads_together(100, 8), _heads_together(4, 8)
+    >>> _heads_per_program(768, 8), _heads_per_program(100, 8), _heads_per_program(4, 8)
     (8, 1, 1)
     """
-    fit = (
+    candidates = (
         number
         for number in range(num_heads, 1, -1)
         if num_heads % number == 0 and rows * num_heads >= number * _MIN_PROGRAMS
     )
-    return next(fit, 1)
+    return next(candidates, 1)
 
 
-def _can_prefetch(device: torch.device, size: int) -> bool:
-    """Whether a processor's fast memory holds what a second head needs."""
+def _can_prefetch(device: torch.device, head_size: int) -> bool:
+    """Whether a processor's shared memory holds a second head."""
     if device.type != "cuda":
         return True
-    about: Any = torch.cuda.get_device_properties(device)
-    return size <= _MAX_PREFETCH_HEAD and about.shared_memory_per_block_optin >= _PREFETCH_BYTES
+    properties: Any = torch.cuda.get_device_properties(device)
+    return head_size <= _MAX_PREFETCH_HEAD and properties.shared_memory_per_block_optin >= _PREFETCH_BYTES
 
 
 @rotary_attention.register_fake
-def _(mixture: Tensor, cosines: Tensor, sines: Tensor, num_heads: int) -> Tensor:  # noqa: ARG001
-    rows, places, width = mixture.shape
-    return mixture.new_empty(rows, places, width // 3)
+def _(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int) -> Tensor:  # noqa: ARG001
+    rows, positions, width = qkv.shape
+    return qkv.new_empty(rows, positions, width // 3)
 
 
 @rotary_attention_backward.register_fake
-def _(mixture: Tensor, cosines: Tensor, sines: Tensor, slopes: Tensor, num_heads: int) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(mixture, memory_format=torch.contiguous_format)
+def _(qkv: Tensor, cos: Tensor, sin: Tensor, grad_out: Tensor, num_heads: int) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
 
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def] # noqa: ARG001
+def _save_rotary(ctx, inputs, output):  # type: ignore[no-untyped-def] # noqa: ARG001
     *tensors, ctx.num_heads = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _back(ctx, slopes):  # type: ignore[no-untyped-def]
-    return rotary_attention_backward(*ctx.saved_tensors, slopes, ctx.num_heads), None, None, None
+def _rotary_gradient(ctx, grad_out):  # type: ignore[no-untyped-def]
+    return rotary_attention_backward(*ctx.saved_tensors, grad_out, ctx.num_heads), None, None, None
 
 
-rotary_attention.register_autograd(_back, setup_context=_keep)
+rotary_attention.register_autograd(_rotary_gradient, setup_context=_save_rotary)
+
+
+# --- attention over spans --------------------------------------------------------------------------------------------
+
+_TILE, _PIECE, _WARPS = 64, 64, 4
+"""Tokens of a program, tokens that it loads at a time, and its warps: the best overall on an H200 (docs/lab.md)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spans:
+    """Which tokens belong together: a text of a packed batch, or a document of a row that holds several.
+
+    Built once per forward pass, without waiting for the device.
+    """
+
+    starts: Tensor
+    """The first token of each token's span, int32 (T)."""
+    tiles: Tensor
+    """The tile of each program, int32 (P, 4): its first token and end, the start of its first token's span, and the end
+    of its last token's span."""
+
+    @classmethod
+    def of(cls, starts: Tensor, ends: Tensor) -> "Spans":
+        """Build from the first token of each token's span and the end of that span, integers (T)."""
+        tokens = starts.shape[0]
+        begin = torch.arange(0, tokens, _TILE, device=starts.device)
+        end = (begin + _TILE).clamp(max=tokens)
+        tiles = torch.stack((begin, end, starts[begin], ends[end - 1]), dim=1)
+        return cls(starts=starts.int(), tiles=tiles.int())
+
+
+def has_span_kernel(x: Tensor, head_size: int) -> bool:
+    """Whether attention=own is selected and has kernels for such tensors."""
+    return is_own_kernel_on("attention") and is_supported(x) and supports_span_attention(head_size)
+
+
+def span_attention(
+    qkv: Tensor, spans: Spans, *, num_heads: int, is_causal: bool = False, rotary: Sequence[Tensor] = ()
+) -> Tensor:
+    """(T, H D) from (T, 3 H D): each token attends to its own span, or to itself and earlier tokens of it.
+
+    `rotary`: float32 tables of cosines and sines, (positions, D), by which queries and keys are rotated; a token's
+    position is counted from the start of its span. Empty for none.
+    """
+    out: Tensor = span_attention_op(qkv, spans.starts, spans.tiles, list(rotary), num_heads, is_causal)[0]
+    return out
+
+
+@torch.library.custom_op("whet::span_attention", mutates_args=())
+def span_attention_op(
+    qkv: Tensor, starts: Tensor, tiles: Tensor, rotary: list[Tensor], num_heads: int, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k / sqrt(D)) v, (T, H D); and for the backward pass the base-2 log-sum-exp of each row, (H, T)."""
+    from whet.device.kernels.attention_triton import span_forward
+
+    qkv, grid = qkv.contiguous(), (len(tiles) * num_heads,)
+    out, lses = _empty_span_outputs(qkv, num_heads)
+    tables, sizes = _tables(rotary, qkv), _span_sizes(qkv, num_heads, is_causal=is_causal, is_rotary=bool(rotary))
+    span_forward[grid](qkv, starts, tiles, *tables, out, lses, *sizes, num_warps=_WARPS, num_stages=1)
+    return out, lses
+
+
+@torch.library.custom_op("whet::span_attention_backward", mutates_args=())
+def span_attention_backward_op(
+    qkv: Tensor,
+    starts: Tensor,
+    tiles: Tensor,
+    rotary: list[Tensor],
+    out: Tensor,
+    lses: Tensor,
+    grad_out: Tensor,
+    num_heads: int,
+    is_causal: bool,
+) -> Tensor:
+    """Return grad_qkv (T, 3 H D) from grad_out (T, H D)."""
+    from whet.device.kernels.attention_triton import span_backward_keys_values, span_backward_queries
+
+    qkv, grad_out, grid = qkv.contiguous(), grad_out.contiguous(), (len(tiles) * num_heads,)
+    grad_qkv, deltas = torch.empty_like(qkv), torch.empty_like(lses)
+    inputs = qkv, starts, tiles, *_tables(rotary, qkv)
+    sizes = _span_sizes(qkv, num_heads, is_causal=is_causal, is_rotary=bool(rotary))
+    span_backward_queries[grid](*inputs, out, lses, deltas, grad_out, grad_qkv, *sizes, num_warps=_WARPS, num_stages=1)
+    span_backward_keys_values[grid](*inputs, lses, deltas, grad_out, grad_qkv, *sizes, num_warps=_WARPS, num_stages=1)
+    return grad_qkv
+
+
+def _empty_span_outputs(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    tokens, width = qkv.shape
+    return qkv.new_empty(tokens, width // 3), qkv.new_empty(num_heads, tokens, dtype=torch.float32)
+
+
+def _tables(rotary: list[Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables; without rotation two tensors that the kernel does not read."""
+    cos, sin = rotary or (qkv, qkv)
+    return cos, sin
+
+
+def _span_sizes(qkv: Tensor, num_heads: int, *, is_causal: bool, is_rotary: bool) -> tuple[float, ...]:
+    """The arguments that every span kernel takes after its tensors."""
+    tokens, width = qkv.shape
+    head_size = width // 3 // num_heads
+    return tokens, 1 / math.sqrt(head_size), num_heads, head_size, is_causal, is_rotary, _TILE, _PIECE
+
+
+@span_attention_op.register_fake
+def _(
+    qkv: Tensor,
+    starts: Tensor,  # noqa: ARG001
+    tiles: Tensor,  # noqa: ARG001
+    rotary: list[Tensor],  # noqa: ARG001
+    num_heads: int,
+    is_causal: bool,  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:
+    return _empty_span_outputs(qkv, num_heads)
+
+
+@span_attention_backward_op.register_fake
+def _(
+    qkv: Tensor,
+    starts: Tensor,  # noqa: ARG001
+    tiles: Tensor,  # noqa: ARG001
+    rotary: list[Tensor],  # noqa: ARG001
+    out: Tensor,  # noqa: ARG001
+    lses: Tensor,  # noqa: ARG001
+    grad_out: Tensor,  # noqa: ARG001
+    num_heads: int,  # noqa: ARG001
+    is_causal: bool,  # noqa: ARG001
+) -> Tensor:
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+def _save_spans(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    qkv, starts, tiles, rotary, ctx.num_heads, ctx.is_causal = inputs
+    ctx.save_for_backward(qkv, starts, tiles, *rotary, *output)
+    # The log-sum-exps have no gradient; do not create zeros for it.
+    ctx.set_materialize_grads(False)
+
+
+def _span_gradient(ctx, grad_out, _):  # type: ignore[no-untyped-def]
+    qkv, starts, tiles, *rotary, out, lses = ctx.saved_tensors
+    no_tables = [None] * len(rotary)
+    if grad_out is None:
+        return None, None, None, no_tables, None, None
+    grad_qkv = span_attention_backward_op(qkv, starts, tiles, rotary, out, lses, grad_out, ctx.num_heads, ctx.is_causal)
+    return grad_qkv, None, None, no_tables, None, None
+
+
+span_attention_op.register_autograd(_span_gradient, setup_context=_save_spans)
+
+
+# --- torch's own kernel for packed samples ---------------------------------------------------------------------------
+
+_MAX_HEAD_SIZE = 256
+_MIN_COMPUTE_CAPABILITY = 8
+"""The major version of CUDA's compute capability."""
+
+
+def has_varlen_kernel(qkv: Tensor, *, num_heads: int) -> bool:
+    """Whether torch has a kernel for packed samples with such a qkv (T, 3 H D). Does not wait for the device."""
+    head_size = qkv.shape[-1] // (3 * num_heads)
+    return (
+        qkv.is_cuda
+        and qkv.dtype in (torch.bfloat16, torch.float16)
+        and head_size % 8 == 0
+        and head_size <= _MAX_HEAD_SIZE
+        and torch.cuda.get_device_properties(qkv.device).major >= _MIN_COMPUTE_CAPABILITY
+    )
+
+
+def varlen_attention(qkv: Tensor, starts: Tensor, *, num_heads: int, max_length: int, dropout: float = 0.0) -> Tensor:
+    """(T, H D) from (T, 3 H D): each token attends to its own sample, from one of `starts` to the next."""
+    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).unbind(1)
+    if dropout:
+        # The public function has no dropout; the operator behind it has.
+        out: Any = torch.ops.aten._flash_attention_forward(
+            q, k, v, starts, starts, max_length, max_length, dropout, False, False
+        )[0]
+    else:
+        out = varlen_attn(q, k, v, starts, starts, max_length, max_length)
+    flat: Tensor = out.flatten(1)
+    return flat

@@ -1,171 +1,485 @@
-"""Triton kernels of rotary attention and SwiGLU. Imported only where triton is installed."""
+"""Triton kernels of attention. Imported only where triton is installed.
+
+Rotary attention: a program holds all positions of one head of one row at a time. They are one block, so no sum runs
+over blocks, no statistics are kept for the backward pass, and q, k and v are loaded once and rotated on the way. The
+program loops over heads and prefetches the next one while it computes.
+
+Span attention: a program holds a tile of tokens of one head, and loops over the tokens that any of them may attend to;
+nothing else is loaded. So the cost of many short spans grows with their tokens, not with the longest span or the row.
+In the backward pass one kernel computes gradients of queries, another those of keys and values; no program adds to what
+another wrote, so results are deterministic. Nothing is prefetched: enough programs fit on a processor to hide the
+loads.
+
+Parameters have no type annotations but triton's: it reads all others as its own.
+"""
 
 import triton
 import triton.language as tl
 
 WARPS = 8
-"""Of attention's programs: measured on an H200 with 97 places and heads of 64, where 4 and 16 were slower."""
-COLUMNS = 2048
-"""Of the gate's programs."""
+"""Warps of rotary attention: 4 and 16 were slower on an H200 with 97 positions and heads of 64."""
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+"""Powers of e as powers of 2, for which the GPU has an instruction."""
+_MIN_SCORE = tl.constexpr(-1e30)
+"""Below every score, and finite: the difference of two infinities is NaN."""
+
+
+# --- rotary attention over whole rows --------------------------------------------------------------------------------
 
 
 @triton.jit
-def _load_halves(mixture, few, is_real, half: tl.constexpr):
-    """Two halves of a head at all places, as they are."""
-    one = tl.load(mixture + few, mask=is_real, other=0.0)
-    return one, tl.load(mixture + half + few, mask=is_real, other=0.0)
+def _load_halves(qkv, half_cols, is_valid, half: tl.constexpr):
+    """Load the two halves of a head at all positions."""
+    x1 = tl.load(qkv + half_cols, mask=is_valid, other=0.0)
+    return x1, tl.load(qkv + half + half_cols, mask=is_valid, other=0.0)
 
 
 @triton.jit
-def rotate(one, two, cosines, sines):
-    """The halves turned in float32, and rounded to the format they came in."""
-    kind = one.dtype
-    one, two = one.to(tl.float32), two.to(tl.float32)
-    return (one * cosines - two * sines).to(kind), (two * cosines + one * sines).to(kind)
+def rotate(x1, x2, cos, sin):
+    """Rotate the two halves in float32, and round to their dtype."""
+    dtype = x1.dtype
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    return (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
 
 
 @triton.jit
-def rotate_back(one, two, cosines, sines):
-    """The slopes of halves from those of turned ones, float32."""
-    return one * cosines + two * sines, two * cosines - one * sines
+def rotate_back(x1, x2, cos, sin):
+    """Gradients of the halves from those of the rotated halves, float32."""
+    return x1 * cos + x2 * sin, x2 * cos - x1 * sin
 
 
 @triton.jit
-def _store_rotated_back(result, one, two, cosines, sines, few, is_real, half: tl.constexpr):
-    """The slopes of halves that were turned, turned back, go where the halves came from."""
-    kind = result.dtype.element_ty
-    one, two = rotate_back(one, two, cosines, sines)
-    tl.store(result + few, one.to(kind), mask=is_real)
-    tl.store(result + half + few, two.to(kind), mask=is_real)
+def _store_grad_halves(grad_qkv, x1, x2, cos, sin, half_cols, is_valid, half: tl.constexpr):
+    """Rotate gradients back and store them where the halves were loaded."""
+    dtype = grad_qkv.dtype.element_ty
+    x1, x2 = rotate_back(x1, x2, cos, sin)
+    tl.store(grad_qkv + half_cols, x1.to(dtype), mask=is_valid)
+    tl.store(grad_qkv + half + half_cols, x2.to(dtype), mask=is_valid)
 
 
 @triton.jit
-def _softmax_terms(queries1, queries2, keys1, keys2, is_seen, scale):
-    """The softmax over all places before it is divided, float32, and what it is to be multiplied with, row by row."""
-    scores = tl.dot(queries1, tl.trans(keys1))
-    scores = tl.dot(queries2, tl.trans(keys2), acc=scores)
-    scores = tl.where(is_seen, scores, float("-inf"))
-    in_twos: tl.constexpr = 1.4426950408889634
-    sizes = tl.exp2(scores * (scale * in_twos) - (tl.max(scores, axis=1) * (scale * in_twos))[:, None])
-    return sizes, 1 / tl.sum(sizes, axis=1)[:, None]
+def _softmax_terms(q1, q2, k1, k2, is_key, scale):
+    """The unnormalized softmax over all positions, float32, and the inverse of its sum, row by row."""
+    scores = tl.dot(q1, tl.trans(k1))
+    scores = tl.dot(q2, tl.trans(k2), acc=scores)
+    scores = tl.where(is_key, scores, float("-inf"))
+    log2_e: tl.constexpr = 1.4426950408889634
+    weights = tl.exp2(scores * (scale * log2_e) - (tl.max(scores, axis=1) * (scale * log2_e))[:, None])
+    return weights, 1 / tl.sum(weights, axis=1)[:, None]
 
 
 @triton.jit
 def rotary_forward(
-    mixture,
-    cosines,
-    sines,
-    found,
-    num_places,
+    qkv,
+    cos_table,
+    sin_table,
+    out,
+    num_positions,
     scale,
     heads: tl.constexpr,
-    size: tl.constexpr,
+    head_size: tl.constexpr,
     block: tl.constexpr,
-    together: tl.constexpr,
+    heads_per_program: tl.constexpr,
 ):
-    """found (B, S, H D) from mixture (B, S, 3 H D); tables (S, D), of which the first half is read."""
-    half: tl.constexpr = size // 2
-    width: tl.constexpr = heads * size
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * together
-    few, all_ = tl.arange(0, half)[None, :], tl.arange(0, size)[None, :]
-    places = tl.arange(0, block)[:, None]
-    is_real, is_seen = places < num_places, tl.arange(0, block)[None, :] < num_places
-    cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0)
-    sine = tl.load(sines + places * size + few, mask=is_real, other=0.0)
-    mixture += row * num_places * (3 * width) + places * (3 * width) + head * size
-    found += row * num_places * width + places * width + head * size
-    for _ in tl.range(together, num_stages=2):
-        queries1, queries2 = _load_halves(mixture, few, is_real, half)
-        keys1, keys2 = _load_halves(mixture + width, few, is_real, half)
-        values = tl.load(mixture + 2 * width + all_, mask=is_real, other=0.0)
-        queries1, queries2 = rotate(queries1, queries2, cosine, sine)
-        keys1, keys2 = rotate(keys1, keys2, cosine, sine)
-        sizes, share = _softmax_terms(queries1, queries2, keys1, keys2, is_seen, scale)
-        answer = tl.dot(sizes.to(values.dtype), values) * share
-        tl.store(found + all_, answer.to(values.dtype), mask=is_real)
-        mixture += size
-        found += size
+    """Compute out (B, S, H D) from qkv (B, S, 3 H D). Tables are (S, D), of which the first half is read."""
+    half: tl.constexpr = head_size // 2
+    width: tl.constexpr = heads * head_size
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * heads_per_program
+    half_cols, cols = tl.arange(0, half)[None, :], tl.arange(0, head_size)[None, :]
+    positions = tl.arange(0, block)[:, None]
+    is_valid, is_key = positions < num_positions, tl.arange(0, block)[None, :] < num_positions
+    cos = tl.load(cos_table + positions * head_size + half_cols, mask=is_valid, other=0.0)
+    sin = tl.load(sin_table + positions * head_size + half_cols, mask=is_valid, other=0.0)
+    qkv += row * num_positions * (3 * width) + positions * (3 * width) + head * head_size
+    out += row * num_positions * width + positions * width + head * head_size
+    for _ in tl.range(heads_per_program, num_stages=2):
+        q1, q2 = _load_halves(qkv, half_cols, is_valid, half)
+        k1, k2 = _load_halves(qkv + width, half_cols, is_valid, half)
+        v = tl.load(qkv + 2 * width + cols, mask=is_valid, other=0.0)
+        q1, q2 = rotate(q1, q2, cos, sin)
+        k1, k2 = rotate(k1, k2, cos, sin)
+        weights, inv_sum = _softmax_terms(q1, q2, k1, k2, is_key, scale)
+        acc = tl.dot(weights.to(v.dtype), v) * inv_sum
+        tl.store(out + cols, acc.to(v.dtype), mask=is_valid)
+        qkv += head_size
+        out += head_size
 
 
 @triton.jit
 def rotary_backward(
-    mixture,
-    cosines,
-    sines,
-    slopes,
-    result,
-    num_places,
+    qkv,
+    cos_table,
+    sin_table,
+    grad_out,
+    grad_qkv,
+    num_positions,
     scale,
     heads: tl.constexpr,
-    size: tl.constexpr,
+    head_size: tl.constexpr,
     block: tl.constexpr,
-    together: tl.constexpr,
+    heads_per_program: tl.constexpr,
 ):
-    """result, as mixture is, from slopes, as found is. The shares are computed again."""
-    half: tl.constexpr = size // 2
-    width: tl.constexpr = heads * size
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * together
-    few, all_ = tl.arange(0, half)[None, :], tl.arange(0, size)[None, :]
-    places = tl.arange(0, block)[:, None]
-    is_real, is_seen = places < num_places, tl.arange(0, block)[None, :] < num_places
-    cosine = tl.load(cosines + places * size + few, mask=is_real, other=0.0)
-    sine = tl.load(sines + places * size + few, mask=is_real, other=0.0)
-    first = row * num_places * (3 * width) + places * (3 * width) + head * size
-    mixture += first
-    result += first
-    slopes += row * num_places * width + places * width + head * size
-    for _ in tl.range(together, num_stages=2):
-        queries1, queries2 = _load_halves(mixture, few, is_real, half)
-        keys1, keys2 = _load_halves(mixture + width, few, is_real, half)
-        slope = tl.load(slopes + all_, mask=is_real, other=0.0)
-        values = tl.load(mixture + 2 * width + all_, mask=is_real, other=0.0)
-        queries1, queries2 = rotate(queries1, queries2, cosine, sine)
-        keys1, keys2 = rotate(keys1, keys2, cosine, sine)
-        kind = slope.dtype
-        sizes, share = _softmax_terms(queries1, queries2, keys1, keys2, is_seen, scale)
-        shares = sizes * share
-        of_values = tl.dot(tl.trans(shares.to(kind)), slope)
-        tl.store(result + 2 * width + all_, of_values.to(kind), mask=is_real)
-        of_shares = tl.dot(slope, tl.trans(values))
-        mean = tl.sum(shares * of_shares, axis=1)[:, None]
-        of_scores = (shares * (of_shares - mean) * scale).to(kind)
-        _store_rotated_back(
-            result, tl.dot(of_scores, keys1), tl.dot(of_scores, keys2), cosine, sine, few, is_real, half
+    """Compute grad_qkv (B, S, 3 H D) from grad_out (B, S, H D), recomputing the softmax."""
+    half: tl.constexpr = head_size // 2
+    width: tl.constexpr = heads * head_size
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * heads_per_program
+    half_cols, cols = tl.arange(0, half)[None, :], tl.arange(0, head_size)[None, :]
+    positions = tl.arange(0, block)[:, None]
+    is_valid, is_key = positions < num_positions, tl.arange(0, block)[None, :] < num_positions
+    cos = tl.load(cos_table + positions * head_size + half_cols, mask=is_valid, other=0.0)
+    sin = tl.load(sin_table + positions * head_size + half_cols, mask=is_valid, other=0.0)
+    offset = row * num_positions * (3 * width) + positions * (3 * width) + head * head_size
+    qkv += offset
+    grad_qkv += offset
+    grad_out += row * num_positions * width + positions * width + head * head_size
+    for _ in tl.range(heads_per_program, num_stages=2):
+        q1, q2 = _load_halves(qkv, half_cols, is_valid, half)
+        k1, k2 = _load_halves(qkv + width, half_cols, is_valid, half)
+        grad = tl.load(grad_out + cols, mask=is_valid, other=0.0)
+        v = tl.load(qkv + 2 * width + cols, mask=is_valid, other=0.0)
+        q1, q2 = rotate(q1, q2, cos, sin)
+        k1, k2 = rotate(k1, k2, cos, sin)
+        dtype = grad.dtype
+        weights, inv_sum = _softmax_terms(q1, q2, k1, k2, is_key, scale)
+        probs = weights * inv_sum
+        grad_v = tl.dot(tl.trans(probs.to(dtype)), grad)
+        tl.store(grad_qkv + 2 * width + cols, grad_v.to(dtype), mask=is_valid)
+        grad_probs = tl.dot(grad, tl.trans(v))
+        delta = tl.sum(probs * grad_probs, axis=1)[:, None]
+        grad_scores = (probs * (grad_probs - delta) * scale).to(dtype)
+        _store_grad_halves(
+            grad_qkv, tl.dot(grad_scores, k1), tl.dot(grad_scores, k2), cos, sin, half_cols, is_valid, half
         )
-        turned = tl.trans(of_scores)
-        _store_rotated_back(
-            result + width, tl.dot(turned, queries1), tl.dot(turned, queries2), cosine, sine, few, is_real, half
+        grad_scores_t = tl.trans(grad_scores)
+        _store_grad_halves(
+            grad_qkv + width, tl.dot(grad_scores_t, q1), tl.dot(grad_scores_t, q2), cos, sin, half_cols, is_valid, half
         )
-        mixture += size
-        result += size
-        slopes += size
+        qkv += head_size
+        grad_qkv += head_size
+        grad_out += head_size
+
+
+# --- attention over spans --------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def swiglu_forward(mixture, found, inner, columns: tl.constexpr):
-    """found (T, I) from mixture (T, 2 I), gates and then what passes them."""
-    line, places = tl.program_id(0).to(tl.int64), tl.program_id(1) * columns + tl.arange(0, columns)
-    is_real = places < inner
-    at = line * 2 * inner + places
-    gate = tl.load(mixture + at, mask=is_real, other=0.0)
-    kind = gate.dtype
-    gate = gate.to(tl.float32)
-    passing = tl.load(mixture + at + inner, mask=is_real, other=0.0)
-    through = (gate / (1 + tl.exp(-gate))).to(kind)
-    tl.store(found + line * inner + places, through * passing, mask=is_real)
+def _rotation(cos_table, sin_table, tokens, span, half_cols, is_valid, head_size: tl.constexpr):
+    """The tables' rows of these tokens: a token's position is its distance from the start of its span."""
+    at = (tokens - span)[:, None] * head_size + half_cols
+    cos = tl.load(cos_table + at, mask=is_valid[:, None], other=0.0)
+    return cos, tl.load(sin_table + at, mask=is_valid[:, None], other=0.0)
 
 
 @triton.jit
-def swiglu_backward(mixture, slopes, result, inner, columns: tl.constexpr):
-    """result (T, 2 I) from mixture (T, 2 I), gates and then what passes them, and slopes (T, I)."""
-    line, places = tl.program_id(0).to(tl.int64), tl.program_id(1) * columns + tl.arange(0, columns)
-    is_real = places < inner
-    at = line * 2 * inner + places
-    gate = tl.load(mixture + at, mask=is_real, other=0.0)
-    kind = gate.dtype
-    gate = gate.to(tl.float32)
-    passing = tl.load(mixture + at + inner, mask=is_real, other=0.0).to(tl.float32)
-    slope = tl.load(slopes + line * inner + places, mask=is_real, other=0.0).to(tl.float32)
-    share = 1 / (1 + tl.exp(-gate))
-    tl.store(result + at, (slope * passing * share * (1 + gate * (1 - share))).to(kind), mask=is_real)
-    tl.store(result + at + inner, (slope * gate * share).to(kind), mask=is_real)
+def _load_rotated(
+    x_ptr,
+    offsets,
+    is_valid,
+    cos_table,
+    sin_table,
+    tokens,
+    span,
+    half_cols,
+    head_size: tl.constexpr,
+    is_rotary: tl.constexpr,
+):
+    """Load the two halves of queries or keys, and rotate them if is_rotary."""
+    x1 = tl.load(x_ptr + offsets, mask=is_valid[:, None], other=0.0)
+    x2 = tl.load(x_ptr + head_size // 2 + offsets, mask=is_valid[:, None], other=0.0)
+    if is_rotary:
+        cos, sin = _rotation(cos_table, sin_table, tokens, span, half_cols, is_valid, head_size)
+        x1, x2 = rotate(x1, x2, cos, sin)
+    return x1, x2
+
+
+@triton.jit
+def _store_rotated_back(
+    x_ptr,
+    x1,
+    x2,
+    offsets,
+    is_valid,
+    cos_table,
+    sin_table,
+    tokens,
+    span,
+    half_cols,
+    head_size: tl.constexpr,
+    is_rotary: tl.constexpr,
+):
+    """Rotate gradients back and store them where `_load_rotated` loaded the halves."""
+    dtype = x_ptr.dtype.element_ty
+    if is_rotary:
+        cos, sin = _rotation(cos_table, sin_table, tokens, span, half_cols, is_valid, head_size)
+        x1, x2 = rotate_back(x1, x2, cos, sin)
+    tl.store(x_ptr + offsets, x1.to(dtype), mask=is_valid[:, None])
+    tl.store(x_ptr + head_size // 2 + offsets, x2.to(dtype), mask=is_valid[:, None])
+
+
+@triton.jit
+def _scores(a1, a2, b1, b2):
+    return tl.dot(a2, tl.trans(b2), acc=tl.dot(a1, tl.trans(b1)))
+
+
+@triton.jit
+def _tile(tiles, heads: tl.constexpr):
+    """This program's head, and the four numbers of its tile (`Spans.tiles`)."""
+    tiles += tl.program_id(0) // heads * 4
+    head = tl.program_id(0) % heads
+    return head, tl.load(tiles), tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 3)
+
+
+@triton.jit(do_not_specialize=("num_tokens",))
+def span_forward(
+    qkv,
+    span_starts,
+    tiles,
+    cos_table,
+    sin_table,
+    out,
+    lses,
+    num_tokens,
+    scale,
+    heads: tl.constexpr,
+    head_size: tl.constexpr,
+    is_causal: tl.constexpr,
+    is_rotary: tl.constexpr,
+    block: tl.constexpr,
+    piece: tl.constexpr,
+):
+    """Compute out (T, H D) from qkv (T, 3 H D), and lses (H, T), the base-2 logarithms of the softmax sums."""
+    width: tl.constexpr = heads * head_size
+    head, begin, end, low, high = _tile(tiles, heads)
+    rows, piece_rows = tl.arange(0, block), tl.arange(0, piece)
+    half_cols, cols = tl.arange(0, head_size // 2)[None, :], tl.arange(0, head_size)[None, :]
+    row_offsets, piece_offsets = rows[:, None] * (3 * width), piece_rows[:, None] * (3 * width)
+    tokens = begin + rows
+    is_valid = tokens < end
+    span = tl.load(span_starts + tokens, mask=is_valid, other=-1)
+    qkv += head * head_size
+    qkv_tile = qkv + begin.to(tl.int64) * (3 * width)
+    q1, q2 = _load_rotated(
+        qkv_tile, row_offsets + half_cols, is_valid, cos_table, sin_table, tokens, span, half_cols, head_size, is_rotary
+    )
+    if is_causal:
+        high = end
+    max_score = tl.full((block,), _MIN_SCORE, tl.float32)
+    total = tl.zeros((block,), tl.float32)
+    acc = tl.zeros((block, head_size), tl.float32)
+    for index in range((high - low + piece - 1) // piece):
+        start = low + index * piece
+        keys = start + piece_rows
+        is_key = keys < high
+        key_span = tl.load(span_starts + keys, mask=is_key, other=-2)
+        kv_piece = qkv + start.to(tl.int64) * (3 * width) + width
+        k1, k2 = _load_rotated(
+            kv_piece,
+            piece_offsets + half_cols,
+            is_key,
+            cos_table,
+            sin_table,
+            keys,
+            key_span,
+            half_cols,
+            head_size,
+            is_rotary,
+        )
+        v = tl.load(kv_piece + width + piece_offsets + cols, mask=is_key[:, None], other=0.0)
+        is_visible = span[:, None] == key_span[None, :]
+        if is_causal:
+            is_visible &= tokens[:, None] >= keys[None, :]
+        scores = tl.where(is_visible, _scores(q1, q2, k1, k2) * (scale * _LOG2_E), float("-inf"))
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1))
+        probs = tl.exp2(scores - new_max[:, None])
+        rescale = tl.exp2(max_score - new_max)
+        total = total * rescale + tl.sum(probs, axis=1)
+        acc = tl.dot(probs.to(v.dtype), v, acc=acc * rescale[:, None])
+        max_score = new_max
+    acc = acc / total[:, None]
+    at = (begin.to(tl.int64) * width + head * head_size) + rows[:, None] * width + cols
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=is_valid[:, None])
+    tl.store(lses + head * num_tokens + tokens, max_score + tl.log2(total), mask=is_valid)
+
+
+@triton.jit(do_not_specialize=("num_tokens",))
+def span_backward_queries(
+    qkv,
+    span_starts,
+    tiles,
+    cos_table,
+    sin_table,
+    out,
+    lses,
+    deltas,
+    grad_out,
+    grad_qkv,
+    num_tokens,
+    scale,
+    heads: tl.constexpr,
+    head_size: tl.constexpr,
+    is_causal: tl.constexpr,
+    is_rotary: tl.constexpr,
+    block: tl.constexpr,
+    piece: tl.constexpr,
+):
+    """Compute the gradients of queries, recomputing the softmax; and deltas (H, T), sums of grad_out * out."""
+    width: tl.constexpr = heads * head_size
+    head, begin, end, low, high = _tile(tiles, heads)
+    rows, piece_rows = tl.arange(0, block), tl.arange(0, piece)
+    half_cols, cols = tl.arange(0, head_size // 2)[None, :], tl.arange(0, head_size)[None, :]
+    row_offsets, piece_offsets = rows[:, None] * (3 * width), piece_rows[:, None] * (3 * width)
+    tokens = begin + rows
+    is_valid = tokens < end
+    span = tl.load(span_starts + tokens, mask=is_valid, other=-1)
+    qkv += head * head_size
+    qkv_tile = qkv + begin.to(tl.int64) * (3 * width)
+    q1, q2 = _load_rotated(
+        qkv_tile, row_offsets + half_cols, is_valid, cos_table, sin_table, tokens, span, half_cols, head_size, is_rotary
+    )
+    out_offsets = begin.to(tl.int64) * width + head * head_size + rows[:, None] * width + cols
+    grad = tl.load(grad_out + out_offsets, mask=is_valid[:, None], other=0.0)
+    out_tile = tl.load(out + out_offsets, mask=is_valid[:, None], other=0.0)
+    lse = tl.load(lses + head * num_tokens + tokens, mask=is_valid, other=0.0)
+    delta = tl.sum(grad.to(tl.float32) * out_tile.to(tl.float32), axis=1)
+    tl.store(deltas + head * num_tokens + tokens, delta, mask=is_valid)
+    grad_q1, grad_q2 = tl.zeros((block, head_size // 2), tl.float32), tl.zeros((block, head_size // 2), tl.float32)
+    if is_causal:
+        high = end
+    for index in range((high - low + piece - 1) // piece):
+        start = low + index * piece
+        keys = start + piece_rows
+        is_key = keys < high
+        key_span = tl.load(span_starts + keys, mask=is_key, other=-2)
+        kv_piece = qkv + start.to(tl.int64) * (3 * width) + width
+        k1, k2 = _load_rotated(
+            kv_piece,
+            piece_offsets + half_cols,
+            is_key,
+            cos_table,
+            sin_table,
+            keys,
+            key_span,
+            half_cols,
+            head_size,
+            is_rotary,
+        )
+        v = tl.load(kv_piece + width + piece_offsets + cols, mask=is_key[:, None], other=0.0)
+        is_visible = span[:, None] == key_span[None, :]
+        if is_causal:
+            is_visible &= tokens[:, None] >= keys[None, :]
+        scores = _scores(q1, q2, k1, k2) * (scale * _LOG2_E)
+        probs = tl.where(is_visible, tl.exp2(scores - lse[:, None]), 0.0)
+        grad_probs = tl.dot(grad, tl.trans(v))
+        grad_scores = (probs * (grad_probs - delta[:, None]) * scale).to(grad.dtype)
+        grad_q1 = tl.dot(grad_scores, k1, acc=grad_q1)
+        grad_q2 = tl.dot(grad_scores, k2, acc=grad_q2)
+    grad_qkv += head * head_size + begin.to(tl.int64) * (3 * width)
+    _store_rotated_back(
+        grad_qkv,
+        grad_q1,
+        grad_q2,
+        row_offsets + half_cols,
+        is_valid,
+        cos_table,
+        sin_table,
+        tokens,
+        span,
+        half_cols,
+        head_size,
+        is_rotary,
+    )
+
+
+@triton.jit(do_not_specialize=("num_tokens",))
+def span_backward_keys_values(
+    qkv,
+    span_starts,
+    tiles,
+    cos_table,
+    sin_table,
+    lses,
+    deltas,
+    grad_out,
+    grad_qkv,
+    num_tokens,
+    scale,
+    heads: tl.constexpr,
+    head_size: tl.constexpr,
+    is_causal: tl.constexpr,
+    is_rotary: tl.constexpr,
+    block: tl.constexpr,
+    piece: tl.constexpr,
+):
+    """Compute the gradients of keys and values; deltas come from `span_backward_queries`."""
+    width: tl.constexpr = heads * head_size
+    head, begin, end, low, high = _tile(tiles, heads)
+    rows, piece_rows = tl.arange(0, block), tl.arange(0, piece)
+    half_cols, cols = tl.arange(0, head_size // 2)[None, :], tl.arange(0, head_size)[None, :]
+    row_offsets, piece_offsets = rows[:, None] * (3 * width), piece_rows[:, None] * (3 * width)
+    tokens = begin + rows
+    is_valid = tokens < end
+    span = tl.load(span_starts + tokens, mask=is_valid, other=-1)
+    qkv += head * head_size
+    grad_out += head * head_size
+    lses += head * num_tokens
+    deltas += head * num_tokens
+    grad_qkv += head * head_size + begin.to(tl.int64) * (3 * width)
+    qkv_tile = qkv + begin.to(tl.int64) * (3 * width) + width
+    k1, k2 = _load_rotated(
+        qkv_tile, row_offsets + half_cols, is_valid, cos_table, sin_table, tokens, span, half_cols, head_size, is_rotary
+    )
+    v = tl.load(qkv_tile + width + row_offsets + cols, mask=is_valid[:, None], other=0.0)
+    dtype = v.dtype
+    grad_k1, grad_k2 = tl.zeros((block, head_size // 2), tl.float32), tl.zeros((block, head_size // 2), tl.float32)
+    grad_v = tl.zeros((block, head_size), tl.float32)
+    if is_causal:
+        low = begin
+    for index in range((high - low + piece - 1) // piece):
+        start = low + index * piece
+        queries = start + piece_rows
+        is_query = queries < high
+        query_span = tl.load(span_starts + queries, mask=is_query, other=-2)
+        q_piece = qkv + start.to(tl.int64) * (3 * width)
+        q1, q2 = _load_rotated(
+            q_piece,
+            piece_offsets + half_cols,
+            is_query,
+            cos_table,
+            sin_table,
+            queries,
+            query_span,
+            half_cols,
+            head_size,
+            is_rotary,
+        )
+        out_offsets = start.to(tl.int64) * width + piece_rows[:, None] * width + cols
+        grad = tl.load(grad_out + out_offsets, mask=is_query[:, None], other=0.0)
+        lse = tl.load(lses + queries, mask=is_query, other=0.0)
+        delta = tl.load(deltas + queries, mask=is_query, other=0.0)
+        is_visible = span[:, None] == query_span[None, :]
+        if is_causal:
+            is_visible &= tokens[:, None] <= queries[None, :]
+        scores = _scores(k1, k2, q1, q2) * (scale * _LOG2_E)
+        probs = tl.where(is_visible, tl.exp2(scores - lse[None, :]), 0.0)
+        grad_v = tl.dot(probs.to(dtype), grad, acc=grad_v)
+        grad_probs = tl.dot(v, tl.trans(grad))
+        grad_scores = (probs * (grad_probs - delta[None, :]) * scale).to(dtype)
+        grad_k1 = tl.dot(grad_scores, q1, acc=grad_k1)
+        grad_k2 = tl.dot(grad_scores, q2, acc=grad_k2)
+    tl.store(grad_qkv + 2 * width + row_offsets + cols, grad_v.to(dtype), mask=is_valid[:, None])
+    grad_qkv += width
+    _store_rotated_back(
+        grad_qkv,
+        grad_k1,
+        grad_k2,
+        row_offsets + half_cols,
+        is_valid,
+        cos_table,
+        sin_table,
+        tokens,
+        span,
+        half_cols,
+        head_size,
+        is_rotary,
+    )

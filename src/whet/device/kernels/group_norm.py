@@ -1,4 +1,9 @@
-"""GroupNorm and its activation in one kernel forward and one backward, for channels_last."""
+"""GroupNorm and its activation in one kernel forward and one backward, for channels_last.
+
+torch's GroupNorm copies to contiguous and back, loads everything once more for its statistics, and under autocast
+computes and stores float32. Here every element is loaded and stored once, in its dtype; sums and intermediate values
+are float32. Shapes: B samples of (C, H, W), whose C channels are adjacent for each of H W cells.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +14,7 @@ from whet.plan.kernel_support import cell_tiles, groups_per_program, supports_gr
 
 
 def group_norm_activation(norm: nn.Module, activation: nn.Module, x: Tensor) -> Tensor:
-    """activation(norm(x)), by kernels of our own where they are wanted (norms=own) and written for it."""
+    """activation(norm(x)), with whet's kernel if norms=own is selected and the modules are supported."""
     if (
         is_own_kernel_on("norms")
         and isinstance(norm, nn.GroupNorm)
@@ -24,60 +29,60 @@ def group_norm_activation(norm: nn.Module, activation: nn.Module, x: Tensor) -> 
         and supports_group_norm(int(x.shape[2] * x.shape[3]), norm.num_channels, norm.num_groups)
     ):
         is_silu = isinstance(activation, nn.SiLU)
-        through, _ = group_norm_act(x, norm.weight, norm.bias, norm.num_groups, norm.eps, is_silu)
-        return through
-    result: Tensor = activation(norm(x))
-    return result
+        out, _ = group_norm_act(x, norm.weight, norm.bias, norm.num_groups, norm.eps, is_silu)
+        return out
+    plain: Tensor = activation(norm(x))
+    return plain
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, is_silu: bool) -> Tensor:
-    """The same in torch's words."""
-    bend = functional.silu if is_silu else functional.relu
-    return bend(functional.group_norm(x, num_groups, weight, bias, eps))
+    """The same with torch's operators, for tests."""
+    activate = functional.silu if is_silu else functional.relu
+    return activate(functional.group_norm(x, num_groups, weight, bias, eps))
 
 
-@torch.library.custom_op("whet::bent_norm", mutates_args=())
+@torch.library.custom_op("whet::group_norm_act", mutates_args=())
 def group_norm_act(
     x: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float, is_silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """silu or relu of the group norm of x, (B, C, H, W); and for the way back (B, 2, C), means and 1 / deviations."""
+    """silu or relu of the GroupNorm of x; and for the backward pass (B, 2, C), means and inverse deviations."""
     from whet.device.kernels import group_norm_triton
 
     x = x.contiguous(memory_format=torch.channels_last)
-    found = torch.empty_like(x)
+    out = torch.empty_like(x)
     statistics = x.new_empty(len(x), 2, x.shape[1], dtype=torch.float32)
     grid, sizes = _sizes(x, num_groups)
     group_norm_triton.group_norm_forward[grid](
-        x, weight, bias, found, statistics, _num_cells(x), eps, is_silu, *sizes, num_warps=_warps(*sizes[1:])
+        x, weight, bias, out, statistics, _num_cells(x), eps, is_silu, *sizes, num_warps=_warps(*sizes[1:])
     )
-    return found, statistics
+    return out, statistics
 
 
-@torch.library.custom_op("whet::bent_norm_backward", mutates_args=())
+@torch.library.custom_op("whet::group_norm_act_backward", mutates_args=())
 def group_norm_act_backward(
-    x: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor, slopes: Tensor, num_groups: int, is_silu: bool
+    x: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor, grad_out: Tensor, num_groups: int, is_silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """The slopes of x; and (B, 2, C), what each sample adds to those of weight and bias."""
+    """The gradient of x; and (B, 2, C), each sample's contribution to those of weight and bias."""
     from whet.device.kernels import group_norm_triton
 
     x = x.contiguous(memory_format=torch.channels_last)
-    slopes = slopes.contiguous(memory_format=torch.channels_last)
-    result, of_weights = torch.empty_like(x), torch.empty_like(statistics)
+    grad_out = grad_out.contiguous(memory_format=torch.channels_last)
+    grad_x, grad_params = torch.empty_like(x), torch.empty_like(statistics)
     grid, sizes = _sizes(x, num_groups)
     group_norm_triton.group_norm_backward[grid](
         x,
         weight,
         bias,
         statistics,
-        slopes,
-        result,
-        of_weights,
+        grad_out,
+        grad_x,
+        grad_params,
         _num_cells(x),
         is_silu,
         *sizes,
         num_warps=_warps(*sizes[1:]),
     )
-    return result, of_weights
+    return grad_x, grad_params
 
 
 def _num_cells(x: Tensor) -> int:
@@ -85,19 +90,19 @@ def _num_cells(x: Tensor) -> int:
 
 
 def _sizes(x: Tensor, num_groups: int) -> tuple[tuple[int], tuple[int, int, int, int, int]]:
-    """The grid of programs; then channels, those of a group, groups of a program, and the cells of its two tiles."""
+    """The grid; then channels, channels of a group, groups of a program, and the cells of its two tiles."""
     width = x.shape[1]
-    size = width // num_groups
-    together = groups_per_program(_num_cells(x), num_groups, size)
-    return (len(x) * num_groups // together,), (width, size, together, *cell_tiles(_num_cells(x)))
+    group_size = width // num_groups
+    groups = groups_per_program(_num_cells(x), num_groups, group_size)
+    return (len(x) * num_groups // groups,), (width, group_size, groups, *cell_tiles(_num_cells(x)))
 
 
-def _warps(size: int, together: int, first: int, second: int) -> int:
-    """Enough that the registers of their threads hold a program's numbers."""
+def _warps(group_size: int, groups: int, first: int, second: int) -> int:
+    """Enough warps that the registers of their threads hold a program's elements."""
     from whet.device.kernels.group_norm_triton import ELEMENTS_PER_WARP
 
-    most = size * together * (first + second)
-    return 1 << (-(-most // ELEMENTS_PER_WARP) - 1).bit_length()
+    elements = group_size * groups * (first + second)
+    return 1 << (-(-elements // ELEMENTS_PER_WARP) - 1).bit_length()
 
 
 @group_norm_act.register_fake
@@ -119,27 +124,27 @@ def _(
     weight: Tensor,  # noqa: ARG001
     bias: Tensor,  # noqa: ARG001
     statistics: Tensor,
-    slopes: Tensor,  # noqa: ARG001
+    grad_out: Tensor,  # noqa: ARG001
     num_groups: int,  # noqa: ARG001
     is_silu: bool,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=torch.channels_last), torch.empty_like(statistics)
 
 
-def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, weight, bias, ctx.num_groups, _, ctx.is_silu = inputs
     ctx.save_for_backward(x, weight, bias, output[1])
-    # Nobody asks for slopes of the statistics: no zeros are made for them.
+    # The statistics have no gradient; do not create zeros for it.
     ctx.set_materialize_grads(False)
 
 
-def _back(ctx, slopes, _):  # type: ignore[no-untyped-def]
+def _gradient(ctx, grad_out, _):  # type: ignore[no-untyped-def]
     x, weight, bias, statistics = ctx.saved_tensors
-    if slopes is None:
+    if grad_out is None:
         return None, None, None, None, None, None
-    result, parts = group_norm_act_backward(x, weight, bias, statistics, slopes, ctx.num_groups, ctx.is_silu)
-    of_weight, of_bias = parts.sum(0).unbind(0)
-    return result, of_weight.to(weight.dtype), of_bias.to(bias.dtype), None, None, None
+    grad_x, parts = group_norm_act_backward(x, weight, bias, statistics, grad_out, ctx.num_groups, ctx.is_silu)
+    grad_weight, grad_bias = parts.sum(0).unbind(0)
+    return grad_x, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype), None, None, None
 
 
-group_norm_act.register_autograd(_back, setup_context=_keep)
+group_norm_act.register_autograd(_gradient, setup_context=_save)

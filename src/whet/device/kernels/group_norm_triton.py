@@ -1,41 +1,46 @@
-"""Triton kernels of GroupNorm with activation. Imported only where triton is installed."""
+"""Triton kernels of GroupNorm with activation. Imported only where triton is installed.
+
+A program holds some groups of one sample with all their cells, so everything is loaded once. The cells are in two
+tiles, since the sides of a tile are powers of two: 169 cells are 128 and, of 64, the first 41. Sums run over cells
+first, which gives sums per channel, and then over the few channels of a group.
+"""
 
 import triton
 import triton.language as tl
 
 ELEMENTS_PER_WARP = 2048
-"""The most: 64 of a thread, which its registers hold with their slopes and spill nothing."""
+"""At most 64 per thread: its registers hold them with their gradients without spilling."""
 
 
 @triton.jit
-def _group_sum(of_channels, groups: tl.constexpr, size: tl.constexpr):
-    """Each channel's number becomes the sum over its group."""
-    sums = tl.sum(tl.reshape(of_channels, (groups, size)), axis=1)
-    return tl.reshape(tl.broadcast_to(sums[:, None], (groups, size)), (groups * size,))
+def _group_sum(per_channel, groups: tl.constexpr, group_size: tl.constexpr):
+    """Replace each channel's value by the sum over its group."""
+    sums = tl.sum(tl.reshape(per_channel, (groups, group_size)), axis=1)
+    return tl.reshape(tl.broadcast_to(sums[:, None], (groups, group_size)), (groups * group_size,))
 
 
 @triton.jit
 def _tile_offsets(sample, part, num_cells, width: tl.constexpr, channels: tl.constexpr, first: tl.constexpr):
-    """Where the first tile begins and where the numbers of a channel are, and the channels."""
-    inside = part * channels + tl.arange(0, channels)
-    return sample * num_cells * width + tl.arange(0, first)[:, None] * width + inside[None, :], inside
+    """Offsets of the first tile's elements, and the channels of this program."""
+    channel = part * channels + tl.arange(0, channels)
+    return sample * num_cells * width + tl.arange(0, first)[:, None] * width + channel[None, :], channel
 
 
 @triton.jit
 def _activate(z, is_silu: tl.constexpr):
     if is_silu:
         return z / (1 + tl.exp(-z))
-    # Not the larger of both: a NaN stays one.
+    # Not tl.maximum, which would drop a NaN.
     return tl.where(z < 0, 0.0, z)
 
 
 @triton.jit
-def _activation_grad(slope, z, is_silu: tl.constexpr):
-    """The slope before the activation, which got z, from that behind it."""
+def _activation_grad(grad, z, is_silu: tl.constexpr):
+    """The gradient of the activation's input z from that of its output."""
     if is_silu:
-        share = 1 / (1 + tl.exp(-z))
-        return slope * share * (1 + z * (1 - share))
-    return tl.where(z <= 0, 0.0, slope)
+        sigmoid = 1 / (1 + tl.exp(-z))
+        return grad * sigmoid * (1 + z * (1 - sigmoid))
+    return tl.where(z <= 0, 0.0, grad)
 
 
 @triton.jit
@@ -43,46 +48,46 @@ def group_norm_forward(
     x,
     weight,
     bias,
-    found,
+    out,
     statistics,
     num_cells,
     eps,
     is_silu: tl.constexpr,
     width: tl.constexpr,
-    size: tl.constexpr,
+    group_size: tl.constexpr,
     groups: tl.constexpr,
     first: tl.constexpr,
     second: tl.constexpr,
 ):
-    """found, as x is (B, cells, W), and statistics (B, 2, W): mean and 1 / deviation of each channel's group."""
-    channels: tl.constexpr = groups * size
+    """Compute out (B, cells, C), and statistics (B, 2, C): mean and inverse deviation of each channel's group."""
+    channels: tl.constexpr = groups * group_size
     parts: tl.constexpr = width // channels
     sample, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
-    at, inside = _tile_offsets(sample, part, num_cells, width, channels, first)
-    kind = found.dtype.element_ty
-    one = tl.load(x + at).to(tl.float32)
-    sums = tl.sum(one, axis=0)
+    offsets, channel = _tile_offsets(sample, part, num_cells, width, channels, first)
+    dtype = out.dtype.element_ty
+    x1 = tl.load(x + offsets).to(tl.float32)
+    sums = tl.sum(x1, axis=0)
     if second > 0:
         cells = first + tl.arange(0, second)[:, None]
-        is_real = cells < num_cells
-        also = sample * num_cells * width + cells * width + inside[None, :]
-        two = tl.load(x + also, mask=is_real, other=0.0).to(tl.float32)
-        sums += tl.sum(two, axis=0)
-    number = num_cells * size
-    mean = _group_sum(sums, groups, size) / number
-    off = one - mean[None, :]
-    squares = tl.sum(off * off, axis=0)
+        is_valid = cells < num_cells
+        offsets2 = sample * num_cells * width + cells * width + channel[None, :]
+        x2 = tl.load(x + offsets2, mask=is_valid, other=0.0).to(tl.float32)
+        sums += tl.sum(x2, axis=0)
+    count = num_cells * group_size
+    mean = _group_sum(sums, groups, group_size) / count
+    centered = x1 - mean[None, :]
+    squares = tl.sum(centered * centered, axis=0)
     if second > 0:
-        off = tl.where(is_real, two - mean[None, :], 0.0)
-        squares += tl.sum(off * off, axis=0)
-    inverse = tl.rsqrt(_group_sum(squares, groups, size) / number + eps)
-    tl.store(statistics + sample * 2 * width + inside, mean)
-    tl.store(statistics + sample * 2 * width + width + inside, inverse)
-    times = tl.load(weight + inside).to(tl.float32) * inverse
-    plus = tl.load(bias + inside).to(tl.float32) - mean * times
-    tl.store(found + at, _activate(one * times[None, :] + plus[None, :], is_silu).to(kind))
+        centered = tl.where(is_valid, x2 - mean[None, :], 0.0)
+        squares += tl.sum(centered * centered, axis=0)
+    inv_std = tl.rsqrt(_group_sum(squares, groups, group_size) / count + eps)
+    tl.store(statistics + sample * 2 * width + channel, mean)
+    tl.store(statistics + sample * 2 * width + width + channel, inv_std)
+    scale = tl.load(weight + channel).to(tl.float32) * inv_std
+    shift = tl.load(bias + channel).to(tl.float32) - mean * scale
+    tl.store(out + offsets, _activate(x1 * scale[None, :] + shift[None, :], is_silu).to(dtype))
     if second > 0:
-        tl.store(found + also, _activate(two * times[None, :] + plus[None, :], is_silu).to(kind), mask=is_real)
+        tl.store(out + offsets2, _activate(x2 * scale[None, :] + shift[None, :], is_silu).to(dtype), mask=is_valid)
 
 
 @triton.jit
@@ -91,53 +96,54 @@ def group_norm_backward(
     weight,
     bias,
     statistics,
-    slopes,
-    result,
-    of_weights,
+    grad_out,
+    grad_x,
+    grad_params,
     num_cells,
     is_silu: tl.constexpr,
     width: tl.constexpr,
-    size: tl.constexpr,
+    group_size: tl.constexpr,
     groups: tl.constexpr,
     first: tl.constexpr,
     second: tl.constexpr,
 ):
-    """result, as x is, from slopes, as found is; and of_weights (B, 2, W), what a sample gives to weight and bias."""
-    channels: tl.constexpr = groups * size
+    """Compute grad_x (B, cells, C), and grad_params (B, 2, C), each sample's contribution to weight and bias."""
+    channels: tl.constexpr = groups * group_size
     parts: tl.constexpr = width // channels
     sample, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
-    at, inside = _tile_offsets(sample, part, num_cells, width, channels, first)
-    kind = result.dtype.element_ty
-    mean = tl.load(statistics + sample * 2 * width + inside)
-    inverse = tl.load(statistics + sample * 2 * width + width + inside)
-    gain = tl.load(weight + inside).to(tl.float32)
-    times = gain * inverse
-    plus = tl.load(bias + inside).to(tl.float32) - mean * times
-    one = tl.load(x + at).to(tl.float32)
-    slope = tl.load(slopes + at).to(tl.float32)
-    bent = _activation_grad(slope, one * times[None, :] + plus[None, :], is_silu)
-    of_bias = tl.sum(bent, axis=0)
-    of_weight = tl.sum(bent * (one - mean[None, :]), axis=0)
+    offsets, channel = _tile_offsets(sample, part, num_cells, width, channels, first)
+    dtype = grad_x.dtype.element_ty
+    mean = tl.load(statistics + sample * 2 * width + channel)
+    inv_std = tl.load(statistics + sample * 2 * width + width + channel)
+    gamma = tl.load(weight + channel).to(tl.float32)
+    scale = gamma * inv_std
+    shift = tl.load(bias + channel).to(tl.float32) - mean * scale
+    x1 = tl.load(x + offsets).to(tl.float32)
+    grad = tl.load(grad_out + offsets).to(tl.float32)
+    grad1 = _activation_grad(grad, x1 * scale[None, :] + shift[None, :], is_silu)
+    grad_bias = tl.sum(grad1, axis=0)
+    grad_weight = tl.sum(grad1 * (x1 - mean[None, :]), axis=0)
     if second > 0:
         cells = first + tl.arange(0, second)[:, None]
-        is_real = cells < num_cells
-        also = sample * num_cells * width + cells * width + inside[None, :]
-        two = tl.load(x + also, mask=is_real, other=0.0).to(tl.float32)
-        # 0 where there is no cell, so nothing of it is in a sum.
-        slope = tl.load(slopes + also, mask=is_real, other=0.0).to(tl.float32)
-        bent_two = _activation_grad(slope, two * times[None, :] + plus[None, :], is_silu)
-        of_bias += tl.sum(bent_two, axis=0)
-        of_weight += tl.sum(bent_two * (two - mean[None, :]), axis=0)
-    of_weight *= inverse
-    tl.store(of_weights + sample * 2 * width + inside, of_weight)
-    tl.store(of_weights + sample * 2 * width + width + inside, of_bias)
-    number = num_cells * size
-    of_mean = _group_sum(gain * of_bias, groups, size) / number
-    of_size = _group_sum(gain * of_weight, groups, size) / number
-    # times * bent - inverse * (of_mean + normed * of_size), with all that a channel's cells share taken together.
-    along = -inverse * inverse * of_size
-    rest = -inverse * of_mean - along * mean
-    tl.store(result + at, (bent * times[None, :] + (one * along[None, :] + rest[None, :])).to(kind))
+        is_valid = cells < num_cells
+        offsets2 = sample * num_cells * width + cells * width + channel[None, :]
+        x2 = tl.load(x + offsets2, mask=is_valid, other=0.0).to(tl.float32)
+        # 0 outside of the sample, so that sums are not affected.
+        grad = tl.load(grad_out + offsets2, mask=is_valid, other=0.0).to(tl.float32)
+        grad2 = _activation_grad(grad, x2 * scale[None, :] + shift[None, :], is_silu)
+        grad_bias += tl.sum(grad2, axis=0)
+        grad_weight += tl.sum(grad2 * (x2 - mean[None, :]), axis=0)
+    grad_weight *= inv_std
+    tl.store(grad_params + sample * 2 * width + channel, grad_weight)
+    tl.store(grad_params + sample * 2 * width + width + channel, grad_bias)
+    count = num_cells * group_size
+    grad_mean = _group_sum(gamma * grad_bias, groups, group_size) / count
+    grad_std = _group_sum(gamma * grad_weight, groups, group_size) / count
+    # scale * grad - inv_std * (grad_mean + normalized * grad_std), with the terms that a channel's cells share
+    # combined.
+    slope_x = -inv_std * inv_std * grad_std
+    offset_x = -inv_std * grad_mean - slope_x * mean
+    tl.store(grad_x + offsets, (grad1 * scale[None, :] + (x1 * slope_x[None, :] + offset_x[None, :])).to(dtype))
     if second > 0:
-        back = bent_two * times[None, :] + (two * along[None, :] + rest[None, :])
-        tl.store(result + also, back.to(kind), mask=is_real)
+        grad_x2 = grad2 * scale[None, :] + (x2 * slope_x[None, :] + offset_x[None, :])
+        tl.store(grad_x + offsets2, grad_x2.to(dtype), mask=is_valid)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from whet.data.batch import Packed, Padded
-from whet.device.kernels.spans import Spans, has_span_kernel, has_varlen_kernel, span_attention, varlen_attention
+from whet.device.kernels.attention import Spans, has_span_kernel, has_varlen_kernel, span_attention, varlen_attention
 from whet.device.kernels.switches import is_own_kernel_on
 
 
@@ -86,7 +86,7 @@ def attend(qkv: Tensor, layout: TokenLayout, *, num_heads: int, dropout: float =
         return span_attention(qkv, layout.spans, num_heads=num_heads)
     if layout.starts is not None and has_varlen_kernel(qkv, num_heads=num_heads):
         longest = layout.is_real.shape[1]
-        return varlen_attention(qkv, layout.starts, num_heads=num_heads, longest=longest, dropout=dropout)
+        return varlen_attention(qkv, layout.starts, num_heads=num_heads, max_length=longest, dropout=dropout)
     padded = layout.to_padded(qkv)
     queries, keys, values = padded.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, L, W / H)
     mask = layout.is_seen[:, None, None]

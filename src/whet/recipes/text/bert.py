@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from whet.data.batch import Packed, Padded
-from whet.device.kernels.residual_norm import residual_layer_norm
+from whet.device.kernels.rowwise import residual_layer_norm
 from whet.recipes.text.attention import TokenLayout, attend, first_token, token_layout
 from whet.recipes.text.backbone import BERT_ACTIVATIONS
 from whet.recipes.text.tokenizer import SEGMENT_OFFSET

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from whet.device.kernels.spans import Spans, has_span_kernel
+from whet.device.kernels.attention import Spans, has_span_kernel
 from whet.recipes.layers import AttentionArgs, KeyValueCache, rotary_angles
 
 
