@@ -81,10 +81,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked `gpu("cuda")` or `gpu("mps")` where that device is missing."""
     marker = item.get_closest_marker("gpu")
     if marker is not None:
-        from whet.device.open import _UNAVAILABLE_REASONS
+        from whet.device.open import UNAVAILABLE_REASONS
 
         (kind,) = marker.args
-        reason = _UNAVAILABLE_REASONS[kind]()
+        reason = UNAVAILABLE_REASONS[kind]()
         if reason is not None:
             pytest.skip(f"no {kind}: {reason}")
 

@@ -29,7 +29,7 @@ def gradients(
     """The gradient of one step, with the weights left as they were."""
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0), CpuDevice())
     batch = next(iter(source.batches(Position())))
-    micro_batches = source.micro_batches(batch, micro_batch=micro_batch, how=how)
+    micro_batches = source.micro_batches(batch, micro_batch=micro_batch, length_mode=how)
     stepper(loss, micro_batches, num_samples=len(batch), step=1)
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -89,7 +89,12 @@ def steps(model: nn.Module, source: AbstractSource, loss, *, count: int, micro_b
     stepper = Stepper(model, optimizer, CpuDevice(), clip=1.0)
     batches = (batch for epoch in range(count) for batch in source.batches(Position(epoch=epoch)))
     for step, batch in zip(range(1, count + 1), batches, strict=False):
-        stepper(loss, source.micro_batches(batch, micro_batch=micro_batch, how=how), num_samples=len(batch), step=step)
+        stepper(
+            loss,
+            source.micro_batches(batch, micro_batch=micro_batch, length_mode=how),
+            num_samples=len(batch),
+            step=step,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])

@@ -71,7 +71,7 @@ def test_samples_are_the_same_whoever_reads_them(workers: int) -> None:
     seen = []
     for epoch in range(2):
         for batch in source.batches(Position(epoch=epoch)):
-            for micro in source.micro_batches(batch, micro_batch=2, how="fixed"):
+            for micro in source.micro_batches(batch, micro_batch=2, length_mode="fixed"):
                 assert micro.id.tolist() == micro.ids.tolist()
                 seen += micro.noise.tolist()
     source.close()
@@ -87,7 +87,7 @@ def _expected_noise() -> list[float]:
         value
         for epoch in range(2)
         for batch in source.batches(Position(epoch=epoch))
-        for micro in source.micro_batches(batch, micro_batch=10, how="fixed")
+        for micro in source.micro_batches(batch, micro_batch=10, length_mode="fixed")
         for value in micro.noise.tolist()
     ]
 

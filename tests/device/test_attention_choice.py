@@ -93,7 +93,7 @@ def test_the_wanted_kernel_computes_while_a_run_trains_and_torch_chooses_again_a
 
 def test_what_a_kernel_cannot_do_goes_to_the_next_one():
     q = torch.randn(2, 2, 8, 16, requires_grad=True)
-    with CpuDevice().attention("flash"):
+    with CpuDevice().use_kernels(attention="flash"):
         functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5).sum().backward()
     assert q.grad is not None
 
@@ -103,7 +103,7 @@ def test_a_kernel_is_refused_where_the_device_or_the_model_has_none(tmp_path):
         train("efficient", run=tmp_path / "never")
     assert not (tmp_path / "never").exists()
     with pytest.raises(UsageError, match="no choice of attention kernels"):
-        FakeDevice().attention("flash")
+        FakeDevice().check_settings(attention="flash")
     with pytest.raises(UsageError, match="does not call torch's scaled_dot_product_attention"):
         train("math", how="weights")
 

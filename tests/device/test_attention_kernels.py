@@ -6,13 +6,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from triton_interpreter import complaints, needs_triton
-from whet.device.kernels import gate as own_gate
 from whet.device.kernels import group_norm as own_norm
-from whet.device.kernels.attention import rotary_attention
-from whet.device.kernels.gate import swiglu_op
+from whet.device.kernels import rowwise as own_gate
+from whet.device.kernels.attention import Spans, rotary_attention, span_attention, span_attention_op
 from whet.device.kernels.group_norm import group_norm_act, group_norm_activation
-from whet.device.kernels.spans import Spans, span_attention, span_attention_op
-from whet.device.kernels.switches import use_own_attention, use_own_gates, use_own_norms
+from whet.device.kernels.rowwise import swiglu_op
+from whet.device.kernels.switches import use_own_kernels
 from whet.recipes.chat.arch import Arch as ChatArch
 from whet.recipes.chat.model.open import open_model
 from whet.recipes.hex.arch import Arch
@@ -101,7 +100,7 @@ def check_spans(device: str, dtype: torch.dtype, *, bound: float) -> None:
                 mixture = torch.randn(len(firsts), 3 * heads * size, device=device).to(dtype)
                 found = errors(
                     lambda x, s=spans, h=heads, c=is_causal, t=turns: span_attention(
-                        x, s, num_heads=h, is_causal=c, turns=t
+                        x, s, num_heads=h, is_causal=c, rotary=t
                     ),
                     lambda x, f=firsts, h=heads, c=is_causal, t=turns: spans_by_torch(
                         x, f, h, is_causal=c, is_turned=bool(t)
@@ -116,12 +115,12 @@ def check_spans(device: str, dtype: torch.dtype, *, bound: float) -> None:
     spans, _ = spans_of((70, 4), device)
     tables = [table.to(device) for table in rotary_angles(torch.arange(70), 32)]
     for turns in ([], tables):
-        torch.library.opcheck(span_attention_op, (mixture, spans.firsts, spans.tiles, turns, 2, True))
+        torch.library.opcheck(span_attention_op, (mixture, spans.starts, spans.tiles, turns, 2, True))
 
 
 def there_and_back(mixture: Tensor, spans: Spans, num_heads: int, turns: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     mixture = mixture.detach().clone().requires_grad_()
-    found = span_attention(mixture, spans, num_heads=num_heads, is_causal=True, turns=turns)
+    found = span_attention(mixture, spans, num_heads=num_heads, is_causal=True, rotary=turns)
     found.backward(found.detach())
     assert mixture.grad is not None
     return found.detach(), mixture.grad
@@ -189,7 +188,7 @@ def test_a_hex_net_computes_the_same_with_them(block: str, is_compiled: bool, mo
         return [*(part.float() for part in found), *(p.grad for p in net.parameters())]
 
     plain = run()
-    with use_own_norms():
+    with use_own_kernels("norms"):
         own = run()
     assert len(calls) == (0 if is_compiled else 1 + 2 * (3 if block == "bottleneck" else 2)), "and no other run"
     for one, other in zip(plain, own, strict=True):
@@ -203,7 +202,7 @@ def test_a_norm_that_they_are_not_for_is_torchs(monkeypatch: pytest.MonkeyPatch)
     x = torch.randn(2, 16, 5, 5).to(memory_format=torch.channels_last)
     fits, silu = torch.nn.GroupNorm(4, 16), torch.nn.SiLU()
     assert isinstance(group_norm_activation(fits, silu, x), Tensor), "not wanted"
-    with use_own_norms():
+    with use_own_kernels("norms"):
         assert group_norm_activation(fits, silu, x) == "own"
         assert group_norm_activation(fits, torch.nn.ReLU(), x) == "own"
         others = {
@@ -232,7 +231,7 @@ def test_a_gate_of_our_own_is_used_while_whet_computes_alone_simulated(monkeypat
     monkeypatch.setattr(own_gate, "swiglu_op", lambda _: "own")
     x = torch.randn(3, 8)
     assert torch.equal(own_gate.swiglu(x), by_formula(x))
-    with use_own_gates():
+    with use_own_kernels("gates"):
         assert own_gate.swiglu(x) == "own"
     assert torch.equal(own_gate.swiglu(x), by_formula(x))
 
@@ -261,7 +260,7 @@ def test_a_block_computes_the_same_with_them(is_compiled: bool) -> None:
         return [found.float(), *(p.grad for p in block.parameters())]
 
     plain = run()
-    with use_own_attention():
+    with use_own_kernels("attention"):
         own = run()
     for one, other in zip(plain, own, strict=True):
         assert torch.linalg.norm(one - other) <= 2e-2 * torch.linalg.norm(one)
@@ -295,7 +294,7 @@ def test_a_chat_model_computes_the_same_with_spans(kind: str, is_compiled: bool)
         return [found.detach(), *(p.grad for p in model.parameters())]
 
     plain = run()
-    with use_own_attention():
+    with use_own_kernels("attention"):
         own = run()
     for one, other in zip(plain, own, strict=True):
         assert torch.linalg.norm(one - other) <= 5e-2 * torch.linalg.norm(one)

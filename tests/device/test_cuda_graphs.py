@@ -74,7 +74,7 @@ def train(path: Path, *, graph: str, loss=mean, dropout: float = 0.0, overrides=
             "ema": True,
             "seed": 1,
             "schedule": "linear",
-            "wishes": {
+            "overrides": {
                 "graph": graph,
                 "micro_batch": 16,
                 "lengths": "few shapes",
@@ -139,7 +139,7 @@ def test_dropout_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
 
 def test_a_run_with_graphs_resumes_bit_for_bit(tmp_path: Path) -> None:
     overrides = {"deterministic": "on"}
-    how = {"graph": "on", "dropout": 0.3, "wishes": overrides, "schedule": "constant"}
+    how = {"graph": "on", "dropout": 0.3, "overrides": overrides, "schedule": "constant"}
     whole = train(tmp_path / "whole", **how)
     for max_steps in (13, 31, None):
         cut = train(tmp_path / "cut", max_steps=max_steps, **how)
@@ -188,8 +188,8 @@ def test_what_cannot_be_captured_is_said_and_trains_as_it_would(loss, reason: st
     assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), rel=1e-4)
     # The device is none the worse for it.
     device = open_device("cuda").device
-    device.empty_cache()
-    assert torch.rand(8, device=device.place).isfinite().all()
+    device.memory.empty_cache()
+    assert torch.rand(8, device=device.torch_device).isfinite().all()
     train(tmp_path / "after", graph="on", dropout=0.3)
     assert num_replayed(tmp_path / "after") >= 25
 
@@ -236,12 +236,12 @@ def test_a_share_in_a_tensor_averages_with_the_same_bits() -> None:
     device = open_device("cuda").device
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         torch.manual_seed(0)
-        model = nn.Linear(70, 50).to(device.place, dtype)
+        model = nn.Linear(70, 50).to(device.torch_device, dtype)
         numbers, tensors = Ema(model), Ema(model)
         for step in (1, 2, 9, 80, 9_000):
             with torch.no_grad():
                 model.weight.add_(torch.randn_like(model.weight))
-            numbers.take_in(numbers.share(step))
-            tensors.take_in(torch.tensor(tensors.share(step), dtype=torch.float64, device=device.place))
+            numbers.update_by(numbers.share(step))
+            tensors.update_by(torch.tensor(tensors.share(step), dtype=torch.float64, device=device.torch_device))
             for name, value in numbers.average.items():
                 assert torch.equal(tensors.average[name], value), (dtype, step, name)

@@ -15,6 +15,7 @@ from whet.data.batch import Position
 from whet.device import virtual_mac
 from whet.device.abstract import AbstractDevice
 from whet.device.cpu import CpuDevice
+from whet.device.errors import is_out_of_memory
 from whet.step.step import Stepper
 
 pytestmark = pytest.mark.torch
@@ -23,14 +24,14 @@ pytestmark = pytest.mark.torch
 def test_put_copies_the_values(device: AbstractDevice) -> None:
     tensor = torch.randn(100)
     moved = device.put(tensor)
-    assert moved.device.type == device.place.type
+    assert moved.device.type == device.torch_device.type
     assert torch.equal(moved.cpu(), tensor)
 
 
 def test_sync_waits(device: AbstractDevice) -> None:
     if device.kind in ("cpu", "fake") or virtual_mac.installed():
         pytest.skip("computes in step with us")
-    a = torch.randn(4_096, 4_096, device=device.place)
+    a = torch.randn(4_096, 4_096, device=device.torch_device)
     a @ a
     device.sync()
     start = time.perf_counter()
@@ -45,7 +46,7 @@ def test_sync_waits(device: AbstractDevice) -> None:
 def test_marks_measure_the_device_and_not_the_asking(device: AbstractDevice) -> None:
     if device.kind == "fake":
         pytest.skip("has a clock of its own")
-    a = torch.randn(1_024, 1_024, device=device.place)
+    a = torch.randn(1_024, 1_024, device=device.torch_device)
     a @ a
     device.sync()
     wall = time.perf_counter()
@@ -62,36 +63,36 @@ def test_memory_comes_back(device: AbstractDevice) -> None:
     if device.kind in ("cpu", "fake"):
         pytest.skip("has no counter of live tensors")
     gc.collect()
-    before = device.memory().allocated
-    tensor = torch.zeros(2**24, device=device.place)
-    during = device.memory().allocated
+    before = device.memory.usage().allocated
+    tensor = torch.zeros(2**24, device=device.torch_device)
+    during = device.memory.usage().allocated
     del tensor
     assert before is not None
     assert during is not None
     assert during - before >= 2**26
-    assert device.memory().allocated == before
+    assert device.memory.usage().allocated == before
 
 
 def test_out_of_memory_is_recognised(device: AbstractDevice) -> None:
     with pytest.raises(RuntimeError) as caught:
-        torch.empty(2**50, dtype=torch.uint8, device=device.place)
-    assert device.is_oom(caught.value)
+        torch.empty(2**50, dtype=torch.uint8, device=device.torch_device)
+    assert is_out_of_memory(caught.value)
 
 
 def test_the_generator_goes_back(device: AbstractDevice) -> None:
-    state = device.rng_state()
-    if state is None or device.kind == "fake":
+    if device.generator is None or device.kind == "fake":
         pytest.skip("the CPU's generator is the only one")
-    first = torch.rand(5, device=device.place)
-    device.set_rng_state(state)
-    assert torch.equal(torch.rand(5, device=device.place), first)
+    state = device.generator.get_state()
+    first = torch.rand(5, device=device.torch_device)
+    device.generator.set_state(state)
+    assert torch.equal(torch.rand(5, device=device.torch_device), first)
 
 
 @pytest.mark.parametrize("how", ["fixed", "sorted", "few shapes", "packed"])
 def test_gradients_agree_with_the_cpu_under_any_cut(device: AbstractDevice, how: str) -> None:
     torch.manual_seed(0)
     on_cpu = TokenModel()
-    here = copy.deepcopy(on_cpu).to(device.place)
+    here = copy.deepcopy(on_cpu).to(device.torch_device)
     tokens = ragged_tokens(12, longest=9, seed=0)
     found = []
     for model, place, micro_batch, form in ((on_cpu, CpuDevice(), 12, "fixed"), (here, device, 5, how)):
@@ -99,7 +100,9 @@ def test_gradients_agree_with_the_cpu_under_any_cut(device: AbstractDevice, how:
         source = open_source({"tokens": tokens}, place, global_batch_size=12, seed=0)
         stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.0), place)
         (batch,) = source.batches(Position())
-        stepper(model.loss, source.micro_batches(batch, micro_batch=micro_batch, how=form), num_samples=12, step=1)
+        stepper(
+            model.loss, source.micro_batches(batch, micro_batch=micro_batch, length_mode=form), num_samples=12, step=1
+        )
         found.append({name: p.grad.cpu() for name, p in model.named_parameters()})
     for name in found[0]:
         torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-6)
@@ -110,7 +113,7 @@ def test_a_small_net_learns_in_every_precision(device: AbstractDevice, precision
     if device.kind in ("cpu", "fake") and precision != "fp32":
         pytest.skip("a plan chooses fp32 here")
     torch.manual_seed(0)
-    model = convnet().to(device.place)
+    model = convnet().to(device.torch_device)
     device.use_precision(precision)
     x, _ = images(256, seed=0)
     y = (x.mean((1, 2, 3)) > 0).long()
@@ -126,7 +129,7 @@ def test_a_small_net_learns_in_every_precision(device: AbstractDevice, precision
     losses = []
     for epoch in range(10):
         for batch in source.batches(Position(epoch=epoch)):
-            micro_batches = source.micro_batches(batch, micro_batch=64, how="fixed")
+            micro_batches = source.micro_batches(batch, micro_batch=64, length_mode="fixed")
             outcome = stepper(
                 lambda m: nn.functional.cross_entropy(model(m.x), m.y), micro_batches, num_samples=64, step=1
             )

@@ -12,7 +12,7 @@ import torch
 
 from whet.checkpoint import store
 from whet.device import virtual_mac
-from whet.device.open import _UNAVAILABLE_REASONS
+from whet.device.open import UNAVAILABLE_REASONS
 from whet.report.run_report import summarize
 from whet.run.events import read_events
 from whet.run.folder import open_run
@@ -24,7 +24,7 @@ SMALL = ("arch.hidden_size=64", "arch.layers=2", "arch.max_length=24", "arch.voc
 
 @pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.gpu(kind)) for kind in ("cuda", "mps")])
 def gpu(request: pytest.FixtureRequest) -> str:
-    reason = _UNAVAILABLE_REASONS[request.param]()
+    reason = UNAVAILABLE_REASONS[request.param]()
     if reason is not None or virtual_mac.installed():
         pytest.skip(f"no {request.param} here: {reason or 'a virtual one lives in one process only'}")
     return str(request.param)

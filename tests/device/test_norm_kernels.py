@@ -7,11 +7,9 @@ from torch.nn import functional
 
 from triton_interpreter import complaints, needs_triton
 from whet.data.batch import Packed
-from whet.device.kernels import residual_norm as own_sum
-from whet.device.kernels import rms_norm as own_rms
-from whet.device.kernels.residual_norm import residual_layer_norm, residual_norm_op
-from whet.device.kernels.rms_norm import rms_norm_sum
-from whet.device.kernels.switches import use_own_norms
+from whet.device.kernels import rowwise
+from whet.device.kernels.rowwise import residual_layer_norm, residual_norm_op, rms_norm_sum
+from whet.device.kernels.switches import use_own_kernels
 from whet.recipes.chat.arch import Arch as ChatArch
 from whet.recipes.chat.model.open import open_model
 from whet.recipes.layers import rms_norm
@@ -154,7 +152,7 @@ def test_a_bert_computes_the_same_with_them(is_compiled: bool) -> None:
         return [found.detach(), *(p.grad for name, p in model.named_parameters() if "key.bias" not in name)]
 
     plain = run()
-    with use_own_norms():
+    with use_own_kernels("norms"):
         own = run()
         model.network["bert"].encoder["layer"][0].output.dropout.p = 0.5
         thinned = [run()[0] for _ in range(2)]
@@ -182,7 +180,7 @@ def test_a_chat_model_computes_the_same_with_them(kind: str, is_compiled: bool) 
         return [found.detach(), *(p.grad for p in model.parameters())]
 
     plain = run()
-    with use_own_norms():
+    with use_own_kernels("norms"):
         own = run()
     assert far(plain, own) <= 5e-2
     # The way back begins from rounded results; a compiled model computes as it did.
@@ -191,8 +189,8 @@ def test_a_chat_model_computes_the_same_with_them(kind: str, is_compiled: bool) 
 
 def test_a_sum_that_they_are_not_for_is_torchs_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: every tensor counts as one on CUDA in half precision, and the kernel only says that it was called."""
-    monkeypatch.setattr(own_sum, "is_supported", lambda _: True)
-    monkeypatch.setattr(own_sum, "residual_norm_op", lambda *given: ("own", *given[:3]))
+    monkeypatch.setattr(rowwise, "is_supported", lambda _: True)
+    monkeypatch.setattr(rowwise, "residual_norm_op", lambda *given: ("own", *given[:3]))
     dense, dropout, norm = nn.Linear(24, 16), nn.Dropout(0.0), nn.LayerNorm(16)
     x, before = torch.randn(3, 24), torch.randn(3, 16)
 
@@ -205,7 +203,7 @@ def test_a_sum_that_they_are_not_for_is_torchs_simulated(monkeypatch: pytest.Mon
         return False
 
     assert not is_own(), "not wanted"
-    with use_own_norms():
+    with use_own_kernels("norms"):
         assert is_own()
         watched = nn.LayerNorm(16)
         watched.register_forward_hook(lambda *_: None)
@@ -225,11 +223,11 @@ def test_a_sum_that_they_are_not_for_is_torchs_simulated(monkeypatch: pytest.Mon
 
 def test_a_norm_without_weights_that_they_are_not_for_is_torchs_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: every tensor counts as one on CUDA in half precision, and the kernel only says that it was called."""
-    monkeypatch.setattr(own_rms, "is_supported", lambda _: True)
+    monkeypatch.setattr(rowwise, "is_supported", lambda _: True)
     monkeypatch.setattr("whet.recipes.layers.rms_norm_sum", lambda *_: ("own",))
     x = torch.randn(3, 16)
     assert torch.allclose(rms_norm(x), by_formula(x)), "not wanted"
-    with use_own_norms():
+    with use_own_kernels("norms"):
         assert rms_norm(x) == rms_norm(x, x) == "own"
         for given in ((x[:, :15],), (x[:0],), (x, x.double()), (x, x[:1])):
             assert torch.allclose(rms_norm(*given), by_formula(sum(given)))
@@ -248,11 +246,11 @@ def test_all_norms_of_a_chat_model_are_theirs_simulated(
         given.append((x, added))
         return (by_formula((x if added is None else x + added).float(), eps).to(x.dtype),)
 
-    monkeypatch.setattr(own_rms, "is_supported", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(rowwise, "is_supported", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr("whet.recipes.layers.rms_norm_sum", by_torch)
     arch = ChatArch(kind=kind, hidden_size=32, num_heads=2, seq_len=8, L_layers=2, match="parameters")
     tokens, is_start = torch.randint(0, 20, (2, 8)), torch.eye(2, 8, dtype=torch.bool)
-    with torch.autocast("cpu", dtype=torch.bfloat16), use_own_norms():
+    with torch.autocast("cpu", dtype=torch.bfloat16), use_own_kernels("norms"):
         open_model(arch, vocab_size=20, dropout=0.1)(tokens, is_start)
     assert len(given) == number
     assert all((added is not None) == (kind == "trm") for _, added in given)
@@ -262,4 +260,4 @@ def test_all_norms_of_a_chat_model_are_theirs_simulated(
 def test_interpreted_on_the_cpu_they_compute_the_same() -> None:
     call = "t.check_rms_sums('cpu', torch.float32, bound=1e-5)"
     call += "; s._PROGRAMS = 3; t.check_sum_norms('cpu', torch.float32, bound=1e-5); t.check_draws('cpu', 40, 128)"
-    assert complaints(f"import test_norm_kernels as t, torch, whet.device.kernels.residual_norm as s; {call}") == ""
+    assert complaints(f"import test_norm_kernels as t, torch, whet.device.kernels.rowwise as s; {call}") == ""

@@ -31,7 +31,7 @@ def train(device: AbstractDevice, model: nn.Module, **options) -> list[str]:
         device=device.kind,
         outputs=model.outputs,
         show=lambda kind, fields: told.append(str(fields["message"])) if kind == "plan" else None,
-        **{"wishes": {"threads": 1}, **options},
+        **{"overrides": {"threads": 1}, **options},
     )
     return [line for line in told if "verified" in line]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from whet.device import stderr_relay
+from whet.device import stderr_watch
 
 START = "import os, sys, subprocess, signal, time\nfrom whet.device.stderr_watch import StderrWatch\n"
 
@@ -70,16 +70,16 @@ def test_what_a_child_says_is_noticed_too() -> None:
 
 
 def test_a_mark_that_arrives_in_parts_is_taken_out_and_answered() -> None:
-    command = [sys.executable, "-I", "-S", stderr_relay.__file__, "x"]
+    command = [sys.executable, "-I", "-S", stderr_watch.__file__, "x"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as relay:
         assert relay.stdin
         assert relay.stdout
         assert relay.stderr
-        for part in (b"before" + stderr_relay.MARK[:3], stderr_relay.MARK[3:] + b"after" + stderr_relay.MARK):
+        for part in (b"before" + stderr_watch.MARK[:3], stderr_watch.MARK[3:] + b"after" + stderr_watch.MARK):
             relay.stdin.write(part)
             time.sleep(0.3)
-        assert relay.stdout.read(2) == 2 * stderr_relay.PASSED
+        assert relay.stdout.read(2) == 2 * stderr_watch.PASSED
         relay.stdin.close()
         assert relay.stderr.read() == b"beforeafter"
 

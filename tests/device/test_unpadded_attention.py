@@ -11,10 +11,9 @@ from torch.nn import functional
 
 import whet
 from whet.data.batch import Packed, Ragged
-from whet.device.kernels import spans
-from whet.device.kernels.switches import use_own_attention
+from whet.device.kernels import attention as kernels
+from whet.device.kernels.switches import use_own_kernels
 from whet.plan.plan import read_plan
-from whet.recipes.text import attention
 from whet.recipes.text.bert import Bert
 from whet.recipes.text.config import TextArch
 from whet.recipes.text.model import Encoder
@@ -23,7 +22,6 @@ from whet.run.events import History
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.gpu("cuda"),
-    pytest.mark.skipif(spans.varlen_attn is None, reason="torch before 2.10"),
 ]
 LENGTHS = (3, 24, 1, 70, 12, 40)
 
@@ -33,7 +31,7 @@ def batch(total: int | None = None) -> Packed:
     column = Ragged.of([torch.randint(1, 200, (length,)) for length in LENGTHS])
     plain = column.packed(torch.arange(len(LENGTHS)), max_length=max(LENGTHS), total=sum(LENGTHS))
     filled = plain if total is None else column.filled(plain, total=total, num_fillers=2)
-    return filled.moved(lambda tensor: tensor.cuda())
+    return filled.map_tensors(lambda tensor: tensor.cuda())
 
 
 def bert(**changes: Any) -> nn.Module:
@@ -73,7 +71,7 @@ def answer(model: nn.Module, tokens: Packed, dtype: torch.dtype) -> tuple[Tensor
 def test_the_kernel_computes_what_the_rectangle_does(make: Any, dtype: torch.dtype, monkeypatch: Any) -> None:
     model = make().cuda()
     calls = []
-    kernel = spans.varlen_attention
+    kernel = kernels.varlen_attention
     with monkeypatch.context() as patched:
         patched.setattr(attention, "varlen_attention", lambda *a, **k: calls.append(1) or kernel(*a, **k))
         found = [answer(model, batch(total), dtype) for total in (None, 192, 256)]
@@ -95,7 +93,7 @@ def test_the_kernel_computes_what_the_rectangle_does(make: Any, dtype: torch.dty
 def test_compiled_it_is_the_same(is_own: bool) -> None:
     """torch's compiler once read a view from its storage's begin on, so that all positions were wrong."""
     model = bert(num_attention_heads=2).cuda()
-    with use_own_attention() if is_own else contextlib.nullcontext():
+    with use_own_kernels("attention") if is_own else contextlib.nullcontext():
         logits, gradients = answer(model, batch(192), torch.bfloat16)
         compiled = torch.compile(model, dynamic=True)
         found, found_gradients = answer(compiled, batch(192), torch.bfloat16)
@@ -109,9 +107,9 @@ def test_attention_dropout_has_the_right_mean(monkeypatch: Any) -> None:
     torch.manual_seed(0)
     mixture = torch.randn(sum(LENGTHS), 3 * 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     starts = batch().starts
-    how = {"num_heads": 4, "longest": max(LENGTHS)}
-    plain = spans.varlen_attention(mixture, starts, **how)
-    dropped = [spans.varlen_attention(mixture, starts, **how, dropout=0.3) for _ in range(400)]
+    how = {"num_heads": 4, "max_length": max(LENGTHS)}
+    plain = kernels.varlen_attention(mixture, starts, **how)
+    dropped = [kernels.varlen_attention(mixture, starts, **how, dropout=0.3) for _ in range(400)]
     assert not torch.equal(dropped[0], dropped[1])
     assert (torch.stack(dropped).float().mean(0) - plain.float()).abs().mean() < 0.05
     dropped[0].float().sum().backward()

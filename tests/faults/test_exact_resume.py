@@ -52,7 +52,7 @@ def options_of(row: Row) -> dict[str, Any]:
         "epochs": 2,
         "eval_every": 3,
         "mapped": workers is not None,
-        "wishes": overrides,
+        "overrides": overrides,
         **{name: row[name] for name in ("optimizer", "ema", "schedule")},
     }
 

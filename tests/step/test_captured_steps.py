@@ -56,7 +56,7 @@ def a_stepper(model, *, is_graphed, optimizer=None, ema=False, choice="adamw", *
 
 def micros_of(data, ids, *, micro_batch, how="fixed"):
     return BatchSplitter(as_columns(data), send=lambda rows: rows).micro_batches(
-        ids, ids, micro_batch=micro_batch, how=how
+        ids, ids, micro_batch=micro_batch, length_mode=how
     )
 
 
@@ -70,7 +70,7 @@ def train(stepper, loss, data, *, steps, batch=8, micro_batch=8, how="fixed", pr
         set_learning_rate(stepper.optimizer, RATES[number % len(RATES)], [1e-2] * len(stepper.optimizer.param_groups))
         cut = micros_of(data, ids, micro_batch=micro_batch, how=how)
         # A careful step looks at its numbers, so it runs as it is.
-        outcome = stepper(loss, cut, num_samples=batch, step=number, is_careful=number in (6, 7))
+        outcome = stepper(loss, cut, num_samples=batch, step=number, is_checked=number in (6, 7))
         found.append((outcome.loss, outcome.grad_norm))
     # Read late: a replay must not write over what an earlier step gave.
     return [(float(loss), float(norm)) for loss, norm in found]
@@ -123,7 +123,7 @@ def test_simulated_replays_train_as_steps_that_run_do_bit_for_bit(choice, micro_
     assert train(graphed, mean_loss(graphed.model), data, steps=12, micro_batch=micro_batch) == expected
     assert_same(state_of(graphed), ends)
     assert graphed.num_captured == 1
-    assert graphed.refusal is None
+    assert graphed.graph_obstacle is None
 
 
 @pytest.mark.parametrize("micro_batch", [4, 2])
@@ -165,7 +165,7 @@ def test_simulated_replays_train_a_chat_model_in_all_its_passes(kind, micro_batc
     loss = functools.partial(next_token_loss, graphed.model)
     assert train(graphed, loss, data, steps=12, micro_batch=micro_batch) == expected
     assert_same(state_of(graphed), ends)
-    assert (graphed.num_captured, graphed.refusal) == (1, None)
+    assert (graphed.num_captured, graphed.graph_obstacle) == (1, None)
 
 
 def test_a_simulated_replay_scales_losses_as_a_step_does():
@@ -191,8 +191,8 @@ def test_a_share_in_a_tensor_averages_with_the_same_bits():
         for step in (1, 2, 9, 80, 9_000):
             with torch.no_grad():
                 model.weight.add_(torch.randn_like(model.weight))
-            numbers.take_in(numbers.share(step))
-            tensors.take_in(torch.tensor(tensors.share(step), dtype=torch.float64))
+            numbers.update_by(numbers.share(step))
+            tensors.update_by(torch.tensor(tensors.share(step), dtype=torch.float64))
             assert all(torch.equal(tensors.average[name], value) for name, value in numbers.average.items())
 
 
@@ -231,7 +231,7 @@ def test_a_simulated_replay_follows_modes_frozen_layers_hyperparameters_and_numb
     assert follow(graphed) == expected
     assert_same(state_of(graphed), ends)
     assert graphed.num_captured >= 3
-    assert graphed.refusal is None
+    assert graphed.graph_obstacle is None
 
 
 def test_a_number_deep_in_python_is_found_out_by_looking():
@@ -249,7 +249,7 @@ def test_a_number_deep_in_python_is_found_out_by_looking():
     deep.factor = 1.5
     with pytest.raises(WrongReplayError, match="the replayed loss is"):
         train(graphed, loss, data, steps=4)
-    assert "a graph does not see" in graphed.refusal
+    assert "a graph does not see" in graphed.graph_obstacle
 
 
 def test_weights_and_state_that_lie_elsewhere_are_never_replayed():
@@ -289,7 +289,7 @@ def test_more_shapes_than_are_kept_run_as_they_are():
     loss_of = {stepper: mean_loss(stepper.model) for stepper in (plain, graphed)}
     assert lengths(graphed) == lengths(plain)
     assert graphed.num_captured == MAX_CAPTURED_SHAPES
-    assert graphed.refusal is None
+    assert graphed.graph_obstacle is None
 
 
 def test_a_larger_step_is_captured_before_smaller_ones(monkeypatch):
@@ -317,7 +317,7 @@ def test_a_larger_step_is_captured_before_smaller_ones(monkeypatch):
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_another_shape_is_captured_without_running_first_unless_it_must_compile(is_compiled):
     plain, graphed = pair_of(lambda: Norm(0.0))
-    graphed._runs_first = graphed._is_compiled = is_compiled
+    graphed._runs_eagerly_first = graphed._is_compiled = is_compiled
     data, calls = rows(64), []
 
     def losses(stepper):
@@ -339,7 +339,7 @@ def test_another_shape_is_captured_without_running_first_unless_it_must_compile(
     assert (calls.count(8), calls.count(6)) == (3, 3 if is_compiled else 2)
 
 
-def test_a_shape_that_cannot_be_captured_at_once_runs_first():
+def test_a_shape_that_cannot_be_captured_at_once_runs_eagerly_first():
     plain, graphed = pair_of(lambda: Norm(0.0))
     data, calls = rows(64), []
 
@@ -360,7 +360,7 @@ def test_a_shape_that_cannot_be_captured_at_once_runs_first():
     expected = losses(plain)
     calls.clear()
     assert losses(graphed) == expected
-    assert graphed.refusal is None
+    assert graphed.graph_obstacle is None
     assert graphed.num_captured == 2
 
 
@@ -411,7 +411,7 @@ def plain_loss(model, micro):
         (Norm, draws_in_python, "draws from a generator on the host"),
         (Norm, draws_in_numpy, "draws from a generator on the host"),
         (Norm, reads_ids, "reads micro.ids"),
-        (Restless, plain_loss, "another tensor in place of the buffer 'calls'"),
+        (Restless, plain_loss, "replaces the buffer 'calls'"),
     ],
 )
 def test_what_cannot_be_captured_runs_as_it_is_with_the_reason_and_the_same_bits(model, loss, reason):
@@ -424,14 +424,14 @@ def test_what_cannot_be_captured_runs_as_it_is_with_the_reason_and_the_same_bits
     assert results[0][0] == results[1][0]
     assert_same(results[1][1], results[0][1])
     assert graphed.num_captured == 0
-    assert reason in graphed.refusal
+    assert reason in graphed.graph_obstacle
 
 
 def test_hooks_and_optimizers_that_keep_numbers_on_the_host_are_not_captured():
     def refusal(model, optimizer=None, **how):
         stepper = a_stepper(model, is_graphed=True, optimizer=optimizer, **how)
         train(stepper, mean_loss(model), rows(), steps=3)
-        return stepper.refusal
+        return stepper.graph_obstacle
 
     hooked = Norm()
     hooked.net[0].register_forward_hook(lambda *_: None)
@@ -440,10 +440,10 @@ def test_hooks_and_optimizers_that_keep_numbers_on_the_host_are_not_captured():
     watched.net[0].weight.register_post_accumulate_grad_hook(lambda _: None)
     assert refusal(watched) == "hooks on net.0.weight would not be called"
     model = Norm()
-    assert "AdamW may keep numbers on the host" in refusal(model, torch.optim.AdamW(model.parameters()))
+    assert "AdamW may keep per-step values on the host" in refusal(model, torch.optim.AdamW(model.parameters()))
     model = Norm()
-    assert "learning rate of SGD lies on the host" in refusal(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert "Adafactor may keep numbers" in refusal(Norm(), choice="adafactor")
+    assert "learning rate of SGD is on the host" in refusal(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "Adafactor may keep per-step values" in refusal(Norm(), choice="adafactor")
     model = Norm()
     slow = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1), foreach=False)
     assert "loss scaling waits" in refusal(model, slow, loss_scaling="dynamic")
@@ -467,7 +467,7 @@ def test_a_capture_that_fails_in_the_update_leaves_nothing_half_done():
         own = kind(model.parameters(), lr=torch.tensor(1e-2), fused=True, capturable=True)
         stepper = a_stepper(model, is_graphed=is_graphed, optimizer=own, loss_scaling="dynamic", ema=True)
         results.append((train(stepper, mean_loss(model), rows(), steps=5), state_of(stepper)))
-    assert stepper.refusal == "capturing failed: RuntimeError: not while capturing"
+    assert stepper.graph_obstacle == "capturing failed: RuntimeError: not while capturing"
     assert not stepper.is_updating
     assert results[0][0] == results[1][0]
     assert_same(results[1][1], results[0][1])
@@ -479,7 +479,7 @@ def test_shapes_that_never_come_again_are_given_up():
     data = rows(80)
     for number in range(1, 66):
         stepper(loss, micros_of(data, np.arange(number + 1), micro_batch=80), num_samples=number + 1, step=number)
-    assert stepper.refusal == "no shape came again in 64 steps"
+    assert stepper.graph_obstacle == "no shape repeated in 64 steps"
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------
@@ -508,7 +508,7 @@ def run(path, model=None, *, loss=None, graph="on", overrides=None, show=None, *
             "epochs": 4,
             "ema": True,
             "seed": 1,
-            "wishes": {"threads": 1, "micro_batch": 12, "graph": graph, **(overrides or {})},
+            "overrides": {"threads": 1, "micro_batch": 12, "graph": graph, **(overrides or {})},
             **options,
         },
     )
@@ -558,7 +558,7 @@ def test_a_device_without_graphs_says_so_and_trains(tmp_path):
 
 def test_activations_that_are_computed_again_are_not_captured(graphs, tmp_path):
     run(tmp_path / "run", max_steps=3, overrides={"activation_checkpointing": "on"})
-    assert "computing activations again puts generators back" in changes_of(tmp_path / "run")[0]
+    assert "activation checkpointing restores generators" in changes_of(tmp_path / "run")[0]
 
 
 def test_a_simulated_run_goes_back_from_bad_numbers_with_graphs(graphs, tmp_path):

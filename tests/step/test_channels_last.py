@@ -190,7 +190,7 @@ def test_channels_last_is_refused_where_it_has_no_meaning_or_is_wrong():
             optimizer=OptimizerChoice(), overrides=LAST, global_batch_size=8, show=None,
         )  # fmt: skip
     with pytest.raises(UsageError, match="wrong results on MPS"):
-        MpsDevice.refuse_layout(None, "channels_last")
+        MpsDevice.check_settings(None, layout="channels_last")
 
 
 def test_parameters_that_share_memory_or_overlap_are_left_alone():

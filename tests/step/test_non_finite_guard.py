@@ -50,7 +50,7 @@ def train(
     model = convnet(dropout=0.3)
     x, y = images(96, seed=0)
     options = {"global_batch_size": 16, "epochs": 3, "ema": True, "schedule": "cosine", "warmup_steps": 2, **options}
-    options["wishes"] = {"threads": 1, "checkpoint_steps": 5}
+    options["overrides"] = {"threads": 1, "checkpoint_steps": 5}
     with whet.Session(model, whet.OptimizerChoice(lr=1e-2), (x, y), run=run, device="cpu", **options) as session:
         loss = Spoilt(model, session, how=how, times=times, steps=steps)
         for batch in session:
@@ -100,7 +100,7 @@ def test_the_verdict_survives_a_resume(tmp_path: Path) -> None:
     train(tmp_path / "cut", times=math.inf, epochs_per_session=2)
     # Back to before the bad step: who goes on from there must not make it.
     for step in (10, 12):
-        whet_store().discard(open_run(tmp_path / "cut").checkpoints, step=step)
+        whet_store().delete_checkpoint(open_run(tmp_path / "cut").checkpoints, step=step)
     state, session = train(tmp_path / "cut", times=0)
     assert_equal(state, whole)
     assert session._soundness.skipped == {BAD_STEP}
@@ -116,7 +116,7 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
     steps = tuple(range(BAD_STEP, BAD_STEP + MAX_CONSECUTIVE_SKIPS + 1))
     with pytest.raises(WhetError, match="the loss is not a number"):
         train(tmp_path / "run", times=math.inf, steps=steps)
-    newest = whet_store().newest(open_run(tmp_path / "run").checkpoints)
+    newest = whet_store().load_newest(open_run(tmp_path / "run").checkpoints)
     assert newest[0] == 5
     assert all(tensor.isfinite().all() for tensor in newest[1].tensors.values() if tensor.is_floating_point())
 

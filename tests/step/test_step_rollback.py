@@ -117,7 +117,7 @@ def test_a_step_that_ran_out_of_memory_anywhere_simulated_is_made_again_exactly(
     tmp_path: Path, report_count: ReportCount, step: int, make_optimizer: Any, micro_batch: int, every: int
 ) -> None:
     overrides = {"micro_batch": micro_batch, "threads": 1}
-    options = {"make_optimizer": make_optimizer, "fails_in_step": step, "wishes": overrides}
+    options = {"make_optimizer": make_optimizer, "fails_in_step": step, "overrides": overrides}
     whole, count, samples = train_once(tmp_path / "whole", **options)
     points = range(1 + step % every, count + 1, every)
     num_silent = 0
@@ -139,9 +139,9 @@ def test_the_comparison_can_fail_simulated(tmp_path: Path, monkeypatch: pytest.M
     """Without the guard the step made again draws other numbers."""
     from whet.step.rollback import StepRollback
 
-    options = {"fails_in_step": 2, "wishes": {"micro_batch": 16, "threads": 1}}
+    options = {"fails_in_step": 2, "overrides": {"micro_batch": 16, "threads": 1}}
     whole, count, _ = train_once(tmp_path / "whole", **options)
-    monkeypatch.setattr(StepRollback, "put_back", lambda self: True)
+    monkeypatch.setattr(StepRollback, "restore", lambda self: True)
     state, _, _ = train_once(tmp_path / "cut", at=count // 4, **options)
     assert any(not torch.equal(whole[name], state[name]) for name in whole)
 
@@ -162,7 +162,7 @@ def test_half_the_micro_batch_is_the_same_training_simulated(tmp_path: Path, nam
         else:
             data = {"tokens": ragged_tokens(128, longest=12, seed=0)}
             loss = model.loss
-        options = {"global_batch_size": 32, "epochs": 100, "max_steps": 200, "wishes": {"threads": 1}}
+        options = {"global_batch_size": 32, "epochs": 100, "max_steps": 200, "overrides": {"threads": 1}}
         ids = []
         with whet.Session(
             model, whet.OptimizerChoice(lr=1e-3), data, run=tmp_path / f"{name}-{fails}", device="cpu", **options
@@ -186,7 +186,7 @@ def test_half_the_micro_batch_is_the_same_training_simulated(tmp_path: Path, nam
 
 
 def test_the_smaller_micro_batch_stays_when_the_run_goes_on_simulated(tmp_path: Path) -> None:
-    options = {"make_model": convnet, "wishes": {"micro_batch": 16}}
+    options = {"make_model": convnet, "overrides": {"micro_batch": 16}}
     train_once(tmp_path / "run", fails_in_step=2, loss_fails=2, max_steps=3, **options)
     model = convnet()
     x, y = images(64, seed=0)
@@ -207,12 +207,12 @@ def test_the_smaller_micro_batch_stays_when_the_run_goes_on_simulated(tmp_path: 
 
 def test_a_model_with_batchnorm_is_not_cut_simulated(tmp_path: Path) -> None:
     """Activations are computed again instead; the weights stay the same. When that is not enough, it says so."""
-    options = {"fails_in_step": 2, "wishes": {"threads": 1}, "ema": False}
+    options = {"fails_in_step": 2, "overrides": {"threads": 1}, "ema": False}
     whole, _, _ = train_once(None, **options)
     state, _, _ = train_once(tmp_path / "twice", loss_fails=2, **options)
     for name in whole:
         assert torch.allclose(whole[name].double(), state[name].double(), rtol=1e-5, atol=1e-7), name
-    with pytest.raises(WhetError, match="needs more memory than there is"):
+    with pytest.raises(WhetError, match="needs more memory than is available"):
         train_once(tmp_path / "thrice", loss_fails=100, **options)
 
 
@@ -232,7 +232,7 @@ def train_with_error(run: Path, error: Exception) -> None:
 
 
 def test_without_a_folder_an_update_cannot_be_undone_simulated() -> None:
-    options = {"fails_in_step": 2, "wishes": {"micro_batch": 16, "threads": 1}, "make_optimizer": loop_adamw}
+    options = {"fails_in_step": 2, "overrides": {"micro_batch": 16, "threads": 1}, "make_optimizer": loop_adamw}
     _, count, _ = train_once(None, **options)
     with pytest.raises(WhetError, match="cannot go back"):
         train_once(None, at=count - 3, **options)
@@ -253,7 +253,7 @@ def test_nothing_is_kept_alive_by_the_traceback_simulated(tmp_path: Path) -> Non
             raise RuntimeError(OUT_OF_MEMORY)
         return nn.functional.cross_entropy(model[1:](activations), micro.y)
 
-    options = {"global_batch_size": 16, "max_steps": 4, "run": tmp_path / "run", "wishes": {"micro_batch": 16}}
+    options = {"global_batch_size": 16, "max_steps": 4, "run": tmp_path / "run", "overrides": {"micro_batch": 16}}
     whet.train(model, (x, y), loss=loss, optimizer=whet.OptimizerChoice(), show=None, **options)
     assert max(left) == 0
 

@@ -127,7 +127,7 @@ def main(arguments: list[str]) -> int:
 
     name = options.pop("optimizer", "adamw")
     choice = whet.OptimizerChoice(name=name, lr=1e-2)
-    overrides = {"threads": 1, **options.pop("wishes", {})}
+    overrides = {"threads": 1, **options.pop("overrides", {})}
     evaluates = options.pop("evaluates", True)
     val = {"evaluate": evaluate, "val": make_data(16, seed=1), "goal": "accuracy"} if evaluates else {}
 
@@ -140,7 +140,7 @@ def main(arguments: list[str]) -> int:
             disk = f"{fields.get('errno')} {fields['reason']} again {fields['retry']} free {fields.get('free_bytes')}"
             tell(f"warning {disk}")
 
-    options |= {"run": run, "wishes": overrides, "show": show, "goal": val.get("goal")}
+    options |= {"run": run, "overrides": overrides, "show": show, "goal": val.get("goal")}
     with whet.Session(model, choice, data, **options) as session:
         tell(f"ready {durable.disk.count}")
         if val and session.due("evaluate"):

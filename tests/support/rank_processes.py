@@ -90,7 +90,7 @@ def state(run: Path, step: int | None = None) -> store.Snapshot:
 
 def trained(snapshot: store.Snapshot) -> dict[str, torch.Tensor]:
     """Weights, averages and the optimizer's state; generators are each process's own."""
-    return {name: t for name, t in snapshot.tensors.items() if not name.startswith("randomness/")}
+    return {name: t for name, t in snapshot.tensors.items() if not name.startswith("rng/")}
 
 
 def is_same(ours: store.Snapshot, theirs: store.Snapshot) -> bool:

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         run=path,
         goal="accuracy",
         vitals=(lambda: Conditions(thermal="heavy")) if "--hot" in words else None,
-        overrides={"threads": 1, **options.pop("wishes", {})},
+        overrides={"threads": 1, **options.pop("overrides", {})},
         **{
             "global_batch_size": 16,
             "epochs": 4,

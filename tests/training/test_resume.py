@@ -204,7 +204,7 @@ def test_only_one_process_trains_in_a_folder(fork_server: ForkServer, tmp_path: 
     assert first.wait().code == 143
 
 
-@pytest.mark.parametrize("forgotten", ["randomness", "ema", "optimizer", "position", "schedule"])
+@pytest.mark.parametrize("forgotten", ["rng", "ema", "optimizer", "position", "schedule"])
 def test_the_comparison_can_fail(fork_server: ForkServer, uninterrupted: Path, tmp_path: Path, forgotten: str) -> None:
     """A checkpoint that forgets something is noticed: the fault is planted in the saved state."""
     run = tmp_path / "mutant"
@@ -218,8 +218,8 @@ def test_the_comparison_can_fail(fork_server: ForkServer, uninterrupted: Path, t
         facts["progress"]["progress"]["position"] = {"epoch": 0, "samples": 16}
     elif forgotten == "schedule":
         facts["progress"]["progress"]["step"] += 1
-    elif forgotten == "randomness":
-        tensors["randomness/torch"] = torch.Generator().manual_seed(1).get_state()
+    elif forgotten == "rng":
+        tensors["rng/torch"] = torch.Generator().manual_seed(1).get_state()
     else:
         tensors = {n: torch.zeros_like(t) if n.startswith(f"{forgotten}/") else t for n, t in tensors.items()}
     store.save_checkpoint(folder, dataclasses.replace(snapshot, tensors=tensors, facts=facts), step=step)

@@ -18,6 +18,7 @@ from small_models import convnet, images
 from whet.base.errors import WhetError
 from whet.data.adapters import StatefulIterable
 from whet.data.batch import MicroBatch
+from whet.device.errors import is_out_of_memory
 from whet.device.fake import FakeDevice
 from whet.device.open import open_device
 from whet.run.events import read_events
@@ -546,11 +547,11 @@ def test_out_of_memory_is_recognised_and_look_alikes_are_not() -> None:
     device = open_device("fake").device
     assert isinstance(device, FakeDevice)
     with pytest.raises(RuntimeError) as caught:
-        device.hold(10**12)
-    assert device.is_oom(caught.value)
+        device.memory.hold(10**12)
+    assert is_out_of_memory(caught.value)
     with pytest.raises(RuntimeError) as on_cpu:
         torch.empty(2**60, dtype=torch.uint8)
-    assert device.is_oom(on_cpu.value)
+    assert is_out_of_memory(on_cpu.value)
     for text, is_oom in {
         "CUDA out of memory. Tried to allocate 2.00 GiB": True,
         "Invalid buffer size: 16.00 GiB": True,
@@ -558,8 +559,8 @@ def test_out_of_memory_is_recognised_and_look_alikes_are_not() -> None:
         "the log says MPS backend out of memory": False,
         "not enough memory for a good joke": False,
     }.items():
-        assert device.is_oom(RuntimeError(text)) is is_oom, text
-    assert not device.is_oom(ValueError("CUDA out of memory"))
+        assert is_out_of_memory(RuntimeError(text)) is is_oom, text
+    assert not is_out_of_memory(ValueError("CUDA out of memory"))
 
 
 def test_the_fake_device_has_its_own_clock_and_memory() -> None:
@@ -567,10 +568,10 @@ def test_the_fake_device_has_its_own_clock_and_memory() -> None:
     start = device.mark()
     device.pass_time(2.5)
     assert device.elapsed_seconds(start, device.mark()) == 2.5
-    device.hold(60)
-    device.release(60)
-    device.hold(30)
-    assert (device.memory().allocated, device.memory().peak) == (30, 60)
+    device.memory.hold(60)
+    device.memory.release(60)
+    device.memory.hold(30)
+    assert (device.memory.usage().allocated, device.memory.usage().peak) == (30, 60)
 
 
 # --- found by reviewers ---------------------------------------------------------------------------------------------
@@ -612,7 +613,7 @@ def test_several_ragged_columns_are_padded_each_to_its_own_length() -> None:
     source = open_source({"short": short, "long": long}, CpuDevice(), global_batch_size=4, seed=0)
     for how in ("fixed", "sorted", "few shapes"):
         for batch in source.batches(Position()):
-            for micro in source.micro_batches(batch, micro_batch=3, how=how):
+            for micro in source.micro_batches(batch, micro_batch=3, length_mode=how):
                 for name, column in (("short", short), ("long", long)):
                     padded = getattr(micro, name)
                     for row, sample in enumerate(micro.ids.tolist()):

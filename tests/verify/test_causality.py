@@ -17,7 +17,7 @@ from small_models import TokenModel, ragged_tokens
 from whet.base.errors import UsageError, WhetError
 from whet.data.batch import MicroBatch, Padded
 from whet.device.cpu import CpuDevice
-from whet.device.kernels.switches import are_own_norms_on
+from whet.device.kernels.switches import is_own_kernel_on
 from whet.run.events import read_events
 from whet.run.folder import open_run
 from whet.verify.isolation import preserve_model_and_rng
@@ -380,7 +380,7 @@ def test_own_norms_that_are_wrong_are_left_to_torch_simulated(tmp_path: Path, mo
 
     def leaking(self: Gpt, tokens: torch.Tensor) -> torch.Tensor:
         seen = real(self, tokens)
-        return seen + 0.01 * self.embed(tokens).mean((1, 2), keepdim=True) if are_own_norms_on() else seen
+        return seen + 0.01 * self.embed(tokens).mean((1, 2), keepdim=True) if is_own_kernel_on("norms") else seen
 
     asked = train(None, overrides={"norms": "torch"})
     monkeypatch.setattr(Gpt, "forward", leaking)
@@ -392,7 +392,7 @@ def test_own_norms_that_are_wrong_are_left_to_torch_simulated(tmp_path: Path, mo
     with pytest.raises(WhetError, match="not causal") as refused:
         train(None, overrides={"norms": "own"})
     assert "norms=torch instead of the norms=own that you asked for" in str(refused.value)
-    assert not are_own_norms_on()
+    assert not is_own_kernel_on("norms")
 
 
 def test_a_leak_in_bf16_alone_keeps_the_precision_that_was_asked_for_simulated(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_nothing_is_left_behind(dropout: float, ends: str) -> None:
         return loss_of(model)(micro)
 
     def everything() -> list[Any]:
-        draws = [torch.get_rng_state().tolist(), device.rng_state().tolist(), random.getstate()]
+        draws = [torch.get_rng_state().tolist(), device.generator.get_state().tolist(), random.getstate()]
         tensors = {name: (id(t), t.data_ptr(), t.tolist()) for name, t in model.state_dict(keep_vars=True).items()}
         modes = [module.training for module in model.modules()]
         return [*draws, np.random.get_state()[1].tolist(), tensors, modes, [p.grad is None for p in model.parameters()]]

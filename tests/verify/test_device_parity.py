@@ -72,7 +72,7 @@ def trace_of(model: nn.Module, device: FakeDevice) -> dict[str, Any]:
         "dropout": [getattr(module, "dropout", None) for module in model.modules() if isinstance(module, nn.LSTM)],
         "draws": (
             torch.get_rng_state().numpy().tobytes(),
-            device.rng_state().numpy().tobytes(),
+            device.generator.get_state().numpy().tobytes(),
             repr(random.getstate()),
             repr(np.random.get_state()),
         ),
@@ -122,7 +122,7 @@ def test_nothing_is_left_behind_by_a_loss_that_raises(restless) -> None:
 
 MUTANTS = {
     "a gradient is left behind": ("parameter.grad = gradient", "pass", "gradients"),
-    "buffers stay changed": ("buffers.put_back()", "pass", "values"),
+    "buffers stay changed": ("buffers.restore()", "pass", "values"),
     "generators have moved": (
         "with as_before(model), undisturbed(device), uncompiled():",
         "with as_before(model), uncompiled():",

@@ -154,7 +154,7 @@ def test_real_data_behind_a_fake_model_gives_its_own_micro_batches() -> None:
     def micro(size: int) -> MicroBatch:
         source = open_source((x, y), CpuDevice(), global_batch_size=size, seed=0, is_resident=False)
         batch = next(iter(source.batches(Position())))
-        return next(iter(source.micro_batches(batch, micro_batch=size, how="fixed")))
+        return next(iter(source.micro_batches(batch, micro_batch=size, length_mode="fixed")))
 
     def make() -> Trainable:
         model = nn.Linear(64, 10)

@@ -263,9 +263,9 @@ def test_peak_memory_is_counted_or_sampled(python) -> None:
         "from whet.device import mps\n"
         "for release in ((2, 13), (2, 12)):\n"
         "    mps.torch_release = lambda: release\n"
-        "    device = mps.Mps()\n"
+        "    device = mps.MpsDevice()\n"
         "    big = torch.zeros(64 * 2**20, dtype=torch.uint8, device='mps'); device.mark(); del big\n"
-        "    memory = device.memory()\n"
+        "    memory = device.memory.usage()\n"
         "    print(memory.peak >= 64 * 2**20, memory.allocated < 2**20, memory.limit)\n"
     )
     done = python(START + code)

@@ -88,7 +88,7 @@ def test_interrupted_with_dropout_it_ends_bit_for_bit_the_same(cli: Cli, table: 
     assert "done at step" in cli.run("report", "cut")
     assert losses(cut) == losses(whole)
     ours, theirs = newest(cut), newest(whole)
-    assert ours["randomness/mps"].shape == (44,)
+    assert ours["rng/mps"].shape == (44,)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
     report = whet.summarize(cut)
@@ -100,9 +100,9 @@ def test_interrupted_with_dropout_it_ends_bit_for_bit_the_same(cli: Cli, table: 
 def test_a_run_moves_from_the_virtual_mac_to_the_cpu_and_back(cli: Cli, table: Path) -> None:
     words = ("train", "text", f"data={table}", "epochs=6", "lr=3e-3", *SMALL, "--run", "moving")
     cli.run(*words, "max_steps=20", "--device", "mps")
-    assert "randomness/mps" in newest(cli.folder / "moving")
+    assert "rng/mps" in newest(cli.folder / "moving")
     cli.run(*words, "max_steps=40", "--device", "cpu", is_mac=False)
-    assert "randomness/mps" not in newest(cli.folder / "moving")
+    assert "rng/mps" not in newest(cli.folder / "moving")
     cli.run(*words, "max_steps=60", "--device", "mps")
     assert max(losses(cli.folder / "moving")) == 60
     report = whet.summarize(cli.folder / "moving")

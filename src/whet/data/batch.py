@@ -42,8 +42,8 @@ class GlobalBatch:
 class MicroBatch:
     """The part of a global batch that goes through the model at once: the argument of a loss function.
 
-    Fields have the names of the data (`micro.tokens`, `micro["label"]`), or x and y for a pair of tensors. They can also
-    be unpacked in order: `x, y = micro`.
+    Fields have the names of the data (`micro.tokens`, `micro["label"]`), or x and y for a pair of tensors. They can be
+    unpacked in order: `x, y = micro`.
     """
 
     fields: Mapping[str, "Field"]

@@ -13,8 +13,8 @@ from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.config.resolve import resolve_config
 from whet.data.batch import MicroBatch
-from whet.device.kernels import spans as own_spans
-from whet.device.kernels.switches import use_own_attention
+from whet.device.kernels import attention as own_spans
+from whet.device.kernels.switches import use_own_kernels
 from whet.recipes.chat.arch import PRESETS, Arch
 from whet.recipes.chat.builder import Options, build
 from whet.recipes.chat.config import ChatConfig
@@ -62,7 +62,7 @@ def test_spans_say_what_the_mask_says_simulated(monkeypatch: pytest.MonkeyPatch)
     like = torch.zeros(1)
     masked = look_in_documents(micro.is_start, head_size=32, like=like)
     monkeypatch.setattr(own_spans, "is_supported", lambda _: True)
-    with use_own_attention():
+    with use_own_kernels("attention"):
         look = look_in_documents(micro.is_start, head_size=32, like=like)
     assert look.spans is not None
     assert masked.mask is not None
@@ -70,7 +70,7 @@ def test_spans_say_what_the_mask_says_simulated(monkeypatch: pytest.MonkeyPatch)
     assert look.rotation is not None
     rows, length = micro.is_start.shape
     places = torch.arange(rows * length)
-    firsts = look.spans.firsts.long()
+    firsts = look.spans.starts.long()
     may_look = (firsts[:, None] == firsts) & (places[:, None] >= places)
     assert torch.equal(may_look, torch.block_diag(*(masked.mask[:, 0] == 0)).bool())
     for table, ours in zip(masked.rotation, look.rotation, strict=True):

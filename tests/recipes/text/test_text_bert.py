@@ -16,7 +16,7 @@ from torch.nn import functional
 from whet.data.batch import Packed, Padded, Ragged
 from whet.data.split import BatchSplitter, LengthMode, PackedTotals
 from whet.device.fake import FakeDevice
-from whet.device.kernels import spans
+from whet.device.kernels import attention
 from whet.recipes.text import bert
 from whet.recipes.text.backbone import quiet_transformers
 from whet.recipes.text.bert import Bert
@@ -227,7 +227,7 @@ def test_a_simulated_kernel_for_packed_texts_is_called_right(
     expected = loss_and_gradient(model, packed(plain))
     calls: list[int] = []
     monkeypatch.setattr("whet.recipes.text.attention.has_varlen_kernel", lambda *_, **__: True)
-    monkeypatch.setattr(spans, "varlen_attn", lambda *given: calls.append(1) or simulated_kernel(*given))
+    monkeypatch.setattr(attention, "varlen_attn", lambda *given: calls.append(1) or simulated_kernel(*given))
     for batch in (packed(plain), packed(plain, total=88, num_fillers=1), packed(plain, total=160, num_fillers=4)):
         assert_same(loss_and_gradient(model, batch), expected)
     assert calls

@@ -32,14 +32,14 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def session_of(model: nn.Module, data: Any, run: Path | None, **options: Any) -> whet.Session:
-    overrides = {"threads": 1, "micro_batch": 8, **options.pop("wishes", {})}
+    overrides = {"threads": 1, "micro_batch": 8, **options.pop("overrides", {})}
     return whet.Session(
         model,
         whet.OptimizerChoice(lr=1e-3),
         data,
         global_batch_size=8,
         epochs=9,
-        **{"max_steps": 3, "device": "mps", "run": run, "wishes": overrides, **options},
+        **{"max_steps": 3, "device": "mps", "run": run, "overrides": overrides, **options},
     )
 
 
