@@ -14,6 +14,7 @@ from whet.data.batch import Packed, Ragged
 from whet.device.kernels import attention as kernels
 from whet.device.kernels.switches import use_own_kernels
 from whet.plan.plan import read_plan
+from whet.recipes.text import attention as text_attention
 from whet.recipes.text.bert import Bert
 from whet.recipes.text.config import TextArch
 from whet.recipes.text.model import Encoder
@@ -73,11 +74,11 @@ def test_the_kernel_computes_what_the_rectangle_does(make: Any, dtype: torch.dty
     calls = []
     kernel = kernels.varlen_attention
     with monkeypatch.context() as patched:
-        patched.setattr(attention, "varlen_attention", lambda *a, **k: calls.append(1) or kernel(*a, **k))
+        patched.setattr(text_attention, "varlen_attention", lambda *a, **k: calls.append(1) or kernel(*a, **k))
         found = [answer(model, batch(total), dtype) for total in (None, 192, 256)]
     assert calls
     with monkeypatch.context() as patched:
-        patched.setattr(attention, "has_varlen_kernel", lambda *_, **__: False)
+        patched.setattr(text_attention, "has_varlen_kernel", lambda *_, **__: False)
         logits, gradients = answer(model, batch(), dtype)
         exact = model(batch()).detach()
     noise = (logits - exact).abs().max()
