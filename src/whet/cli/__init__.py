@@ -1,1 +1,1 @@
-"""The command line: one file per verb; the only room that prints. Verbs import their rooms when they run."""
+"""The command line: one function per command. Commands render and print; everything else returns values."""

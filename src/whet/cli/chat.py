@@ -1,66 +1,233 @@
-"""whet chat: a conversation with a trained model, in the terminal."""
+"""`whet chat`, `whet generate` and `whet serve`: use a trained chat model."""
 
+import io
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whet.cli.options import (
+    ChatRun,
+    Checkpoint,
+    Device,
+    MaxNewTokens,
+    Port,
+    SamplingSeed,
+    SystemPrompt,
+    Temperature,
+    TopK,
+    TopP,
+)
+
 if TYPE_CHECKING:
     from whet.recipes.chat.conversation import Turn
     from whet.recipes.chat.generation.sampling import Sampling
     from whet.recipes.chat.generation.speaking import Speaker
+    from whet.web.registry import RunningServer
 
-_HELP = """/reset       forget what was said, and start anew
-/save FILE   write the conversation to FILE, as whet data chat reads it
-/help        this
-/quit        end the conversation, as Ctrl-D does
+_HELP = """/reset       start a new conversation
+/save FILE   write the conversation to FILE, in a format that whet data chat reads
+/help        show this help
+/quit        end the conversation, like Ctrl-D
 Ctrl-C stops an answer."""
-_LEAVING = ("/quit", "/exit")
+_QUIT = ("/quit", "/exit")
 
 
 def chat(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of whet train chat.")],
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="What stands before the conversation.")] = None,
-    checkpoint: Annotated[str, typer.Option(metavar="best|last|STEP", help="Which weights.")] = "best",
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="The longest answer.")] = 200,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0 takes the likeliest token each time.")] = 0.7,
-    top_k: Annotated[int, typer.Option(metavar="K", help="Of the K likeliest tokens only; 0 for all.")] = 50,
-    top_p: Annotated[float, typer.Option(metavar="P", help="Of as few as have P of the probability.")] = 0.9,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="The same words get the same answers.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, mps, cuda, cuda:1 or cpu.")] = "auto",
+    run: ChatRun,
+    system: SystemPrompt = None,
+    checkpoint: Checkpoint = "best",
+    max_new_tokens: MaxNewTokens = 200,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 50,
+    top_p: TopP = 0.9,
+    seed: SamplingSeed = 0,
+    device: Device = "auto",
 ) -> None:
-    """Talk with a trained model.
+    """Chat with a trained model in the terminal.
 
     \b
     whet chat runs/chat-001
     whet chat runs/chat-001 --temperature 0 --system "You are brief."
 
-    What was said before is read again for every answer. Where it is longer than the model can look back, the oldest
-    turns are left out, which is said; the system turn stays.
+    The model sees the whole conversation. If that exceeds its context length, the oldest turns are left out, with a
+    note; the system prompt stays.
     """
-    from whet.cli import console
-    from whet.cli.speaking import load_chat_model, valid_utf8
+    from whet.cli import output
     from whet.recipes.chat.generation.sampling import Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    speaker = load_chat_model(run, checkpoint=checkpoint, device=device)
-    talk = _Talk(speaker, valid_utf8(system) if system else None, sampling, max_new_tokens=max_new_tokens)
-    console.note(f"{run}: {speaker.num_places} tokens to look back on; /help, Ctrl-D ends")
-    for line in _lines():
-        if line in _LEAVING:
+    model = load_chat_model(run, checkpoint=checkpoint, device=device)
+    conversation = _Conversation(model, valid_utf8(system) if system else None, sampling, max_new_tokens=max_new_tokens)
+    output.note(f"{run}: context of {model.num_places} tokens; /help for commands, Ctrl-D to quit")
+    for line in _typed_lines():
+        if line in _QUIT:
             return
         if line.startswith("/"):
-            talk.command(line)
+            conversation.command(line)
         else:
-            talk.answer(line)
+            conversation.answer(line)
 
 
-class _Talk:
-    """What was said so far, and who answers."""
+def generate(
+    run: ChatRun,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", metavar="TEXT", help="A prompt; repeatable. Default: lines of standard input."),
+    ] = None,
+    system: SystemPrompt = None,
+    checkpoint: Checkpoint = "best",
+    max_new_tokens: MaxNewTokens = 100,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 50,
+    top_p: TopP = 0.9,
+    seed: SamplingSeed = 0,
+    device: Device = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print prompts, answers and why each ended, as JSON.")] = False,
+    interactive: Annotated[bool, typer.Option("--interactive", help="The same as whet chat RUN.")] = False,
+) -> None:
+    """Print a trained chat model's answers to prompts.
 
-    def __init__(self, speaker: "Speaker", system: str | None, sampling: "Sampling", *, max_new_tokens: int) -> None:
-        self._speaker = speaker
+    \b
+    whet generate runs/chat-001 --prompt "What does whet probe do?"
+    whet generate runs/chat-001 --prompt "Hello!" --temperature 0 --max-new-tokens 50
+    whet generate runs/chat-001 --json < questions.txt
+    """
+    from whet.base.errors import UsageError
+
+    if interactive:
+        if prompt or json:
+            option = "--prompt" if prompt else "--json"
+            raise UsageError(
+                f"--interactive cannot be combined with {option}",
+                got=f"--interactive {option}",
+                try_="one of the two",
+            )
+        chat(run, system, checkpoint, max_new_tokens, temperature, top_k, top_p, seed, device)
+        return
+    from whet.cli import output
+
+    texts = [valid_utf8(text) for text in prompt] if prompt else list(_input_lines())
+    if not texts or not all(text.strip() for text in texts):
+        got = "no text" if not texts else 'an empty --prompt ""'
+        raise UsageError("there is no prompt", got=got, try_=f'whet generate {run} --prompt "..."')
+    from whet.recipes.chat.conversation import Turn
+    from whet.recipes.chat.generation.sampling import Sampling
+
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    model = load_chat_model(run, checkpoint=checkpoint, device=device)
+    first = [Turn("system", valid_utf8(system))] if system else []
+    prompts = [model.prompt([*first, Turn("user", text)], max_new_tokens=max_new_tokens) for text in texts]
+    if len(prompts) == 1 and not json:
+        for piece in model.say(prompts[0], max_new_tokens=max_new_tokens, sampling=sampling):
+            output.stream(piece.text)
+        output.stream("\n")
+        return
+    answers = model.answer_all(prompts, max_new_tokens=max_new_tokens, samplings=[sampling] * len(prompts))
+    rows = [{"prompt": text, "answer": answer, "end": end} for text, (answer, end) in zip(texts, answers, strict=True)]
+    if json:
+        output.result_json(rows)
+    else:
+        output.result("\n\n".join(f"> {row['prompt']}\n{row['answer']}" for row in rows))
+
+
+def serve(
+    run: ChatRun,
+    checkpoint: Checkpoint = "best",
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model name for clients. Default: the name of the run.")
+    ] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    port: Port = 8331,
+    device: Device = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print address, key and model as one line of JSON.")] = False,
+) -> None:
+    """Serve a trained chat model to OpenAI clients on this machine.
+
+    \b
+    whet serve runs/chat-001
+    whet serve runs/chat-001 --checkpoint best --port 9000
+
+    Implements /v1/models, /v1/chat/completions and /v1/completions, with streaming. Listens on this machine only and
+    requires the API key that it prints, which is new each time. Requests are answered one at a time. Ctrl-C stops it.
+    """
+    from whet.cli import output
+    from whet.web.access import ClientLimits
+    from whet.web.server import require_libraries
+    from whet.web.server import serve as serve_routes
+
+    require_libraries()
+    model = load_chat_model(run, checkpoint=checkpoint, device=device)
+    from whet.recipes.chat.serving.routes import Routes
+    from whet.recipes.chat.serving.shapes import error_format
+
+    model_name = name or run.resolve().name
+    routes = Routes(model, name=model_name, most_tokens=max_new_tokens)
+
+    def print_address(running: "RunningServer") -> None:
+        address = f"{running.url}v1"
+        if json:
+            fields = {"base_url": address, "api_key": running.token, "model": model_name, "pid": running.pid}
+            output.line_json(fields)
+        else:
+            output.result(f"export OPENAI_BASE_URL={address}\nexport OPENAI_API_KEY={running.token}")
+            output.note(f"model name {model_name!r}; the key is valid until the server stops; Ctrl-C stops it")
+        sys.stdout.flush()
+
+    try:
+        code = serve_routes(
+            routes.routes(),
+            name="serve",
+            about=str(run.resolve()),
+            port=port,
+            methods=("GET", "HEAD", "POST"),
+            limits=ClientLimits(body_bytes=256 * 1024),
+            error_format=error_format,
+            on_ready=print_address,
+            on_failure=output.failed_request,
+        )
+    finally:
+        routes.close()
+    raise typer.Exit(code)
+
+
+def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Speaker":
+    """Load the model of a chat run with its weights onto a device."""
+    from whet.base.errors import UsageError, WhetError
+    from whet.device.environment import configure_before_torch
+    from whet.recipes.recipe import BUILT_IN, load_recipe
+    from whet.run.folder import open_run
+
+    opened = open_run(run)
+    # Built-in recipes only: a run folder may come from anywhere and must not decide which code is executed.
+    recipe = load_recipe(opened.header.recipe) if opened.header.recipe in BUILT_IN else None
+    if recipe is None or not recipe.supports("speak"):
+        raise UsageError(
+            "this is not a chat run", got=f"a run of {opened.header.recipe}", try_="a run of whet train chat"
+        )
+    configure_before_torch(mps_fallback=False)
+    from whet.device.open import open_device
+    from whet.training.weights import load_weights
+
+    place = open_device(device).device
+    try:
+        model: Speaker = recipe.speak(opened.kept)
+    except (KeyError, TypeError, ValueError) as error:
+        got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise WhetError("the run lacks data that its recipe needs", got=got, try_="another run") from None
+    load_weights(opened.path, model.model, checkpoint=checkpoint)
+    place.put_model(model.model)
+    model.model.eval()
+    return model
+
+
+class _Conversation:
+    """The turns so far, and the model that answers."""
+
+    def __init__(self, model: "Speaker", system: str | None, sampling: "Sampling", *, max_new_tokens: int) -> None:
+        self._model = model
         self._system = system
         self._sampling = sampling
         self._max_new_tokens = max_new_tokens
@@ -75,89 +242,104 @@ class _Talk:
         self._num_answers = 0
 
     def command(self, line: str) -> None:
-        """A word with a slash."""
-        from whet.cli import console
+        """Run a slash command."""
+        from whet.cli import output
 
         word, _, rest = line.partition(" ")
         if word == "/reset":
             self._reset()
-            console.note("forgotten")
+            output.note("new conversation")
         elif word == "/save" and rest.strip():
             self._save(Path(rest.strip()).expanduser())
         elif word == "/save":
-            console.note("/save FILE: which file?")
+            output.note("/save needs a file name: /save FILE")
         else:
-            console.note(_HELP if word == "/help" else f"{word} is not known here:\n{_HELP}")
+            output.note(_HELP if word == "/help" else f"unknown command {word}:\n{_HELP}")
 
     def answer(self, text: str) -> None:
-        """Streams an answer; the question and it are remembered, unless the question cannot be asked."""
+        """Stream an answer and add question and answer to the conversation."""
         from dataclasses import replace
 
         from whet.base.errors import WhetError
-        from whet.cli import console
+        from whet.cli import output
         from whet.recipes.chat.conversation import Turn
 
-        asked = [*self._turns, Turn("user", text)]
+        turns = [*self._turns, Turn("user", text)]
         try:
-            prompt = self._speaker.prompt(asked, max_new_tokens=self._max_new_tokens)
+            prompt = self._model.prompt(turns, max_new_tokens=self._max_new_tokens)
         except WhetError as error:
-            console.error(error)
+            output.error(error)
             return
         if prompt.num_left_out:
-            console.note(f"(the first {prompt.num_left_out} turns are beyond what the model can look back on)")
-        # Asked twice, it may answer otherwise; the whole conversation said again is answered the same.
+            output.note(f"(the first {prompt.num_left_out} turns no longer fit into the model's context)")
+        # A different seed for each answer, so that a repeated question may get another answer, while repeating the
+        # whole conversation gives the same one.
         sampling = replace(self._sampling, seed=self._sampling.seed + self._num_answers)
         self._num_answers += 1
-        said: list[str] = []
+        pieces: list[str] = []
         try:
-            for piece in self._speaker.say(prompt, max_new_tokens=self._max_new_tokens, sampling=sampling):
-                said.append(piece.text)
-                console.stream(piece.text)
+            for piece in self._model.say(prompt, max_new_tokens=self._max_new_tokens, sampling=sampling):
+                pieces.append(piece.text)
+                output.stream(piece.text)
         except KeyboardInterrupt:
-            console.stream(" ...")
-        console.stream("\n")
-        answer = "".join(said).strip()
-        self._turns = [*asked, Turn("assistant", answer)] if answer else asked[:-1]
+            output.stream(" ...")
+        output.stream("\n")
+        answer = "".join(pieces).strip()
+        self._turns = [*turns, Turn("assistant", answer)] if answer else turns[:-1]
 
     def _save(self, path: Path) -> None:
         import json
 
-        from whet.cli import console
+        from whet.cli import output
 
         if not any(turn.role == "assistant" for turn in self._turns):
-            console.note("not saved: nothing was said yet")
+            output.note("not saved: the conversation is empty")
             return
         record = {"messages": [{"role": turn.role, "content": turn.text} for turn in self._turns]}
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         except OSError as error:
-            console.note(f"not saved: {path}: {error.strerror}")
+            output.note(f"not saved: {path}: {error.strerror}")
         else:
-            console.note(f"saved: {path}")
+            output.note(f"saved: {path}")
 
 
-def _lines() -> Iterator[str]:
-    """What is typed, line by line, with a history of its own where there is a terminal; empty lines are left out."""
+def _typed_lines() -> Iterator[str]:
+    """Yield non-empty lines from the terminal, with history, or from standard input."""
     import contextlib
-    import sys
 
-    from whet.cli import console
-    from whet.cli.speaking import read_lines, valid_utf8
+    from whet.cli import output
 
     if sys.stdin is None or not sys.stdin.isatty():
-        yield from map(str.strip, read_lines())
+        yield from map(str.strip, _input_lines())
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # Arrows and history for input().
+        import readline  # noqa: F401  # Enables arrow keys and history in input().
     while True:
         try:
             line = input("> ").strip()
         except EOFError:
-            console.stream("\n")  # What comes next does not stand behind the prompt.
+            output.stream("\n")  # The shell's prompt starts on a new line.
             return
         except KeyboardInterrupt:
-            console.stream("\n")
+            output.stream("\n")
             continue
         if line:
             yield valid_utf8(line)
+
+
+def _input_lines() -> Iterator[str]:
+    """Yield non-empty lines of standard input; none if it is closed (<&-)."""
+    if sys.stdin is None:
+        return
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    for line in sys.stdin:
+        if line.strip():
+            yield valid_utf8(line.rstrip("\n"))
+
+
+def valid_utf8(text: str) -> str:
+    """Replace bytes of the command line that are not valid UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""whet compare: is what a model computes on this device right?"""
+"""`whet compare`: compare training on a device with the CPU."""
 
 import math
 import shlex
@@ -7,29 +7,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from whet.cli.options import ConfigFile, Json, Settings
+
 if TYPE_CHECKING:
     from whet.verify.parity.compare import ParityResult
     from whet.verify.parity.locate import WrongOperator
 
 
 def compare(
-    what: Annotated[
+    target: Annotated[
         str, typer.Argument(metavar="MODEL|RECIPE", help="text, FILE.py with recipe() or model(), FILE.py:factory.")
     ],
-    words: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="A recipe's settings.")] = None,
-    devices: Annotated[str | None, typer.Option(help="cpu,mps or cpu,cuda; the best device here if not given.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of the trajectory.")] = 20,
-    size: Annotated[int | None, typer.Option(help="Samples in the batch; 32 at most if not given.")] = None,
+    settings: Settings = None,
+    devices: Annotated[
+        str | None, typer.Option(help="cpu,mps or cpu,cuda. Default: the best device of this machine.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps of the compared training.")] = 20,
+    size: Annotated[int | None, typer.Option(help="Samples in the batch. Default: at most 32.")] = None,
     precision: Annotated[
-        str | None, typer.Option(help="bf16, fp16, tf32 or several: must agree with fp32. bf16 is shown anyway.")
+        str | None,
+        typer.Option(help="bf16, fp16, tf32 or several: they must agree with fp32. bf16 is always reported."),
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", "--config-name", metavar="FILE", help="Settings from TOML or YAML.")
-    ] = None,
+    config: ConfigFile = None,
     out: Annotated[
-        Path, typer.Option(metavar="FILE.py", help="Where a program goes that shows a wrong operator.")
+        Path, typer.Option(metavar="FILE.py", help="Where to write a program that reproduces a wrong operator.")
     ] = Path("whet_compare_repro.py"),
-    json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Compare a device with the CPU: same weights, same batch.
 
@@ -38,36 +41,36 @@ def compare(
     whet compare my_model.py --devices cpu,mps
     whet compare my_recipe.py lr=1e-2 --steps 50 --precision bf16,fp16
 
-    Loss, every gradient, the update, a number of steps; twice the same bits; lower precision. If something differs,
-    every operator of a step is replayed on the CPU from its own inputs: the first wrong one is named, and a program
-    that shows it, with torch alone, is written. Dropout is off. Exit code 1: something differs.
+    Compares the loss, every gradient, the update and a number of steps, repeats them, and tries lower precision. If
+    something differs, every operator of a step is replayed on the CPU from its own inputs: the first wrong one is
+    named, and a program that reproduces it with torch alone is written. Dropout is off. Exit code 1: something differs.
     """
     from whet.api.verify import load_subject
-    from whet.cli import console
+    from whet.cli import output
     from whet.verify.parity.compare import compare_devices, validate_compare_options
 
     names = _split(devices) or []
     precisions = _split(precision)
     validate_compare_options(devices=names, steps=steps, size=size, precisions=precisions, out=out)
-    with console.user_output_to_stderr():
-        found = compare_devices(
-            load_subject(what, words or (), file=config),
+    with output.user_output_to_stderr():
+        result = compare_devices(
+            load_subject(target, settings or (), file=config),
             devices=names,
             steps=steps,
             size=size,
             precisions=precisions,
             out=out,
-            progress=console.note,
+            progress=output.note,
         )
     if json:
-        console.result_json(found.as_json())
+        output.result_json(result.as_json())
     else:
-        console.result("\n".join(_lines(found)))
-    if not found.agrees:
+        output.result("\n".join(render_comparison(result)))
+    if not result.agrees:
         raise typer.Exit(1)
 
 
-_NAMES = {
+_ROW_NAMES = {
     "loss": "loss",
     "gradients": "gradients ({tensors})",
     "buffers": "buffers ({tensors})",
@@ -76,22 +79,23 @@ _NAMES = {
 }
 
 
-def _split(words: str | None) -> list[str] | None:
-    return None if words is None else [word.strip() for word in words.split(",")]
+def _split(names: str | None) -> list[str] | None:
+    return None if names is None else [name.strip() for name in names.split(",")]
 
 
-def _lines(found: "ParityResult") -> list[str]:
-    from whet.cli import console
+def render_comparison(result: "ParityResult") -> list[str]:
+    """Render a comparison as a table and a conclusion."""
+    from whet.cli import output
 
-    reference = found.reference.replace("cpu ", "the CPU in ")
-    is_alone = found.device == "cpu"
-    left = "float32 on the CPU" if is_alone else found.device + (" (SIMULATED)" if found.is_virtual else "")
-    lines = [f"{found.name}: {left} against {reference}, {found.size} samples, dropout off"]
-    if is_alone and found.rows:
-        lines.append("no other device is compared: the CPU's rounding is; --devices cpu,mps or cpu,cuda compares one")
-    lines += ["", console.table(("what", "error", "bound", "verdict"), _rows(found)), ""]
-    lines += [f"note: {note}" for note in found.notes]
-    located = found.located
+    reference = result.reference.replace("cpu ", "the CPU in ")
+    is_alone = result.device == "cpu"
+    name = "float32 on the CPU" if is_alone else result.device + (" (SIMULATED)" if result.is_virtual else "")
+    lines = [f"{result.name}: {name} against {reference}, {result.size} samples, dropout off"]
+    if is_alone and result.rows:
+        lines.append("only the CPU's rounding is compared; --devices cpu,mps or cpu,cuda compares a device")
+    lines += ["", output.table(("what", "error", "bound", "verdict"), _rows(result)), ""]
+    lines += [f"note: {note}" for note in result.notes]
+    located = result.located
     if located is not None and located.culprit is not None:
         lines.append(_culprit_line(located.culprit))
         others = [f"{name} ({count} calls)" for name, count in list(located.wrong.items())[1:6]]
@@ -101,30 +105,30 @@ def _lines(found: "ParityResult") -> list[str]:
             lines.append(f"reproduce: python {shlex.quote(str(located.reproducer))}")
     elif located is not None:
         lines.append(f"no single operator is wrong: {located.num_checked} were replayed on the CPU")
-    if found.agrees and not found.rows:
-        lines.append("nothing disagrees, but float32 itself was compared with nothing: no other device, no float64")
+    if result.agrees and not result.rows:
+        lines.append("nothing differs, but float32 was not compared with anything: no other device, no float64")
     else:
-        lines.append("everything agrees" if found.agrees else "something differs")
+        lines.append("everything agrees" if result.agrees else "something differs")
     return lines
 
 
-def _rows(found: "ParityResult") -> list[tuple[str, str, str, str]]:
+def _rows(result: "ParityResult") -> list[tuple[str, str, str, str]]:
     rows = []
-    for row in found.rows:
-        name = _NAMES[row.what].format(tensors=row.num_tensors, steps=found.steps)
+    for row in result.rows:
+        name = _ROW_NAMES[row.what].format(tensors=row.num_tensors, steps=result.steps)
         worst = f", most in {row.worst}" if row.worst and not row.agrees else ""
-        own = "" if row.own_error is None else f" (the CPU's own: {row.own_error:.1e})"
+        own = "" if row.own_error is None else f" (the CPU's own error: {row.own_error:.1e})"
         verdict = ("agrees" if row.agrees else f"DIFFERS{worst}") + own
         rows.append((name, _number(row.error), f"{row.bound:.1e}", verdict))
-    twice = found.determinism
-    if twice.is_same:
-        verdict = f"the same bits in {twice.steps} steps"
+    repeated = result.determinism
+    if repeated.is_same:
+        verdict = f"the same bits in {repeated.steps} steps"
     else:
-        how = "by rounding, as sums on a GPU may" if twice.is_rounding else "DIFFERS"
-        verdict = f"{how}: first {twice.first}, {twice.num_different} of {twice.num_tensors} tensors"
-    rows.append(("run twice", _number(twice.error), "0", verdict))
-    for one in found.precisions:
-        verdict = "agrees with fp32" if one.agrees else f"too coarse, most in {one.worst}"
+        how = "differs by rounding, as sums on a GPU may" if repeated.is_rounding else "DIFFERS"
+        verdict = f"{how}: first {repeated.first}, {repeated.num_different} of {repeated.num_tensors} tensors"
+    rows.append(("run twice", _number(repeated.error), "0", verdict))
+    for one in result.precisions:
+        verdict = "agrees with fp32" if one.agrees else f"too inaccurate, most in {one.worst}"
         loss = f"; loss {_number(one.loss_error)} of {one.loss_bound:.1e}"
         rows.append((f"{one.precision} gradients", _number(one.gradient_error), f"{one.bound:.1e}", verdict + loss))
     return rows

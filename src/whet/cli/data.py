@@ -1,54 +1,180 @@
-"""whet data: what is wrong with the data, before anything is trained on it."""
+"""`whet data`: inspect, clean and prepare training data."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from whet.cli.options import Json
+
+_PROGRESS_SECONDS = 5
+
 
 def data(
-    what: Annotated[str, typer.Argument(metavar="RECIPE", help="Which recipe the data is for: text, chat or hex.")],
-    path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="The data, as data= names it.")],
-    words: Annotated[
+    recipe_name: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="The recipe that the data is for: text, chat or hex.")
+    ],
+    path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="The data, as in data=PATH.")],
+    settings: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Such as text_column=string label_separator='|'.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="The report as JSON.")] = False,
+    json: Json = False,
     fix: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Write a cleaned copy, and a list of what was done and why.")
+        Path | None, typer.Option(metavar="OUT", help="Write a cleaned copy, and a list of all changes.")
     ] = None,
     leave: Annotated[
-        str, typer.Option(metavar="KIND,KIND", help="Kinds of defects that --fix leaves as they are.")
+        str, typer.Option(metavar="KIND,KIND", help="Kinds of defects that --fix should not change.")
     ] = "",
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if anything was found.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 if there are any findings.")] = False,
 ) -> None:
-    """Look at data before training on it.
+    """Inspect data before training on it.
 
     \b
     whet data text reviews.csv
     whet data text citations/ --json
     whet data text reviews.csv --fix clean.csv
 
-    Labels, lengths, and what is wrong: repeated and contradictory rows, texts in two parts, labels that are probably
-    misspelt, broken rows and encodings, and more, each with a few rows and their number. The original is never touched.
+    Reports labels, lengths and defects, each with examples and their row numbers: duplicate and contradictory rows,
+    texts in two splits, labels that are probably misspelled, broken rows and encodings, and more. Never changes the
+    original.
     """
     from whet.base.errors import UsageError
-    from whet.cli import console
+    from whet.cli import output
     from whet.config.resolve import resolve_config
     from whet.recipes.recipe import BUILT_IN, load_recipe
 
-    recipe = load_recipe(what)
+    recipe = load_recipe(recipe_name)
     if not recipe.supports("inspect_data"):
-        raise UsageError(f"the recipe {recipe.name} has no data report", got=what, try_=" or ".join(BUILT_IN))
+        raise UsageError(f"the recipe {recipe.name} has no data report", got=recipe_name, try_=" or ".join(BUILT_IN))
     if leave and fix is None:
-        raise UsageError("--leave says what --fix leaves", got=f"--leave {leave}", try_="--fix OUT")
+        raise UsageError("--leave needs --fix", got=f"--leave {leave}", try_="--fix OUT")
     if not path.exists():
-        raise UsageError("the data is not there", got=path, try_="a file or folder that exists")
-    config = resolve_config(recipe.Config, words or ()).config
+        raise UsageError("the data does not exist", got=path, try_="an existing file or folder")
+    config = resolve_config(recipe.Config, settings or ()).config
     kinds = tuple(kind.strip() for kind in leave.split(",") if kind.strip())
-    found = recipe.inspect_data(config, path, fix=fix, leave=kinds)
+    report = recipe.inspect_data(config, path, fix=fix, leave=kinds)
     if json:
-        console.result_json(found.as_json)
+        output.result_json(report.as_json)
     else:
-        console.result("\n".join(found.lines))
-    if strict and found.num_findings:
+        output.result("\n".join(report.lines))
+    if strict and report.num_findings:
+        raise typer.Exit(1)
+
+
+def data_chat(
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE|DIR", help="Conversations as JSON or JSON lines; or a folder with splits."),
+    ] = None,
+    output_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder to create.")] = None,
+    input_file: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as FILE.")] = None,
+    format_: Annotated[
+        str,
+        typer.Option("--format", metavar="FORMAT", help="auto, sharegpt, alpaca, openai or openassistant."),
+    ] = "auto",
+    tokenizer: Annotated[
+        str, typer.Option(metavar="NAME", help="bpe trains one on the data; or gpt2, a hub name, a file, a folder.")
+    ] = "bpe",
+    vocab_size: Annotated[int, typer.Option(metavar="N", help="Vocabulary size of a trained tokenizer.")] = 8192,
+    max_length: Annotated[int, typer.Option(metavar="N", help="Maximum number of tokens in a row.")] = 2048,
+    subsample_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Use only this many conversations, drawn at random.")
+    ] = None,
+    train_split: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share for training; the rest is halved into validation and test.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the split.")] = 42,
+    loss: Annotated[str, typer.Option(metavar="WHAT", help="Tokens to train on: assistant, or all.")] = "assistant",
+    max_bad: Annotated[int, typer.Option(metavar="N", help="Invalid records to skip; more are an error.")] = 100,
+    json: Json = False,
+) -> None:
+    """Prepare conversations for training a chat model.
+
+    \b
+    whet data chat conversations.json --output-dir data/chat
+    whet data chat chats.jsonl.gz --output-dir data/chat --max-length 1024 --subsample-size 10000
+    whet train chat data_paths=[data/chat]
+
+    Reads ShareGPT, Alpaca, OpenAI and OpenAssistant files of any size, splits by conversation, trains a tokenizer, and
+    writes tokens with a loss mask. The folder appears only when it is complete.
+    """
+    from whet.base.errors import UsageError
+    from whet.cli import output
+    from whet.recipes.chat.builder import Options, build
+    from whet.recipes.chat.told import lines
+
+    if (path is None) == (input_file is None):
+        got = "none" if path is None else f"{path} and --input-file {input_file}"
+        raise UsageError("one input file is required", got=got, try_="whet data chat FILE --output-dir DIR")
+    if output_dir is None:
+        raise UsageError("the output folder is missing", got="no --output-dir", try_="--output-dir DIR")
+    given = {
+        "format": format_,
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size,
+        "max_length": max_length,
+        "subsample_size": subsample_size,
+        "train_split": train_split,
+        "seed": seed,
+        "loss": loss,
+        "max_bad": max_bad,
+    }
+    options = Options.from_json(given, where="the options")
+    source = path or input_file
+    assert source is not None
+    with output.progress("data") as show:
+        manifest = build(source, output_dir, options, told=show)
+    if json:
+        output.result_json(manifest.as_json())
+    else:
+        output.result("\n".join(lines(manifest, output_dir)))
+
+
+def data_hex(
+    path: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="Games: .trmph, HexWorld or plain lists of moves.")],
+    output_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder to create. Default: only report on the games.")
+    ] = None,
+    size: Annotated[int | None, typer.Option(metavar="N", help="Board size. Default: inferred from the games.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the split.")] = 0,
+    dev_share: Annotated[float, typer.Option(metavar="SHARE", help="Share of the games for validation.")] = 0.05,
+    test_share: Annotated[float, typer.Option(metavar="SHARE", help="Share of the games for the final test.")] = 0.05,
+    max_bad: Annotated[
+        int | None, typer.Option(metavar="N", help="Invalid games to skip; more are an error. Default: a tenth.")
+    ] = None,
+    json: Json = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 if a game was skipped.")] = False,
+) -> None:
+    """Prepare recorded games of Hex for training.
+
+    \b
+    whet data hex games.trmph
+    whet data hex games.trmph --output-dir data/hex
+    whet train hex data=data/hex
+
+    Infers which edges the first player connects, replays every game, and writes all positions with the move played and
+    the winner, split by game. The folder appears only when it is complete.
+    """
+    from whet.cli import output
+    from whet.hex.positions.importing import ImportWishes, import_records, told
+
+    given = {"size": size, "seed": seed, "dev_share": dev_share, "test_share": test_share, "max_bad": max_bad}
+    options = ImportWishes.from_json(given, where="the command line")
+    next_note = time.monotonic() + _PROGRESS_SECONDS
+
+    def progress(num_games: int) -> None:
+        nonlocal next_note
+        if time.monotonic() >= next_note:
+            output.note(f"{num_games:,} games read")
+            next_note = time.monotonic() + _PROGRESS_SECONDS
+
+    manifest = import_records(path, into=output_dir, overrides=options, progress=progress)
+    if json:
+        output.result_json(manifest.as_json())
+    else:
+        output.result("\n".join(told(manifest)))
+        if output_dir is not None:
+            output.note(f"written to {output_dir}; to train on it: whet train hex data={output_dir}")
+    if strict and manifest.left_out:
         raise typer.Exit(1)

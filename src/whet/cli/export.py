@@ -1,49 +1,140 @@
-"""whet export: the numbers of a run, or its model, for other programs."""
+"""`whet export`, `whet import` and `whet forward`: exchange runs and weights with other tools."""
 
+import signal
+import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from whet.base.process import stop_immediately
+from whet.cli.options import Checkpoint, Json, RecipeFile
 
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     to: Annotated[
         str,
-        typer.Option("--to", metavar="FORMAT", help="csv, parquet or tensorboard; of the model transformers or onnx."),
+        typer.Option(
+            "--to", metavar="FORMAT", help="Metrics: csv, parquet or tensorboard. The model: transformers or onnx."
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The folder to write; NAME-FORMAT where you are if not given.")
+        Path | None, typer.Option(metavar="DIR", help="The folder to write. Default: NAME-FORMAT in this folder.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what an earlier export wrote there.")] = False,
-    checkpoint: Annotated[str, typer.Option(metavar="best|last|STEP", help="Of the model: which weights.")] = "best",
-    recipe: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Of the model: your recipe's file, if it is not a built-in one.")
-    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+    checkpoint: Checkpoint = "best",
+    recipe: RecipeFile = None,
 ) -> None:
-    """Write the numbers of a run as CSV, Parquet or TensorBoard files, or its model for transformers or ONNX.
+    """Export the metrics of a run, or its model.
 
     \b
     whet export runs/text-001 --to csv
     whet export runs/text-001 --to tensorboard --out boards/text-001
     whet export runs/text-001 --to transformers --out models/mine
 
-    Steps and evaluations as the run counts them: what was made again after a resume is there once. A model has the
-    best weights unless you say otherwise, and lies beside whet-export.json, which says what it is.
+    Steps that were repeated after a resume appear once. A model is exported with its best weights by default;
+    whet-export.json next to it describes it.
     """
     from whet.base.units import format_bytes
-    from whet.cli import console
-    from whet.report.export.files import MODEL_FORMATS
-    from whet.report.export.files import export_run as write
+    from whet.cli import output
+    from whet.report.export.files import MODEL_FORMATS, export_run
 
     if to in MODEL_FORMATS:
         from whet.api.export import export_model
 
         written = export_model(run, to=to, out=out, force=force, checkpoint=checkpoint, recipe=recipe)
     else:
-        written = write(run, to=to, out=out, force=force)
+        written = export_run(run, to=to, out=out, force=force)
     folder = out or written.folder.name
     for name, size in written.files.items():
-        console.result(f"{folder}/{name}  {format_bytes(size)}")
+        output.result(f"{folder}/{name}  {format_bytes(size)}")
     if to == "tensorboard":
-        console.note(f"to look at it: tensorboard --logdir {folder}")
+        output.note(f"to view it: tensorboard --logdir {folder}")
+
+
+def import_weights(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .pt, .pth, .bin, .ckpt or .safetensors file.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to create.")],
+    key: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Key of the weights in the file, such as model or ema.shadow.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Convert weights of other tools to safetensors.
+
+    \b
+    whet import model.pt --out imported/model
+    whet train my_recipe.py init_from=imported/model
+
+    A torch file is read by a separate process with resource limits, which accepts tensors only and rejects any file
+    that contains other objects. This limits the risk but does not remove it: import only files that you trust. Nothing
+    else in whet reads such files.
+    """
+    from whet.base.units import format_bytes
+    from whet.checkpoint.importer import import_weights as convert
+    from whet.cli import output
+
+    imported = convert(file, out, key=key)
+    if json:
+        output.result_json(imported.as_json())
+        return
+    source = f" from {imported.key!r}" if imported.key else ""
+    lines = [f"imported  {len(imported.taken):,} tensors, {format_bytes(imported.size)}{source}"]
+    if imported.wrapper:
+        lines.append(f"names     without their common prefix {imported.wrapper!r}")
+    if imported.left_out:
+        names = ", ".join(f"{name} ({why})" for name, why in list(imported.left_out.items())[:5])
+        more = f" and {len(imported.left_out) - 5:,} more" if len(imported.left_out) > 5 else ""
+        lines.append(f"skipped   {names}{more}")
+    lines.append(f"folder    {out}; init_from={out} starts a run with these weights")
+    output.result("\n".join(lines))
+
+
+def forward(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, of a running or a finished run.")],
+    to: Annotated[str, typer.Option("--to", metavar="DASHBOARD", help="wandb, trackio or mlflow.")],
+    project: Annotated[str, typer.Option(metavar="NAME", help="The project or experiment on the dashboard.")] = "whet",
+    once: Annotated[bool, typer.Option("--once", help="Forward what exists now and exit.")] = False,
+) -> None:
+    """Forward a run to W&B, Trackio or MLflow.
+
+    \b
+    whet forward runs/text-001 --to trackio
+    WANDB_MODE=offline whet forward runs/text-001 --to wandb --project reviews
+
+    Works during and after training. Reads the run folder from a separate process, so that a slow dashboard cannot slow
+    the training. Ctrl-C stops it; run the same command again to forward what is missing.
+    """
+    from whet.base.errors import WhetError
+    from whet.cli import output
+    from whet.report.forward.dashboards import UnreachableError, open_dashboard
+    from whet.report.forward.forwarder import forward_run
+    from whet.run.folder import open_run
+
+    opened = open_run(run)
+    stop = threading.Event()
+    signals: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        signals.append(number)
+        stop.set()
+        if len(signals) > 1:
+            stop_immediately(number)
+
+    with output.user_output_to_stderr():
+        dashboard = open_dashboard(to)
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            done = forward_run(
+                opened, dashboard, project=project, once=once, tries=3 if once else None, say=output.note, stop=stop
+            )
+        except UnreachableError as error:
+            raise WhetError(f"{to} does not respond", got=str(error), try_="the same command again, later") from error
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    last = "" if done.last_step is None else f", up to step {done.last_step:,}"
+    output.result(f"forwarded {done.rows:,} steps{last}" + (f"; the run is {done.state}" if done.state else ""))
+    if signals:
+        raise typer.Exit(128 + signals[0])

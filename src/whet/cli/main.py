@@ -1,4 +1,4 @@
-"""The entry point: finds the verb, and turns every failure into three lines and an exit code."""
+"""Entry point: run a command and turn every failure into three lines and an exit code."""
 
 import errno
 import os
@@ -7,28 +7,23 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import typer
+from typer.core import TyperGroup
 
 from whet.base.errors import UsageError, WhetError, closest_match
 from whet.base.process import TerminatedError
 from whet.cli import (
-    arena,
     bench,
     chat,
     check,
     compare,
-    console,
     data,
-    data_chat,
-    data_hex,
     doctor,
     export,
-    forward,
-    generate,
-    import_weights,
     init,
+    output,
     plan,
     play,
     predict,
@@ -37,55 +32,78 @@ from whet.cli import (
     report,
     runs,
     search,
-    serve,
     train,
     watch,
 )
 
-VERBS: dict[str, Callable[..., None]] = {
-    "probe": probe.probe,
-    "plan": plan.plan,
-    "train": train.train,
-    "bench": bench.bench,
-    "arena": arena.arena,
-    "data": data.data,
-    "data chat": data_chat.data_chat,
-    "data hex": data_hex.data_hex,
-    "predict": predict.predict,
-    "generate": generate.generate,
-    "chat": chat.chat,
-    "serve": serve.serve,
-    "play": play.play,
-    "runs": runs.runs,
-    "watch": watch.watch,
-    "report": report.report,
-    "export": export.export,
-    "forward": forward.forward,
-    "init": init.init,
-    "import": import_weights.import_file,
-    "check": check.check,
-    "doctor": doctor.doctor,
-    "prove": prove.prove,
-    "search": search.search,
-    "compare": compare.compare,
+# Commands as `whet --help` groups them. Modules import torch and other large packages inside their functions, so that
+# --help stays fast.
+GROUPS: dict[str, dict[str, Callable[..., None]]] = {
+    "Train and use": {
+        "train": train.train,
+        "search": search.search,
+        "init": init.init,
+        "data": data.data,
+        "data chat": data.data_chat,
+        "data hex": data.data_hex,
+        "predict": predict.predict,
+        "generate": chat.generate,
+        "chat": chat.chat,
+        "serve": chat.serve,
+        "play": play.play,
+        "arena": play.arena,
+        "export": export.export,
+        "import": export.import_weights,
+    },
+    "Understand and decide": {
+        "probe": probe.probe,
+        "plan": plan.plan,
+        "bench": bench.bench,
+    },
+    "Trust": {
+        "check": check.check,
+        "compare": compare.compare,
+        "prove": prove.prove,
+        "doctor": doctor.doctor,
+    },
+    "Look": {
+        "runs": runs.runs,
+        "report": report.report,
+        "watch": watch.watch,
+        "forward": export.forward,
+    },
 }
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
-_EPILOG = "Everywhere: --quiet prints results and errors only, --debug shows the traceback of a failure."
-_INTERRUPTED, _USAGE = 130, 2
+_EPILOG = "Every command takes --quiet (results and errors only) and --debug (tracebacks of failures)."
+_EXIT_USAGE, _EXIT_INTERRUPTED = 2, 130
 _PACKAGE_ROOT = str(Path(__file__).parent.parent)
-# typer keeps its usage errors private; the public BadParameter is one of them.
+# typer does not export its base class of usage errors; the public BadParameter derives from it.
 _ClickUsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class _GroupedHelp(TyperGroup):
+    """Lists the commands of `whet --help` in groups."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        column = max(map(len, COMMANDS))
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                rows = [(name, self.commands[name].get_short_help_str(formatter.width - column)) for name in names]
+                formatter.write_dl([(name.ljust(column), text) for name, text in rows])
+
 
 app = typer.Typer(
     name="whet",
-    help="Trains your PyTorch model as fast as this machine allows, without changing what is trained.",
+    help="Train your PyTorch model as fast as this machine allows, without changing what is trained.",
     epilog=_EPILOG,
+    cls=_GroupedHelp,
     rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _name, _verb in VERBS.items():
-    app.command(_name, epilog=_EPILOG)(_verb)
+for _name, _command in COMMANDS.items():
+    app.command(_name, epilog=_EPILOG)(_command)
 
 
 @app.callback(invoke_without_command=True)
@@ -93,33 +111,33 @@ def whet(version: bool = typer.Option(False, "--version", help="Print the versio
     if version:
         from whet import __version__
 
-        console.result(f"whet {__version__}")
+        output.result(f"whet {__version__}")
         raise typer.Exit
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and exits with its code."""
+    """Run one command and exit with its code."""
     _reserve_standard_streams()
     sys.exit(_flush_streams(run(sys.argv[1:] if arguments is None else arguments)))
 
 
 def _reserve_standard_streams() -> None:
-    """A closed one would be given to the next file that is opened, and messages would be written into that."""
+    """Open /dev/null for closed standard streams: otherwise the next file opened would receive their messages."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command; its exit code."""
-    if sys.stdout is None:  # Closed by the caller (whet train ... >&-): there is work to do all the same.
+    """Run one command and return its exit code."""
+    if sys.stdout is None:  # Closed by the caller (whet train ... >&-), who may still want the run.
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     switches = {"--quiet", "--debug"}
     words = ["--help" if word == "-h" else word for word in arguments if word not in switches] or ["--help"]
-    if " ".join(words[:2]) in VERBS:
+    if " ".join(words[:2]) in COMMANDS:
         words[:2] = [" ".join(words[:2])]
     debug = "--debug" in arguments
-    with console.configured(quiet="--quiet" in arguments, debug=debug):
+    with output.configured(quiet="--quiet" in arguments, debug=debug):
         return _run(words, debug=debug)
 
 
@@ -130,82 +148,87 @@ def _run(words: list[str], *, debug: bool) -> int:
     except WhetError as error:
         if debug:
             raise
-        console.error(error)
+        output.error(error)
         return error.exit_code
     except _ClickUsageError as error:
-        console.error(_as_usage_error(error, words))
-        return _USAGE
+        output.error(_as_usage_error(error, words))
+        return _EXIT_USAGE
     except typer.Exit as error:
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        return _INTERRUPTED
+        return _EXIT_INTERRUPTED
     except TerminatedError as error:
         return error.exit_code
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # What typer makes of one.
+        if isinstance(error.__context__, BrokenPipeError):  # typer converts it.
             return _reader_gone()
-        # Of yours: an exit code of 0 would say that all went well.
-        if debug or not _your_frames(error):
+        # User code called sys.exit(): its exit code 0 would claim success.
+        if debug or not _user_frames(error):
             raise
-        console.error(_as_failure(error))
+        output.error(_as_failure(error))
         return 1
     except BrokenPipeError:
         return _reader_gone()
     except Exception as error:
         if debug:
             raise
-        console.error(_as_failure(error))
+        output.error(_as_failure(error))
         return 1
 
 
 def _reader_gone() -> int:
-    """The reader went away (whet plan | head): a flush at exit would fail again."""
-    _drop(sys.stdout)
+    """Discard stdout after its reader has closed it (whet plan | head): the flush at exit would fail again."""
+    _discard(sys.stdout)
     return 0
 
 
 def _flush_streams(code: int) -> int:
-    """What is still held back is written, and the exit code: at the interpreter's end a failure could not be told."""
+    """Flush stdout and stderr and return the exit code; a failure at interpreter exit could not be reported."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _drop(sys.stdout)
+        _discard(sys.stdout)
     except OSError as error:
-        _drop(sys.stdout)
-        console.error(_as_failure(error))
+        _discard(sys.stdout)
+        output.error(_as_failure(error))
         code = code or 1
-    if sys.stderr is not None:  # Closed by the caller.
+    if sys.stderr is not None:  # None if closed by the caller.
         try:
             sys.stderr.flush()
         except OSError:
-            _drop(sys.stderr)
+            _discard(sys.stderr)
     return code
 
 
-def _drop(stream: TextIO) -> None:
-    """What it holds, and all that comes."""
+def _discard(stream: TextIO) -> None:
+    """Redirect a stream to /dev/null, including what it has buffered."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
 def _as_failure(error: BaseException) -> WhetError:
-    """What went wrong that nobody foresaw: in the user's own file if the traceback passes through one, else in ours."""
-    frames, yours = traceback.extract_tb(error.__traceback__), _your_frames(error)
+    """Describe an unexpected exception: in user code if the traceback passes through it, else in a library or whet."""
+    frames, user_frames = traceback.extract_tb(error.__traceback__), _user_frames(error)
     got = f"{type(error).__name__}: {error}"
+    traceback_hint = "add --debug to see the traceback"
     if "does not have a deterministic implementation" in got:
-        what = "an operator has no deterministic form"
+        what = "an operator has no deterministic implementation"
         return WhetError(what, got=got.partition(",")[0], try_="deterministic=off, or another operator")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return WhetError("the disk is full", got=str(error), try_="make room, or write elsewhere")
-    if yours:
-        where = f"{Path(yours[-1].filename).name}:{yours[-1].lineno} in {yours[-1].name}()"
-        return WhetError("your code failed", got=f"{got} ({where})", try_="--debug shows the whole way there")
+        return WhetError("the disk is full", got=str(error), try_="free some space, or write elsewhere")
+    if user_frames:
+        last = user_frames[-1]
+        where = f"{Path(last.filename).name}:{last.lineno} in {last.name}()"
+        return WhetError("your code raised an exception", got=f"{got} ({where})", try_=traceback_hint)
     if frames and not frames[-1].filename.startswith(_PACKAGE_ROOT):
-        return WhetError("a library refused what it was asked to do", got=got, try_="--debug shows the whole way there")
-    return WhetError("this should not have happened", got=got, try_="--debug shows where")
+        return WhetError("a library raised an exception", got=got, try_=traceback_hint)
+    return WhetError("internal error", got=got, try_=traceback_hint)
 
 
-def _your_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The lines on the way to it that are neither ours nor a library's."""
+def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of the traceback that belong neither to whet nor to a library."""
     return [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -218,34 +241,25 @@ def _is_library(filename: str) -> bool:
 
 
 def _as_usage_error(error: Exception, words: Sequence[str]) -> UsageError:
-    verb = next((word for word in words if not word.startswith("-")), "")
-    if verb not in VERBS:
-        meant = closest_match(verb, VERBS)
+    """Convert a usage error of typer, naming parameters as the help does."""
+    command = next((word for word in words if not word.startswith("-")), "")
+    if command not in COMMANDS:
+        close = closest_match(command, COMMANDS)
         return UsageError(
-            "no such command", got=verb or " ".join(words), try_=f"whet {meant}" if meant else "whet --help"
+            "no such command", got=command or " ".join(words), try_=f"whet {close}" if close else "whet --help"
         )
-    what = _missing(error) or _of_which(error) + str(error)[:1].lower() + str(error)[1:].rstrip(".")
-    return UsageError(what, got="whet " + " ".join(words), try_=f"whet {verb} --help")
-
-
-def _missing(error: Exception) -> str | None:
-    """A missing word as the help names it, not as the source does; None for other errors."""
+    what = str(error)[:1].lower() + str(error)[1:].rstrip(".")
     parameter = getattr(error, "param", None)
-    if parameter is None or not str(error).startswith("Missing parameter"):
-        return None
-    names = [name for name in parameter.opts if name.startswith("-")][:1]
-    return " ".join([*names, parameter.metavar or parameter.name, "is missing"])
-
-
-def _of_which(error: Exception) -> str:
-    """The option or word whose value is wrong: the reason alone does not name it."""
-    parameter = getattr(error, "param", None)
-    if parameter is None or not isinstance(error, typer.BadParameter):
-        return ""
-    names = [name for name in parameter.opts if name.startswith("-")][:1]
-    return f"{names[0] if names else parameter.metavar or parameter.name}: "
+    if parameter is not None:
+        options = [name for name in parameter.opts if name.startswith("-")][:1]
+        name = parameter.metavar or parameter.name
+        if str(error).startswith("Missing parameter"):
+            what = " ".join([*options, name, "is missing"])
+        elif isinstance(error, typer.BadParameter):
+            what = f"{options[0] if options else name}: {what}"
+    return UsageError(what, got="whet " + " ".join(words), try_=f"whet {command} --help")
 
 
 def _check_platform() -> None:
     if sys.platform == "win32":
-        raise WhetError("whet runs on macOS and Linux", got="Windows", try_="WSL, where whet sees the GPU through CUDA")
+        raise WhetError("whet runs on macOS and Linux", got="Windows", try_="WSL, where whet can use CUDA")

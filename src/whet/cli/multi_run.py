@@ -5,81 +5,90 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-_KEYS = ("seeds", "seed")
-TrainOne = Callable[[list[str], Path], int]
-"""Trains with these words in this folder; an exit code."""
+_SEED_KEYS = ("seeds", "seed")
+TrainRun = Callable[[list[str], Path], int]
+"""Trains with these settings in this folder; returns an exit code."""
 
 
-def parse_seeds(words: Sequence[str], file: Path | None) -> range:
-    """The seeds that words and a config file ask for; what is wrong with them is left to the training to say."""
+def parse_seeds(settings: Sequence[str], file: Path | None) -> range:
+    """Return the seeds that settings and config file ask for; invalid values are reported by the training itself."""
     from whet.config.options import MAX_SEEDS
     from whet.config.sources import parse_args, read_config_file
 
-    read = parse_args(words)
-    told = {**(read_config_file(file) if file else {}), **read.values}
-    number, first = (_whole(told.get(key)) if key in read.values or key not in read.dropped else None for key in _KEYS)
+    read = parse_args(settings)
+    values = {**(read_config_file(file) if file else {}), **read.values}
+    number, first = (
+        _as_int(values.get(key)) if key in read.values or key not in read.dropped else None for key in _SEED_KEYS
+    )
     first, number = first or 0, number or 1
-    is_meant = first >= 0 and 1 <= number <= MAX_SEEDS
-    return range(first, first + (number if is_meant else 1))
+    is_valid = first >= 0 and 1 <= number <= MAX_SEEDS
+    return range(first, first + (number if is_valid else 1))
 
 
-def _whole(value: Any) -> int | None:
+def _as_int(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def train_seeds(
-    train_one: TrainOne,
+    train_run: TrainRun,
     *,
-    what: str,
-    words: list[str],
+    target: str,
+    settings: list[str],
     seeds: range,
     run: Path | None,
     has_file: bool,
     command: Callable[[Path], list[str]],
 ) -> int:
-    """Trains with each seed, goes on with the one that was stopped, and tells the spread when all are done."""
+    """Train with each seed in one folder, resuming where an earlier call stopped, and print mean and spread."""
     from whet.base.errors import UsageError
-    from whet.cli import console
+    from whet.cli import output
     from whet.recipes.recipe import BUILT_IN
-    from whet.report.seeds import SEEDS_FILE, check_same_data, gather_seeds, render_seeds, seed_folder, write_seeds
+    from whet.report.seeds import (
+        SEEDS_FILE,
+        check_same_data,
+        gather_seeds,
+        render_seeds,
+        seed_folder,
+        write_seeds,
+    )
     from whet.run import durable
     from whet.run.folder import RUN_FILE, next_run_path
 
-    name = what if what in BUILT_IN else Path(what.partition(":")[0]).stem
+    name = target if target in BUILT_IN else Path(target.partition(":")[0]).stem
     folder = run or next_run_path(Path("runs"), recipe=name)
     if (folder / RUN_FILE).exists():
         raise UsageError(f"{folder} is a single run", got=f"seeds={len(seeds)}", try_="another --run, or no seeds")
     durable.check_writable(folder.absolute())
-    others = [word for word in words if word.lstrip("+~").partition("=")[0] not in _KEYS]
-    # Words win over a config file.
+    others = [word for word in settings if word.lstrip("+~").partition("=")[0] not in _SEED_KEYS]
+    # Overrides a `seeds` key of the config file.
     others += ["seeds=1"] if has_file else []
     for number, seed in enumerate(seeds, start=1):
         path = seed_folder(folder, seed)
-        console.note(f"seed {seed}: run {number} of {len(seeds)}, in {path}")
-        code = train_one([*others, *_batch_of_first(words, folder, seeds), f"seed={seed}"], path)
-        found = gather_seeds(folder, seeds, recipe=name)
-        check_same_data(folder, found.done)
+        output.note(f"seed {seed}: run {number} of {len(seeds)}, in {path}")
+        code = train_run([*others, *_batch_of_first_seed(settings, folder, seeds), f"seed={seed}"], path)
+        results = gather_seeds(folder, seeds, recipe=name)
+        check_same_data(folder, results.done)
         if folder.exists():
-            write_seeds(folder, found)
-        if code or seed not in found.done:
-            # What was refused is not to be said again.
+            write_seeds(folder, results)
+        if code or seed not in results.done:
+            # After a usage error the same command would only fail again.
             if path.exists() and code != UsageError.exit_code:
-                done = f"{len(found.done)} of {len(seeds)} seeds are done"
-                console.note(f"{done}; to go on with all:\n  {shlex.join(command(folder))}")
+                done = f"{len(results.done)} of {len(seeds)} seeds are done"
+                output.note(f"{done}; to resume all:\n  {shlex.join(command(folder))}")
             return code
-    console.result("\n".join(("", *render_seeds(found))))
+    output.result("\n".join(("", *render_seeds(results))))
     shown = f"whet report {shlex.quote(str(folder))}"
-    console.note(f"\nkept      {folder / SEEDS_FILE}\nnext      {shown}  this table again")
+    output.note(f"\nsaved in  {folder / SEEDS_FILE}\nnext      {shown}  print this table again")
     return 0
 
 
-def _batch_of_first(words: Sequence[str], folder: Path, seeds: range) -> list[str]:
-    """A global batch that was left open is measured once: the other seeds take what the first one found."""
+def _batch_of_first_seed(settings: Sequence[str], folder: Path, seeds: range) -> list[str]:
+    """Return the batch that global_batch_size=auto found for the first seed: it is measured only once."""
     from whet.config.sources import parse_args
     from whet.report.seeds import seed_folder
     from whet.run.folder import RUN_FILE, open_run
 
-    values = parse_args(words).values
+    values = parse_args(settings).values
     first = seed_folder(folder, seeds[0])
     if "auto" not in (values.get("global_batch_size"), values.get("batch_size")) or not (first / RUN_FILE).exists():
         return []
@@ -88,50 +97,52 @@ def _batch_of_first(words: Sequence[str], folder: Path, seeds: range) -> list[st
 
 
 def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, command: Sequence[str]) -> int:
-    """Plays, learns and judges in a folder, or goes on there; the exit code."""
+    """Alternate self-play and training in a folder, or resume it; return the exit code."""
     from whet.base.errors import UsageError
     from whet.base.process import TerminatedError
-    from whet.cli import console
+    from whet.cli import output
     from whet.device.environment import configure_before_torch
 
     if not recipe.supports("improve"):
-        raise UsageError(f"{recipe.name} is not played", got="selfplay=True", try_="whet train hex selfplay=True")
+        raise UsageError(f"{recipe.name} has no self-play", got="selfplay=True", try_="whet train hex selfplay=True")
     if resolved.is_batch_open:
-        raise UsageError("a self-play needs a number", got="global_batch_size=auto", try_="global_batch_size=256")
+        raise UsageError(
+            "self-play needs a fixed global batch size", got="global_batch_size=auto", try_="global_batch_size=256"
+        )
     config = resolved.config
     configure_before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
     from whet.training.callbacks.progress import ProgressLine
     from whet.training.supervisor import report_to_parent
 
-    # Killed from here on, it is started again.
+    # From here on the supervisor restarts this process if it is killed.
     report_to_parent(path)
     line = ProgressLine(recipe.name)
-    told = {"start", "step", "warning", "oom", "skip", "stopping"}
+    shown_events = {"start", "step", "warning", "oom", "skip", "stopping"}
 
     def show(kind: str, fields: dict[str, Any]) -> None:
         nonlocal line
         if kind in ("start", "resume"):
-            # Another training, whose speed and end are its own.
+            # Each generation is a training with its own speed and end.
             line.close()
             line = ProgressLine(recipe.name)
-        if not console.quiet and kind in told:
+        if not output.quiet and kind in shown_events:
             line(kind, fields)
 
     def say(text: str) -> None:
-        if not console.quiet:
+        if not output.quiet:
             line.say(f"{recipe.name}: {text}")
 
     try:
         code: int = recipe.improve(resolved, folder=path, device=device, command=command, say=say, show=show)
     except KeyboardInterrupt:
-        # While it played: what was under way is played again.
+        # Interrupted during play: unfinished games are played again.
         code = 130
     except TerminatedError as error:
         code = error.exit_code
     finally:
         line.close()
     if code:
-        console.note(f"stopped; to go on:\n  {shlex.join(command)}")
+        output.note(f"stopped; to resume:\n  {shlex.join(command)}")
         return code
-    console.note(f"\nkept      {path}\nnext      whet arena hex {shlex.quote(str(path))}@64 two-distance")
+    output.note(f"\nsaved in  {path}\nnext      whet arena hex {shlex.quote(str(path))}@64 two-distance")
     return 0

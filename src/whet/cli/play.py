@@ -1,48 +1,63 @@
-"""whet play: a game of Hex against a run, or against a player without a net."""
+"""`whet play` and `whet arena`: play Hex against a model, and let two players compete."""
 
-from typing import TYPE_CHECKING, Annotated
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from whet.cli.options import Device, Json, JsonLine, NoBrowser, Port
 
 if TYPE_CHECKING:
     from whet.hex.play.talk import Talk
     from whet.hex.player import Player
-    from whet.web.registry import RunningServer
+
+_SHORT_SECONDS = 10.0
 
 
 def play(
-    who: Annotated[str, typer.Argument(metavar="PLAYER", help="two-distance, random, a run of hex, or RUN@64.")],
-    size: Annotated[int | None, typer.Option(metavar="N", help="The board; a run plays on the one it knows.")] = None,
-    colour: Annotated[str, typer.Option(metavar="COLOUR", help="Yours: blue (begins) or red.")] = "blue",
-    terminal: Annotated[bool, typer.Option("--terminal", help="Play here, in the terminal.")] = False,
-    seed: Annotated[int, typer.Option(metavar="N", help="In the terminal: other first moves of the player.")] = 0,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Where a net thinks: auto, mps, cuda or cpu.")] = "auto",
-    port: Annotated[int, typer.Option(metavar="N", help="The first port to try; 0 takes any.")] = 8322,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the link.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print address and link as one line of JSON.")] = False,
+    player_name: Annotated[
+        str, typer.Argument(metavar="PLAYER", help="two-distance, random, a run of hex, or RUN@64 with simulations.")
+    ],
+    size: Annotated[
+        int | None, typer.Option(metavar="N", help="Board size. Default: 7, or the size that the run was trained on.")
+    ] = None,
+    colour: Annotated[str, typer.Option(metavar="COLOUR", help="Your color: blue (moves first) or red.")] = "blue",
+    terminal: Annotated[bool, typer.Option("--terminal", help="Play in the terminal.")] = False,
+    seed: Annotated[int, typer.Option(metavar="N", help="In the terminal: varies the player's first moves.")] = 0,
+    device: Device = "auto",
+    port: Port = 8322,
+    no_browser: NoBrowser = False,
+    json: JsonLine = False,
 ) -> None:
-    """Play Hex in the browser or the terminal: board, chances, suggestions, undo, swap.
+    """Play Hex in the browser or the terminal.
 
     \b
     whet play two-distance
     whet play two-distance --size 7 --colour red --terminal
     whet play runs/hex-001
+
+    The page shows winning chances and suggested moves, and has undo and the swap rule.
     """
     from whet.base.errors import UsageError
+    from whet.cli import output
     from whet.hex.board import BLUE, RED
     from whet.hex.play.server import serve_game
     from whet.hex.play.talk import Talk
 
     if colour not in ("blue", "red"):
-        raise UsageError("no such colour", got=colour, try_="--colour blue or --colour red")
-    player, sizes = _find(who, device=device)
+        raise UsageError("unknown color", got=colour, try_="--colour blue or --colour red")
+    player, sizes = _load_player(player_name, device=device)
     size = size if size is not None else sizes[0] if len(sizes) == 1 else 7
     if size not in sizes:
-        told = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        raise UsageError(f"{who} does not play on this board", got=f"--size {size}", try_=f"--size {told}")
+        possible = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        raise UsageError(f"{player_name} does not play on this board", got=f"--size {size}", try_=f"--size {possible}")
     if terminal:
-        _talk(Talk(player, size, BLUE if colour == "blue" else RED, seed))
+        _play_in_terminal(Talk(player, size, BLUE if colour == "blue" else RED, seed))
         return
+    note = "the link works once; Ctrl-C stops the server, --terminal plays in the terminal"
     code = serve_game(
         player,
         sizes=sizes,
@@ -50,59 +65,115 @@ def play(
         colour=colour,
         port=port,
         open_browser=not no_browser,
-        on_ready=lambda running: _tell(running, as_json=json),
-        on_failure=_failed,
+        on_ready=lambda running: output.link(running, as_json=json, note_text=note),
+        on_failure=output.failed_request,
     )
     raise typer.Exit(code)
 
 
-def _find(who: str, *, device: str) -> "tuple[Player, tuple[int, ...]]":
-    """The player and the boards it plays on."""
+def _load_player(name: str, *, device: str) -> "tuple[Player, tuple[int, ...]]":
+    """Return the player and the board sizes that it plays on."""
     from whet.hex.known import KNOWN, SIZES
 
-    if who in KNOWN:
-        return KNOWN[who], SIZES
+    if name in KNOWN:
+        return KNOWN[name], SIZES
     from whet.device.open import open_device
     from whet.recipes.hex.opponents import find_opponent
 
-    found = find_opponent(who, device=open_device(device).device)
-    return found.player, SIZES if found.size is None else (found.size,)
+    opponent = find_opponent(name, device=open_device(device).device)
+    return opponent.player, SIZES if opponent.size is None else (opponent.size,)
 
 
-def _talk(talk: "Talk") -> None:
-    """Line by line until the person leaves, or says nothing more."""
-    import sys
+def _play_in_terminal(game: "Talk") -> None:
+    """Play line by line until the user quits or closes standard input."""
+    from whet.cli import output
 
-    from whet.cli import console
-
-    console.result("\n".join(talk.begin()))
-    while not talk.is_over:
+    output.result("\n".join(game.begin()))
+    while not game.is_over:
         sys.stdout.write("> ")
         sys.stdout.flush()
-        # None: closed before we began.
+        # stdin is None if it was closed before the start.
         line = "" if sys.stdin is None else sys.stdin.readline(200)
         if not line:
-            console.result("")
+            output.result("")
             return
-        answer = talk.say(line)
+        answer = game.say(line)
         if answer:
-            console.result("\n".join(answer))
+            output.result("\n".join(answer))
 
 
-def _tell(running: "RunningServer", *, as_json: bool) -> None:
-    from whet.cli import console
+def arena(
+    game: Annotated[str, typer.Argument(metavar="GAME", help="hex.")],
+    player_a: Annotated[
+        str, typer.Argument(metavar="A", help="random, two-distance, a run, or RUN@64 with simulations.")
+    ],
+    player_b: Annotated[str, typer.Argument(metavar="B", help="The other player.")],
+    games: Annotated[int, typer.Option(min=2, max=1_000_000, help="Games; every opening is played twice.")] = 400,
+    size: Annotated[
+        int | None, typer.Option(min=2, max=26, help="Board size. Default: the size that the runs were trained on.")
+    ] = None,
+    openings: Annotated[
+        Literal["even", "random"],
+        typer.Option(help="even: random openings in which the two-distance player sees no side ahead."),
+    ] = "even",
+    stones: Annotated[
+        int | None, typer.Option(min=0, max=100, help="Stones of an opening. Default: 2 for random, 3 for even ones.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of openings and of choices between equal moves.")] = 0,
+    checkpoint: Annotated[str, typer.Option(metavar="last|best|STEP", help="Which weights of runs to use.")] = "last",
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Let two players compete, in paired games with swapped colors.
 
-    if as_json:
-        console.line_json({"url": running.url, "link": running.link(), "pid": running.pid})
+    \b
+    whet arena hex runs/hex-001 random
+    whet arena hex runs/hex-001@64 two-distance --games 400 --openings random
+
+    Every opening is played twice, with colors swapped. Only openings that one player wins with both colors tell them
+    apart, so by default openings are even. All games advance together, so that the net evaluates positions in batches.
+    The confidence interval accounts for the pairing of games.
+    """
+    from whet.base.errors import UsageError
+    from whet.cli import output
+    from whet.recipes.recipe import load_recipe
+
+    recipe = load_recipe(game)
+    if not recipe.supports("hold_contest"):
+        raise UsageError(f"{game} is not a game", got=game, try_="hex")
+    with _game_counter() as watch:
+        result = recipe.hold_contest(
+            player_a,
+            player_b,
+            num_games=games,
+            size=size,
+            openings=openings,
+            num_stones=stones,
+            seed=seed,
+            device=device,
+            checkpoint=checkpoint,
+            watch=watch,
+        )
+    if json:
+        output.result_json(result.as_json())
     else:
-        console.result(running.link())
-        console.note("opens once; Ctrl-C ends it, and --terminal plays here")
+        output.result("\n".join(result.lines))
 
 
-def _failed(error: BaseException) -> None:
-    import traceback
+@contextmanager
+def _game_counter() -> Iterator[Callable[[int, int], None] | None]:
+    """Yield a function that shows how many games are finished."""
+    from whet.cli import output
 
-    from whet.cli import console
+    if output.quiet:
+        yield None
+        return
+    is_terminal, begun = sys.stderr is not None and sys.stderr.isatty(), time.monotonic()
+    with output.progress("arena") as show:
 
-    shown = "".join(traceback.format_exception(error)) if console.debug else f"{type(error).__name__}: {error}"
-    console.note(f"a request failed: {shown}")
+        def count(finished: int, games: int) -> None:
+            # In a log file, a short contest needs no progress lines.
+            if is_terminal or time.monotonic() - begun > _SHORT_SECONDS:
+                show("games finished:", finished, games)
+
+        yield count

@@ -1,9 +1,11 @@
-"""whet report: what a run did, or how several differ; as text, one HTML file, Markdown or JSON."""
+"""`whet report`: report on a run, a comparison of runs, or a search."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from whet.cli.options import Json
 
 if TYPE_CHECKING:
     from whet.report.comparison import RunComparison
@@ -12,16 +14,16 @@ if TYPE_CHECKING:
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run folders; several are compared; or a search.")
+        list[Path], typer.Argument(metavar="RUN...", help="A run folder or search; several runs are compared.")
     ],
-    html: Annotated[bool, typer.Option("--html", help="Write one HTML file, NAME.html or as --out says.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print as Markdown, for an issue or a README.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    html: Annotated[bool, typer.Option("--html", help="Write one HTML file: NAME.html, or --out.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown, for an issue or a README.")] = False,
+    json: Json = False,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="Write to this file; - is standard output.")
     ] = None,
 ) -> None:
-    """What a run did, and how to go on; several runs are compared.
+    """Report on a run or a search, or compare several runs.
 
     \b
     whet report runs/text-001
@@ -29,41 +31,42 @@ def report(
     whet report runs/text-001 runs/text-002 --markdown --out comparison.md
     """
     from whet.base.errors import UsageError
-    from whet.cli import console
+    from whet.cli import output
     from whet.run import durable
     from whet.run.folder import read_header
     from whet.run.search_result import is_search
 
-    chosen = [word for word, is_on in (("--html", html), ("--markdown", markdown), ("--json", json)) if is_on]
-    if len(chosen) > 1:
-        raise UsageError("a report has one form at a time", got=" ".join(chosen), try_=f"whet report RUN {chosen[0]}")
-    runs, out = _file_among(runs, out=out) if html else (runs, out)
-    if len(runs) == 1 and not chosen and out is None and (seeds := _seeds(runs[0])) is not None:
-        console.result(seeds)
+    formats = [option for option, is_on in (("--html", html), ("--markdown", markdown), ("--json", json)) if is_on]
+    if len(formats) > 1:
+        raise UsageError("choose one output format", got=" ".join(formats), try_=f"whet report RUN {formats[0]}")
+    runs, out = _split_html_file(runs, out=out) if html else (runs, out)
+    if len(runs) == 1 and not formats and out is None and (seeds := _seeds_text(runs[0])) is not None:
+        output.result(seeds)
         return
-    is_of_search = len(runs) == 1 and is_search(runs[0].expanduser())
-    for run in runs if not is_of_search else ():
-        _refuse_unfinished_search(run.expanduser())
+    is_one_search = len(runs) == 1 and is_search(runs[0].expanduser())
+    for run in runs if not is_one_search else ():
+        _check_no_search(run.expanduser())
         read_header(run.expanduser().absolute())
     if html and out is None:
-        out = _own_file(Path(f"{runs[0].absolute().name}.html" if len(runs) == 1 else "comparison.html"))
+        out = _default_file(Path(f"{runs[0].absolute().name}.html" if len(runs) == 1 else "comparison.html"))
     if out == Path("-"):
         out = None
     if out is not None:
-        out = _writable(out)
+        out = _check_output(out)
     text: str | dict[str, object]
-    if is_of_search:
-        text = _of_search(runs[0].expanduser(), form=chosen[0] if chosen else "")
+    if is_one_search:
+        text = _search_text(runs[0].expanduser(), format_=formats[0] if formats else "")
     else:
         text = _html(runs) if html else _markdown(runs) if markdown else _json(runs) if json else _text(runs)
     if out is None:
-        console.result_json(text) if isinstance(text, dict) else console.result(text.rstrip("\n"))
+        output.result_json(text) if isinstance(text, dict) else output.result(text.rstrip("\n"))
         return
-    durable.write_file(out, data=_as_bytes(text))
-    console.note(f"wrote {out}")
+    durable.write_file(out, data=_encode(text))
+    output.note(f"wrote {out}")
 
 
-def _refuse_unfinished_search(folder: Path) -> None:
+def _check_no_search(folder: Path) -> None:
+    """Reject a search among several runs, and a search without a result."""
     from whet.base.errors import UsageError
     from whet.hpo.search_config import SEARCH_FILE
     from whet.run.folder import RUN_FILE
@@ -72,16 +75,16 @@ def _refuse_unfinished_search(folder: Path) -> None:
     if not (folder / SEARCH_FILE).is_file() or (folder / RUN_FILE).exists():
         return
     if is_search(folder):
-        raise UsageError("searches are reported one by one", got=str(folder), try_=f"whet report {folder}")
+        raise UsageError("a search must be reported alone", got=str(folder), try_=f"whet report {folder}")
     raise UsageError(
         "the search has no result yet",
         got=str(folder),
-        try_=f"the same whet search with --name {folder.name} goes on; whet runs {folder} lists its trials",
+        try_=f"resume it with the same whet search --name {folder.name}; whet runs {folder} lists its trials",
     )
 
 
-def _seeds(folder: Path) -> str | None:
-    """Of a folder with one run for each seed: what they say together."""
+def _seeds_text(folder: Path) -> str | None:
+    """Return the summary of a folder with one run per seed; None for other folders."""
     from whet.report.seeds import SEEDS_FILE, read_seeds, render_seeds
     from whet.run.folder import RUN_FILE
 
@@ -90,24 +93,24 @@ def _seeds(folder: Path) -> str | None:
     return "\n".join(render_seeds(read_seeds(folder)))
 
 
-def _file_among(runs: list[Path], *, out: Path | None) -> tuple[list[Path], Path | None]:
-    """`--html report.html`: a run is a folder, so a last word that ends in .html names the file."""
+def _split_html_file(runs: list[Path], *, out: Path | None) -> tuple[list[Path], Path | None]:
+    """Accept `--html report.html`: runs are folders, so a last argument that ends in .html is the output file."""
     if out is None and len(runs) > 1 and runs[-1].suffix == ".html" and not runs[-1].is_dir():
         return runs[:-1], runs[-1]
     return runs, out
 
 
-def _own_file(path: Path) -> Path:
-    """The file that is written when none was named: it may replace a report, and nothing else."""
+def _default_file(path: Path) -> Path:
+    """Return the default output file; it may replace an earlier report but no other file."""
     from whet.base.errors import UsageError
     from whet.report.page.html import is_report
 
     if path.exists() and not is_report(path):
-        raise UsageError("a file of that name is there, and no report", got=path, try_="--out FILE")
+        raise UsageError("the file exists and is not a report", got=path, try_="--out FILE")
     return path
 
 
-def _writable(out: Path) -> Path:
+def _check_output(out: Path) -> Path:
     from whet.base.errors import UsageError
     from whet.report.page.html import is_report
     from whet.run import durable
@@ -115,23 +118,23 @@ def _writable(out: Path) -> Path:
 
     out = out.expanduser()
     if out.is_dir():
-        raise UsageError("the report is a file", got=f"{out} is a folder", try_=f"--out {out / 'report.html'}")
+        raise UsageError("--out must be a file", got=f"{out} is a folder", try_=f"--out {out / 'report.html'}")
     if not out.absolute().parent.is_dir():
-        raise UsageError("no such folder for the report", got=out.parent, try_=f"mkdir -p {out.parent}")
+        raise UsageError("the folder of --out does not exist", got=out.parent, try_=f"mkdir -p {out.parent}")
     if out.exists() and any((folder / RUN_FILE).is_file() for folder in out.resolve().parents) and not is_report(out):
-        raise UsageError("that file belongs to a run", got=out, try_=f"--out {out.name}")
+        raise UsageError("the file belongs to a run", got=out, try_=f"--out {out.name}")
     durable.check_writable(out.absolute())
     return out
 
 
-def _of_search(folder: Path, *, form: str) -> "str | dict[str, object]":
+def _search_text(folder: Path, *, format_: str) -> "str | dict[str, object]":
     from whet.report.search_report import render_search, search_markdown, search_page
     from whet.run.search_result import read_search
 
     result = read_search(folder)
-    if form == "--json":
+    if format_ == "--json":
         return result.as_json()
-    return {"--html": search_page, "--markdown": search_markdown}.get(form, render_search)(result)
+    return {"--html": search_page, "--markdown": search_markdown}.get(format_, render_search)(result)
 
 
 def _read(runs: list[Path]) -> "RunReport | RunComparison":
@@ -152,8 +155,8 @@ def _markdown(runs: list[Path]) -> str:
     from whet.report.markdown import comparison_markdown, run_markdown
     from whet.report.run_report import RunReport
 
-    found = _read(runs)
-    return run_markdown(found) if isinstance(found, RunReport) else comparison_markdown(found)
+    content = _read(runs)
+    return run_markdown(content) if isinstance(content, RunReport) else comparison_markdown(content)
 
 
 def _json(runs: list[Path]) -> "dict[str, object]":
@@ -161,18 +164,18 @@ def _json(runs: list[Path]) -> "dict[str, object]":
 
 
 def _text(runs: list[Path]) -> str:
-    from whet.cli import console
+    from whet.cli import output
     from whet.report.comparison import render_comparison
     from whet.report.run_report import RunReport
     from whet.report.text import render_text
 
-    found = _read(runs)
-    if isinstance(found, RunReport):
-        return render_text(found, width=console.width(), unicode=console.supports_unicode())
-    return render_comparison(found)
+    content = _read(runs)
+    if isinstance(content, RunReport):
+        return render_text(content, width=output.width(), unicode=output.supports_unicode())
+    return render_comparison(content)
 
 
-def _as_bytes(text: "str | dict[str, object]") -> bytes:
+def _encode(text: "str | dict[str, object]") -> bytes:
     from whet.run import strict_json
 
     whole = strict_json.encode(text, pretty=True) if isinstance(text, dict) else text

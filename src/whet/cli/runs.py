@@ -1,60 +1,63 @@
-"""whet runs: what lies in a folder of runs."""
+"""`whet runs`: list the runs of a folder."""
 
 import shlex
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from whet.cli.options import Json
 
 if TYPE_CHECKING:
     from whet.report.run_status import RunStatus
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that holds the runs.")] = Path("runs"),
-    prune: Annotated[bool, typer.Option("--prune", help="Remove runs that never made a step, and left-overs.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder that contains the runs.")] = Path("runs"),
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Delete runs without a single step, and leftovers of interrupted deletions.")
+    ] = False,
+    json: Json = False,
 ) -> None:
-    """The runs in a folder; --prune tidies up.
+    """List the runs of a folder.
 
     \b
     whet runs
     whet runs experiments --prune
     """
     from whet.base.errors import UsageError
-    from whet.cli import console
+    from whet.cli import output
     from whet.report.run_status import list_runs
     from whet.run.folder import run_groups
     from whet.run.prune import prune as prune_runs
 
     if folder.exists() and not folder.is_dir():
-        raise UsageError("runs lie in a folder", got=str(folder), try_="whet runs DIR")
+        raise UsageError("not a folder", got=str(folder), try_="whet runs DIR")
     removed = prune_runs(folder) if prune and folder.exists() else ()
-    found = list_runs(folder) if folder.exists() else ()
+    listed = list_runs(folder) if folder.exists() else ()
     if json:
-        listed = {"runs": [run.as_json() for run in found]}
+        result = {"runs": [run.as_json() for run in listed]}
         if prune:
-            listed["pruned"] = [gone.as_json() for gone in removed]
-        console.result_json(listed)
+            result["pruned"] = [entry.as_json() for entry in removed]
+        output.result_json(result)
         return
-    for gone in removed:
-        console.note(f"removed {gone.path}: {gone.reason}")
+    for entry in removed:
+        output.note(f"removed {entry.path}: {entry.reason}")
     groups = run_groups(folder)
-    if found:
+    if listed:
         header = ("run", "state", "step", "loss", "goal", "age", "size")
-        console.result(console.table(header, [_row(run) for run in found]))
+        output.result(output.table(header, [_row(run) for run in listed]))
     elif not groups:
-        console.note(f"no runs in {folder}")
-    for run in found:
+        output.note(f"no runs in {folder}")
+    for run in listed:
         if run.problem:
-            console.note(f"{run.path}: {run.problem}")
+            output.note(f"{run.path}: {run.problem}")
     for path, number in groups.items():
-        console.note(f"{path} holds {number:,} more: whet runs {shlex.quote(str(path))}")
+        output.note(f"{path} contains {number:,} more: whet runs {shlex.quote(str(path))}")
 
 
 def _row(run: "RunStatus") -> tuple[str, ...]:
-    import time
-
     from whet.base.units import format_bytes, format_seconds
 
     goal = f"{run.goal} {run.goal_value:.4g}" if run.goal and run.goal_value is not None else "-"

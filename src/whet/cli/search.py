@@ -1,4 +1,4 @@
-"""whet search: tries settings of a recipe, each in a run of its own, and names the best with its interval."""
+"""`whet search`: hyperparameter search, one run per trial."""
 
 import contextlib
 import shlex
@@ -12,61 +12,67 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from whet.base.process import stop_immediately, stop_message
+from whet.cli.options import Device, Json
 
 if TYPE_CHECKING:
     from whet.hpo.worker import FinishedTrial
 
 
 def search(
-    what: Annotated[
+    target: Annotated[
         str, typer.Argument(metavar="RECIPE|FILE", help="text, chat, puzzle, hex, or a Python file with recipe().")
     ],
     space: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SPACE", help="lr=1e-5..1e-3:log, arch.layers=[1,2]; epochs=2 holds for all."),
+        typer.Argument(metavar="SPACE", help="lr=1e-5..1e-3:log, arch.layers=[1,2]; epochs=2 is fixed for all trials."),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="How many in all, by however many processes.")] = 20,
+    trials: Annotated[int, typer.Option(min=1, help="Total number of trials, over all processes.")] = 20,
     timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=1, help="Stop then; the same command goes on.")
+        float | None, typer.Option(metavar="SECONDS", min=1, help="Stop after this time; the same command resumes.")
     ] = None,
     subset: Annotated[
-        float, typer.Option(min=0.0001, max=1, help="Trials see this share of the training part; dev stays whole.")
+        float,
+        typer.Option(min=0.0001, max=1, help="Share of the training data that trials use; validation stays complete."),
     ] = 1.0,
-    seeds: Annotated[int, typer.Option(min=0, help="Train the best 3 with so many other seeds before naming one.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=0, help="Retrain the best 3 with this many other seeds before choosing a winner.")
+    ] = 3,
     storage: Annotated[
-        str | None, typer.Option(metavar="URL", help="postgresql+psycopg://..., sqlite:///FILE; else a journal file.")
+        str | None,
+        typer.Option(metavar="URL", help="postgresql+psycopg://... or sqlite:///FILE. Default: a journal file."),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Trials at once: on the CPU, or one on each GPU.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Parallel trials: on the CPU, or one per GPU.")] = 1,
     name: Annotated[
-        str | None, typer.Option(help="runs/NAME holds the search; saying it again goes on or joins.")
+        str | None, typer.Option(help="The search is in runs/NAME; the same name resumes or joins it.")
     ] = None,
-    sampler: Annotated[str, typer.Option(help="One of Optuna's; options behind colons.")] = "TPESampler",
-    pruner: Annotated[str, typer.Option(help="One of Optuna's; NopPruner for none.")] = "PercentilePruner",
+    sampler: Annotated[str, typer.Option(help="A sampler of Optuna; options follow colons.")] = "TPESampler",
+    pruner: Annotated[str, typer.Option(help="A pruner of Optuna; NopPruner for none.")] = "PercentilePruner",
     config: Annotated[
-        Path | None, typer.Option("--config", "--config-name", metavar="FILE", help="Space and settings, TOML or YAML.")
+        Path | None,
+        typer.Option("--config", "--config-name", metavar="FILE", help="Read space and settings from TOML or YAML."),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, mps, cuda, cuda:1 or cpu.")] = "auto",
-    json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
+    device: Device = "auto",
+    json: Json = False,
 ) -> None:
-    """Try settings, and name the best with its interval.
+    """Search for the best settings, with confidence intervals.
 
     \b
     whet search text lr=1e-5..1e-2:log --trials 12
     whet search text lr=1e-5..1e-2:log arch.layers=[1,2] epochs=3 --subset 0.2 --name reviews
     whet train text --from-search reviews
 
-    Optuna proposes; every trial is a run folder in runs/NAME, trained in a process of its own on the same split. Trials
-    that fall behind are ended early. One that runs out of memory is infeasible on this machine, not bad. One that is
-    killed goes on from its checkpoint. The best three are trained with other seeds before a winner is named; the test
-    part is left to the final training.
+    Optuna proposes settings; every trial is a run folder in runs/NAME, trained in a separate process on the same split.
+    Trials that fall behind are pruned. A trial that runs out of memory is infeasible on this machine, not bad. A trial
+    that is killed resumes from its checkpoint. The best three are retrained with other seeds before a winner is chosen;
+    the test split is used only by the final training.
     """
     from whet.api.search import prepare_search, run_search
-    from whet.cli import console
+    from whet.cli import output
     from whet.report.search_report import render_search, search_page
     from whet.run import durable
 
-    asked = prepare_search(
-        what,
+    prepared = prepare_search(
+        target,
         space or (),
         file=config,
         name=name,
@@ -76,70 +82,73 @@ def search(
         pruner=pruner,
         device=device,
     )
-    console.note(f"search    {_short(asked.folder)}: {' '.join(asked.question.space.words)}")
-    console.note(f"watch     whet watch {shlex.quote(_short(asked.folder))} shows the trials while they train")
+    folder = output.short_path(prepared.folder)
+    output.note(f"search    {folder}: {' '.join(prepared.question.space.words)}")
+    output.note(f"watch     whet watch {shlex.quote(folder)} shows the trials while they train")
     stop = threading.Event()
-    with _stopped_by_signals(stop) as signals:
+    with _stop_on_signals(stop) as signals:
         result = run_search(
-            asked, trials=trials, timeout=timeout, storage=storage, jobs=jobs, say=console.note, told=_tell, stop=stop
+            prepared,
+            trials=trials,
+            timeout=timeout,
+            storage=storage,
+            jobs=jobs,
+            say=output.note,
+            told=_print_trial,
+            stop=stop,
         )
-    page = asked.folder / "report.html"
+    page = prepared.folder / "report.html"
     durable.write_file(page, data=search_page(result).encode())
     if json:
-        console.result_json(result.as_json())
+        output.result_json(result.as_json())
     else:
-        console.result(render_search(result))
-    ended = sum(trial.state not in ("running", "waiting") for trial in result.trials)
-    if ended < asked.most(trials) or (seeds and result.candidates and not result.is_confirmed):
-        same = "the same command" if name else f"the same command with --name {shlex.quote(asked.folder.name)}"
-        console.note(f"go on     {same} goes on with it")
+        output.result(render_search(result))
+    num_ended = sum(trial.state not in ("running", "waiting") for trial in result.trials)
+    if num_ended < prepared.most(trials) or (seeds and result.candidates and not result.is_confirmed):
+        with_name = "" if name else f" with --name {shlex.quote(prepared.folder.name)}"
+        output.note(f"resume    run the same command{with_name} to continue")
     elif result.winner is not None:
-        words = f"whet train {what} --from-search {shlex.quote(asked.folder.name)}"
-        console.note(f"next      {words}   (all of the training part, and the test)")
-    console.note(f"report    {_short(page)} shows it in a browser")
+        command = f"whet train {target} --from-search {shlex.quote(prepared.folder.name)}"
+        output.note(f"next      {command}   (all training data, and the test)")
+    output.note(f"report    {output.short_path(page)} shows the search in a browser")
     if signals:
         raise typer.Exit(128 + signals[0])
 
 
-def _tell(ended: "FinishedTrial") -> None:
+def _print_trial(trial: "FinishedTrial") -> None:
     from whet.base.units import format_seconds
-    from whet.cli import console
+    from whet.cli import output
     from whet.report.search_report import format_settings
 
-    value = "" if ended.value is None or ended.state == "infeasible" else f"  {ended.value:.4g}"
-    words = f"  {ended.words}" if ended.words else ""
-    spent = f"{ended.steps:,} steps, {format_seconds(ended.seconds)}"
-    settings = format_settings(dict(ended.parameters))
-    if ended.part == "seed":
-        who, settings = f"seed {ended.parameters['seed']} of trial {ended.parameters['trial']}", ""
+    value = "" if trial.value is None or trial.state == "infeasible" else f"  {trial.value:.4g}"
+    details = f"  {trial.words}" if trial.words else ""
+    spent = f"{trial.steps:,} steps, {format_seconds(trial.seconds)}"
+    if trial.part == "seed":
+        title, settings = f"seed {trial.parameters['seed']} of trial {trial.parameters['trial']}", ""
     else:
-        who, settings = f"trial {ended.number}", f"  {settings}"
-    console.note(f"{who:<9} {ended.state:<11}{value}{settings}  ({spent}){words}")
+        title, settings = f"trial {trial.number}", f"  {format_settings(dict(trial.parameters))}"
+    output.note(f"{title:<9} {trial.state:<11}{value}{settings}  ({spent}){details}")
 
 
 @contextlib.contextmanager
-def _stopped_by_signals(stop: threading.Event) -> Iterator[list[int]]:
-    """While entered, Ctrl-C and SIGTERM let running trials save and wait in line; the list holds those that came."""
-    from whet.cli import console
+def _stop_on_signals(stop: threading.Event) -> Iterator[list[int]]:
+    """Let running trials save and stop on Ctrl-C or SIGTERM; yield the list of signals received."""
+    from whet.cli import output
 
-    heard: list[int] = []
+    received: list[int] = []
 
-    def note(number: int, _frame: FrameType | None) -> None:
-        if heard:
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if received:
             stop_immediately(number)
-        heard.append(number)
+        received.append(number)
         stop.set()
-        # In the middle of another note Python refuses a second one.
+        # Python raises RuntimeError for a write that interrupts another write to the same stream.
         with contextlib.suppress(RuntimeError):
-            console.note(stop_message(number, when="once the running trials are saved"))
+            output.note(stop_message(number, when="once the running trials are saved"))
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield heard
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,4 +1,4 @@
-"""A live view of runs in a terminal: redrawn once a second in the alternate screen, until a key says enough."""
+"""Live view of runs in the terminal (`whet watch --terminal`), redrawn once a second in the alternate screen."""
 
 import contextlib
 import os
@@ -15,89 +15,89 @@ from types import FrameType
 from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 
-from whet.cli import console
+from whet.cli import output
 from whet.report.watch.terminal import MIN_HEIGHT, MIN_WIDTH, BoardReader, TerminalArea, board_rows, render_board
 
-_LOOK_SECONDS = 1.0
+_REFRESH_SECONDS = 1.0
 _KEY_SECONDS = 0.2
-_LEAVE = (b"q", b"Q", b"\x03", b"\x04")
+_QUIT_KEYS = (b"q", b"Q", b"\x03", b"\x04")
 _MOVES = {b"\x1b[A": -1, b"\x1bOA": -1, b"k": -1, b"\x1b[B": 1, b"\x1bOB": 1, b"j": 1, b"\x1b[5~": -10, b"\x1b[6~": 10}
-_ROWS_ON_PAPER = 20
+_MAX_PLAIN_ROWS = 20
 
 
 def watch_in_terminal(folder: Path, *, once: bool = False) -> None:
-    """Shows the runs of a folder until q or Ctrl-C; where there is no terminal, or `once`, as plain lines once."""
-    lookout = BoardReader(folder)
+    """Show the runs of a folder until q or Ctrl-C; without a terminal, or with `once`, print plain lines once."""
+    reader = BoardReader(folder)
     terminal = Console()
     if once or not terminal.is_terminal or terminal.is_dumb_terminal:
-        paper = TerminalArea(width=console.width(), height=None, unicode=console.supports_unicode())
-        board = lookout.read(rows=_ROWS_ON_PAPER)
-        console.result("\n".join(line.plain.rstrip() for line in render_board(board, paper)))
+        paper = TerminalArea(width=output.width(), height=None, unicode=output.supports_unicode())
+        board = reader.read(rows=_MAX_PLAIN_ROWS)
+        output.result("\n".join(line.plain.rstrip() for line in render_board(board, paper)))
         return
-    # The training beside it comes first.
+    # Leave the CPU to the training.
     with contextlib.suppress(OSError):
         os.nice(10)
-    _Screen(lookout, terminal).show()
+    _LiveView(reader, terminal).show()
 
 
-class _Screen:
-    """The alternate screen and the keys."""
+class _LiveView:
+    """Draws the board in the alternate screen and reads keys."""
 
-    def __init__(self, lookout: BoardReader, console: Console) -> None:
-        self._lookout = lookout
+    def __init__(self, reader: BoardReader, console: Console) -> None:
+        self._reader = reader
         self._console = console
-        self._is_asked_to_rest = self._is_asked_to_leave = False
+        self._is_suspend_requested = self._is_quit_requested = False
         self._live = Live(
             console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
         )
 
     def show(self) -> None:
-        """Until a key or a signal says enough."""
-        with _asked_by(self._leave, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        """Redraw until a key or a signal quits."""
+        with _handling(self._request_quit, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             while True:
-                with _asked_by(self._rest, signal.SIGTSTP), self._live, _single_keys():
+                with _handling(self._request_suspend, signal.SIGTSTP), self._live, _single_keys():
                     self._watch()
-                if self._is_asked_to_leave:
+                if self._is_quit_requested:
                     return
-                # Ctrl-Z: the shell gets its own screen back, and `fg` draws ours anew.
-                self._is_asked_to_rest = False
+                # Ctrl-Z: the shell gets its own screen back, and `fg` redraws ours.
+                self._is_suspend_requested = False
                 os.kill(os.getpid(), signal.SIGTSTP)
 
-    # Signals only ask: one that raised while the screen is being entered would leave it entered.
-    def _rest(self, _number: int, _frame: FrameType | None) -> None:
-        self._is_asked_to_rest = True
+    # Handlers only set flags: an exception while the alternate screen is being entered would not leave it again.
+    def _request_suspend(self, _number: int, _frame: FrameType | None) -> None:
+        self._is_suspend_requested = True
 
-    def _leave(self, _number: int, _frame: FrameType | None) -> None:
-        self._is_asked_to_leave = True
+    def _request_quit(self, _number: int, _frame: FrameType | None) -> None:
+        self._is_quit_requested = True
 
     def _watch(self) -> None:
-        looked, size, move = -_LOOK_SECONDS, _size(), 0
-        while not (self._is_asked_to_rest or self._is_asked_to_leave):
-            if move or size != _size() or time.monotonic() - looked >= _LOOK_SECONDS:
-                size, looked = _size(), time.monotonic()
+        refreshed, size, move = -_REFRESH_SECONDS, _size(), 0
+        while not (self._is_suspend_requested or self._is_quit_requested):
+            if move or size != _size() or time.monotonic() - refreshed >= _REFRESH_SECONDS:
+                size, refreshed = _size(), time.monotonic()
                 self._console.size = ConsoleDimensions(*size)
                 self._draw(*size, move)
             move = 0
             for key in _keys():
-                self._is_asked_to_leave |= key in _LEAVE
+                self._is_quit_requested |= key in _QUIT_KEYS
                 move += _MOVES.get(key, 0)
 
     def _draw(self, width: int, height: int, move: int) -> None:
         paper = TerminalArea(
-            width=max(width, MIN_WIDTH), height=max(height, MIN_HEIGHT), unicode=console.supports_unicode()
+            width=max(width, MIN_WIDTH), height=max(height, MIN_HEIGHT), unicode=output.supports_unicode()
         )
-        board = self._lookout.read(rows=board_rows(height), move=move)
+        board = self._reader.read(rows=board_rows(height), move=move)
         self._live.update(Group(*render_board(board, paper, has_keys=sys.stdin.isatty())), refresh=True)
 
 
 def _size() -> tuple[int, int]:
-    """Columns and rows of the terminal as it is now, whatever COLUMNS and LINES said when we began."""
-    found = os.get_terminal_size(sys.stdout.fileno())
-    return found.columns, found.lines
+    """Return the current columns and rows of the terminal; COLUMNS and LINES may be outdated."""
+    size = os.get_terminal_size(sys.stdout.fileno())
+    return size.columns, size.lines
 
 
 def _keys() -> list[bytes]:
-    """What was typed in the next moment: single characters, and arrows as they are sent."""
+    """Return the keys typed within a moment: characters, and escape sequences of arrow keys."""
     if not sys.stdin.isatty():
         time.sleep(_KEY_SECONDS)
         return []
@@ -106,7 +106,7 @@ def _keys() -> list[bytes]:
         return []
     data = os.read(sys.stdin.fileno(), 1024)
     if not data:
-        return [b"q"]  # The terminal has gone.
+        return [b"q"]  # The terminal was closed.
     keys: list[bytes] = []
     while data:
         arrow = next((move for move in _MOVES if data.startswith(move)), data[:1])
@@ -117,7 +117,7 @@ def _keys() -> list[bytes]:
 
 @contextlib.contextmanager
 def _single_keys() -> Iterator[None]:
-    """Keys come one by one and are not shown; the terminal is as before afterwards."""
+    """Read keys without Enter and without echo; restore the terminal on exit."""
     if not sys.stdin.isatty():
         yield
         return
@@ -130,8 +130,8 @@ def _single_keys() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _asked_by(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Meanwhile these signals are handled so; a closed window and SIGTERM put the terminal back as a key does."""
+def _handling(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Handle these signals; a closed window and SIGTERM restore the terminal like a key does."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

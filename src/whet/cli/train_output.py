@@ -1,69 +1,83 @@
-"""What `whet train` prints at its end, and desktop notifications about restarts."""
+"""What `whet train` prints: plan and progress, notifications about restarts, and the closing summary."""
 
 import contextlib
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from whet.recipes.recipe import Recipe
     from whet.report.run_report import RunReport
+    from whet.training.callbacks.event_log import EventHandler
+    from whet.training.callbacks.progress import ProgressLine
 
 
-def print_summary(path: Path, *, question: str | None, can_play: bool = False, can_speak: bool = False) -> None:
-    """The report of a run, then what is next; `question` is one that `whet predict` can answer."""
-    from whet.cli import console
-    from whet.report.run_report import summarize
-    from whet.report.text import render_text
+def event_printer(line: "ProgressLine", path: Path) -> "EventHandler":
+    """Return a function that prints the events of a run, and passes its step on to the supervising process."""
+    from whet.cli import output
+    from whet.plan.plan import read_plan
+    from whet.plan.render import plan_lines
+    from whet.run.folder import open_run
+    from whet.training.supervisor import report_to_parent
 
-    report = summarize(path)
-    console.result(render_text(report, width=console.width(), unicode=console.supports_unicode(), has_settings=False))
-    console.note(
-        "\n".join(("", f"kept      {path}", *_next(path, question=question, can_play=can_play, can_speak=can_speak)))
-    )
+    def show(kind: str, fields: dict[str, Any]) -> None:
+        if kind in ("start", "resume", "step"):
+            report_to_parent(path, step=fields["step"])
+        if output.quiet or output.rank:
+            return
+        if kind == "data":
+            line.say("\n".join(f"data      {note}" for note in fields["notes"]))
+        if kind in ("start", "resume") and "rollback_reason" not in fields:
+            plan = read_plan(open_run(path).plan, where=f"{path}/plan.json")
+            line.say("\n".join((f"run       {path}", *plan_lines(plan, width=output.width()), "")))
+        line(kind, fields)
 
-
-def print_stopped(path: Path, *, step: int, why: str, command: list[str]) -> None:
-    """How far it came, and the command that goes on."""
-    from whet.cli import console
-    from whet.report.run_report import summarize
-
-    console.note(f"saved at step {step:,}{why} in {path}{_so_far(summarize(path))}; to go on:\n  {shlex.join(command)}")
+    return show
 
 
 @contextlib.contextmanager
-def restart_notifier(name: str, *, is_wanted: bool) -> Iterator[Callable[[str], None]]:
-    """While entered: says what is told to it, and also notifies, where that is wanted; of a last kill too."""
-    from whet.cli import console
+def restart_notifier(name: str, *, is_enabled: bool) -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints a note and, if enabled, sends a notification; also notify of the final kill."""
+    from whet.cli import output
     from whet.training.supervisor import KilledError
 
-    if not is_wanted:
-        yield console.note
+    if not is_enabled:
+        yield output.note
         return
 
-    def say(text: str) -> None:
-        console.note(text)
-        _notify(f"whet: {name} needs attention", text)
+    def notify(text: str) -> None:
+        output.note(text)
+        _send_notification(f"whet: {name} needs attention", text)
 
     try:
-        yield say
+        yield notify
     except KilledError as error:
-        _notify(f"whet: {name} failed", f"{error.what}: {error.got}")
+        _send_notification(f"whet: {name} failed", f"{error.what}: {error.got}")
         raise
 
 
-def _notify(title: str, text: str) -> None:
+def _send_notification(title: str, text: str) -> None:
     import sys
 
-    from whet.cli import console
+    from whet.cli import output
     from whet.machine.desktop import notify
 
     problem = notify(title, text, terminal=sys.stderr)
     if problem is not None:
-        console.note(f"no notification: {problem}")
+        output.note(f"no notification: {problem}")
 
 
-def _so_far(report: "RunReport") -> str:
+def print_stopped(path: Path, *, step: int, why: str, command: list[str]) -> None:
+    """Print the progress of a stopped run, and the command that resumes it."""
+    from whet.cli import output
+    from whet.report.run_report import summarize
+
+    progress = _progress(summarize(path))
+    output.note(f"saved at step {step:,}{why} in {path}{progress}; to resume:\n  {shlex.join(command)}")
+
+
+def _progress(report: "RunReport") -> str:
     from whet.base.units import format_seconds
 
     parts = [f"{format_seconds(report.training_seconds)} of training"]
@@ -74,15 +88,40 @@ def _so_far(report: "RunReport") -> str:
     return f" ({', '.join(parts)})"
 
 
-def _next(path: Path, *, question: str | None, can_play: bool, can_speak: bool) -> list[str]:
+def print_summary(path: Path, recipe: "Recipe") -> None:
+    """Print the report of a finished run, and commands that use it."""
+    from whet.cli import output
+    from whet.report.run_report import summarize
+    from whet.report.text import render_text
+
+    report = summarize(path)
+    output.result(render_text(report, width=output.width(), unicode=output.supports_unicode(), has_settings=False))
+    output.note("\n".join(("", f"saved in  {path}", *_next_commands(path, recipe))))
+
+
+def _next_commands(path: Path, recipe: "Recipe") -> list[str]:
     run = shlex.quote(str(path))
-    commands = [
-        (f"whet report {run} --html", "one page with its curves and decisions, to keep or to share"),
-        *([(f'whet predict {run} "{question}"', "uses it")] if question else []),
-        *([(f"whet play {run}", "a game against it in the browser")] if can_play else []),
-        *([(f"whet chat {run}", "talks with it; whet serve does so for other programs")] if can_speak else []),
-        (f"whet watch {shlex.quote(str(path.parent))}", "this run and its neighbours in the browser"),
-    ]
+    commands = [(f"whet report {run} --html", "one page with curves and settings, to keep or share")]
+    commands += _use_commands(path, run, recipe)
+    commands.append(
+        (f"whet watch {shlex.quote(str(path.parent))}", "this run and others in the same folder, in the browser")
+    )
     width = max(len(command) for command, _ in commands)
     labels = ("next", *[""] * (len(commands) - 1))
-    return [f"{label:<10}{command:<{width}}  {words}" for label, (command, words) in zip(labels, commands, strict=True)]
+    return [f"{label:<10}{command:<{width}}  {text}" for label, (command, text) in zip(labels, commands, strict=True)]
+
+
+def _use_commands(path: Path, run: str, recipe: "Recipe") -> Iterator[tuple[str, str]]:
+    """Yield commands that use the model. They accept built-in recipes by name only."""
+    from whet.recipes.recipe import BUILT_IN
+    from whet.run.folder import open_run
+
+    if recipe.name not in BUILT_IN:
+        return
+    question = recipe.example_input(open_run(path).kept)
+    if question:
+        yield f'whet predict {run} "{question}"', "use the model"
+    if recipe.supports("hold_contest"):
+        yield f"whet play {run}", "play against it in the browser"
+    if recipe.supports("speak"):
+        yield f"whet chat {run}", "chat with it; whet serve offers it to other programs"

@@ -210,11 +210,12 @@ class ShapeDetector(Detector):
                 yield from element_detections(tensor, "a tensor")
         if call.base in _POOLS:
             yield from _uneven_pool(call)
-        if call.base == "convolution" and call.outputs[0].dim() > 1 and call.outputs[0].shape[1] > MAX_CONV_CHANNELS:
+        channels = call.outputs[0].shape[1] if call.base == "convolution" and call.outputs[0].dim() > 1 else 0
+        if channels > MAX_CONV_CHANNELS:
             yield Detection(
                 "too-many-channels",
                 "error",
-                f"a convolution with {call.outputs[0].shape[1]:,} output channels; MPS has at most {MAX_CONV_CHANNELS:,}",
+                f"a convolution with {channels:,} output channels; MPS has at most {MAX_CONV_CHANNELS:,}",
                 "fewer channels, or the convolution in chunks",
             )
 

@@ -14,55 +14,57 @@ from whet.base import env
 
 _POLL_SECONDS = 1.0
 _TORCH_BYTES = 200_000_000
-"""What a process holds that has loaded torch and nothing else."""
+"""Memory of a process that has imported torch and nothing else."""
 
 
-def validate(what: str, words: Sequence[str], nproc: int, *, config: Path | None, device: str) -> None:
-    """Refuses what several processes cannot do, before any of them is started and before torch is loaded."""
+def validate(target: str, settings: Sequence[str], nproc: int, *, config: Path | None, device: str) -> None:
+    """Reject what several processes cannot do, before any is started and before torch is imported."""
     from whet.base.errors import UsageError
-    from whet.cli import console
+    from whet.cli import output
     from whet.cli.multi_run import parse_seeds
     from whet.config.resolve import resolve_config
     from whet.distributed.ranks import check_not_mps, read_rank_info
     from whet.recipes.recipe import load_recipe
 
     world = read_rank_info()
-    console.rank = world.rank
+    output.rank = world.rank
     if world.size > 1:
-        # Before torch is loaded, which a recipe of yours may do: it warns of what DDP is told to do on purpose, past
-        # Python's own warnings.
+        # Set before torch is imported, which a user's recipe may do: torch's C++ code warns about DDP options that are
+        # intended, and Python's warning filters do not apply to it.
         env.set_defaults({"TORCH_CPP_LOG_LEVEL": "ERROR"})
     if world.size > 1 and nproc > 1:
         raise UsageError(
-            "torchrun has started the processes already", got=f"--nproc {nproc} under torchrun", try_="no --nproc"
+            "torchrun has already started the processes", got=f"--nproc {nproc} under torchrun", try_="no --nproc"
         )
     number = max(world.size, nproc)
-    check_not_mps(number, device=device, is_mac=_is_mac(), command=f"whet train {what}")
+    check_not_mps(number, device=device, is_mac=_is_mac(), command=f"whet train {target}")
     if number == 1:
         return
-    if world.size > 1 and len(parse_seeds(words, config)) > 1:
-        raise UsageError("torchrun trains one run", got="several seeds", try_=f"whet train ... --nproc {world.size}")
-    recipe = load_recipe(what)
+    if world.size > 1 and len(parse_seeds(settings, config)) > 1:
+        raise UsageError(
+            "torchrun trains a single run", got="several seeds", try_=f"whet train ... --nproc {world.size}"
+        )
+    recipe = load_recipe(target)
     why = recipe.single_process_reason
     if why is not None:
-        raise UsageError(f"{what} trains in one process", got=f"{number} processes; {why}", try_="no --nproc")
-    resolved = resolve_config(recipe.Config, words, file=config, can_measure=True)
+        raise UsageError(f"{target} trains in one process only", got=f"{number} processes; {why}", try_="no --nproc")
+    resolved = resolve_config(recipe.Config, settings, file=config, can_measure=True)
     recipe.describe(resolved.config)
     if getattr(resolved.config, "selfplay", False):
         raise UsageError(
-            "self-play trains in one process", got=f"selfplay=True, {number} processes", try_="no --nproc, no torchrun"
+            "self-play runs in one process only", got=f"selfplay=True, {number} processes", try_="no --nproc"
         )
     if resolved.is_batch_open:
         raise UsageError(
-            "several processes need a global batch that is known",
+            "several processes need a fixed global batch size",
             got="global_batch_size=auto",
-            try_="whet plan ... global_batch_size=auto --measure in one process, then the number it finds",
+            try_="whet plan ... global_batch_size=auto --measure in one process, then the size it finds",
         )
     _check_process_count(number, nproc, global_batch_size=resolved.config.global_batch_size)
 
 
 def _check_process_count(number: int, nproc: int, *, global_batch_size: int) -> None:
-    """Refuses processes that would have nothing to do, and more than the memory holds before one has a model."""
+    """Reject more processes than samples, and more than fit into memory even without a model."""
     import psutil
 
     from whet.base.errors import UsageError
@@ -70,9 +72,9 @@ def _check_process_count(number: int, nproc: int, *, global_batch_size: int) -> 
 
     if number > global_batch_size:
         raise UsageError(
-            "there are more processes than samples in a global batch",
+            "more processes than samples in a global batch",
             got=f"{number} processes, global_batch_size={global_batch_size}",
-            try_=f"{global_batch_size} processes at most, or a larger global batch",
+            try_=f"at most {global_batch_size} processes, or a larger global batch",
         )
     total = psutil.virtual_memory().total
     if nproc * _TORCH_BYTES > total:
@@ -84,14 +86,14 @@ def _check_process_count(number: int, nproc: int, *, global_batch_size: int) -> 
 
 
 def is_distributed() -> bool:
-    """Whether torchrun, or --nproc, has started this process as one of a group."""
+    """Return whether torchrun or --nproc started this process as one of several."""
     from whet.distributed.ranks import read_rank_info
 
     return not read_rank_info().is_alone
 
 
 def nproc_options() -> list[str]:
-    """What says that there are several processes, in a command that goes on; torchrun's own words on many machines."""
+    """Return --nproc N for the command that resumes; nothing on several machines, where torchrun has the options."""
     from whet.distributed.ranks import read_rank_info
 
     world = read_rank_info()
@@ -104,9 +106,9 @@ def launch(
     *,
     num_processes: int,
     max_restarts: int,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> int:
-    """Starts the processes and waits for them; all start again when one of them was lost. The exit code."""
+    """Start the processes and wait for them; restart all when one is killed. Return the exit code."""
     from whet.distributed import launcher
     from whet.run.folder import RUN_FILE
     from whet.training.supervisor import KilledError, prepare_restart
@@ -122,44 +124,43 @@ def launch(
             raise KilledError(
                 "a process was killed before the training began",
                 got=got,
-                try_="the same command again",
+                try_="run the same command again",
                 code=ended.code,
             )
         if num_restarts == max_restarts:
             raise KilledError(
-                "a process of the training was killed, and the others were ended",
+                "a process of the training was killed, and the others were stopped",
                 got=f"{got}, after {num_restarts} restarts; --max-restarts allows no more",
-                try_=f"the same command with --run {run} goes on from the last checkpoint",
+                try_=f"run the same command with --run {run} to resume from the last checkpoint",
                 code=ended.code,
             )
         num_restarts += 1
-        said = prepare_restart(run, killer=killer, is_first=num_restarts == 1)
-        say(f"rank {ended.rank} of {num_processes} was killed by {killer}, and the others were ended; {said}")
+        action = prepare_restart(run, killer=killer, is_first=num_restarts == 1)
+        notify(f"rank {ended.rank} of {num_processes} was killed by {killer}, the others were stopped; {action}")
 
 
 def check_run_named(run: Path | None) -> None:
-    """Who is started again by torchrun must find the run that it began."""
-    from whet.base import env
+    """Require a run folder under torchrun --max-restarts: restarted processes must find the run."""
     from whet.base.errors import UsageError
 
     if run is None and is_distributed() and (env.read("TORCHELASTIC_MAX_RESTARTS") or "0") != "0":
         raise UsageError(
-            "torchrun --max-restarts needs a folder to go on in",
+            "torchrun --max-restarts needs a run folder",
             got="no --run-dir",
-            try_="--run-dir DIR, the same each time; or whet train ... --nproc N, which names one",
+            try_="--run-dir DIR, the same each time; or whet train ... --nproc N, which chooses one",
         )
 
 
 def report_lost_ranks() -> None:
-    """Shows which of the other processes is lost, should one be."""
-    from whet.cli import console
+    """Print a line when another rank is lost."""
+    from whet.cli import output
     from whet.distributed.group import current_group
 
-    current_group().pulse.say = console.rank_lost
+    current_group().pulse.say = output.rank_lost
 
 
 def broadcast_path(path: Path) -> Path:
-    """The run folder that the first process would take."""
+    """Return the path of rank 0."""
     if not is_distributed():
         return path
     from whet.distributed.group import current_group
@@ -167,31 +168,31 @@ def broadcast_path(path: Path) -> Path:
     return Path(current_group().share(str(path)))
 
 
-def broadcast_flag(answer: bool) -> bool:
-    """What the first process says."""
+def broadcast_flag(flag: bool) -> bool:
+    """Return the flag of rank 0."""
     if not is_distributed():
-        return answer
+        return flag
     from whet.distributed.group import current_group
 
-    return bool(current_group().share(answer))
+    return bool(current_group().share(flag))
 
 
 @contextlib.contextmanager
-def on_rank_zero(doing: contextlib.AbstractContextManager[object]) -> Iterator[None]:
-    """While the first process has entered, all go on; the others enter nothing."""
+def on_rank_zero(context: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+    """Enter a context on rank 0 only; the other ranks wait until it is entered."""
     if not is_distributed():
-        with doing:
+        with context:
             yield
         return
     from whet.distributed.group import current_group
 
-    with doing if current_group().is_first else contextlib.nullcontext():
+    with context if current_group().is_first else contextlib.nullcontext():
         current_group().wait()
         yield
 
 
 def stop_with_launcher() -> None:
-    """Asks this process to save and stop when the one that has started it is gone."""
+    """Save and stop when the process that started this one is gone."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -201,12 +202,16 @@ def stop_with_launcher() -> None:
 
     threading.Thread(target=watch, daemon=True, name="launcher").start()
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        # The terminal was closed: the launcher passes that on, and nobody must lose steps by it.
+        # The terminal was closed: the launcher forwards the signal, and no steps may be lost.
         signal.signal(signal.SIGHUP, lambda _number, _frame: os.kill(os.getpid(), signal.SIGTERM))
 
 
-def _is_mac() -> bool:
-    """Whether a training that names no device would take MPS; a virtual Mac lives in this process alone."""
+def has_virtual_mac() -> bool:
+    """Return whether a simulated Mac is installed, which exists in this process only."""
     installing = sys.modules.get("whet.device.virtual_mac.install")
-    is_virtual = installing is not None and installing.installed() is not None
-    return is_virtual or (sys.platform == "darwin" and platform.machine() == "arm64")
+    return installing is not None and installing.installed() is not None
+
+
+def _is_mac() -> bool:
+    """Return whether a training without --device would use MPS."""
+    return has_virtual_mac() or (sys.platform == "darwin" and platform.machine() == "arm64")

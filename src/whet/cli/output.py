@@ -1,0 +1,181 @@
+"""Terminal output: results on stdout, notes and errors on stderr."""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whet.base.errors import LostRankError, WhetError
+from whet.base.units import format_percent, printable
+
+if TYPE_CHECKING:
+    from whet.autotune.step_bench import ProgressCallback
+
+quiet = False
+"""Set by --quiet: no notes."""
+
+debug = False
+"""Set by --debug: failures show their traceback."""
+
+rank = 0
+"""Set once by a distributed training: only rank 0 prints."""
+
+_RANK_ZERO_GRACE_SECONDS = 4.0
+
+
+@contextmanager
+def configured(*, quiet: bool, debug: bool) -> Iterator[None]:
+    """Set the switches for one command, and restore them on exit: a process may run several commands."""
+    module = globals()
+    before = {name: module[name] for name in ("quiet", "debug", "rank")}
+    module.update(quiet=quiet, debug=debug, rank=0)
+    try:
+        yield
+    finally:
+        module.update(before)
+
+
+def global_flags() -> list[str]:
+    """Return --quiet and --debug if they are set, for the command line of a child process."""
+    return [word for word, is_on in (("--quiet", quiet), ("--debug", debug)) if is_on]
+
+
+def result(text: str) -> None:
+    """Print a result."""
+    if not rank:
+        print(printable(text))
+
+
+def stream(text: str) -> None:
+    """Print part of a result without a line break, at once."""
+    print(printable(text), end="", flush=True)
+
+
+def result_json(value: Any) -> None:
+    """Print a result as JSON."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def line_json(value: Any) -> None:
+    """Print JSON on one line, at once: the reader need not wait for the command to end."""
+    print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def link(running: Any, *, as_json: bool, note_text: str, **fields: Any) -> None:
+    """Print the link of a running server."""
+    if as_json:
+        line_json({"url": running.url, "link": running.link(), "pid": running.pid, **fields})
+    else:
+        result(running.link())
+        note(note_text)
+    sys.stdout.flush()
+
+
+def user_output_to_stderr() -> AbstractContextManager[object]:
+    """Redirect stdout while user code runs: its prints must not mix with a result that a program reads."""
+    return redirect_stdout(sys.stderr)
+
+
+def note(text: str) -> None:
+    """Print a note to stderr, unless --quiet."""
+    if not quiet and not rank:
+        _to_stderr(text)
+
+
+def error(problem: WhetError) -> None:
+    """Print an error in three lines. If all ranks fail the same way, only rank 0 prints it."""
+    if not rank:
+        _to_stderr(f"error: {problem}")
+    elif not isinstance(problem, LostRankError):
+        # If rank 0 failed too, the launcher ends this process during the wait. Otherwise only this rank has the
+        # problem, such as a file that is missing on its machine.
+        time.sleep(_RANK_ZERO_GRACE_SECONDS)
+        _to_stderr(f"error: rank {rank}: {problem}")
+
+
+def failed_request(problem: BaseException) -> None:
+    """Print a note about an exception in a server's request handler."""
+    import traceback
+
+    shown = "".join(traceback.format_exception(problem)) if debug else f"{type(problem).__name__}: {problem}"
+    note(f"a request failed: {shown}")
+
+
+def rank_lost(line: str) -> None:
+    """Print that a rank is lost; from the rank that noticed it, whichever that is."""
+    _to_stderr(line)
+
+
+def _to_stderr(text: str) -> None:
+    # A closed stderr, or a full disk behind it, must not end a training.
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(printable(text), file=sys.stderr)
+
+
+@contextmanager
+def measuring_progress(name: str) -> "Iterator[ProgressCallback | None]":
+    """Yield a function that shows the progress of a measurement; None if --quiet."""
+    if quiet:
+        yield None
+        return
+    with _progress_line(name) as line:
+        yield lambda progress: line("measuring", dict(progress.as_event()))
+
+
+@contextmanager
+def progress(name: str) -> "Iterator[Callable[[str, int, int | None], None]]":
+    """Yield a function (what, done, total) that shows progress: in place on a terminal, else as lines."""
+    if quiet:
+        yield lambda _what, _done, _total: None
+        return
+
+    def show(what: str, done: int, total: int | None) -> None:
+        count = f" {done:,}" + (f" of {total:,} ({format_percent(done / total)})" if total else "") if done else ""
+        line("measuring", {"words": what + count})
+
+    with _progress_line(name) as line:
+        yield show
+
+
+@contextmanager
+def _progress_line(name: str) -> Iterator[Any]:
+    from whet.training.callbacks.progress import ProgressLine
+
+    line = ProgressLine(name)
+    try:
+        yield line
+    finally:
+        line.close()
+
+
+def width() -> int:
+    """Return the columns of the terminal; 120 if stdout is not a terminal."""
+    return shutil.get_terminal_size((120, 40)).columns if sys.stdout.isatty() else 120
+
+
+def supports_unicode() -> bool:
+    """Return whether stdout can print braille curves and arrows."""
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+
+
+def short_path(path: Path) -> str:
+    """Return the path relative to the current folder if it is inside."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Align columns to their widest cell.
+
+    >>> print(table(("setting", "value"), [("device", "mps"), ("micro_batch", "16")]))
+    setting      value
+    device       mps
+    micro_batch  16
+    """
+    lines = [tuple(header), *(tuple(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
