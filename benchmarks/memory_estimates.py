@@ -91,8 +91,8 @@ def rows(cases: list[Case], precisions: list[str], device: AbstractDevice, steps
 
 def _row(case: Case, precision: str, is_checkpointed: bool, device: AbstractDevice, steps: int) -> Row:
     begin = time.monotonic()
-    subject = TrainableSpec(name=case.name, make=case.specimen)
-    guess = estimate_memory(subject, device=device.kind, activation_checkpointing=is_checkpointed, precision=precision)
+    spec = TrainableSpec(name=case.name, make=case.trainable)
+    guess = estimate_memory(spec, device=device.kind, activation_checkpointing=is_checkpointed, precision=precision)
     seconds = time.monotonic() - begin
     _forget(device)
     measured, at_rest = _measure(case, precision, is_checkpointed, device, steps)
@@ -103,18 +103,18 @@ def _row(case: Case, precision: str, is_checkpointed: bool, device: AbstractDevi
 def _measure(case: Case, precision: str, is_checkpointed: bool, device: AbstractDevice, steps: int) -> tuple[int, int]:
     torch.manual_seed(0)
     device.use_precision(precision)
-    specimen = case.specimen()
+    trainable = case.trainable()
     if device.kind == "cpu":
         # No allocator counts there: real tensors are followed instead.
         ways = {"device": "cpu", "precision": precision, "activation_checkpointing": is_checkpointed}
-        return estimate_trainable(specimen, name=case.name, **ways).bytes_at(case.size), 0
-    device.put_model(specimen.model)
-    optimizer = build_optimizer(specimen.optimizer, specimen.model, device, kernels="fused")
-    stepper = Stepper(specimen.model, optimizer, device, precision=precision, clip=1.0)
-    micro = specimen.micro(case.size)
-    with checkpoint_activations(specimen.model) if is_checkpointed else nullcontext():
+        return estimate_trainable(trainable, name=case.name, **ways).bytes_at(case.size), 0
+    device.put_model(trainable.model)
+    optimizer = build_optimizer(trainable.optimizer, trainable.model, device, kernels="fused")
+    stepper = Stepper(trainable.model, optimizer, device, precision=precision, clip=1.0)
+    micro = trainable.make_batch(case.size)
+    with checkpoint_activations(trainable.model) if is_checkpointed else nullcontext():
         for step in range(1, steps + 1):
-            outcome = stepper(specimen.loss, [micro], num_samples=len(micro), step=step)
+            outcome = stepper(trainable.loss, [micro], num_samples=len(micro), step=step)
             device.sync()
             if step == 1:
                 _reset_peak(device)

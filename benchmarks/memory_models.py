@@ -20,9 +20,9 @@ class Case:
     make: Callable[[int], Made]
     has_blocks: bool = True
 
-    def specimen(self) -> Trainable:
+    def trainable(self) -> Trainable:
         """The model with `size` samples; fake where it is made among fake tensors."""
-        return make_trainable(self.make(self.size), word=self.name)
+        return make_trainable(self.make(self.size), name=self.name)
 
 
 class Encoder(nn.Module):

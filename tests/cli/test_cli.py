@@ -10,7 +10,7 @@ import pytest
 
 from cpu_time import spent_by_children
 from paths import Run
-from whet.cli import console, main
+from whet.cli import main, output
 
 THE_FUTURE = {"format_version": 99}
 
@@ -131,13 +131,13 @@ def test_a_wrong_value_is_told_with_its_option(capfd: pytest.CaptureFixture[str]
 
 
 def test_a_command_leaves_the_screen_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
-    console.rank = 1
+    output.rank = 1
     try:
         assert main.run(["plan", "text", "--quiet", "--debug", "--machine", "m2-air-8gb"]) == 0
         assert "micro_batch" in capfd.readouterr().out, "its rank is its own"
-        assert (console.quiet, console.debug, console.rank) == (False, False, 1)
+        assert (output.quiet, output.debug, output.rank) == (False, False, 1)
     finally:
-        console.rank = 0
+        output.rank = 0
 
 
 def test_debug_shows_the_traceback(whet: Run) -> None:

@@ -100,7 +100,7 @@ def _predicted(names: Iterable[str] | None, *, most_samples: int) -> tuple[set[s
         if (names is not None and key not in names) or not op.supports_dtype(torch.float32, "cpu"):
             continue
         recorder = OperatorRecorder(
-            [OperatorDetector("MPS"), DtypeDetector(), ShapeDetector()], backend="MPS", answers=FakeExecutor(None)
+            [OperatorDetector("MPS"), DtypeDetector(), ShapeDetector()], backend="MPS", executor=FakeExecutor(None)
         )
         recorder.phase = "training"
         try:
@@ -115,7 +115,7 @@ def _predicted(names: Iterable[str] | None, *, most_samples: int) -> tuple[set[s
                     # Some samples are for other devices; what was seen before counts.
                     continue
         tried.add(key)
-        if kinds := {finding.id for finding in recorder.notebook.findings()}:
+        if kinds := {finding.id for finding in recorder.log.findings()}:
             told[key] = kinds
     return tried, told
 

@@ -37,7 +37,7 @@ def text_like() -> TrainableSpec:
         def micro(size: int) -> MicroBatch:
             return MicroBatch(fields={"tokens": tokens.padded(torch.arange(size), length=9)}, ids=np.arange(size))
 
-        return Trainable(model=model, loss=model.loss, micro=micro, size=16)
+        return Trainable(model=model, loss=model.loss, make_batch=micro, batch_size=16)
 
     return TrainableSpec(name="text-like", make=make)
 
@@ -70,9 +70,9 @@ def test_sound_models_pass(device: AbstractDevice, name: str, report_count: Repo
 def test_no_operator_of_a_sound_model_is_blamed(device: AbstractDevice, name: str, report_count: ReportCount) -> None:
     found = locate(ReplicaFactory(SUBJECTS[name]()), device)
     assert found.culprit is None, found
-    assert found.num_judged > 20
+    assert found.num_checked > 20
     report_count(
-        f"{name} on {device.kind}: {found.num_judged} calls judged, not judged: {', '.join(found.unknown) or 'none'}"
+        f"{name} on {device.kind}: {found.num_checked} calls judged, not judged: {', '.join(found.unknown) or 'none'}"
     )
 
 

@@ -146,7 +146,7 @@ def session(options: dict[str, Any], **more: Any) -> int:
     import torch
 
     import whet
-    from whet.cli import console
+    from whet.cli import output
 
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 2)
@@ -168,7 +168,7 @@ def session(options: dict[str, Any], **more: Any) -> int:
             for batch in made:
                 made.step(lambda micro: torch.nn.functional.cross_entropy(model(micro.x), micro.y), batch)
     except whet.WhetError as error:
-        console.error(error)
+        output.error(error)
         return error.exit_code
     return 0
 

@@ -54,7 +54,7 @@ def test_one_place_that_sees_the_next_with_one_head_in_bf16_is_found_planted() -
         assert probed(model, model.outputs, micro_of(), "fp32") is None
         found = probed(model, model.outputs, micro_of(), "bf16")
     assert found is not None
-    assert (found.place, found.changed_from) == (5, 6)
+    assert (found.position, found.changed_from) == (5, 6)
     assert "place 5" in str(found)
     assert "from place 6 on" in str(found)
 
@@ -117,7 +117,7 @@ def test_padded_samples() -> None:
     assert find_leak(causal, micro) is None
     found = find_leak(looks_at_the_end, micro)
     assert found is not None
-    assert found.place < found.changed_from
+    assert found.position < found.changed_from
 
 
 def test_packed_samples() -> None:
@@ -140,8 +140,8 @@ def test_rounding_is_no_leak_and_its_size_is_said() -> None:
     assert find_leak(outputs, micro_of()) is None
     found = find_leak(outputs, micro_of(), tolerance=1e-12)
     assert found is not None
-    assert found.moved < 1e-6
-    assert f"{found.moved:.1e} (at most 1e-12)" in str(found)
+    assert found.change < 1e-6
+    assert f"{found.change:.1e} (at most 1e-12)" in str(found)
 
 
 def test_a_nan_that_comes_from_later_is_a_leak_planted() -> None:
@@ -152,7 +152,7 @@ def test_a_nan_that_comes_from_later_is_a_leak_planted() -> None:
     first = micro_of().tokens
     found = find_leak(lambda m: torch.nan_to_num(outputs(m), nan=torch.nan) + m.tokens[..., None] + 1, micro_of())
     assert found is not None
-    assert found.moved == float("inf")
+    assert found.change == float("inf")
 
 
 def test_what_cannot_be_shown_is_said() -> None:
@@ -181,8 +181,8 @@ def test_chosen_places() -> None:
         x = embed(m.tokens)
         return torch.cat([x[:, :5], x[:, 5:6] + x[:, 9:10], x[:, 6:]], 1)
 
-    assert find_leak(the_last_place, micro_of(), places=[3, 5, 10]) is None
-    assert find_leak(the_last_place, micro_of(), places=[8]) is not None
+    assert find_leak(the_last_place, micro_of(), starts=[3, 5, 10]) is None
+    assert find_leak(the_last_place, micro_of(), starts=[8]) is not None
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ def test_nothing_is_left_behind(dropout: float, ends: str) -> None:
 
     before = everything()
     try:
-        assert compare_compiled_with_eager(model, device, loss, first_micro(), precision="fp32").holds
+        assert compare_compiled_with_eager(model, device, loss, first_micro(), precision="fp32").agrees
     except KeyboardInterrupt:
         assert ends != "well"
     assert everything() == before
@@ -223,8 +223,8 @@ def test_every_pass_begins_with_the_same_buffers() -> None:
 
     model = Counting()
     found = agreement(model, loss=lambda micro: model(micro.y))
-    assert found.holds
-    assert found.drawn is None, "nothing was drawn"
+    assert found.agrees
+    assert found.dropout_error is None, "nothing was drawn"
     assert found.largest == 0.0
 
 
@@ -239,7 +239,7 @@ def test_a_loss_that_counts_its_calls_is_not_blamed(every: int) -> None:
         return found if len(calls) % every else found + model.head.weight.square().sum()
 
     found = agreement(model, loss=loss)
-    assert found.holds, str(found)
+    assert found.agrees, str(found)
 
 
 def test_a_draw_that_is_rare_is_not_blamed() -> None:
@@ -255,7 +255,7 @@ def test_a_draw_that_is_rare_is_not_blamed() -> None:
     for seed in range(30):
         torch.manual_seed(seed)
         found = compare_compiled_with_eager(model, FakeDevice(), loss_of(model), first_micro(), precision="fp32")
-        assert found.holds, f"{seed}: {found}"
+        assert found.agrees, f"{seed}: {found}"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -265,7 +265,7 @@ def test_rounding_is_no_disagreement(precision: str, dropout: float) -> None:
     size = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-3}[precision]
     model = made(dropout=dropout, act=Planted(lambda x: x + size * torch.sin(1e4 * x.detach())))
     found = agreement(model, precision=precision)
-    assert found.holds, str(found)
+    assert found.agrees, str(found)
     assert found.largest > 0.0
 
 
@@ -276,8 +276,8 @@ def test_a_loss_may_be_a_sum_with_a_weight_and_in_float64() -> None:
         return functional.cross_entropy(model(micro.x), micro.y, reduction="sum"), len(micro)
 
     found = agreement(model, loss=loss)
-    assert found.holds
-    assert found.written == pytest.approx(loss_of(model)(first_micro()).item(), rel=1e-5)
+    assert found.agrees
+    assert found.eager_loss == pytest.approx(loss_of(model)(first_micro()).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
@@ -296,7 +296,7 @@ def test_what_float32_cannot_tell_is_no_disagreement(is_wrong: bool) -> None:
 
     model = Rounding()
     found = agreement(model, loss=lambda _: model())
-    assert found.holds != is_wrong, str(found)
+    assert found.agrees != is_wrong, str(found)
     assert found.largest > 5e-3, "more than the bound: finer numbers were asked"
 
 
@@ -310,11 +310,11 @@ def test_without_memory_for_finer_numbers_only_what_is_far_off_is_wrong(
     monkeypatch.setattr(compiled._Comparison, "_in_finer_numbers", no_memory)
     model = made(act=Planted(lambda x: x.detach() + by * (x - x.detach())))
     if is_judged:
-        assert not agreement(model, precision="bf16").holds
+        assert not agreement(model, precision="bf16").agrees
     else:
         with pytest.raises(torch.OutOfMemoryError):
             agreement(model, precision="bf16")
-    assert not agreement(model, precision="fp32").holds, "which rounds far less"
+    assert not agreement(model, precision="fp32").agrees, "which rounds far less"
 
 
 # --- a wrong one -----------------------------------------------------------------------------------------------------
@@ -367,12 +367,12 @@ def test_wrong_places_are_found_whatever_is_drawn(seed: int) -> None:
     right, wrong = made(dropout=0.1), made(dropout=0.1)
     torch.manual_seed(seed)
     found = agreement(right)
-    assert found.holds, str(found)
-    assert found.drawn is not None
+    assert found.agrees, str(found)
+    assert found.dropout_error is not None
     torch.compiler.reset()
     wrong.compile(backend=read_from_the_first_number)
     found = compare_compiled_with_eager(wrong, FakeDevice(), loss_of(wrong), first_micro(), precision="fp32")
-    assert not found.holds
+    assert not found.agrees
     assert found.worst == "place.weight"
 
 
@@ -385,7 +385,7 @@ def test_few_samples_scatter_and_are_not_blamed(num_samples: int) -> None:
     for seed in range(15):
         torch.manual_seed(seed)
         found = compare_compiled_with_eager(model, FakeDevice(), loss_of(model), micro, precision="fp32")
-        assert found.holds, str(found)
+        assert found.agrees, str(found)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_few_samples_scatter_and_are_not_blamed(num_samples: int) -> None:
 )
 def test_a_wrong_result_is_noticed_planted(change: Any, dropout: float, words: str) -> None:
     found = agreement(made(dropout=dropout, act=Planted(change)))
-    assert not found.holds
+    assert not found.agrees
     assert words in str(found)
 
 
@@ -417,7 +417,7 @@ def test_a_wrong_loss_is_noticed_planted() -> None:
 
     whole = Whole()
     found = agreement(whole, loss=whole)
-    assert not found.holds
+    assert not found.agrees
     assert str(found).startswith("the loss differs from the model's own code by ")
 
 
@@ -442,7 +442,7 @@ def test_a_few_numbers_are_judged_where_nothing_is_drawn_planted(
 
     found = agreement(made(dropout=dropout, act=Shifted()))
     is_found = is_found_behind_dropout or not dropout
-    assert found.holds != is_found, str(found)
+    assert found.agrees != is_found, str(found)
     assert not is_found or found.worst == "act.by"
 
 

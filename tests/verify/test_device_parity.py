@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import whet.verify.isolation as real_untouched
 from small_gpt import Gpt, micro_of
 from small_models import convnet, images
 from whet.data.batch import MicroBatch
 from whet.device.cpu import CpuDevice
 from whet.device.fake import FakeDevice
+from whet.verify import isolation
 from whet.verify.start import device_parity
 from whet.verify.start.device_parity import LossAndGradients, compare_with_cpu, loss_and_gradients
 
@@ -86,7 +86,7 @@ def verify(model: nn.Module, device: FakeDevice, untouched: Callable[..., Any]) 
         compare_with_cpu(model, loss, micro, found, precision="fp32")
         torch.rand((), generator=device._generator)
         model.eval()
-        real_untouched.perturb_zero_weights(model)
+        isolation.perturb_zero_weights(model)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def restless() -> tuple[nn.Module, FakeDevice]:
 def test_nothing_is_left_behind(restless) -> None:
     model, device = restless
     before = trace_of(model, device)
-    verify(model, device, real_untouched.preserve_model_and_rng)
+    verify(model, device, isolation.preserve_model_and_rng)
     assert trace_of(model, device) == before
 
 
@@ -115,7 +115,7 @@ def test_nothing_is_left_behind_by_a_loss_that_raises(restless) -> None:
         model(micro.x)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), real_untouched.preserve_model_and_rng(model, device):
+    with pytest.raises(KeyboardInterrupt), isolation.preserve_model_and_rng(model, device):
         loss_and_gradients(model, device, loss, small_images(), precision="fp32")
     assert trace_of(model, device) == before
 
@@ -124,8 +124,8 @@ MUTANTS = {
     "a gradient is left behind": ("parameter.grad = gradient", "pass", "gradients"),
     "buffers stay changed": ("buffers.restore()", "pass", "values"),
     "generators have moved": (
-        "with as_before(model), undisturbed(device), uncompiled():",
-        "with as_before(model), uncompiled():",
+        "with preserve_model(model), preserve_rng(device), force_eager():",
+        "with preserve_model(model), force_eager():",
         "draws",
     ),
     "modes stay changed": ("module.training = mode", "pass", "modes"),
@@ -137,12 +137,12 @@ MUTANTS = {
 def test_planted_faults_are_noticed(restless, name: str) -> None:
     model, device = restless
     right, wrong, where = MUTANTS[name]
-    source = Path(real_untouched.__file__).read_text()
+    source = Path(isolation.__file__).read_text()
     assert source.count(right) == 1
     mutant = types.ModuleType("mutant")
     exec(compile(source.replace(right, wrong), "mutant.py", "exec"), mutant.__dict__)
     before = trace_of(model, device)
-    verify(model, device, mutant.untouched)
+    verify(model, device, mutant.preserve_model_and_rng)
     after = trace_of(model, device)
     assert [part for part in before if before[part] != after[part]] != []
     assert before[where] != after[where]
@@ -155,7 +155,7 @@ def agreement(
     model: nn.Module, loss: Any, micro: MicroBatch, *, precision: str, tamper: Any = None
 ) -> device_parity.DeviceParity:
     device = CpuDevice()
-    with real_untouched.preserve_model_and_rng(model, device):
+    with isolation.preserve_model_and_rng(model, device):
         found = loss_and_gradients(model, device, loss, micro, precision=precision)
         if tamper is not None:
             found = tamper(found)
@@ -174,7 +174,7 @@ def test_rounding_agrees(precision: str, is_trained: bool) -> None:
             model.loss(micro).backward()
             optimizer.step()
     found = agreement(model, model.loss, micro, precision=precision)
-    assert found.holds, str(found)
+    assert found.agrees, str(found)
     assert found.num_gradients == len(list(model.parameters()))
     assert f"loss and {found.num_gradients} gradients agree with the CPU" in str(found)
 
@@ -184,9 +184,9 @@ def test_dropout_is_off_and_batchnorm_as_in_training() -> None:
     model = nn.Sequential(convnet(dropout=0.5), nn.BatchNorm1d(4))
     model[1].running_mean.fill_(100.0)
     found = agreement(model, loss_of(model), small_images(), precision="fp32")
-    assert found.holds, str(found)
+    assert found.agrees, str(found)
     model[0].eval()
-    assert found.here == pytest.approx(float(loss_of(model)(small_images()).detach()), rel=1e-5)
+    assert found.device_loss == pytest.approx(float(loss_of(model)(small_images()).detach()), rel=1e-5)
 
 
 def tampered(change: Callable[[dict[str, Tensor]], None]) -> Callable[[LossAndGradients], LossAndGradients]:
@@ -213,7 +213,7 @@ def test_a_wrong_gradient_is_noticed_by_name_planted(precision: str, name: str, 
     torch.manual_seed(0)
     model = Gpt()
     found = agreement(model, model.loss, micro_of(), precision=precision, tamper=tampered(change))
-    assert not found.holds
+    assert not found.agrees
     expected = {
         "half": "blocks.1.out.weight",
         "one number": "blocks.0.qkv.bias",
@@ -231,7 +231,7 @@ def test_a_wrong_loss_is_noticed_planted() -> None:
     wrong = agreement(
         model, model.loss, micro_of(), precision="fp32", tamper=lambda f: LossAndGradients(f.loss * 1.001, f.gradients)
     )
-    assert not wrong.holds
+    assert not wrong.agrees
     assert "the loss is" in str(wrong)
 
 
@@ -247,14 +247,14 @@ def test_what_float32_cannot_tell_is_no_disagreement() -> None:
         return lambda m: (weight * m.x)[order].sum() - (weight * m.x).sum() + weight.square().sum() * 1e-3
 
     loss, other = in_order(1), in_order(2)
-    with real_untouched.preserve_model_and_rng(model, CpuDevice()):
+    with isolation.preserve_model_and_rng(model, CpuDevice()):
         found = loss_and_gradients(model, CpuDevice(), other, micro, precision="fp32")
         seen = compare_with_cpu(model, loss, micro, found, precision="fp32")
     assert (
         seen.loss_error > device_parity.PARITY_BOUNDS["fp32"][0]
         or seen.gradient_error > device_parity.PARITY_BOUNDS["fp32"][1]
     )
-    assert seen.holds, str(seen)
+    assert seen.agrees, str(seen)
 
 
 def test_pairs_of_sum_and_weight_and_sparse_gradients() -> None:
@@ -262,18 +262,18 @@ def test_pairs_of_sum_and_weight_and_sparse_gradients() -> None:
     model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3))
     micro = MicroBatch(fields={"x": torch.randint(0, 50, (5, 6))}, ids=np.arange(5))
     found = agreement(model, lambda m: (model(m.x).square().sum(), m.x.numel()), micro, precision="fp32")
-    assert found.holds
+    assert found.agrees
     assert found.num_gradients == 3
 
 
 def test_the_same_bits_twice_or_how_many_differ() -> None:
     torch.manual_seed(0)
     model, device = Gpt(), CpuDevice()
-    with real_untouched.preserve_model_and_rng(model, device):
+    with isolation.preserve_model_and_rng(model, device):
         one, two = (loss_and_gradients(model, device, model.loss, micro_of(), precision="fp32") for _ in range(2))
     assert device_parity.repeat_difference(one, two) is None
     two.gradients["head.bias"][3] *= 1 + 1e-6
-    assert f"other bits the second time in 1 of {len(one.gradients) + 1} tensors" in (
+    assert f"different bits when repeated, in 1 of {len(one.gradients) + 1} tensors" in (
         device_parity.repeat_difference(one, two) or ""
     )
     one.gradients["norm.bias"][0] = two.gradients["norm.bias"][0] = torch.nan

@@ -133,8 +133,8 @@ def test_checkpointing_and_half_precision_take_less() -> None:
 def test_cutting_the_batch_keeps_all_gradients_meanwhile() -> None:
     guess = estimate_memory(subject(perceptron), device="mps")
     gradients = 2 * 512 * 512 * 4
-    assert guess.bytes_at(100_000, is_cut=True) - guess.bytes_at(100_000) == pytest.approx(gradients, rel=0.5)
-    assert guess.parts_at(100_000, is_cut=True)["gradients"] >= gradients
+    assert guess.bytes_at(100_000, is_split=True) - guess.bytes_at(100_000) == pytest.approx(gradients, rel=0.5)
+    assert guess.parts_at(100_000, is_split=True)["gradients"] >= gradients
 
 
 def test_a_model_larger_than_this_machines_memory_is_estimated_without_taking_any() -> None:
@@ -158,7 +158,9 @@ def test_real_data_behind_a_fake_model_gives_its_own_micro_batches() -> None:
 
     def make() -> Trainable:
         model = nn.Linear(64, 10)
-        return Trainable(model=model, loss=lambda m: functional.cross_entropy(model(m.x), m.y), micro=micro, size=16)
+        return Trainable(
+            model=model, loss=lambda m: functional.cross_entropy(model(m.x), m.y), make_batch=micro, batch_size=16
+        )
 
     assert estimate_memory(subject(make), device="mps").bytes_at(16) > 650 * 4 * 4
 
@@ -249,10 +251,10 @@ def test_the_largest_cut_that_fits_is_named() -> None:
     assert fit.device == "mps"
     guess = estimate_memory(subject(partial(deep, 256)), device="mps", precision=fit.precision)
     larger = min(size for size in even_splits(256) if size > fit.micro_batch)
-    assert fit.num_bytes == guess.bytes_at(fit.micro_batch, is_cut=True) + CONTEXT_BYTES["mps"] <= fit.limit_bytes
-    assert guess.bytes_at(larger, is_cut=larger < 256) + CONTEXT_BYTES["mps"] > fit.limit_bytes
-    assert fit.words.startswith(f"fits m2-air-8gb (8 GB) at micro batch {fit.micro_batch}: ")
-    assert fit.words.endswith(" of 5.3 GB")
+    assert fit.num_bytes == guess.bytes_at(fit.micro_batch, is_split=True) + CONTEXT_BYTES["mps"] <= fit.limit_bytes
+    assert guess.bytes_at(larger, is_split=larger < 256) + CONTEXT_BYTES["mps"] > fit.limit_bytes
+    assert fit.summary.startswith(f"fits m2-air-8gb (8 GB) at micro batch {fit.micro_batch}: ")
+    assert fit.summary.endswith(" of 5.3 GB")
 
 
 def test_what_does_not_fit_says_what_would_help() -> None:
@@ -265,14 +267,14 @@ def test_what_does_not_fit_says_what_would_help() -> None:
     (fit,) = fit_machines(subject(wide), [load_machine("m1-air-8gb")])
     assert fit.micro_batch is None
     assert fit.micro_batch_checkpointed is not None
-    assert fit.words.startswith("does not fit m1-air-8gb (8 GB): one sample needs ")
-    assert fit.words.endswith(f"; with activation_checkpointing=on {fit.micro_batch_checkpointed} fit")
+    assert fit.summary.startswith("does not fit m1-air-8gb (8 GB): one sample needs ")
+    assert fit.summary.endswith(f"; with activation_checkpointing=on {fit.micro_batch_checkpointed} fit")
 
 
 def test_a_batch_with_batchnorm_is_not_cut() -> None:
     (fit,) = fit_machines(subject(convolutions), [load_machine("m2-air-8gb")], global_batch_size=1_000_000)
     assert (fit.micro_batch, fit.least) == (None, 1_000_000)
-    assert "the 1000000 samples that may not be cut need" in fit.words
+    assert "the 1000000 samples that cannot be split need" in fit.summary
 
 
 def test_all_known_machines_answer() -> None:
@@ -294,7 +296,7 @@ def test_unknown_memory_is_said() -> None:
         num_bytes=2**30,
         limit_bytes=None,
     )
-    assert fit.words == "x: a step with 1 needs 1 GB; how much there is, is unknown"
+    assert fit.summary == "x: a step with 1 needs 1 GB; the machine's memory is unknown"
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def tokens_subject() -> TrainableSpec:
             rows = torch.arange(size)
             return MicroBatch(fields={"tokens": tokens.padded(rows, length=9)}, ids=np.arange(size))
 
-        return Trainable(model=model, loss=model.loss, micro=micro, size=8)
+        return Trainable(model=model, loss=model.loss, make_batch=micro, batch_size=8)
 
     return TrainableSpec(name="tokens", make=make)
 
@@ -80,7 +80,7 @@ class Functional(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "subject",
+    "spec",
     [
         tokens_subject(),
         model_subject(convnet(), images(8, seed=0), lambda model, x, y: f.cross_entropy(model(x), y)),
@@ -89,8 +89,8 @@ class Functional(nn.Module):
     ],
     ids=["tokens", "conv", "norm", "dropout"],
 )
-def test_sound_models_agree(subject: TrainableSpec) -> None:
-    found = compare_devices(subject, devices=["cpu"], steps=5)
+def test_sound_models_agree(spec: TrainableSpec) -> None:
+    found = compare_devices(spec, devices=["cpu"], steps=5)
     assert found.agrees, found
     assert found.reference == "cpu float64"
     assert {"loss", "gradients", "update", "trajectory"} <= {row.what for row in found.rows}
@@ -123,7 +123,7 @@ class StochasticDepth(nn.Module):
 def test_quiet_modules_draw_nothing_and_batchnorm_trains() -> None:
     model, x = nn.Sequential(Functional(), StochasticDepth(), nn.BatchNorm1d(5)), torch.randn(3, 5, 8)
     before = torch.get_rng_state()
-    with disable_dropout(model, is_quiet=True):
+    with disable_dropout(model, use_eval_mode=True):
         assert not model[1].training
         assert model[2].training
         model(x)
@@ -253,7 +253,7 @@ def test_where_no_operator_is_wrong_the_module_is_named(kind: type[nn.Linear], p
     rows = compare_training(bench, Elsewhere(), steps=2).rows
     assert not all(row.agrees for row in rows)
     found = locate(bench, Elsewhere())
-    assert found.num_judged > 10
+    assert found.num_checked > 10
     assert found.culprit is not None
     assert (found.culprit.operator, found.culprit.module, found.culprit.phase) == (None, "1.1", phase)
 

@@ -120,7 +120,7 @@ def test_a_buffer_is_too_large_for_the_small_machine_only() -> None:
     assert checked("five_gigabytes").findings
     assert not checked("five_gigabytes", machine="m3-max-64gb").findings
     [finding] = checked("five_gigabytes").findings
-    assert "no Mac was asked" in finding.what
+    assert "assumed to be three quarters" in finding.what
 
 
 def test_a_recipe_is_traced_with_the_micro_batch_that_is_planned_for_the_machine() -> None:
@@ -177,7 +177,7 @@ def test_nothing_is_told_of_sound_models(name: str, device: str) -> None:
 
 def test_a_large_model_is_traced_without_memory() -> None:
     found = check(sound_models.gpt_350m, machine="m3-max-64gb")
-    assert found.num_weights > 350_000_000
+    assert found.num_parameters > 350_000_000
     assert found.is_fake
     assert found.findings == ()
 

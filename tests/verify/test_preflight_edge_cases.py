@@ -60,7 +60,7 @@ def test_nested_inputs_with_words_and_numbers_are_given_as_they_are() -> None:
         ((torch.nn.ReLU(), (torch.randn(2, 2),)), "nothing to train"),
         ((torch.nn.LazyLinear(2), (torch.randn(2, 2),)), "lazy layers"),
         ((torch.nn.Linear(2, 2), (torch.randn(0, 2),)), "no sample"),
-        ((torch.nn.Linear(2, 2), (torch.randn(2, 2),), 5), "loss cannot be called"),
+        ((torch.nn.Linear(2, 2), (torch.randn(2, 2),), 5), "loss is not callable"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_words(made: tuple[object, ...], words: str) -> None:
@@ -125,7 +125,7 @@ def test_prints_exits_and_odd_names_do_no_harm(warm_whet: Run, tmp_path: Path) -
     assert "SystemExit: 0 (my model, 5% #1.py:" in ended.stderr
     place = SourceLocation(file="my model, 5% #1.py", line=3)
     finding = CheckFinding(id="x", severity="error", what="w", try_="t", place=place)
-    sarif = render_sarif(CheckResult(subject="s", device="mps", torch="2", findings=(finding,)))
+    sarif = render_sarif(CheckResult(name="s", device="mps", torch="2", findings=(finding,)))
     location = sarif["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
     assert location["artifactLocation"]["uri"] == "my%20model%2C%205%25%20%231.py"
 

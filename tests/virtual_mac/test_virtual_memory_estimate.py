@@ -46,24 +46,24 @@ def perceptron():
     layers = [layer for _ in range(4) for layer in (nn.Linear(768, 768), nn.GELU())]
     return nn.Sequential(*layers, nn.Linear(768, 10)), (torch.randn(512, 768), torch.randint(0, 10, (512,))), classify
 
-def compare(family, is_checkpointed, num_cuts):
-    subject = Subject(name=family.__name__, make=lambda: specimen_of(family(), word=family.__name__))
-    guess = estimate(subject, device="mps", activation_checkpointing=is_checkpointed)
+def compare(family, is_checkpointed, num_splits):
+    spec = Subject(name=family.__name__, make=lambda: specimen_of(family(), word=family.__name__))
+    guess = estimate(spec, device="mps", activation_checkpointing=is_checkpointed)
     torch.manual_seed(0)
     device = open_device("mps").device
-    specimen = subject.make()
-    device.put_model(specimen.model)
-    optimizer = make_optimizer(specimen.optimizer, specimen.model, device)
-    stepper = Stepper(specimen.model, optimizer, device, clip=1.0)
-    size = specimen.size // num_cuts
-    micros = [specimen.micro(size) for _ in range(num_cuts)]
-    with recompute_blocks(specimen.model) if is_checkpointed else nullcontext():
+    trainable = spec.make()
+    device.put_model(trainable.model)
+    optimizer = make_optimizer(trainable.optimizer, trainable.model, device)
+    stepper = Stepper(trainable.model, optimizer, device, clip=1.0)
+    size = trainable.batch_size // num_splits
+    micros = [trainable.make_batch(size) for _ in range(num_splits)]
+    with recompute_blocks(trainable.model) if is_checkpointed else nullcontext():
         for step in (1, 2, 3):
             if step == 2:
                 virtual_mac.reset_stats()
-            stepper(specimen.loss, micros, num_samples=specimen.size, step=step)
+            stepper(trainable.loss, micros, num_samples=trainable.batch_size, step=step)
     peak = virtual_mac.stats().peak
-    print(family.__name__, is_checkpointed, num_cuts, peak, guess.bytes_at(size, is_cut=num_cuts > 1) / peak)
+    print(family.__name__, is_checkpointed, num_splits, peak, guess.bytes_at(size, is_split=num_splits > 1) / peak)
 
 for family in (transformer, convolutions, perceptron):
     for is_checkpointed in (False, True):
