@@ -1,1 +1,1 @@
-"""Errors, units, environment variables and the base class of frozen values."""
+"""Errors, units, environment variables, frozen models and the isolated worker process."""

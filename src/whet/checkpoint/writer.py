@@ -19,7 +19,7 @@ from whet.checkpoint.encoding import layout_tensors
 from whet.checkpoint.manifest import DamagedCheckpointError
 from whet.checkpoint.snapshot import Snapshot
 from whet.device.abstract import AbstractDevice
-from whet.machine import cgroup
+from whet.machine import linux
 from whet.run import durable
 
 MILESTONE_SHARE = 0.1
@@ -111,7 +111,7 @@ class StagingBuffer:
         if self._buffer is not None and self._buffer.numel() == num_bytes:
             return True
         # A container may be allowed less than the machine has.
-        free = cgroup.min_known(psutil.virtual_memory().available, cgroup.read_cgroup_limits().memory_left_bytes)
+        free = linux.min_known(psutil.virtual_memory().available, linux.read_cgroup_limits().memory_left_bytes)
         return free is not None and free >= FREE_MEMORY_FACTOR * num_bytes
 
     @torch.no_grad()

@@ -1,1 +1,1 @@
-"""What the user asked for: `key=value` words, config files, the keys every recipe has, and their resolution."""
+"""Options, declared once, and read from keywords, the command line and files; no torch."""

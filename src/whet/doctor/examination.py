@@ -172,7 +172,7 @@ def choose_device(name: str, machine: Machine) -> str:
     if kind != "cpu" and int(index or 0) >= num_there:
         absent = next((absent for absent in machine.absent if absent.device == kind), None)
         why = absent.reason if absent else f"{num_there} of that kind, counted from 0"
-        raise UsageError(f"there is no {name} to examine", got=why, try_=absent.cure if absent else "--device auto")
+        raise UsageError(f"there is no {name} to examine", got=why, try_=absent.fix if absent else "--device auto")
     return name
 
 

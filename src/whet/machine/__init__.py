@@ -1,1 +1,1 @@
-"""Facts about this computer and about known ones; no torch in this process."""
+"""Facts about this computer and known machines; no torch."""

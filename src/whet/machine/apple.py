@@ -1,4 +1,8 @@
-"""Facts about a Mac, read from macOS's own programs without root."""
+"""Facts about a Mac, read from macOS's own programs without root.
+
+Output may be truncated, localized or from another program, so a parser returns None for whatever it does not recognize.
+The formats come from manual pages and public threads (tests/machine/samples/README.md); no Mac was available.
+"""
 
 import ctypes
 import json
@@ -20,16 +24,16 @@ _WITHOUT_FAN = ("MacBook Air", "MacBook Neo")
 
 
 def parse_sysctl(text: str | None) -> dict[str, str]:
-    """`name: value` lines as a dictionary; a name given twice with two values is unknown."""
-    found: dict[str, str] = {}
-    doubtful: set[str] = set()
+    """Parse `name: value` lines; a name with two different values is unknown."""
+    values: dict[str, str] = {}
+    ambiguous: set[str] = set()
     for line in complete_lines(text):
         name, separator, value = line.partition(":")
         if not separator or not re.fullmatch(r"[A-Za-z0-9_.]+", name):
             continue
-        if found.setdefault(name, value.strip()) != value.strip():
-            doubtful.add(name)
-    return {name: value for name, value in found.items() if name not in doubtful}
+        if values.setdefault(name, value.strip()) != value.strip():
+            ambiguous.add(name)
+    return {name: value for name, value in values.items() if name not in ambiguous}
 
 
 class CoreClusters(NamedTuple):
@@ -38,7 +42,7 @@ class CoreClusters(NamedTuple):
 
 
 def core_clusters(sysctl: dict[str, str]) -> CoreClusters:
-    """Cores of level 0, the fastest, and of all other levels together; a missing level makes the sum unknown."""
+    """Return the cores of level 0, the fastest, and of all other levels; a missing level makes the sum unknown."""
     levels = positive_number(sysctl.get("hw.nperflevels"))
     fast = positive_number(sysctl.get("hw.perflevel0.physicalcpu"))
     if levels is None:
@@ -49,30 +53,30 @@ def core_clusters(sysctl: dict[str, str]) -> CoreClusters:
 
 
 def parse_flag(sysctl: dict[str, str], name: str) -> bool | None:
-    """A 0/1 value as a claim."""
+    """Parse a 0/1 value."""
     return {"0": False, "1": True}.get(sysctl.get(name, ""))
 
 
 def parse_memory_pressure(sysctl: dict[str, str]) -> PressureLevel | None:
-    """Memory pressure in the kernel's own verdict: 1 normal, 2 warn, 4 critical (xnu, memorystatus_notify.md)."""
+    """Parse the kernel's memory pressure: 1 normal, 2 warn, 4 critical (xnu, memorystatus_notify.md)."""
     return _PRESSURE_LEVELS.get(sysctl.get("kern.memorystatus_vm_pressure_level", ""))
 
 
 def memory_pressure_level(level: int | None) -> PressureLevel | None:
-    """The same verdict from its number."""
+    """Return the memory pressure for the kernel's number."""
     return _PRESSURE_LEVELS.get(str(level))
 
 
 def parse_swap_used(sysctl: dict[str, str]) -> int | None:
-    """Bytes in use of `total = 2048.00M  used = 1117.25M  free = 930.75M  (encrypted)`; a comma is a point too."""
-    found = re.search(r"\bused = (\d{1,9})(?:[.,](\d{1,4}))?([BKMGT])\b", sysctl.get("vm.swapusage", ""), re.ASCII)
-    if found is None:
+    """Parse the used bytes in `total = 2048.00M  used = 1117.25M  free = 930.75M  (encrypted)`; a comma may be the decimal point."""
+    match = re.search(r"\bused = (\d{1,9})(?:[.,](\d{1,4}))?([BKMGT])\b", sysctl.get("vm.swapusage", ""), re.ASCII)
+    if match is None:
         return None
-    return int(float(f"{found[1]}.{found[2] or 0}") * _BYTE_UNITS[found[3]])
+    return int(float(f"{match[1]}.{match[2] or 0}") * _BYTE_UNITS[match[3]])
 
 
 def parse_wired_limit(sysctl: dict[str, str]) -> int | None:
-    """The GPU memory limit somebody set by hand, in bytes; None for 0, the system's own choice."""
+    """Parse the GPU memory limit set by the user, in bytes; None for 0, the system's default."""
     megabytes = positive_number(sysctl.get("iogpu.wired_limit_mb"))
     return megabytes * 1024**2 if megabytes else None
 
@@ -84,10 +88,10 @@ class AppleGpu(NamedTuple):
 
 
 def parse_ioreg(text: str | None) -> AppleGpu:
-    """The Apple GPU in `ioreg -r -d 1 -w 0 -c IOAccelerator -a`: the first entry that counts its cores."""
+    """Parse the Apple GPU in `ioreg -r -d 1 -w 0 -c IOAccelerator -a`: the first entry with a core count."""
     try:
         entries = plistlib.loads((text or "").encode("utf-8"), fmt=plistlib.FMT_XML)
-    except Exception:  # plistlib lets expat's, struct's and its own errors through: each means "not a plist"
+    except Exception:  # plistlib raises errors of expat, struct and its own: each means "not a plist"
         return AppleGpu()
     for entry in entries if isinstance(entries, list) else ():
         cores = _plist_int(entry, "gpu-core-count", highest=10_000)
@@ -100,7 +104,7 @@ def parse_ioreg(text: str | None) -> AppleGpu:
 
 class MacHardware(NamedTuple):
     name: str | None = None
-    """What people call it: "MacBook Air"."""
+    """Marketing name: "MacBook Air"."""
     identifier: str | None = None
     """"Mac14,2"."""
     chip: str | None = None
@@ -108,68 +112,68 @@ class MacHardware(NamedTuple):
 
 
 def parse_hardware(text: str | None) -> MacHardware:
-    """`system_profiler SPHardwareDataType -json`: serial numbers and identifiers of the owner are left there."""
+    """Parse `system_profiler SPHardwareDataType -json`; serial numbers and the owner's identifiers are not read."""
     try:
         entry = json.loads(text or "")["SPHardwareDataType"][0]
         memory = entry.get("physical_memory")
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return MacHardware()
-    found = re.fullmatch(r"(\d{1,5}) (GB|TB)", memory, re.ASCII) if isinstance(memory, str) else None
+    match = re.fullmatch(r"(\d{1,5}) (GB|TB)", memory, re.ASCII) if isinstance(memory, str) else None
     return MacHardware(
         name=clean_name(entry.get("machine_name")),
         identifier=clean_name(entry.get("machine_model")),
         chip=clean_name(entry.get("chip_type")),
-        memory_bytes=(int(found[1]) * (GB if found[2] == "GB" else 1024 * GB) or None) if found else None,
+        memory_bytes=(int(match[1]) * (GB if match[2] == "GB" else 1024 * GB) or None) if match else None,
     )
 
 
 def parse_power_source(text: str | None) -> Literal["mains", "battery"] | None:
-    """First line of `pmset -g batt`: "Now drawing from 'AC Power'"; older systems say "Currently drawing from"."""
+    """Parse the first line of `pmset -g batt`: "Now drawing from 'AC Power'"; older systems print "Currently drawing from"."""
     for line in complete_lines(text):
-        found = re.search(r"drawing from '(AC|Battery|UPS) Power'", line)
-        if found:
-            return "mains" if found[1] == "AC" else "battery"
+        match = re.search(r"drawing from '(AC|Battery|UPS) Power'", line)
+        if match:
+            return "mains" if match[1] == "AC" else "battery"
     return None
 
 
 def parse_thermal_warning(text: str | None) -> ThermalLevel | None:
-    """`pmset -g therm`, which says something on Intel only: a speed limit below 100 is real throttling.
+    """Parse `pmset -g therm`, which is useful on Intel only: a speed limit below 100 is real throttling.
 
     "No thermal warning level has been recorded" is printed by hot Apple silicon too, so it means nothing.
     """
     for line in complete_lines(text):
-        found = re.fullmatch(r"\s*CPU_Speed_Limit\s*=\s*(\d{1,3})\s*", line, re.ASCII)
-        if found:
-            return "nominal" if int(found[1]) >= 100 else "heavy"
+        match = re.fullmatch(r"\s*CPU_Speed_Limit\s*=\s*(\d{1,3})\s*", line, re.ASCII)
+        if match:
+            return "nominal" if int(match[1]) >= 100 else "heavy"
     return None
 
 
 def parse_low_power(text: str | None) -> bool | None:
-    """`lowpowermode` or, on newer systems, `powermode` in `pmset -g`: 0 automatic, 1 low power, 2 high power."""
+    """Parse `lowpowermode` or, on newer systems, `powermode` in `pmset -g`: 0 automatic, 1 low power, 2 high power."""
     seen: set[str] = set()
     for line in complete_lines(text):
-        found = re.fullmatch(r"\s*(?:lowpowermode|powermode)\s+([012])\s*", line, re.ASCII)
-        if found:
-            seen.add(found[1])
+        match = re.fullmatch(r"\s*(?:lowpowermode|powermode)\s+([012])\s*", line, re.ASCII)
+        if match:
+            seen.add(match[1])
     return None if len(seen) != 1 else seen == {"1"}
 
 
 def parse_sw_vers(text: str | None) -> str | None:
-    """The version of macOS in `sw_vers`, "15.1"."""
+    """Parse the version of macOS in `sw_vers`, "15.1"."""
     for line in complete_lines(text):
-        found = re.fullmatch(r"ProductVersion:\s+(\d{1,3}(?:\.\d{1,4}){0,3})\s*", line, re.ASCII)
-        if found:
-            return found[1]
+        match = re.fullmatch(r"ProductVersion:\s+(\d{1,3}(?:\.\d{1,4}){0,3})\s*", line, re.ASCII)
+        if match:
+            return match[1]
     return None
 
 
 def thermal_level(level: int | None) -> ThermalLevel | None:
-    """The five levels of OSThermalNotification.h for macOS by their names."""
+    """Return the name of a thermal level of OSThermalNotification.h (0 to 4 on macOS)."""
     return _THERMAL_LEVELS[level] if level is not None and 0 <= level < len(_THERMAL_LEVELS) else None
 
 
 def is_fanless(*, name: str | None, chip: str | None) -> bool | None:
-    """Whether the Mac cools without a fan. A MacBook Air does since it has Apple silicon; before, it had a fan."""
+    """Whether the Mac has no fan. MacBook Airs with Apple silicon have none; Intel ones did."""
     if name in _WITH_FAN:
         return False
     if name in _WITHOUT_FAN and chip is not None:
@@ -178,7 +182,7 @@ def is_fanless(*, name: str | None, chip: str | None) -> bool | None:
 
 
 def major_version(version: str | None) -> int | None:
-    """The 15 of "15.1"."""
+    """Return the 15 of "15.1"."""
     return whole_number((version or "").split(".")[0])
 
 
@@ -220,7 +224,7 @@ _THERMAL_KEY = b"com.apple.system.thermalpressurelevel"
 
 
 class MacReadings(NamedTuple):
-    """What the programs said, parsed; every field may be unknown."""
+    """Parsed output of macOS's programs; every field may be unknown."""
 
     sysctl: dict[str, str]
     gpu: AppleGpu = AppleGpu()
@@ -232,7 +236,7 @@ class MacReadings(NamedTuple):
 
 
 def read_mac(*, run: ProgramRunner = run_program) -> MacReadings:
-    """Every answer of this Mac, each program asked once."""
+    """Run each program once and parse its output."""
     return MacReadings(
         sysctl=parse_sysctl(run(SYSCTL, any_exit=True)),
         gpu=parse_ioreg(run(IOREG)),
@@ -245,7 +249,7 @@ def read_mac(*, run: ProgramRunner = run_program) -> MacReadings:
 
 
 def thermal_pressure(*, libc: Any = None) -> int | None:
-    """macOS's thermal pressure, 0 to 4, through notify(3); None elsewhere or when it cannot be read.
+    """Return macOS's thermal pressure, 0 to 4, through notify(3); None on other systems or if it cannot be read.
 
     The key is in the private header OSThermalNotification.h; reading it needs no root.
     """
@@ -267,13 +271,13 @@ def thermal_pressure(*, libc: Any = None) -> int | None:
 
 
 def memory_pressure(*, libc: Any = None) -> int | None:
-    """The kernel's verdict on memory, 1, 2 or 4, without starting a program; None elsewhere."""
+    """Return the kernel's memory pressure, 1, 2 or 4, without starting a program; None on other systems."""
     raw = _sysctl(b"kern.memorystatus_vm_pressure_level", 8, libc=libc)
     return None if raw is None else int.from_bytes(raw, "little")
 
 
 def swap_used(*, libc: Any = None) -> int | None:
-    """Bytes of swap in use: the third number of `struct xsw_usage` (sys/sysctl.h); None elsewhere."""
+    """Return the bytes of swap in use: the third number of `struct xsw_usage` (sys/sysctl.h); None on other systems."""
     raw = _sysctl(b"vm.swapusage", 32, libc=libc)
     return None if raw is None or len(raw) < 24 else int.from_bytes(raw[16:24], "little")
 
@@ -293,7 +297,7 @@ def _sysctl(name: bytes, most_bytes: int, *, libc: Any) -> bytes | None:
 
 
 def has_apple_silicon(answers: MacReadings) -> bool | None:
-    """Whether the Mac itself is Apple silicon, whatever this Python was built for."""
+    """Whether the Mac is Apple silicon, even if this Python runs under Rosetta."""
     if parse_flag(answers.sysctl, "sysctl.proc_translated"):
         return True
     if (answers.hardware.chip or "").startswith("Apple "):
@@ -302,10 +306,10 @@ def has_apple_silicon(answers: MacReadings) -> bool | None:
 
 
 def mac_machine(answers: MacReadings, *, architecture: str | None) -> Machine:
-    """The Mac without its accelerator and torch. `architecture` is what this Python was built for."""
+    """Return the Mac without its accelerator and torch. `architecture` is this Python's."""
     sysctl, hardware = answers.sysctl, answers.hardware
     clusters = core_clusters(sysctl)
-    # Under Rosetta brand_string names a made-up processor, so system_profiler is believed first.
+    # Under Rosetta brand_string names a virtual processor, so system_profiler takes precedence.
     chip = hardware.chip or clean_name(sysctl.get("machdep.cpu.brand_string"))
     return Machine(
         name="this machine",
@@ -328,14 +332,14 @@ def mac_machine(answers: MacReadings, *, architecture: str | None) -> Machine:
 def mac_accelerator(
     answers: MacReadings, *, machine: Machine, recommended_bytes: int | None, num_cores: int | None
 ) -> Accelerator:
-    """The GPU that torch can use here; torch's own numbers come before ours."""
+    """Return the GPU that torch can use; torch's own numbers take precedence."""
     chip = find_chip(machine.chip)
     return Accelerator(
         kind="mps",
         name=answers.gpu.name or machine.chip,
         num_cores=num_cores or answers.gpu.num_cores,
         memory_bytes=machine.memory_bytes,
-        # Metal reports exactly a limit set by hand (AlexsJones/llmfit#754).
+        # Metal reports a limit set by the user exactly (AlexsJones/llmfit#754).
         usable_bytes=recommended_bytes or parse_wired_limit(answers.sysctl),
         shares_memory=True,
         capability=chip.gpu_family if chip else None,
@@ -343,7 +347,7 @@ def mac_accelerator(
 
 
 def mac_conditions(answers: MacReadings) -> Conditions:
-    """How the Mac is now, as far as its own programs tell."""
+    """Return the current conditions, as far as the programs report them."""
     return Conditions(
         swap_used_bytes=parse_swap_used(answers.sysctl),
         power_source=answers.power_source,

@@ -18,16 +18,16 @@ NO_CAFFEINATE_MESSAGE = "no caffeinate here, so the machine may fall asleep whil
 
 @contextlib.contextmanager
 def prevent_sleep(is_wanted: bool = True) -> Iterator[bool]:
-    """While entered, the machine does not sleep for want of a user; whether that could be asked for.
+    """Prevent idle sleep while entered; yields whether that was possible.
 
-    caffeinate itself waits for this process (-w), so that a killed run does not keep the machine awake for ever.
+    caffeinate waits for this process (-w), so that a killed run does not keep the machine awake forever.
     """
     program = shutil.which(_CAFFEINATE) if is_wanted else None
     if program is None:
         yield False
         return
     try:
-        # In a session of its own: Ctrl-C asks the run to stop, which then still needs a machine that is awake.
+        # In its own session: after Ctrl-C the run still saves, and needs a machine that is awake.
         helper = subprocess.Popen(
             [program, "-i", "-w", str(os.getpid())],
             stdin=subprocess.DEVNULL,
@@ -49,11 +49,11 @@ _MAX_CHARACTERS = 200
 _APPLE_SCRIPT = ("on run words", "display notification (item 2 of words) with title (item 1 of words)", "end run")
 _SILENT_TERMINALS = ("dumb", "linux")
 _OTHER_TERMINALS = ("rxvt", "foot")
-"""These know the notification of rxvt; most others know that of iTerm, or pass over it."""
+"""These support rxvt's notification; most others support iTerm's, or ignore it."""
 
 
 def notify(title: str, text: str, *, terminal: TextIO | None = None, run: ProgramRunner = run_program) -> str | None:
-    """Shows a notification; None when that was possible, else why not."""
+    """Show a notification; return None if that was possible, else the reason."""
     title, text = _clean_text(title), _clean_text(text)
     command, problem = desktop_command(title, text)
     if command is not None and run(command) is not None:
@@ -66,7 +66,7 @@ def notify(title: str, text: str, *, terminal: TextIO | None = None, run: Progra
 
 
 def desktop_command(title: str, text: str, *, platform: str = sys.platform) -> tuple[list[str] | None, str | None]:
-    """The command that tells the desktop, or why there is none."""
+    """Return the command that shows a desktop notification, or why there is none."""
     if platform == "darwin":
         program = shutil.which("osascript")
         lines = [word for line in _APPLE_SCRIPT for word in ("-e", line)]
@@ -74,13 +74,13 @@ def desktop_command(title: str, text: str, *, platform: str = sys.platform) -> t
     if env.read("DISPLAY") is None and env.read("WAYLAND_DISPLAY") is None:
         return None, "no desktop here (DISPLAY is not set), and no terminal"
     program = shutil.which("notify-send")
-    # Of the text, desktops read marks such as <b>.
+    # Desktops interpret markup such as <b> in the text.
     words = ["--app-name=whet", "--", title, escape(text, quote=False)]
     return ([program, *words], None) if program else (None, "no notify-send here")
 
 
 def escape_sequence(title: str, text: str, *, kind: str) -> str:
-    """What lets a terminal notify, and ring; `kind` is its TERM.
+    """Return the escape sequence for a terminal notification and bell; `kind` is $TERM.
 
     >>> escape_sequence("whet", "done", kind="xterm-256color")
     '\\x1b]9;whet: done\\x1b\\\\\\x07'
@@ -93,5 +93,5 @@ def escape_sequence(title: str, text: str, *, kind: str) -> str:
 
 
 def _clean_text(text: str) -> str:
-    """One line without anything that could steer a terminal or be taken for an option."""
+    """Return one line without control characters, and without a leading dash that would make it an option."""
     return (clean_name(text[:_MAX_CHARACTERS]) or "whet").lstrip("-") or "whet"

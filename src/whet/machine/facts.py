@@ -1,6 +1,6 @@
-"""What is known about a computer. None means unknown: nothing here is ever guessed.
+"""Facts about a computer. None means unknown: nothing is guessed.
 
-`Machine` holds what stays the same from run to run; `Conditions` holds how the machine is at this moment.
+`Machine` holds what stays the same from run to run, `Conditions` what changes: free memory, power, heat.
 """
 
 from typing import Annotated, Literal
@@ -33,7 +33,7 @@ class CpuFacts(FrozenModel):
     slow_cores: NonNegativeInt | None = None
     """Cores of the other clusters together."""
     has_bf16: bool | None = None
-    """Whether the cores multiply bf16 natively; without it a bf16 product was measured 60 to 100 times slower."""
+    """Whether the cores multiply bf16 natively; without it, bf16 products were measured 60 to 100 times slower."""
 
 
 class Accelerator(FrozenModel):
@@ -44,7 +44,7 @@ class Accelerator(FrozenModel):
     memory_bytes: PositiveInt | None = None
     """The card's memory, or all of the machine's where it is shared."""
     usable_bytes: PositiveInt | None = None
-    """What may be planned for: Metal's recommended working set, or the card's memory."""
+    """What a plan may use: Metal's recommended working set, or the card's memory."""
     shares_memory: bool = False
     capability: str | None = None
     """CUDA's compute capability ("9.0"), or Apple's GPU family ("apple8")."""
@@ -53,16 +53,16 @@ class Accelerator(FrozenModel):
 
 class TorchFacts(FrozenModel):
     version: str | None = None
-    """None when torch is not installed or could not be asked."""
+    """None if torch is not installed or could not be queried."""
     cuda_build: str | None = None
     """The CUDA version torch was built for, None for a build without CUDA."""
     mps_built: bool | None = None
     num_threads: PositiveInt | None = None
     error: str | None = None
-    """Why torch could not be asked, in one line."""
+    """Why torch could not be queried, in one line."""
 
     def is_before(self, major: int, minor: int) -> bool | None:
-        """Whether torch is older than that release; None when its version is unknown.
+        """Whether torch is older than that release; None if its version is unknown.
 
         >>> [Torch(version=version).is_before(2, 13) for version in ("2.13.0+cpu", "2.9.1", None)]
         [False, True, None]
@@ -74,11 +74,11 @@ class TorchFacts(FrozenModel):
 
 
 class MissingDevice(FrozenModel):
-    """A device that torch cannot use here: why, and what would help."""
+    """A device that torch cannot use on this machine, with the reason and a fix."""
 
     device: DeviceKind
     reason: str
-    cure: str
+    fix: str
 
 
 class Machine(FrozenModel):
@@ -87,7 +87,7 @@ class Machine(FrozenModel):
     sources: tuple[str, ...] = ()
     """Where the numbers of a composed machine come from."""
     model: str | None = None
-    """"MacBook Air", "Mac14,2"; None where it means nothing."""
+    """"MacBook Air (Mac14,2)"; None on other machines."""
     chip: str | None = None
     """"Apple M2"; the CPU's or the GPU's name elsewhere."""
     is_fanless: bool | None = None
@@ -100,7 +100,7 @@ class Machine(FrozenModel):
     python: str | None = None
 
     def accelerator(self, kind: str) -> Accelerator | None:
-        """The first accelerator of that kind, or None."""
+        """Return the first accelerator of that kind, or None."""
         return next((a for a in self.accelerators if a.kind == kind), None)
 
 
@@ -112,7 +112,7 @@ class BusyProcess(FrozenModel):
 
 
 class Conditions(FrozenModel):
-    """How the machine is at this moment; what slows a run down although the machine could do better."""
+    """The current state of the machine, as far as it can slow a run down."""
 
     memory_available_bytes: int | None = None
     swap_used_bytes: int | None = None
@@ -122,13 +122,13 @@ class Conditions(FrozenModel):
     memory_pressure: PressureLevel | None = None
     gpu_busy_percent: float | None = None
     busy: tuple[BusyProcess, ...] = ()
-    """Other processes that take a whole core or a tenth of the memory."""
+    """Other processes that use a whole core or a tenth of the memory."""
     disk_bytes_per_second: float | None = None
     """Uncached read speed of the disk that holds the working folder."""
 
 
 class ProbeResult(FrozenModel):
-    """All that `whet probe` found."""
+    """The result of `whet probe`."""
 
     machine: Machine
     conditions: Conditions

@@ -16,15 +16,15 @@ MATRIX_SOURCE = "1024 fp16 operations per GPU core and cycle: a microbenchmark o
 
 
 class ChipGeneration(NamedTuple):
-    """Where the numbers of one generation of chips come from."""
+    """The sources of the numbers of one generation of chips."""
 
     gpu_family: str | None
     """Apple's GPU family, from FAMILY_SOURCE."""
     specs_source: str
-    """Of cores, bandwidth and memory."""
+    """Source of cores, bandwidth and memory."""
     specs_confidence: Confidence
     clock_source: str
-    """Of the GPU clock behind the TFLOPS; no clock is published by Apple, so these are of medium confidence."""
+    """Source of the GPU clock behind the TFLOPS; Apple publishes no clock, so these are of medium confidence."""
 
 
 class Chip(NamedTuple):
@@ -37,9 +37,9 @@ class Chip(NamedTuple):
     """GB/s to the shared memory."""
     max_memory_gb: int
     fp32_tflops: tuple[float, float]
-    """FORMULA for the most GPU cores, with the lowest and the highest clock that sources name."""
+    """FORMULA for the most GPU cores, with the lowest and the highest clock in the sources."""
     fp16_matrix_tflops: float | None = None
-    """Of the GPU's matrix units, from M5 on (MATRIX_SOURCE); medium confidence."""
+    """Of the GPU's matrix units, from M5 on (MATRIX_SOURCE); of medium confidence."""
     note: str | None = None
 
     @property
@@ -90,7 +90,7 @@ _BY_NAME = {chip.name.casefold(): chip for chip in CHIPS}
 
 
 def find_chip(name: str | None) -> Chip | None:
-    """The chip of that name, or None for one that is not in the table.
+    """Return the chip of that name, or None if it is not in the table.
 
     >>> find_chip("Apple M2 Max").bandwidth
     (400,)
@@ -107,13 +107,13 @@ _MAX_FILE_BYTES = 1_000_000
 
 
 def known_machine_names() -> tuple[str, ...]:
-    """The machines that come with whet, sorted."""
+    """Return the names of the machines that come with whet, sorted."""
     files = resources.files("whet.machine").joinpath("known").iterdir()
     return tuple(sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")))
 
 
 def load_machine(name_or_file: str | Path) -> Machine:
-    """A known machine by its name, or the one in a file written by `whet probe --json`."""
+    """Load a known machine by name, or from a file written by `whet probe --json`."""
     if str(name_or_file) in known_machine_names():
         file = resources.files("whet.machine").joinpath("known", f"{name_or_file}.json")
         return parse_machine(file.read_text(encoding="utf-8"), where=str(name_or_file))
@@ -122,7 +122,7 @@ def load_machine(name_or_file: str | Path) -> Machine:
 
 
 def parse_machine(text: str, *, where: str) -> Machine:
-    """The machine in JSON text: a bare one, or a whole probe of which only the machine is taken."""
+    """Parse a machine from JSON: a machine, or a whole probe, of which only the machine is used."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -135,7 +135,7 @@ def parse_machine(text: str, *, where: str) -> Machine:
 
 
 def _read_machine_file(path: Path) -> str:
-    """The text of a user's file, or an error that says what is wrong with it."""
+    """Read a user's file, or raise an error that says what is wrong with it."""
     try:
         if not path.exists():
             raise _unknown_machine(str(path))

@@ -4,29 +4,88 @@ import math
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Literal, NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import Literal, NamedTuple, TypeVar
 
 import psutil
 
-from whet.machine import cgroup
 from whet.machine.facts import Conditions, CpuFacts, Machine, OperatingSystem
-from whet.machine.programs import clean_name, complete_lines, whole_number
+from whet.machine.programs import clean_name, complete_lines, positive_number, whole_number
 
+ROOT = Path("/")
+"""Functions take another root in tests."""
 NVIDIA_VENDOR = "0x10de"
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}
-"""x86's two and Arm's two names, as /proc/cpuinfo spells them."""
+"""Names of native bf16 in /proc/cpuinfo: two on x86, two on Arm."""
+
+Number = TypeVar("Number", int, float)
+
+
+def read_text(path: Path) -> str | None:
+    """Return the content of a file, or None if it is missing, not readable or no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+
+
+def linux_machine(*, root: Path = ROOT, architecture: str | None = None) -> Machine:
+    """Return the machine without its accelerators and torch, as far as this process may use it."""
+    info = parse_cpuinfo(read_text(root / "proc/cpuinfo"))
+    limits = read_cgroup_limits(root)
+    physical, logical = usable_cores(cores=info.cores, allowed=_affinity(), quota=limits.processors)
+    if physical is None and logical is not None and info.cores is None:
+        counted = psutil.cpu_count(logical=False)
+        physical = min(counted, logical) if counted else None
+    return Machine(
+        name="this machine",
+        chip=info.name,
+        os=OperatingSystem(
+            name="Linux", version=parse_os_release(read_text(root / "etc/os-release")), architecture=architecture
+        ),
+        cpu=CpuFacts(name=info.name, physical_cores=physical, logical_cores=logical, has_bf16=info.has_bf16),
+        memory_bytes=usable_memory_bytes(root=root),
+    )
+
+
+def usable_memory_bytes(*, root: Path = ROOT) -> int | None:
+    """Return all memory that this process may use."""
+    return min_known(
+        parse_meminfo(read_text(root / "proc/meminfo")).get("MemTotal"), read_cgroup_limits(root).memory_bytes
+    )
+
+
+def linux_conditions(*, root: Path = ROOT) -> Conditions:
+    """Return current memory, swap and power source."""
+    memory = parse_meminfo(read_text(root / "proc/meminfo"))
+    swap_total, swap_free = memory.get("SwapTotal"), memory.get("SwapFree")
+    return Conditions(
+        memory_available_bytes=min_known(memory.get("MemAvailable"), read_cgroup_limits(root).memory_left_bytes),
+        swap_used_bytes=None if swap_total is None or swap_free is None else max(0, swap_total - swap_free),
+        power_source=power_source(_power_supplies(root / "sys/class/power_supply")),
+    )
+
+
+def has_nvidia_card(*, root: Path = ROOT) -> bool | None:
+    """Whether an NVIDIA display device is on the PCI bus; None if the bus cannot be read."""
+    devices = _entries(root / "sys/bus/pci/devices")
+    if not devices:
+        return None
+    displays = (d for d in devices if (read_text(d / "class") or "").startswith("0x03"))
+    return any((read_text(d / "vendor") or "").strip() == NVIDIA_VENDOR for d in displays)
 
 
 class CpuInfo(NamedTuple):
+    """The parts of /proc/cpuinfo that are used."""
+
     name: str | None = None
     has_bf16: bool | None = None
     cores: dict[int, tuple[int, int]] | None = None
-    """The (package, core) behind each logical processor; None where the kernel does not say (Arm)."""
+    """The (package, core) of each logical processor; None where the kernel does not list it (Arm)."""
 
 
 def parse_cpuinfo(text: str | None) -> CpuInfo:
-    """/proc/cpuinfo: the first name, the flags that all processors share, and which core each belongs to."""
+    """Parse /proc/cpuinfo: the first name, the flags that all processors share, and the core of each processor."""
     blocks = _cpu_blocks(text)
     names = [block["model name"] for block in blocks if "model name" in block]
     flags = [set(block.get("flags", block.get("Features", "")).split()) for block in blocks]
@@ -59,18 +118,43 @@ def _core_ids(blocks: list[dict[str, str]]) -> dict[int, tuple[int, int]] | None
     return cores or None
 
 
+def usable_cores(
+    *, cores: dict[int, tuple[int, int]] | None, allowed: frozenset[int] | None, quota: float | None
+) -> tuple[int | None, int | None]:
+    """Return the (physical, logical) cores this process may use: by its affinity, then by its cgroup's CPU quota.
+
+    A quota of 2.5 processors counts as 2: a third thread would be throttled half of the time, and all wait for it.
+    """
+    logical = len(allowed) if allowed else None
+    physical = None
+    if cores is not None and allowed and allowed <= cores.keys():
+        physical = len({cores[processor] for processor in allowed})
+    if quota is not None and logical is not None:
+        logical = min(logical, max(1, math.floor(quota)))
+    if physical is not None and logical is not None:
+        physical = min(physical, logical)
+    return physical, logical
+
+
+def _affinity() -> frozenset[int] | None:
+    try:
+        return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    except OSError:
+        return None
+
+
 def parse_meminfo(text: str | None) -> dict[str, int]:
-    """/proc/meminfo in bytes."""
-    found: dict[str, int] = {}
+    """Parse /proc/meminfo, in bytes."""
+    values: dict[str, int] = {}
     for line in complete_lines(text):
         match = re.fullmatch(r"(\w+):\s+(\d{1,15}) kB", line, re.ASCII)
         if match:
-            found[match[1]] = int(match[2]) * 1024
-    return found
+            values[match[1]] = int(match[2]) * 1024
+    return values
 
 
 def parse_os_release(text: str | None) -> str | None:
-    """The name and version in /etc/os-release, "Debian GNU/Linux 12 (bookworm)"."""
+    """Parse the name and version in /etc/os-release, "Debian GNU/Linux 12 (bookworm)"."""
     values = dict(line.split("=", 1) for line in complete_lines(text) if re.match(r"[A-Z_]+=", line))
     plain = {key: value.strip().strip("\"'") for key, value in values.items()}
     return clean_name(plain.get("PRETTY_NAME") or plain.get("NAME"))
@@ -86,7 +170,7 @@ class PowerSupply(NamedTuple):
 
 
 def power_source(supplies: Iterable[PowerSupply]) -> Literal["mains", "battery"] | None:
-    """Where the power comes from; the batteries of a mouse or a headset (scope "Device") do not count."""
+    """Return the power source; the batteries of a mouse or a headset (scope "Device") are ignored."""
     own = [supply for supply in supplies if supply.scope != "Device"]
     batteries = {supply.status for supply in own if supply.kind == "Battery"}
     if any(supply.online == "1" for supply in own if supply.kind in ("Mains", "USB", "Wireless")):
@@ -96,96 +180,129 @@ def power_source(supplies: Iterable[PowerSupply]) -> Literal["mains", "battery"]
     return "mains" if batteries & {"Charging", "Full", "Not charging"} else None
 
 
-def usable_cores(
-    *, cores: dict[int, tuple[int, int]] | None, allowed: frozenset[int] | None, quota: float | None
-) -> tuple[int | None, int | None]:
-    """(physical, logical) cores this process may use: its affinity, then its cgroup's share of time.
-
-    A share of 2.5 processors counts as 2: a third thread would be stopped half of the time, and all wait for it.
-    """
-    logical = len(allowed) if allowed else None
-    physical = None
-    if cores is not None and allowed and allowed <= cores.keys():
-        physical = len({cores[processor] for processor in allowed})
-    if quota is not None and logical is not None:
-        logical = min(logical, max(1, math.floor(quota)))
-    if physical is not None and logical is not None:
-        physical = min(physical, logical)
-    return physical, logical
-
-
-def linux_machine(*, root: Path = Path("/"), architecture: str | None = None) -> Machine:
-    """The machine without its accelerators and torch, as far as this process may use it."""
-    info = parse_cpuinfo(_read_text(root / "proc/cpuinfo"))
-    limits = cgroup.read_cgroup_limits(root)
-    physical, logical = usable_cores(cores=info.cores, allowed=_affinity(), quota=limits.processors)
-    if physical is None and logical is not None and info.cores is None:
-        counted = psutil.cpu_count(logical=False)
-        physical = min(counted, logical) if counted else None
-    return Machine(
-        name="this machine",
-        chip=info.name,
-        os=OperatingSystem(
-            name="Linux", version=parse_os_release(_read_text(root / "etc/os-release")), architecture=architecture
-        ),
-        cpu=CpuFacts(name=info.name, physical_cores=physical, logical_cores=logical, has_bf16=info.has_bf16),
-        memory_bytes=usable_memory_bytes(root=root),
-    )
-
-
-def usable_memory_bytes(*, root: Path = Path("/")) -> int | None:
-    """All memory that this process may use."""
-    return cgroup.min_known(
-        parse_meminfo(_read_text(root / "proc/meminfo")).get("MemTotal"), cgroup.read_cgroup_limits(root).memory_bytes
-    )
-
-
-def linux_conditions(*, root: Path = Path("/")) -> Conditions:
-    """Memory, swap and power as they are now."""
-    memory = parse_meminfo(_read_text(root / "proc/meminfo"))
-    swap_total, swap_free = memory.get("SwapTotal"), memory.get("SwapFree")
-    return Conditions(
-        memory_available_bytes=cgroup.min_known(
-            memory.get("MemAvailable"), cgroup.read_cgroup_limits(root).memory_left_bytes
-        ),
-        swap_used_bytes=None if swap_total is None or swap_free is None else max(0, swap_total - swap_free),
-        power_source=power_source(_power_supplies(root / "sys/class/power_supply")),
-    )
-
-
-def has_nvidia_card(*, root: Path = Path("/")) -> bool | None:
-    """Whether a display device of NVIDIA sits on the PCI bus; None where the bus cannot be seen."""
-    devices = _folders(root / "sys/bus/pci/devices")
-    if not devices:
-        return None
-    display = (d for d in devices if (_read_text(d / "class") or "").startswith("0x03"))
-    return any((_read_text(d / "vendor") or "").strip() == NVIDIA_VENDOR for d in display)
-
-
 def _power_supplies(folder: Path) -> list[PowerSupply]:
-    def word(entry: Path, name: str) -> str | None:
-        text = _read_text(entry / name)
+    def value(entry: Path, name: str) -> str | None:
+        text = read_text(entry / name)
         return text.strip() if text else None
 
     return [
-        PowerSupply(word(entry, "type"), word(entry, "online"), word(entry, "status"), word(entry, "scope"))
-        for entry in _folders(folder)
+        PowerSupply(value(entry, "type"), value(entry, "online"), value(entry, "status"), value(entry, "scope"))
+        for entry in _entries(folder)
     ]
 
 
-def _affinity() -> frozenset[int] | None:
-    try:
-        return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    except OSError:
-        return None
-
-
-def _folders(folder: Path) -> list[Path]:
+def _entries(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError:
         return []
 
 
-def _read_text(path: Path) -> str | None:
-    return cgroup.read_text(path)
+class CgroupLimits(NamedTuple):
+    """Limits of a container or service; None where nothing is limited."""
+
+    processors: float | None = None
+    memory_bytes: int | None = None
+    memory_left_bytes: int | None = None
+
+
+def read_cgroup_limits(root: Path = ROOT) -> CgroupLimits:
+    """Return the tightest limits of our control group and all above it, versions 1 and 2."""
+    groups = parse_cgroup_membership(read_text(root / "proc/self/cgroup"))
+    mounted = root / "sys/fs/cgroup"
+    limits = CgroupLimits()
+    for folder in _cgroup_folders(mounted, groups.get("")):
+        limits = tightest(limits, read_cgroup_v2(folder))
+    for folder in _cgroup_folders(mounted / "memory", groups.get("memory")):
+        limits = tightest(limits, CgroupLimits(None, *_memory_v1(folder)))
+    for name in ("cpu", "cpu,cpuacct"):
+        for folder in _cgroup_folders(mounted / name, groups.get("cpu")):
+            limits = tightest(limits, CgroupLimits(_processors_v1(folder)))
+    return limits
+
+
+def parse_cgroup_membership(text: str | None) -> dict[str, str]:
+    """Parse /proc/self/cgroup: the path of our group for each controller; version 2 has the empty name."""
+    groups: dict[str, str] = {}
+    for line in complete_lines(text):
+        number, _, rest = line.partition(":")
+        controllers, separator, path = rest.partition(":")
+        if separator and number.isdigit() and path.startswith("/"):
+            for name in controllers.split(","):
+                groups[name] = path
+    return groups
+
+
+def parse_cpu_max(text: str | None) -> float | None:
+    """Parse the CPU quota in "200000 100000" (2.0 processors); None for "max"."""
+    quota, _, period = (text or "").strip().partition(" ")
+    return _cpu_quota(whole_number(quota), whole_number(period))
+
+
+def parse_memory_limit(text: str | None) -> int | None:
+    """Parse bytes; None for "max", and for version 1's "no limit", a number near 2**63 (19 digits, we accept 18)."""
+    return positive_number(text)
+
+
+def parse_memory_stat(text: str | None, key: str) -> int | None:
+    """Parse one value of memory.stat."""
+    for line in complete_lines(text):
+        name, _, value = line.partition(" ")
+        if name == key:
+            return whole_number(value)
+    return None
+
+
+def read_cgroup_v2(folder: Path) -> CgroupLimits:
+    """Return the limits in one folder of version 2."""
+    limit = parse_memory_limit(read_text(folder / "memory.max"))
+    used = whole_number(read_text(folder / "memory.current"))
+    cached = parse_memory_stat(read_text(folder / "memory.stat"), "inactive_file")
+    return CgroupLimits(parse_cpu_max(read_text(folder / "cpu.max")), limit, _memory_left(limit, used, cached))
+
+
+def tightest(one: CgroupLimits, other: CgroupLimits) -> CgroupLimits:
+    """Return the smaller of each limit."""
+    return CgroupLimits(
+        min_known(one.processors, other.processors),
+        min_known(one.memory_bytes, other.memory_bytes),
+        min_known(one.memory_left_bytes, other.memory_left_bytes),
+    )
+
+
+def min_known(one: Number | None, other: Number | None) -> Number | None:
+    """Return the smaller of two numbers, ignoring an unknown one."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
+
+
+def _memory_v1(folder: Path) -> tuple[int | None, int | None]:
+    limit = parse_memory_limit(read_text(folder / "memory.limit_in_bytes"))
+    used = whole_number(read_text(folder / "memory.usage_in_bytes"))
+    cached = parse_memory_stat(read_text(folder / "memory.stat"), "total_inactive_file")
+    return limit, _memory_left(limit, used, cached)
+
+
+def _processors_v1(folder: Path) -> float | None:
+    quota = whole_number(read_text(folder / "cpu.cfs_quota_us"))
+    return _cpu_quota(quota, whole_number(read_text(folder / "cpu.cfs_period_us")))
+
+
+def _cpu_quota(quota: int | None, period: int | None) -> float | None:
+    return quota / period if quota and period else None
+
+
+def _memory_left(limit: int | None, used: int | None, cached: int | None) -> int | None:
+    """Return what may still be allocated; the kernel reclaims inactive file pages on demand."""
+    if limit is None or used is None:
+        return None
+    return max(0, limit - max(0, used - (cached or 0)))
+
+
+def _cgroup_folders(mounted: Path, group: str | None) -> list[Path]:
+    """Return our group's folder and its parents: each may set a limit. A host path is missing inside a container."""
+    if group is None or ".." in group:
+        return []
+    steps = PurePosixPath(group.strip("/"))
+    return [mounted / step for step in (steps, *steps.parents)]

@@ -22,11 +22,11 @@ _CHUNK_BYTES = 1024**2
 _MIN_FILE_BYTES = 4 * 1024**2
 _MAX_ENTRIES = 200
 _CACHE_SPEED = 20e9
-"""Bytes per second that no disk reaches: what is faster came out of a cache."""
+"""Bytes per second that no disk reaches: anything faster came from a cache."""
 
 
 def disk_read_speed(folder: Path) -> float | None:
-    """Bytes per second of reading from the folder's disk, within about 0.3 s; None if it cannot be measured."""
+    """Measure the uncached read speed of the folder's disk in bytes per second, within about 0.3 s; None if impossible."""
     try:
         existing = _largest_file(folder)
         if existing is not None:
@@ -52,7 +52,7 @@ def _largest_file(folder: Path) -> Path | None:
 
 def _write_random(file: int) -> None:
     deadline = time.monotonic() + WRITE_SECONDS
-    # Random bytes: a file system that compresses or leaves holes would not read zeros from the disk.
+    # Random bytes: zeros would not be read from the disk by a file system that compresses or has sparse files.
     chunk = os.urandom(_CHUNK_BYTES)
     for _ in range(WRITE_BYTES // _CHUNK_BYTES):
         os.write(file, chunk)
@@ -89,7 +89,7 @@ def _drop_page_cache(file: int) -> None:
 
 SAMPLE_SECONDS = 0.2
 BUSY_PERCENT = 90.0
-"""A process that fills one core shows 90 to 110 % in so short a sample: times are counted in steps of 10 ms."""
+"""A process that uses one core shows 90 to 110 % in so short a sample: CPU times have a resolution of 10 ms."""
 MEMORY_SHARE = 0.1
 MAX_PROCESSES = 5
 
@@ -103,7 +103,7 @@ class ProcessSample(NamedTuple):
 
 
 def complete_conditions(known: Conditions, *, folder: Path) -> Conditions:
-    """`known`, which the system's own programs or files told, with what can be measured anywhere added."""
+    """Add what can be measured on any system to the conditions that the system reported."""
     memory = _system_memory()
     return known.model_copy(
         update={
@@ -117,7 +117,7 @@ def complete_conditions(known: Conditions, *, folder: Path) -> Conditions:
 
 
 def busy_processes(*, memory_bytes: int | None, sample_seconds: float = SAMPLE_SECONDS) -> tuple[BusyProcess, ...]:
-    """Other processes that use a whole core or a tenth of the memory; not us, our parents and our children."""
+    """Return other processes that use a whole core or a tenth of the memory, except our parents and children."""
     ours = _own_process_tree()
     before, start = _process_samples(ours), time.monotonic()
     time.sleep(sample_seconds)
@@ -128,8 +128,8 @@ def busy_processes(*, memory_bytes: int | None, sample_seconds: float = SAMPLE_S
 def heaviest_processes(
     before: dict[int, ProcessSample], after: dict[int, ProcessSample], *, seconds: float, memory_bytes: int | None
 ) -> tuple[BusyProcess, ...]:
-    """The heavy ones among processes seen twice, heaviest first."""
-    found = []
+    """Return the heaviest of the processes in two samples, heaviest first."""
+    heavy = []
     for pid, now in after.items():
         then = before.get(pid)
         if then is None or then.name != now.name or seconds <= 0:
@@ -137,15 +137,15 @@ def heaviest_processes(
         percent = 100 * max(0.0, now.cpu_seconds - then.cpu_seconds) / seconds
         fills_memory = memory_bytes is not None and now.memory_bytes >= MEMORY_SHARE * memory_bytes
         if percent >= BUSY_PERCENT or fills_memory:
-            found.append(
+            heavy.append(
                 BusyProcess(name=now.name, pid=pid, memory_bytes=now.memory_bytes, cpu_percent=round(percent, 1))
             )
-    found.sort(key=lambda p: (p.cpu_percent or 0, p.memory_bytes or 0), reverse=True)
-    return tuple(found[:MAX_PROCESSES])
+    heavy.sort(key=lambda p: (p.cpu_percent or 0, p.memory_bytes or 0), reverse=True)
+    return tuple(heavy[:MAX_PROCESSES])
 
 
 def _process_samples(ours: set[int]) -> dict[int, ProcessSample]:
-    found: dict[int, ProcessSample] = {}
+    samples: dict[int, ProcessSample] = {}
     for process in _processes():
         if process.pid in ours:
             continue
@@ -153,10 +153,10 @@ def _process_samples(ours: set[int]) -> dict[int, ProcessSample]:
             with process.oneshot():
                 times, memory = process.cpu_times(), process.memory_info().rss
                 name = clean_name(process.name()) or "unnamed"
-            found[process.pid] = ProcessSample(name, times.user + times.system, memory)
+            samples[process.pid] = ProcessSample(name, times.user + times.system, memory)
         except (psutil.Error, OSError):
-            continue  # gone meanwhile, or another user's: it stays unknown
-    return found
+            continue  # it ended in between, or belongs to another user
+    return samples
 
 
 def _processes() -> Iterable[psutil.Process]:
@@ -178,7 +178,7 @@ def _own_process_tree() -> set[int]:
 
 
 def cpu_percent(sample_seconds: float = 0.5) -> float | None:
-    """Per cent of all cores that are at work; asked while we wait, it is what others take."""
+    """Return the CPU use of all cores in percent; this process sleeps meanwhile, so it is that of other processes."""
     try:
         return float(psutil.cpu_percent(interval=sample_seconds))
     except (psutil.Error, OSError):
@@ -192,8 +192,8 @@ class _SystemMemory(NamedTuple):
 
 def _system_memory() -> _SystemMemory | None:
     try:
-        found = psutil.virtual_memory()
-        return _SystemMemory(int(found.total), int(found.available))
+        memory = psutil.virtual_memory()
+        return _SystemMemory(int(memory.total), int(memory.available))
     except (psutil.Error, OSError, ValueError):
         return None
 
@@ -220,22 +220,22 @@ def _first_known(known: int | None, other: int | None) -> int | None:
 
 
 class Usage(NamedTuple):
-    """Since the last time; None where the system does not say."""
+    """Usage since the last call; None where the system does not report it."""
 
     cpu_percent: float | None = None
-    """Of all cores, by all programs."""
+    """By all processes, of all cores."""
     process_percent: float | None = None
-    """Of one core, by this process: two busy cores are 200."""
+    """By this process, of one core: two busy cores are 200."""
     process_bytes: int | None = None
-    """What this process holds in memory."""
+    """Resident memory of this process."""
 
 
 class ProcessUsage:
-    """Asks in the thread that made it; a tenth of a millisecond each time."""
+    """Reads usage since the last call, in the thread that created it; a call takes a tenth of a millisecond."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        # Both tell what happened since they were last asked.
+        # psutil reports usage since the previous call: start counting now.
         self()
 
     def __call__(self) -> Usage:

@@ -30,15 +30,15 @@ NO_DRIVER = NvidiaCards("missing")
 
 
 def query_driver(*, run: ProgramRunner = run_program) -> NvidiaCards:
-    """What nvidia-smi says; drivers before 510 do not know compute_cap and are asked again without it."""
-    found = parse_cards(run(_query_command(_QUERY_FIELDS), any_exit=True), fields=_QUERY_FIELDS)
-    if found.driver == "not running":
+    """Query nvidia-smi; drivers before 510 do not know compute_cap, so they are queried again without it."""
+    cards = parse_cards(run(_query_command(_QUERY_FIELDS), any_exit=True), fields=_QUERY_FIELDS)
+    if cards.driver == "not running":
         again = parse_cards(
             run(_query_command(_QUERY_FIELDS_BEFORE_510), any_exit=True), fields=_QUERY_FIELDS_BEFORE_510
         )
         if again.driver == "working":
             return again
-    return found
+    return cards
 
 
 def _query_command(fields: tuple[str, ...]) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def _query_command(fields: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def parse_cards(text: str | None, *, fields: tuple[str, ...] = _QUERY_FIELDS) -> NvidiaCards:
-    """One line per card. No program at all means that no driver is installed; words instead of a table, that it fails.
+    """Parse one line per card. No program means that no driver is installed; other text, that the driver fails.
 
     >>> parse_cards("NVIDIA H200, 143771, 580.65.06, 9.0, 0\\n").cards[0].capability
     '9.0'
@@ -63,7 +63,7 @@ def parse_cards(text: str | None, *, fields: tuple[str, ...] = _QUERY_FIELDS) ->
 
 
 def _parse_card(line: str, fields: tuple[str, ...]) -> NvidiaCard | None:
-    # A card's name could hold a comma; the other fields cannot, so the name takes what is left over.
+    # A card's name may contain a comma, the other fields cannot: split from the right.
     parts = [part.strip() for part in line.rsplit(",", len(fields) - 1)]
     if len(parts) != len(fields):
         return None
@@ -85,7 +85,7 @@ def _parse_card(line: str, fields: tuple[str, ...]) -> NvidiaCard | None:
 
 _NVML_LIBRARY = "libnvidia-ml.so.1"
 _THERMAL_REASONS = 0x20 | 0x40
-"""nvml.h: software and hardware thermal slow-down."""
+"""nvml.h: software and hardware thermal slowdown."""
 
 
 class GpuState(NamedTuple):
@@ -98,7 +98,7 @@ class _NvmlUtilization(ctypes.Structure):
 
 
 class SingleGpuReader:
-    """The card of a machine that has exactly one: of several, nobody could say which one trains."""
+    """Reads the GPU of a machine that has exactly one: of several, it is unknown which one trains."""
 
     def __init__(self, *, library: Any = None) -> None:
         self._library = library
@@ -106,7 +106,7 @@ class SingleGpuReader:
         self._is_open = False
 
     def __call__(self) -> GpuState:
-        """Whether the card is slowed by heat now and how busy it is; unknown without a driver."""
+        """Return whether the GPU is throttled by heat and how busy it is; unknown without a driver."""
         try:
             if not self._is_open:
                 self._is_open = True

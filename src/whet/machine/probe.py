@@ -1,4 +1,7 @@
-"""Probe this machine: system, driver and torch, and why a device is missing."""
+"""Probe this machine: system, driver and torch, and why a device is missing.
+
+Nothing that identifies the owner is kept: no host name, user, serial number or path.
+"""
 
 import platform
 import sys
@@ -17,68 +20,171 @@ from whet.machine.programs import ProgramRunner, run_program
 from whet.machine.torch_info import TorchInfo, torch_query
 
 OLDEST_MACOS = 14
-"""torch asks for macOS 14.0 since 2.9 (pytorch/pytorch#159912)."""
+"""torch requires macOS 14.0 since 2.9 (pytorch/pytorch#159912)."""
 
 _INSTALL_TORCH = "pip install 'torch>=2.11,<2.14'; https://pytorch.org names the command for other builds"
 
 
+class SystemReadings(NamedTuple):
+    """Facts from the operating system and the driver, without torch."""
+
+    machine: Machine
+    conditions: Conditions
+    mac: apple.MacReadings | None = None
+    cards: nvidia.NvidiaCards = nvidia.NO_DRIVER
+    has_card_on_bus: bool | None = None
+
+
+def probe(*, folder: Path | None = None) -> ProbeResult:
+    """Probe this machine in a few seconds; `folder` is the disk to measure, by default the current folder.
+
+    >>> whet.probe().machine.cpu.logical_cores  # doctest: +SKIP
+    8
+    """
+    with torch_query() as torch_info:
+        system = read_system()
+        conditions = complete_conditions(system.conditions, folder=folder or Path.cwd())
+        return ProbeResult(machine=assemble_machine(system, torch=torch_info()), conditions=conditions)
+
+
+def probe_machine() -> Machine:
+    """Return the constant facts about this machine, without its current conditions."""
+    with torch_query() as torch_info:
+        system = read_system()
+        return assemble_machine(system, torch=torch_info())
+
+
+def read_system(
+    *, run: ProgramRunner = run_program, system: str = sys.platform, architecture: str | None = None
+) -> SystemReadings:
+    """Read the system and the driver; `architecture` is this Python's by default."""
+    architecture = architecture or _architecture(platform.machine())
+    if system == "darwin":
+        readings = apple.read_mac(run=run)
+        machine = apple.mac_machine(readings, architecture=architecture)
+        return SystemReadings(machine, apple.mac_conditions(readings), mac=readings)
+    cards = nvidia.query_driver(run=run)
+    busy = [card.busy_percent for card in cards.cards if card.busy_percent is not None]
+    conditions = linux.linux_conditions().model_copy(update={"gpu_busy_percent": max(busy, default=None)})
+    machine = linux.linux_machine(architecture=architecture)
+    return SystemReadings(machine, conditions, cards=cards, has_card_on_bus=linux.has_nvidia_card())
+
+
+def assemble_machine(system: SystemReadings, *, torch: TorchInfo) -> Machine:
+    """Return the whole machine: accelerators that torch can use, and devices that are missing with the reason."""
+    accelerators = (*_mps_accelerators(system, torch), *_cuda_accelerators(system, torch))
+    facts = DeviceFacts(
+        os=system.machine.os,
+        torch=torch,
+        has_apple_silicon=apple.has_apple_silicon(system.mac) if system.mac else None,
+        cards=system.cards,
+        has_card_on_bus=system.has_card_on_bus,
+        visible_devices=env.child_environment().get("CUDA_VISIBLE_DEVICES"),
+    )
+    cards = [accelerator.name for accelerator in accelerators if accelerator.kind == "cuda"]
+    return system.machine.model_copy(
+        update={
+            "chip": next((name for name in cards if name), system.machine.chip),
+            "accelerators": accelerators,
+            "absent": missing_devices(facts),
+            "torch": torch.facts(),
+            "python": platform.python_version(),
+        }
+    )
+
+
+def _mps_accelerators(system: SystemReadings, torch: TorchInfo) -> tuple[Accelerator, ...]:
+    if system.mac is None or not torch.mps_available:
+        return ()
+    return (
+        apple.mac_accelerator(
+            system.mac,
+            machine=system.machine,
+            recommended_bytes=torch.mps_recommended_bytes,
+            num_cores=torch.mps_num_cores,
+        ),
+    )
+
+
+def _cuda_accelerators(system: SystemReadings, torch: TorchInfo) -> tuple[Accelerator, ...]:
+    if not torch.cuda_available:
+        return ()
+    driver = next((card.driver for card in system.cards.cards if card.driver), None)
+    return tuple(
+        Accelerator(
+            kind="cuda",
+            name=device.name,
+            num_cores=device.num_multiprocessors,
+            memory_bytes=device.memory_bytes,
+            usable_bytes=device.memory_bytes,
+            capability=device.capability,
+            driver=driver,
+        )
+        for device in torch.cuda_devices
+    )
+
+
+def _architecture(name: str) -> str | None:
+    return {"aarch64": "arm64", "amd64": "x86_64", "AMD64": "x86_64"}.get(name, name) or None
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """All that the answer depends on."""
+    """What decides whether torch can use a device."""
 
     os: OperatingSystem
-    """Its architecture is this Python's."""
+    """With the architecture of this Python."""
     torch: TorchInfo
     has_apple_silicon: bool | None = None
     cards: NvidiaCards = NO_DRIVER
     has_card_on_bus: bool | None = None
     visible_devices: str | None = None
-    """CUDA_VISIBLE_DEVICES as it is; None when unset."""
+    """CUDA_VISIBLE_DEVICES; None if it is unset."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One reason: the first of a list that applies is the answer."""
+    """One possible cause; the first of a list that applies is reported."""
 
     applies: Callable[[DeviceFacts], bool]
     reason: str
-    cure: str
+    fix: str
 
 
-def missing_devices(situation: DeviceFacts) -> tuple[MissingDevice, ...]:
-    """The devices that torch cannot use here, each with the reason and the cure."""
-    found = []
-    if not situation.torch.mps_available:
-        found.append(_explain("mps", _NO_MPS_CAUSES, situation))
-    if not situation.torch.cuda_available:
-        found.append(_explain("cuda", _NO_CUDA_CAUSES, situation))
-    return tuple(found)
+def missing_devices(facts: DeviceFacts) -> tuple[MissingDevice, ...]:
+    """Return the devices that torch cannot use on this machine, each with the reason and a fix."""
+    missing = []
+    if not facts.torch.mps_available:
+        missing.append(_explain("mps", _NO_MPS_CAUSES, facts))
+    if not facts.torch.cuda_available:
+        missing.append(_explain("cuda", _NO_CUDA_CAUSES, facts))
+    return tuple(missing)
 
 
 def hides_all_gpus(visible_devices: str | None) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides every card: empty, or a first entry that CUDA does not accept, like -1."""
+    """Whether CUDA_VISIBLE_DEVICES hides every GPU: empty, or a first entry that CUDA rejects, like -1."""
     if visible_devices is None:
         return False
     first = visible_devices.split(",")[0].strip()
     return not first or first.startswith("-") or first == "NoDevFiles"
 
 
-def _explain(device: DeviceKind, reasons: tuple[Cause, ...], situation: DeviceFacts) -> MissingDevice:
-    why = next(why for why in reasons if why.applies(situation))
+def _explain(device: DeviceKind, causes: tuple[Cause, ...], facts: DeviceFacts) -> MissingDevice:
+    cause = next(cause for cause in causes if cause.applies(facts))
     words = {
-        "version": situation.torch.version or "",
-        "error": situation.torch.error or "",
-        "macos": situation.os.version or "",
-        "cards": ", ".join(sorted({card.name for card in situation.cards.cards if card.name})) or "an NVIDIA GPU",
-        "driver": next((card.driver for card in situation.cards.cards if card.driver), "here"),
-        "said": situation.torch.cuda_error or "torch gives no reason",
-        "build": situation.torch.cuda_build or "",
+        "version": facts.torch.version or "",
+        "error": facts.torch.error or "",
+        "macos": facts.os.version or "",
+        "cards": ", ".join(sorted({card.name for card in facts.cards.cards if card.name})) or "an NVIDIA GPU",
+        "driver": next((card.driver for card in facts.cards.cards if card.driver), "here"),
+        "cuda_error": facts.torch.cuda_error or "torch gives no reason",
+        "build": facts.torch.cuda_build or "",
     }
-    return MissingDevice(device=device, reason=why.reason.format(**words), cure=why.cure.format(**words))
+    return MissingDevice(device=device, reason=cause.reason.format(**words), fix=cause.fix.format(**words))
 
 
-def _is_old_macos(situation: DeviceFacts) -> bool:
-    major = major_version(situation.os.version)
+def _is_old_macos(facts: DeviceFacts) -> bool:
+    major = major_version(facts.os.version)
     return major is not None and major < OLDEST_MACOS
 
 
@@ -139,13 +245,13 @@ _NO_CUDA_CAUSES = (
     ),
     Cause(
         lambda s: s.cards.driver == "missing",
-        "no NVIDIA driver was found (nvidia-smi is missing or does not answer)",
+        "there is no NVIDIA driver (nvidia-smi is missing or does not respond)",
         "install NVIDIA's driver; in a container pass the GPU through, for instance docker run --gpus all",
     ),
     Cause(
         lambda s: s.cards.driver == "not running",
         "NVIDIA's driver is installed but does not run",
-        "see what nvidia-smi says; a restart after a kernel or driver update often helps",
+        "see the output of nvidia-smi; a restart after a kernel or driver update often helps",
     ),
     Cause(
         lambda s: s.cards.driver == "no card",
@@ -179,106 +285,7 @@ _NO_CUDA_CAUSES = (
     ),
     Cause(
         lambda _: True,
-        "torch {version} cannot start CUDA: {said}",
-        "see what nvidia-smi says; a restart after a driver update often helps",
+        "torch {version} cannot start CUDA: {cuda_error}",
+        "see the output of nvidia-smi; a restart after a driver update often helps",
     ),
 )
-
-
-class SystemReadings(NamedTuple):
-    """What the operating system and the driver say; torch was not asked."""
-
-    machine: Machine
-    conditions: Conditions
-    mac: apple.MacReadings | None = None
-    cards: nvidia.NvidiaCards = nvidia.NO_DRIVER
-    has_card_on_bus: bool | None = None
-
-
-def probe(*, folder: Path | None = None) -> ProbeResult:
-    """All that can be found out about this machine in a few seconds; `folder` is where the data lies, else here."""
-    with torch_query() as torch_answer:
-        system = read_system()
-        conditions = complete_conditions(system.conditions, folder=folder or Path.cwd())
-        return ProbeResult(machine=assemble_machine(system, torch=torch_answer()), conditions=conditions)
-
-
-def probe_machine() -> Machine:
-    """The facts of this machine that stay, without a look at how it is now."""
-    with torch_query() as torch_answer:
-        system = read_system()
-        return assemble_machine(system, torch=torch_answer())
-
-
-def read_system(
-    *, run: ProgramRunner = run_program, system: str = sys.platform, architecture: str | None = None
-) -> SystemReadings:
-    """The system's and the driver's answers; `architecture` is this Python's unless told."""
-    architecture = architecture or _architecture(platform.machine())
-    if system == "darwin":
-        answers = apple.read_mac(run=run)
-        machine = apple.mac_machine(answers, architecture=architecture)
-        return SystemReadings(machine, apple.mac_conditions(answers), mac=answers)
-    cards = nvidia.query_driver(run=run)
-    busy = [card.busy_percent for card in cards.cards if card.busy_percent is not None]
-    conditions = linux.linux_conditions().model_copy(update={"gpu_busy_percent": max(busy, default=None)})
-    machine = linux.linux_machine(architecture=architecture)
-    return SystemReadings(machine, conditions, cards=cards, has_card_on_bus=linux.has_nvidia_card())
-
-
-def assemble_machine(system: SystemReadings, *, torch: TorchInfo) -> Machine:
-    """The whole machine: accelerators are those that torch can use, the others are absent for a reason."""
-    accelerators = (*_mps_accelerators(system, torch), *_cuda_accelerators(system, torch))
-    situation = DeviceFacts(
-        os=system.machine.os,
-        torch=torch,
-        has_apple_silicon=apple.has_apple_silicon(system.mac) if system.mac else None,
-        cards=system.cards,
-        has_card_on_bus=system.has_card_on_bus,
-        visible_devices=env.child_environment().get("CUDA_VISIBLE_DEVICES"),
-    )
-    cards = [accelerator.name for accelerator in accelerators if accelerator.kind == "cuda"]
-    return system.machine.model_copy(
-        update={
-            "chip": next((name for name in cards if name), system.machine.chip),
-            "accelerators": accelerators,
-            "absent": missing_devices(situation),
-            "torch": torch.facts(),
-            "python": platform.python_version(),
-        }
-    )
-
-
-def _mps_accelerators(system: SystemReadings, torch: TorchInfo) -> tuple[Accelerator, ...]:
-    if system.mac is None or not torch.mps_available:
-        return ()
-    return (
-        apple.mac_accelerator(
-            system.mac,
-            machine=system.machine,
-            recommended_bytes=torch.mps_recommended_bytes,
-            num_cores=torch.mps_num_cores,
-        ),
-    )
-
-
-def _cuda_accelerators(system: SystemReadings, torch: TorchInfo) -> tuple[Accelerator, ...]:
-    if not torch.cuda_available:
-        return ()
-    driver = next((card.driver for card in system.cards.cards if card.driver), None)
-    return tuple(
-        Accelerator(
-            kind="cuda",
-            name=device.name,
-            num_cores=device.num_multiprocessors,
-            memory_bytes=device.memory_bytes,
-            usable_bytes=device.memory_bytes,
-            capability=device.capability,
-            driver=driver,
-        )
-        for device in torch.cuda_devices
-    )
-
-
-def _architecture(name: str) -> str | None:
-    return {"aarch64": "arm64", "amd64": "x86_64", "AMD64": "x86_64"}.get(name, name) or None

@@ -1,6 +1,6 @@
-"""How do we ask another program, and what of its answer may be believed?
+"""Run other programs and parse their output.
 
-A program that is missing, fails, hangs or answers nonsense is an unknown fact, never an error.
+A program that is missing, fails, hangs or prints something unexpected gives an unknown fact, never an error.
 """
 
 import re
@@ -15,7 +15,7 @@ _MAX_NAME = 120
 
 
 class ProgramRunner(Protocol):
-    """Runs a program and returns what it wrote on stdout, or None; tests put samples in its place."""
+    """Runs a program and returns its stdout, or None; tests replace it by samples."""
 
     def __call__(self, command: Sequence[str], *, any_exit: bool = False) -> str | None: ...
 
@@ -23,10 +23,10 @@ class ProgramRunner(Protocol):
 def run_program(
     command: Sequence[str], *, any_exit: bool = False, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> str | None:
-    """What the program wrote on stdout, or None if it is missing, fails, hangs or writes no text.
+    """Return the program's stdout, or None if it is missing, fails, hangs or prints no text.
 
-    `any_exit` also takes the answer of a program that ends with an error code: sysctl does so when it does not
-    know one name out of many, nvidia-smi when it finds no card.
+    `any_exit` also accepts the output of a program that exits with an error: sysctl does so when one name out of
+    many is unknown, nvidia-smi when there is no card.
     """
     try:
         done = subprocess.run(
@@ -36,7 +36,7 @@ def run_program(
             stderr=subprocess.DEVNULL,
             timeout=timeout_seconds,
             env=env.c_locale_environment(),
-            # So that macOS starts it by posix_spawn: fork() would copy the page tables of a process that trains.
+            # Lets macOS use posix_spawn: fork() would copy the page tables of a large training process.
             close_fds=False,
             check=False,
         )
@@ -48,7 +48,7 @@ def run_program(
 
 
 def complete_lines(text: str | None) -> list[str]:
-    """The lines that end with a newline. A cut-off last line may hold half a number, so it is not believed.
+    """Return the lines that end with a newline: a truncated last line may hold half a number.
 
     >>> complete_lines("hw.ncpu: 8\\nhw.memsize: 8589")
     ['hw.ncpu: 8']
@@ -57,22 +57,22 @@ def complete_lines(text: str | None) -> list[str]:
 
 
 def whole_number(text: object) -> int | None:
-    """A count or a size written in plain digits, or None.
+    """Parse a count or size in plain digits, or None.
 
     >>> whole_number(" 8 "), whole_number("-1"), whole_number("0x10"), whole_number(None)
     (8, None, None, None)
     """
-    found = re.fullmatch(r"\s*(\d{1,18})\s*", text, re.ASCII) if isinstance(text, str) else None
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"\s*(\d{1,18})\s*", text, re.ASCII) if isinstance(text, str) else None
+    return int(match[1]) if match else None
 
 
 def positive_number(text: object) -> int | None:
-    """A whole number above zero, or None: no machine has 0 cores or 0 bytes."""
+    """Parse an integer above zero, or None: no machine has 0 cores or 0 bytes."""
     return whole_number(text) or None
 
 
 def clean_name(text: object) -> str | None:
-    """A name that can be shown on one line, or None if nothing readable is in it.
+    """Return a name that can be printed on one line, or None if nothing printable is in it.
 
     >>> clean_name("  Apple   M2\\n"), clean_name("\\x00"), clean_name(7)
     ('Apple M2', None, None)

@@ -9,7 +9,7 @@ _UNKNOWN = "unknown"
 
 
 def machine_line(machine: Machine) -> str:
-    """The machine in one line, for the head of a plan or report."""
+    """Return the machine in one line, for the head of a plan or report."""
     parts = [machine.chip or machine.cpu.name or "unknown chip", _cores_text(machine)]
     parts += [_accelerator_text(accelerator) for accelerator in machine.accelerators]
     parts.append(f"{_bytes_text(machine.memory_bytes)} memory")
@@ -20,7 +20,7 @@ def machine_line(machine: Machine) -> str:
 
 
 def machine_lines(machine: Machine) -> Iterator[str]:
-    """Everything worth reading about a machine."""
+    """Yield all facts about a machine."""
     yield f"machine   {machine_line(machine)}"
     if machine.model:
         cooling = {True: ", no fan", False: ", with a fan", None: ""}[machine.is_fanless]
@@ -34,7 +34,7 @@ def machine_lines(machine: Machine) -> Iterator[str]:
         yield f"{accelerator.kind:<9} {accelerator.name or _UNKNOWN}, " + ", ".join(details)
     for absent in machine.absent:
         yield f"no {absent.device:<6} {absent.reason}"
-        yield f"          try: {absent.cure}"
+        yield f"          try: {absent.fix}"
     if machine.torch.error:
         yield f"torch     {machine.torch.error}"
     for source in machine.sources:
@@ -42,7 +42,7 @@ def machine_lines(machine: Machine) -> Iterator[str]:
 
 
 def conditions_lines(conditions: Conditions) -> Iterator[str]:
-    """What the machine is doing now."""
+    """Yield the current conditions."""
     now = [f"{_bytes_text(conditions.memory_available_bytes)} free"]
     if conditions.swap_used_bytes:
         now.append(f"{format_bytes(conditions.swap_used_bytes)} swapped")

@@ -1,1 +1,1 @@
-"""How to execute a training on a machine: settings, each with its value, reason, source and evidence; no torch."""
+"""Workload, settings with value, reason, source and evidence, and the rules that decide them; no torch."""

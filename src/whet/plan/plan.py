@@ -210,5 +210,5 @@ def _resolve_missing_device(context: RuleContext, settings: dict[str, Setting]) 
     raise UsageError(
         f"{context.machine.name} has no device {context.device_type!r}",
         got=f"--device {context.device}" + (f" ({missing.reason})" if missing else ""),
-        try_=missing.cure if missing else "--device " + " or --device ".join([*available, "cpu"]),
+        try_=missing.fix if missing else "--device " + " or --device ".join([*available, "cpu"]),
     )
