@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
+from whet.recipes.recipe import Recipe
 
 class Config(CommonConfig):
     width: int = 16
@@ -25,7 +26,7 @@ class Data:
         x = torch.randn(256, 8)
         self.train = self.dev = self.test = {"x": x, "y": (x.sum(1) > 0).long()}
 
-class Tiny:
+class Tiny(Recipe):
     name = "tiny"
     Config = Config
     goal = "accuracy"
@@ -46,10 +47,10 @@ class Tiny:
         FAULT
         return nn.functional.cross_entropy(model(micro.x), micro.y)
 
-    def evaluate(self, model, micros):
+    def evaluate(self, model, micro_batches):
         return {"accuracy": 0.0}
 
-    def keep(self, config, data):
+    def metadata(self, config, data):
         return {}
 
 def recipe():

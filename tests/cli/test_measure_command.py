@@ -14,6 +14,7 @@ import os, torch
 from torch import nn
 from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
+from whet.recipes.recipe import Recipe
 
 class Config(CommonConfig):
     epochs: int = 400
@@ -25,7 +26,7 @@ class Data:
         x = torch.randn(320, 16, generator=drawn)
         self.train = self.dev = self.test = (x, x.sum(1, keepdim=True))
 
-class Tiny:
+class Tiny(Recipe):
     name, goal, Config = "tiny", "score", Config
     def describe(self, config, data=None):
         return Workload(recipe="tiny", num_parameters=1, global_batch_size=config.global_batch_size, num_samples=320,
@@ -39,9 +40,9 @@ class Tiny:
         if self.bad == "threads" and torch.get_num_threads() == 1:
             os.abort()
         return (model(micro.x) - micro.y).square().mean()
-    def evaluate(self, model, micros):
+    def evaluate(self, model, micro_batches):
         return {"score": 0.0}
-    def keep(self, config, data):
+    def metadata(self, config, data):
         return {}
 
 def recipe():

@@ -27,9 +27,10 @@ import torch
 from torch import nn
 from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
+from whet.recipes.recipe import Recipe
 
 
-class Line:
+class Line(Recipe):
     """Two numbers to one; the noise of the data is the same whatever the seed."""
 
     name, Config, goal = "line", CommonConfig, "closeness"
@@ -49,10 +50,10 @@ class Line:
     def loss(self, model, micro):
         return ((model(micro.x) - micro.y) ** 2).mean()
 
-    def evaluate(self, model, micros):
+    def evaluate(self, model, micro_batches):
         return {"closeness": -sum(float(self.loss(model, micro)) for micro in micros), "weight": model.weight[0, 0]}
 
-    def keep(self, config, data):
+    def metadata(self, config, data):
         return {}
 
 

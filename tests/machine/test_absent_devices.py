@@ -40,7 +40,7 @@ CUDA_ROWS = [
     (on(MAC, MPS_BUILD), "no CUDA on macOS", "MPS"),
     (on(LINUX, CUDA_BUILD, has_card_on_bus=True), "driver is not installed", "install NVIDIA's driver"),
     (on(LINUX, CPU_BUILD, has_card_on_bus=False), "no NVIDIA GPU", "CPU"),
-    (on(LINUX, CUDA_BUILD), "no NVIDIA driver was found", "--gpus all"),
+    (on(LINUX, CUDA_BUILD), "there is no NVIDIA driver", "--gpus all"),
     (on(LINUX, CUDA_BUILD, cards=NvidiaCards("not running")), "does not run", "nvidia-smi"),
     (on(LINUX, CUDA_BUILD, cards=NvidiaCards("no card")), "finds no GPU", "passed through"),
     (on(LINUX, MISSING, cards=WORKING), "NVIDIA H200 is here, but torch is not installed", "pip install"),
@@ -60,14 +60,14 @@ def explained(situation, device):
 def test_why_no_mps(situation, reason, cure):
     found = explained(situation, "mps")
     assert reason in found.reason
-    assert cure in found.cure
+    assert cure in found.fix
 
 
 @pytest.mark.parametrize(("situation", "reason", "cure"), CUDA_ROWS)
 def test_why_no_cuda(situation, reason, cure):
     found = explained(situation, "cuda")
     assert reason in found.reason
-    assert cure in found.cure
+    assert cure in found.fix
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ echo "$$ $*" >> "$(dirname "$0")/started"
 [ "$1 $2" = "-i -w" ] || exit 64
 while kill -0 "$3" 2>/dev/null; do sleep 0.05; done
 """
-KEEP = "import os, sys, time\nfrom whet.machine.desktop import kept_awake\n"
+KEEP = "import os, sys, time\nfrom whet.machine.desktop import prevent_sleep\n"
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def is_alive(pid: int) -> bool:
 
 def test_a_simulated_caffeinate_lasts_as_long_as_it_is_wanted(tools: Path) -> None:
     process = start(
-        "with kept_awake() as is_awake:\n"
+        "with prevent_sleep() as is_awake:\n"
         f"    while not os.path.exists({str(tools / 'started')!r}): time.sleep(0.01)\n"
         "    print(is_awake, os.getpid())\n"
         f"pid = int(open({str(tools / 'started')!r}).read().split()[0])\n"
@@ -64,7 +64,7 @@ def test_a_simulated_caffeinate_lasts_as_long_as_it_is_wanted(tools: Path) -> No
 
 
 def test_a_simulated_caffeinate_ends_when_the_run_is_killed(tools: Path) -> None:
-    process = start("with kept_awake(): time.sleep(60)\n", tools)
+    process = start("with prevent_sleep(): time.sleep(60)\n", tools)
     assert eventually((tools / "started").exists)
     assert eventually(lambda: bool((tools / "started").read_text()))
     caffeinate = int((tools / "started").read_text().split()[0])
@@ -75,9 +75,9 @@ def test_a_simulated_caffeinate_ends_when_the_run_is_killed(tools: Path) -> None
 
 
 def test_it_is_not_started_when_nobody_wants_it_and_missed_without_harm(tools: Path) -> None:
-    said, _ = start("with kept_awake(False) as is_awake: print(is_awake)\n", tools).communicate(timeout=600)
+    said, _ = start("with prevent_sleep(False) as is_awake: print(is_awake)\n", tools).communicate(timeout=600)
     assert said == "False\n"
     assert not (tools / "started").exists()
     (tools / "caffeinate").unlink()
-    said, _ = start("with kept_awake() as is_awake: print(is_awake)\n", tools).communicate(timeout=600)
+    said, _ = start("with prevent_sleep() as is_awake: print(is_awake)\n", tools).communicate(timeout=600)
     assert said == "False\n"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from machine_samples import sample
-from whet.machine import cgroup, linux
+from whet.machine import linux
 from whet.machine.facts import Conditions
 from whet.machine.linux import PowerSupply
 
@@ -77,10 +77,10 @@ def test_truncated_at_every_character_a_fact_is_true_or_unknown(read, text):
         linux.parse_cpuinfo,
         linux.parse_meminfo,
         linux.parse_os_release,
-        cgroup.parse_cgroup_membership,
-        cgroup.parse_cpu_max,
-        cgroup.parse_memory_limit,
-        lambda text: cgroup.parse_memory_stat(text, "inactive_file"),
+        linux.parse_cgroup_membership,
+        linux.parse_cpu_max,
+        linux.parse_memory_limit,
+        lambda text: linux.parse_memory_stat(text, "inactive_file"),
     ],
 )
 @lenient
@@ -146,7 +146,7 @@ def test_version_2_limits_of_all_levels_are_seen(tmp_path):
             f"{group}/memory.current": "4096\n",
         },
     )
-    assert cgroup.read_cgroup_limits(root) == cgroup.CgroupLimits(1.5, 6 * 1024**3, 3 * 1024**3)
+    assert linux.read_cgroup_limits(root) == linux.CgroupLimits(1.5, 6 * 1024**3, 3 * 1024**3)
 
 
 def test_version_1_limits_and_its_huge_number_for_none(tmp_path):
@@ -162,13 +162,13 @@ def test_version_1_limits_and_its_huge_number_for_none(tmp_path):
             "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
         },
     )
-    assert cgroup.read_cgroup_limits(root) == cgroup.CgroupLimits(2.0, 2147483648, 1073741824)
+    assert linux.read_cgroup_limits(root) == linux.CgroupLimits(2.0, 2147483648, 1073741824)
 
 
 def test_no_limits_where_nothing_can_be_read(tmp_path):
-    assert cgroup.read_cgroup_limits(tmp_path) == cgroup.CgroupLimits()
+    assert linux.read_cgroup_limits(tmp_path) == linux.CgroupLimits()
     root = tree(tmp_path, {"proc/self/cgroup": "0::/../../outside\n", "sys/fs/cgroup/cpu.max": "100000 100000\n"})
-    assert cgroup.read_cgroup_limits(root) == cgroup.CgroupLimits()
+    assert linux.read_cgroup_limits(root) == linux.CgroupLimits()
 
 
 def test_a_machine_in_a_container(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from whet.machine.facts import Accelerator, Conditions, CpuFacts, Machine, Opera
 from whet.machine.known import known_machine_names, load_machine
 from whet.plan.kernel_support import SHORT_ROTARY_ATTENTION, SPAN_ATTENTION
 from whet.plan.memory import predict_memory
-from whet.plan.plan import Plan, make_plan, override, read_plan, setting_names
+from whet.plan.plan import Plan, make_plan, override, read_plan
 from whet.plan.render import diff_plans, explain_setting
 from whet.plan.rules import ALL_RULES
 from whet.plan.setting import MeasuredSetting, Scalar
+from whet.plan.values import SETTING_NAMES
 from whet.plan.workload import Workload
 from whet.recipes.chat.config import ChatConfig
 from whet.recipes.chat.config import describe as describe_chat
@@ -65,7 +65,7 @@ def test_golden_plans(name: str, workload: Workload, request: pytest.FixtureRequ
     plan = make_plan(load_machine(name), workload)
     made = {
         "settings": plan.as_json()["settings"],
-        "cautions": list(plan.cautions),
+        "warnings": list(plan.warnings),
         "hazards": list(plan.hazards),
     }
     path = GOLDEN / f"{request.node.callspec.id}.json"
@@ -271,7 +271,7 @@ def test_batchnorm_is_not_cut_silently() -> None:
     assert plan.micro_batch == 512
     assert plan.activation_checkpointing == "on"
     cut = override(plan, {"micro_batch": 16})
-    assert any("BatchNorm" in line for line in cut.cautions)
+    assert any("BatchNorm" in line for line in cut.warnings)
 
 
 def test_free_memory_bounds_the_plan_on_shared_memory_only() -> None:
@@ -283,14 +283,14 @@ def test_free_memory_bounds_the_plan_on_shared_memory_only() -> None:
 def test_a_graph_where_none_can_be_captured_is_warned_of() -> None:
     for machine, is_warned in ((mac(), True), (load_machine("h200"), False)):
         plan = make_plan(machine, TEXT, overrides={"graph": "on"})
-        assert any("cannot capture a step" in line for line in plan.cautions) is is_warned
+        assert any("cannot capture steps" in line for line in plan.warnings) is is_warned
 
 
 def test_bf16_on_a_cpu_without_it_is_warned_of() -> None:
     for has_bf16, is_warned in ((False, True), (None, True), (True, False)):
         plan = make_plan(Machine(name="a PC", cpu=CpuFacts(has_bf16=has_bf16)), TEXT, overrides={"precision": "bf16"})
         assert plan.precision == "bf16", "a wish is never overridden"
-        assert any("60 to 100 times slower" in line for line in plan.cautions) is is_warned
+        assert any("60 to 100 times slower" in line for line in plan.warnings) is is_warned
 
 
 def test_fused_kernels_wait_for_a_torch_that_honours_the_loss_scale() -> None:
@@ -335,7 +335,7 @@ def test_a_wish_that_means_nothing_is_refused(name: str, value: object) -> None:
 
 def test_rule_ids_and_settings_are_unique() -> None:
     assert len({rule.id for rule in ALL_RULES}) == len(ALL_RULES)
-    assert len(set(setting_names())) == len(ALL_RULES)
+    assert len(set(SETTING_NAMES)) == len(ALL_RULES)
 
 
 _workloads = st.builds(
@@ -362,9 +362,6 @@ def test_any_workload_gets_a_plan_that_keeps_its_promises(workload: Workload, na
     assert isinstance(cuts, int)
     assert 1 <= micro <= workload.global_batch_size
     assert (cuts - 1) * micro < workload.global_batch_size <= cuts * micro
-    if cuts > 1:
-        times, each, *rest, whole = map(int, re.findall(r"\d+", plan.settings["accumulation"].reason))
-        assert times * each + sum(rest) == whole == workload.global_batch_size
     assert Plan.from_json(json.loads(json.dumps(plan.as_json())), where="memory") == plan
     needed = predict_memory(
         workload,
@@ -375,4 +372,4 @@ def test_any_workload_gets_a_plan_that_keeps_its_promises(workload: Workload, na
     )
     if needed is not None and isinstance(limit, float) and needed > limit * GB:
         assert micro == 1 or workload.has_batchnorm, "a larger cut than fits is never planned"
-        assert any("more than" in line for line in plan.cautions), "and what does not fit is said"
+        assert any("more than" in line for line in plan.warnings), "and what does not fit is said"

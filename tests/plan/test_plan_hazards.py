@@ -64,7 +64,7 @@ def test_other_devices_have_none() -> None:
     for name in ("h200", "linux-2core"):
         plan = make_plan(load_machine(name), WORKLOAD)
         assert plan.hazards == ()
-        assert not any("wrong results" in line for line in plan.cautions)
+        assert not any("wrong results" in line for line in plan.warnings)
     assert make_plan(mac(), WORKLOAD, overrides={"device": "cpu"}).hazards == ()
 
 
@@ -77,7 +77,7 @@ def test_a_plan_prints_what_the_workload_meets_and_counts_the_rest() -> None:
     assert f"{len(plan.hazards)} known wrong results apply to torch 2.13.0 on this Mac" in said
     assert _HAZARDS_PAGE in said
     without = make_plan(mac(), WORKLOAD)
-    assert not any("LSTM" in line for line in without.cautions)
+    assert not any("LSTM" in line for line in without.warnings)
     assert without.hazards == plan.hazards
 
 
@@ -86,27 +86,27 @@ def test_the_screen_stays_short(name: str) -> None:
     everything = frozenset().union(*(hazard.needs for hazard in HAZARDS))
     workload = WORKLOAD.model_copy(update={"layers": tuple(sorted(everything)), "has_dropout": True})
     plan = make_plan(load_machine(name), workload, overrides={"precision": "fp16", "micro_batch": 1_024})
-    assert sum("pytorch#" in line or _HAZARDS_PAGE in line for line in plan.cautions) <= 3
+    assert sum("pytorch#" in line or _HAZARDS_PAGE in line for line in plan.warnings) <= 3
 
 
 def test_rows_that_you_ask_for_beyond_the_limit_are_warned_of() -> None:
     plan = make_plan(mac(), WORKLOAD)
     assert plan.micro_batch == 512
-    assert not any("#177116" in line for line in plan.cautions)
+    assert not any("#177116" in line for line in plan.warnings)
     wished = override(plan, {"micro_batch": 1_024})
     assert wished.micro_batch == 1_024, "a wish is never overridden"
-    assert any("#177116" in line and "65,536; micro_batch=512" in line for line in wished.cautions)
-    assert not any("#177116" in line for line in make_plan(mac(family="apple9"), WORKLOAD).cautions)
+    assert any("#177116" in line and "65,536; micro_batch=512" in line for line in wished.warnings)
+    assert not any("#177116" in line for line in make_plan(mac(family="apple9"), WORKLOAD).warnings)
     # A model with BatchNorm is not cut, so nobody has to ask.
     uncut = make_plan(mac(), WORKLOAD.model_copy(update={"has_batchnorm": True}))
-    assert any("#177116" in line for line in uncut.cautions)
+    assert any("#177116" in line for line in uncut.warnings)
 
 
 def test_long_sequences_are_warned_of_where_attention_keeps_the_whole_matrix() -> None:
     long = WORKLOAD.model_copy(update={"max_length": 2_048})
-    assert any("square of max_length=2048" in line for line in make_plan(mac(), long).cautions)
-    assert not any("square" in line for line in make_plan(mac(), WORKLOAD).cautions)
-    assert not any("square" in line for line in make_plan(load_machine("h200"), long).cautions)
+    assert any("square of max_length=2048" in line for line in make_plan(mac(), long).warnings)
+    assert not any("square" in line for line in make_plan(mac(), WORKLOAD).warnings)
+    assert not any("square" in line for line in make_plan(load_machine("h200"), long).warnings)
 
 
 def test_the_page_tells_every_hazard_and_is_checked() -> None:

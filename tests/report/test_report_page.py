@@ -61,7 +61,7 @@ class Parsed(HTMLParser):
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, object]]:
     nasty = "".join(PAYLOADS)
     path = tmp_path_factory.mktemp("runs") / "<img src=x onerror=alert(1)>"
-    plan = {"settings": {nasty: {"value": nasty, "reason": nasty, "source": nasty}}, "cautions": [nasty]}
+    plan = {"settings": {nasty: {"value": nasty, "reason": nasty, "source": nasty}}, "warnings": [nasty]}
     run = create_run(
         path,
         recipe=nasty,

@@ -12,6 +12,7 @@ from torch import nn
 
 from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
+from whet.recipes.recipe import Recipe
 
 DRAWN = int.from_bytes(os.urandom(2), "little")
 """Another number in every process."""
@@ -33,7 +34,7 @@ class Data:
         self.train, self.val, self.test = {"x": x, "y": y}, {"x": x[:32], "y": y[:32]}, {"x": x[32:64], "y": y[32:64]}
 
 
-class Recipe:
+class ProvableRecipe(Recipe):
     name = "provable"
     Config = Config
     goal = "score"
@@ -72,12 +73,12 @@ class Recipe:
         seconds = {"seconds": time.perf_counter()} if self.mutant == "unsteady metric" else {}
         return {"score": -sum(losses), **seconds}
 
-    def keep(self, config: Config, data: Any) -> dict[str, Any]:
+    def metadata(self, config: Config, data: Any) -> dict[str, Any]:
         return {}
 
 
 def recipe() -> Recipe:
-    return Recipe()
+    return ProvableRecipe()
 
 
 def plant(mutant: str) -> None:

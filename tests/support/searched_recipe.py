@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from whet.config.options import CommonConfig
 from whet.plan.workload import Workload
+from whet.recipes.recipe import Recipe
 
 ROWS = 40
 
@@ -36,7 +37,7 @@ class Data:
         self.test = self.val
 
 
-class Searched:
+class Searched(Recipe):
     name = "searched"
     Config = Config
     goal = "score"
@@ -82,7 +83,7 @@ class Searched:
         assert sum(len(micro) for micro in micro_batches) == 8, "the dev part is whole"
         return {"score": float(model.score)}
 
-    def keep(self, config, data):
+    def metadata(self, config, data):
         return {}
 
 

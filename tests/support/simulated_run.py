@@ -69,7 +69,7 @@ def plan(**more: Any) -> dict[str, Any]:
             trial("optimizer_kernels", "fused", "failed", None, repeats=0, peak_bytes=None),
             trial("plan", 16, "faster", 1.16, settings={"micro_batch": 16}),
         ],
-        "cautions": ["dropout draws differ from those of another micro-batch"],
+        "warnings": ["dropout draws differ from those of another micro-batch"],
         **more,
     }
 

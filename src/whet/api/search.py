@@ -132,7 +132,7 @@ def search(
     "arch.layers=[1,2]") and settings that all trials share ("epochs=2"). `trials` is how many there are in all, by
     however many processes; `timeout` in seconds. `storage` is None for a journal file in the search's folder,
     "postgresql+psycopg://..." for many machines, or "sqlite:///FILE" for this process alone. Other options: name,
-    root, file, subset, seeds, sampler, pruner, device (see `prepare_search`). The result is also in result.json of the folder.
+    root, file, subset, seeds, sampler, pruner, device (see `prepare_search`). The folder's result.json has the result.
     """
     asked = prepare_search(what, words, **options)
     return run_search(asked, trials=trials, timeout=timeout, storage=storage, jobs=jobs, say=say, told=told, stop=stop)

@@ -1,4 +1,4 @@
-"""`whet.check` and `whet.compare`: whether a model or recipe will run on a device, and whether its results are right."""
+"""`whet.check` and `whet.compare`: whether a model or recipe runs on a device, and whether its results are right."""
 
 import copy
 import warnings

@@ -1,7 +1,7 @@
 """Facts about a Mac, read from macOS's own programs without root.
 
 Output may be truncated, localized or from another program, so a parser returns None for whatever it does not recognize.
-The formats come from manual pages and public threads (tests/machine/samples/README.md); no Mac was available.
+The formats come from manual pages and public threads (tests/support/machine_samples/README.md); no Mac was available.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ def memory_pressure_level(level: int | None) -> PressureLevel | None:
 
 
 def parse_swap_used(sysctl: dict[str, str]) -> int | None:
-    """Parse the used bytes in `total = 2048.00M  used = 1117.25M  free = 930.75M  (encrypted)`; a comma may be the decimal point."""
+    """Parse the used bytes in `total = 2048.00M  used = 1117.25M  free = 930.75M`; the decimal point may be a comma."""
     match = re.search(r"\bused = (\d{1,9})(?:[.,](\d{1,4}))?([BKMGT])\b", sysctl.get("vm.swapusage", ""), re.ASCII)
     if match is None:
         return None
@@ -128,7 +128,7 @@ def parse_hardware(text: str | None) -> MacHardware:
 
 
 def parse_power_source(text: str | None) -> Literal["mains", "battery"] | None:
-    """Parse the first line of `pmset -g batt`: "Now drawing from 'AC Power'"; older systems print "Currently drawing from"."""
+    """Parse the first line of `pmset -g batt`: "Now drawing from 'AC Power'"; older: "Currently drawing from"."""
     for line in complete_lines(text):
         match = re.search(r"drawing from '(AC|Battery|UPS) Power'", line)
         if match:

@@ -26,7 +26,7 @@ _CACHE_SPEED = 20e9
 
 
 def disk_read_speed(folder: Path) -> float | None:
-    """Measure the uncached read speed of the folder's disk in bytes per second, within about 0.3 s; None if impossible."""
+    """Measure the uncached read speed of the folder's disk in bytes per second, in about 0.3 s; None if impossible."""
     try:
         existing = _largest_file(folder)
         if existing is not None:

@@ -89,7 +89,7 @@ class Workload(FrozenModel):
     has_batchnorm: bool = False
     is_causal: bool = False
     layers: tuple[str, ...] = ()
-    """Kinds of layers that `plan/hazard_table.py` and `plan/kernel_support.py` refer to, as far as they were detected."""
+    """Kinds of layers that plan/hazard_table.py and plan/kernel_support.py refer to, as far as they were detected."""
     world_size: PositiveInt = 1
     """Processes that share each global batch."""
     local_size: PositiveInt = 1

@@ -166,7 +166,7 @@ class Recipe:
         raise self._unsupported("generate text")
 
     def inspect_data(self, config: Any, path: Path, *, fix: Path | None, leave: tuple[str, ...]) -> DataInspection:  # noqa: ARG002
-        """Report what `path` holds and what is wrong with it; write a cleaned copy to `fix`, except kinds in `leave`."""
+        """Report what `path` holds and what is wrong; write a cleaned copy to `fix`, except for kinds in `leave`."""
         raise self._unsupported("inspect data")
 
     def write_model_files(self, model: Any, metadata: dict[str, Any], folder: Path, *, to: str) -> dict[str, Any]:  # noqa: ARG002
