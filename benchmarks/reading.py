@@ -36,24 +36,26 @@ print(json.dumps({{"seconds": seconds, "cpu": cpu, "peak": peak, "found": found}
 LIST = "from whet.run.prune import list_runs; found = len(list_runs(Path(sys.argv[1])))"
 OPEN = """
 from whet.run.events import History
-from whet.run.curve import thin_curves
+from whet.run.curve import downsample_curves
 history = History(Path(sys.argv[1]))
-curves = thin_curves(history, points=400)
+curves = downsample_curves(history, points=400)
 found = [len(curves), sum(len(curve.points) for curve in curves.values()), history.layout.num_indexed]
 """
 REPORT = "from whet.report.run_report import summarize; found = summarize(Path(sys.argv[1])).step"
 REBUILD = """
-from whet.run.event_index import read_layout
-path, told = Path(sys.argv[1]), []
-layout = read_layout(path / "events.jsonl", index=path / "none", progress=lambda done, total: told.append(done))
-found = [len(layout.blocks), len(told)]
+from whet.run.event_index import scan_blocks
+path, calls = Path(sys.argv[1]) / "events.jsonl", []
+with path.open("rb") as file:
+    size = path.stat().st_size
+    blocks = list(scan_blocks(file, start=0, size=size, progress=lambda done, total: calls.append(done)))
+found = [len(blocks), len(calls)]
 """
 LIVE = """
 from whet.run.follow import LiveHistory
-from whet.run.curve import thin_curves
+from whet.run.curve import downsample_curves
 from whet.run.events import EventLog
 history = LiveHistory(Path(sys.argv[1]))
-thin_curves(history, points=400, is_growing=True)
+downsample_curves(history, points=400, is_growing=True)
 refreshing, drawing = [], []
 with EventLog(Path(sys.argv[1])) as log:
     for look in range(20):
@@ -65,7 +67,7 @@ with EventLog(Path(sys.argv[1])) as log:
         refreshing.append(time.perf_counter() - began)
         assert news.num_steps == 100, news
         began = time.perf_counter()
-        thin_curves(history, points=400, is_growing=True)
+        downsample_curves(history, points=400, is_growing=True)
         drawing.append(time.perf_counter() - began)
 found = [sorted(refreshing)[10], sorted(drawing)[10]]
 """
@@ -185,7 +187,7 @@ def write_events(folder: Path, events: int) -> None:
             if step == back_at and events > 3_000:
                 step, back_at = step - 1_000, 0
                 now += 3_600
-                log.drop_after(step, total_steps=events, goal="accuracy", mode="max")
+                log.resume_from(step, total_steps=events, goal="accuracy", mode="max")
         log.append("end", step=step, state="done")
 
 

@@ -185,7 +185,7 @@ def test_kills_that_all_hit_the_start_prove_nothing(prove_it: Prove, monkeypatch
     monkeypatch.setattr(kills, "MOST_EXTRA", 1)
     proof = prove_it(num_kills=4, disk_seconds=1.0)
     assert proof.verdict == "cannot be proved"
-    assert "lives went on from a checkpoint" in str(proof.reason)
+    assert "processes resumed from a checkpoint" in str(proof.reason)
 
 
 @pytest.mark.parametrize("compares", [lambda *a, **o: None, lambda *a, **o: ProofDifference(what="always")])
@@ -244,9 +244,9 @@ def test_a_proof_is_written_read_and_reported(tmp_path: Path) -> None:
     path = write_proof(tmp_path, proof)
     assert "NaN" not in path.read_text()
     assert read_proof(tmp_path) is not None
-    assert proof_line(proof) == "broken: 1 of 9 tensors differ (25 kills, 9 inside a save, 24 of 30 lives resumed)"
+    assert proof_line(proof) == "broken: 1 of 9 tensors differ (25 kills, 9 inside a save, 24 of 30 processes resumed)"
     good = proof.model_copy(update={"verdict": "proved", "difference": None})
-    assert proof_line(good) == "proved: 25 kills, 9 inside a save, 24 of 30 lives resumed, all bits equal"
+    assert proof_line(good) == "proved: 25 kills, 9 inside a save, 24 of 30 processes resumed, all bits equal"
     path.write_text('{"format_version": 99}')
     with pytest.raises(WhetError, match="cannot be read"):
         read_proof(tmp_path)

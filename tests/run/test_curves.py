@@ -34,7 +34,7 @@ def write(folder: Path, *, steps: int, gap: float = 1_000.0, again_from: int | N
             now, half = now + gap, -1
             log = EventLog(folder, clock=clock)
             step = step if again_from is None else again_from
-            log.drop_after(step)
+            log.resume_from(step)
     log.close()
 
 
@@ -101,7 +101,7 @@ def test_of_void_blocks_only_what_stays_true_is_read(tmp_path: Path, monkeypatch
         return read(self, positions, kinds=kinds, newest_first=newest_first)
 
     monkeypatch.setattr(History, "_read", noting)
-    blocks = list(History(tmp_path).counted_blocks())
+    blocks = list(History(tmp_path).valid_blocks())
     assert sizes == [1], "the one block that the resume cuts in two"
     assert sum(block.kinds.get("step", 0) for block in blocks) == 60 * BLOCK_EVENTS
     assert sum(block.kinds.get("health", 0) for block in blocks) > 60 * BLOCK_EVENTS // 100

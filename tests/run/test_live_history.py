@@ -55,7 +55,7 @@ class Writer:
             self.log = self._open()
         elif what == "resume":
             self.step = min(self.step, number)
-            self.log.drop_after(self.step)
+            self.log.resume_from(self.step)
         else:
             for _ in range(max(1, number)):
                 self.now += 0.5
@@ -194,10 +194,10 @@ def test_a_long_run_is_drawn_again_from_what_is_kept_and_what_is_new(
     kept: list[object] = []
     for number in range(12):
         fresh = History(tmp_path)
-        fresh._take(watched.layout)  # The same blocks, and nothing kept.
+        fresh._set_layout(watched.layout)  # The same blocks, and nothing kept.
         for options in ({"points": 5}, {"points": 8, "is_growing": True}):
             assert downsample_curves(watched, **options) == downsample_curves(fresh, **options)
-        base = watched.tables["step", "base"][1]
+        base = watched.curve_cache["step", "base"][1]
         kept += [] if any(base is one for one in kept) else [base]
         writer.act("step", 200)
         writer.act("health", 0)

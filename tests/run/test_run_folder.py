@@ -82,17 +82,17 @@ def test_what_is_there_is_never_overwritten(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "here").mkdir()
     before = sorted(tmp_path.rglob("*"))
     for name, words in {
-        "run": "is a run already",
+        "run": "is already a run",
         "file": "a file of that name",
         "full": "thesis.tex",
-        "dangling": "leads nowhere",
+        "dangling": "dangling symbolic link",
     }.items():
         with pytest.raises(UsageError) as caught:
             make(tmp_path / name)
         assert words in str(caught.value)
         assert caught.value.try_
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(UsageError, match="the folder you are in"):
+    with pytest.raises(UsageError, match="the current folder"):
         make(Path())
     monkeypatch.undo()
     assert sorted(tmp_path.rglob("*")) == before
@@ -129,7 +129,7 @@ def test_a_read_only_folder_is_refused_before_anything_is_written(tmp_path: Path
     if done.returncode:
         pytest.skip("may not mount here")
     assert done.stdout.splitlines()[0] == f"cannot create {tmp_path}/runs/r"
-    assert "one you may write in" in done.stdout
+    assert "that you may write to" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -213,7 +213,7 @@ def test_rewrite_replaces_one_part(tmp_path: Path) -> None:
     assert grown.config == {"epochs": 5}
     assert grown.plan == run.plan
     assert open_run(run.path) == grown
-    with pytest.raises(ValueError, match="no part"):
+    with pytest.raises(ValueError, match="no such part"):
         rewrite_parts(run, recipe={})
 
 
@@ -245,7 +245,7 @@ def test_a_crash_at_any_sync_leaves_no_run_or_a_whole_one(tmp_path: Path, monkey
 
 
 def test_versions_come_without_importing_torch() -> None:
-    code = "import sys; from whet.run.folder import versions; v = versions(); print(v['torch'], 'torch' in sys.modules)"
+    code = "import sys; from whet.run.folder import installed_versions; v = installed_versions(); print(v['torch'], 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.split()[1] == "False"
     found = installed_versions()

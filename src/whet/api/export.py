@@ -35,13 +35,13 @@ def export_model(
 
     def fill(draft: Path) -> list[str]:
         try:
-            model, _ = loaded.predict(loaded.Config.model_validate(run.config), run.kept)
+            model, _ = loaded.predict(loaded.Config.model_validate(run.config), run.metadata)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             raise WhetError("the run does not hold what its recipe needs", got=what, try_="another run") from None
         step = load_weights(run.path, model, checkpoint=checkpoint)
         model.eval()
-        told = loaded.write_model_files(model, run.kept, draft, to=to)
+        told = loaded.write_model_files(model, run.metadata, draft, to=to)
         files = sorted(file.name for file in draft.iterdir())
         listed: dict[str, Any] = {"format": to, "run": run.header.id, "step": step, **told, "files": files}
         (draft / EXPORT_MANIFEST).write_text(strict_json.encode(listed, pretty=True) + "\n", encoding="utf-8")

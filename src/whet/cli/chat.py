@@ -213,7 +213,7 @@ def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Speaker":
 
     place = open_device(device).device
     try:
-        model: Speaker = recipe.speak(opened.kept)
+        model: Speaker = recipe.speak(opened.metadata)
     except (KeyError, TypeError, ValueError) as error:
         got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise WhetError("the run lacks data that its recipe needs", got=got, try_="another run") from None

@@ -157,7 +157,7 @@ def _load_predictor(opened: "Run", *, recipe: str | None, checkpoint: str, devic
     from whet.training.weights import load_weights
 
     try:
-        model, predictor = loaded.predict(loaded.Config.model_validate(opened.config), opened.kept)
+        model, predictor = loaded.predict(loaded.Config.model_validate(opened.config), opened.metadata)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise WhetError("the run lacks data that its recipe needs", got=got, try_="another run") from None

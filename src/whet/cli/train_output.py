@@ -118,7 +118,7 @@ def _use_commands(path: Path, run: str, recipe: "Recipe") -> Iterator[tuple[str,
 
     if recipe.name not in BUILT_IN:
         return
-    question = recipe.example_input(open_run(path).kept)
+    question = recipe.example_input(open_run(path).metadata)
     if question:
         yield f'whet predict {run} "{question}"', "use the model"
     if recipe.supports("hold_contest"):

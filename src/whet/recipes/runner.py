@@ -80,7 +80,7 @@ def train_recipe(
     made = prepare_recipe(recipe, config, data=data)
     is_resumed = (run / RECIPE_FILE).exists()
     if "data" in allow and is_resumed:
-        _check_vocabulary(open_run(run).kept, recipe.metadata(config, made.data))
+        _check_vocabulary(open_run(run).metadata, recipe.metadata(config, made.data))
     if notes := getattr(made.data, "notes", ()):
         emit_event(show, "data", {"notes": notes})
     goal = recipe.selected_goal(config)

@@ -272,7 +272,7 @@ def _result_fields(run: Run, history: History, *, goal: str | None) -> dict[str,
     # NaN is never the best value.
     values = [(e.metrics[goal], e) for e in evaluations if goal in e.metrics and e.metrics[goal] == e.metrics[goal]]
     best = (max if mode == "max" else min)(values, key=lambda pair: pair[0], default=None)
-    baseline = run.kept.get("baseline")
+    baseline = run.metadata.get("baseline")
     numbers = {name: as_number(value) for name, value in baseline.items()} if isinstance(baseline, dict) else {}
     return {
         "goal_mode": mode,

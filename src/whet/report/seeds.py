@@ -116,7 +116,7 @@ def gather_seeds(folder: Path, seeds: Sequence[int], *, recipe: str) -> SeedsRes
 
 def check_same_data(folder: Path, done: Sequence[int]) -> None:
     """Runs of different data have no mean: a file may have changed after the first of them was done."""
-    prints = {seed: open_run(seed_folder(folder, seed)).kept.get("data") for seed in done}
+    prints = {seed: open_run(seed_folder(folder, seed)).metadata.get("data") for seed in done}
     other = [seed for seed in done if prints[seed] != prints[done[0]]]
     if other:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What did a benchmark measure? The record that `whet bench` writes, one file for each machine, and how it is read."""
+"""The result of `whet bench` on one machine."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -19,11 +19,11 @@ KIND = "whet bench"
 
 Amount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 RowOutcome = Literal["measured", "far slower", "does not fit", "failed", "no time"]
-"""far slower: so slow that a step or two said enough."""
+"""far slower: so slow that one or two steps were enough to see it."""
 
 
 class BenchInterval(FrozenModel):
-    """A middle value and where it lies, with that confidence, whatever the noise is like."""
+    """A median and its confidence interval, without assumptions about the noise."""
 
     middle: Amount
     low: Amount
@@ -33,73 +33,73 @@ class BenchInterval(FrozenModel):
 
 
 class BenchRow(FrozenModel):
-    """One value of what was varied."""
+    """One value of the setting that was varied."""
 
     value: Scalar
     is_plan: bool = False
-    """Whether it is what the plan says."""
+    """Whether it is the value of the plan."""
     execution: Mapping[str, Scalar]
-    """How steps were made: device, precision, micro_batch and the rest."""
+    """How steps were executed: device, precision, micro_batch and so on."""
     outcome: RowOutcome
     words: str = ""
-    """Why there are no numbers, or what else must be known."""
+    """Why there are no numbers, or another remark."""
     step_seconds: BenchInterval | None = None
-    """By its own times, the quiet and the busy minutes in which they fell included."""
+    """From its own times, whatever else the machine did meanwhile."""
     samples_per_second: BenchInterval | None = None
-    """The plan's own rate; of other values that rate times their speed-up, where there were pairs."""
+    """The rate of the plan; for other values that rate times their speed-up, where there were pairs."""
     speedup: BenchInterval | None = None
     """Against the plan, from pairs of steps on the same batches, one right after the other."""
     peak_bytes: NonNegativeInt | None = None
     needed_bytes: NonNegativeInt | None = None
-    """Predicted, where it was not tried."""
+    """Predicted, where it was not measured."""
     slow_steps: Amount | None = None
     """The time of the slowest twentieth of steps (95th percentile) as a multiple of the median."""
     drift: Amount | None = None
-    """Its step time in the second half of the measurement as a multiple of the first half's."""
+    """The step time in the second half of the measurement as a multiple of the first half."""
 
 
 class BenchSweep(FrozenModel):
-    """One thing varied, all else as in the plan."""
+    """One setting varied, all others as in the plan."""
 
     setting: str
-    """ "against" where the plan as a whole is compared, "arch" where the model is another one."""
+    """ "against" for a comparison of the whole plan, "arch" for other models."""
     rows: tuple[BenchRow, ...] = ()
     note: str = ""
 
 
 class BenchResult(FrozenModel):
-    """Everything one run of `whet bench` found out on one machine."""
+    """The result of `whet bench` on one machine."""
 
     kind: Literal["whet bench"] = "whet bench"
     format_version: int = FORMAT_VERSION
     created: str
-    """The day, as in 2026-11-15."""
+    """The date, as in 2026-11-15."""
     machine: Machine
     workload: Workload
     plan: Mapping[str, Scalar]
     """The settings of the plan that everything is compared with."""
     plan_source: Literal["rules", "measured"] = "rules"
     limit_bytes: PositiveInt | None = None
-    """What a step may take, by the plan."""
+    """The memory limit of a step in the plan."""
     budget_seconds: Amount
     spent_seconds: Amount
     sweeps: tuple[BenchSweep, ...] = ()
     strain: tuple[str, ...] = ()
-    """What disturbed the measurement: throttling, drift, other programs."""
+    """Disturbances during the measurement: throttling, drift, other programs."""
     versions: Mapping[str, str | None] = Field(default_factory=dict)
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the machine is composed or captured: then no number here is about a real one."""
+        """Whether the machine was not probed: then no number here is about a real one."""
         return self.machine.origin != "probed"
 
     def sweep(self, setting: str) -> BenchSweep | None:
-        """What was found about one setting."""
+        """The sweep of one setting."""
         return next((sweep for sweep in self.sweeps if sweep.setting == setting), None)
 
     def best_by_device(self) -> Iterator[BenchRow]:
         """For each device the plan's own row, or the one of the device sweep."""
-        # A curve over global batches is not measured in turns.
+        # A curve over global batches is not measured in alternation.
         sweeps = [sweep for sweep in self.sweeps if sweep.setting != "global_batch_size"]
         rows = [row for sweep in sweeps for row in sweep.rows if row.is_plan or sweep.setting == "device"]
         measured = [row for row in rows if row.samples_per_second is not None]
@@ -109,25 +109,25 @@ class BenchResult(FrozenModel):
 
 
 def encode_bench(result: BenchResult) -> bytes:
-    """The result as the bytes of its file."""
+    """Encode a result as the bytes of its file."""
     return (json.dumps(result.as_json(), indent=1, allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
 def read_bench(path: Path) -> BenchResult:
-    """A result back from its file; anything else is refused."""
+    """Read a result from its file."""
     try:
         fields = json.loads(read_regular_file(path, follows_links=True))
     except FileNotFoundError:
         raise UsageError("no such benchmark", got=str(path), try_="check the path") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError("no benchmark can be read here", got=f"{path}: {error}"[:300], try_=_TRY) from None
+        raise UsageError("cannot read the benchmark", got=f"{path}: {error}"[:300], try_=_TRY) from None
     if not isinstance(fields, dict) or fields.get("kind") != KIND:
-        raise UsageError("this file is not a benchmark of whet", got=str(path), try_=_TRY)
+        raise UsageError("not a benchmark result of whet", got=str(path), try_=_TRY)
     if fields.get("format_version") != FORMAT_VERSION:
         raise WhetError(
-            f"{path} is of another whet",
+            f"{path} was written by another version of whet",
             got=f"format {fields.get('format_version')!r}; this one reads {FORMAT_VERSION}"[:200],
-            try_="the same whet on all machines",
+            try_="the same version of whet on all machines",
         )
     return BenchResult.from_json(fields, where=path)
 

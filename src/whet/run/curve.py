@@ -1,4 +1,14 @@
-"""Downsampled curves of a run, without losing a spike."""
+"""Downsampled curves of a run: a few hundred points from a million steps, without losing a spike.
+
+A curve belongs to a field of one kind of event and is named by both: "step/loss", "step/seconds/data",
+"health/memory/process", "eval/accuracy". Each point has the least, greatest and mean value of neighboring steps, and the
+position of its first step on three axes: `step`, `samples` and time (`time` in unix seconds, `elapsed` in training
+seconds), so that runs can be plotted over each other by any of them.
+
+    history = History(run)
+    downsample_curves(history, points=400)["step/loss"].points[0].samples
+    downsample_curve(history, field="memory/process", kind="health", points=400)
+"""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -9,11 +19,11 @@ from whet.run.events import History
 from whet.run.folder import Run
 
 CURVE_KINDS = SUMMARIZED_KINDS
-"""The kinds of events whose numbers make curves: steps, health, evaluations."""
+"""The kinds of events whose numbers make curves."""
 
 
 class CurvePoint(FrozenModel):
-    """Some neighbouring steps as one point of a curve."""
+    """Neighboring steps as one point of a curve."""
 
     step: int
     """The first of the steps."""
@@ -26,13 +36,13 @@ class CurvePoint(FrozenModel):
     time: float | None = None
     """Unix seconds at the first of the steps."""
     elapsed: float | None = None
-    """Seconds of work up to there: the pauses between sittings are left out."""
+    """Training seconds so far: the time between sessions does not count."""
     samples: int | None = None
-    """Samples up to there; None where the run does not tell."""
+    """Samples so far; None where unknown."""
 
 
 class Curve(FrozenModel):
-    """One field of one kind of events over the steps."""
+    """One field of one kind of event over the steps."""
 
     field: str
     points: tuple[CurvePoint, ...]
@@ -51,7 +61,7 @@ def downsample_curves(
     """All curves of a run by name ("step/loss"), each in at most `points` points. Long runs: from the index alone.
 
     With `is_growing`, points stay where they are while the run grows, until their number would exceed `points`; then
-    each two become one. There are between half of `points` and `points` then, once there are so many values.
+    pairs are merged. A long run then has between half of `points` and `points`.
     """
     from whet.run.downsample import bucket_curves  # numpy, which takes a tenth of a second to import
 
@@ -63,7 +73,7 @@ def downsample_curves(
 
 
 def downsample_curve(run: Run | Path | History, *, field: str, points: int, kind: str = "step") -> Curve:
-    """The curve of a field in at most `points` points, each with the least and greatest value of its steps.
+    """The curve of one field in at most `points` points.
 
     `field` is a name, or "seconds/data" for a name in a map. Long runs are drawn from the index alone.
     """

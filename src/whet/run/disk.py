@@ -1,4 +1,8 @@
-"""The system calls that change the disk, and opening untrusted files for reading."""
+"""The system calls that change the disk, and opening untrusted files for reading.
+
+`durable` makes no call outside the `Disk` table. A test replaces `durable.disk` to observe, fail or interrupt any single
+call.
+"""
 
 import errno
 import fcntl
@@ -17,24 +21,24 @@ class Disk:
     """The system's own calls."""
 
     def open(self, path: Path, flags: int) -> int:
-        """A descriptor that is closed in child processes; new files may be read by all whom the umask lets."""
+        """A descriptor that child processes do not inherit; new files get the permissions of the umask."""
         if flags & os.O_WRONLY:
-            # A run folder may come from anywhere: no link in it leads our writing elsewhere, no pipe lets us wait.
+            # A run folder may come from anywhere: do not write through its links, and do not block on its pipes.
             flags |= os.O_NOFOLLOW | os.O_NONBLOCK
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Writes some of the bytes from the front; how many."""
+        """Write some of the bytes; returns how many."""
         return os.write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:
-        """Hands all that was written to the drive."""
+        """Hand everything written to the drive."""
         os.fsync(descriptor)
 
     def full_sync(self, descriptor: int) -> None:
-        """Puts all that was written onto the medium itself, and on macOS all else in the drive's cache with it."""
+        """Write everything to the medium itself; on macOS this flushes the whole cache of the drive."""
         if sys.platform == "darwin":
-            # fsync(2) on macOS leaves the drive's own cache unwritten; SMB, exFAT and some FUSE disks lack F_FULLFSYNC.
+            # fsync(2) on macOS does not flush the drive's own cache; SMB, exFAT and some FUSE disks lack F_FULLFSYNC.
             try:
                 fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
                 return
@@ -44,38 +48,38 @@ class Disk:
         os.fsync(descriptor)
 
     def truncate(self, descriptor: int, size: int) -> None:
-        """Cuts off what lies behind `size`."""
+        """Truncate the file to `size` bytes."""
         os.ftruncate(descriptor, size)
 
     def close(self, descriptor: int) -> None:
-        """Gives the descriptor back."""
+        """Close the descriptor."""
         os.close(descriptor)
 
     def make_folder(self, path: Path) -> None:
-        """Makes a folder that must not be there."""
+        """Create a folder that must not exist."""
         path.mkdir()
 
     def rename(self, source: Path, target: Path) -> None:
-        """Gives a file or folder its name; a target that is there is refused unless it is a file or an empty folder."""
+        """Rename a file or folder; an existing target must be a file or an empty folder."""
         source.rename(target)
 
     def unlink(self, path: Path) -> None:
-        """Takes a file's or link's name away."""
+        """Remove a file or link."""
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        """Removes an empty folder."""
+        """Remove an empty folder."""
         path.rmdir()
 
 
 MAX_WHOLE_FILE_BYTES = 64 * 1024**2
-"""Of a file that is read as a whole."""
+"""Limit for files that are read as a whole."""
 
 
 def open_regular_file(path: Path, *, follows_links: bool = False) -> BinaryIO:
-    """The file for reading; a pipe would let us wait for ever, and a device has no end.
+    """Open a regular file for reading: a pipe would block forever, and a device has no end.
 
-    A link in a folder of somebody else may lead to a file of yours, which would then be shown in a report.
+    Links are not followed: one in a foreign run folder may lead to a private file, which a report would then show.
     """
     links = 0 if follows_links else os.O_NOFOLLOW
     try:
@@ -83,7 +87,7 @@ def open_regular_file(path: Path, *, follows_links: bool = False) -> BinaryIO:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise WhetError(f"{path} is damaged", got="a link to elsewhere", try_="a copy of the file instead") from None
+        raise WhetError(f"{path} is damaged", got="a symbolic link", try_="a copy of the file instead") from None
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
@@ -93,9 +97,9 @@ def open_regular_file(path: Path, *, follows_links: bool = False) -> BinaryIO:
 
 
 def read_regular_file(path: Path, *, follows_links: bool = False) -> bytes:
-    """All bytes of a small file; ValueError for one that is too large to be what it should be."""
+    """All bytes of a small file; ValueError for one that is too large."""
     with open_regular_file(path, follows_links=follows_links) as file:
-        # As much as there is: a buffer for the most that may be would cost more than the reading.
+        # Read only as much as there is: allocating a buffer of the maximum would cost more than reading.
         data = file.read(min(os.fstat(file.fileno()).st_size, MAX_WHOLE_FILE_BYTES) + 1)
     if len(data) > MAX_WHOLE_FILE_BYTES:
         raise ValueError(f"over {MAX_WHOLE_FILE_BYTES:,} bytes")

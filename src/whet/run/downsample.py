@@ -1,4 +1,9 @@
-"""Curves of a few hundred points from millions of events, computed with numpy."""
+"""Curves of a few hundred points from millions of events, computed with numpy.
+
+A table has one row per event of a short run, or one row per block of a long one. Of each field a row holds the five
+statistics of a block: count, least, greatest, sum, and how many values were not finite. An event is a block of one.
+Rows of neighboring steps are merged into the points of a curve.
+"""
 
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,7 +22,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 _MAX_STEP = 2**62
-"""A step beyond this is damage."""
+"""A larger step is damage."""
 
 
 class ColumnTable(Protocol):
@@ -29,18 +34,18 @@ class ColumnTable(Protocol):
     def times(self) -> Floats: ...
     @property
     def samples(self) -> Floats:
-        """As far as the rows tell it themselves; NaN where they do not."""
+        """Samples so far, where the rows have them; else NaN."""
 
     @property
     def last_step(self) -> int: ...
     @property
     def fields(self) -> Collection[str]: ...
     def numbers(self, field: str) -> Floats:
-        """The five numbers of each row, as an array of five columns."""
+        """The five statistics of each row, as columns."""
 
 
 class EventTable:
-    """The numbers of events of one kind; more may be added."""
+    """One row per event of one kind; more may be added."""
 
     def __init__(self) -> None:
         self._steps, self._times = array("q"), array("d")
@@ -48,7 +53,7 @@ class EventTable:
         self._is_there: dict[str, bytearray] = {}
 
     def add(self, event: Event) -> None:
-        """Takes in one event."""
+        """Append an event."""
         row = len(self._steps)
         self._steps.append(max(-_MAX_STEP, min(_MAX_STEP, event.step)))
         self._times.append(event.time)
@@ -86,8 +91,8 @@ class EventTable:
 
     @property
     def samples(self) -> Floats:
-        told = self.numbers("samples")
-        return np.where(told[:, 0] > 0, told[:, 1], np.nan)
+        stats = self.numbers("samples")
+        return np.where(stats[:, 0] > 0, stats[:, 1], np.nan)
 
     @property
     def last_step(self) -> int:
@@ -111,7 +116,7 @@ class EventTable:
 
 
 class BlockTable:
-    """The numbers of one kind of events, a row for each block that holds such events."""
+    """One row per block that contains events of one kind."""
 
     def __init__(self, blocks: Sequence[EventBlock], *, kind: str) -> None:
         blocks = [block for block in blocks if kind in block.kinds]
@@ -130,10 +135,10 @@ class BlockTable:
 
     @property
     def samples(self) -> Floats:
-        # Those of the steps first: they lie where the block begins, as its step and its time do.
+        # Prefer those of steps: they belong to the beginning of the block, like its step and its time.
         of_steps = self._gather("step/samples")
-        told = np.where(of_steps[:, :1] > 0, of_steps, self.numbers("samples"))
-        return np.where(told[:, 0] > 0, told[:, 1], np.nan)
+        stats = np.where(of_steps[:, :1] > 0, of_steps, self.numbers("samples"))
+        return np.where(stats[:, 0] > 0, stats[:, 1], np.nan)
 
     @property
     def fields(self) -> Collection[str]:
@@ -153,7 +158,7 @@ class BlockTable:
 
 
 class JoinedTable:
-    """The rows of two tables, one behind the other: of a run that grows the first stays, and only the second is new."""
+    """The rows of two tables in sequence: of a growing run the first one is kept, and only the second is new."""
 
     def __init__(self, first: ColumnTable, second: ColumnTable) -> None:
         self._parts = first, second
@@ -176,15 +181,15 @@ class JoinedTable:
 T = TypeVar("T")
 _MAX_FRESH_BLOCKS = 256
 _MAX_SAMPLES = 2**53
-"""A damaged log may tell of more; a number of samples that is not exact is none."""
+"""A larger number of samples is damage, and not exact as a float."""
 _MAX_EVENTS_READ = 4_096
-"""More events than this, of a kind that is no step, are not read one by one if their blocks are points enough."""
+"""More events than this, other than steps, are not read one by one if their blocks give enough points."""
 
 
 def bucket_curves(
     history: History, *, kind: str, points: int, is_growing: bool = False, field: str | None = None
 ) -> Iterator[Curve]:
-    """The curves of one kind of events, or only that of a field; see whet.run.curve."""
+    """The curves of one kind of event, or only that of one field; see whet.run.curve."""
     table = _column_table(history, kind=kind, points=points)
     fields = [name for name in table.fields if field in (None, name)]
     if fields:
@@ -194,7 +199,7 @@ def bucket_curves(
 
 
 def training_seconds(history: History, times: Floats) -> Floats:
-    """From unix seconds to the seconds in which a process was at work until then."""
+    """Unix seconds converted to training seconds: the time between sessions does not count."""
     begins, before = _cached(history, "sittings", lambda: _session_starts(history))
     sitting: Integers = np.maximum(np.searchsorted(begins, times, side="right") - 1, 0)
     elapsed: Floats = before[sitting] + np.maximum(times - begins[sitting], 0.0)
@@ -202,7 +207,7 @@ def training_seconds(history: History, times: Floats) -> Floats:
 
 
 def _session_starts(history: History) -> tuple[Floats, Floats]:
-    """When each sitting began, and how long others had worked before."""
+    """The start of each session, and the training seconds before it."""
     begins: list[float] = []
     before: list[float] = []
     done, last = 0.0, 0.0
@@ -217,17 +222,17 @@ def _session_starts(history: History) -> tuple[Floats, Floats]:
 
 
 def _cached(history: History, name: str, make: Callable[[], T]) -> T:
-    """Made once for a history, until it grows."""
+    """Compute once per history, until it grows."""
     key = name, "blocks"
-    if key not in history.tables:
-        history.tables[key] = make()
-    kept: T = history.tables[key]
+    if key not in history.curve_cache:
+        history.curve_cache[key] = make()
+    kept: T = history.curve_cache[key]
     return kept
 
 
 @dataclass(frozen=True, slots=True)
 class _BucketedRows:
-    """The rows of a table by step, where each lies, and which belong to one point."""
+    """The rows of a table sorted by step, their x positions, and the point each belongs to."""
 
     order: Integers
     steps: Integers
@@ -244,7 +249,7 @@ class _BucketedRows:
         first = int(steps[0])
         width = max(1, -(-(last - first + 1) // points))
         if is_growing:
-            # Powers of two, counted from step 0: as long as it is the same width, the same points.
+            # Powers of two, counted from step 0: points stay where they are until the width doubles.
             width = 1 << (width - 1).bit_length()
             while last // width - first // width >= points:
                 width *= 2
@@ -254,7 +259,7 @@ class _BucketedRows:
         return cls(order, steps, times, elapsed, samples, (steps - first) // width, last)
 
     def curve(self, numbers: Floats, *, field: str, kind: str) -> Curve:
-        """The points of one field: rows that do not have it do not count."""
+        """The points of one field; rows without it are left out."""
         numbers = numbers[self.order]
         there = np.flatnonzero((numbers[:, 0] > 0) | (numbers[:, 4] > 0))
         numbers, bucket = numbers[there], self.bucket[there]
@@ -288,28 +293,30 @@ class _BucketedRows:
 
 
 def _column_table(history: History, *, kind: str, points: int) -> ColumnTable:
-    """Event by event, or block by block where those would be too many; made once for a history."""
-    counted = _cached(history, "counted", lambda: [*history.counted_blocks()])
+    """A table by event, or by block where there are too many events; computed once per history."""
+    counted = _cached(history, "counted", lambda: [*history.valid_blocks()])
     blocks = [block for block in counted if kind in block.kinds]
     most = points * BLOCK_EVENTS if kind == "step" else _MAX_EVENTS_READ
     is_long = len(blocks) > points and sum(block.kinds[kind] for block in blocks) > most
     key = kind, "blocks" if is_long else "events"
     if is_long:
-        history.tables.pop((kind, "events"), None)
-    if key not in history.tables:
-        history.tables[key] = _block_table(history, blocks, kind=kind) if is_long else _event_table(history, kind=kind)
-    table: ColumnTable = history.tables[key]
+        history.curve_cache.pop((kind, "events"), None)
+    if key not in history.curve_cache:
+        history.curve_cache[key] = (
+            _block_table(history, blocks, kind=kind) if is_long else _event_table(history, kind=kind)
+        )
+    table: ColumnTable = history.curve_cache[key]
     return table
 
 
 def _block_table(history: History, blocks: list[EventBlock], *, kind: str) -> ColumnTable:
-    """All but the last blocks are the same when a run has grown, and are kept."""
-    size, base = history.tables.get((kind, "base"), (0, None))
+    """The table of all but the last blocks does not change when a run grows, and is kept."""
+    size, base = history.curve_cache.get((kind, "base"), (0, None))
     if base is None or len(blocks) - size > _MAX_FRESH_BLOCKS:
-        # The last one may still grow.
+        # The last block may still grow.
         size = len(blocks) - 1
         base = BlockTable(blocks[:size], kind=kind)
-        history.tables[kind, "base"] = size, base
+        history.curve_cache[kind, "base"] = size, base
     return JoinedTable(base, BlockTable(blocks[size:], kind=kind))
 
 
@@ -321,15 +328,15 @@ def _event_table(history: History, *, kind: str) -> EventTable:
 
 
 def _fill_samples(samples: Floats, steps: Integers, *, history: History, points: int) -> Floats:
-    """Where rows do not tell how many samples there were, the steps around them do."""
+    """Fill in unknown numbers of samples by interpolating between the steps around them."""
     is_open = np.isnan(samples)
     if not is_open.any():
         return samples
-    told = _column_table(history, kind="step", points=points)
-    known = np.isfinite(told.samples)
+    table = _column_table(history, kind="step", points=points)
+    known = np.isfinite(table.samples)
     if not known.any():
         return samples
-    return np.where(is_open, np.interp(steps, told.steps[known], told.samples[known]), samples)
+    return np.where(is_open, np.interp(steps, table.steps[known], table.samples[known]), samples)
 
 
 def _known_values(values: Floats, is_unknown: NDArray[np.bool_]) -> list[float | None]:

@@ -1,9 +1,9 @@
-"""How do bytes get onto the disk so that they survive? The one module that writes, syncs, renames and removes.
+"""Durable writes: the one module that writes, syncs, renames and removes files.
+
+Nothing incomplete is ever visible under its final name: files and folders are written next to it under a name that
+starts with `.tmp-`, synced, and renamed. What a crash leaves behind is therefore recognizable and may be deleted.
 
 Every call that changes the disk goes through `disk`, a table that tests replace.
-
-Nothing half-written is ever visible under its final name: files and folders are made beside it under a name that
-starts with `.tmp-`, synced, and renamed. What a crash leaves behind is therefore recognisable and may be deleted.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ from whet.run.disk import NOT_SUPPORTED, Disk
 
 LEFTOVER_PREFIX = ".tmp-"
 _LEFTOVER = re.compile(re.escape(LEFTOVER_PREFIX) + r".+-\d+-[0-9a-f]{8}", re.DOTALL)
-_LEAST_WRITE = 1024**2
-"""Smaller pieces are put together before they are written."""
+_MIN_WRITE_BYTES = 1024**2
+"""Smaller chunks are combined before they are written."""
 
 disk = Disk()
-"""Makes every call; tests put another one here."""
+"""Makes every call; tests replace it."""
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether the name says that a write was cut short here (or is under way): only names that we gave."""
+    """Whether the name is that of an interrupted (or ongoing) write; only names that we gave."""
     return _LEFTOVER.fullmatch(path.name) is not None
 
 
 def leftover_name(path: Path) -> Path:
-    """A new unique name beside `path`; on the same filesystem, so that a rename is atomic."""
-    # 40 characters of the name are at most 160 bytes: the whole stays under the usual limit of 255.
+    """A unique name next to `path`: on the same filesystem, so that a rename is atomic."""
+    # 40 characters of the name are at most 160 bytes: the result stays below the usual limit of 255.
     return path.parent / f"{LEFTOVER_PREFIX}{path.name[:40]}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -46,7 +46,7 @@ def leftover_name(path: Path) -> Path:
 
 @contextlib.contextmanager
 def disk_errors(doing: str, path: Path) -> Iterator[None]:
-    """Turns an OSError inside into a WhetError that names the path, the system's reason and what to try."""
+    """Turn an OSError inside into a WhetError with the path, the system's reason and what to try."""
     try:
         yield
     except OSError as error:
@@ -54,7 +54,7 @@ def disk_errors(doing: str, path: Path) -> Iterator[None]:
 
 
 def explain_os_error(error: OSError, *, doing: str, path: Path) -> WhetError:
-    """The three lines for a failed disk operation.
+    """The error for a failed disk operation.
 
     >>> print(explain(OSError(errno.ENAMETOOLONG, "File name too long"), doing="write", path=Path("/x")).try_)
     a shorter name
@@ -70,7 +70,7 @@ def _advice(code: int | None, *, path: Path) -> str:
     if code in (errno.ENOSPC, errno.EDQUOT):
         return "free some space on this disk (`whet runs --prune`), or name a folder on another one"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "another folder, one you may write in"
+        return "another folder that you may write to"
     if code == errno.EFBIG:
         return "raise this shell's limit on file sizes (`ulimit -f unlimited`)"
     if code in (errno.ENOTDIR, errno.EEXIST):
@@ -85,14 +85,14 @@ def _advice(code: int | None, *, path: Path) -> str:
     if code in (errno.EMFILE, errno.ENFILE):
         return "fewer open files, or a higher limit (`ulimit -n 4096`)"
     if code == errno.ENOENT:
-        return "check that the folder still exists and that files can be made in it"
+        return "check that the folder still exists and that files can be created in it"
     if code in (errno.ENOLCK, *NOT_SUPPORTED):
-        return "a folder on a local disk: this filesystem lacks what is needed"
+        return "a folder on a local disk: this filesystem does not support the operation"
     return "check the disk and its connection, then run the same command again"
 
 
 def free_bytes(path: Path) -> int | None:
-    """The free space of the filesystem that `path` is (or would be) on; None where it cannot be told."""
+    """The free space of the filesystem that `path` is (or would be) on; None where it is unknown."""
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free
@@ -103,19 +103,19 @@ def free_bytes(path: Path) -> int | None:
 
 
 class WrittenFile(NamedTuple):
-    """What a file should hold, known before it is read back."""
+    """Size and hash of a file that was written."""
 
     size: int
     sha256: str
 
 
 def write_file(path: Path, *, data: bytes | Iterable[bytes]) -> None:
-    """Writes or replaces a file: after a crash it holds either the old bytes or the new ones."""
+    """Write or replace a file: after a crash it contains either the old bytes or the new ones."""
     draft = leftover_name(path)
-    pieces = (data,) if isinstance(data, bytes) else data
+    chunks = (data,) if isinstance(data, bytes) else data
     with disk_errors("write", path):
         try:
-            _write_new(draft, pieces=pieces, sync=disk.full_sync)
+            _write_new(draft, chunks=chunks, sync=disk.full_sync)
             disk.rename(draft, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -125,15 +125,15 @@ def write_file(path: Path, *, data: bytes | Iterable[bytes]) -> None:
 
 
 def write_draft(path: Path, *, data: bytes | Iterable[bytes | memoryview], is_last: bool = False) -> WrittenFile:
-    """Writes and syncs a new file inside a draft of `publish_directory`; the last file with the drive's cache."""
-    pieces = (data,) if isinstance(data, bytes) else data
+    """Write and sync a new file inside a draft of `publish_directory`; the last one with the drive's cache."""
+    chunks = (data,) if isinstance(data, bytes) else data
     with disk_errors("write", path):
-        # One full sync flushes the whole drive on macOS, so the files before the last need only the ordinary kind.
-        return _write_new(path, pieces=pieces, sync=disk.full_sync if is_last else disk.sync)
+        # One full sync flushes the whole drive on macOS, so the files before the last one need only an fsync.
+        return _write_new(path, chunks=chunks, sync=disk.full_sync if is_last else disk.sync)
 
 
 class StreamedFile:
-    """A new file inside a draft of `publish_directory`, for who writes several at a time, piece by piece."""
+    """A new file inside a draft of `publish_directory`, written in chunks; several can be open at once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -143,13 +143,13 @@ class StreamedFile:
             self._descriptor = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def append(self, data: bytes | memoryview) -> None:
-        """Adds a piece; what is small is collected first."""
+        """Append a chunk; small ones are collected first."""
         self._collected += data
-        if len(self._collected) >= _LEAST_WRITE:
+        if len(self._collected) >= _MIN_WRITE_BYTES:
             self._write()
 
     def close(self) -> WrittenFile:
-        """Syncs and closes it; what it holds."""
+        """Sync and close it; returns size and hash."""
         try:
             self._write()
             with disk_errors("write", self._path):
@@ -159,7 +159,7 @@ class StreamedFile:
         return WrittenFile(self._size, self._digest.hexdigest())
 
     def abandon(self) -> None:
-        """Closes it as it is; its draft goes anyway."""
+        """Close it without syncing; its draft will be removed."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
                 disk.close(self._descriptor)
@@ -175,15 +175,15 @@ class StreamedFile:
                 rest = rest[disk.write(self._descriptor, rest) :]
 
 
-def _write_new(path: Path, *, pieces: Iterable[bytes | memoryview], sync: Callable[[int], None]) -> WrittenFile:
-    """Synced through the descriptor that wrote: the system tells a later one nothing of what went wrong before."""
+def _write_new(path: Path, *, chunks: Iterable[bytes | memoryview], sync: Callable[[int], None]) -> WrittenFile:
+    """Sync through the descriptor that wrote: the system reports write errors only to that one."""
     digest, size = hashlib.sha256(), 0
     descriptor = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        for piece in _in_large_pieces(pieces):
-            digest.update(piece)
-            size += len(piece)
-            rest = piece
+        for chunk in _in_large_chunks(chunks):
+            digest.update(chunk)
+            size += len(chunk)
+            rest = chunk
             while rest:
                 rest = rest[disk.write(descriptor, rest) :]
         sync(descriptor)
@@ -192,16 +192,16 @@ def _write_new(path: Path, *, pieces: Iterable[bytes | memoryview], sync: Callab
     return WrittenFile(size, digest.hexdigest())
 
 
-def _in_large_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+def _in_large_chunks(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
     collected = bytearray()
-    for piece in pieces:
-        if len(piece) < _LEAST_WRITE:
-            collected += piece
-        if collected and (len(piece) >= _LEAST_WRITE or len(collected) >= _LEAST_WRITE):
+    for chunk in chunks:
+        if len(chunk) < _MIN_WRITE_BYTES:
+            collected += chunk
+        if collected and (len(chunk) >= _MIN_WRITE_BYTES or len(collected) >= _MIN_WRITE_BYTES):
             yield memoryview(collected)
             collected = bytearray()
-        if len(piece) >= _LEAST_WRITE:
-            yield memoryview(piece)
+        if len(chunk) >= _MIN_WRITE_BYTES:
+            yield memoryview(chunk)
     if collected:
         yield memoryview(collected)
 
@@ -211,7 +211,7 @@ def _sync_folder(path: Path, *, sync: Callable[[int], None]) -> None:
     try:
         sync(descriptor)
     except OSError as error:
-        # Some network filesystems cannot sync a folder; they order the names themselves.
+        # Some network filesystems cannot sync a folder; they order names themselves.
         if error.errno not in NOT_SUPPORTED:
             raise
     finally:
@@ -219,10 +219,10 @@ def _sync_folder(path: Path, *, sync: Callable[[int], None]) -> None:
 
 
 def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
-    """Makes a folder appear complete, or not at all; `fill` puts files into the draft with `write_draft`.
+    """Create a folder completely or not at all; `fill` writes files into the draft with `write_draft`.
 
-    A folder that is there already is refused, unless it is empty. After a failed sync nothing is tried again with the
-    same files: the draft goes, and who wants to try again writes a new one.
+    An existing folder is an error unless it is empty. After a failed sync the draft is removed: a retry must write new
+    files, because a second fsync of the same ones may succeed without having written them.
     """
     draft = leftover_name(path)
     with disk_errors("create", path):
@@ -240,16 +240,16 @@ def publish_directory(path: Path, *, fill: Callable[[Path], None]) -> None:
 
 
 def publish_files(files: Sequence[tuple[Path, Iterable[bytes]]]) -> None:
-    """Writes several new files; all are complete before the first gets its name, and none replaces another."""
+    """Write several new files; all are complete before the first one gets its name, and none is replaced."""
     drafts: list[tuple[Path, Path]] = []
     for path, _ in files:
         with disk_errors("write", path):
             if path.exists() or path.is_symlink():
-                raise FileExistsError(errno.EEXIST, "is there already")
+                raise FileExistsError(errno.EEXIST, "already exists")
     try:
-        for path, pieces in files:
+        for path, chunks in files:
             drafts.append((leftover_name(path), path))
-            write_draft(drafts[-1][0], data=pieces, is_last=len(drafts) == len(files))
+            write_draft(drafts[-1][0], data=chunks, is_last=len(drafts) == len(files))
         while drafts:
             draft, path = drafts[-1]
             with disk_errors("write", path):
@@ -264,8 +264,8 @@ def publish_files(files: Sequence[tuple[Path, Iterable[bytes]]]) -> None:
 
 
 def make_directory(path: Path) -> tuple[Path, ...]:
-    """Makes a folder and its parents where they are missing; the new ones, outermost first."""
-    made: list[Path] = []
+    """Create a folder and its missing parents; returns the new ones, outermost first."""
+    created: list[Path] = []
     with disk_errors("create", path):
         missing = [place for place in (path, *path.parents) if not place.exists()]
         if not missing and not path.is_dir():
@@ -274,23 +274,23 @@ def make_directory(path: Path) -> tuple[Path, ...]:
             for place in reversed(missing):
                 with contextlib.suppress(FileExistsError):
                     disk.make_folder(place)
-                made.append(place)
+                created.append(place)
                 _sync_folder(place.parent, sync=disk.full_sync)
         except BaseException:
-            remove_empty(made)
+            remove_empty(created)
             raise
-    return tuple(made)
+    return tuple(created)
 
 
 def check_writable(path: Path) -> None:
-    """Refuses a path that could not be made, before anything is written: its nearest existing parent decides."""
+    """Check that a path can be created before anything is written, by its nearest existing parent."""
     with disk_errors("create", path):
         place = next(place for place in path.parents if place.exists())
         if not place.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "not a folder")
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "not writable")
-        # Permissions do not tell all (root, /proc, a full disk): what counts is whether a folder can be made.
+        # Permissions do not decide everything (root, /proc, a full disk): try to create a folder.
         trial = leftover_name(place / "trial")
         disk.make_folder(trial)
         disk.remove_folder(trial)
@@ -300,21 +300,21 @@ def check_writable(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a whole folder: gone under its name at once, and for good when this returns."""
+    """Remove a file or a whole folder: its name is gone at once, the data when this returns."""
     with disk_errors("remove", path):
-        doomed = path
+        leftover = path
         if not is_leftover(path):
-            doomed = leftover_name(path)
-            disk.rename(path, doomed)
+            leftover = leftover_name(path)
+            disk.rename(path, leftover)
             _sync_folder(path.parent, sync=disk.sync)
-        if doomed.is_dir() and not doomed.is_symlink():
-            _remove_tree(doomed)
+        if leftover.is_dir() and not leftover.is_symlink():
+            _remove_tree(leftover)
         else:
-            disk.unlink(doomed)
+            disk.unlink(leftover)
 
 
 def move_aside(path: Path) -> Path:
-    """Takes a name away from what has it, without deleting it; where it lies now. `remove` ends it."""
+    """Rename a file or folder to a leftover name; returns its new path. `remove` deletes it."""
     with disk_errors("move", path):
         aside = leftover_name(path)
         disk.rename(path, aside)
@@ -322,7 +322,7 @@ def move_aside(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Removes what writes that were cut short left in a folder; how many. Only for who holds the run's lock."""
+    """Remove the leftovers of interrupted writes; returns how many. The caller must hold the lock of the run."""
     found = [path for path in sorted(folder.iterdir()) if is_leftover(path)] if folder.is_dir() else []
     for path in found:
         remove(path)
@@ -337,7 +337,7 @@ def _remove_tree(path: Path) -> None:
 
 
 def remove_empty(folders: list[Path] | tuple[Path, ...]) -> None:
-    """Takes back folders made a moment ago, as far as they are still empty."""
+    """Remove folders that were just created, as far as they are still empty."""
     for folder in reversed(folders):
         with contextlib.suppress(OSError):
             disk.remove_folder(folder)

@@ -13,14 +13,14 @@ from whet.run.event import as_number
 
 BLOCK_EVENTS = 256
 SUMMARIZED_KINDS = ("step", "health", "eval")
-"""The kinds whose numbers are counted, field by field."""
+"""The kinds whose numbers are summarized, field by field."""
 STATS_PER_FIELD = 5
-"""Of a field in a block: count, least, greatest, sum, and how many were not finite; 8 bytes each."""
+"""Per field of a block: count, least, greatest, sum, and how many were not finite; 8 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldStats:
-    """The finite values of one field in some events, and how many were not finite. No values: all zero."""
+    """Statistics of the finite values of one field, and how many were not finite; all zero without values."""
 
     count: int
     least: float
@@ -30,7 +30,7 @@ class FieldStats:
 
 
 class StatCounter:
-    """Makes a Stat, one value or one Stat at a time."""
+    """Accumulates statistics of values, or of other statistics."""
 
     __slots__ = ("_count", "_greatest", "_least", "_nonfinite", "_total")
 
@@ -39,7 +39,7 @@ class StatCounter:
         self._least, self._greatest, self._total = math.inf, -math.inf, 0.0
 
     def add(self, value: float) -> None:
-        """Counts a value."""
+        """Add a value."""
         if not math.isfinite(value):
             self._nonfinite += 1
             return
@@ -49,7 +49,7 @@ class StatCounter:
         self._greatest = max(self._greatest, value)
 
     def merge(self, stat: FieldStats) -> None:
-        """Counts all values of `stat`."""
+        """Add all values behind `stat`."""
         self._nonfinite += stat.nonfinite
         if stat.count:
             self._count += stat.count
@@ -58,7 +58,7 @@ class StatCounter:
             self._greatest = max(self._greatest, stat.greatest)
 
     def stat(self) -> FieldStats:
-        """What was counted."""
+        """The statistics so far."""
         if not self._count:
             return FieldStats(0, 0.0, 0.0, 0.0, self._nonfinite)
         return FieldStats(self._count, self._least, self._greatest, _bounded(self._total), self._nonfinite)
@@ -66,11 +66,11 @@ class StatCounter:
 
 @dataclass(frozen=True, slots=True)
 class EventBlock:
-    """Some events that lie together in the file."""
+    """Up to 256 consecutive events of the file."""
 
     start: int
     end: int
-    """The bytes [start, end) of events.jsonl; whole lines."""
+    """The bytes [start, end) of events.jsonl; complete lines."""
     first_time: float
     last_time: float
     first_step: int
@@ -78,13 +78,13 @@ class EventBlock:
     least_step: int
     greatest_step: int
     damaged: int
-    """Lines that are no events."""
+    """Lines that are not events."""
     resumed_from: int | None
     """The step of the `resume` event it begins with."""
     kinds: Mapping[str, int]
     """How many events of each kind."""
     places: tuple[tuple[str, int, int], ...]
-    """Where the events lie that are no steps: kind, first byte counted from `start`, and length."""
+    """Positions of the events other than steps: kind, offset from `start`, and length."""
     fields: tuple[str, ...]
     """The fields with numbers, such as "step/loss"; a field of a map is named "step/seconds/data"."""
     numbers: bytes
@@ -92,17 +92,17 @@ class EventBlock:
 
     @property
     def count(self) -> int:
-        """How many lines."""
+        """The number of lines."""
         return sum(self.kinds.values()) + self.damaged
 
     @property
     def stats(self) -> dict[str, FieldStats]:
-        """What is known of every field of its step events; whoever draws curves asks whet.run.curve, which is faster."""
+        """Statistics of every field of its step events. Curves use whet.run.curve, which is faster."""
         names = (name.removeprefix("step/") for name in self.fields if name.startswith("step/"))
         return {name: stat for name in names if (stat := self.stat(name)) is not None}
 
     def stat(self, field: str, *, kind: str = "step") -> FieldStats | None:
-        """What is known of one field; None when no event here has it."""
+        """Statistics of one field; None when no event here has it."""
         try:
             place = self.fields.index(f"{kind}/{field}")
         except ValueError:
@@ -112,7 +112,7 @@ class EventBlock:
 
 
 class BlockBuilder:
-    """Counts the events of a block as they are written or read, then makes the block."""
+    """Collects the events of a block as they are written or read, then builds the block."""
 
     def __init__(self, start: int) -> None:
         self.start = start
@@ -129,7 +129,7 @@ class BlockBuilder:
         self._first_step = self._least_step = self._greatest_step = 0
 
     def add(self, kind: str, time: float, step: int, fields: Mapping[str, Any], *, start: int, length: int) -> None:
-        """Counts one event, which lies at the bytes [start, start + length) of the file."""
+        """Add the event at the bytes [start, start + length) of the file."""
         if self.count == 0:
             self._first_time = time
             self._first_step = self._least_step = self._greatest_step = step
@@ -158,9 +158,9 @@ class BlockBuilder:
         """Whether the block should end here."""
         return self.count + self.damaged >= BLOCK_EVENTS
 
-    def block(self, end: int) -> EventBlock:
+    def build(self, end: int) -> EventBlock:
         """The block up to byte `end`."""
-        counted = [(field, five) for field, values in self._all_columns() if (five := _stats_of(values)) is not None]
+        counted = [(field, stats) for field, values in self._all_columns() if (stats := _stats_of(values)) is not None]
         return EventBlock(
             start=self.start,
             end=end,
@@ -174,7 +174,7 @@ class BlockBuilder:
             kinds=dict(self._kinds),
             places=tuple(self._places),
             fields=intern_fields(tuple(field for field, _ in counted)),
-            numbers=b"".join(_STATS_STRUCT.pack(*five) for _, five in counted),
+            numbers=b"".join(_STATS_STRUCT.pack(*stats) for _, stats in counted),
         )
 
     def _all_columns(self) -> Iterator[tuple[str, list[Any]]]:
@@ -183,7 +183,7 @@ class BlockBuilder:
             named = {f"{kind}/{name}": values for name, values in outer.items()}
             for name, columns in inner.items():
                 for key, values in columns.items():
-                    # A name with a slash may be the same as one in a map.
+                    # A name with a slash may equal the path of a value in a map.
                     field = f"{kind}/{name}/{key}"
                     named[field] = named.get(field, []) + values
             yield from named.items()
@@ -191,7 +191,7 @@ class BlockBuilder:
 
 @lru_cache(maxsize=4096)
 def intern_fields(fields: tuple[str, ...]) -> tuple[str, ...]:
-    """The same object for equal names: thousands of blocks have the same."""
+    """One object for equal names: thousands of blocks have the same ones."""
     return fields
 
 
@@ -200,10 +200,10 @@ _Stats = tuple[float, float, float, float, float]
 
 
 def _stats_of(values: list[Any]) -> _Stats | None:
-    """Count, least, greatest, sum and how many are not finite, of all that are numbers; None when none is."""
+    """Count, least, greatest, sum and the number of non-finite values, of all numbers; None without numbers."""
     types = set(map(type, values))
     if types != _FLOATS:
-        # Whole numbers up to here become floating ones without an overflow.
+        # Integers up to here convert to float without an overflow.
         is_whole = types == _WHOLE and max(values) < _LARGE and min(values) > -_LARGE
         values = [*map(float, values)] if is_whole else [*filter(_is_known, map(as_number, values))]
         if not values:
@@ -213,11 +213,11 @@ def _stats_of(values: list[Any]) -> _Stats | None:
         if math.isfinite(total):
             return len(values), min(values), max(values), total, 0
     except (ValueError, OverflowError):
-        pass  # Infinities of both signs, or a sum beyond all numbers.
+        pass  # Infinities of both signs, or a sum out of range.
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return 0, 0.0, 0.0, 0.0, len(values)
-    # Finite numbers may add up to infinity, which could not be compared.
+    # Finite numbers may add up to infinity.
     total = _bounded(sum(finite))
     return len(finite), min(finite), max(finite), total, len(values) - len(finite)
 

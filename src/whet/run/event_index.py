@@ -1,4 +1,17 @@
-"""The index of events.jsonl: which events lie where, and statistics of their numbers."""
+"""The index of events.jsonl: which events are where, and statistics of their numbers.
+
+The file is divided into blocks of up to 256 events. For each block `events.index` has one line: its position, the kinds
+and steps in it, the positions of its events other than steps, and of each number in its step, health and eval events the
+count, least, greatest and sum. So a reader finds the few incidents of a million steps, or draws their curve with every
+spike, without reading the million.
+
+The index is a cache, never the truth: a line counts only if its checksum is right, it follows the line before and lies
+inside the file. From the first line that fails, and after the last, the events themselves are read. A block never spans
+the start of a session, so a `resume` is always the first event of its block.
+
+A reader must not write into a run folder. Where it had to read a long log without an index, it caches what it found
+under WHET_HOME; that cache is trusted no more than the index.
+"""
 
 import binascii
 import contextlib
@@ -18,45 +31,67 @@ from whet.base.errors import WhetError
 from whet.run import durable, strict_json
 from whet.run.disk import open_regular_file
 from whet.run.event import SESSION_START_KINDS, Event, parse_event, parse_event_fields
-from whet.run.event_block import (
-    BLOCK_EVENTS,
-    STATS_PER_FIELD,
-    BlockBuilder,
-    EventBlock,
-    FieldStats,
-    StatCounter,
-    intern_fields,
-)
-
-__all__ = [
-    "BLOCK_EVENTS",
-    "INDEX_HEADER",
-    "LONG_BYTES",
-    "BlockBuilder",
-    "EventBlock",
-    "FieldStats",
-    "LogLayout",
-    "ScanProgress",
-    "StatCounter",
-    "decode_entry",
-    "encode_entry",
-    "read_block",
-    "read_layout",
-    "read_non_steps",
-    "read_trusted_entries",
-    "scan_blocks",
-]
+from whet.run.event_block import STATS_PER_FIELD, BlockBuilder, EventBlock, intern_fields
+from whet.run.folder import EVENTS_FILE, INDEX_FILE
 
 INDEX_HEADER = b"whet events index 2\n"
-"""An index of another version is as good as none."""
+"""An index of another version is ignored."""
 LONG_BYTES = 32 * 1024**2
-"""Fewer bytes of events than this are read in less than a second."""
+"""Fewer bytes of events are read in less than a second."""
 ScanProgress = Callable[[int, int], None]
-"""Is told how many bytes of how many were read."""
+"""Called with the number of bytes read and their total."""
 
 _SPOT_CHECKS = 16
 _MAX_LINE_BYTES = 16 * 1024**2
 _PROGRESS_BYTES = 4 * 1024**2
+_MAX_CACHE_BYTES = 256 * 1024**2
+"""Of all cached indexes together; the oldest are removed first."""
+_CACHE_NAME = re.compile(r"[0-9a-f]{64}\.index")
+
+
+@dataclass(frozen=True, slots=True)
+class LogLayout:
+    """All blocks of an events file, and how much of that came from the index."""
+
+    blocks: tuple[EventBlock, ...]
+    end: int
+    """Behind the last complete line; a torn one may follow."""
+    torn_bytes: int
+    index_bytes: int
+    """How much of the index file is valid; the rest should be truncated."""
+    num_indexed: int
+    """How many of the blocks came from the index."""
+    read_bytes: int = 0
+    """How many bytes of events were read because the index did not cover them."""
+
+
+def read_log_layout(folder: Path, *, progress: ScanProgress | None = None) -> LogLayout:
+    """The blocks of the events in a run folder: from the index as far as it is valid, the rest by reading the events."""
+    events = folder / EVENTS_FILE
+    try:
+        file = open_regular_file(events)
+    except FileNotFoundError:
+        return LogLayout(blocks=(), end=0, torn_bytes=0, index_bytes=0, num_indexed=0)
+    with file:
+        size = file.seek(0, 2)
+        blocks, index_bytes = read_trusted_entries(folder / INDEX_FILE, file=file, size=size)
+        num_indexed, known = len(blocks), blocks[-1].end if blocks else 0
+        if size - known >= LONG_BYTES and (path := cached_index_path(events)) is not None:
+            cached, _ = read_trusted_entries(path, file=file, size=size)
+            if cached and cached[-1].end > known:
+                blocks, index_bytes, num_indexed, known = cached, 0, 0, cached[-1].end
+        blocks += scan_blocks(file, start=known, size=size, progress=progress)
+    end = blocks[-1].end if blocks else 0
+    if end - known >= LONG_BYTES:
+        _cache_index(events, blocks[:-1])  # The last block may still grow.
+    return LogLayout(
+        blocks=tuple(blocks),
+        end=end,
+        torn_bytes=size - end,
+        index_bytes=index_bytes,
+        num_indexed=num_indexed,
+        read_bytes=end - known,
+    )
 
 
 def encode_entry(block: EventBlock) -> bytes:
@@ -71,7 +106,7 @@ def encode_entry(block: EventBlock) -> bytes:
             "kinds": block.kinds,
             "places": block.places,
             "fields": block.fields,
-            # Text of numbers would take most of the time of opening a long run.
+            # Base64: parsing numbers from text would take most of the time of opening a long run.
             "numbers": binascii.b2a_base64(block.numbers, newline=False).decode(),
         }
     ).encode()
@@ -88,11 +123,13 @@ def decode_entry(line: bytes) -> EventBlock | None:
         first_step, least_step, greatest_step = entry["steps"]
         fields, numbers = tuple(entry["fields"]), binascii.a2b_base64(entry["numbers"])
         places = tuple([(str(kind), offset, length) for kind, offset, length in entry["places"]])
-        whole = (start, end, first_step, least_step, greatest_step, entry["damaged"], *entry["kinds"].values())
-        whole += tuple([number for _, *span in places for number in span])
-        if set(map(type, whole)) != {int} or type(entry["resumed_from"]) not in (int, NoneType):
+        integers = (start, end, first_step, least_step, greatest_step, entry["damaged"], *entry["kinds"].values())
+        integers += tuple([number for _, *span in places for number in span])
+        if set(map(type, integers)) != {int} or type(entry["resumed_from"]) not in (int, NoneType):
             return None
-        if not {type(first_time), type(last_time)} <= {int, float} or len(numbers) != 8 * STATS_PER_FIELD * len(fields):
+        if not {type(first_time), type(last_time)} <= {int, float}:
+            return None
+        if len(numbers) != 8 * STATS_PER_FIELD * len(fields):
             return None
         return EventBlock(
             start=start,
@@ -113,55 +150,8 @@ def decode_entry(line: bytes) -> EventBlock | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class LogLayout:
-    """All blocks of an events file, and how much of that was taken from the index."""
-
-    blocks: tuple[EventBlock, ...]
-    end: int
-    """Behind the last whole line; a torn one may follow."""
-    torn_bytes: int
-    index_bytes: int
-    """How much of the index file is right (the rest should be cut off)."""
-    num_indexed: int
-    """How many of the blocks came from the index."""
-    read_bytes: int = 0
-    """How many bytes of events had to be read, for want of an index."""
-
-
-def read_layout(
-    events: Path, *, index: Path, spare: Callable[[], Path | None] | None = None, progress: ScanProgress | None = None
-) -> LogLayout:
-    """The blocks of an events file: from the index as far as it is right, by reading the events from there on.
-
-    Where the index knows little of a long file, `spare` tells where another one may be.
-    """
-    try:
-        file = open_regular_file(events)
-    except FileNotFoundError:
-        return LogLayout(blocks=(), end=0, torn_bytes=0, index_bytes=0, num_indexed=0)
-    with file:
-        size = file.seek(0, 2)
-        blocks, index_bytes = read_trusted_entries(index, file=file, size=size)
-        num_indexed, known = len(blocks), blocks[-1].end if blocks else 0
-        if spare is not None and size - known >= LONG_BYTES and (path := spare()) is not None:
-            others, _ = read_trusted_entries(path, file=file, size=size)
-            if others and others[-1].end > known:
-                blocks, index_bytes, num_indexed, known = others, 0, 0, others[-1].end
-        blocks += scan_blocks(file, start=known, size=size, progress=progress)
-    end = blocks[-1].end if blocks else 0
-    return LogLayout(
-        blocks=tuple(blocks),
-        end=end,
-        torn_bytes=size - end,
-        index_bytes=index_bytes,
-        num_indexed=num_indexed,
-        read_bytes=end - known,
-    )
-
-
 def read_block(file: BinaryIO, block: EventBlock, *, newest_first: bool = False) -> Iterator[Event]:
-    """The events of a block, each parsed when it is asked for; damaged lines are passed over."""
+    """The events of a block, each parsed when it is requested; damaged lines are skipped."""
     file.seek(block.start)
     lines = file.read(block.end - block.start).split(b"\n")
     for line in reversed(lines) if newest_first else lines:
@@ -173,7 +163,7 @@ def read_block(file: BinaryIO, block: EventBlock, *, newest_first: bool = False)
 def read_non_steps(
     file: BinaryIO, block: EventBlock, *, kinds: Collection[str], newest_first: bool = False
 ) -> Iterator[Event]:
-    """The events of a block of these kinds, none of them steps, without reading the steps between them."""
+    """The events of a block of these kinds (not steps), without reading the steps between them."""
     wanted = [place for place in block.places if place[0] in kinds]
     if not wanted:
         return
@@ -182,7 +172,7 @@ def read_non_steps(
     data = file.read(end - first)
     events = [parse_event(data[start - first : start - first + length]) for _, start, length in wanted]
     if any(event is None or event.kind != kind for event, (kind, _, _) in zip(events, wanted, strict=True)):
-        # Something was changed in the file: whatever is still an event counts.
+        # The file was modified: read whatever is still an event.
         events = [event for event in read_block(file, block) if event.kind in kinds]
     for event in reversed(events) if newest_first else events:
         if event is not None:
@@ -190,9 +180,9 @@ def read_non_steps(
 
 
 def read_trusted_entries(index: Path, *, file: BinaryIO, size: int) -> tuple[list[EventBlock], int]:
-    """The blocks that an index tells rightly of an events file of that size, and how many of its bytes that takes."""
+    """The blocks of an index that match an events file of that size, and how many bytes of the index they take."""
     blocks: list[EventBlock] = []
-    good_bytes, end = len(INDEX_HEADER), 0
+    valid_bytes, end = len(INDEX_HEADER), 0
     try:
         with open_regular_file(index) as lines:
             if lines.readline(len(INDEX_HEADER)) != INDEX_HEADER:
@@ -202,75 +192,57 @@ def read_trusted_entries(index: Path, *, file: BinaryIO, size: int) -> tuple[lis
                 if block is None or block.start != end or not end < block.end <= size:
                     break
                 blocks.append(block)
-                good_bytes += len(line)
+                valid_bytes += len(line)
                 end = block.end
     except (OSError, WhetError):
         return [], 0
-    # The events may have been replaced under an index that is right in itself.
+    # The events may have been replaced under an index that is consistent in itself.
     stride = max(1, len(blocks) // _SPOT_CHECKS)
     if all(_matches_log(file, block) for block in [*blocks[::stride], *blocks[-1:]]):
-        return blocks, good_bytes
+        return blocks, valid_bytes
     return [], 0
 
 
 def scan_blocks(file: BinaryIO, *, start: int, size: int, progress: ScanProgress | None = None) -> Iterator[EventBlock]:
-    """The blocks of the whole lines in the bytes [start, size) of an events file."""
+    """The blocks of the complete lines in the bytes [start, size) of an events file."""
     file.seek(start)
-    end = told = start
-    tally = BlockBuilder(start)
+    end = reported = start
+    builder = BlockBuilder(start)
     while line := file.readline(_MAX_LINE_BYTES):
         if line[-1:] != b"\n":
             if len(line) == _MAX_LINE_BYTES:
-                got = f"over {_MAX_LINE_BYTES:,} bytes without a line's end, from byte {end:,} on"
+                got = f"over {_MAX_LINE_BYTES:,} bytes without a line end, from byte {end:,} on"
                 raise WhetError("the log of the run is damaged", got=got, try_="restore events.jsonl from a copy")
             break
         if end + len(line) > size:
             break
         parts = parse_event_fields(line)
-        if tally.is_full or (parts is not None and parts[0] in SESSION_START_KINDS and end > tally.start):
-            yield tally.block(end)
-            tally = BlockBuilder(end)
-            if progress is not None and end - told >= _PROGRESS_BYTES:
-                told = end
+        if builder.is_full or (parts is not None and parts[0] in SESSION_START_KINDS and end > builder.start):
+            yield builder.build(end)
+            builder = BlockBuilder(end)
+            if progress is not None and end - reported >= _PROGRESS_BYTES:
+                reported = end
                 progress(end, size)
         if parts is None:
-            tally.damaged += 1
+            builder.damaged += 1
         else:
-            tally.add(*parts, start=end, length=len(line))
+            builder.add(*parts, start=end, length=len(line))
         end += len(line)
-    if end > tally.start:
-        yield tally.block(end)
+    if end > builder.start:
+        yield builder.build(end)
     if progress is not None and end > start:
         progress(end, size)
 
 
-def _matches_log(file: BinaryIO, block: EventBlock) -> bool:
-    file.seek(max(block.start - 1, 0))
-    if block.start and file.read(1) != b"\n":
-        return False
-    first = parse_event(file.readline(_MAX_LINE_BYTES))
-    if first is None:
-        return block.damaged > 0
-    file.seek(block.end - 1)
-    begins = (first.time, first.step) == (block.first_time, block.first_step)
-    return begins and file.read(1) == b"\n"
-
-
-_MAX_CACHE_BYTES = 256 * 1024**2
-"""Of all spare indexes together; the oldest go first."""
-_CACHE_NAME = re.compile(r"[0-9a-f]{64}\.index")
-"""Files of other names are not ours, and stay."""
-
-
 def cached_index_path(events: Path) -> Path | None:
-    """Where the spare index of an events file lies or would lie; None for a user without a home folder."""
+    """Where the cached index of an events file is; None for a user without a home folder."""
     with contextlib.suppress(OSError, RuntimeError):
         return home() / "indexes" / f"{hashlib.sha256(str(events.resolve()).encode()).hexdigest()}.index"
     return None
 
 
-def cache_index(events: Path, blocks: Iterable[EventBlock]) -> None:
-    """Keeps the blocks of an events file; where that cannot be, nobody minds."""
+def _cache_index(events: Path, blocks: Iterable[EventBlock]) -> None:
+    """Cache the blocks of an events file; failures do not matter."""
     path = cached_index_path(events)
     if path is None:
         return
@@ -281,9 +253,22 @@ def cache_index(events: Path, blocks: Iterable[EventBlock]) -> None:
 
 
 def _evict(folder: Path, *, keep: Path) -> None:
-    found = [path for path in folder.iterdir() if _CACHE_NAME.fullmatch(path.name) and path != keep]
+    """Remove the oldest cached indexes; files of other names are not ours."""
+    paths = [path for path in folder.iterdir() if _CACHE_NAME.fullmatch(path.name) and path != keep]
     left = _MAX_CACHE_BYTES - keep.stat().st_size
-    for path in sorted(found, key=lambda path: path.lstat().st_mtime, reverse=True):
+    for path in sorted(paths, key=lambda path: path.lstat().st_mtime, reverse=True):
         left -= path.lstat().st_size
         if left < 0:
             path.unlink(missing_ok=True)
+
+
+def _matches_log(file: BinaryIO, block: EventBlock) -> bool:
+    file.seek(max(block.start - 1, 0))
+    if block.start and file.read(1) != b"\n":
+        return False
+    first = parse_event(file.readline(_MAX_LINE_BYTES))
+    if first is None:
+        return block.damaged > 0
+    file.seek(block.end - 1)
+    is_same_start = (first.time, first.step) == (block.first_time, block.first_step)
+    return is_same_start and file.read(1) == b"\n"

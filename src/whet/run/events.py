@@ -1,4 +1,9 @@
-"""Writing events.jsonl and its index while a run trains, and reading them back."""
+"""Writing events.jsonl and its index while a run trains, and reading them back.
+
+Writing is cheap per step: lines wait in memory and go to the system once a second, with every event that is not a step,
+and on close; `sync` makes them survive a power cut. Only a torn last line is ever removed, when the file is opened.
+Reading leaves out what a later `resume` made void.
+"""
 
 import contextlib
 import errno
@@ -19,25 +24,25 @@ from whet.run.event import EVENT_KINDS, RESERVED_FIELDS, SESSION_START_KINDS, VO
 from whet.run.event_block import BlockBuilder, EventBlock
 from whet.run.event_index import (
     INDEX_HEADER,
-    LONG_BYTES,
     LogLayout,
     ScanProgress,
-    cache_index,
-    cached_index_path,
     encode_entry,
     read_block,
-    read_layout,
+    read_log_layout,
     read_non_steps,
 )
 from whet.run.folder import EVENTS_FILE, INDEX_FILE, Run, run_folder
 
 
 class AppendOnlyFile:
-    """A file that only grows. Bytes wait in memory until `flush`; what the disk refused stays and goes first next time,
-    so a full disk loses nothing that space will not bring back."""
+    """A file that only grows. Bytes wait in memory until `flush`.
+
+    Bytes that could not be written stay in memory and are written first the next time, so a full disk loses nothing
+    once there is space again.
+    """
 
     def __init__(self, path: Path, *, keep_bytes: int | None = None) -> None:
-        """Opens or makes `path`; `keep_bytes` cuts off what lies behind (a torn end)."""
+        """Open or create `path`; `keep_bytes` truncates it, to remove a torn end."""
         self._path = path
         self._waiting: list[bytes] = []
         with durable.disk_errors("open", path):
@@ -46,17 +51,17 @@ class AppendOnlyFile:
             if keep_bytes is not None:
                 durable.disk.truncate(self._descriptor, keep_bytes)
             self.size = os.fstat(self._descriptor).st_size
-            """Where the next byte goes, counting those that wait."""
+            """The position of the next byte, counting those that wait."""
 
     def add(self, data: bytes) -> None:
-        """Puts bytes in line; touches no durable.disk."""
+        """Queue bytes; does not touch the disk."""
         self._waiting.append(data)
         self.size += len(data)
 
     def flush(self) -> None:
-        """Hands all that waits to the system: it then survives this process, not yet a power cut."""
+        """Hand the queued bytes to the system: they survive this process, but not yet a power cut."""
         if not self._waiting or os.getpid() != self._owner:
-            return  # A forked child holds a copy of what waits; writing it would repeat it.
+            return  # A forked child has a copy of the queue; writing it would duplicate the lines.
         data = memoryview(b"".join(self._waiting))
         with durable.disk_errors("write", self._path):
             try:
@@ -66,21 +71,21 @@ class AppendOnlyFile:
                 self._waiting = [bytes(data)] if data else []
 
     def sync(self) -> None:
-        """Makes everything so far survive a power cut."""
+        """Make everything so far survive a power cut."""
         self.flush()
         with durable.disk_errors("sync", self._path):
             if os.fstat(self._descriptor).st_nlink == 0:
                 raise FileNotFoundError(errno.ENOENT, "deleted while open")
             durable.disk.full_sync(self._descriptor)
 
-    def settle(self) -> None:
-        """Makes what was flushed survive a power cut together with what is fully synced next; from any thread."""
+    def fsync(self) -> None:
+        """Hand flushed bytes to the drive: the next full sync of any file makes them durable. From any thread."""
         with durable.disk_errors("sync", self._path):
             if self._descriptor >= 0:
                 durable.disk.sync(self._descriptor)
 
     def close(self) -> None:
-        """Syncs and closes; closing twice is fine."""
+        """Sync and close; closing twice is fine."""
         if self._descriptor < 0:
             return
         try:
@@ -102,7 +107,7 @@ class EventLog:
         clock: Callable[[], float] = time.time,
         stopwatch: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Opens the log for more events; `clock` dates them, `stopwatch` paces the flushes (it never jumps)."""
+        """Open the log to append events; `clock` dates them, `stopwatch` paces the flushes (it never jumps)."""
         folder = run_folder(run)
         layout = read_log_layout(folder)
         self.path = folder / EVENTS_FILE
@@ -116,66 +121,65 @@ class EventLog:
             self._index.add(INDEX_HEADER)
         for block in layout.blocks[layout.num_indexed :]:
             self._index.add(encode_entry(block))
-        self._tally = BlockBuilder(layout.end)
+        self._block = BlockBuilder(layout.end)
         self._flush_seconds = flush_seconds
         self._clock = clock
         self._stopwatch = stopwatch
         self._flushed_at = stopwatch()
 
     def append(self, kind: str, /, *, step: int, **fields: Any) -> None:
-        """Adds one event. If the disk refuses it this raises, but keeps the event and writes it when it can."""
+        """Add one event. A failed write raises, but the event is kept and written later."""
         if kind not in EVENT_KINDS:
-            raise WhetError(
-                "unknown kind of event",
-                got=kind,
-                try_=closest_match(kind, EVENT_KINDS) or ", ".join(sorted(EVENT_KINDS)),
-            )
+            hint = closest_match(kind, EVENT_KINDS) or ", ".join(sorted(EVENT_KINDS))
+            raise WhetError("unknown kind of event", got=kind, try_=hint)
         if not RESERVED_FIELDS.isdisjoint(fields):
-            raise ValueError(f"names of fields that every event has: {sorted(RESERVED_FIELDS & fields.keys())}")
+            raise ValueError(f"reserved field names: {sorted(RESERVED_FIELDS & fields.keys())}")
         record = {"kind": kind, "time": self._clock(), "step": step, **fields}
         try:
-            # Steps are many, and hold nothing but what the engine puts in.
+            # Steps are many, and contain only what the training loop puts in.
             line = strict_json.encode_fast(record) if kind == "step" else strict_json.encode_compact(record).encode()
         except (ValueError, TypeError):
             record, line = _encode_unusual(record)
             fields = {name: record[name] for name in fields}
-        if kind in SESSION_START_KINDS or self._tally.is_full:
+        if kind in SESSION_START_KINDS or self._block.is_full:
             self._close_block()
         data = line + b"\n"
-        self._tally.add(kind, record["time"], record["step"], fields, start=self._events.size, length=len(data))
+        self._block.add(kind, record["time"], record["step"], fields, start=self._events.size, length=len(data))
         self._events.add(data)
         if kind != "step" or self._stopwatch() - self._flushed_at >= self._flush_seconds:
             self.flush()
 
-    def drop_after(self, step: int, **fields: Any) -> None:
-        """The run goes on from `step`: what came later stays in the file, but no longer counts."""
+    def resume_from(self, step: int, **fields: Any) -> None:
+        """Log that the run continues from `step`: later events stay in the file, but no longer count."""
         self.append("resume", step=step, **fields)
 
     def flush(self) -> None:
-        """Lets other processes see all events so far; they then survive this process."""
-        self._flushed_at = self._stopwatch()  # Also when it fails: a full disk is asked once a second, not every step.
+        """Make all events so far visible to other processes; they survive this process."""
+        self._flushed_at = (
+            self._stopwatch()
+        )  # Also after a failure: a full disk is tried once a second, not every step.
         self._events.flush()
         self._index.flush()
 
     def sync(self) -> None:
-        """Makes all events so far survive a power cut; costs milliseconds, so do it with a checkpoint."""
+        """Make all events so far survive a power cut; takes milliseconds, so do it with a checkpoint."""
         self._events.sync()
 
-    def settle(self) -> None:
-        """Makes what was flushed survive a power cut together with the checkpoint that is written next; any thread."""
-        self._events.settle()
+    def fsync(self) -> None:
+        """Make flushed events durable together with the checkpoint that is written next; from any thread."""
+        self._events.fsync()
 
     def close(self) -> None:
-        """Writes and syncs what waits, and closes; closing twice is fine."""
+        """Write, sync and close; closing twice is fine."""
         self._close_block()
         with contextlib.ExitStack() as stack:
-            stack.callback(self._index.close)  # Last: the index must not know events that are not there.
+            stack.callback(self._index.close)  # Last: the index must not list events that are not on disk.
             self._events.close()
 
     def _close_block(self) -> None:
-        if self._tally.count:
-            self._index.add(encode_entry(self._tally.block(self._events.size)))
-            self._tally = BlockBuilder(self._events.size)
+        if self._block.count:
+            self._index.add(encode_entry(self._block.build(self._events.size)))
+            self._block = BlockBuilder(self._events.size)
 
     def __enter__(self) -> Self:
         return self
@@ -187,21 +191,21 @@ class EventLog:
 class History:
     """The events of a run up to the moment it was opened, without those that a later `resume` made void.
 
-    Where the index is missing or old, the events are read: `progress` is told how many bytes of how many.
+    Where the index is missing or outdated, the events are read; `progress` receives the bytes read and their total.
     """
 
     def __init__(self, run: Run | Path, *, progress: ScanProgress | None = None) -> None:
         self._path = run_folder(run) / EVENTS_FILE
-        self._take(read_log_layout(run_folder(run), progress=progress))
+        self._set_layout(read_log_layout(run_folder(run), progress=progress))
 
-    def _take(self, layout: LogLayout) -> None:
+    def _set_layout(self, layout: LogLayout) -> None:
         self.layout = layout
         self.damaged = sum(block.damaged for block in layout.blocks)
-        """Lines in the file that are no events; they are passed over."""
-        self.tables: dict[tuple[str, str], Any] = {}
-        """What whet.run.curve keeps, so that it need not be read again."""
-        self._limits = _void_limits(layout.blocks)
-        self._rests: dict[int, EventBlock] = {}
+        """Lines in the file that are not events; they are skipped."""
+        self.curve_cache: dict[tuple[str, str], Any] = {}
+        """Tables of run.downsample, kept so that they are not read again."""
+        self._void_above = _void_limits(layout.blocks)
+        self._trimmed: dict[int, EventBlock] = {}
 
     def __iter__(self) -> Iterator[Event]:
         return self.events()
@@ -210,7 +214,7 @@ class History:
         """The events in the order they were written, of these kinds, at this step or later."""
         positions = [
             position
-            for position in self._holding(kinds)
+            for position in self._positions(kinds)
             if from_step is None or self.layout.blocks[position].greatest_step >= from_step
         ]
         for event in self._read(positions, kinds=kinds):
@@ -219,35 +223,35 @@ class History:
 
     def backwards(self, *, kinds: Collection[str] | None = None) -> Iterator[Event]:
         """The same, the newest first."""
-        for position in reversed(self._holding(kinds)):
+        for position in reversed(self._positions(kinds)):
             yield from self._read([position], kinds=kinds, newest_first=True)
 
     def last(self, *kinds: str) -> Event | None:
         """The newest event of these kinds, or None."""
         return next(self.backwards(kinds=kinds), None)
 
-    def counted_blocks(self) -> Iterator[EventBlock]:
-        """All blocks; one with void events comes as a block of what is left of it."""
+    def valid_blocks(self) -> Iterator[EventBlock]:
+        """All blocks; of one with void events only what still counts."""
         for position, block in enumerate(self.layout.blocks):
-            if block.greatest_step <= self._limits[position]:
+            if block.greatest_step <= self._void_above[position]:
                 yield block
                 continue
-            if position not in self._rests:
-                self._rests[position] = self._rest(position)
-            if self._rests[position].kinds:
-                yield self._rests[position]
+            if position not in self._trimmed:
+                self._trimmed[position] = self._trim(position)
+            if self._trimmed[position].kinds:
+                yield self._trimmed[position]
 
     def step_blocks(self) -> Iterator[EventBlock]:
-        """Blocks with the step events that count."""
-        return (block for block in self.counted_blocks() if "step" in block.kinds)
+        """The valid blocks that contain steps."""
+        return (block for block in self.valid_blocks() if "step" in block.kinds)
 
     def read(self, block: EventBlock) -> Iterator[Event]:
-        """The events that count of a block of this history."""
+        """The valid events of a block of this history."""
         starts = [each.start for each in self.layout.blocks]
         return self._read([bisect_left(starts, block.start)], kinds=None)
 
-    def _holding(self, kinds: Collection[str] | None) -> list[int]:
-        """The positions of blocks with such events."""
+    def _positions(self, kinds: Collection[str] | None) -> list[int]:
+        """The positions of the blocks that contain such events."""
         blocks = enumerate(self.layout.blocks)
         return [position for position, block in blocks if kinds is None or not block.kinds.keys().isdisjoint(kinds)]
 
@@ -258,61 +262,52 @@ class History:
             return
         with open_regular_file(self._path) as file:
             for position in positions:
-                block, limit = self.layout.blocks[position], self._limits[position]
+                block, limit = self.layout.blocks[position], self._void_above[position]
                 if kinds is None or "step" in kinds:
                     events = read_block(file, block, newest_first=newest_first)
                 else:
                     events = read_non_steps(file, block, kinds=kinds, newest_first=newest_first)
                 for event in events:
-                    if (kinds is None or event.kind in kinds) and (
-                        event.step <= limit or event.kind not in VOIDED_KINDS
-                    ):
+                    is_valid = event.step <= limit or event.kind not in VOIDED_KINDS
+                    if is_valid and (kinds is None or event.kind in kinds):
                         yield event
 
-    def _rest(self, position: int) -> EventBlock:
+    def _trim(self, position: int) -> EventBlock:
+        """A block without its void events."""
         block = self.layout.blocks[position]
-        is_all_void = block.least_step > self._limits[position]
-        # Of thousands of blocks that are void, only what stays true is read.
+        is_all_void = block.least_step > self._void_above[position]
+        # Of thousands of blocks that are void as a whole, only the kinds that stay valid are read.
         kinds = block.kinds.keys() - VOIDED_KINDS if is_all_void else None
-        tally = BlockBuilder(block.start)
+        builder = BlockBuilder(block.start)
         for event in self._read([position], kinds=kinds) if kinds is None or kinds else ():
-            tally.add(event.kind, event.time, event.step, event.fields, start=block.start, length=0)
-        return replace(tally.block(block.end), places=())
+            builder.add(event.kind, event.time, event.step, event.fields, start=block.start, length=0)
+        return replace(builder.build(block.end), places=())
 
 
 def read_events(
     run: Run | Path, *, kinds: Collection[str] | None = None, from_step: int | None = None
 ) -> Iterator[Event]:
-    """The events of a run that count; a `History` also tells how many lines were damaged."""
+    """The valid events of a run; `History` also counts damaged lines."""
     return History(run).events(kinds=kinds, from_step=from_step)
 
 
 def tail(run: Run | Path, n: int) -> tuple[Event, ...]:
-    """The last `n` events that count, oldest first."""
+    """The last `n` valid events, oldest first."""
     return tuple(itertools.islice(History(run).backwards(), n))[::-1]
 
 
 def _encode_unusual(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """A record with NaN or another library's numbers, in Python's own types, and its line."""
+    """A record with NaN or numbers of another library: in Python's own types, and as a line."""
     try:
         record = strict_json.to_plain(record)
     except TypeError as error:
-        what = f"a {record['kind']} event cannot be written"
+        what = f"cannot write a {record['kind']} event"
         raise WhetError(what, got=str(error), try_="numbers, text, lists and maps of them") from None
     return record, strict_json.encode(record).encode()
 
 
-def read_log_layout(folder: Path, *, progress: ScanProgress | None = None) -> LogLayout:
-    """The blocks of the events in a run folder; if finding out took long, it is kept for the next time."""
-    events, index = folder / EVENTS_FILE, folder / INDEX_FILE
-    layout = read_layout(events, index=index, spare=lambda: cached_index_path(events), progress=progress)
-    if layout.read_bytes >= LONG_BYTES:
-        cache_index(events, layout.blocks[:-1])  # The last one may still grow.
-    return layout
-
-
 def _void_limits(blocks: tuple[EventBlock, ...]) -> list[float]:
-    """For each block the lowest step that a later block resumed from: above it, its steps are void."""
+    """For each block the lowest step that a later block resumed from: its steps above that are void."""
     limits: list[float] = []
     lowest = float("inf")
     for block in reversed(blocks):

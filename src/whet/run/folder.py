@@ -1,16 +1,17 @@
-"""What lies in a run folder, and is this one?
+"""The run folder: its files, and creating, opening and finding runs.
 
-    run.json        format version, id, recipe, when and by which command it was made
+    run.json        format version, id, recipe, creation time and command
     config.json     the resolved configuration
     plan.json       {"settings": {name: {value, reason, source, evidence}}}
     machine.json    the machine it was planned for
     versions.json   of Python and the libraries
-    events.jsonl    what happened (see event); events.index, the way through it (see index)
+    events.jsonl    what happened (see event); events.index: its index (see event_index)
     checkpoints/    step-NNNNNNNNN/ folders
-    lock            who writes here now (see lock)
-    proof.json      what `whet prove` found, if it was asked (see proof)
+    lock            the process that writes here now (see lock)
+    recipe.json     what the recipe needs to use the model later
+    proof.json      the result of `whet prove`, if it was run (see proof)
 
-`run.json` makes a folder a run: it appears together with the rest, in one rename.
+A folder with a `run.json` is a run. All files appear together, in one rename.
 """
 
 import importlib.metadata
@@ -36,15 +37,15 @@ EVENTS_FILE = "events.jsonl"
 INDEX_FILE = "events.index"
 CHECKPOINTS = "checkpoints"
 RECIPE_FILE = "recipe.json"
-"""What the recipe kept for using the model later; a run of your own loop has none."""
+"""What the recipe needs to use the model later; a run of your own loop has none."""
 RUN_PARTS = ("config", "plan", "machine", "versions")
-"""What is kept in a JSON file each, beside run.json."""
+"""Parts of a run with a JSON file of their own."""
 
 _LIBRARIES = ("torch", "numpy", "safetensors", "pydantic", "psutil", "tokenizers", "transformers", "optuna")
 
 
 class RunHeader(FrozenModel):
-    """What run.json says."""
+    """The content of run.json."""
 
     format_version: int
     id: str
@@ -52,13 +53,13 @@ class RunHeader(FrozenModel):
     created: float
     """Unix seconds."""
     whet: str
-    """The version of whet that made the run."""
+    """The version of whet that created the run."""
     command: tuple[str, ...]
-    """The words of the command that made it; saying them again resumes it."""
+    """The command line that created the run; running it again resumes it."""
 
 
 class Run(FrozenModel):
-    """A run folder as it was read; the folder may have moved on since."""
+    """A run folder as it was when it was read."""
 
     path: Path
     header: RunHeader
@@ -68,8 +69,8 @@ class Run(FrozenModel):
     versions: dict[str, str | None]
 
     @property
-    def kept(self) -> dict[str, Any]:
-        """What the recipe kept for using the model later; empty where there is none."""
+    def metadata(self) -> dict[str, Any]:
+        """What the recipe needs to use the model later; empty where there is none."""
         path = self.path / RECIPE_FILE
         return _read_object(path) if path.exists() else {}
 
@@ -80,7 +81,7 @@ class Run(FrozenModel):
 
 
 def installed_versions() -> dict[str, str | None]:
-    """The versions that decide what a run does; None for what is not installed. Imports none of them."""
+    """The versions that a run depends on; None for what is not installed. Does not import the libraries."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -97,7 +98,7 @@ def installed_versions() -> dict[str, str | None]:
 def next_run_path(root: Path, *, recipe: str) -> Path:
     """The first free `RECIPE-NNN` after the highest one in `root`.
 
-    Two processes may be told the same one; `create_run` then refuses the slower, which asks again.
+    Two processes may get the same path; `create_run` then fails in the slower one, which must try again.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(recipe).stem).strip("-.") or "run"
     pattern = re.compile(re.escape(name) + r"-(\d{3,})")
@@ -115,7 +116,7 @@ def create_run(
     versions: Mapping[str, str | None],
     command: list[str],
 ) -> Run:
-    """Makes a run folder: complete, or not at all."""
+    """Create a run folder, completely or not at all."""
     path = path.expanduser().absolute()
     check_run_path(path)
     durable.check_writable(path)
@@ -146,7 +147,7 @@ def create_run(
 
 
 def open_run(path: Path | str) -> Run:
-    """The run in a folder, every part of it read and checked."""
+    """Open the run in a folder; every part of it is read and validated."""
     path = Path(path).expanduser().absolute()
     header = read_header(path)
     parts = {name: _read_object(path / f"{name}.json") for name in RUN_PARTS}
@@ -154,7 +155,7 @@ def open_run(path: Path | str) -> Run:
 
 
 def read_header(path: Path) -> RunHeader:
-    """What run.json of a run folder says; refuses what is no run, or one this version cannot read."""
+    """Read run.json; raises for a folder that is not a run, or that this version cannot read."""
     if not (path / RUN_FILE).is_file():
         raise _not_a_run(path)
     data = _read_object(path / RUN_FILE)
@@ -169,10 +170,10 @@ def read_header(path: Path) -> RunHeader:
 
 
 def rewrite_parts(run: Run, **parts: Mapping[str, Any]) -> Run:
-    """Replaces config, plan, machine or versions of a run (a grown `epochs`, a plan for another machine)."""
+    """Replace config, plan, machine or versions of a run (more `epochs`, a plan for another machine)."""
     for name, value in parts.items():
         if name not in RUN_PARTS:
-            raise ValueError(f"a run has no part {name!r}")
+            raise ValueError(f"no such part of a run: {name!r}")
         durable.write_file(run.path / f"{name}.json", data=_file_bytes(value))
     return open_run(run.path)
 
@@ -189,24 +190,24 @@ def resume_command(run: Run) -> str:
 
 
 def run_folder(run: Run | Path) -> Path:
-    """The folder, of a run or as given."""
+    """The folder of a run, or the given path."""
     return run.path if isinstance(run, Run) else run
 
 
 def run_folders(root: Path) -> list[Path]:
-    """The folders in `root` that are runs, or were before something damaged them; by name. Closed ones are not."""
+    """The run folders in `root` by name, damaged ones included; folders without read permission are skipped."""
     return [p for p in _children(root) if _is_there(p / RUN_FILE) or _is_there(p / EVENTS_FILE)]
 
 
 def run_groups(root: Path) -> dict[Path, int]:
-    """Folders in `root` that are no runs but hold some, as those of several seeds do: how many each."""
+    """The folders in `root` that contain runs of their own, such as those of several seeds, and how many."""
     runs = set(run_folders(root))
     found = {path: len(run_folders(path)) for path in _children(root) if path not in runs}
     return {path: number for path, number in found.items() if number}
 
 
 def _children(root: Path) -> list[Path]:
-    """The folders in `root` that are really there (no links) and not hidden; none if it cannot be read."""
+    """The folders in `root` that are neither links nor hidden; none if it cannot be read."""
     try:
         return sorted(p for p in root.iterdir() if not p.name.startswith(".") and p.is_dir() and not p.is_symlink())
     except OSError:
@@ -216,7 +217,7 @@ def _children(root: Path) -> list[Path]:
 def _is_there(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # Somebody else's folder, which we may not look into.
+    except OSError:  # A folder without permission.
         return False
 
 
@@ -239,27 +240,27 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def check_run_path(path: Path) -> None:
-    """Refuses a place where no run can be made."""
+    """Check that a run can be created at a path."""
     with durable.disk_errors("create", path):
         if path.is_symlink() and not path.exists():
-            raise UsageError(f"cannot make a run at {path}", got="a link that leads nowhere", try_="another --run DIR")
+            raise UsageError(f"cannot create a run at {path}", got="a dangling symbolic link", try_="another --run DIR")
         if not path.exists():
             return
         if not path.is_dir():
-            raise UsageError(f"cannot make a run at {path}", got="a file of that name", try_="another --run DIR")
+            raise UsageError(f"cannot create a run at {path}", got="a file of that name", try_="another --run DIR")
         if (path / RUN_FILE).exists():
             raise UsageError(
-                f"{path} is a run already",
+                f"{path} is already a run",
                 got=RUN_FILE,
-                try_="the command that made it, to resume it; or another --run DIR",
+                try_="the command that created it, to resume it; or another --run DIR",
             )
         names = sorted(child.name for child in path.iterdir())
         if names:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             raise UsageError(f"{path} is not a run, and not empty", got=shown, try_="another --run DIR")
         if path.samefile(Path.cwd()):
-            # An empty folder is replaced by the new one; a shell standing in it would be left nowhere.
-            raise UsageError("a run cannot be made in the folder you are in", got=path, try_=f"--run {path.name}/run")
+            # An empty folder is replaced by the new one; a shell in it would be left in a deleted folder.
+            raise UsageError("cannot create a run in the current folder", got=path, try_=f"--run {path.name}/run")
 
 
 def _not_a_run(path: Path) -> UsageError:
@@ -273,5 +274,5 @@ def _not_a_run(path: Path) -> UsageError:
     else:
         siblings = [p.name for p in _children(path.parent) if (p / RUN_FILE).is_file()]
         meant = closest_match(path.name, siblings)
-        hint = f"{path.parent / meant}" if meant else "`whet runs` lists the runs there are"
+        hint = f"{path.parent / meant}" if meant else "`whet runs` lists the runs"
     return UsageError(f"{path} is not a run", got=got, try_=hint)

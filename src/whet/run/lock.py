@@ -1,8 +1,8 @@
-"""Who may write in this run folder? One process at a time, until it lets go or dies.
+"""The lock of a run folder: one process at a time may write, until it releases the lock or dies.
 
 The lock is `fcntl.lockf` on the file `lock`, not `flock`: forked data workers keep a flock alive after their parent
-died. A lockf lock has one trap: closing *any* descriptor of the file in the holding process drops it. So the holder's
-own process never opens the file a second time; what it holds is kept in `_held`. Others may open and read freely.
+died. A lockf lock has one trap: closing *any* descriptor of the file in the holding process releases it. So the process
+that holds a lock never opens the file a second time; its locks are in `_held`. Other processes may open and read freely.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ LOCK_FILE = "lock"
 
 _BUSY = (errno.EACCES, errno.EAGAIN)
 _WAIT_SECONDS = 5.0
-"""`holder` takes the lock for some microseconds to look, and longer where a busy machine stops it right then; that must
-not refuse a real owner. Where another owner is alive, nothing is waited for."""
+"""`holder` takes the lock for some microseconds, and longer if a busy machine preempts it then; that must not keep a
+real owner out. Where another owner is alive, there is no waiting."""
 
 _held: dict[tuple[int, int], "RunLock"] = {}
-"""The locks of this process by (device, inode) of their file; a forked child finds its parent's here, see `_own_lock`."""
+"""The locks of this process by (device, inode) of their file; a forked child has its parent's here, see `_own_lock`."""
 _guard = threading.Lock()
 
 
 class LockHolder(FrozenModel):
-    """The process that writes in a run folder."""
+    """The process that holds the lock of a run folder."""
 
     pid: int
     host: str
@@ -49,7 +49,7 @@ class LockHolder(FrozenModel):
 
 
 class RunLock:
-    """The right to write in a run folder; a context manager. Taken with `acquire`."""
+    """A held lock of a run folder; a context manager. Taken with `acquire`."""
 
     def __init__(self, *, descriptor: int, key: tuple[int, int], holder: LockHolder) -> None:
         self._descriptor = descriptor
@@ -57,7 +57,7 @@ class RunLock:
         self.holder = holder
 
     def release(self) -> None:
-        """Lets go; doing it twice is fine. In a forked child it only closes the copy: the parent keeps the lock."""
+        """Release it; twice is fine. In a forked child this only closes the copy: the parent keeps the lock."""
         with _guard:
             if self._descriptor < 0:
                 return
@@ -76,7 +76,7 @@ class RunLock:
 
 
 def acquire(folder: Path) -> RunLock:
-    """Takes the lock of a run folder, or says who has it."""
+    """Take the lock of a run folder; raises with the holder where another process has it."""
     path = folder / LOCK_FILE
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
@@ -93,7 +93,7 @@ def acquire(folder: Path) -> RunLock:
 
 
 def holder(folder: Path) -> LockHolder | None:
-    """Who holds the lock of a run folder now; None when nobody does. pid 0: somebody, not yet known who."""
+    """The current holder of the lock; None when it is free. A pid of 0 means that the holder is not known yet."""
     path = folder / LOCK_FILE
     with _guard, disk_errors("read", path):
         ours = _own_lock(path)
@@ -116,7 +116,7 @@ def holder(folder: Path) -> LockHolder | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process is writing in this run folder."""
+    """Whether a process holds the lock of this run folder."""
     return holder(folder) is not None
 
 
@@ -137,7 +137,7 @@ def _try_acquire(path: Path) -> RunLock | None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         stat = os.fstat(descriptor)
-        if not _is_still(path, stat):  # Somebody removed the folder between our open and our lock.
+        if not _is_still(path, stat):  # The folder was removed between open and lock.
             os.close(descriptor)
             return None
         owner = LockHolder(pid=os.getpid(), host=platform.node() or "unknown", since=time.time())
@@ -155,12 +155,14 @@ def _try_acquire(path: Path) -> RunLock | None:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Neither a link, through which a folder from elsewhere would let us write anywhere, nor a pipe."""
+    """Open a regular file only: a link in a foreign folder would let us write anywhere, and a pipe would block."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if stat_module.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise WhetError(f"{path} is no lock", got="not a regular file", try_="remove it, if no process uses the run")
+    raise WhetError(
+        f"{path} is not a lock file", got="not a regular file", try_="remove it, if no process uses the run"
+    )
 
 
 def _is_still(path: Path, stat: os.stat_result) -> bool:
@@ -178,7 +180,7 @@ def _read_holder(descriptor: int) -> LockHolder:
 
 
 def _is_alive(owner: LockHolder) -> bool:
-    # What stands in the file may be a dead predecessor's for the instant in which the new owner writes its own.
+    # The file may still name a dead predecessor for the instant before the new owner writes its own entry.
     if owner.host != platform.node():
         return True
     try:
@@ -194,7 +196,7 @@ def _locked_error(folder: Path, owner: LockHolder | None) -> WhetError:
     if owner is None or owner.pid == 0:
         return WhetError(
             f"another process is using the run {folder}",
-            got="it has not said which one it is",
+            got="its process id is not known yet",
             try_="run the same command again in a moment, or choose another --run DIR",
         )
     if owner.pid == os.getpid():

@@ -1,4 +1,4 @@
-"""What did a proof of a training find? The record that `whet prove` writes into a run folder, and how it reads."""
+"""The result of `whet prove`, which it writes into the run folder."""
 
 from pathlib import Path
 from typing import Literal
@@ -13,33 +13,33 @@ FORMAT_VERSION = 1
 PROOF_FILE = "proof.json"
 
 MIN_RESUMED_FRACTION = 0.6
-"""Fewer lives than this share that went on from a checkpoint show nothing: all kills may have hit the start."""
+"""If fewer processes than this resumed from a checkpoint, the result shows nothing: all kills may have hit the start."""
 
 Verdict = Literal["proved", "broken", "cannot be proved"]
 
 
 class KillCounts(StrictModel):
-    """What one kind of kill met."""
+    """What the kills of one kind hit."""
 
     kills: int = 0
     lives: int = 0
-    """Processes in all, those included that were left to finish."""
+    """All processes, including those that were left to finish."""
     resumed: int = 0
-    """Lives that went on from a checkpoint after step 0."""
+    """Processes that resumed from a checkpoint after step 0."""
     inside_save: int = 0
-    """Kills that cut the writing or the removal of a checkpoint short, by what lay on the disk."""
+    """Kills that interrupted writing or removing a checkpoint, judged by what was on the disk."""
     leftovers: int = 0
-    """Unfinished files and folders seen after kills."""
+    """Incomplete files and folders found after kills."""
     torn: int = 0
-    """Checkpoints that had their final name and were not whole."""
+    """Checkpoints that had their final name and were incomplete."""
 
     def plus(self, other: "KillCounts") -> "KillCounts":
-        """Both together."""
+        """The sum of both."""
         return KillCounts(**{name: getattr(self, name) + getattr(other, name) for name in KillCounts.model_fields})
 
 
 class ComparedCounts(StrictModel):
-    """How much of each run was compared with the one that nobody interrupted."""
+    """How much of each run was compared with the uninterrupted one."""
 
     tensors: int = 0
     bytes: int = 0
@@ -48,14 +48,14 @@ class ComparedCounts(StrictModel):
     runs: int = 0
     """Interrupted runs that were compared."""
     left_out: tuple[str, ...] = ()
-    """Metrics that differ even between two runs that nobody interrupted, such as seconds."""
+    """Metrics that differ even between two uninterrupted runs, such as seconds."""
 
 
 class ProofDifference(StrictModel):
-    """What was not the same."""
+    """What differed."""
 
     what: str
-    """In words."""
+    """As text."""
     tensor: str | None = None
     """The first tensor that differs, by name."""
     largest: float | None = None
@@ -63,11 +63,11 @@ class ProofDifference(StrictModel):
     step: int | None = None
     """The first step whose loss differs."""
     kills: str | None = None
-    """Which kills the run had behind it: "disk call 17", "random kill 3 to 9"."""
+    """The kills before it: "disk call 17", "random kill 3 to 9"."""
 
 
 class Proof(StrictModel):
-    """A verdict, and what it rests on."""
+    """A verdict, and the evidence for it."""
 
     format_version: int = FORMAT_VERSION
     verdict: Verdict
@@ -77,19 +77,19 @@ class Proof(StrictModel):
     recipe: str
     device: str = "unknown"
     steps: int = 0
-    """Optimizer steps of the piece that was trained."""
+    """Optimizer steps of the tested training."""
     shortened: tuple[str, ...] = ()
-    """How the piece differs from the training that was asked for."""
+    """How the tested training differs from the full one."""
     births: str = ""
-    """How the processes were made."""
+    """How the processes were started."""
     at_random: KillCounts = Field(default_factory=KillCounts)
     at_disk_calls: KillCounts = Field(default_factory=KillCounts)
     disk_calls: int = 0
-    """Calls that change the disk, of one resume, the save after it and its tidying."""
+    """Calls that change the disk, of one resume, the next save and its cleanup."""
     compared: ComparedCounts = Field(default_factory=ComparedCounts)
     seed: int
     repeat: str
-    """The command that draws the same kills again."""
+    """The command that repeats the same kills."""
     whet: str
     versions: dict[str, str | None] = Field(default_factory=dict)
     created: float
@@ -104,14 +104,14 @@ class Proof(StrictModel):
 def why_insufficient(
     at_random: KillCounts, at_disk_calls: KillCounts, compared: ComparedCounts, *, asked: int, steps: int
 ) -> str | None:
-    """Why equal results would show nothing; None when they do."""
+    """Why equal results are not enough evidence; None when they are."""
     total = at_random.plus(at_disk_calls)
     if at_random.kills < asked:
         return f"{at_random.kills} of {asked} kills at random instants happened"
     if at_disk_calls.kills == 0:
         return "no kill at a disk call happened"
     if at_random.resumed < MIN_RESUMED_FRACTION * at_random.lives:
-        return f"only {at_random.resumed} of {at_random.lives} lives went on from a checkpoint"
+        return f"only {at_random.resumed} of {at_random.lives} processes resumed from a checkpoint"
     if total.inside_save == 0:
         return "no kill fell inside a save"
     if compared.runs == 0 or compared.tensors == 0 or compared.losses < steps:
@@ -120,14 +120,14 @@ def why_insufficient(
 
 
 def write_proof(folder: Path, proof: Proof) -> Path:
-    """Puts the proof into a run folder, in one piece; where it lies."""
+    """Write the proof into a run folder, atomically; returns its path."""
     path = folder / PROOF_FILE
     durable.write_file(path, data=(strict_json.encode(proof.as_json(), pretty=True) + "\n").encode())
     return path
 
 
 def read_proof(folder: Path) -> Proof | None:
-    """The proof in a run folder; None without one."""
+    """Read the proof in a run folder; None without one."""
     path = folder / PROOF_FILE
     if not path.exists():
         return None
@@ -137,13 +137,13 @@ def read_proof(folder: Path) -> Proof | None:
             raise ValueError(f"format {fields.get('format_version')}; this is {FORMAT_VERSION}")
         return Proof.from_json(fields, where=path)
     except (OSError, ValueError, UsageError) as error:
-        raise WhetError("the proof cannot be read", got=f"{path}: {error}"[:300], try_="whet prove again") from None
+        raise WhetError("cannot read the proof", got=f"{path}: {error}"[:300], try_="whet prove again") from None
 
 
 def proof_line(proof: Proof) -> str:
-    """The proof as a report shows it."""
+    """The proof in one line, for reports."""
     total = proof.total
-    resumed = f"{total.resumed} of {total.lives} lives resumed"
+    resumed = f"{total.resumed} of {total.lives} processes resumed"
     counts = f"{total.kills} kills, {total.inside_save} inside a save, {resumed}"
     if proof.verdict == "proved":
         return f"proved: {counts}, all bits equal"

@@ -1,4 +1,4 @@
-"""What did a search find? The record that `whet search` writes into its folder, and how it is read."""
+"""The result of `whet search`, which it writes into its folder."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ class SearchTrial(StrictModel):
     number: int
     state: TrialState
     value: float | None = None
-    """The goal at its end; of a pruned one where it was left."""
+    """The goal at its end; of a pruned trial where it was stopped."""
     settings: dict[str, Any] = Field(default_factory=dict)
     steps: int = 0
     seconds: float = 0.0
@@ -32,22 +32,22 @@ class SearchTrial(StrictModel):
 
 
 class SearchCandidate(StrictModel):
-    """One of the best, trained again with seeds that the search had not seen."""
+    """One of the best trials, trained again with seeds that the search did not use."""
 
     number: int
     settings: dict[str, Any]
     values: dict[str, float] = Field(default_factory=dict)
     """The goal for each of those seeds."""
     lost: int = 0
-    """With how many of those seeds it came to no value."""
+    """The number of those seeds without a value."""
     mean: float
     low: float | None = None
     high: float | None = None
-    """Where the mean over seeds lies, 95 % sure, if it is spread like a bell; None with fewer than two seeds."""
+    """The 95 % confidence interval of the mean over seeds (Student's t); None with fewer than two seeds."""
 
 
 class SearchResult(StrictModel):
-    """Everything a search found out."""
+    """The result of a search."""
 
     format_version: int = FORMAT_VERSION
     kind: Literal["whet search"] = "whet search"
@@ -56,7 +56,7 @@ class SearchResult(StrictModel):
     goal: str
     is_higher_better: bool = True
     space: tuple[str, ...] = ()
-    """As words."""
+    """As command line arguments."""
     fixed: dict[str, Any] = Field(default_factory=dict)
     subset: float = 1.0
     seeds: int = 3
@@ -66,56 +66,56 @@ class SearchResult(StrictModel):
     resource: str = "epochs"
     trials: tuple[SearchTrial, ...] = ()
     continued: int = 0
-    """Trials that were killed or stopped, and went on from where they were."""
+    """Trials that were killed or stopped, and resumed."""
     importance: dict[str, float] = Field(default_factory=dict)
     candidates: tuple[SearchCandidate, ...] = ()
     """The best first."""
     difference_low: float | None = None
     difference_high: float | None = None
-    """Of the winner over the next candidate on the same seeds, 95 % sure."""
+    """95 % confidence interval of the difference between the winner and the next candidate on the same seeds."""
     is_confirmed: bool = False
-    """Whether all seeds were trained, to a value or to none."""
+    """Whether all seeds were trained, with or without a value."""
     seconds: float = 0.0
     created: str = ""
 
     @property
     def winner(self) -> SearchCandidate | None:
-        """The best that was found; None where no trial came to its end."""
+        """The best candidate; None where no trial was completed."""
         return self.candidates[0] if self.candidates else None
 
     @property
     def is_clear(self) -> bool:
-        """Whether the winner is better than the next one beyond what seeds make of it."""
+        """Whether the winner is better than the next candidate by more than the noise of seeds."""
         low, high = self.difference_low, self.difference_high
         bound = low if self.is_higher_better else (None if high is None else -high)
         return bound is not None and bound > 0
 
 
 def write_search(folder: Path, result: SearchResult) -> Path:
-    """Puts the result into the folder of its search."""
+    """Write the result into the folder of its search."""
     path = folder / RESULT_FILE
     durable.write_file(path, data=(strict_json.encode(result.as_json(), pretty=True) + "\n").encode())
     return path
 
 
 def is_search(folder: Path) -> bool:
-    """Whether a folder holds the result of a search."""
+    """Whether a folder contains the result of a search."""
     return (folder / RESULT_FILE).is_file()
 
 
 def read_search(folder: Path) -> SearchResult:
-    """The result of the search in a folder."""
+    """Read the result of the search in a folder."""
     path = folder / RESULT_FILE
     if not path.is_file():
-        raise UsageError("no result of a search is here", got=str(folder), try_="whet search RECIPE ... --name NAME")
+        raise UsageError("no search result here", got=str(folder), try_="whet search RECIPE ... --name NAME")
     try:
         fields = strict_json.decode(path.read_bytes())
         if fields.get("format_version") != FORMAT_VERSION:
             raise ValueError(f"format {fields.get('format_version')}; this is {FORMAT_VERSION}")
     except (OSError, ValueError) as error:
         raise UsageError(
-            "the result of the search cannot be read",
+            "cannot read the search result",
             got=f"{path}: {error}"[:300],
-            try_="the same whet search with the same --name writes it again",
+            try_="the same `whet search` with the same --name, which writes it again",
         ) from None
     return SearchResult.from_json(fields, where=path)

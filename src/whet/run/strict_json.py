@@ -1,11 +1,11 @@
-"""How is NaN written so that every program can still read the file?
+"""JSON with NaN and infinity that every program can read.
 
-JSON knows no NaN and no infinity. Such a number is written as `null`, and a map beside it says what it was:
+JSON has no NaN and no infinity. Such a number is written as `null`, and a map next to it names it:
 
     {"kind": "step", "loss": null, "nonfinite": {"loss": "nan"}}
 
 The keys of the map are paths into the object: names joined by "/", with "~" and "/" in names written "~0" and "~1"
-as in RFC 6901. The values are "nan", "inf" or "-inf". Reading gives the numbers back.
+as in RFC 6901. The values are "nan", "inf" or "-inf". Reading restores the numbers.
 """
 
 import contextlib
@@ -23,22 +23,22 @@ from whet.base.model import FrozenModel
 NONFINITE_KEY = "nonfinite"
 
 encode_compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
-"""JSON on one line, for values known to be plain: ValueError on NaN, TypeError on what is not JSON."""
+"""JSON on one line, for plain values: ValueError on NaN, TypeError on anything that is not JSON."""
 _pretty = json.JSONEncoder(allow_nan=False, indent=2).encode
 _PLAIN = frozenset((bool, int, float, str))
 _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def encode_fast(record: dict[str, Any]) -> bytes:
-    """The same for a map of Python's own numbers, plain words and maps, six times as fast; ValueError on all else."""
+    """The same, six times as fast, for maps of Python's own numbers and ASCII text; ValueError on anything else."""
     line = to_json(record)
     if b"NaN" in line or b"Infinity" in line or not line.isascii():
-        raise ValueError("numbers that are none, or words that must be escaped")
+        raise ValueError("NaN, infinity, or text that must be escaped")
     return line
 
 
 class StrictModel(FrozenModel):
-    """A record whose numbers may be NaN or infinite, and whose JSON is strict all the same."""
+    """A frozen model whose numbers may be NaN or infinite, with strict JSON."""
 
     def as_json(self) -> dict[str, Any]:
         """The value as plain JSON types, without NaN."""
@@ -46,7 +46,7 @@ class StrictModel(FrozenModel):
 
     @classmethod
     def from_json(cls, data: object, *, where: str | Path) -> Self:
-        """The value back, NaN included."""
+        """Restore the value, NaN included."""
         return super().from_json(decode(encode(data)) if isinstance(data, dict) else data, where=where)
 
 
@@ -64,7 +64,7 @@ def encode(record: Mapping[str, Any], *, pretty: bool = False) -> str:
 
 
 def to_strict(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The object in plain JSON types: no NaN, and numbers of other libraries as ordinary ones."""
+    """The object in plain JSON types: no NaN, and numbers of other libraries as Python numbers."""
     marks: dict[str, str] = {}
     result: dict[str, Any] = _clean(to_plain(record), path=None, marks=marks)
     if marks:
@@ -73,8 +73,8 @@ def to_strict(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """The value in Python's own types, NaN kept; anything that is no number, text, list or map is refused."""
-    # Python's own numbers first: a page has a hundred thousand of them, and asking for a protocol takes a microsecond.
+    """The value in Python's own types, NaN kept; TypeError for anything but numbers, text, lists and maps."""
+    # Python's own numbers first: a page has a hundred thousand of them, and checking a protocol takes a microsecond.
     if value is None or type(value) in _PLAIN or isinstance(value, bool | str):
         return value
     if isinstance(value, Mapping):
@@ -82,7 +82,7 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
     if isinstance(value, SupportsIndex):
-        # Arrays and tensors of one element have __index__ whatever they hold, and refuse it unless they are whole.
+        # Arrays and tensors of one element have __index__ for any dtype, and raise unless it is an integer.
         with contextlib.suppress(TypeError):
             return operator.index(value)
     if isinstance(value, SupportsFloat):
@@ -91,13 +91,13 @@ def to_plain(value: Any) -> Any:
 
 
 def decode(text: str | bytes) -> dict[str, Any]:
-    """The object back from its text; ValueError when it is no JSON object.
+    """Decode a JSON object; ValueError for anything else.
 
     >>> decode('{"loss":null,"nonfinite":{"loss":"nan"}}')
     {'loss': nan}
     """
     try:
-        # Four times as fast as the parser of the standard library, and it accepts a part of what that one accepts.
+        # Four times as fast as the parser of the standard library, which accepts more.
         value = from_json(text, allow_inf_nan=False)
     except ValueError:
         value = _decode_slowly(text)
@@ -110,12 +110,12 @@ def decode(text: str | bytes) -> dict[str, Any]:
 
 def _decode_slowly(text: str | bytes) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_reject_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _refuse(word: str) -> NoReturn:
+def _reject_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is not JSON")
 
 

@@ -82,7 +82,7 @@ def test_it_learns_and_says_what_it_knows(whole: Path) -> None:
     told = list(read_events(open_run(whole), kinds=("eval",)))[-1].fields
     names = {"policy_top1", "policy_top5", "value_accuracy", "brier", "calibration_error"}
     assert {f"test_{name}" for name in names} <= set(told)
-    assert open_run(whole).kept["size"] == 4
+    assert open_run(whole).metadata["size"] == 4
 
 
 def test_in_three_sittings_it_ends_with_the_same_bits(place: Place, whole: Path) -> None:
@@ -92,7 +92,7 @@ def test_in_three_sittings_it_ends_with_the_same_bits(place: Place, whole: Path)
         (cut / "recipe.json").unlink(missing_ok=True)
         code, _, errors = place.train(*SMALL, "epochs_per_sitting=1", "--run", "runs/cut")
         assert code == 0, errors
-    assert open_run(cut).kept == open_run(whole).kept
+    assert open_run(cut).metadata == open_run(whole).metadata
     assert losses(cut) == losses(whole)
     one, two = (store.load_newest(open_run(run).checkpoints)[1].tensors for run in (whole, cut))
     assert one.keys() == two.keys()

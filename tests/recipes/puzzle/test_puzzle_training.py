@@ -170,7 +170,7 @@ def test_a_run_in_sittings_ends_with_the_same_bits_slots_included(tmp_path: Path
     assert len(set(slots.tolist())) > 1, "the last batches are short, so slots are apart"
     # Whoever uses the model, or starts from it, has slots of his own.
     recipe = PuzzleRecipe()
-    kept = open_run(tmp_path / "whole").kept
+    kept = open_run(tmp_path / "whole").metadata
     model, answer = recipe.predict(resolve_config(recipe.Config, TINY).config, kept)
     load_weights(tmp_path / "whole", model)
     assert torch.equal(model.slots.halted, torch.tensor([True]))

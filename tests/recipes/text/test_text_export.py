@@ -36,7 +36,7 @@ def trained(folder: Path, *words: str) -> Path:
 def shares(run: Path, *, has_pairs: bool = False) -> np.ndarray:
     """What whet predict says."""
     recipe, opened = text_recipe(), open_run(run)
-    model, answers = recipe.predict(recipe.Config.model_validate(opened.config), opened.kept)
+    model, answers = recipe.predict(recipe.Config.model_validate(opened.config), opened.metadata)
     assert isinstance(answers, TextPredictor)
     load_weights(run, model, checkpoint="best")
     model.eval()

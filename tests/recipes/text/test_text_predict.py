@@ -40,7 +40,7 @@ def trained(folder: Path, *words: str) -> Path:
 
 def predictor(run: Path) -> TextPredictor:
     recipe, opened = text_recipe(), open_run(run)
-    model, answers = recipe.predict(recipe.Config.model_validate(opened.config), opened.kept)
+    model, answers = recipe.predict(recipe.Config.model_validate(opened.config), opened.metadata)
     load_weights(run, model, checkpoint="best")
     model.eval()
     return answers

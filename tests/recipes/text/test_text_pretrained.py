@@ -57,7 +57,7 @@ def trained(tmp_path: Path, model: Path, table: Path, *words: str) -> Run:
 
 def used(run: Run) -> tuple[Any, Any]:
     recipe = text_recipe()
-    network, answer = recipe.predict(recipe.Config.model_validate(run.config), run.kept)
+    network, answer = recipe.predict(recipe.Config.model_validate(run.config), run.metadata)
     load_weights(run.path, network, checkpoint="last")
     return network.eval(), answer
 
@@ -71,8 +71,8 @@ def test_a_run_is_used_without_the_folder_it_came_from(
     lent = Path(shutil.copytree(model, tmp_path / "lent"))
     run = trained(tmp_path, lent, table, *words)
     shutil.rmtree(lent)
-    assert str(tmp_path) not in str(run.kept)
-    assert run.kept["max_length"] == NUM_POSITIONS
+    assert str(tmp_path) not in str(run.metadata)
+    assert run.metadata["max_length"] == NUM_POSITIONS
     network, answer = used(run)
     found = answer(TEXTS)
     assert [row["label"] for row in found[:2]] == ["animal", "stone"]
@@ -80,7 +80,7 @@ def test_a_run_is_used_without_the_folder_it_came_from(
     for text, row in zip(TEXTS, found, strict=True):
         assert answer([text])[0]["probabilities"] == pytest.approx(row["probabilities"], abs=1e-6)
 
-    tokenizer = load_tokenizer(run.kept)
+    tokenizer = load_tokenizer(run.metadata)
     save_transformers(network, tokenizer, tmp_path / "export")
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").eval()
     batch = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")(TEXTS, padding=True, return_tensors="pt")

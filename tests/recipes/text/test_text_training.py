@@ -307,7 +307,7 @@ def test_real_texts_can_be_trained_on(cli: Cli) -> None:
         "train", "text", f"data={folder}/sci-cite", "max_steps=30", "arch.hidden_size=32", "threads=1", "--run", "run"
     )
     assert code == 0, errors
-    assert len(open_run(cli.folder / "run").kept["classes"]) == 3
+    assert len(open_run(cli.folder / "run").metadata["classes"]) == 3
 
 
 def test_fresh_spares_the_old_run_until_there_is_a_new_one(cli: Cli, table: Path) -> None:
@@ -342,7 +342,7 @@ def test_init_from_takes_the_tokens_along(cli: Cli, table: Path) -> None:
     half = cli.folder / "half.jsonl"
     half.write_text("\n".join(table.read_text().split("\n")[:300]))
     assert cli.run(*words, f"data={half}", "init_from=first", "--run", "second")[0] == 0
-    kept = [open_run(cli.folder / name).kept["tokenizer"] for name in ("first", "second")]
+    kept = [open_run(cli.folder / name).metadata["tokenizer"] for name in ("first", "second")]
     assert kept[0] == kept[1]
     other = cli.folder / "other.jsonl"
     other.write_text(table.read_text().replace("stone", "metal"))

@@ -51,7 +51,7 @@ class ChatRecipe(Recipe):
 
         self._data = read_chat(config)
         if config.init_from is not None:
-            refuse_other_tokens(self._data, open_run(config.init_from).kept, where=config.init_from)
+            refuse_other_tokens(self._data, open_run(config.init_from).metadata, where=config.init_from)
         return self._data
 
     def model(self, config: ChatConfig, data: "ChatData") -> "CausalModel":

@@ -70,7 +70,7 @@ def load_net(path: Path, *, device: AbstractDevice, checkpoint: str = "last") ->
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         raise WhetError(f"{path / 'config.json'} is damaged", got=where, try_=_RESTORE) from None
-    size = run.kept.get("size")
+    size = run.metadata.get("size")
     if not isinstance(size, int) or not LEAST_SIZE <= size <= MOST_SIZE:
         raise WhetError(f"{path / RECIPE_FILE} is damaged", got=f"size {size}", try_=_RESTORE)
     net = HexNet(arch)

@@ -69,7 +69,7 @@ class TextRecipe(Recipe):
         if config.init_from is not None:
             # The weights depend on their tokenizer and on the order of the classes.
             _check_not_imported(config.init_from)
-            metadata = open_run(config.init_from).kept
+            metadata = open_run(config.init_from).metadata
             _check_same_classes(corpus.classes, metadata.get("classes"), where=config.init_from)
         tokenizer = make_tokenizer(config, corpus, metadata=metadata)
         data = tokenize(

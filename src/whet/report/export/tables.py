@@ -119,7 +119,7 @@ def read_rows(history: History, table: ExportTable) -> Iterator[ExportRow]:
 def _table_columns(history: History, kind: str) -> tuple[str, ...]:
     # The index knows them: millions of steps need not be read twice.
     names: dict[str, None] = {}
-    for block in history.counted_blocks():
+    for block in history.valid_blocks():
         names.update((field.removeprefix(f"{kind}/"), None) for field in block.fields if field.startswith(f"{kind}/"))
         if len(names) > _MAX_COLUMNS:
             raise WhetError(

@@ -152,7 +152,7 @@ class Recorder:
     def settle(self) -> None:
         """Makes all that was flushed survive a power cut together with the checkpoint written next; any thread."""
         if self._log is not None:
-            self._log.settle()
+            self._log.fsync()
 
     def _append(self, kind: str, *, step: int, **fields: Any) -> None:
         """A disk that refuses the log stops no training: the lines wait, and the first refusal is told."""
