@@ -29,8 +29,8 @@ def recipe_bench(word: str, resolved: ResolvedConfig[Any], *, device: str) -> Pr
         "global_batch_size": resolved.config.global_batch_size,
     }
     free = read_conditions().memory_available_bytes
-    most_bytes = int(_MAX_MEMORY_SHARE * free) if free else None
-    return ProcessStepBench(_BENCH_TARGET, arguments, environment=env.child_environment(), most_bytes=most_bytes)
+    max_bytes = int(_MAX_MEMORY_SHARE * free) if free else None
+    return ProcessStepBench(_BENCH_TARGET, arguments, environment=env.child_environment(), max_bytes=max_bytes)
 
 
 def open_bench(arguments: Mapping[str, Any]) -> Any:
@@ -80,7 +80,9 @@ def find_batch_size(
     """The knee for a recipe whose rig is open; the rig is left at it."""
     config = resolved.config
     scaling = lr_scaling(config.optimizer)
-    return choose_batch_size(rig, base_rates=[config.lr], scaling=scaling, budget_seconds=budget_seconds, watch=watch)
+    return choose_batch_size(
+        rig, base_rates=[config.lr], scaling=scaling, budget_seconds=budget_seconds, on_progress=watch
+    )
 
 
 def resolve_auto_batch_size(

@@ -84,11 +84,11 @@ def bench(request: BenchRequest, *, say: LogLine, watch: ProgressCallback | None
             found.append(batch_sweep(chosen, rig.plan))
         if request.is_searched:
             say("searching for the fastest plan first ...")
-            result = search(rig.plan, rig, budget_seconds=_SEARCH_SHARE * (ends_at - rig.clock()), watch=watch)
+            result = search(rig.plan, rig, budget_seconds=_SEARCH_SHARE * (ends_at - rig.clock()), on_progress=watch)
             own = result.settings
             for line in result.words:
                 say(line)
-        table = BenchmarkContext(rig=rig, rule_plan=rig.plan, own=own, watch=ConditionsReader())
+        table = BenchmarkContext(bench=rig, rule_plan=rig.plan, own=own, read_conditions=ConditionsReader())
         jobs = list(_planned_sweeps(request, table))
         table.cpu_use.append(cpu_percent() or 0.0)
         last = ends_at - (_PRESET_SHARE * request.budget_seconds if sizes else 0.0)
@@ -194,7 +194,7 @@ def _sweep_presets(
         rig.ends_at = until
         try:
             with rig:
-                table = BenchmarkContext(rig=rig, rule_plan=rig.plan, own={})
+                table = BenchmarkContext(bench=rig, rule_plan=rig.plan, own={})
                 row = measure_sweep(table, "arch", [Variant(value=name, settings={}, is_plan=True)], until=until).rows[
                     0
                 ]

@@ -168,7 +168,7 @@ def run_search(
     check_address(storage)
     if (folder / RUN_FILE).exists():
         raise UsageError("a run is there, and no search", got=str(folder), try_="another --name")
-    devices = devices_for(asked.device, jobs=jobs, say=say)
+    devices = devices_for(asked.device, jobs=jobs, log=say)
     durable.make_directory(folder)
     before = _earlier_seconds(folder)
     with _remove_if_empty(folder), open_storage(storage, folder=folder) as opened:
@@ -198,12 +198,12 @@ def run_search(
                     machine=machine_name(),
                     prepare=partial(_make_task, asked, settings, part=part, device=device, jobs=len(devices)),
                     should_stop=should_stop,
-                    told=told or (lambda _ended: None),
+                    on_finished=told or (lambda _ended: None),
                     part=part,
                 )
                 for device in devices
             ]
-            run_together([partial(run_worker, where, each, most=most) for each in made], stop=stop)
+            run_together([partial(run_worker, where, each, max_trials=most) for each in made], stop=stop)
 
         do(ledger, most=most, settings=lambda taken: (dict(taken.trial.params), question.seed), part="trial")
         best = results.best_trials(ledger.trials(), is_higher_better=question.is_higher_better)
@@ -272,7 +272,7 @@ def _make_task(
 
 def _params_with_seed(settings: dict[int, dict[str, Any]], taken: ClaimedTrial) -> tuple[dict[str, Any], int]:
     chosen = taken.trial.params
-    return dict(settings[chosen[results.TRIAL]]), chosen[results.SEED]
+    return dict(settings[chosen[results.TRIAL_KEY]]), chosen[results.SEED_KEY]
 
 
 def _open_ledger(storage: "BaseStorage", question: SearchConfig) -> SearchStudy:

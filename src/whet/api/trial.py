@@ -44,7 +44,7 @@ def train_trial(arguments: dict[str, Any], line: "TrialChannel") -> int:
             return
         is_last = total is not None and fields["step"] >= total
         number = math.ceil(fields["step"] / every)
-        if not line.may_go_on(number=number, value=float(fields[goal]), is_last=is_last):
+        if not line.may_continue(number=number, value=float(fields[goal]), is_last=is_last):
             request_stop()
 
     settled = replace(resolved, config=config)

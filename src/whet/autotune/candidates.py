@@ -12,32 +12,32 @@ from whet.plan.rules import ALL_RULES
 from whet.plan.setting import MeasuredSetting, Scalar
 from whet.plan.warnings import ROW_LIMIT, has_row_limit
 
-_MOST_RESIDENT = 0.4
-"""Of the memory limit: what the data may take where a measurement decides."""
-_FIRST_WITH_TF32 = 8
-"""CUDA's compute capability whose tensor cores take bf16 and tf32."""
+_MAX_RESIDENT_SHARE = 0.4
+"""Of the memory limit, for data on the device if a measurement decides."""
+_MIN_TF32_CAPABILITY = 8
+"""The first CUDA compute capability whose tensor cores support bf16 and tf32."""
 ATTENTION = {"cuda": ("torch", "flash", "efficient")}
-"""In half precision. In float32 there are two, and math was 5 to 20 times slower; on a CPU it was 1.2 to 4.7 times."""
+"""Kernels in half precision. The only alternative in float32 is math, which was 5 to 20 times slower (CPU: 1.2 to 4.7)."""
 _CONSTRAINTS = {rule.setting: rule.constraint for rule in ALL_RULES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanCandidate:
-    """Other settings than the best ones so far."""
+    """A change of the best settings so far."""
 
     setting: str
-    """What it is about."""
+    """The setting that is tried."""
     changes: Settings
-    """That setting's value, and what must change along with it."""
+    """The value of that setting, and of settings that must change along with it."""
 
     @property
     def value(self) -> Scalar:
-        """What is tried."""
+        """The value that is tried."""
         return self.changes[self.setting]
 
 
 def plan_with(plan: Plan, settings: Settings) -> Plan:
-    """The plan in which these settings are taken as measured: your wishes stay, the rules decide all else anew."""
+    """Return the plan with these settings as measured values; overrides stay, and the rules decide all else again."""
     tried = {name: MeasuredSetting(value=value, reason="tried", evidence={}) for name, value in settings.items()}
     return make_plan(
         plan.machine,
@@ -50,13 +50,11 @@ def plan_with(plan: Plan, settings: Settings) -> Plan:
 
 
 def predicted_bytes(plan: Plan, settings: Settings) -> int | None:
-    """What a step will need with these settings, as the plan's own rules predict it."""
+    """Return the memory of a step with these settings, as the rules of the plan predict it."""
     chosen = plan_with(plan, settings)
-    micro_batch = chosen.micro_batch
-    assert isinstance(micro_batch, int)
     return predict_memory(
         chosen.workload,
-        micro_batch=micro_batch,
+        micro_batch=chosen.micro_batch,
         device=device_kind(chosen),
         precision=chosen.precision,
         is_checkpointed=chosen.activation_checkpointing == "on",
@@ -64,7 +62,7 @@ def predicted_bytes(plan: Plan, settings: Settings) -> int | None:
 
 
 def apply_candidate(settings: Settings, candidate: PlanCandidate) -> Settings:
-    """The settings with a candidate's changes; what another device would do otherwise is left to the rules again."""
+    """Return the settings with a candidate's changes; settings that depend on them are left to the rules again."""
     kept = dict(settings)
     if candidate.setting in ("device", "activation_checkpointing"):
         kept.pop("micro_batch", None)
@@ -79,16 +77,16 @@ def apply_candidate(settings: Settings, candidate: PlanCandidate) -> Settings:
 
 
 def candidates(plan: Plan, about: str) -> Iterator[PlanCandidate]:
-    """Alternatives to what the plan says about one of `ORDER`; wishes are never put in question."""
+    """Yield the alternatives for one entry of `ORDER`; overrides are never changed."""
     for candidate in _ABOUT[about](plan):
-        is_lawful = all(_CONSTRAINTS[name].holds(value) for name, value in candidate.changes.items())
-        is_wished = any(name in plan.overrides for name in candidate.changes)
-        if is_lawful and not is_wished and candidate.value != plan.settings[candidate.setting].value:
+        is_valid = all(_CONSTRAINTS[name].holds(value) for name, value in candidate.changes.items())
+        is_overridden = any(name in plan.overrides for name in candidate.changes)
+        if is_valid and not is_overridden and candidate.value != plan.settings[candidate.setting].value:
             yield candidate
 
 
 def device_kind(plan: Plan) -> str:
-    """The plan's device, without an index."""
+    """Return the plan's device without its index."""
     return plan.device.partition(":")[0]
 
 
@@ -103,47 +101,46 @@ def _devices(plan: Plan) -> Iterator[PlanCandidate]:
 def _precisions(plan: Plan) -> Iterator[PlanCandidate]:
     accelerator = plan.machine.accelerator(device_kind(plan))
     if accelerator is None:
-        # fp16 on CPUs was 50 times slower wherever it was measured.
+        # fp16 on CPUs was 50 times slower on every machine that was measured.
         return _only("precision", "bf16", "fp32")
     if accelerator.kind == "mps":
         return _only("precision", "bf16", "fp16", "fp32")
     generation = (accelerator.capability or "").partition(".")[0]
-    has_tf32 = generation.isdecimal() and int(generation) >= _FIRST_WITH_TF32
+    has_tf32 = generation.isdecimal() and int(generation) >= _MIN_TF32_CAPABILITY
     return _only("precision", *(("bf16", "fp16", "tf32") if has_tf32 else ("fp16",)), "fp32")
 
 
 def _micro_batches(plan: Plan) -> Iterator[PlanCandidate]:
-    """Halves and doubles of what is best so far, and on from there when one of them wins.
+    """Yield halves and doubles of the best micro-batch so far; a winner is the next starting point.
 
-    The half comes first: two points make a line, and the line says where memory ends.
+    The half comes first, because two points give the line that predicts where memory ends.
     """
-    return _only("micro_batch", *_cuts_around(plan, (0.5, 2.0, 0.25, 4.0)))
+    return _only("micro_batch", *_splits_around(plan, (0.5, 2.0, 0.25, 4.0)))
 
 
 def _precisions_with_micro_batches(plan: Plan) -> Iterator[PlanCandidate]:
-    """Each precision has a micro-batch that suits it: changed one by one, both may seem to lose."""
+    """Yield both together: each precision has its own best micro-batch, and changed one by one both may lose."""
     for candidate in _precisions(plan):
-        for micro in _cuts_around(plan, (0.5, 2.0, 0.25, 4.0)):
+        for micro in _splits_around(plan, (0.5, 2.0, 0.25, 4.0)):
             yield PlanCandidate(setting="precision", changes={**candidate.changes, "micro_batch": micro})
 
 
-def _cuts_around(plan: Plan, factors: tuple[float, ...]) -> list[int]:
+def _splits_around(plan: Plan, factors: tuple[float, ...]) -> list[int]:
     micro, whole = plan.micro_batch, plan.workload.global_batch_size
-    assert isinstance(micro, int)
     if plan.workload.has_batchnorm:
         return []
-    most = whole
+    largest = whole
     if has_row_limit(plan.machine, device_kind(plan)):
-        most = min(whole, max(1, ROW_LIMIT // plan.workload.max_length))
-    wanted = (max(1, min(most, int(micro * factor))) for factor in factors)
-    # As even as it gets: no cut is larger than what was asked for.
-    cuts = (-(-whole // -(-whole // size)) for size in wanted)
-    return [cut for cut in dict.fromkeys(cuts) if cut != micro]
+        largest = min(whole, max(1, ROW_LIMIT // plan.workload.max_length))
+    wanted = (max(1, min(largest, int(micro * factor))) for factor in factors)
+    # Split evenly, with no micro-batch larger than wanted.
+    splits = (-(-whole // -(-whole // size)) for size in wanted)
+    return [split for split in dict.fromkeys(splits) if split != micro]
 
 
 def _lengths(plan: Plan) -> Iterator[PlanCandidate]:
     device = device_kind(plan)
-    # On MPS every new shape costs memory for good, so few shapes stay.
+    # On MPS every new shape takes memory permanently, so the few shapes of the rules stay.
     if not plan.workload.lengths_vary or device == "mps":
         return _only("lengths")
     packed: tuple[str, ...] = ("packed",) if plan.workload.can_pack and device == "cpu" else ()
@@ -166,9 +163,9 @@ def _threads(plan: Plan) -> Iterator[PlanCandidate]:
 
 
 def _activation_checkpointing(plan: Plan) -> Iterator[PlanCandidate]:
-    """It pays only where it lets a larger part of the global batch through at once."""
-    is_cut = plan.micro_batch != plan.workload.global_batch_size
-    if plan.activation_checkpointing == "off" and not is_cut:
+    """Yield on and off; checkpointing pays only if it allows a larger micro-batch."""
+    is_split = plan.micro_batch != plan.workload.global_batch_size
+    if plan.activation_checkpointing == "off" and not is_split:
         return _only("activation_checkpointing")
     return _only("activation_checkpointing", "off", "on")
 
@@ -176,7 +173,7 @@ def _activation_checkpointing(plan: Plan) -> Iterator[PlanCandidate]:
 def _data_homes(plan: Plan) -> Iterator[PlanCandidate]:
     size, limit = plan.workload.data_bytes, memory_limit(plan)
     is_near = plan.data_location == "host" and size is not None and limit is not None
-    if is_near and size is not None and limit is not None and size <= _MOST_RESIDENT * limit:
+    if is_near and size is not None and limit is not None and size <= _MAX_RESIDENT_SHARE * limit:
         return _only("data_location", "device")
     return _only("data_location")
 
@@ -193,7 +190,7 @@ def _prefetches(plan: Plan) -> Iterator[PlanCandidate]:
 
 
 def _graphs(plan: Plan) -> Iterator[PlanCandidate]:
-    """A captured step holds for one shape: where lengths vary, they are rounded up to few along with it."""
+    """Yield graph capture; a graph has one shape, so varying lengths are rounded to a few shapes along with it."""
     if device_kind(plan) != "cuda" or plan.activation_checkpointing == "on":
         return
     few = "packed few" if _is_unpadded(plan) else "few shapes"
@@ -215,26 +212,26 @@ def _norms(plan: Plan) -> Iterator[PlanCandidate]:
 
 
 def has_attention_choice(plan: Plan) -> bool:
-    """Whether some device here has attention kernels worth comparing."""
+    """Whether a device of this machine has several attention kernels."""
     return any(kind in ATTENTION for kind in ("cpu", *(a.kind for a in plan.machine.accelerators)))
 
 
 def _attention_kernels(plan: Plan) -> Iterator[PlanCandidate]:
     if "sdpa" not in plan.workload.layers or plan.precision not in ("bf16", "fp16"):
         return _only("attention")
-    # What cuDNN pays for each new length does not show in steps on a few batches (rule K7).
+    # The cost of cuDNN for each new length does not show in steps on a few batches (rule K7).
     has_many_shapes = plan.workload.lengths_vary and plan.lengths in ("sorted", "packed")
     kernels = ATTENTION.get(device_kind(plan), ())
     return _only("attention", *(kernel for kernel in kernels if kernel != "torch" or not has_many_shapes))
 
 
 def _compiles(plan: Plan) -> Iterator[PlanCandidate]:
-    # Without a number of steps nobody knows whether it would pay.
+    # Without a number of steps it is unknown whether compiling pays.
     return _only("compile", *(("blocks", "on") if plan.workload.num_steps else ()))
 
 
 def memory_limit(plan: Plan) -> int | None:
-    """The bytes a step may need; None where nobody knows."""
+    """Return the bytes that a step may need; None if unknown."""
     limit = plan.memory_gb
     return int(limit * 1024**3) if isinstance(limit, int | float) else None
 
@@ -258,4 +255,4 @@ _ABOUT: Mapping[str, Callable[[Plan], Iterator[PlanCandidate]]] = {
     "compile": _compiles,
 }
 ORDER = tuple(_ABOUT)
-"""What usually matters most comes first, since time may run out; what costs most to prepare comes last."""
+"""What usually matters most comes first, because time may run out; what is slowest to prepare comes last."""

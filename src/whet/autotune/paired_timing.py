@@ -3,134 +3,135 @@
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from whet.autotune.statistics import MOST_PAIRS, Decision, SpeedupEstimate, decide, estimate, is_steady
+from whet.autotune.statistics import (
+    MAX_PAIRS,
+    MAX_STEPS_PER_VISIT,
+    Decision,
+    SpeedupEstimate,
+    decide,
+    estimate,
+    is_stable,
+    steps_per_visit,
+)
 from whet.autotune.step_bench import PreparedStep
 
 HOPELESS = 20.0
-"""So many times slower in its first step, and a rival is stopped."""
+"""A candidate that is this many times slower in its first step is stopped."""
 
-_LEAST_VISIT = 0.02
-"""Seconds: shorter steps are timed several at a time, since a clock and a scheduler disturb them too much."""
-_MOST_STEPS = 16
-_WARM_BELOW = 0.25
-"""Seconds: the first pair of shorter steps is not counted. Longer ones have warmed up in their preparation."""
+_WARM_SECONDS = 0.25
+"""The first pair of shorter steps does not count. Longer steps have warmed up in their preparation."""
 _MARGIN, _FIRST_MARGIN = 1.25, 1.6
-"""A step may take so many times the longest before it, the first few more; what could end too late is not begun."""
-_FEW = 3
-_PAIRS_HOPED_FOR = 8
+"""A step may take this many times the longest so far, the first few more; one that could end too late is not begun."""
+_FEW_VISITS = 3
+_TARGET_PAIRS = 8
+
+TimingOutcome = Literal["faster", "no gain", "unclear", "cut off"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairedTiming:
-    """What came out, from our side."""
+    """The result of timing a candidate against a baseline."""
 
-    answer: Literal["faster", "no gain", "unclear", "cut off"]
+    outcome: TimingOutcome
     log_ratios: tuple[float, ...]
-    """Our time over the rival's, one number for each pair that counts."""
-    our_seconds: float
+    """The candidate's time over the baseline's, one value per counted pair."""
+    candidate_seconds: float
     """The median of one step."""
-    their_seconds: float
-    is_quiet: bool
-    """Whether the rival's own time stayed the same from the first half to the second."""
+    baseline_seconds: float
+    is_stable: bool
+    """Whether the baseline took as long in the second half as in the first."""
 
     @property
     def estimate(self) -> SpeedupEstimate | None:
-        """The speed-up with its interval; None where no pair counts."""
+        """The speedup with its interval; None without a counted pair."""
         return estimate(self.log_ratios) if self.log_ratios else None
 
 
 def compare(
-    ours: PreparedStep,
-    theirs: PreparedStep,
+    candidate: PreparedStep,
+    baseline: PreparedStep,
     *,
     clock: Callable[[], float],
     until: float,
-    coin: random.Random,
-    most_pairs: int = MOST_PAIRS,
+    random_order: random.Random,
+    max_pairs: int = MAX_PAIRS,
     tick: Callable[[], None] | None = None,
 ) -> PairedTiming:
-    """A duel that ends when the answer is clear, after `most_pairs`, or before `until` on the clock.
+    """Time pairs of steps until the result is clear, for `max_pairs` at most, and not beyond `until` on the clock.
 
-    A-B-B-A would cancel a steady drift, but not a disturbance that returns every fourth step; an order that is tossed
-    for each pair favours nobody under either.
+    The order of each pair is random. A fixed A-B-B-A order would cancel a steady drift, but not a disturbance that
+    returns every fourth step; a random order favors neither side under both.
     """
-    quick, both = min(ours.step_seconds, theirs.step_seconds), ours.step_seconds + theirs.step_seconds
-    # Where one is far slower than the other, many steps of both would leave no time for pairs.
-    affordable = (until - clock()) / (_FIRST_MARGIN * _PAIRS_HOPED_FOR * max(both, 1e-9))
-    steps = max(1, min(_steps_per_visit(quick), int(min(affordable, _MOST_STEPS))))
-    us, them = _TimedSide(ours, steps), _TimedSide(theirs, steps)
+    quickest = min(candidate.step_seconds, baseline.step_seconds)
+    a_pair = candidate.step_seconds + baseline.step_seconds
+    # If one side is far slower, visits of many steps would leave no time for enough pairs.
+    affordable = (until - clock()) / (_FIRST_MARGIN * _TARGET_PAIRS * max(a_pair, 1e-9))
+    steps = max(1, min(steps_per_visit(quickest), int(min(affordable, MAX_STEPS_PER_VISIT))))
+    ours, theirs = _TimedSide(candidate, steps), _TimedSide(baseline, steps)
     log_ratios: list[float] = []
-    answer: Decision = "open"
-    is_warm = min(ours.step_seconds, theirs.step_seconds) >= _WARM_BELOW
+    decision: Decision = "open"
+    is_warm = quickest >= _WARM_SECONDS
     batch = 0
-    while answer == "open" and len(log_ratios) < most_pairs:
-        if clock() + us.next_cost + them.next_cost > until:
+    while decision == "open" and len(log_ratios) < max_pairs:
+        if clock() + ours.next_seconds + theirs.next_seconds > until:
             break
-        order = (us, them) if coin.random() < 0.5 else (them, us)
+        order = (ours, theirs) if random_order.random() < 0.5 else (theirs, ours)
         for side in order:
             side.visit(batch)
         if tick is not None:
             tick()
         batch += steps
-        log_ratio = math.log(us.seconds[-1] / them.seconds[-1])
+        log_ratio = math.log(ours.visits[-1] / theirs.visits[-1])
         if batch == steps and log_ratio >= math.log(HOPELESS):
-            return _outcome("cut off", [log_ratio], us, them)
+            return _result("cut off", [log_ratio], ours, theirs)
         if not is_warm:
             is_warm = True
-            us.forget()
-            them.forget()
+            ours.visits.clear()
+            theirs.visits.clear()
             continue
         log_ratios.append(log_ratio)
-        answer = decide(log_ratios)
-    if not log_ratios and ours.step_seconds >= HOPELESS * theirs.step_seconds:
-        # There was no time for even one of its steps, and the last of its preparation says why.
-        return _outcome("cut off", [math.log(ours.step_seconds / theirs.step_seconds)], us, them)
-    return _outcome("unclear" if answer == "open" else answer, log_ratios, us, them)
+        decision = decide(log_ratios)
+    if not log_ratios and candidate.step_seconds >= HOPELESS * baseline.step_seconds:
+        # There was no time for even one of its steps, and the last step of its preparation shows why.
+        return _result("cut off", [math.log(candidate.step_seconds / baseline.step_seconds)], ours, theirs)
+    return _result("unclear" if decision == "open" else decision, log_ratios, ours, theirs)
 
 
-def _steps_per_visit(step_seconds: float) -> int:
-    return max(1, min(_MOST_STEPS, math.ceil(_LEAST_VISIT / max(step_seconds, 1e-9))))
-
-
-@dataclass(slots=True)
 class _TimedSide:
-    """One of the two, with the times of its visits."""
+    """One side of a comparison."""
 
-    prepared: PreparedStep
-    steps: int
-    seconds: list[float] = field(default_factory=list)
-    """Of one step, the mean of each visit."""
-    longest: float = 0.0
+    def __init__(self, prepared: PreparedStep, steps: int) -> None:
+        self.prepared, self.steps = prepared, steps
+        self.visits: list[float] = []
+        """Seconds per step, the mean of each counted visit."""
+        self._longest = 0.0
 
     def visit(self, first: int) -> None:
-        total = sum(self.prepared.step(first + place) for place in range(self.steps))
-        # A clock that stood still would make a ratio of zero.
-        self.seconds.append(max(total / self.steps, 1e-9))
-        self.longest = max(self.longest, self.seconds[-1])
-
-    def forget(self) -> None:
-        self.seconds.clear()
+        total = sum(self.prepared.step(first + offset) for offset in range(self.steps))
+        # A clock that stands still would give a ratio of zero.
+        self.visits.append(max(total / self.steps, 1e-9))
+        self._longest = max(self._longest, self.visits[-1])
 
     @property
-    def next_cost(self) -> float:
-        margin = _MARGIN if len(self.seconds) >= _FEW else _FIRST_MARGIN
-        return margin * self.steps * max(self.longest, self.prepared.step_seconds)
+    def next_seconds(self) -> float:
+        """How long the next visit may take."""
+        margin = _MARGIN if len(self.visits) >= _FEW_VISITS else _FIRST_MARGIN
+        return margin * self.steps * max(self._longest, self.prepared.step_seconds)
+
+    @property
+    def median_seconds(self) -> float:
+        return median(self.visits or [self.prepared.step_seconds])
 
 
-def _outcome(
-    answer: Literal["faster", "no gain", "unclear", "cut off"],
-    log_ratios: list[float],
-    us: _TimedSide,
-    them: _TimedSide,
-) -> PairedTiming:
+def _result(outcome: TimingOutcome, log_ratios: list[float], ours: _TimedSide, theirs: _TimedSide) -> PairedTiming:
     return PairedTiming(
-        answer=answer,
+        outcome=outcome,
         log_ratios=tuple(log_ratios),
-        our_seconds=median(us.seconds or [us.prepared.step_seconds]),
-        their_seconds=median(them.seconds or [them.prepared.step_seconds]),
-        is_quiet=is_steady([math.log(seconds) for seconds in them.seconds]),
+        candidate_seconds=ours.median_seconds,
+        baseline_seconds=theirs.median_seconds,
+        is_stable=is_stable([math.log(seconds) for seconds in theirs.visits]),
     )

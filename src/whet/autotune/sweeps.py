@@ -11,13 +11,13 @@ from whet.plan.setting import Scalar
 from whet.plan.warnings import ROW_LIMIT, has_row_limit
 
 SWEEPS = ("device", "micro_batch", "threads", "workers", "precision")
-"""In the order of measuring: what may be very slow, and end its process, comes last."""
-_MOST_VALUES = 7
+"""In the order of measuring: settings that may be very slow and end their process come last."""
+_MAX_VALUES = 7
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """One way to make the same steps."""
+    """One way to run the same steps."""
 
     value: Scalar
     settings: Settings
@@ -26,7 +26,7 @@ class Variant:
 
 
 def sweep_variants(rule_plan: Plan, own: Settings, setting: str) -> list[Variant]:
-    """The plan's own value and the others, in a natural order."""
+    """Return the plan's own value and its alternatives, in a natural order."""
     plan = plan_with(rule_plan, own)
     now = plan.settings[setting].value
     values = [now, *(value for value in _VALUES[setting](plan) if value != now)]
@@ -43,39 +43,42 @@ def sweep_variants(rule_plan: Plan, own: Settings, setting: str) -> list[Variant
 
 
 def why_not_swept(plan: Plan, setting: str) -> str | None:
-    """Why there is nothing to vary, in words; None where there is."""
+    """Return why a setting has nothing to vary; None if it has."""
     if setting in plan.overrides:
-        return f"you said {setting}={plan.overrides[setting]}"
+        return f"you set {setting}={plan.overrides[setting]}"
     match setting:
         case "device" if not plan.machine.accelerators:
             return "the CPU is the only device here"
         case "micro_batch" if plan.workload.has_batchnorm:
             return "BatchNorm would compute something else"
         case "micro_batch" if plan.workload.global_batch_size == 1:
-            return "a global batch of 1 cannot be cut"
+            return "a global batch of 1 cannot be split"
         case "threads" if device_kind(plan) != "cpu":
             return f"steps on {device_kind(plan)} do not depend on it"
         case "threads" if (plan.machine.cpu.logical_cores or 1) < 2:
             return "there is one core"
         case "workers" if plan.data_location != "files":
-            return "the data lies in memory, so nothing has to be decoded"
+            return "the data is in memory, so nothing has to be decoded"
     return None
 
 
 def select_sweeps(plan: Plan, asked: Sequence[str]) -> list[str]:
-    """What is varied: what was asked for, else everything there is something to vary of."""
+    """Return the requested sweeps, or all that have something to vary. Raises UsageError."""
     for setting in asked:
         reason = why_not_swept(plan, setting)
         if reason is not None:
-            raise UsageError(f"{setting} cannot be swept here", got=reason, try_=_other_sweeps(plan))
+            others = [f"--sweep {other}" for other in SWEEPS if why_not_swept(plan, other) is None]
+            raise UsageError(
+                f"{setting} cannot be swept here", got=reason, try_=" or ".join(others) or "--against naive"
+            )
     return [setting for setting in SWEEPS if (setting in asked if asked else why_not_swept(plan, setting) is None)]
 
 
 def plain_loop(rule_plan: Plan, own: Settings) -> Variant:
-    """A loop as everybody writes it first: fp32, the batch as given, no workers, everything as torch has it."""
+    """Return the settings of a naive training loop: fp32, the whole batch, no workers, PyTorch's defaults."""
     plan = plan_with(rule_plan, own)
     threads = plan.machine.torch.num_threads
-    wanted = {
+    settings: dict[str, Scalar] = {
         "device": plan.device,
         "precision": "fp32",
         "micro_batch": plan.workload.global_batch_size,
@@ -87,45 +90,39 @@ def plain_loop(rule_plan: Plan, own: Settings) -> Variant:
         "data_location": "files" if plan.data_location == "files" else "host",
         **({"threads": threads} if threads else {}),
     }
-    # Your own optimizer is the same in any loop.
+    # The user's own optimizer is the same in any loop.
     if plan.optimizer_kernels == "your optimizer":
-        del wanted["optimizer_kernels"]
-    return Variant(value="plain loop", settings=wanted)
+        del settings["optimizer_kernels"]
+    return Variant(value="plain loop", settings=settings)
 
 
-def _other_sweeps(plan: Plan) -> str:
-    others = [setting for setting in SWEEPS if why_not_swept(plan, setting) is None]
-    return " or ".join(f"--sweep {setting}" for setting in others) or "--against naive"
-
-
-def _found(setting: str, plan: Plan) -> Iterable[Scalar]:
+def _candidate_values(setting: str, plan: Plan) -> Iterable[Scalar]:
     return (candidate.value for candidate in candidates(plan, setting))
 
 
 def _micro_batches(plan: Plan) -> Iterable[Scalar]:
-    """The whole global batch, its half, its quarter and so on, as even as it gets."""
-    whole, most = plan.workload.global_batch_size, plan.workload.global_batch_size
+    """Return the whole global batch, its half, its quarter and so on, split as evenly as possible."""
+    whole, largest = plan.workload.global_batch_size, plan.workload.global_batch_size
     if has_row_limit(plan.machine, device_kind(plan)):
-        most = min(whole, max(1, ROW_LIMIT // plan.workload.max_length))
-    cuts = list(dict.fromkeys(-(-whole // -(-whole // (most >> shift))) for shift in range(most.bit_length())))
+        largest = min(whole, max(1, ROW_LIMIT // plan.workload.max_length))
+    sizes = list(dict.fromkeys(-(-whole // -(-whole // (largest >> shift))) for shift in range(largest.bit_length())))
     now = plan.micro_batch
-    assert isinstance(now, int)
-    nearest = sorted(cuts, key=lambda cut: max(cut, now) / min(cut, now))
-    return nearest[:_MOST_VALUES]
+    nearest = sorted(sizes, key=lambda size: max(size, now) / min(size, now))
+    return nearest[:_MAX_VALUES]
 
 
-def _threads(plan: Plan) -> Iterable[Scalar]:
+def _thread_counts(plan: Plan) -> Iterable[Scalar]:
     cpu = plan.machine.cpu
     logical = cpu.logical_cores or 1
-    doubling = [1 << shift for shift in range(logical.bit_length()) if 1 << shift <= logical]
+    powers = [1 << shift for shift in range(logical.bit_length()) if 1 << shift <= logical]
     known = [count for count in (cpu.fast_cores, cpu.physical_cores, logical) if count]
-    return sorted({*doubling[-_MOST_VALUES + 2 :], *known, 1})
+    return sorted({*powers[-_MAX_VALUES + 2 :], *known, 1})
 
 
 _VALUES: Mapping[str, Callable[[Plan], Iterable[Scalar]]] = {
-    "device": lambda plan: _found("device", plan),
+    "device": lambda plan: _candidate_values("device", plan),
     "micro_batch": _micro_batches,
-    "threads": _threads,
-    "workers": lambda plan: _found("workers", plan),
-    "precision": lambda plan: _found("precision", plan),
+    "threads": _thread_counts,
+    "workers": lambda plan: _candidate_values("workers", plan),
+    "precision": lambda plan: _candidate_values("precision", plan),
 }

@@ -1,168 +1,344 @@
-"""A child process that answers requests with JSON lines."""
+"""An isolated child process that exchanges JSON messages with its parent over two pipes.
+
+    with JsonWorker("package.module:function", {"device": "cpu"}) as worker:
+        reply = worker.request({"step": 3}, timeout=30.0)
+
+The function runs in the child as `function(channel, arguments)`; what it returns is the exit code. A crash, a hang or an
+excess of memory in the child is an exception in the parent, and the child ends when its parent does.
+
+No file of the current folder or of PYTHONPATH can shadow the standard library or an installed package: the parent's
+entries of `sys.path` are appended behind the child's own.
+"""
 
 import contextlib
+import importlib
 import json
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, TextIO
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, Self
 
-import psutil
+from whet.base import env
+from whet.base.errors import UsageError, WhetError
 
-_LOOK_EVERY_SECONDS = 0.02
 _TICK_SECONDS = 0.5
-_LAST_LINES_SECONDS = 1.0
-"""What it started may hold its stdout open for ever."""
+_MEMORY_CHECK_SECONDS = 0.02
+_DRAIN_SECONDS = 1.0
+_STDERR_TAIL_BYTES = 10_000
+_PATH_VARIABLE = "PYTHONPATH"
+"""Removed while the interpreter starts, and set again for the processes that the child starts itself.
+
+`python -I` would do the same, but also ignore PYTHONHASHSEED, which `whet prove` varies on purpose.
+"""
+
+Message = dict[str, Any]
+
+
+class WorkerTimeoutError(Exception):
+    """No message arrived in time; the process still runs."""
+
+
+class WorkerExitError(Exception):
+    """The process has ended, and all its messages have been received."""
 
 
 class JsonWorker:
-    """A Python module run in a child; its answers are read with limits, and it is ended at the latest when we leave.
+    """Starts `target` ("module:function") in a child process. A context manager that leaves no process behind.
 
-    Lines on its stdout that begin with `mark` are answers. `most_bytes` is the memory at which it is ended.
+    `log` receives stdout and stderr; without it they go to a temporary file (`read_stderr`, `describe_exit`).
+    `max_bytes` is the resident memory at which the process is killed. `is_threaded=False` keeps the child
+    single-threaded, so that it can fork; it then notices the end of its parent only between messages.
     """
 
     def __init__(
         self,
-        module: str,
-        words: Sequence[str] = (),
+        target: str,
+        arguments: Mapping[str, Any] | None = None,
         *,
-        mark: str,
-        environment: Mapping[str, str],
-        most_bytes: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        max_bytes: int | None = None,
+        is_threaded: bool = True,
     ) -> None:
-        self._mark = mark.encode()
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
-        self._seen = 0
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=dict(environment),
-            # A group of its own, to be ended with everything that it started.
-            process_group=0,
-        )
-        assert self._process.stdout is not None
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=_pump_lines, args=(self._process.stdout, self._lines), daemon=True)
-        self._reader.start()
-        self.tick: Callable[[], None] | None = None
-        """Called about twice a second while an answer is waited for."""
-        self.took_too_much: int | None = None
-        """The bytes it had when it was ended for them."""
-        self._watching = threading.Thread(target=self._watch, args=(most_bytes,), daemon=True) if most_bytes else None
-        if self._watching is not None:
-            self._watching.start()
+        self.on_tick: Callable[[], None] | None = None
+        """Called about twice a second while `receive` waits."""
+        self.killed_at_bytes: int | None = None
+        """The resident memory for which the process was killed."""
+        self._stderr: IO[bytes] = tempfile.TemporaryFile() if log is None else log.open("ab+")  # noqa: SIM115
+        self._stderr_read = 0
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        environment = env.child_environment() if environment is None else environment
+        requests_in, self._requests = os.pipe()
+        responses, responses_out = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                _command(requests_in, responses_out, environment),
+                stdin=subprocess.DEVNULL,
+                stdout=self._stderr,
+                stderr=self._stderr,
+                env=_without_path(environment),
+                pass_fds=(requests_in, responses_out),
+                # Its own process group: Ctrl-C in the terminal does not reach it, and it is killed with its children.
+                process_group=0,
+            )
+        except OSError:
+            os.close(self._requests)
+            os.close(responses)
+            self._stderr.close()
+            raise
+        finally:
+            os.close(requests_in)
+            os.close(responses_out)
+        self._threads = [threading.Thread(target=_read_messages, args=(responses, self._messages), daemon=True)]
+        if max_bytes is not None:
+            self._threads.append(threading.Thread(target=self._limit_memory, args=(max_bytes,), daemon=True))
+        for thread in self._threads:
+            thread.start()
+        self.send({"target": target, "arguments": dict(arguments or {}), "is_threaded": is_threaded})
 
-    def __enter__(self) -> "JsonWorker":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kill()
-        self._process.wait()
-        self._reader.join(_LAST_LINES_SECONDS)
-        if self._watching is not None:
-            self._watching.join()
-        assert self._process.stdin is not None
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message. One to a process that has ended is dropped: `receive` reports the end."""
+        line = json.dumps(message).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            while line:
+                line = line[os.write(self._requests, line) :]
+
+    def receive(self, timeout: float) -> Message:
+        """Return the next message. Raises WorkerTimeoutError or WorkerExitError."""
+        deadline = time.monotonic() + timeout
+        while True:
+            # A child of the process may hold the pipe open after its end, so its state is polled as well.
+            has_ended = self._process.poll() is not None
+            left = _DRAIN_SECONDS if has_ended else min(_TICK_SECONDS, max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(queue.Empty):
+                message = self._messages.get(timeout=left)
+                if message is None:
+                    # Later calls get the same answer.
+                    self._messages.put(None)
+                    raise WorkerExitError
+                return message
+            if has_ended:
+                raise WorkerExitError
+            if time.monotonic() >= deadline:
+                raise WorkerTimeoutError
+            if self.on_tick is not None:
+                self.on_tick()
+
+    def request(self, message: Mapping[str, Any], *, timeout: float) -> Message:
+        """Send a message and return the response. Raises WorkerTimeoutError or WorkerExitError."""
+        self.send(message)
+        return self.receive(timeout)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, not to its group."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the process and everything it started."""
+        kill_group(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Return the exit code (minus the signal that killed it), or None after `timeout` seconds."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        """Kill the process group and release all resources."""
+        self.kill()
+        self._process.wait()
+        for thread in self._threads:
+            thread.join(_DRAIN_SECONDS)
+        os.close(self._requests)
         self._stderr.close()
 
-    def ask(self, seconds: float, **question: Any) -> dict[str, Any] | str:
-        """The answer to a question; "late" when none came in time, "dead" when none will."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            self._process.stdin.flush()
-        except (BrokenPipeError, OSError):
-            return "dead"
-        return self.answer(seconds)
-
-    def answer(self, seconds: float) -> dict[str, Any] | str:
-        """The next answer; "late" when none came in time, "dead" when none will."""
-        ends_at = time.monotonic() + seconds
-        while True:
-            try:
-                left = max(0.0, ends_at - time.monotonic())
-                line = self._lines.get(timeout=min(left, _TICK_SECONDS if self.tick else threading.TIMEOUT_MAX))
-            except queue.Empty:
-                if time.monotonic() >= ends_at:
-                    return "late"
-                if self.tick is not None:
-                    self.tick()
-                continue
-            if line is None:
-                return "dead"
-            if line.startswith(self._mark):
-                return dict(json.loads(line[len(self._mark) :]))
-
-    def said_since(self, size: int) -> str:
-        """What it wrote to stderr between the last look and that size."""
-        # Not through a seek: the child writes at the position that it shares with us.
-        text = os.pread(self._stderr.fileno(), size - self._seen, self._seen).decode(errors="replace")
-        self._seen = size
+    def read_stderr(self, until: int) -> str:
+        """Return what was written to stderr since the last call, up to the offset `until`."""
+        # pread, not seek: the child writes at the file position that it shares with us.
+        text = os.pread(self._stderr.fileno(), until - self._stderr_read, self._stderr_read).decode(errors="replace")
+        self._stderr_read = until
         return text
 
-    def last_words(self) -> str:
-        """How the process ended, and the last line it wrote."""
-        try:
-            code = self._process.wait(timeout=2)
-        except subprocess.TimeoutExpired:
-            return "it still runs and says nothing"
+    def describe_exit(self) -> str:
+        """Return how the process ended, and the last line that it wrote to stderr."""
+        code = self.wait(2.0)
+        if code is None:
+            return "it still runs"
         size = os.fstat(self._stderr.fileno()).st_size
-        said = os.pread(self._stderr.fileno(), 10_000, max(0, size - 10_000)).decode(errors="replace")
-        lines = said.strip().splitlines()
-        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"{how}: {lines[-1][:300]}" if lines else how
+        tail = os.pread(self._stderr.fileno(), _STDERR_TAIL_BYTES, max(0, size - _STDERR_TAIL_BYTES))
+        lines = tail.decode(errors="replace").strip().splitlines()
+        return f"{describe_exit_code(code)}: {lines[-1][:300]}" if lines else describe_exit_code(code)
 
-    def _kill(self) -> None:
-        # Its group may outlive it.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+    def _limit_memory(self, max_bytes: int) -> None:
+        import psutil
 
-    def _watch(self, most_bytes: int) -> None:
-        try:
-            child = psutil.Process(self._process.pid)
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self.pid)
             while self._process.poll() is None:
-                taken = child.memory_info().rss
-                if taken > most_bytes:
-                    self.took_too_much = taken
-                    self._kill()
+                resident = process.memory_info().rss
+                if resident > max_bytes:
+                    self.killed_at_bytes = resident
+                    self.kill()
                     return
-                time.sleep(_LOOK_EVERY_SECONDS)
-        except psutil.Error:
-            return
+                time.sleep(_MEMORY_CHECK_SECONDS)
 
 
-def _pump_lines(stream: IO[bytes], lines: "queue.SimpleQueue[bytes | None]") -> None:
-    with stream:
+class WorkerChannel:
+    """The child's end of the pipes."""
+
+    def __init__(self, requests: IO[bytes], responses: int, *, is_threaded: bool) -> None:
+        self._requests, self._responses = requests, responses
+        self._lines: queue.SimpleQueue[bytes] | None = None
+        if is_threaded:
+            self._lines = queue.SimpleQueue()
+            threading.Thread(target=self._watch_parent, daemon=True, name="parent watch").start()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message to the parent."""
+        line = json.dumps(message).encode() + b"\n"
+        while line:
+            line = line[os.write(self._responses, line) :]
+
+    def receive(self) -> Message:
+        """Wait for the next message of the parent. Raises EOFError in a single-threaded child whose parent has ended."""
+        line = self._requests.readline() if self._lines is None else self._lines.get()
+        if not line:
+            raise EOFError
+        return dict(json.loads(line))
+
+    def messages(self) -> Iterator[Message]:
+        """Yield the messages of the parent until it ends."""
+        with contextlib.suppress(EOFError):
+            while True:
+                yield self.receive()
+
+    def has_parent(self) -> bool:
+        """Whether a parent that waits for a response still lives; for single-threaded children."""
+        # It sends nothing meanwhile, so that a readable pipe is a closed one.
+        return not select.select([self._requests], [], [], 0.0)[0]
+
+    def close(self) -> None:
+        """Close both pipes, in a fork that has nothing to say."""
+        self._requests.close()
+        os.close(self._responses)
+
+    def _watch_parent(self) -> None:
+        """Pass messages on; when the pipe closes, end this process and everything it started, whatever it is doing."""
+        assert self._lines is not None
+        for line in self._requests:
+            self._lines.put(line)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
+
+
+def main(requests: int, responses: int) -> None:
+    """Run the function that the first message names; the entry point of every child."""
+    for descriptor in (requests, responses):
+        os.set_inheritable(descriptor, False)
+    reader = os.fdopen(requests, "rb")
+    first = reader.readline()
+    if not first:
+        os._exit(1)
+    start = json.loads(first)
+    channel = WorkerChannel(reader, responses, is_threaded=start["is_threaded"])
+    code = 1
+    try:
+        code = load_object(start["target"])(channel, start["arguments"]) or 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    exit_now(code)
+
+
+def exit_now(code: int) -> None:
+    """End this process without cleaning up: a driver that has failed may hang there, and threads still read."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def load_object(target: str) -> Any:
+    """Import an object named as "module:name"."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def describe_exit_code(code: int) -> str:
+    """Return an exit code in words.
+
+    >>> describe_exit_code(3), describe_exit_code(-9)
+    ('exit code 3', 'killed by SIGKILL')
+    """
+    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, also of one that Python does not know."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def kill_group(pid: int) -> None:
+    """Kill the process group of a child; it may outlive its leader."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _command(requests: int, responses: int, environment: Mapping[str, str]) -> list[str]:
+    # Absolute, because an empty entry stands for the current folder.
+    paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100
+    restored = {_PATH_VARIABLE: environment[_PATH_VARIABLE]} if _PATH_VARIABLE in environment else {}
+    code = (
+        f"import os, sys; sys.path += [path for path in {paths!r} if path not in sys.path]; "
+        f"os.environ.update({restored!r}); from whet.base.worker import main; main({requests}, {responses})"
+    )
+    return [sys.executable, "-P", "-c", code]
+
+
+def _without_path(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name != _PATH_VARIABLE}
+
+
+def _read_messages(descriptor: int, messages: "queue.SimpleQueue[Message | None]") -> None:
+    with os.fdopen(descriptor, "rb") as stream:
         for line in stream:
-            lines.put(line)
-    lines.put(None)
+            # A process that is killed may leave half a line.
+            with contextlib.suppress(ValueError):
+                messages.put(json.loads(line))
+    messages.put(None)
 
 
-def requests() -> Iterator[str]:
-    """The lines of stdin, for this reader alone; when they end, this process does at once, whatever it is doing."""
-    # Code that we run may read stdin as well, and would take a question for its own.
-    ours = os.fdopen(os.dup(sys.stdin.fileno()))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, sys.stdin.fileno())
-    os.close(nothing)
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_pump_until_parent_ends, args=(ours, lines), daemon=True, name="questions").start()
-    while True:
-        yield lines.get()
+def error_to_json(error: WhetError) -> Message:
+    """Return an error for the parent, which raises it again with `error_from_json`."""
+    return {"what": error.what, "got": error.got, "try_": error.try_, "is_usage": isinstance(error, UsageError)}
 
 
-def _pump_until_parent_ends(stream: TextIO, lines: "queue.SimpleQueue[str]") -> None:
-    for line in stream:
-        lines.put(line)
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(0)
+def error_from_json(fields: Mapping[str, Any]) -> WhetError:
+    """Return the error that a child has reported."""
+    kind = UsageError if fields["is_usage"] else WhetError
+    return kind(fields["what"], got=fields["got"], try_=fields["try_"])

@@ -65,5 +65,5 @@ def doctor(
         else:
             write_file(target, data=report_bytes(report))
         output.note(f"{json} has all results, without names or paths; attach it to an issue")
-    if report.trouble:
+    if report.problems:
         raise typer.Exit(1)

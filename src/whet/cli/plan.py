@@ -136,9 +136,9 @@ def _measured_plan(
         if resolved.is_batch_open:
             batch = find_batch_size(bench, resolved, budget_seconds=_BATCH_SHARE * budget, watch=watch)
             remaining -= batch.spent_seconds
-        result = search(bench.plan, bench, budget_seconds=remaining, watch=watch)
+        result = search(bench.plan, bench, budget_seconds=remaining, on_progress=watch)
     if result.trials:
-        cache.remember(bench.about, result)
+        cache.save(bench.about, result)
     for line in (*(batch.lines if batch else ()), *result.words):
         output.note(line)
     made = with_auto_batch(result.applied_to(bench.plan), batch)

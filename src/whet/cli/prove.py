@@ -80,7 +80,7 @@ def prove(
             seed=seed,
             steps=steps,
             disk_seconds=budget,
-            say=output.note,
+            log=output.note,
         )
         proof, uninterrupted = prove_training(request)
         proof = _write(proof, uninterrupted, folder, config=training.arguments["config"], is_run=run is not None)

@@ -83,7 +83,7 @@ def search(
         device=device,
     )
     folder = output.short_path(prepared.folder)
-    output.note(f"search    {folder}: {' '.join(prepared.question.space.words)}")
+    output.note(f"search    {folder}: {' '.join(prepared.question.space.arguments)}")
     output.note(f"watch     whet watch {shlex.quote(folder)} shows the trials while they train")
     stop = threading.Event()
     with _stop_on_signals(stop) as signals:
@@ -121,7 +121,7 @@ def _print_trial(trial: "FinishedTrial") -> None:
     from whet.report.search_report import format_settings
 
     value = "" if trial.value is None or trial.state == "infeasible" else f"  {trial.value:.4g}"
-    details = f"  {trial.words}" if trial.words else ""
+    details = f"  {trial.message}" if trial.message else ""
     spent = f"{trial.steps:,} steps, {format_seconds(trial.seconds)}"
     if trial.part == "seed":
         title, settings = f"seed {trial.parameters['seed']} of trial {trial.parameters['trial']}", ""

@@ -1,4 +1,4 @@
-"""A check of a device and its result."""
+"""A check of a device and its result. Imports no torch, so that results can be read anywhere."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,16 +10,18 @@ from pydantic import Field
 from whet.base.model import FrozenModel
 
 if TYPE_CHECKING:
+    import torch
+
     from whet.device.abstract import AbstractDevice
 
 Verdict = Literal["good", "differs", "failed", "not applicable", "skipped"]
 Figure = bool | int | float | str | None
 
-CASE_SECONDS = 30.0
+CHECK_SECONDS = 30.0
 
 
 class CheckFinding(FrozenModel):
-    """What a check found: a verdict, one line of words, and the numbers behind it."""
+    """What a check found: a verdict, a sentence, and the numbers behind it."""
 
     verdict: Verdict
     what: str
@@ -27,92 +29,96 @@ class CheckFinding(FrozenModel):
 
 
 class CheckResult(CheckFinding):
-    """A finding in the record: which check, and how long it took."""
+    """A finding in the report, with the name of its check and its duration."""
 
     group: str
     name: str
     seconds: float
     issue: int | None = None
-    """The number at pytorch/pytorch that a known hazard is described under."""
+    """The number at pytorch/pytorch that describes a known hazard."""
 
     @property
-    def is_trouble(self) -> bool:
-        """Whether somebody should look at it."""
+    def is_problem(self) -> bool:
+        """Whether it needs attention."""
         return self.verdict in ("differs", "failed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceUnderTest:
-    """Where a check runs."""
+    """The device that a check runs on."""
 
     device: "AbstractDevice"
     name: str
-    """As the user would write it: mps, cuda:1, cpu."""
+    """As the user would type it: mps, cuda:1, cpu."""
     is_virtual: bool
 
+    @property
+    def torch_device(self) -> "torch.device":
+        return self.device.torch_device
+
     def put(self, tensor: Any) -> Any:
-        """The tensor on the device that is examined."""
-        return tensor.to(self.device.torch_device)
+        """Return the tensor on the device."""
+        return tensor.to(self.torch_device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One check: a name, and a function that tries it."""
+    """A named function that examines a device."""
 
     name: str
     run: Callable[[DeviceUnderTest], CheckFinding]
-    limit_seconds: float = CASE_SECONDS
+    limit_seconds: float = CHECK_SECONDS
     is_quick: bool = False
-    """Whether it belongs to the short examination too."""
+    """Whether it belongs to `whet doctor --quick` too."""
     issue: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckGroup:
-    """Checks that are run one after the other in one process."""
+    """Checks that run one after the other in one process."""
 
     name: str
     table: str
-    """Where the list of cases is: "module:attribute"."""
+    """The list of checks, as "module:attribute"."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What is changed for its process."""
+    """Environment variables of its process."""
 
 
 def good(what: str, **figures: Figure) -> CheckFinding:
-    """All as it should be."""
-    return CheckFinding(verdict="good", what=what, figures=_plain(figures))
+    """Everything is right."""
+    return CheckFinding(verdict="good", what=what, figures=_json_figures(figures))
 
 
 def differs(what: str, **figures: Figure) -> CheckFinding:
-    """It ran, and the result is another than it should be."""
-    return CheckFinding(verdict="differs", what=what, figures=_plain(figures))
+    """It ran, with a wrong result."""
+    return CheckFinding(verdict="differs", what=what, figures=_json_figures(figures))
 
 
 def failed(what: str, **figures: Figure) -> CheckFinding:
     """It did not run."""
-    return CheckFinding(verdict="failed", what=what, figures=_plain(figures))
+    return CheckFinding(verdict="failed", what=what, figures=_json_figures(figures))
 
 
 def not_applicable(what: str, **figures: Figure) -> CheckFinding:
-    """There is nothing to find out here."""
-    return CheckFinding(verdict="not applicable", what=what, figures=_plain(figures))
+    """There is nothing to check here."""
+    return CheckFinding(verdict="not applicable", what=what, figures=_json_figures(figures))
 
 
 def skipped(what: str, **figures: Figure) -> CheckFinding:
-    """It was not tried, or not to the end."""
-    return CheckFinding(verdict="skipped", what=what, figures=_plain(figures))
+    """It was not run, or not to the end."""
+    return CheckFinding(verdict="skipped", what=what, figures=_json_figures(figures))
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line of bearable length."""
+    """Return an exception in one line of limited length."""
     text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no text'}"[:300]
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"[:300]
 
 
-def _plain(figures: Mapping[str, Figure]) -> dict[str, Figure]:
-    """Numbers that JSON can hold: four figures are enough, and what is no number is written as a word."""
-    return {name: _short(value) if isinstance(value, float) else value for name, value in figures.items()}
+def _json_figures(figures: Mapping[str, Figure]) -> dict[str, Figure]:
+    """Round floats to four digits; NaN and Inf become text, which JSON can hold."""
+    return {name: _round(value) if isinstance(value, float) else value for name, value in figures.items()}
 
 
-def _short(value: float) -> float | str:
+def _round(value: float) -> float | str:
     return float(f"{value:.4g}") if math.isfinite(value) else str(value)

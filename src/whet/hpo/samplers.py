@@ -10,74 +10,74 @@ from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import UsageError, closest_match
 from whet.config.sources import parse_args
-from whet.hpo.space import MOST_VALUES, Choices, NumberRange, SearchSpace
+from whet.hpo.space import MAX_VALUES, Choices, NumberRange, SearchSpace
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
 
-_STEADY = ("GridSampler", "QMCSampler", "BruteForceSampler")
-"""They walk one sequence: the same seed for every trial."""
+_SEQUENTIAL = ("GridSampler", "QMCSampler", "BruteForceSampler")
+"""They walk through one sequence, with the same seed for every trial."""
 _OWN_ARGUMENTS = ("PartialFixedSampler", "PatientPruner")
 _PACKAGES = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy", "WilcoxonPruner": "scipy"}
-"""What Optuna imports in the midst of a search, and does not bring along."""
+"""Optional packages that Optuna imports in the middle of a search."""
 
 
-def make_sampler(said: str, space: SearchSpace, *, seed: int, number: int) -> "BaseSampler":
-    """The sampler for the trial of that number. A process that goes on must not draw the first points again."""
+def make_sampler(spec: str, space: SearchSpace, *, seed: int, number: int) -> "BaseSampler":
+    """Return the sampler of a trial. Its number is part of the seed, so that a resumed search draws new points."""
     import optuna
 
-    name, options = _read(said, "Sampler", optuna.samplers)
-    made = getattr(optuna.samplers, name)
-    accepted = inspect.signature(made).parameters
+    name, options = _read(spec, "Sampler", optuna.samplers)
+    kind = getattr(optuna.samplers, name)
+    accepted = inspect.signature(kind).parameters
     if name == "GridSampler":
-        options = {"search_space": _counted(space), **options}
+        options = {"search_space": _grid(space), **options}
     if name == "BruteForceSampler":
-        _counted(space)
+        _grid(space)
     if "seed" in options:
-        # It would be the same for each trial, and so would the draw.
-        raise UsageError("the seed of a search is a setting", got=said, try_=f"seed={options['seed']}")
+        # The same seed for each trial would draw the same point.
+        raise UsageError("set the seed of a search as an option", got=spec, try_=f"seed={options['seed']}")
     if name == "TPESampler":
-        # Optuna's ten random trials would be most of a search of a dozen.
+        # Optuna's default of ten random trials would be most of a small search.
         options = {"n_startup_trials": 5, **options}
     if "seed" in accepted:
-        options = {"seed": seed if name in _STEADY else _seed(seed, number), **options}
-    sampler: BaseSampler = _made(made, options, said)
+        options = {"seed": seed if name in _SEQUENTIAL else _seed(seed, number), **options}
+    sampler: BaseSampler = _create(kind, options, spec)
     return sampler
 
 
-def make_pruner(said: str) -> "BasePruner":
-    """The pruner; by default, a trial goes on while it is among the better quarter of those that were completed."""
+def make_pruner(spec: str) -> "BasePruner":
+    """Return the pruner; by default it keeps trials within the best quarter of the completed ones."""
     import optuna
 
-    name, options = _read(said, "Pruner", optuna.pruners)
+    name, options = _read(spec, "Pruner", optuna.pruners)
     if name == "PercentilePruner":
-        # From the third of nine evaluations on, as soon as one trial is there to compare with (docs/choices/0013).
+        # From the third of nine evaluations on, as soon as one trial is complete (docs/choices/0013).
         options = {"percentile": 25.0, "n_startup_trials": 1, "n_warmup_steps": 2, **options}
     if name == "SuccessiveHalvingPruner":
         # After 2 and 6 of nine.
         options = {"min_resource": 2, "reduction_factor": 3, **options}
-    pruner: BasePruner = _made(getattr(optuna.pruners, name), options, said)
+    pruner: BasePruner = _create(getattr(optuna.pruners, name), options, spec)
     return pruner
 
 
-def num_points(said: str, space: SearchSpace) -> int | None:
-    """How many different trials the sampler can propose; None where that has no end."""
+def num_points(spec: str, space: SearchSpace) -> int | None:
+    """Return how many different trials the sampler can propose; None if unlimited."""
     import optuna
 
-    name, _ = _read(said, "Sampler", optuna.samplers)
-    return math.prod(map(len, _counted(space).values())) if name in ("GridSampler", "BruteForceSampler") else None
+    name, _ = _read(spec, "Sampler", optuna.samplers)
+    return math.prod(map(len, _grid(space).values())) if name in ("GridSampler", "BruteForceSampler") else None
 
 
 def space_distributions(space: SearchSpace) -> "dict[str, BaseDistribution]":
-    """The space in Optuna's words."""
+    """Return the space as Optuna distributions."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     def of(dimension: NumberRange | Choices) -> "BaseDistribution":
         if isinstance(dimension, Choices):
             return CategoricalDistribution(dimension.values)
-        if dimension.is_whole:
+        if dimension.is_integer:
             low, high = dimension.ends
             return IntDistribution(low, high, log=dimension.is_log, step=int(dimension.step or 1))
         return FloatDistribution(dimension.low, dimension.high, log=dimension.is_log, step=dimension.step)
@@ -89,11 +89,11 @@ def _seed(seed: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:4], "big")
 
 
-def _read(said: str, kind: str, module: Any) -> tuple[str, dict[str, Any]]:
+def _read(spec: str, kind: str, module: Any) -> tuple[str, dict[str, Any]]:
     """`TPESampler`, or with options of its own: `TPESampler:n_startup_trials=5`."""
-    name, *options = said.split(":")
+    name, *options = spec.split(":")
     known = [n for n in dir(module) if n.endswith(kind) and not n.startswith(("Base", "_")) and n not in _OWN_ARGUMENTS]
-    # tpe, Median and HYPERBAND are understood as well.
+    # Also tpe, Median and HYPERBAND.
     short = {n.lower().removesuffix(kind.lower()): n for n in known}
     full = name if name in known else short.get(name.lower().removesuffix(kind.lower()), "")
     if not full:
@@ -106,25 +106,27 @@ def _read(said: str, kind: str, module: Any) -> tuple[str, dict[str, Any]]:
     return full, parse_args(options).values
 
 
-def _made(made: Any, options: Mapping[str, Any], said: str) -> Any:
+def _create(kind: Any, options: Mapping[str, Any], spec: str) -> Any:
     import optuna
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return made(**options)
+            return kind(**options)
     except (TypeError, ValueError, ImportError) as error:
-        raise UsageError(f"Optuna refuses {said}", got=str(error)[:300], try_="its documentation") from None
+        raise UsageError(f"Optuna rejects {spec}", got=str(error)[:300], try_="its documentation") from None
 
 
-def _counted(space: SearchSpace) -> dict[str, Any]:
-    """All values of each key."""
-    found = {}
+def _grid(space: SearchSpace) -> dict[str, Any]:
+    """Return all values of each key. Raises UsageError for continuous ranges."""
+    grid = {}
     for key, dimension in space.dimensions.items():
         values = dimension.values
         if values is None:
-            raise UsageError("a grid needs values that can be counted", got=f"{key}={dimension}", try_=f"{key}=[a,b,c]")
-        found[key] = list(values)
-    if math.prod(map(len, found.values())) > MOST_VALUES:
-        raise UsageError("the grid has too many points", got=" ".join(space.words), try_="fewer values, or TPESampler")
-    return found
+            raise UsageError("a grid needs a finite number of values", got=f"{key}={dimension}", try_=f"{key}=[a,b,c]")
+        grid[key] = list(values)
+    if math.prod(map(len, grid.values())) > MAX_VALUES:
+        raise UsageError(
+            "the grid has too many points", got=" ".join(space.arguments), try_="fewer values, or TPESampler"
+        )
+    return grid

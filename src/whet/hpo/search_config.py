@@ -13,11 +13,11 @@ from whet.run import durable, strict_json
 SEARCH_FILE = "search.json"
 FORMAT_VERSION = 1
 EVALUATIONS = 9
-"""Of one trial, evenly spread; the first two end none (sampling)."""
+"""Of one trial, evenly spread; the first two never prune (samplers)."""
 
 
 class SearchConfig(FrozenModel):
-    """A search, without how long it may take and by how many hands."""
+    """A search, without its time limit and its number of workers."""
 
     format_version: int = FORMAT_VERSION
     name: str
@@ -31,7 +31,7 @@ class SearchConfig(FrozenModel):
     fixed: dict[str, Any] = Field(default_factory=dict)
     """The settings that all trials share, as given."""
     subset: float = Field(1.0, gt=0, le=1)
-    """The share of the training part that trials see."""
+    """The share of the training data that trials see."""
     seed: int = 0
     seeds: int = Field(3, ge=0)
     sampler: str = "TPESampler"
@@ -39,33 +39,33 @@ class SearchConfig(FrozenModel):
     evaluations: int = Field(EVALUATIONS, ge=1)
 
 
-def check_same_search(kept: SearchConfig, asked: SearchConfig, *, where: str) -> None:
-    """Refuses a search that goes on under the same name and means something else."""
-    ours, theirs = _shown(asked), _shown(kept)
+def check_same_search(saved: SearchConfig, given: SearchConfig, *, where: str) -> None:
+    """Raise UsageError if a search is continued under the same name with another configuration."""
+    ours, theirs = _as_typed(given), _as_typed(saved)
     for key, value in ours.items():
         if value != theirs[key]:
             raise UsageError(
                 f"{where} is another search: {key} differs",
                 got=f"{value} instead of {theirs[key]}"[:300],
-                try_="the same words, or another --name",
+                try_="the same arguments, or another --name",
             )
 
 
-def _shown(question: SearchConfig) -> dict[str, Any]:
-    """As a user would say it."""
-    words = " ".join(question.space.words)
-    fixed = " ".join(sorted(as_argument(key, value) for key, value in question.fixed.items()))
-    return {**question.as_json(), "space": words, "fixed": fixed or "no other settings"}
+def _as_typed(config: SearchConfig) -> dict[str, Any]:
+    """Return the fields as a user would type them."""
+    space = " ".join(config.space.arguments)
+    fixed = " ".join(sorted(as_argument(key, value) for key, value in config.fixed.items()))
+    return {**config.as_json(), "space": space, "fixed": fixed or "no other settings"}
 
 
-def write_search_config(folder: Path, question: SearchConfig) -> None:
-    """Keeps it in the folder of the search."""
-    data = (strict_json.encode(question.as_json(), pretty=True) + "\n").encode()
+def write_search_config(folder: Path, config: SearchConfig) -> None:
+    """Save the configuration in the folder of the search."""
+    data = (strict_json.encode(config.as_json(), pretty=True) + "\n").encode()
     durable.write_file(folder / SEARCH_FILE, data=data)
 
 
 def read_search_config(folder: Path) -> SearchConfig | None:
-    """The search of a folder; None where there is none."""
+    """Return the configuration of a folder; None if there is none."""
     path = folder / SEARCH_FILE
     if not path.is_file():
         return None

@@ -22,19 +22,19 @@ _NOT_SEARCHED = {
     "split_seed": "one split for all trials: settings are compared on the same rows",
     "data": "one search for each data set",
     "data_paths": "one search for each data set",
-    "init_from": "one search for each start",
-    "label_column": "one search for each question",
-    "label_separator": "one search for each question",
+    "init_from": "one search for each initialization",
+    "label_column": "one search for each task",
+    "label_separator": "one search for each task",
     "group_column": "one split for all trials: settings are compared on the same rows",
     "goal": "goal=NAME: what is compared must be the same",
     "eval_every": "eval_every=N: trials are compared at the same evaluations",
-    "epochs_per_session": "leave it out: a trial is trained in one sitting",
+    "epochs_per_session": "leave it out: a trial is trained in one session",
 }
 _NOT_SET = ("seeds", "epochs_per_session")
 _EXAMPLES = "lr=1e-5..1e-3:log, arch.layers=[1,2,4] or global_batch_size=32..512:step=32"
 
-MOST_VALUES = 100_000
-"""More points than that are no grid."""
+MAX_VALUES = 100_000
+"""More points than this are not a grid."""
 Choice = bool | int | float | str | None
 
 
@@ -46,24 +46,24 @@ class NumberRange(FrozenModel):
     high: float
     is_log: bool = False
     step: float | None = None
-    is_whole: bool = False
-    """Whether only whole numbers are meant."""
+    is_integer: bool = False
+    """Whether only integers are allowed."""
 
     @property
     def ends(self) -> tuple[Any, Any]:
-        return (int(self.low), int(self.high)) if self.is_whole else (self.low, self.high)
+        return (int(self.low), int(self.high)) if self.is_integer else (self.low, self.high)
 
     @property
     def values(self) -> tuple[Any, ...] | None:
-        """All of them, where they can be counted and are not too many to be."""
-        if self.is_log or (self.step is None and not self.is_whole):
+        """All values, if they are finite and not too many."""
+        if self.is_log or (self.step is None and not self.is_integer):
             return None
         step = self.step or 1
         count = math.floor((self.high - self.low) / step + 1e-9) + 1
-        if count > MOST_VALUES:
+        if count > MAX_VALUES:
             return None
-        found = [self.low + number * step for number in range(count)]
-        return tuple(int(value) for value in found) if self.is_whole else tuple(found)
+        values = [self.low + number * step for number in range(count)]
+        return tuple(int(value) for value in values) if self.is_integer else tuple(values)
 
     def __str__(self) -> str:
         low, high = map(_short, self.ends)
@@ -72,7 +72,7 @@ class NumberRange(FrozenModel):
 
 
 class Choices(FrozenModel):
-    """One of these."""
+    """One of several values."""
 
     kind: Literal["choices"] = "choices"
     values: tuple[Choice, ...]
@@ -82,7 +82,7 @@ class Choices(FrozenModel):
 
 
 def _short(number: float) -> str:
-    """A number in as few signs as say it exactly."""
+    """Return the shortest exact representation of a number."""
     short = f"{number:g}"
     return short if float(short) == number else repr(number)
 
@@ -91,37 +91,38 @@ Dimension = Annotated[NumberRange | Choices, Field(discriminator="kind")]
 
 
 class SearchSpace(FrozenModel):
-    """What is tried, by dotted key."""
+    """The searched values by dotted key."""
 
     dimensions: dict[str, Dimension]
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def arguments(self) -> tuple[str, ...]:
+        """The space as command-line arguments."""
         return tuple(f"{key}={dimension}" for key, dimension in self.dimensions.items())
 
 
 def read_space(
-    config: type[CommonConfig], words: Iterable[str], *, file: Mapping[str, Any] | None = None
+    config: type[CommonConfig], arguments: Iterable[str], *, file: Mapping[str, Any] | None = None
 ) -> tuple[SearchSpace, tuple[str, ...]]:
-    """The space that words and a file's keys describe, and the words that only set a key; all checked with the config.
+    """Return the space that arguments and a file describe, and the arguments that only set a key.
 
-    Each value of the space is tried alone with the other words, so that a wrong one is refused before anything runs.
+    Each value of the space is validated by the config together with the other arguments, before anything runs.
     """
     known = known_keys(config)
     dimensions: dict[str, NumberRange | Choices] = {}
     fixed: list[str] = []
-    for word in (*_words_of(file or {}), *words):
-        key, equals, text = word.lstrip("+").partition("=")
-        found = _dimension(text.strip(), word, holds_list=_holds_list(known.get(key))) if equals else None
-        if found is None:
-            fixed.append(word)
+    for argument in (*_file_arguments(file or {}), *arguments):
+        key, equals, text = argument.lstrip("+").partition("=")
+        dimension = _dimension(text.strip(), argument, holds_list=_holds_list(known.get(key))) if equals else None
+        if dimension is None:
+            fixed.append(argument)
         else:
-            dimensions[key] = found
+            dimensions[key] = dimension
     if not dimensions:
-        raise UsageError("nothing is left open to search", got=" ".join(fixed) or "no words", try_=_EXAMPLES)
+        raise UsageError("nothing to search", got=" ".join(fixed) or "no arguments", try_=_EXAMPLES)
     for key in parse_args(fixed).values:
         if key in _NOT_SET:
-            raise UsageError(f"{key} is nothing for trials", got=key, try_=_NOT_SEARCHED[key])
+            raise UsageError(f"{key} cannot be set in a search", got=key, try_=_NOT_SEARCHED[key])
         if key in dimensions:
             raise UsageError("a key is both set and searched", got=key, try_="one of them")
     for key in dimensions:
@@ -130,7 +131,7 @@ def read_space(
 
 
 def as_argument(key: str, value: Any) -> str:
-    """A setting as the word that says it."""
+    """Return a setting as a command-line argument."""
     return f"{key}={as_text(value)}"
 
 
@@ -152,32 +153,32 @@ def as_text(value: Any) -> str:
     return repr(value)
 
 
-def _words_of(file: Mapping[str, Any]) -> list[str]:
-    """A file says the same: a text such as "1e-5..1e-3:log", a list of choices, or a value."""
-    # A text stays one ("7" is no number), unless it is meant as a list: TOML and YAML have lists of their own.
+def _file_arguments(file: Mapping[str, Any]) -> list[str]:
+    """Return a file's keys as arguments: a text such as "1e-5..1e-3:log", a list of choices, or a value."""
+    # A text stays a text ("7" is not a number), unless it is written as a list.
     return [
         f"{key}={value}" if isinstance(value, str) and value.startswith("[") else as_argument(key, value)
         for key, value in file.items()
     ]
 
 
-def _dimension(text: str, word: str, *, holds_list: bool) -> NumberRange | Choices | None:
-    if found := _RANGE.fullmatch(text):
-        return _range(found[1], found[2], found[3], word)
+def _dimension(text: str, argument: str, *, holds_list: bool) -> NumberRange | Choices | None:
+    if match := _RANGE.fullmatch(text):
+        return _range(match[1], match[2], match[3], argument)
     if not text.startswith("["):
         return None
-    values = parse_value(text, word)
+    values = parse_value(text, argument)
     if holds_list and not all(isinstance(value, list) for value in values):
         return None
     if any(isinstance(value, list) for value in values):
-        raise UsageError("a choice is a number, a text or a truth value", got=word, try_="key=[a,b]")
+        raise UsageError("a choice is a number, a text or a boolean", got=argument, try_="key=[a,b]")
     unique = tuple(dict.fromkeys((type(value).__name__, value) for value in values))
     if len(unique) < 2:
-        raise UsageError("a list of choices has at least two", got=word, try_=_EXAMPLES)
+        raise UsageError("a list of choices needs at least two values", got=argument, try_=_EXAMPLES)
     return Choices(values=tuple(value for _, value in unique))
 
 
-def _range(low: str, high: str, options: str, word: str) -> NumberRange:
+def _range(low: str, high: str, options: str, argument: str) -> NumberRange:
     is_log, step = False, None
     for option in filter(None, options.split(":")):
         name, _, value = option.partition("=")
@@ -186,19 +187,19 @@ def _range(low: str, high: str, options: str, word: str) -> NumberRange:
         elif name == "step" and re.fullmatch(_NUMBER, value) and float(value) > 0:
             step = float(value)
         else:
-            raise UsageError("a range may have :log or :step=N", got=word, try_=_EXAMPLES)
+            raise UsageError("a range may have :log or :step=N", got=argument, try_=_EXAMPLES)
     ends = float(low), float(high)
     if not ends[0] < ends[1] or not all(map(math.isfinite, ends)):
-        raise UsageError("a range goes from the lower number to the higher", got=word, try_=_EXAMPLES)
+        raise UsageError("a range goes from the lower number to the higher", got=argument, try_=_EXAMPLES)
     if is_log and ends[0] <= 0:
-        raise UsageError("a logarithmic range begins above 0", got=word, try_=_EXAMPLES)
+        raise UsageError("a logarithmic range starts above 0", got=argument, try_=_EXAMPLES)
     if is_log and step is not None:
-        raise UsageError("a range has :log or :step=N, not both", got=word, try_=_EXAMPLES)
+        raise UsageError("a range has :log or :step=N, not both", got=argument, try_=_EXAMPLES)
     if step is not None:
         count = math.floor((ends[1] - ends[0]) / step + 1e-9)
         if count < 1:
-            raise UsageError("the step is longer than the range", got=word, try_=_EXAMPLES)
-        # 4..8:step=3 ends with 7: that is the last value that can be drawn.
+            raise UsageError("the step is larger than the range", got=argument, try_=_EXAMPLES)
+        # 4..8:step=3 ends at 7, the last value that can be drawn.
         ends = ends[0], min(ends[1], ends[0] + count * step)
     numbers = [low, high, *([] if step is None else [repr(step) if step % 1 else str(int(step))])]
     return NumberRange(
@@ -206,7 +207,7 @@ def _range(low: str, high: str, options: str, word: str) -> NumberRange:
         high=ends[1],
         is_log=is_log,
         step=step,
-        is_whole=all(isinstance(parse_value(n, n), int) for n in numbers),
+        is_integer=all(isinstance(parse_value(n, n), int) for n in numbers),
     )
 
 
@@ -229,50 +230,50 @@ def _check_searchable(key: str, config: type[CommonConfig]) -> None:
 def _checked(
     config: type[CommonConfig], dimensions: Mapping[str, NumberRange | Choices], fixed: Sequence[str]
 ) -> dict[str, NumberRange | Choices]:
-    """Every value is one that the config takes; a range of a key that is no whole number has none."""
+    """Validate every value with the config, and decide which ranges are integers."""
     checked = dict(dimensions)
-    # Keys may depend on each other (heads must divide the width): one value that fits is enough.
-    others = {key: list(_some(dimension)) for key, dimension in dimensions.items()}
+    # Keys may depend on each other (heads must divide the width): one valid combination is enough.
+    others = {key: list(_samples(dimension)) for key, dimension in dimensions.items()}
     for key, dimension in dimensions.items():
         beside = {k: v for k, v in others.items() if k != key}
-        settled = [_taken(config, key, value, beside, fixed) for value in _some(dimension)]
+        resolved_values = [_resolved_value(config, key, value, beside, fixed) for value in _samples(dimension)]
         if isinstance(dimension, NumberRange):
-            checked[key] = dimension.model_copy(update={"is_whole": _is_whole(key, dimension, settled)})
-        elif len(set(map(repr, settled))) < len(settled):
-            raise UsageError("two choices mean the same", got=f"{key}={dimension}", try_="each of them once")
+            checked[key] = dimension.model_copy(update={"is_integer": _is_integer(key, dimension, resolved_values)})
+        elif len(set(map(repr, resolved_values))) < len(resolved_values):
+            raise UsageError("two choices are the same", got=f"{key}={dimension}", try_="each of them once")
     return checked
 
 
-def _is_whole(key: str, said: NumberRange, settled: Sequence[Any]) -> bool:
-    """Whether the config makes whole numbers of both ends, however they were written: 1e2..1e3 are some too."""
-    if any(isinstance(value, float) for value in settled):
+def _is_integer(key: str, given: NumberRange, resolved_values: Sequence[Any]) -> bool:
+    """Whether the config turns both ends into integers, however they were written: 1e2..1e3 are some too."""
+    if any(isinstance(value, float) for value in resolved_values):
         return False
-    if all(isinstance(value, int) for value in settled) and said.step is not None and said.step % 1:
-        raise UsageError(f"{key} has whole numbers only", got=f"{key}={said}", try_=f"{key}=...:step=1")
-    return said.is_whole or all(isinstance(value, int) for value in settled)
+    if all(isinstance(value, int) for value in resolved_values) and given.step is not None and given.step % 1:
+        raise UsageError(f"{key} takes integers only", got=f"{key}={given}", try_=f"{key}=...:step=1")
+    return given.is_integer or all(isinstance(value, int) for value in resolved_values)
 
 
-def _some(dimension: NumberRange | Choices) -> tuple[Any, ...]:
+def _samples(dimension: NumberRange | Choices) -> tuple[Any, ...]:
     return dimension.ends if isinstance(dimension, NumberRange) else dimension.values
 
 
-def _taken(
+def _resolved_value(
     config: type[CommonConfig], key: str, value: Any, others: Mapping[str, Sequence[Any]], fixed: Sequence[str]
 ) -> Any:
-    """What the config makes of a value, together with some values of the other keys."""
-    refused: UsageError | None = None
+    """Return the config's own value for a value, together with some values of the other keys."""
+    first_error: UsageError | None = None
     for count, combination in enumerate(product(*others.values())):
-        words = [as_argument(name, other) for name, other in zip(others, combination, strict=True)]
+        others_given = [as_argument(name, other) for name, other in zip(others, combination, strict=True)]
         try:
-            resolved = resolve_config(config, [*fixed, *words, as_argument(key, value)])
+            resolved = resolve_config(config, [*fixed, *others_given, as_argument(key, value)])
         except UsageError as error:
-            refused = refused or error
+            first_error = first_error or error
             if count >= 63:
                 break
             continue
-        settled: Any = resolved.config
+        result: Any = resolved.config
         for part in key.split("."):
-            settled = getattr(settled, part)
-        return settled
-    assert refused is not None
-    raise refused
+            result = getattr(result, part)
+        return result
+    assert first_error is not None
+    raise first_error

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 JOURNAL_FILE = "journal.log"
-_PATIENCE_SECONDS = 300.0
+_RETRY_SECONDS = 300.0
 _PAUSE_SECONDS = 0.5
-_OPENINGS = 20
+_MAX_ATTEMPTS = 20
 
 
 def is_sqlite(url: str | None) -> bool:
-    """Whether trials are kept in SQLite, which only one process may use."""
+    """Whether trials are stored in SQLite, which only one process may use."""
     return url is not None and url.startswith("sqlite:")
 
 
 def without_password(url: str | None) -> str:
-    """The address as it may be shown and kept."""
+    """Return the URL without its password, to show and to save."""
     if url is None:
         return JOURNAL_FILE
     parts = urlsplit(url)
@@ -37,24 +37,24 @@ def without_password(url: str | None) -> str:
 
 
 def check_address(url: str | None) -> None:
-    """Refuses an address that cannot be one, before anything is written."""
-    path = _own_file(url)
+    """Raise UsageError for an invalid URL, before anything is written."""
+    path = _local_file(url)
     if url is None:
         return
     if path is None and not re.match(r"postgresql(\+\w+)?://.", url):
         raise UsageError(
-            "trials are kept in a journal file, PostgreSQL or SQLite",
+            "trials are stored in a journal file, PostgreSQL or SQLite",
             got=without_password(url),
             try_="postgresql+psycopg://USER@HOST/DATABASE",
         )
     if path is not None and (str(path) in (".", ":memory:") or path.is_dir()):
-        raise UsageError("trials are kept in a file", got=url, try_="sqlite:///trials.db")
+        raise UsageError("trials are stored in a file", got=url, try_="sqlite:///trials.db")
     if path is not None and not path.absolute().parent.is_dir():
         raise UsageError("no such folder for the trials", got=str(path.parent), try_=f"mkdir -p {path.parent}")
 
 
-def _own_file(url: str | None) -> Path | None:
-    """The file that an address names; None for a database elsewhere."""
+def _local_file(url: str | None) -> Path | None:
+    """Return the file of a URL; None for a database server."""
     if url is None or not url.startswith(("journal:", "sqlite:")):
         return None
     if url.startswith("journal:"):
@@ -64,10 +64,10 @@ def _own_file(url: str | None) -> Path | None:
 
 @contextmanager
 def open_storage(url: str | None, *, folder: Path) -> "Iterator[BaseStorage]":
-    """While entered, it is open; the journal of the folder if no address is given."""
+    """Open a storage; without a URL the journal of the folder."""
     check_address(url)
-    with _alone(url):
-        storage = _opened(url, folder=folder)
+    with _sqlite_lock(url):
+        storage = _open(url, folder=folder)
         try:
             yield storage
         finally:
@@ -77,9 +77,9 @@ def open_storage(url: str | None, *, folder: Path) -> "Iterator[BaseStorage]":
 
 
 @contextmanager
-def _alone(url: str | None) -> Iterator[None]:
-    """While entered, no other search uses this SQLite file, whatever its name is."""
-    path = _own_file(url)
+def _sqlite_lock(url: str | None) -> Iterator[None]:
+    """Lock a SQLite file against other searches."""
+    path = _local_file(url)
     if path is None or not is_sqlite(url):
         yield
         return
@@ -98,7 +98,7 @@ def _alone(url: str | None) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _opened(url: str | None, *, folder: Path) -> "BaseStorage":
+def _open(url: str | None, *, folder: Path) -> "BaseStorage":
     try:
         import optuna
     except ImportError:
@@ -108,7 +108,7 @@ def _opened(url: str | None, *, folder: Path) -> "BaseStorage":
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
-        path = _own_file(url) or folder / JOURNAL_FILE
+        path = _local_file(url) or folder / JOURNAL_FILE
         held: Any = JournalLock(path)
         try:
             return JournalStorage(JournalFileBackend(str(path), lock_obj=held))
@@ -127,26 +127,26 @@ def _database(url: str) -> "BaseStorage":
     from sqlalchemy.exc import IntegrityError, ProgrammingError
 
     kwargs: dict[str, Any] = {"connect_args": {"timeout": 60}} if is_sqlite(url) else {"pool_pre_ping": True}
-    for tries_left in reversed(range(_OPENINGS)):
+    for tries_left in reversed(range(_MAX_ATTEMPTS)):
         try:
-            made = RDBStorage(url, engine_kwargs=kwargs)
+            storage = RDBStorage(url, engine_kwargs=kwargs)
             break
         except ImportError as error:
             raise WhetError(
                 "the database's driver is not installed", got=str(error)[:300], try_='pip install "whet[postgres]"'
             ) from None
         except (IntegrityError, ProgrammingError, StorageInternalError) as error:
-            # Two who come first at once both make the tables, and one of them fails.
+            # Two processes that start at once both create the tables, and one of them fails.
             if not tries_left:
-                raise _unopened(url, error) from None
+                raise _open_error(url, error) from None
             time.sleep(_PAUSE_SECONDS)
         except Exception as error:
-            raise _unopened(url, error) from None
-    patient: Any = _RetryingStorage(made)
-    return patient  # type: ignore[no-any-return]
+            raise _open_error(url, error) from None
+    retrying: Any = _RetryingStorage(storage)
+    return retrying  # type: ignore[no-any-return]
 
 
-def _unopened(url: str, error: Exception) -> WhetError:
+def _open_error(url: str, error: Exception) -> WhetError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return WhetError(
         "the database cannot be opened", got=f"{without_password(url)}: {reason}"[:300], try_="check that it runs"
@@ -154,22 +154,22 @@ def _unopened(url: str, error: Exception) -> WhetError:
 
 
 class _RetryingStorage:
-    """A database that may be restarted: what fails for that reason is asked again, for five minutes."""
+    """A database that may be restarted: calls that fail are retried for five minutes."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._storage, name)
-        return _again_and_again(found) if callable(found) else found
+        attribute = getattr(self._storage, name)
+        return _retry(attribute) if callable(attribute) else attribute
 
 
-def _again_and_again(call: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(*arguments: Any, **options: Any) -> Any:
+def _retry(call: Callable[..., Any]) -> Callable[..., Any]:
+    def retried(*arguments: Any, **options: Any) -> Any:
         from optuna.exceptions import StorageInternalError
         from sqlalchemy.exc import DBAPIError
 
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _RETRY_SECONDS
         while True:
             try:
                 return call(*arguments, **options)
@@ -178,32 +178,32 @@ def _again_and_again(call: Callable[..., Any]) -> Callable[..., Any]:
                     raise
                 time.sleep(_PAUSE_SECONDS)
 
-    return asked
+    return retried
 
 
 class JournalLock:
-    """Is free the instant its holder dies; Optuna's own locks are files that outlive a kill by 30 s."""
+    """A lock that is released when its holder dies; Optuna's own lock files outlive a kill by 30 s."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._held: dict[int, int] = {}
 
     def acquire(self) -> bool:
-        """Waits until nobody else writes."""
-        # Not Optuna's name for a lock, which it would take for an old one and remove.
+        """Wait until no other process writes."""
+        # Not Optuna's file name, which it would take for a stale lock and remove.
         descriptor = os.open(f"{self._path}.held", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         self._held[threading.get_ident()] = descriptor
-        _drop_torn_line(self._path)
+        _truncate_torn_line(self._path)
         return True
 
     def release(self) -> None:
-        """Lets go."""
+        """Release the lock."""
         os.close(self._held.pop(threading.get_ident()))
 
 
-def _drop_torn_line(path: Path) -> None:
-    """A power cut may leave half a line, to which the next one would be glued; it was never told as done."""
+def _truncate_torn_line(path: Path) -> None:
+    """Remove half a line that a power cut left, before the next one is appended to it; it was never acknowledged."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:

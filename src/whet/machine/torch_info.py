@@ -1,12 +1,10 @@
-"""torch's version and devices, queried in a child process because importing torch may be slow or fail."""
+"""torch's version and devices, queried in a child process because importing torch may be slow or fail.
+
+Nothing of torch is imported here; a child that hangs, crashes or sends nonsense becomes `TorchInfo(error=...)`.
+"""
 
 import importlib.metadata
 import importlib.util
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,73 +13,13 @@ from pydantic import ValidationError
 
 from whet.base import env
 from whet.base.model import FrozenModel
+from whet.base.worker import JsonWorker, WorkerExitError, WorkerTimeoutError, describe_exit_code
 from whet.machine.facts import TorchFacts
 from whet.machine.programs import clean_name
 
 TIMEOUT_SECONDS = 60.0
-_MARK = "whet-torch-answer "
-_LONGEST_ANSWER = 1_000_000
-_LONGEST_ERROR = 300
-_CHUNK = 65_536
-_PAUSE_SECONDS = 0.01
-
-# The child first points stdout at stderr, so that nothing torch or its libraries print mixes with the answer; the
-# mark finds the answer behind what a start-up file of the user's may have printed before that.
-_SOURCE = r"""
-import os
-answer_to = os.dup(1)
-os.dup2(2, 1)
-import json
-
-def in_one_line(error):
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-def ask(question):
-    try:
-        return question()
-    except Exception:
-        return None
-
-def ask_cuda(torch, answer):
-    answer["cuda_build"] = ask(lambda: torch.version.cuda)
-    try:
-        answer["cuda_available"] = bool(torch.cuda.is_available())
-        if answer["cuda_available"]:
-            answer["cuda_devices"] = [describe(torch.cuda.get_device_properties(index))
-                                      for index in range(torch.cuda.device_count())]
-        elif answer["cuda_build"]:
-            torch.cuda.init()
-    except Exception as error:
-        answer["cuda_available"] = False
-        answer["cuda_error"] = in_one_line(error)
-
-def describe(device):
-    return {
-        "name": device.name,
-        "memory_bytes": device.total_memory,
-        "capability": f"{device.major}.{device.minor}",
-        "num_multiprocessors": device.multi_processor_count,
-    }
-
-def ask_mps(torch, answer):
-    answer["mps_built"] = ask(lambda: bool(torch.backends.mps.is_built()))
-    answer["mps_available"] = ask(lambda: bool(torch.backends.mps.is_available()))
-    if answer["mps_available"]:
-        answer["mps_recommended_bytes"] = ask(lambda: int(torch.mps.recommended_max_memory()))
-        answer["mps_num_cores"] = ask(lambda: int(torch.backends.mps.get_core_count()))
-
-answer = {}
-try:
-    import torch
-    answer["version"] = str(torch.__version__)
-    answer["num_threads"] = ask(lambda: int(torch.get_num_threads()))
-    ask(lambda: ask_mps(torch, answer))
-    ask_cuda(torch, answer)
-except BaseException as error:
-    answer = {"error": in_one_line(error)}
-os.write(answer_to, ("\n" + MARK + json.dumps(answer) + "\n").encode())
-os._exit(0)
-"""
+_TARGET = "whet.machine.torch_child:describe_torch"
+_MAX_ERROR_LENGTH = 300
 
 
 class CudaInfo(FrozenModel):
@@ -92,7 +30,7 @@ class CudaInfo(FrozenModel):
 
 
 class TorchInfo(FrozenModel):
-    """What the child wrote; `error` stands alone when torch could not be asked."""
+    """What the child sent; `error` is alone if torch could not be queried."""
 
     version: str | None = None
     num_threads: int | None = None
@@ -100,7 +38,7 @@ class TorchInfo(FrozenModel):
     cuda_available: bool | None = None
     cuda_devices: tuple[CudaInfo, ...] = ()
     cuda_error: str | None = None
-    """What torch says when CUDA does not start."""
+    """Why CUDA does not start, as torch reports it."""
     mps_built: bool | None = None
     mps_available: bool | None = None
     mps_recommended_bytes: int | None = None
@@ -108,7 +46,7 @@ class TorchInfo(FrozenModel):
     error: str | None = None
 
     def facts(self) -> TorchFacts:
-        """The part that belongs to the machine's record."""
+        """Return the part that belongs to the facts of a machine."""
         if self.error is not None:
             return TorchFacts(error=self.error)
         return TorchFacts(
@@ -117,7 +55,7 @@ class TorchInfo(FrozenModel):
 
 
 def installed_version() -> str | None:
-    """torch's version as its installer wrote it down, without importing it; None when nothing is written."""
+    """Return the version in the installed metadata, without importing torch; None if there is none."""
     try:
         return clean_name(importlib.metadata.version("torch"))
     except (importlib.metadata.PackageNotFoundError, ValueError, OSError):
@@ -125,7 +63,7 @@ def installed_version() -> str | None:
 
 
 def is_installed() -> bool:
-    """Whether `import torch` would find something."""
+    """Whether `import torch` would find a module."""
     try:
         return installed_version() is not None or importlib.util.find_spec("torch") is not None
     except (ImportError, ValueError):
@@ -134,89 +72,41 @@ def is_installed() -> bool:
 
 @contextmanager
 def torch_query(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[Callable[[], TorchInfo]]:
-    """Starts the question at once and yields the function that waits for the answer: ask other things meanwhile."""
+    """Start the query and yield a function that waits for its result, so that other facts can be read meanwhile."""
     if not is_installed():
         yield lambda: TorchInfo(error="torch is not installed")
         return
     deadline = time.monotonic() + timeout_seconds
     try:
-        child = _start_child()
+        worker = JsonWorker(_TARGET, environment=env.c_locale_environment())
     except OSError as error:
-        reason = _one_line(f"Python could not be started to ask torch: {error.strerror}")
+        reason = _one_line(f"Python could not be started to query torch: {error.strerror}")
         yield lambda: TorchInfo(error=reason)
         return
-    try:
-        yield lambda: _read_child(child, deadline=deadline)
-    finally:
-        _end_child(child)
+    with worker:
+        yield lambda: _receive(worker, deadline=deadline)
 
 
 def query_torch(*, timeout_seconds: float = TIMEOUT_SECONDS) -> TorchInfo:
-    """Asks and waits."""
-    with torch_query(timeout_seconds=timeout_seconds) as answer:
-        return answer()
+    """Query torch and wait for the result."""
+    with torch_query(timeout_seconds=timeout_seconds) as result:
+        return result()
 
 
-def _start_child() -> subprocess.Popen[bytes]:
-    # -P: a file named torch.py in the working folder is not torch.
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", f"MARK = {_MARK!r}{_SOURCE}"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=env.c_locale_environment(),
-        bufsize=0,
-    )
-
-
-def _read_child(child: subprocess.Popen[bytes], *, deadline: float) -> TorchInfo:
-    """Reads until the child has ended, not until the pipe is closed: a process it left behind may keep it open."""
-    assert child.stdout is not None
-    os.set_blocking(child.stdout.fileno(), False)
-    written = b""
-    while len(written) < _LONGEST_ANSWER:
-        code = child.poll()
-        chunk = child.stdout.read(_CHUNK)
-        written += chunk or b""
-        if chunk:
-            continue
-        if code is not None:
-            how = f"{describe_exit(code)} when it was asked"
-            return parse_torch_info(written) or TorchInfo(error=f"{_torch_name()} {how}")
-        if time.monotonic() > deadline:
-            return TorchInfo(error=f"{_torch_name()} did not answer in time")
-        time.sleep(_PAUSE_SECONDS)
-    return TorchInfo(error=f"{_torch_name()} wrote without end when it was asked")
-
-
-def _end_child(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is None:
-        child.kill()
-    child.wait()
-    if child.stdout is not None:
-        child.stdout.close()
-
-
-def parse_torch_info(raw: bytes) -> TorchInfo | None:
-    """The answer in what the child wrote, or None if there is none that can be believed."""
-    marked = [line for line in raw.decode("utf-8", errors="replace").splitlines() if line.startswith(_MARK)]
+def _receive(worker: JsonWorker, *, deadline: float) -> TorchInfo:
     try:
-        answer = TorchInfo.model_validate(json.loads(marked[-1].removeprefix(_MARK)))
-    except (IndexError, ValueError, RecursionError, ValidationError):
-        return None
-    if answer.error is None:
-        return answer
-    return TorchInfo(error=_one_line(f"{_torch_name()} cannot be imported: {answer.error}"))
-
-
-def describe_exit(code: int) -> str:
-    """The end of a process in words: "was killed by SIGSEGV", "ended with exit code 3"."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+        info = TorchInfo.model_validate(worker.receive(max(0.0, deadline - time.monotonic())))
+    except WorkerTimeoutError:
+        return TorchInfo(error=f"{_torch_name()} did not answer in time")
+    except WorkerExitError:
+        code = worker.wait(1.0)
+        how = "no message" if code is None else describe_exit_code(code)
+        return TorchInfo(error=f"{_torch_name()} could not be queried: {how}")
+    except ValidationError:
+        return TorchInfo(error=f"{_torch_name()} could not be queried: its message is invalid")
+    if info.error is None:
+        return info
+    return TorchInfo(error=_one_line(f"{_torch_name()} cannot be imported: {info.error}"))
 
 
 def _torch_name() -> str:
@@ -225,4 +115,4 @@ def _torch_name() -> str:
 
 def _one_line(text: str) -> str:
     shown = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return shown if len(shown) <= _LONGEST_ERROR else shown[: _LONGEST_ERROR - 3] + "..."
+    return shown if len(shown) <= _MAX_ERROR_LENGTH else shown[: _MAX_ERROR_LENGTH - 3] + "..."

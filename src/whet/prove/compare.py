@@ -18,59 +18,62 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """The last checkpoint and the numbers on the way there."""
+    """The last checkpoint of a finished run, its losses and its metrics."""
 
     tensors: "dict[str, Tensor]"
-    """Weights, averages, optimizer and generators."""
+    """Weights, EMA, optimizer and generators."""
     facts: dict[str, Any]
     losses: dict[int, float | None]
     """By step."""
     metrics: dict[tuple[int, str], Any]
     """By step and name."""
 
-    def compared(self, *, runs: int, left_out: Collection[str]) -> ComparedCounts:
-        """How much of it is looked at."""
+    def compared(self, *, runs: int, ignored_metrics: Collection[str]) -> ComparedCounts:
+        """Return how much is compared."""
         return ComparedCounts(
             tensors=len(self.tensors),
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values()),
             losses=len(self.losses),
-            metrics=sum(name not in left_out for _, name in self.metrics),
+            metrics=sum(name not in ignored_metrics for _, name in self.metrics),
             runs=runs,
-            left_out=tuple(sorted(left_out)),
+            left_out=tuple(sorted(ignored_metrics)),
         )
 
 
 def read_result(run: Path) -> RunResult:
-    """What a run folder holds of a run that has ended."""
+    """Read the result of a finished run."""
     opened = open_run(run)
-    found = store.load_newest(opened.checkpoints, run_id=opened.header.id)
-    assert found is not None, "a run that has ended has a checkpoint"
+    newest = store.load_newest(opened.checkpoints, run_id=opened.header.id)
+    assert newest is not None, "a finished run has a checkpoint"
     return RunResult(
-        tensors=found.snapshot.tensors,
-        facts=found.snapshot.facts,
+        tensors=newest.snapshot.tensors,
+        facts=newest.snapshot.facts,
         losses={event.step: event.number("loss") for event in read_events(opened, kinds=("step",))},
         metrics={(e.step, name): v for e in read_events(opened, kinds=("eval",)) for name, v in e.fields.items()},
     )
 
 
 def unsteady_metrics(one: RunResult, other: RunResult) -> set[str]:
-    """Metrics that differ between two runs that nobody interrupted."""
+    """Return metrics that differ between two uninterrupted runs, such as seconds."""
     keys = one.metrics.keys() | other.metrics.keys()
-    return {key[1] for key in keys if not _same(one.metrics.get(key), other.metrics.get(key))}
+    return {key[1] for key in keys if not _is_same(one.metrics.get(key), other.metrics.get(key))}
 
 
-def first_difference(expected: RunResult, got: RunResult, *, left_out: Collection[str] = ()) -> ProofDifference | None:
-    """Where two results part; None when every bit is the same."""
-    unlike = [name for name in sorted(expected.tensors.keys() | got.tensors.keys()) if not _equal(expected, got, name)]
+def first_difference(
+    expected: RunResult, got: RunResult, *, ignored_metrics: Collection[str] = ()
+) -> ProofDifference | None:
+    """Return the first difference between two results; None if every bit is equal."""
+    names = sorted(expected.tensors.keys() | got.tensors.keys())
+    unequal = [name for name in names if not _has_equal_bits(expected, got, name)]
     steps = sorted(expected.losses.keys() | got.losses.keys())
-    step = next((s for s in steps if not _same(expected.losses.get(s, "none"), got.losses.get(s, "none"))), None)
-    if unlike:
-        name = unlike[0]
+    step = next((s for s in steps if not _is_same(expected.losses.get(s, "none"), got.losses.get(s, "none"))), None)
+    if unequal:
+        name = unequal[0]
         a, b = expected.tensors.get(name), got.tensors.get(name)
-        largest = None if a is None or b is None or a.shape != b.shape else _largest(a, b)
+        largest = None if a is None or b is None or a.shape != b.shape else float((a.double() - b.double()).abs().max())
         by = "" if largest is None else f", by up to {largest:.3g}"
         at = "" if step is None else f"; losses differ from step {step:,} on"
-        count = f"{len(unlike)} of {len(expected.tensors)} tensors differ"
+        count = f"{len(unequal)} of {len(expected.tensors)} tensors differ"
         return ProofDifference(what=f"{count}, {name} first{by}{at}", tensor=name, largest=largest, step=step)
     if step is not None:
         before, now = expected.losses.get(step), got.losses.get(step)
@@ -80,14 +83,14 @@ def first_difference(expected: RunResult, got: RunResult, *, left_out: Collectio
             what=f"the facts of the last checkpoint differ: {_first_fact(expected.facts, got.facts)}"
         )
     for key in sorted(expected.metrics.keys() | got.metrics.keys()):
-        if key[1] not in left_out and not _same(expected.metrics.get(key), got.metrics.get(key)):
-            words = f"{got.metrics.get(key)!r} instead of {expected.metrics.get(key)!r}"
-            return ProofDifference(what=f"the metric {key[1]} at step {key[0]:,} is {words}", step=key[0])
+        if key[1] not in ignored_metrics and not _is_same(expected.metrics.get(key), got.metrics.get(key)):
+            values = f"{got.metrics.get(key)!r} instead of {expected.metrics.get(key)!r}"
+            return ProofDifference(what=f"the metric {key[1]} at step {key[0]:,} is {values}", step=key[0])
     return None
 
 
-def can_tell(result: RunResult) -> bool:
-    """Whether the comparison notices one flipped bit of one tensor, and one loss that is off."""
+def detects_differences(result: RunResult) -> bool:
+    """Whether the comparison detects one flipped bit of one tensor, and a loss that is off by one ulp."""
     name = next((name for name, tensor in sorted(result.tensors.items()) if tensor.numel()), None)
     if name is None or not result.losses:
         return False
@@ -96,27 +99,23 @@ def can_tell(result: RunResult) -> bool:
     step, loss = next(iter(result.losses.items()))
     other_tensor = replace(result, tensors={**result.tensors, name: flipped})
     other_loss = replace(result, losses={**result.losses, step: math.nextafter(loss or 0.0, math.inf)})
-    found = [first_difference(result, other) for other in (result, other_tensor, other_loss)]
-    return [None if difference is None else (difference.tensor, difference.step) for difference in found] == [
+    differences = [first_difference(result, other) for other in (result, other_tensor, other_loss)]
+    return [None if difference is None else (difference.tensor, difference.step) for difference in differences] == [
         None,
         (name, None),
         (None, step),
     ]
 
 
-def _equal(expected: RunResult, got: RunResult, name: str) -> bool:
+def _has_equal_bits(expected: RunResult, got: RunResult, name: str) -> bool:
     a, b = expected.tensors.get(name), got.tensors.get(name)
     if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return a.numel() == 0 or as_bytes(a) == as_bytes(b)
 
 
-def _largest(a: "Tensor", b: "Tensor") -> float:
-    return float((a.double() - b.double()).abs().max())
-
-
-def _same(a: Any, b: Any) -> bool:
-    """NaN is like NaN here, and 0.0 is not -0.0."""
+def _is_same(a: Any, b: Any) -> bool:
+    """Compare values; NaN equals NaN, and 0.0 does not equal -0.0."""
     return type(a) is type(b) and (
         repr(a) == repr(b) if isinstance(a, float) and math.isfinite(a) else str(a) == str(b)
     )

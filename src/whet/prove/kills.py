@@ -1,4 +1,4 @@
-"""Kills trainings at random times and at disk calls, and checks the crash state."""
+"""Kills trainings at random times and at disk calls, checks the crash state and compares the resumed runs."""
 
 import itertools
 import random
@@ -22,329 +22,329 @@ from whet.run.proof import MIN_RESUMED_FRACTION, KillCounts, ProofDifference
 if TYPE_CHECKING:
     from whet.prove.compare import RunResult
 
+MAX_SECONDS = 3600.0
+"""For a process of unknown duration."""
+MAX_KILLS_PER_RUN = 8
+EARLY_SHARE = 0.1
+"""The share of kills at any time from the start of the process; the others come while it trains."""
+REACH = 0.35
+"""Kills reach this share of the training beyond its first checkpoint, so that each next process is killed later."""
+MAX_EXTRA_KILLS = 10
+"""If the kills covered too little, this many more are tried, and at least as many as were requested."""
 
-LONGEST_SECONDS = 3600.0
-"""For a life of which nothing is known yet."""
-
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProvableTraining:
-    """What is proved: a function as module:function that trains in a run folder, and what it is told.
+    """A training to prove: "module:function", called with a run folder, and its arguments.
 
-    Of its arguments the proof sets `steps`, how many it makes at most, and `every`, the steps between checkpoints. A
-    function `rehearse(arguments)` beside it may load what the training will import.
+    The proof sets the arguments `steps`, the maximum number of steps, and `every`, the steps between checkpoints. A
+    function `rehearse(arguments)` in the same module may import what the training will import.
     """
 
     target: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-class ProofFailure(Exception):  # noqa: N818 - a finding, not an error
-    """Something was not as it should be after a kill."""
+class ProofFailure(Exception):  # noqa: N818 - a result, not an error
+    """A killed training was not restored exactly."""
 
     def __init__(self, difference: ProofDifference) -> None:
         super().__init__(difference.what)
         self.difference = difference
 
 
-class ProofRunner:
-    """Starts lives of the same piece of a training."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CrashState:
+    """The checkpoints of a run folder after a kill."""
 
-    def __init__(self, training: ProvableTraining, births: Launcher, scratch: Path, *, steps: int, every: int) -> None:
-        self.births = births
+    complete: tuple[int, ...] = ()
+    """Steps of the checkpoints that match their manifest."""
+    torn: tuple[int, ...] = ()
+    """Steps of checkpoints with their final name that do not."""
+    drafts: frozenset[str] = frozenset()
+    """Unfinished folders of checkpoints that were being written or removed."""
+    lost: str | None = None
+    """Which checkpoint was reported as saved and is missing."""
+
+    def was_interrupted_since(self, before: "CrashState") -> bool:
+        """Whether the newest kill interrupted the writing or removal of a checkpoint."""
+        return bool(self.drafts - before.drafts) or bool(set(self.torn) - set(before.torn))
+
+
+def read_crash_state(run: Path) -> CrashState:
+    """Return the state of a run folder; an empty one before it exists."""
+    if not (run / RUN_FILE).exists():
+        return CrashState()
+    checkpoints = run / CHECKPOINTS
+    complete, torn = [], []
+    for step in store.list_steps(checkpoints):
+        try:
+            store.check_sizes(checkpoints / store.checkpoint_name(step))
+            complete.append(step)
+        except WhetError:
+            torn.append(step)
+    drafts = {path.name for path in checkpoints.iterdir() if durable.is_leftover(path)} if checkpoints.exists() else ()
+    lost = _lost_checkpoint(run, complete)
+    return CrashState(complete=tuple(complete), torn=tuple(torn), drafts=frozenset(drafts), lost=lost)
+
+
+def _lost_checkpoint(run: Path, complete: list[int]) -> str | None:
+    """Check the events: a checkpoint that they report as saved exists, or a newer one; and two, once there were two."""
+    saved = {event.step for event in read_events(run, kinds=("checkpoint",))}
+    if saved and max(complete, default=-1) < max(saved):
+        return f"the checkpoint of step {max(saved)} was reported as saved and is missing"
+    if len(complete) < min(2, len(saved)):
+        return f"{len(complete)} complete checkpoint is left although {len(saved)} were reported as saved"
+    return None
+
+
+class ProofRunner:
+    """Starts processes of the same training and compares finished runs with an uninterrupted one."""
+
+    def __init__(
+        self, training: ProvableTraining, launcher: Launcher, scratch: Path, *, steps: int, every: int
+    ) -> None:
+        self.launcher = launcher
         self.scratch = scratch
-        self.limit_seconds = LONGEST_SECONDS
+        self.limit_seconds = MAX_SECONDS
         self.expected: RunResult | None = None
-        self.left_out: set[str] = set()
+        self.ignored_metrics: set[str] = set()
         self.num_compared = 0
         self._target = training.target
         self._arguments = {**training.arguments, "steps": steps, "every": every}
         self._numbers = itertools.count()
 
-    def begin(self, run: Path, *, births: Launcher | None = None, **last: int) -> TrainingProcess:
-        """A life that begins in a run folder or goes on there; `last` says which disk call it ends at (see Order)."""
+    def start(self, run: Path, *, launcher: Launcher | None = None, **death: int) -> TrainingProcess:
+        """Start or resume a run; `death` is the disk call at which the process is killed (see ProcessOrder)."""
         number = next(self._numbers)
         order = ProcessOrder(
             target=self._target,
             arguments=self._arguments,
             run=run,
-            diary=self.scratch / f"diary-{number}",
-            errors=self.scratch / f"errors-{number}",
-            **last,
+            messages=self.scratch / f"messages-{number}",
+            output=self.scratch / f"output-{number}",
+            **death,
         )
-        return (births or self.births).start(order)
+        return (launcher or self.launcher).start(order)
 
-    def finish_undisturbed(self, run: Path, *, births: Launcher | None = None) -> TrainingProcess:
-        """A whole run that nobody interrupts; a training that fails by itself is an error of its own."""
-        life = self.begin(run, births=births)
-        code = life.wait(self.limit_seconds)
+    def run_uninterrupted(self, run: Path, *, launcher: Launcher | None = None) -> TrainingProcess:
+        """Run a training to its end. One that fails without being killed is an error."""
+        process = self.start(run, launcher=launcher)
+        code = process.wait(self.limit_seconds)
         if code == 0:
-            return life
-        for told in life.told("failed"):
-            kind = UsageError if told.get("is_usage") else WhetError
-            raise kind(told["what"], got=told.get("got"), try_=told.get("try_") or "whet train fails alike: mend that")
-        how = "it did not end" if code is None else f"exit code {code}: {life.last_words()}"
-        raise WhetError("the training fails by itself, before any kill", got=how, try_="whet train first")
+            return process
+        for failure in process.messages("failed"):
+            kind = UsageError if failure["is_usage"] else WhetError
+            try_ = failure["try_"] or "whet train, which fails alike: fix that first"
+            raise kind(failure["what"], got=failure["got"], try_=try_)
+        how = "it did not end" if code is None else f"exit code {code}: {process.failure()}"
+        raise WhetError("the training fails without being killed", got=how, try_="whet train first")
 
     def finish(self, run: Path, *, kills: str) -> TrainingProcess:
-        """One more life, which must reach the end."""
-        life = self.begin(run)
-        code = life.wait(self.limit_seconds)
+        """Resume a run once more, which must reach the end."""
+        process = self.start(run)
+        code = process.wait(self.limit_seconds)
         if code is None:
-            raise ProofFailure(
-                ProofDifference(what=f"a resumed life did not end in {self.limit_seconds:.0f} s", kills=kills)
-            )
+            what = f"a resumed process did not end in {self.limit_seconds:.0f} s"
+            raise ProofFailure(ProofDifference(what=what, kills=kills))
         if code != 0:
-            raise ProofFailure(ProofDifference(what=f"a resumed life failed: {life.last_words()}", kills=kills))
-        return life
+            raise ProofFailure(ProofDifference(what=f"a resumed process failed: {process.failure()}", kills=kills))
+        return process
 
-    def judge(self, run: Path, *, kills: str) -> None:
-        """Compares a finished run with the one that nobody interrupted; it is removed when all is the same."""
+    def compare(self, run: Path, *, kills: str) -> None:
+        """Compare a finished run with the uninterrupted one, and remove it if they are equal."""
         from whet.prove.compare import first_difference, read_result
 
         assert self.expected is not None
-        found = first_difference(self.expected, read_result(run), left_out=self.left_out)
-        if found is not None:
-            raise ProofFailure(found.model_copy(update={"kills": kills}))
+        difference = first_difference(self.expected, read_result(run), ignored_metrics=self.ignored_metrics)
+        if difference is not None:
+            raise ProofFailure(difference.model_copy(update={"kills": kills}))
         self.num_compared += 1
         shutil.rmtree(run)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CrashState:
-    """A run folder as a killed life left it."""
-
-    whole: tuple[int, ...] = ()
-    """Steps of the checkpoints whose manifest vouches for what is there."""
-    torn: tuple[int, ...] = ()
-    """Steps of those that have their name and are not whole."""
-    drafts: frozenset[str] = frozenset()
-    """Unfinished folders of checkpoints, being written or removed."""
-    lost: str | None = None
-    """Which checkpoint that was said to be safe is not there."""
-
-    def was_cut_since(self, before: "CrashState") -> bool:
-        """Whether the writing or removal of a checkpoint was cut short by the newest kill."""
-        return bool(self.drafts - before.drafts) or bool(set(self.torn) - set(before.torn))
-
-
-def read_crash_state(run: Path) -> CrashState:
-    """What is there now; nothing before the run folder has its name."""
-    if not (run / RUN_FILE).exists():
-        return CrashState()
-    checkpoints = run / CHECKPOINTS
-    whole, torn = [], []
-    for step in store.list_steps(checkpoints):
-        try:
-            store.check_sizes(checkpoints / store.checkpoint_name(step))
-            whole.append(step)
-        except WhetError:
-            torn.append(step)
-    drafts = {path.name for path in checkpoints.iterdir() if durable.is_leftover(path)} if checkpoints.exists() else ()
-    return CrashState(whole=tuple(whole), torn=tuple(torn), drafts=frozenset(drafts), lost=_lost(run, whole))
-
-
-def _lost(run: Path, whole: list[int]) -> str | None:
-    """A checkpoint event says that it is safe: then it is there, or a newer one; and two, once there were two."""
-    safe = {event.step for event in read_events(run, kinds=("checkpoint",))}
-    if safe and max(whole, default=-1) < max(safe):
-        return f"the checkpoint of step {max(safe)} was said to be safe and is not there"
-    if len(whole) < min(2, len(safe)):
-        return f"{len(whole)} whole checkpoint is left although {len(safe)} were said to be safe"
-    return None
-
-
-MOST_KILLS_PER_RUN = 8
-EARLY_SHARE = 0.1
-"""The share of kills that may fall anywhere from the birth of a life; the others fall while it trains."""
-REACH = 0.35
-"""Kills reach this share of the training beyond its first checkpoint: each next life is killed further on."""
-MOST_EXTRA = 10
-"""Where kills met too little, up to so many more are tried, and at least as many more as were asked for."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ProofPace:
-    """How long the piece takes."""
+    """The times of an uninterrupted training."""
 
     start_seconds: float
-    """From birth to the first step."""
+    """From the start of the process to the first step."""
     train_seconds: float
     """From there to the end."""
     save_seconds: float
     """From there to the first checkpoint after a step; a first step may take longer than all others together."""
     draft_seconds: tuple[float, ...] = ()
-    """From there to the begin of each checkpoint, that of step 0 included."""
+    """From there to the start of each checkpoint, that of step 0 included."""
 
 
-def measure_pace(life: TrainingProcess) -> ProofPace:
-    """From the times of a life that nobody disturbed."""
-    ready = life.ready_after()
-    train = max(0.05, life.seconds - ready)
-    drafts = tuple(entry["time"] - life.began - ready for entry in life.told("draft"))
+def measure_pace(process: TrainingProcess) -> ProofPace:
+    """Return the times of an uninterrupted process."""
+    ready = process.start_seconds
+    train = max(0.05, process.seconds - ready)
+    drafts = tuple(message["time"] - process.started - ready for message in process.messages("draft"))
     save = drafts[1] if len(drafts) > 1 else 0.0
     return ProofPace(start_seconds=ready, train_seconds=train, save_seconds=save, draft_seconds=drafts)
 
 
 class KillCounter:
-    """Adds up what kills met; numbers them."""
+    """Counts kills and what they interrupted."""
 
     def __init__(self) -> None:
         self.tally = KillCounts()
 
     def add(self, **counts: int) -> None:
-        """More of these."""
         self.tally = self.tally.plus(KillCounts(**counts))
 
-    def killed(self, life: TrainingProcess, before: CrashState, run: Path, *, name: str = "") -> CrashState:
-        """Looks at what a killed life left behind; a torn or lost checkpoint is the end of the proof."""
+    def killed(self, process: TrainingProcess, before: CrashState, run: Path, *, name: str = "") -> CrashState:
+        """Check the run folder after a kill. A torn or lost checkpoint raises ProofFailure."""
         after = read_crash_state(run)
-        cut = after.was_cut_since(before)
         self.add(
             kills=1,
             lives=1,
-            resumed=int(life.resumed_from > 0),
-            inside_save=int(cut),
+            resumed=int(process.resumed_from > 0),
+            inside_save=int(after.was_interrupted_since(before)),
             leftovers=len(after.drafts - before.drafts),
             torn=len(after.torn),
         )
-        number = name or f"random kill {self.tally.kills}"
+        name = name or f"random kill {self.tally.kills}"
         if after.torn:
-            what = f"the checkpoint of step {after.torn[0]} has its name and is not whole"
-            raise ProofFailure(ProofDifference(what=what, kills=number))
+            what = f"the checkpoint of step {after.torn[0]} has its final name and is incomplete"
+            raise ProofFailure(ProofDifference(what=what, kills=name))
         if after.lost is not None:
-            raise ProofFailure(ProofDifference(what=after.lost, kills=number))
+            raise ProofFailure(ProofDifference(what=after.lost, kills=name))
         return after
 
-    def finished(self, life: TrainingProcess) -> None:
-        """A life that reached the end."""
-        self.add(lives=1, resumed=int(life.resumed_from > 0))
+    def finished(self, process: TrainingProcess) -> None:
+        """Count a process that reached the end."""
+        self.add(lives=1, resumed=int(process.resumed_from > 0))
 
 
-# --- at random instants ----------------------------------------------------------------------------------------------
+# --- At random times -------------------------------------------------------------------------------------------------
 
 
 def kill_at_random(
-    bench: ProofRunner, pace: ProofPace, counting: KillCounter, *, kills: int, seed: int, say: Say
+    runner: ProofRunner, pace: ProofPace, counter: KillCounter, *, kills: int, seed: int, log: Log
 ) -> None:
-    """Kills lives at instants drawn from `seed`, lets each run finish and compares it; raises Broken at the first."""
+    """Kill processes at times drawn from `seed`, let each run finish and compare it. Raises ProofFailure."""
     draw = random.Random(seed)
     runs = misses = 0
-    while _wants_more(counting.tally, kills) and misses < kills + MOST_EXTRA:
+    while _wants_more(counter.tally, kills) and misses < kills + MAX_EXTRA_KILLS:
         runs += 1
-        run, first, remains = bench.scratch / f"random-{runs}", counting.tally.kills + 1, CrashState()
-        for _ in range(MOST_KILLS_PER_RUN):
-            if not _wants_more(counting.tally, kills):
+        run, first, state = runner.scratch / f"random-{runs}", counter.tally.kills + 1, CrashState()
+        for _ in range(MAX_KILLS_PER_RUN):
+            if not _wants_more(counter.tally, kills):
                 break
-            life = bench.begin(run)
-            when = _kill_at_random_time(life, pace, draw, whole=remains.whole)
-            code = life.wait(bench.limit_seconds)
+            process = runner.start(run)
+            when = _kill_at_random_time(process, pace, draw, complete=state.complete)
+            code = process.wait(runner.limit_seconds)
             if code != -signal.SIGKILL:
                 misses += 1
-                _check_exit(life, code, _names(first, counting.tally.kills))
-                counting.finished(life)
+                _check_exit(process, code, _kill_numbers(first, counter.tally.kills))
+                counter.finished(process)
                 break
-            before, remains = remains, counting.killed(life, remains, run)
-            at = f"resumed from {life.resumed_from}, " if life.resumed_from else ""
-            place = ", inside a save" if remains.was_cut_since(before) else ""
-            say(f"kill {counting.tally.kills:>3} of {kills}  run {runs}, {at}{when}{place}")
-        names = _names(first, counting.tally.kills)
-        counting.finished(bench.finish(run, kills=names))
-        bench.judge(run, kills=names)
-        say(f"run {runs} is done, and every bit is equal")
+            before, state = state, counter.killed(process, state, run)
+            resumed = f"resumed from {process.resumed_from}, " if process.resumed_from else ""
+            place = ", inside a save" if state.was_interrupted_since(before) else ""
+            log(f"kill {counter.tally.kills:>3} of {kills}  run {runs}, {resumed}{when}{place}")
+        numbers = _kill_numbers(first, counter.tally.kills)
+        counter.finished(runner.finish(run, kills=numbers))
+        runner.compare(run, kills=numbers)
+        log(f"run {runs} is done, and every bit is equal")
 
 
 def _wants_more(tally: KillCounts, kills: int) -> bool:
     if tally.kills < kills:
         return True
-    has_shown_little = tally.resumed < MIN_RESUMED_FRACTION * tally.lives
-    return has_shown_little and tally.kills < kills + max(kills, MOST_EXTRA)
+    has_resumed_rarely = tally.resumed < MIN_RESUMED_FRACTION * tally.lives
+    return has_resumed_rarely and tally.kills < kills + max(kills, MAX_EXTRA_KILLS)
 
 
-def _kill_at_random_time(life: TrainingProcess, pace: ProofPace, draw: random.Random, *, whole: tuple[int, ...]) -> str:
-    """Waits for a random instant and kills; when that was, in words. `whole` are the checkpoints before this life."""
+def _kill_at_random_time(
+    process: TrainingProcess, pace: ProofPace, draw: random.Random, *, complete: tuple[int, ...]
+) -> str:
+    """Wait for a random time and kill; describe when. `complete` are the checkpoints before this process."""
     is_early, share = draw.random() < EARLY_SHARE, draw.random()
     if is_early:
         seconds = share * pace.start_seconds
         time.sleep(seconds)
-        life.kill()
-        return f"killed {seconds:.2f} s after its birth"
-    patience = max(60.0, 20 * (pace.start_seconds + pace.train_seconds))
-    life.wait_until("ready", patience)
-    # Where there is no checkpoint to go on from yet, the kill waits for one: else every life would begin anew.
-    has_resumable = max(whole, default=0) > 0
-    first = 0.0 if has_resumable else pace.save_seconds
+        process.kill()
+        return f"killed {seconds:.2f} s after its start"
+    timeout = max(60.0, 20 * (pace.start_seconds + pace.train_seconds))
+    process.wait_for("ready", timeout)
+    # Without a checkpoint to resume from, the kill waits for one; otherwise every process would start from step 0.
+    can_resume = max(complete, default=0) > 0
+    first = 0.0 if can_resume else pace.save_seconds
     last = pace.save_seconds + REACH * (pace.train_seconds - pace.save_seconds)
     seconds = first + share * (last - first)
     drafts = sum(draft <= seconds for draft in pace.draft_seconds)
-    if drafts > 1 and not has_resumable:
-        # Counted in checkpoints, not in seconds: the machine may be busier now than it was for the life that set the
-        # pace. Where a life has left none but the first, this one leaves another: the one before that which it begins.
-        drafts = min(max(3, drafts), len(pace.draft_seconds)) if whole else drafts
-        life.wait_until("draft", patience, times=drafts - (0 in whole))
+    if drafts > 1 and not can_resume:
+        # Counted in checkpoints, not in seconds: the machine may be busier now than for the process that set the pace.
+        # If a process has left only the first checkpoint, this one leaves another: the one before that which it begins.
+        drafts = min(max(3, drafts), len(pace.draft_seconds)) if complete else drafts
+        process.wait_for("draft", timeout, count=drafts - (0 in complete))
         seconds -= pace.draft_seconds[drafts - 1]
     time.sleep(max(0.0, seconds))
-    into = time.monotonic() - life.began - life.ready_after()
-    life.kill()
-    return f"killed {into:.2f} s into its training"
+    elapsed = time.monotonic() - process.started - process.start_seconds
+    process.kill()
+    return f"killed after {elapsed:.2f} s of training"
 
 
-def _names(first: int, last: int) -> str:
+def _kill_numbers(first: int, last: int) -> str:
     return f"random kill {last}" if first >= last else f"random kill {first} to {last}"
 
 
-def _check_exit(life: TrainingProcess, code: int | None, name: str) -> None:
-    """A life that was to be killed and ended before: by itself, or with a failure."""
+def _check_exit(process: TrainingProcess, code: int | None, name: str) -> None:
+    """Accept a process that reached its end before it could be killed, but not one that failed."""
     if code != 0:
-        why = "did not end" if code is None else f"failed: {life.last_words()}"
-        raise ProofFailure(ProofDifference(what=f"a life {why}", kills=name))
+        why = "did not end" if code is None else f"failed: {process.failure()}"
+        raise ProofFailure(ProofDifference(what=f"a process {why}", kills=name))
 
 
-# --- at disk calls ---------------------------------------------------------------------------------------------------
+# --- At disk calls ---------------------------------------------------------------------------------------------------
 
 
 def kill_at_disk_calls(
-    bench: ProofRunner, counting: KillCounter, *, num_drafts: int, budget_seconds: float, seed: int, say: Say
+    runner: ProofRunner, counter: KillCounter, *, num_drafts: int, budget_seconds: float, seed: int, log: Log
 ) -> int:
-    """Kills before each call of a resume, the save after it and its tidying, and after the last; how many calls.
+    """Kill before each disk call of a resume, the save after it and its cleanup, and after the last; return their number.
 
-    Before a call is after the one before it: what a disk holds changes with its calls only. They come in an order drawn
-    from `seed`, as many as the budget has time for.
+    Before a call is also after the previous one: the disk changes only by its calls. They come in an order drawn from
+    `seed`, as many as the budget has time for.
     """
-    stopped = bench.scratch / "stopped"
-    # In the middle of the last save, so that what a cut leaves behind is there and its removal among the calls.
-    life = bench.begin(stopped, die_in_draft=num_drafts)
-    if life.wait(bench.limit_seconds) != -signal.SIGKILL:
+    stopped = runner.scratch / "stopped"
+    # In the middle of the last save, so that the removal of an unfinished checkpoint is among the calls.
+    process = runner.start(stopped, die_in_draft=num_drafts)
+    if process.wait(runner.limit_seconds) != -signal.SIGKILL:
         shutil.rmtree(stopped, ignore_errors=True)
         return 0
     name = "a kill inside the last save"
-    before = counting.killed(life, CrashState(), stopped, name=name)
-    counted = bench.scratch / "counted"
+    before = counter.killed(process, CrashState(), stopped, name=name)
+    counted = runner.scratch / "counted"
     shutil.copytree(stopped, counted)
-    whole = bench.finish(counted, kills=name)
-    counting.finished(whole)
-    bench.judge(counted, kills=name)
-    calls = int(whole.told("end")[0]["calls"])
-    say(f"disk calls: {calls} of a resume, a save and its tidying")
+    whole = runner.finish(counted, kills=name)
+    counter.finished(whole)
+    runner.compare(counted, kills=name)
+    calls = int(whole.messages("end")[0]["calls"])
+    log(f"disk calls: {calls} in a resume, a save and its cleanup")
     deadline = time.monotonic() + budget_seconds
     for at in random.Random(seed).sample(range(1, calls + 2), calls + 1):
         if time.monotonic() > deadline:
-            say(f"disk calls: {budget_seconds:.0f} s are over; the others are left out")
+            log(f"disk calls: stopped after {budget_seconds:.0f} s; the others are left out")
             break
-        run, name = bench.scratch / f"call-{at}", f"disk call {at} of {calls}"
+        run, name = runner.scratch / f"call-{at}", f"disk call {at} of {calls}"
         shutil.copytree(stopped, run)
-        life = bench.begin(run, die_at=min(at, calls), die_after=at > calls)
-        code = life.wait(bench.limit_seconds)
+        process = runner.start(run, die_at=min(at, calls), die_after=at > calls)
+        code = process.wait(runner.limit_seconds)
         if code == -signal.SIGKILL:
-            counting.killed(life, before, run, name=name)
+            counter.killed(process, before, run, name=name)
         else:
-            _check_exit(life, code, name)
-            counting.finished(life)
-        counting.finished(bench.finish(run, kills=name))
-        bench.judge(run, kills=name)
-        if counting.tally.kills % 20 == 0:
-            say(f"kill {counting.tally.kills:>3}  at {name}; every bit is equal")
+            _check_exit(process, code, name)
+            counter.finished(process)
+        counter.finished(runner.finish(run, kills=name))
+        runner.compare(run, kills=name)
+        if counter.tally.kills % 20 == 0:
+            log(f"kill {counter.tally.kills:>3}  at {name}; every bit is equal")
     shutil.rmtree(stopped)
     return calls

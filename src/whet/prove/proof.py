@@ -16,10 +16,10 @@ from whet.base.version import VERSION
 from whet.plan.plan import read_plan
 from whet.prove.kills import (
     KillCounter,
+    Log,
     ProofFailure,
     ProofRunner,
     ProvableTraining,
-    Say,
     kill_at_disk_calls,
     kill_at_random,
     measure_pace,
@@ -29,148 +29,154 @@ from whet.run import durable
 from whet.run.folder import installed_versions, open_run
 from whet.run.proof import ComparedCounts, KillCounts, Proof, ProofDifference, Verdict, why_insufficient
 
-MOST_STEPS, LEAST_STEPS = 48, 12
-CHECKPOINTS = 12
-"""How many the piece has."""
-TRY_STEPS = 8
-"""For a first life that shows how fast the training is, and on which device."""
-AIM_SECONDS = 4.0
-"""How long one uninterrupted piece should take at most."""
+MAX_STEPS, MIN_STEPS = 48, 12
+NUM_CHECKPOINTS = 12
+TRIAL_STEPS = 8
+"""Of the first process, which shows how fast the training is, and on which device."""
+TARGET_SECONDS = 4.0
+"""The duration of one uninterrupted run."""
 DISK_SECONDS = 60.0
 
 
 @dataclass(kw_only=True, slots=True)
 class ProofRequest:
-    """What is to be proved, how hard it is tried, and who is told."""
+    """What to prove, and with how much effort."""
 
     training: ProvableTraining
     recipe: str
     scratch: Path
     repeat: str
-    say: Say
+    log: Log
     kills: int = 20
     seed: int = 0
     steps: int | None = None
     disk_seconds: float = DISK_SECONDS
     """For all kills at disk calls together."""
-    births: Launcher | None = None
-    """How lives are started; decided by device and system if not given."""
+    launcher: Launcher | None = None
+    """How processes are started; chosen by device and system if not given."""
 
 
-def prove(question: ProofRequest) -> tuple[Proof, Path]:
-    """The verdict, and the run that nobody interrupted. A training that fails by itself is an error, not a verdict."""
-    with ExitStack() as closing:
-        return _ProofRun(question, closing).run()
+def prove(request: ProofRequest) -> tuple[Proof, Path]:
+    """Return the verdict and the uninterrupted run. A training that fails without being killed is an error."""
+    with ExitStack() as stack:
+        return _ProofRun(request, stack).run()
 
 
 class _ProofRun:
-    def __init__(self, question: ProofRequest, closing: ExitStack) -> None:
-        self._question, self._closing = question, closing
-        self._began, self._start = time.time(), time.monotonic()
+    """One proof: a trial run, two uninterrupted runs, kills at disk calls, kills at random times."""
+
+    def __init__(self, request: ProofRequest, stack: ExitStack) -> None:
+        self._request, self._stack = request, stack
+        self._created, self._start = time.time(), time.monotonic()
         self._random, self._disk = KillCounter(), KillCounter()
         self._steps = self._calls = 0
         self._device = self._how = "unknown"
-        self._bench: ProofRunner | None = None
-        # Sets of text are ordered in another way in each of the two.
-        self._fresh = question.births or closing.enter_context(ProcessLauncher(2 * question.seed + 1))
+        self._runner: ProofRunner | None = None
+        # The hash seeds of fresh processes and forks differ, so that sets of text are ordered differently.
+        self._fresh = request.launcher or stack.enter_context(ProcessLauncher(2 * request.seed + 1))
 
     def run(self) -> tuple[Proof, Path]:
-        question, say = self._question, self._question.say
-        say(f"seed {question.seed}; a first try of {TRY_STEPS} steps ...")
-        steps, every = self._try()
-        births = self._births()
-        say(f"{steps} steps on {self._device}, a checkpoint every {every}; {self._how}")
-        bench = self._bench = ProofRunner(question.training, births, question.scratch, steps=steps, every=every)
-        whole = question.scratch / "whole"
-        bench.finish_undisturbed(whole, births=self._fresh)
-        second = question.scratch / "second"
-        life = bench.finish_undisturbed(second)
-        unsteady = self._compare_undisturbed(bench, whole, second)
-        if unsteady is not None:
-            return self._verdict("cannot be proved", "not deterministic", difference=unsteady), whole
-        if not self._can_tell(bench):
-            return self._verdict("cannot be proved", "the comparison does not notice a flipped bit"), whole
-        pace = measure_pace(life)
-        say(f"two runs that nobody interrupted are equal in every bit; {life.seconds:.1f} s each")
-        bench.limit_seconds = max(60.0, 20 * life.seconds)
+        request, log = self._request, self._request.log
+        log(f"seed {request.seed}; a trial run of {TRIAL_STEPS} steps ...")
+        steps, every = self._measure_steps()
+        launcher = self._choose_launcher()
+        log(f"{steps} steps on {self._device}, a checkpoint every {every}; {self._how}")
+        runner = self._runner = ProofRunner(request.training, launcher, request.scratch, steps=steps, every=every)
+        whole, second = request.scratch / "whole", request.scratch / "second"
+        runner.run_uninterrupted(whole, launcher=self._fresh)
+        process = runner.run_uninterrupted(second)
+        difference = self._compare_uninterrupted(runner, whole, second)
+        if difference is not None:
+            return self._proof("cannot be proved", "not deterministic", difference=difference), whole
+        if not self._comparison_works(runner):
+            return self._proof("cannot be proved", "the comparison does not detect a flipped bit"), whole
+        pace = measure_pace(process)
+        log(f"two uninterrupted runs are equal in every bit; {process.seconds:.1f} s each")
+        runner.limit_seconds = max(60.0, 20 * process.seconds)
         try:
-            drafts = life.told("draft")
+            drafts = process.messages("draft")
             if drafts:
                 self._calls = kill_at_disk_calls(
-                    bench,
+                    runner,
                     self._disk,
                     num_drafts=len(drafts),
-                    budget_seconds=question.disk_seconds,
-                    seed=question.seed,
-                    say=say,
+                    budget_seconds=request.disk_seconds,
+                    seed=request.seed,
+                    log=log,
                 )
-            kill_at_random(bench, pace, self._random, kills=question.kills, seed=question.seed, say=say)
-        except ProofFailure as broken:
-            return self._verdict("broken", "an interrupted run is not the same", difference=broken.difference), whole
+            kill_at_random(runner, pace, self._random, kills=request.kills, seed=request.seed, log=log)
+        except ProofFailure as failure:
+            return self._proof("broken", "an interrupted run is not the same", difference=failure.difference), whole
         missing = why_insufficient(
-            self._random.tally, self._disk.tally, self._compared(), asked=question.kills, steps=self._steps
+            self._random.tally, self._disk.tally, self._compared(), asked=request.kills, steps=self._steps
         )
         if missing is not None:
-            return self._verdict("cannot be proved", f"the kills met too little: {missing}"), whole
-        return self._verdict("proved", None), whole
+            return self._proof("cannot be proved", f"the kills covered too little: {missing}"), whole
+        return self._proof("proved", None), whole
 
-    def _try(self) -> tuple[int, int]:
-        """How many steps the piece has, and how many lie between checkpoints."""
-        question = self._question
-        bench = ProofRunner(question.training, self._fresh, question.scratch, steps=TRY_STEPS, every=2)
-        life = bench.finish_undisturbed(question.scratch / "try")
-        run = open_run(question.scratch / "try")
-        self._device = str(read_plan(run.plan, where=f"{run.path}/plan.json").device)
-        # Between its checkpoints: a first step and the last evaluation may take longer than all the rest.
-        saves = [entry["time"] for entry in life.told("draft")][1:]
-        a_step = (saves[-1] - saves[0]) / TRY_STEPS if len(saves) > 1 else measure_pace(life).train_seconds / TRY_STEPS
-        steps = question.steps or min(MOST_STEPS, max(LEAST_STEPS, int(AIM_SECONDS / max(1e-3, a_step))))
-        return steps, max(1, steps // CHECKPOINTS)
+    def _measure_steps(self) -> tuple[int, int]:
+        """Return the number of steps to train, and between checkpoints, from a short trial run."""
+        request = self._request
+        runner = ProofRunner(request.training, self._fresh, request.scratch, steps=TRIAL_STEPS, every=2)
+        process = runner.run_uninterrupted(request.scratch / "trial")
+        run = open_run(request.scratch / "trial")
+        self._device = read_plan(run.plan, where=f"{run.path}/plan.json").device
+        # Between its checkpoints: the first step and the last evaluation may take longer than all the rest.
+        saves = [message["time"] for message in process.messages("draft")][1:]
+        step_seconds = (
+            (saves[-1] - saves[0]) / TRIAL_STEPS
+            if len(saves) > 1
+            else measure_pace(process).train_seconds / TRIAL_STEPS
+        )
+        steps = request.steps or min(MAX_STEPS, max(MIN_STEPS, int(TARGET_SECONDS / max(1e-3, step_seconds))))
+        return steps, max(1, steps // NUM_CHECKPOINTS)
 
-    def _births(self) -> Launcher:
-        """Forks where that is safe; else fresh processes, and the reason is said."""
-        question = self._question
-        if question.births is not None:
-            self._how = "each life as it was asked for"
-            return question.births
-        why_not = None if sys.platform == "linux" else "a fork after Apple's frameworks have started aborts"
+    def _choose_launcher(self) -> Launcher:
+        """Choose forks where they are safe, else fresh processes with a reason."""
+        request = self._request
+        if request.launcher is not None:
+            self._how = "each process is started as requested"
+            return request.launcher
+        why_not = None if sys.platform == "linux" else "a fork aborts once Apple's frameworks have started"
         if why_not is None and self._device != "cpu":
             why_not = f"a fork cannot use {self._device} after its parent did"
         if why_not is None:
-            forks = self._closing.enter_context(ForkLauncher(2 * question.seed + 2))
-            why_not = forks.load(question.training.target, question.training.arguments)
+            forks = self._stack.enter_context(ForkLauncher(2 * request.seed + 2))
+            why_not = forks.load(request.training.target, request.training.arguments)
             if why_not is None:
-                self._how = "each life is a fork of a process that has loaded torch"
+                self._how = "each process is a fork of one that has imported torch"
                 return forks
-        self._how = f"each life is a fresh process: {why_not}"
+        self._how = f"each process is a new Python: {why_not}"
         return self._fresh
 
-    def _compare_undisturbed(self, bench: ProofRunner, whole: Path, second: Path) -> ProofDifference | None:
+    def _compare_uninterrupted(self, runner: ProofRunner, whole: Path, second: Path) -> ProofDifference | None:
         from whet.prove.compare import first_difference, read_result, unsteady_metrics
 
         expected, again = read_result(whole), read_result(second)
-        bench.expected = expected
-        bench.left_out = unsteady_metrics(expected, again)
+        runner.expected = expected
+        runner.ignored_metrics = unsteady_metrics(expected, again)
         self._steps = len(expected.losses)
-        return first_difference(expected, again, left_out=bench.left_out)
+        return first_difference(expected, again, ignored_metrics=runner.ignored_metrics)
 
-    def _can_tell(self, bench: ProofRunner) -> bool:
-        from whet.prove.compare import can_tell
+    def _comparison_works(self, runner: ProofRunner) -> bool:
+        from whet.prove.compare import detects_differences
 
-        return bench.expected is not None and can_tell(bench.expected)
+        return runner.expected is not None and detects_differences(runner.expected)
 
     def _compared(self) -> ComparedCounts:
-        if self._bench is None or self._bench.expected is None:
+        if self._runner is None or self._runner.expected is None:
             return ComparedCounts()
-        return self._bench.expected.compared(runs=self._bench.num_compared, left_out=self._bench.left_out)
+        return self._runner.expected.compared(
+            runs=self._runner.num_compared, ignored_metrics=self._runner.ignored_metrics
+        )
 
-    def _verdict(self, verdict: Verdict, reason: str | None, *, difference: ProofDifference | None = None) -> Proof:
-        question = self._question
+    def _proof(self, verdict: Verdict, reason: str | None, *, difference: ProofDifference | None = None) -> Proof:
+        request = self._request
         return Proof(
             verdict=verdict,
             reason=reason,
             difference=difference,
-            recipe=question.recipe,
+            recipe=request.recipe,
             device=self._device,
             steps=self._steps,
             births=self._how,
@@ -178,79 +184,73 @@ class _ProofRun:
             at_disk_calls=self._disk.tally,
             disk_calls=self._calls,
             compared=self._compared(),
-            seed=question.seed,
-            repeat=question.repeat,
+            seed=request.seed,
+            repeat=request.repeat,
             whet=VERSION,
             versions=installed_versions(),
-            created=self._began,
+            created=self._created,
             seconds=time.monotonic() - self._start,
         )
 
 
 @contextlib.contextmanager
 def scratch_beside(path: Path) -> Iterator[Path]:
-    """A folder on the disk of `path`, with a name that `whet runs --prune` knows; removed at the end.
+    """Create a folder on the disk of `path`, with a name that `whet runs --prune` recognizes; removed at the end.
 
-    SIGTERM ends the proof as Ctrl-C does. What is to stay must be moved out of the folder.
+    SIGTERM ends the proof as Ctrl-C does. What is to be kept must be moved out of the folder.
     """
     made = durable.make_directory(path.parent)
     folder = durable.leftover_name(path)
     durable.make_directory(folder)
-    before = signal.signal(signal.SIGTERM, _stop)
+    before = signal.signal(signal.SIGTERM, _exit)
     try:
         yield folder
     finally:
         signal.signal(signal.SIGTERM, before)
         for _ in range(3):
-            # A life that was killed a moment ago may still have been writing.
+            # A process that was killed a moment ago may still have been writing.
             shutil.rmtree(folder, ignore_errors=True)
         durable.remove_empty(made)
 
 
-def _stop(number: int, _frame: FrameType | None) -> None:
+def _exit(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+# --- Text ------------------------------------------------------------------------------------------------------------
+
+
 def render_proof(proof: Proof) -> list[str]:
-    """The verdict first, then what it rests on."""
-    lines = [_line(proof.verdict, f"{proof.recipe}: {_short_reason(proof)}")]
+    """Return the lines of a proof: the verdict first, then its evidence."""
+    reason = "killed, resumed, and every bit is equal" if proof.verdict == "proved" else proof.reason or ""
+    lines = [_line(proof.verdict, f"{proof.recipe}: {reason}")]
     if proof.difference is not None:
         where = f"; after {proof.difference.kills}" if proof.difference.kills else ""
         lines.append(_line("differs", proof.difference.what + where))
-    piece = f"{proof.steps} steps on {proof.device}"
-    lines.append(_line("piece", piece + "".join(f"; {change}" for change in proof.shortened)))
-    lines.append(_line("at random", _tally(proof.at_random)))
-    lines.append(
-        _line(
-            "disk calls",
-            f"{proof.disk_calls} calls of a resume, a save and its tidying; " + _tally(proof.at_disk_calls),
-        )
-    )
+    training = f"{proof.steps} steps on {proof.device}"
+    lines.append(_line("training", training + "".join(f"; {change}" for change in proof.shortened)))
+    lines.append(_line("at random", _render_tally(proof.at_random)))
+    calls = f"{proof.disk_calls} calls of a resume, a save and its cleanup"
+    lines.append(_line("disk calls", f"{calls}; {_render_tally(proof.at_disk_calls)}"))
     compared = proof.compared
     left_out = f"; left out: {', '.join(compared.left_out)}" if compared.left_out else ""
     lines.append(
         _line(
             "compared",
-            f"{compared.runs} interrupted runs with one that was not: {compared.tensors} tensors "
+            f"{compared.runs} interrupted runs with an uninterrupted one: {compared.tensors} tensors "
             f"({format_bytes(compared.bytes)}), {compared.losses} losses, {compared.metrics} metrics and all facts"
             f"{left_out}",
         )
     )
-    lines.append(_line("lives", proof.births))
+    lines.append(_line("processes", proof.births))
     lines.append(_line("repeat", f"{proof.repeat} ({format_seconds(proof.seconds)})"))
     return lines
 
 
-def _short_reason(proof: Proof) -> str:
-    if proof.verdict == "proved":
-        return "killed, resumed, and every bit is equal"
-    return proof.reason or ""
-
-
-def _tally(tally: KillCounts) -> str:
+def _render_tally(tally: KillCounts) -> str:
     return (
-        f"{tally.kills} kills, {tally.inside_save} inside a save; {tally.lives} lives, {tally.resumed} resumed; "
-        f"{tally.leftovers} left-overs, {tally.torn} torn"
+        f"{tally.kills} kills, {tally.inside_save} inside a save; {tally.lives} processes, {tally.resumed} resumed; "
+        f"{tally.leftovers} leftovers, {tally.torn} torn"
     )
 
 

@@ -15,7 +15,7 @@ from whet.autotune import cache
 from whet.autotune.batch_size import choose_batch_size, lr_scaling, recorded_batch_size
 from whet.autotune.result import TuningResult, budget_seconds
 from whet.autotune.search import search
-from whet.autotune.step_bench import PlannedStepBench, ProbeFailedError, ProgressCallback
+from whet.autotune.step_bench import ProbeFailedError, ProgressCallback, StepBench
 from whet.base.errors import UsageError
 from whet.base.units import format_seconds
 from whet.plan.plan import Plan, with_auto_batch
@@ -50,7 +50,7 @@ def measure_batch_size(
     """The knee around the rig's own batch, which the rates are meant for; the rig is left at it."""
     name = optimizer.name if isinstance(optimizer, OptimizerChoice) else type(optimizer).__name__
     return choose_batch_size(
-        rig, base_rates=_learning_rates(optimizer), scaling=lr_scaling(name), budget_seconds=budget, watch=watch
+        rig, base_rates=_learning_rates(optimizer), scaling=lr_scaling(name), budget_seconds=budget, on_progress=watch
     )
 
 
@@ -145,7 +145,7 @@ _BATCH_SHARE = 1 / 3
 _MIN_STEPS = 100
 """Your loss is not called for measuring where a run is shorter."""
 
-OpenStepBench = Callable[[], AbstractContextManager[PlannedStepBench]]
+OpenStepBench = Callable[[], AbstractContextManager[StepBench]]
 """How the same training is opened in a process of its own, where it can be."""
 
 
@@ -190,9 +190,9 @@ def tune(
             chosen = measure_batch_size(rig, optimizer, budget=_BATCH_SHARE * budget, watch=watch)
             left -= chosen.spent_seconds
             report_lines(told, *chosen.lines)
-        found = search(rig.plan, rig, budget_seconds=left, watch=watch)
+        found = search(rig.plan, rig, budget_seconds=left, on_progress=watch)
     if found.trials:
-        cache.remember(rig.about, found)
+        cache.save(rig.about, found)
     report_lines(told, *found.words)
     return with_auto_batch(found.applied_to(rig.plan), chosen)
 
@@ -206,7 +206,7 @@ def tuned_plan(
     if num_steps is None or num_steps < _MIN_STEPS or not is_rereadable(asked.data):
         return None
     about = evidence_key(plan, asked.model)
-    found = cache.recall(about)
+    found = cache.load(about)
     if found is not None:
         report_lines(show, f"measured before on this machine: {found.words[0]}")
         return found.applied_to(plan)
@@ -223,7 +223,7 @@ def tuned_plan(
     report_lines(show, *found.words)
     if not found.trials:
         return None
-    cache.remember(about, found)
+    cache.save(about, found)
     return found.applied_to(plan)
 
 
@@ -247,7 +247,7 @@ def _measure(
         expected = f"this run would take about {format_seconds(seconds)}"
         report_lines(show, f"measuring what is fastest here, {format_seconds(budget)} at most; {expected}")
         if open_bench is None:
-            return plan, search(plan, rig, budget_seconds=budget, watch=progress_callback(show))
+            return plan, search(plan, rig, budget_seconds=budget, on_progress=progress_callback(show))
     return plan, _search_in_process(open_bench, plan, budget=budget, watch=progress_callback(show))
 
 
@@ -261,7 +261,7 @@ def _search_in_process(
     """In a process of its own; one that cannot even start is told of, and the rules hold."""
     try:
         with open_bench() as rig:
-            return search(plan, rig, budget_seconds=budget, watch=watch)
+            return search(plan, rig, budget_seconds=budget, on_progress=watch)
     except ProbeFailedError as error:
         return TuningResult(words=(f"not measured: {error.reason}",))
 

@@ -25,51 +25,49 @@ _VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
 )
 _AS_STARTED = {name: env.read(name) for name in _VARIABLES}
-"""Read with this file, which is before the device is opened: whet sets the watermarks then."""
+"""Read when this module is imported, before the device is opened: that sets the watermarks."""
 _PLAIN = re.compile(r"[0-9.,]{1,8}")
-"""A number or a switch; anything else, such as the identity of a GPU, is nobody's business."""
+"""A number or a switch; anything else, such as the identifier of a GPU, is private."""
 _SENSORS = ("thermal", "memory_pressure", "swap_used_bytes", "power_source", "low_power_mode", "gpu_busy_percent")
 
 
-def _is_mac(place: DeviceUnderTest) -> bool:
-    return sys.platform == "darwin" and not place.is_virtual
+def _is_mac(target: DeviceUnderTest) -> bool:
+    return sys.platform == "darwin" and not target.is_virtual
 
 
-def _variables(place: DeviceUnderTest) -> CheckFinding:
-    """What the user has set, and the watermarks that hold: whet sets both where the user has set none."""
-    found: dict[str, Figure] = {
+def _variables(target: DeviceUnderTest) -> CheckFinding:
+    """Report the variables that the user has set, and the effective watermarks."""
+    values: dict[str, Figure] = {
         name: value if _PLAIN.fullmatch(value) else "set" for name, value in _AS_STARTED.items() if value is not None
     }
-    what = f"you have set {len(found)} of {len(_VARIABLES)}" if found else "you have set none"
-    if place.device.kind == "mps":
-        found |= {"high_watermark": env.read(_VARIABLES[1]), "low_watermark": env.read(_VARIABLES[2])}
-    if place.device.kind == "mps" and has_fallback():
-        return differs(f"{FALLBACK} is on: operators may run on the CPU without a word", **found)
-    return good(what, **found)
+    what = f"you have set {len(values)} of {len(_VARIABLES)}" if values else "you have set none"
+    if target.device.kind == "mps":
+        values |= {"high_watermark": env.read(_VARIABLES[1]), "low_watermark": env.read(_VARIABLES[2])}
+    if target.device.kind == "mps" and has_fallback():
+        return differs(f"{FALLBACK} is on: operators may run on the CPU silently", **values)
+    return good(what, **values)
 
 
-def _memory_limit(place: DeviceUnderTest) -> CheckFinding:
-    memory = place.device.memory.usage()
+def _memory_limit(target: DeviceUnderTest) -> CheckFinding:
+    memory = target.device.memory.usage()
     figures: dict[str, Figure] = {"limit_bytes": memory.limit, "allocated_bytes": memory.allocated}
-    return (
-        failed("the device does not say how much memory it has") if memory.limit is None else good("known", **figures)
-    )
+    return failed("the device does not report its memory") if memory.limit is None else good("known", **figures)
 
 
-def _sensors(place: DeviceUnderTest) -> CheckFinding:
-    """Which of the sensors can be read; None is an answer too."""
+def _sensors(target: DeviceUnderTest) -> CheckFinding:
+    """Report which sensors can be read."""
     conditions = read_system().conditions
-    found: dict[str, Figure] = {name: getattr(conditions, name) for name in _SENSORS}
-    unread = [name.replace("_", " ") for name, value in found.items() if value is None]
-    if not _is_mac(place):
-        return not_applicable("these are a Mac's sensors", **found)
+    values: dict[str, Figure] = {name: getattr(conditions, name) for name in _SENSORS}
+    unread = [name.replace("_", " ") for name, value in values.items() if value is None]
+    if not _is_mac(target):
+        return not_applicable("these are a Mac's sensors", **values)
     if unread:
-        return differs(f"could not be read: {', '.join(unread)}", **found)
-    return good("all can be read", **found)
+        return differs(f"could not be read: {', '.join(unread)}", **values)
+    return good("all can be read", **values)
 
 
-def _caffeinate(place: DeviceUnderTest) -> CheckFinding:
-    if not _is_mac(place):
+def _caffeinate(target: DeviceUnderTest) -> CheckFinding:
+    if not _is_mac(target):
         return not_applicable("only a Mac has it")
     return (
         good("there") if shutil.which("caffeinate") else failed("caffeinate is not on the path: a run may fall asleep")
@@ -77,7 +75,7 @@ def _caffeinate(place: DeviceUnderTest) -> CheckFinding:
 
 
 def _disk(_: DeviceUnderTest) -> CheckFinding:
-    """Whether bytes can be put onto the medium itself, and what that costs."""
+    """Write, sync and read back a file, and time it."""
     with tempfile.TemporaryDirectory(prefix="whet-doctor-") as folder:
         path = Path(folder, "trial")
         start = time.perf_counter()
@@ -89,9 +87,9 @@ def _disk(_: DeviceUnderTest) -> CheckFinding:
                 try:
                     fcntl.fcntl(file.fileno(), fcntl.F_FULLFSYNC)
                 except OSError as error:
-                    return differs(f"F_FULLFSYNC is refused here: {error.strerror}", seconds=seconds)
+                    return differs(f"F_FULLFSYNC fails here: {error.strerror}", seconds=seconds)
     if not is_whole:
-        return differs("the file read back is not the one written", seconds=seconds)
+        return differs("the file that was read back differs from what was written", seconds=seconds)
     return good("a megabyte was written, synced and read back", seconds=seconds)
 
 

@@ -12,7 +12,7 @@ VOCABULARY = 256
 
 
 class SmallTransformer(nn.Module):
-    """Predicts the next token: embeddings, pre-norm blocks with causal attention, a linear head."""
+    """A causal language model: embeddings, pre-norm blocks, a linear head."""
 
     def __init__(self, *, width: int = 64, layers: int = 2, length: int = 32, dropout: float = 0.0) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _TransformerBlock(nn.Module):
 
 
 def convnet() -> nn.Module:
-    """Convolutions, batch norm and pooling on 3 x 16 x 16 images, ten classes."""
+    """Return a classifier of 3 x 16 x 16 images with ten classes: convolutions, norms and pooling."""
     return nn.Sequential(
         nn.Conv2d(3, 12, 3, padding=1),
         nn.BatchNorm2d(12),
@@ -69,7 +69,7 @@ class ModelTask:
     y: Tensor
 
     def loss(self, model: nn.Module) -> Tensor:
-        """The mean loss of a copy of the model, on the device where that copy is."""
+        """Return the mean loss of a copy of the model, on that copy's device."""
         where = next(model.parameters()).device
         return f.cross_entropy(model(self.x.to(where)).flatten(0, -2), self.y.to(where).flatten())
 

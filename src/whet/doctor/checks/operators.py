@@ -1,6 +1,5 @@
 """Checks of operators, layers, optimizers and loss scaling against the CPU."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,21 +12,23 @@ from torch.optim import Optimizer
 from whet.doctor.check import Check, CheckFinding, DeviceUnderTest, differs, good, not_applicable
 from whet.doctor.checks.compare import (
     compare_results,
+    compare_with_cpu,
     draw,
     draw_integers,
-    explain_error,
     forward_and_backward,
     layer,
     operator,
 )
-from whet.verify.tolerance import FP32_TOLERANCE, HALF_TOLERANCES
+from whet.verify.tolerance import HALF_TOLERANCES
+
+# --- Layers ------------------------------------------------------------------------------------------------------------
 
 _HEADS = [draw(2, 3, 12, 16, seed=seed) for seed in range(3)]
 _ATTENTION_MASK = draw(2, 1, 12, 12).abs() > 0.3
 
 
 class _Recurrent(nn.Module):
-    """Gives only the outputs of a recurrent layer."""
+    """Returns only the outputs of a recurrent layer."""
 
     def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], **options: bool) -> None:
         super().__init__()
@@ -46,10 +47,10 @@ class _SelfAttention(nn.Module):
         return self.inner(x, x, x, need_weights=False)[0]
 
 
-def _dropout(place: DeviceUnderTest) -> CheckFinding:
-    """Draws differ between devices; what must hold is the share, the scale and the gradient."""
+def _dropout(target: DeviceUnderTest) -> CheckFinding:
+    """Check the dropped share, the scale and the gradient; the mask itself differs between devices."""
     torch.manual_seed(0)
-    x = place.put(torch.ones(200, 500)).requires_grad_()
+    x = target.put(torch.ones(200, 500)).requires_grad_()
     y = f.dropout(x, 0.3)
     y.sum().backward()
     assert x.grad is not None
@@ -58,11 +59,11 @@ def _dropout(place: DeviceUnderTest) -> CheckFinding:
     is_scaled = bool(((kept - 1 / 0.7).abs() < 1e-4).logical_or(kept == 0).all())
     if abs(share - 0.3) < 0.01 and is_scaled and torch.allclose(kept, gradient):
         return good("the share, the scale and the gradient are right", share=share)
-    return differs("the share, the scale or the gradient of what is dropped is wrong", share=share)
+    return differs("the dropped share, the scale or the gradient is wrong", share=share)
 
 
-def _autocast(dtype: torch.dtype, place: DeviceUnderTest) -> CheckFinding:
-    """A linear layer, a convolution and attention in half precision, against float32 on the CPU."""
+def _autocast(dtype: torch.dtype, target: DeviceUnderTest) -> CheckFinding:
+    """Compare a linear layer, a convolution and attention in half precision with float32 on the CPU."""
 
     def compute(x: Tensor, weight: Tensor, kernel: Tensor) -> tuple[Tensor, ...]:
         rows = f.linear(x, weight)
@@ -71,14 +72,14 @@ def _autocast(dtype: torch.dtype, place: DeviceUnderTest) -> CheckFinding:
         return rows.float(), attended.float(), f.conv1d(rows, kernel).float(), f.layer_norm(rows, (48,)).float()
 
     def halved(*inputs: Tensor) -> tuple[Tensor, ...]:
-        with place.device.autocast("fp16" if dtype == torch.float16 else "bf16"):
+        with target.device.autocast("fp16" if dtype == torch.float16 else "bf16"):
             return compute(*inputs)
 
     inputs = (draw(2, 12, 32), draw(48, 32, seed=1) / 6, draw(5, 12, 3, seed=2) / 6)
     expected = forward_and_backward(compute, inputs, torch.device("cpu"))
-    found = forward_and_backward(halved, inputs, place.device.torch_device)
+    result = forward_and_backward(halved, inputs, target.torch_device)
     return compare_results(
-        found, expected, tolerance=4 * HALF_TOLERANCES[dtype], right="close to float32", wrong="far from float32"
+        result, expected, tolerance=4 * HALF_TOLERANCES[dtype], right="close to float32", wrong="far from float32"
     )
 
 
@@ -119,13 +120,15 @@ LAYERS: list[Check] = [
     layer("Embedding", lambda: nn.Embedding(20, 8, padding_idx=0), draw_integers(4, 9, below=20)),
     layer("weight_norm", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), draw(5, 6)),
     Check(name="Dropout", run=_dropout, is_quick=True),
-    Check(name="autocast fp16", run=lambda place: _autocast(torch.float16, place)),
-    Check(name="autocast bf16", run=lambda place: _autocast(torch.bfloat16, place)),
+    Check(name="autocast fp16", run=lambda target: _autocast(torch.float16, target)),
+    Check(name="autocast bf16", run=lambda target: _autocast(torch.bfloat16, target)),
 ]  # fmt: skip
 
 
+# --- After the backward pass: optimizers, clipping, averages, loss scaling ---------------------------------------------
+
 _STEPS = 4
-Make = Callable[[Any], Optimizer]
+MakeOptimizer = Callable[[Any], Optimizer]
 
 
 def _net() -> nn.Module:
@@ -133,36 +136,15 @@ def _net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def _weights_after(make: Make, model: nn.Module, where: torch.device) -> list[torch.Tensor]:
-    """The weights after some steps with the same gradients everywhere: only the optimizer is examined."""
-    model = copy.deepcopy(model).to(where)
+def _weights_after(make: MakeOptimizer, where: torch.device) -> list[torch.Tensor]:
+    """Return the weights after a few steps with given gradients, so that only the optimizer matters."""
+    model = _net().to(where)
     optimizer = make(model.parameters())
     for step in range(_STEPS):
-        for place, parameter in enumerate(model.parameters()):
-            parameter.grad = draw(*parameter.shape, seed=10 * step + place).to(where)
+        for index, parameter in enumerate(model.parameters()):
+            parameter.grad = draw(*parameter.shape, seed=10 * step + index).to(where)
         optimizer.step()
     return list(model.parameters())
-
-
-def _try_optimizer(make: Make, place: DeviceUnderTest) -> CheckFinding:
-    model = _net()
-    expected = _weights_after(make, model, torch.device("cpu"))
-    try:
-        found = _weights_after(make, model, place.device.torch_device)
-    except Exception as error:
-        return explain_error(error)
-    return compare_results(found, expected, right="equal", wrong="differs from the CPU")
-
-
-def _try_both(
-    compute: Callable[[torch.device], Any], place: DeviceUnderTest, tolerance: float = FP32_TOLERANCE
-) -> CheckFinding:
-    expected = compute(torch.device("cpu"))
-    try:
-        found = compute(place.device.torch_device)
-    except Exception as error:
-        return explain_error(error)
-    return compare_results(found, expected, tolerance=tolerance, right="equal", wrong="differs from the CPU")
 
 
 def _clip(where: torch.device) -> Any:
@@ -172,14 +154,14 @@ def _clip(where: torch.device) -> Any:
     return norm, [p.grad for p in model.parameters()]
 
 
-def _average(where: torch.device) -> Any:
+def _ema(where: torch.device) -> Any:
     averages = [draw(8, 16).to(where), draw(16, seed=1).to(where)]
     torch._foreach_lerp_(averages, [draw(8, 16, seed=2).to(where), draw(16, seed=3).to(where)], 0.1)
     return averages
 
 
 def _scaled(where: torch.device) -> Any:
-    """Two steps with a scaled loss end where two plain ones do; the scale divides out exactly."""
+    """Return the weights after two steps with a loss scale, which must divide out exactly."""
     model = _net().to(where)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(where.type, init_scale=1024.0)
@@ -192,8 +174,8 @@ def _scaled(where: torch.device) -> Any:
     return list(model.parameters())
 
 
-def _optimizer(name: str, make: Make, *, is_quick: bool = False) -> Check:
-    return Check(name=name, run=partial(_try_optimizer, make), is_quick=is_quick)
+def _optimizer(name: str, make: MakeOptimizer, *, is_quick: bool = False) -> Check:
+    return Check(name=name, run=partial(compare_with_cpu, partial(_weights_after, make)), is_quick=is_quick)
 
 
 UPDATES: list[Check] = [
@@ -205,11 +187,13 @@ UPDATES: list[Check] = [
     _optimizer("SGD, fused", lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True)),
     _optimizer("Adafactor", lambda p: torch.optim.Adafactor(p, lr=1e-2)),
     _optimizer("RMSprop", lambda p: torch.optim.RMSprop(p, lr=1e-2)),
-    Check(name="clip_grad_norm", run=partial(_try_both, _clip), is_quick=True),
-    Check(name="average of weights (lerp)", run=partial(_try_both, _average)),
-    Check(name="GradScaler", run=partial(_try_both, _scaled)),
+    Check(name="clip_grad_norm", run=partial(compare_with_cpu, _clip), is_quick=True),
+    Check(name="average of weights (lerp)", run=partial(compare_with_cpu, _ema)),
+    Check(name="GradScaler", run=partial(compare_with_cpu, _scaled)),
 ]
 
+
+# --- Functions ---------------------------------------------------------------------------------------------------------
 
 _MASK = draw(4, 6) > 0
 _ROWS = torch.tensor([3, 0, 3, 1])
@@ -319,16 +303,16 @@ _LACKING = [
 ]  # fmt: skip
 
 
-def _list_against_dispatcher(place: DeviceUnderTest) -> CheckFinding:
-    """What torch's list promises for MPS, and what this torch really has."""
+def _list_against_dispatcher(target: DeviceUnderTest) -> CheckFinding:
+    """Compare torch's operator list with the kernels that are registered for MPS."""
     from whet.device.operators import mps_kernels, read_operators
 
-    if place.device.kind != "mps":
+    if target.device.kind != "mps":
         return not_applicable("torch's list is read for MPS")
     operators = read_operators()
     listed = [operator.name for operator in mps_kernels(operators)]
     figures = {"num_overloads": len(operators), "num_with_mps_kernel": len(listed)}
-    if place.is_virtual:
+    if target.is_virtual:
         return not_applicable("the simulation is made from this list", **figures)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     absent = [name for name in listed if not has_kernel(f"aten::{name}", "MPS")]

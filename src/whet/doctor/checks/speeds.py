@@ -1,4 +1,8 @@
-"""Speed measurements: matrix products, bandwidth, copies, kernel launches and training steps."""
+"""Speed measurements: matrix products, bandwidth, copies, kernel launches and training steps.
+
+Medians of repeats, taken in turn so that a warmer moment affects all alike. Power and heat matter much: the report has
+their state before and after.
+"""
 
 import copy
 import statistics
@@ -15,14 +19,14 @@ from whet.doctor.checks.compare import draw_integers
 from whet.doctor.checks.models import VOCABULARY, ModelTask, SmallTransformer
 
 REPEATS = 7
-_WORTH_TIMING = 0.004
-"""Seconds: what is shorter is timed in a larger size."""
-_LARGEST = 8_192
+_MIN_SECONDS = 0.004
+"""Shorter products are timed in a larger size."""
+_MAX_SIZE = 8_192
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def time_in_turn(calls: Mapping[str, tuple[AbstractDevice, Callable[[], object]]]) -> dict[str, list[float]]:
-    """Seconds of each call, `REPEATS` times round; each waits for its device before and after."""
+    """Return the seconds of each call, `REPEATS` times in turn, with the device synchronized before and after."""
     for device, call in calls.values():
         call()
         device.sync()
@@ -37,8 +41,8 @@ def time_in_turn(calls: Mapping[str, tuple[AbstractDevice, Callable[[], object]]
     return seconds
 
 
-def at_best(device: AbstractDevice, call: Callable[[], object]) -> float:
-    """Seconds of the quickest of a few warm calls: for choosing sizes, which a busy moment must not decide."""
+def _best_of_few(device: AbstractDevice, call: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of a few warm calls, for choosing sizes despite a busy moment."""
     call()
     seconds = []
     for _ in range(4):
@@ -51,13 +55,13 @@ def at_best(device: AbstractDevice, call: Callable[[], object]) -> float:
 
 
 def _spread(seconds: list[float]) -> float:
-    """Half the distance between the quartiles, as a share of the median."""
+    """Return half the interquartile range over the median."""
     low, middle, high = statistics.quantiles(seconds, n=4)
     return (high - low) / 2 / middle
 
 
 def show_speed(speed: float) -> str:
-    """Two figures at least: on a busy machine a product may take thousands of times as long, and no speed is 0.
+    """Return a speed with at least two digits: on a busy machine it may be thousands of times lower, but never 0.
 
     >>> [show_speed(speed) for speed in (12_345.6, 9.98, 1.04, 0.0342)]
     ['12,346', '10', '1.0', '0.034']
@@ -65,8 +69,8 @@ def show_speed(speed: float) -> str:
     return f"{speed:,.0f}" if speed >= 9.95 else f"{speed:#.2g}"
 
 
-def _matmul(place: DeviceUnderTest) -> CheckFinding:
-    device = place.device
+def _matmul(target: DeviceUnderTest) -> CheckFinding:
+    device = target.device
 
     def product(size: int, dtype: torch.dtype) -> Callable[[], object]:
         a = torch.randn(size, size).to(dtype).to(device.torch_device)
@@ -74,9 +78,9 @@ def _matmul(place: DeviceUnderTest) -> CheckFinding:
 
     sizes, calls = {}, {}
     for name, dtype in _DTYPES.items():
-        # Each from small to worth timing: a CPU without such cores can be a hundred times slower in one of them.
+        # Each dtype has its own size: a CPU without half-precision cores can be a hundred times slower in one of them.
         size = 128
-        while size < _LARGEST and at_best(device, product(size, dtype)) < _WORTH_TIMING:
+        while size < _MAX_SIZE and _best_of_few(device, product(size, dtype)) < _MIN_SECONDS:
             size *= 2
         sizes[name], calls[name] = size, (device, product(size, dtype))
     seconds = time_in_turn(calls)
@@ -91,21 +95,21 @@ def _matmul(place: DeviceUnderTest) -> CheckFinding:
     return good(f"GFLOP/s: {', '.join(shown)}", **figures)
 
 
-def _bandwidth(place: DeviceUnderTest) -> CheckFinding:
-    device = place.device
+def _bandwidth(target: DeviceUnderTest) -> CheckFinding:
+    device = target.device
     limit = device.memory.usage().limit or 2**33
     num_bytes = min(2**28, limit // 32)
     source = torch.zeros(num_bytes // 4, device=device.torch_device)
-    target = torch.empty_like(source)
-    seconds = time_in_turn({"copy": (device, lambda: target.copy_(source))})["copy"]
+    copied = torch.empty_like(source)
+    seconds = time_in_turn({"copy": (device, lambda: copied.copy_(source))})["copy"]
     speed = 2 * num_bytes / statistics.median(seconds)
     return good(
         f"{speed / 1e9:,.1f} GB/s read and written", gb_per_second=speed / 1e9, spread=_spread(seconds), bytes=num_bytes
     )
 
 
-def _copies(place: DeviceUnderTest) -> CheckFinding:
-    device = place.device
+def _copies(target: DeviceUnderTest) -> CheckFinding:
+    device = target.device
     if device.kind == "cpu":
         return not_applicable("nothing has to be copied")
     host = torch.zeros(2**24)
@@ -116,25 +120,25 @@ def _copies(place: DeviceUnderTest) -> CheckFinding:
                 to_spread=_spread(seconds["to"]), from_spread=_spread(seconds["from"]))  # fmt: skip
 
 
-def _launches(place: DeviceUnderTest) -> CheckFinding:
-    device, count = place.device, 500
+def _launches(target: DeviceUnderTest) -> CheckFinding:
+    device, count = target.device, 500
     x = torch.zeros(16, device=device.torch_device)
 
-    def ask() -> None:
+    def launch() -> None:
         for _ in range(count):
             x.add_(1)
 
-    def ask_and_wait() -> None:
+    def launch_and_wait() -> None:
         for _ in range(20):
             x.add_(1)
             device.sync()
 
-    seconds = time_in_turn({"ask": (device, ask), "wait": (device, ask_and_wait)})
-    asked, waited = statistics.median(seconds["ask"]) / count, statistics.median(seconds["wait"]) / 20
+    seconds = time_in_turn({"launch": (device, launch), "wait": (device, launch_and_wait)})
+    launched, waited = statistics.median(seconds["launch"]) / count, statistics.median(seconds["wait"]) / 20
     return good(
-        f"{asked * 1e6:.1f} us for a small operator in a row, {waited * 1e6:.1f} us with a wait",
-        launch_us=asked * 1e6, wait_us=waited * 1e6,
-        launch_spread=_spread(seconds["ask"]), wait_spread=_spread(seconds["wait"]),
+        f"{launched * 1e6:.1f} us for a small operator, {waited * 1e6:.1f} us with a synchronization",
+        launch_us=launched * 1e6, wait_us=waited * 1e6,
+        launch_spread=_spread(seconds["launch"]), wait_spread=_spread(seconds["wait"]),
     )  # fmt: skip
 
 
@@ -155,9 +159,9 @@ def _stepper(device: AbstractDevice, *, width: int, batch: int) -> Callable[[], 
     return step
 
 
-def _training(place: DeviceUnderTest, *, width: int, batch: int) -> CheckFinding:
-    device = place.device
-    calls = {place.device.kind: (device, _stepper(device, width=width, batch=batch))}
+def _training(target: DeviceUnderTest, *, width: int, batch: int) -> CheckFinding:
+    device = target.device
+    calls = {target.device.kind: (device, _stepper(device, width=width, batch=batch))}
     if device.kind != "cpu":
         calls["cpu"] = (CpuDevice(), _stepper(CpuDevice(), width=width, batch=batch))
     seconds = time_in_turn(calls)
@@ -166,15 +170,15 @@ def _training(place: DeviceUnderTest, *, width: int, batch: int) -> CheckFinding
         figures |= {f"{name}_seconds": statistics.median(taken), f"{name}_spread": _spread(taken)}
     what = f"{format_seconds(statistics.median(seconds[device.kind]))} a step"
     if device.kind != "cpu":
-        # Of pairs that were measured one after the other.
+        # The median of pairs that were measured one after the other.
         ratio = statistics.median(c / d for c, d in zip(seconds["cpu"], seconds[device.kind], strict=True))
         figures["times_the_cpu"] = ratio
         what += f", {ratio:.2f} times the speed of the CPU"
     return good(what, **figures)
 
 
-def _memory(place: DeviceUnderTest) -> CheckFinding:
-    device = place.device
+def _memory(target: DeviceUnderTest) -> CheckFinding:
+    device = target.device
     if device.kind == "cpu":
         return not_applicable("there is no cache to empty", limit_bytes=device.memory.usage().limit)
     seconds = []
@@ -195,7 +199,7 @@ CHECKS: list[Check] = [
     Check(name="memory bandwidth", run=_bandwidth),
     Check(name="copies from and to the host", run=_copies),
     Check(name="launching a kernel", run=_launches),
-    Check(name="training step, small", run=lambda place: _training(place, width=64, batch=8), is_quick=True),
-    Check(name="training step, larger", run=lambda place: _training(place, width=128, batch=32)),
+    Check(name="training step, small", run=lambda target: _training(target, width=64, batch=8), is_quick=True),
+    Check(name="training step, larger", run=lambda target: _training(target, width=128, batch=32)),
     Check(name="memory", run=_memory),
 ]

@@ -21,13 +21,15 @@ from whet.step.optimizers import OptimizerChoice
 from whet.training.session import Session
 from whet.verify.tolerance import relative_error, relative_errors
 
+# --- Parity with the CPU -----------------------------------------------------------------------------------------------
+
 PARITY_STEPS = 20
 GRADIENTS, UPDATE, TRAJECTORY = 1e-3, 1e-4, 1e-2
 """The largest relative errors that count as agreement; rounding grows along a trajectory."""
 
 
 def _one_step(task: ModelTask, where: torch.device) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The loss, every gradient, and every weight after a step of SGD: AdamW's first would blow up rounding."""
+    """Return the loss, all gradients and all weights after a step of SGD; AdamW's first step would amplify rounding."""
     model = copy.deepcopy(task.model).to(where)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loss = task.loss(model)
@@ -38,7 +40,7 @@ def _one_step(task: ModelTask, where: torch.device) -> tuple[Tensor, dict[str, T
 
 
 def _losses(task: ModelTask, where: torch.device) -> Tensor:
-    """The losses of some steps of fused AdamW."""
+    """Return the losses of a few steps of fused AdamW."""
     model = copy.deepcopy(task.model).to(where)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     losses = []
@@ -51,8 +53,8 @@ def _losses(task: ModelTask, where: torch.device) -> Tensor:
     return torch.stack(losses).cpu()
 
 
-def _parity(make: Callable[[], ModelTask], place: DeviceUnderTest) -> CheckFinding:
-    task, cpu, here = make(), torch.device("cpu"), place.device.torch_device
+def _parity(make: Callable[[], ModelTask], target: DeviceUnderTest) -> CheckFinding:
+    task, cpu, here = make(), torch.device("cpu"), target.torch_device
     (loss, gradients, weights), (our_loss, our_gradients, our_weights) = _one_step(task, cpu), _one_step(task, here)
     expected = _losses(task, cpu)
     if our_gradients.keys() != gradients.keys():
@@ -76,23 +78,23 @@ def _parity(make: Callable[[], ModelTask], place: DeviceUnderTest) -> CheckFindi
         "update_error": UPDATE,
         "trajectory_error": TRAJECTORY,
     }
-    # `not <=` and not `>`: a NaN is over every limit.
+    # `not <=` instead of `>`, so that NaN is over every limit.
     over = [name.replace("_", " ") for name, limit in limits.items() if not float(figures[name] or 0.0) <= limit]
     if over:
         return differs(f"differs from the CPU: {', '.join(over)}", **figures)
     return good(f"loss, {len(gradients)} gradients, a step and {PARITY_STEPS} losses agree with the CPU", **figures)
 
 
-def _same_twice(make: Callable[[], ModelTask], place: DeviceUnderTest) -> CheckFinding:
-    task, here = make(), place.device.torch_device
+def _same_twice(make: Callable[[], ModelTask], target: DeviceUnderTest) -> CheckFinding:
+    task, here = make(), target.torch_device
     one, other = _one_step(task, here), _one_step(task, here)
     different = [name for name in one[2] if not torch.equal(one[2][name], other[2][name])]
     if not different and torch.equal(one[0], other[0]):
         return good("the same step twice gives the same bits")
     error = relative_error(other[2], one[2])
-    what = f"the same step twice gives other bits in {len(different)} of {len(one[2])} tensors"
-    if error <= UPDATE and place.device.kind == "cuda":
-        # CUDA says so itself: some sums are taken as they happen to finish; deterministic=on avoids them.
+    what = f"the same step twice gives different bits in {len(different)} of {len(one[2])} tensors"
+    if error <= UPDATE and target.device.kind == "cuda":
+        # Documented by CUDA: atomic sums depend on the order in which they finish; deterministic=on avoids them.
         return good(f"{what}, by rounding", error=error, num_different=len(different))
     return differs(what, error=error, num_different=len(different))
 
@@ -105,15 +107,17 @@ PARITY: list[Check] = [
 ]
 
 
+# --- Exact resume ------------------------------------------------------------------------------------------------------
+
 RESUME_STEPS = 14
-_CUTS = (5, 9)
+_STOPS = (5, 9)
 _LIMIT_SECONDS = 60.0
-_MOVED = 1e-2
-"""The largest relative error of weights after a move; rounding differs between devices and AdamW enlarges it."""
+_MOVE_TOLERANCE = 1e-2
+"""For weights after a move: rounding differs between devices, and AdamW amplifies it."""
 
 
 def _train_session(run: Path, *, device: str, dropout: float, stop_after: int | None, is_move: bool = False) -> int:
-    """One sitting with a new model, as a new process would make it; Ctrl-C after `stop_after` steps. Where it ended."""
+    """Start or resume a run with a new model, as a new process would; Ctrl-C after `stop_after` steps. Return the step."""
     torch.manual_seed(0)
     model = SmallTransformer(dropout=dropout)
     tokens = draw_integers(64, 25, below=VOCABULARY, seed=3)
@@ -135,8 +139,8 @@ def _train_session(run: Path, *, device: str, dropout: float, stop_after: int | 
         ema=True,
         clip=1.0,
         seed=5,
-        # One thread: small kernels on many threads crawl on a busy computer.
-        # And fp32: a GPU's faster formats round more than a move may.
+        # One thread: small kernels on many threads crawl on a busy computer. fp32: faster formats of a GPU round
+        # more than the tolerance of a move.
         overrides={"micro_batch": 8, "threads": 1, "precision": "fp32"},
     ) as session:
         for batch in session:
@@ -147,9 +151,9 @@ def _train_session(run: Path, *, device: str, dropout: float, stop_after: int | 
 
 
 def _last(run: Path) -> Snapshot:
-    found = store.load_newest(run / "checkpoints")
-    assert found is not None, "a run that ended has a checkpoint"
-    return found[1]
+    newest = store.load_newest(run / "checkpoints")
+    assert newest is not None, "a finished run has a checkpoint"
+    return newest.snapshot
 
 
 def _different(one: Snapshot, other: Snapshot) -> list[str]:
@@ -163,18 +167,20 @@ def _different(one: Snapshot, other: Snapshot) -> list[str]:
     ]
 
 
-def _interrupted(place: DeviceUnderTest) -> CheckFinding:
+def _interrupted(target: DeviceUnderTest) -> CheckFinding:
     with tempfile.TemporaryDirectory(prefix="whet-doctor-") as folder:
-        whole_run, again, cut = Path(folder, "whole"), Path(folder, "again"), Path(folder, "cut")
-        for run in (whole_run, again):
-            _train_session(run, device=place.name, dropout=0.2, stop_after=None)
-        reached = [_train_session(cut, device=place.name, dropout=0.2, stop_after=step) for step in (*_CUTS, None)]
-        if reached != [*_CUTS, RESUME_STEPS]:
-            return failed(f"the run did not stop and go on as asked: {reached}")
-        expected, repeated, found = _last(whole_run), _last(again), _last(cut)
-    different, num_tensors = _different(found, expected), len(expected.tensors)
+        whole, again, stopped = (Path(folder, name) for name in ("whole", "again", "stopped"))
+        for run in (whole, again):
+            _train_session(run, device=target.name, dropout=0.2, stop_after=None)
+        reached = [
+            _train_session(stopped, device=target.name, dropout=0.2, stop_after=step) for step in (*_STOPS, None)
+        ]
+        if reached != [*_STOPS, RESUME_STEPS]:
+            return failed(f"the run did not stop and resume as requested: {reached}")
+        expected, repeated, result = _last(whole), _last(again), _last(stopped)
+    different, num_tensors = _different(result, expected), len(expected.tensors)
     is_repeatable = not _different(repeated, expected)
-    generator = f"rng/{place.device.kind}"
+    generator = f"rng/{target.device.kind}"
     figures = {
         "num_tensors": num_tensors,
         "num_different": len(different),
@@ -184,30 +190,32 @@ def _interrupted(place: DeviceUnderTest) -> CheckFinding:
     if not different:
         return good(f"interrupted twice, resumed: all {num_tensors} tensors equal, bit for bit", **figures)
     if not is_repeatable:
-        what = "not exact, and neither are two whole runs: the device computes other bits each time"
+        what = "not exact, and neither are two uninterrupted runs: the device computes different bits each time"
     else:
         what = f"not exact: {len(different)} of {num_tensors} tensors differ, such as {different[0]}"
-    weights = [name for name in expected.tensors if name in found.tensors and not name.startswith("rng")]
-    error = relative_error([found.tensors[n] for n in weights], [expected.tensors[n] for n in weights])
+    weights = [name for name in expected.tensors if name in result.tensors and not name.startswith("rng")]
+    error = relative_error([result.tensors[n] for n in weights], [expected.tensors[n] for n in weights])
     return differs(what, **figures, error=error)
 
 
-def _moved(place: DeviceUnderTest) -> CheckFinding:
-    if place.device.kind == "cpu":
+def _moved(target: DeviceUnderTest) -> CheckFinding:
+    if target.device.kind == "cpu":
         return not_applicable("there is nowhere to move to")
     with tempfile.TemporaryDirectory(prefix="whet-doctor-") as folder:
         stayed, moving = Path(folder, "stayed"), Path(folder, "moving")
         _train_session(stayed, device="cpu", dropout=0.0, stop_after=None)
-        for device, step in ((place.name, _CUTS[0]), ("cpu", _CUTS[1]), (place.name, RESUME_STEPS)):
+        for device, step in ((target.name, _STOPS[0]), ("cpu", _STOPS[1]), (target.name, RESUME_STEPS)):
             _train_session(moving, device=device, dropout=0.0, stop_after=step, is_move=True)
-        expected, found = _last(stayed), _last(moving)
+        expected, result = _last(stayed), _last(moving)
     names = [name for name in expected.tensors if name.startswith("model/")]
     if not names:
         return failed("the checkpoint holds no weights")
-    error = relative_error([found.tensors[n] for n in names], [expected.tensors[n] for n in names])
-    if error <= _MOVED:
+    error = relative_error([result.tensors[n] for n in names], [expected.tensors[n] for n in names])
+    if error <= _MOVE_TOLERANCE:
         return good("moved to the CPU and back: the weights agree with a run on the CPU", error=error)
-    return differs(f"moved to the CPU and back: largest relative error {error:.2g}", error=error, tolerance=_MOVED)
+    return differs(
+        f"moved to the CPU and back: largest relative error {error:.2g}", error=error, tolerance=_MOVE_TOLERANCE
+    )
 
 
 RESUME: list[Check] = [
