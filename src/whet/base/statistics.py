@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from statistics import mean, stdev
 
-# The 97.5 % quantiles for 1 to 30 degrees of freedom: two-sided intervals of 95 %.
+# The 97.5 % quantiles for 1 to 29 degrees of freedom: two-sided intervals of 95 %.
 _T: tuple[float, ...] = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045),
 )
 _NORMAL = 1.959964
 
@@ -16,7 +16,7 @@ _NORMAL = 1.959964
 def student_t(degrees: int) -> float:
     """Return how many standard errors the 95 % interval of a mean reaches to each side.
 
-    >>> student_t(1), student_t(30), round(student_t(100), 3)
+    >>> student_t(1), round(student_t(30), 3), round(student_t(100), 3)
     (12.706, 2.042, 1.984)
     """
     if degrees <= len(_T):
