@@ -18,7 +18,7 @@ from whet.training.callbacks.progress import ProgressLine
 
 pytestmark = pytest.mark.torch
 
-AUTO = {"global_batch_size": "auto", "epochs": 2, "wishes": {"threads": 1}, "show": None}
+AUTO = {"global_batch_size": "auto", "epochs": 2, "overrides": {"threads": 1}, "show": None}
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def with_batch_of(size, *, find):
 
 def test_tune_finds_the_batch_and_train_takes_it_from_the_plan(tmp_path):
     model, data, loss, calls = a_training()
-    how = {key: value for key, value in AUTO.items() if key != "wishes"}
+    how = {key: value for key, value in AUTO.items() if key != "overrides"}
     plan = whet.tune(model, data, loss=loss, optimizer=OptimizerChoice(lr=1e-2), budget=5, lr_batch=64, **AUTO)
     chosen = plan.workload.batch
     assert (chosen.base_batch, plan.workload.global_batch_size) == (64, chosen.batch)

@@ -32,7 +32,7 @@ def saturating(at: int):
 
 
 def chosen(rig: SimulatedRig, *, budget: float = 20.0, watch=None) -> AutoBatch:
-    return choose_batch_size(rig, base_rates=[1e-3], scaling="square root", budget_seconds=budget, watch=watch)
+    return choose_batch_size(rig, base_rates=[1e-3], scaling="square root", budget_seconds=budget, on_progress=watch)
 
 
 @pytest.mark.parametrize(("at", "expected"), [(4, 32), (50, 256), (120, 1024)])
@@ -157,8 +157,8 @@ def test_a_simulated_search_tells_what_is_tried_and_how_much_of_its_time_is_gone
     plan = make_plan(MACHINE, TEXT)
     times = {("fp32", 32): 0.06, ("bf16", 32): 0.07, ("fp32", 16): 0.07, ("bf16", 16): 0.03}
     rig = SimulatedRig(plan, lambda p: times.get((p.precision, p.micro_batch), 0.2))
-    search(plan, rig, budget_seconds=60, watch=told.append)
-    assert told[0].words == "measuring: the rules' plan, 0 of 60 s"
+    search(plan, rig, budget_seconds=60, on_progress=told.append)
+    assert told[0].message == "measuring: the rules' plan, 0 of 60 s"
     assert any(one.doing == "precision bf16" for one in told)
     assert any(one.doing == "precision bf16 and micro_batch 16" for one in told)
     times = [one.spent_seconds for one in told]
@@ -172,7 +172,7 @@ def test_a_simulated_search_tells_what_is_tried_and_how_much_of_its_time_is_gone
 def test_the_same_simulated_search_is_made_whether_it_is_watched_or_not() -> None:
     plan = make_plan(MACHINE, TEXT)
     found = [
-        search(plan, SimulatedRig(plan, landscape(5), noise=gaussian(0.03)), budget_seconds=60, watch=watch)
+        search(plan, SimulatedRig(plan, landscape(5), noise=gaussian(0.03)), budget_seconds=60, on_progress=watch)
         for watch in (None, lambda _: None)
     ]
     assert found[0] == found[1]

@@ -32,7 +32,7 @@ def by_micro_batch(plan, now) -> float:
 
 
 def swept(rig: SimulatedRig, setting: str = "micro_batch", *, seconds: float = 300.0, **changes):
-    table = BenchmarkContext(rig=rig, rule_plan=rig.plan, own={}, **changes)
+    table = BenchmarkContext(bench=rig, rule_plan=rig.plan, own={}, **changes)
     return table, measure_sweep(table, setting, sweep_variants(rig.plan, {}, setting), until=rig.clock() + seconds)
 
 
@@ -88,13 +88,13 @@ def test_ratios_are_honest_while_a_simulated_machine_becomes_slower_and_slower()
 def test_a_quiet_simulated_machine_is_not_accused_and_sensors_are_heard():
     table, _ = swept(SimulatedRig(seconds=by_micro_batch))
     assert next(disturbances(table)) == "no heat sensor can be read here"
-    assert "inside the noise" in list(disturbances(table))[1]
-    table, _ = swept(SimulatedRig(), watch=lambda: Conditions(thermal="heavy", memory_pressure="warn"))
-    assert next(disturbances(table)).startswith("throttling seen: thermal pressure heavy in ")
+    assert "within the noise" in list(disturbances(table))[1]
+    table, _ = swept(SimulatedRig(), read_conditions=lambda: Conditions(thermal="heavy", memory_pressure="warn"))
+    assert next(disturbances(table)).startswith("throttling: thermal pressure heavy in ")
     assert "memory was short" in list(disturbances(table))
-    table, _ = swept(SimulatedRig(), watch=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 97.0])
-    assert "other programs were at work: 97 % of all cores while nothing was measured" in list(disturbances(table))
-    table, _ = swept(SimulatedRig(), watch=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 9.0])
+    table, _ = swept(SimulatedRig(), read_conditions=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 97.0])
+    assert "other programs were busy: 97 % of all cores while nothing was measured" in list(disturbances(table))
+    table, _ = swept(SimulatedRig(), read_conditions=lambda: Conditions(thermal="nominal"), cpu_use=[3.0, 9.0])
     assert not any("other programs were" in line for line in disturbances(table))
     assert next(disturbances(table)) == "no throttling by the sensor"
 
@@ -208,7 +208,7 @@ def test_sweeps_are_those_with_something_to_vary():
     assert select_sweeps(make_plan(load_machine("linux-2core"), decoding), []) == ["threads", "workers", "precision"]
     wished = make_plan(load_machine("linux-2core"), WORKLOAD, overrides={"threads": 1})
     assert select_sweeps(wished, []) == ["micro_batch", "precision"]
-    with pytest.raises(UsageError, match="threads cannot be swept here\n  got: you said threads=1\n  try: --sweep "):
+    with pytest.raises(UsageError, match="threads cannot be swept here\n  got: you set threads=1\n  try: --sweep "):
         select_sweeps(wished, ["threads"])
     with pytest.raises(UsageError, match="nothing has to be decoded"):
         select_sweeps(cpu, ["workers"])
@@ -230,8 +230,8 @@ def test_the_plain_loop_is_what_everybody_writes_first(machine, kernels):
     varying = WORKLOAD.model_copy(update={"lengths_vary": True, "can_pack": True, "max_length": 64})
     plan = make_plan(load_machine(machine), varying)
     rig = SimulatedRig(plan=plan)
-    plain = BenchmarkContext(rig=rig, rule_plan=plan, own={}).plan_with(plain_loop(plan, {}).settings)
-    told = {name: plain.value(name) for name in ("precision", "micro_batch", "lengths", "workers", "compile")}
+    plain = BenchmarkContext(bench=rig, rule_plan=plan, own={}).plan_with(plain_loop(plan, {}).settings)
+    told = {name: plain.settings[name].value for name in ("precision", "micro_batch", "lengths", "workers", "compile")}
     assert told == {"precision": "fp32", "micro_batch": 32, "lengths": "fixed", "workers": 0, "compile": "off"}
     assert plain.optimizer_kernels == kernels
     assert plain.data_location == "host"
@@ -290,7 +290,7 @@ def test_a_page_escapes_what_it_is_given_and_names_the_picture():
 
 def test_the_closing_table_has_speed_memory_and_stability():
     rig = SimulatedRig(seconds=lambda plan, now: 0.1 if plan.optimizer_kernels == "loop" else 0.05)
-    table = BenchmarkContext(rig=rig, rule_plan=rig.plan, own={})
+    table = BenchmarkContext(bench=rig, rule_plan=rig.plan, own={})
     both = [plain_loop(rig.plan, {}), Variant(value="plan", settings={}, is_plan=True)]
     sweep = measure_sweep(table, "against", both, until=60.0)
     lines = bench_report.render_bench(result(sweep)).splitlines()

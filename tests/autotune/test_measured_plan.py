@@ -63,7 +63,7 @@ def a_session(model, *, told=None, **changes):
         OptimizerChoice(lr=1e-3),
         some_data(),
         show=None if told is None else lambda kind, fields: told.append(fields["message"]) if kind == "plan" else None,
-        **{"wishes": ONE_THREAD} if "plan" not in changes and "wishes" not in changes else {},
+        **{"overrides": ONE_THREAD} if "plan" not in changes and "overrides" not in changes else {},
         **{**TRAINING, "epochs": 100_000, **changes},
     )
 
@@ -90,7 +90,7 @@ def test_your_own_word_is_never_tried():
         model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(), overrides=overrides, budget=4, **TRAINING
     )
     assert not {trial.setting for trial in plan.trials} & set(overrides)
-    assert {name: plan.value(name) for name in overrides} == overrides
+    assert {name: plan.settings[name].value for name in overrides} == overrides
 
 
 def test_a_measured_plan_trains_as_the_same_settings_given_by_hand(tmp_path):
@@ -104,7 +104,7 @@ def test_a_measured_plan_trains_as_the_same_settings_given_by_hand(tmp_path):
         conditions=by_rules.conditions,
         measured={name: MeasuredSetting(value=value, reason="tried", evidence={}) for name, value in found.items()},
     )
-    by_hand = {"wishes": found}
+    by_hand = {"overrides": found}
     for run, how in {"measured": {"plan": plan}, "by hand": by_hand}.items():
         model = a_model(dropout=0.1)
         whet.train(
@@ -132,7 +132,7 @@ def test_a_measured_plan_trains_as_the_rules_do_up_to_rounding(tmp_path):
 def test_a_long_run_is_measured_once_and_remembered(monkeypatch):
     monkeypatch.setattr(tune, "budget_seconds", lambda _: 6.0)
     # However busy the machine that tests this is.
-    monkeypatch.setattr(TuningResult, "holds_another_day", True)
+    monkeypatch.setattr(TuningResult, "is_reusable", True)
     told: list[str] = []
     session = a_session(a_model(), told=told)
     session.tune(Loss(session.model))

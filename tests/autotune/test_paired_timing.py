@@ -17,7 +17,7 @@ PLAN = make_plan(load_machine("linux-2core"), describe(TextConfig()))
 
 def duel(rig: SimulatedRig, *, until: float = math.inf, seed: int = 0) -> PairedTiming:
     ours, theirs = (rig.prepare({"precision": how}, seconds=60) for how in ("bf16", "fp32"))
-    return compare(ours, theirs, clock=rig.clock, until=until, coin=random.Random(seed))
+    return compare(ours, theirs, clock=rig.clock, until=until, random_order=random.Random(seed))
 
 
 def rig_of(bf16: float, fp32: float = 0.1, **more) -> SimulatedRig:
@@ -38,7 +38,7 @@ def test_a_simulated_drift_fools_blocks_and_not_pairs() -> None:
 def test_a_simulated_hopeless_rival_is_cut_off_after_its_first_step() -> None:
     rig = rig_of(6.0)
     result = duel(rig)
-    assert result.answer == "cut off"
+    assert result.outcome == "cut off"
     assert rig.steps == 4, "one step each in the preparations, and one pair"
     assert result.estimate is not None
     assert 1 / result.estimate.speedup == pytest.approx(60, rel=0.01)
@@ -47,14 +47,14 @@ def test_a_simulated_hopeless_rival_is_cut_off_after_its_first_step() -> None:
 def test_a_simulated_hopeless_rival_is_not_even_stepped_where_time_is_short() -> None:
     rig = rig_of(6.0)
     result = duel(rig, until=8.0)
-    assert (result.answer, rig.steps) == ("cut off", 2)
+    assert (result.outcome, rig.steps) == ("cut off", 2)
 
 
 def test_a_simulated_rival_that_is_far_faster_is_not_kept_from_its_pairs_by_the_slow_one() -> None:
     """Busy cores: a step of 2 ms with one thread, of 200 ms with two. 16 steps of both would be 5 seconds a pair."""
     rig = rig_of(0.002, 0.2)
     result = duel(rig, until=5.0)
-    assert result.answer == "faster"
+    assert result.outcome == "faster"
     assert rig.clock() <= 5.0
 
 
@@ -68,13 +68,13 @@ def test_a_simulated_clear_answer_is_quick_and_a_close_one_takes_longer() -> Non
 def test_simulated_short_steps_are_timed_many_at_a_time_and_the_first_pair_does_not_count() -> None:
     rig = rig_of(0.0005, 0.001)
     result = duel(rig)
-    assert (result.answer, len(result.log_ratios)) == ("faster", 5)
+    assert (result.outcome, len(result.log_ratios)) == ("faster", 5)
     assert rig.steps == 2 + 2 * 16 * (5 + 1)
 
 
 def test_simulated_long_steps_all_count() -> None:
     rig = rig_of(1.0, 2.0)
-    assert (duel(rig).answer, rig.steps) == ("faster", 2 + 2 * 5)
+    assert (duel(rig).outcome, rig.steps) == ("faster", 2 + 2 * 5)
 
 
 @pytest.mark.parametrize("seconds", [3.0, 5.0, 9.0, 20.0])
@@ -102,5 +102,5 @@ def test_the_same_seed_makes_the_same_simulated_duel_and_orders_are_tossed() -> 
 
 def test_a_simulated_machine_that_gets_slower_is_said_to_be_not_quiet() -> None:
     result = duel(rig_of(0.3, 0.34, noise=lambda now, _draw: 1 + 0.1 * now, batch_spread=0.0))
-    assert result.answer == "faster", "both are hit alike"
-    assert not result.is_quiet
+    assert result.outcome == "faster", "both are hit alike"
+    assert not result.is_stable

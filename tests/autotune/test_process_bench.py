@@ -23,14 +23,14 @@ PATIENCE_SECONDS = 120
 """For what happens at once: only a hang takes so long."""
 
 
-def a_rig(*, most_bytes: int | None = None, **arguments: object) -> ProcessStepBench:
+def a_rig(*, max_bytes: int | None = None, **arguments: object) -> ProcessStepBench:
     environment = env.child_environment(PYTHONPATH=f"{Path(__file__).parent}:{SUPPORT}:{env.read('PYTHONPATH') or ''}")
-    return ProcessStepBench("faulty_step_benches:open_bench", arguments, environment=environment, most_bytes=most_bytes)
+    return ProcessStepBench("faulty_step_benches:open_bench", arguments, environment=environment, max_bytes=max_bytes)
 
 
 @pytest.fixture(scope="module")
 def rig():
-    with a_rig(most_bytes=400 * MB) as rig:
+    with a_rig(max_bytes=400 * MB) as rig:
         yield rig
 
 
@@ -51,8 +51,8 @@ def test_a_remote_rig_answers_as_the_rig_in_the_child_does(rig):
     [
         ("killed", "crash", "SIGKILL"),
         ("aborts", "crash", "SIGABRT"),
-        ("hangs", "timeout", "no answer after 1.0 s"),
-        ("takes too much", "oom", "of 400 MB and was ended"),
+        ("hangs", "timeout", "no response after 1.0 s"),
+        ("takes too much", "oom", "of 400 MB and was killed"),
         ("out of memory", "oom", "MPS backend out of memory"),
         ("raises", "error", "ValueError: nonsense"),
     ],

@@ -48,9 +48,9 @@ def test_candidates_are_lawful_and_change_something(name: str, about: str) -> No
     for plan in (make_plan(load_machine(name), workload), make_plan(load_machine(name), BATCH_64)):
         for candidate in candidates(plan, about):
             tried = plan_with(plan, candidate.changes)
-            assert all(tried.value(key) == value for key, value in candidate.changes.items())
+            assert all(tried.settings[key].value == value for key, value in candidate.changes.items())
             assert tried.settings != plan.settings
-            assert candidate.value != plan.value(candidate.setting)
+            assert candidate.value != plan.settings[candidate.setting].value
             read_plan(tried.as_json(), where="here")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from whet.autotune import cache
 from whet.autotune.batch_size import scale_learning_rate, smallest_fast_batch
-from whet.autotune.cache import recall, remember
+from whet.autotune.cache import load, save
 from whet.autotune.memory_model import MemoryModel
 from whet.autotune.result import (
     NOT_QUIET,
@@ -50,9 +50,9 @@ FOUND = TuningResult(
 
 
 def test_evidence_is_found_again_whatever_the_order_of_keys(tmp_path: Path) -> None:
-    assert recall(ABOUT, where=tmp_path / "new") is None
-    assert remember(ABOUT, FOUND, where=tmp_path / "new")
-    assert recall(dict(reversed(ABOUT.items())), where=tmp_path / "new") == FOUND
+    assert load(ABOUT, where=tmp_path / "new") is None
+    assert save(ABOUT, FOUND, where=tmp_path / "new")
+    assert load(dict(reversed(ABOUT.items())), where=tmp_path / "new") == FOUND
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,15 @@ def test_evidence_is_found_again_whatever_the_order_of_keys(tmp_path: Path) -> N
     ids=["uneven", "not quiet"],
 )
 def test_what_a_busy_machine_showed_is_not_kept(seen: dict[str, Any], tmp_path: Path) -> None:
-    assert not remember(ABOUT, FOUND.model_copy(update=seen), where=tmp_path)
-    assert recall(ABOUT, where=tmp_path) is None
+    assert not save(ABOUT, FOUND.model_copy(update=seen), where=tmp_path)
+    assert load(ABOUT, where=tmp_path) is None
 
 
 @pytest.mark.parametrize("name", ABOUT)
 def test_any_change_means_measuring_again(name: str, tmp_path: Path) -> None:
-    remember(ABOUT, FOUND, where=tmp_path)
-    assert recall({**ABOUT, name: "another"}, where=tmp_path) is None
-    assert recall({**ABOUT, "more": 1}, where=tmp_path) is None
+    save(ABOUT, FOUND, where=tmp_path)
+    assert load({**ABOUT, name: "another"}, where=tmp_path) is None
+    assert load({**ABOUT, "more": 1}, where=tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_any_change_means_measuring_again(name: str, tmp_path: Path) -> None:
     ids=["empty", "cut", "deep", "null", "lacking", "bytes", "nan"],
 )
 def test_damaged_evidence_is_no_evidence_and_is_written_anew(damage: bytes, tmp_path: Path) -> None:
-    remember(ABOUT, FOUND, where=tmp_path)
+    save(ABOUT, FOUND, where=tmp_path)
     path = tmp_path / f"{cache.key(ABOUT)}.json"
     path.write_bytes(damage)
-    assert recall(ABOUT, where=tmp_path) is None
-    assert remember(ABOUT, FOUND, where=tmp_path)
-    assert recall(ABOUT, where=tmp_path) == FOUND
+    assert load(ABOUT, where=tmp_path) is None
+    assert save(ABOUT, FOUND, where=tmp_path)
+    assert load(ABOUT, where=tmp_path) == FOUND
 
 
 @given(st.integers(0, 5_000), st.integers(0, 255))
@@ -91,40 +91,40 @@ def test_a_changed_byte_never_raises(place: int, value: int) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        remember(ABOUT, FOUND, where=Path(folder))
+        save(ABOUT, FOUND, where=Path(folder))
         path = Path(folder) / f"{cache.key(ABOUT)}.json"
         data = bytearray(path.read_bytes())
         data[place % len(data)] = value
         path.write_bytes(data)
-        found = recall(ABOUT, where=Path(folder))
+        found = load(ABOUT, where=Path(folder))
         assert found is None or isinstance(found, TuningResult)
 
 
 def test_evidence_under_a_foreign_name_is_not_taken(tmp_path: Path) -> None:
-    remember(ABOUT, FOUND, where=tmp_path)
+    save(ABOUT, FOUND, where=tmp_path)
     other = {**ABOUT, "machine": "m3"}
     (tmp_path / f"{cache.key(ABOUT)}.json").rename(tmp_path / f"{cache.key(other)}.json")
-    assert recall(other, where=tmp_path) is None
+    assert load(other, where=tmp_path) is None
 
 
 def test_evidence_from_another_format_or_from_the_future_is_not_taken(tmp_path: Path) -> None:
-    remember(ABOUT, FOUND, where=tmp_path, now=1_000_000.0)
-    assert recall(ABOUT, where=tmp_path, now=1_000_000.0 + 89 * 86_400) == FOUND
-    assert recall(ABOUT, where=tmp_path, now=1_000_000.0 + 91 * 86_400) is None
-    assert recall(ABOUT, where=tmp_path, now=999_999.0) is None
+    save(ABOUT, FOUND, where=tmp_path, now=1_000_000.0)
+    assert load(ABOUT, where=tmp_path, now=1_000_000.0 + 89 * 86_400) == FOUND
+    assert load(ABOUT, where=tmp_path, now=1_000_000.0 + 91 * 86_400) is None
+    assert load(ABOUT, where=tmp_path, now=999_999.0) is None
     path = tmp_path / f"{cache.key(ABOUT)}.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 2}))
-    assert recall(ABOUT, where=tmp_path, now=1_000_000.0) is None
+    assert load(ABOUT, where=tmp_path, now=1_000_000.0) is None
 
 
 def test_a_pipe_in_the_way_does_not_make_it_wait(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f"{cache.key(ABOUT)}.json")
-    assert recall(ABOUT, where=tmp_path) is None
+    assert load(ABOUT, where=tmp_path) is None
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    assert not remember(ABOUT, FOUND, where=tmp_path / "file")
+    assert not save(ABOUT, FOUND, where=tmp_path / "file")
 
 
 def test_a_user_without_a_home_folder_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,26 +132,26 @@ def test_a_user_without_a_home_folder_is_no_reason_to_fail(monkeypatch: pytest.M
         monkeypatch.delenv(name, raising=False)
     # What a container with a user that nobody knows comes to.
     monkeypatch.setenv("HOME", "~nobody-knows-this-user")
-    assert cache.recall(ABOUT) is None
-    assert not cache.remember(ABOUT, FOUND)
+    assert cache.load(ABOUT) is None
+    assert not cache.save(ABOUT, FOUND)
 
 
 def test_old_evidence_goes_and_foreign_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_MOST_FILES", 3)
+    monkeypatch.setattr(cache, "_MAX_FILES", 3)
     (tmp_path / "notes.json").write_text("mine")
     os.utime(tmp_path / "notes.json", (0, 0))
     for number in range(6):
-        remember({"number": number}, FOUND, where=tmp_path)
+        save({"number": number}, FOUND, where=tmp_path)
         os.utime(tmp_path / f"{cache.key({'number': number})}.json", (2e9 + number, 2e9 + number))
-    assert [number for number in range(6) if recall({"number": number}, where=tmp_path)] == [3, 4, 5]
+    assert [number for number in range(6) if load({"number": number}, where=tmp_path)] == [3, 4, 5]
     assert (tmp_path / "notes.json").read_text() == "mine"
 
 
 def test_the_cache_lies_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHET_HOME", str(tmp_path))
-    remember(ABOUT, FOUND)
+    save(ABOUT, FOUND)
     assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "evidence"]
-    assert recall(ABOUT) == FOUND
+    assert load(ABOUT) == FOUND
 
 
 # --- the objective ---------------------------------------------------------------------------------------------------
@@ -172,14 +172,14 @@ def test_what_pays_finishes_sooner_and_from_its_break_even_step_on(cost: float, 
 def test_what_saves_nothing_never_pays() -> None:
     never = BreakEven(cost_seconds=5.0, saved_seconds=-0.1, num_steps=1_000)
     assert (never.step, never.pays) == (None, False)
-    assert "saves nothing" in never.words("compile")
+    assert "saves nothing" in never.describe("compile")
 
 
 def test_a_run_of_unknown_length_is_taken_for_a_short_one() -> None:
     assert BreakEven(cost_seconds=0.1, saved_seconds=0.01, num_steps=None).pays
     unknown = BreakEven(cost_seconds=38.0, saved_seconds=0.01, num_steps=None)
     assert not unknown.pays
-    assert "unknown" in unknown.words("compile")
+    assert "unknown" in unknown.describe("compile")
 
 
 def test_planning_is_paid_too() -> None:
@@ -193,17 +193,19 @@ def test_planning_is_paid_too() -> None:
 
 def test_two_points_make_a_line_and_the_line_corrects_the_prediction() -> None:
     known = MemoryModel()
-    assert known.needed({}, micro_batch=8, predicted=None) is None
-    assert known.needed({}, micro_batch=8, predicted=GB) == GB
-    known.learn({}, micro_batch=8, measured=3 * GB, predicted=2 * GB)
-    assert known.needed({}, micro_batch=16, predicted=3 * GB) == 5 * GB, "the excess grows with the samples"
-    assert known.needed({}, micro_batch=16, predicted=None) == 6 * GB
-    known.learn({}, micro_batch=4, measured=2 * GB, predicted=GB)
-    assert known.needed({}, micro_batch=16, predicted=3 * GB) == 5 * GB
-    assert known.needed({}, micro_batch=16, predicted=100 * GB) == 5 * GB
-    assert known.refusal({}, micro_batch=16, predicted=3 * GB, limit=4 * GB) == "needs 5 of 4 GB"
-    assert known.refusal({}, micro_batch=8, predicted=3 * GB, limit=4 * GB) is None
-    assert known.needed({"precision": "bf16"}, micro_batch=8, predicted=2 * GB) == 4 * GB, "other settings, other line"
+    assert known.estimate({}, micro_batch=8, predicted=None) is None
+    assert known.estimate({}, micro_batch=8, predicted=GB) == GB
+    known.add({}, micro_batch=8, measured=3 * GB, predicted=2 * GB)
+    assert known.estimate({}, micro_batch=16, predicted=3 * GB) == 5 * GB, "the excess grows with the samples"
+    assert known.estimate({}, micro_batch=16, predicted=None) == 6 * GB
+    known.add({}, micro_batch=4, measured=2 * GB, predicted=GB)
+    assert known.estimate({}, micro_batch=16, predicted=3 * GB) == 5 * GB
+    assert known.estimate({}, micro_batch=16, predicted=100 * GB) == 5 * GB
+    assert known.excess({}, micro_batch=16, predicted=3 * GB, limit=4 * GB) == "needs 5 of 4 GB"
+    assert known.excess({}, micro_batch=8, predicted=3 * GB, limit=4 * GB) is None
+    assert known.estimate({"precision": "bf16"}, micro_batch=8, predicted=2 * GB) == 4 * GB, (
+        "other settings, other line"
+    )
 
 
 # --- reasons ---------------------------------------------------------------------------------------------------------
@@ -263,10 +265,10 @@ def test_a_reason_and_its_evidence_tell_of_the_same_trial() -> None:
 
 @given(st.dictionaries(st.integers(1, 4096), st.floats(1, 1e6), min_size=1))
 def test_the_knee_is_the_smallest_batch_within_a_tenth_of_the_best(points: dict[int, float]) -> None:
-    knee, best = smallest_fast_batch(points), max(points.values())
-    assert points[knee.batch] >= 0.9 * best
-    assert all(rate < 0.9 * best for batch, rate in points.items() if batch < knee.batch)
-    assert str(knee.batch) in knee.words
+    (batch, fastest), best = smallest_fast_batch(points), max(points.values())
+    assert points[fastest] == best
+    assert points[batch] >= 0.9 * best
+    assert all(rate < 0.9 * best for smaller, rate in points.items() if smaller < batch)
 
 
 def test_a_knee_without_points_is_refused() -> None:

@@ -110,7 +110,7 @@ def test_at_most_one_false_claim_in_200_simulated_null_searches(noise: str, repo
         found = search(PLAN, rig, budget_seconds=30, seed=seed)
         claims += bool(found.settings) or found.gain is not None
         if not found.settings:
-            assert all(measured.value == PLAN.value(name) for name, measured in found.measured.items())
+            assert all(measured.value == PLAN.settings[name].value for name, measured in found.measured.items())
     report_count(f"{noise}: {claims} false claims in 200 searches where nothing makes a difference")
     assert claims <= 1
 
@@ -214,7 +214,7 @@ def test_no_simulated_search_exceeds_its_budget_by_more_than_10_percent(
     step, preparation, slow, hanging, crashing, budget, spread, seed
 ) -> None:
     def is_changed(plan: Plan, name: str) -> bool:
-        return name in plan.settings and plan.value(name) != PLAN.value(name)
+        return name in plan.settings and plan.settings[name].value != PLAN.settings[name].value
 
     def seconds(plan: Plan) -> float:
         total = step
@@ -244,7 +244,9 @@ def test_no_simulated_search_exceeds_its_budget_by_more_than_10_percent(
 
 def test_the_last_simulated_duel_keeps_to_the_budget_too() -> None:
     """A gain that takes long to tell from noise: the duel could go on for twice the time that is left."""
-    overrides = {name: PLAN.value(name) for name in ("threads", "precision", "micro_batch", "lengths", "compile")}
+    overrides = {
+        name: PLAN.settings[name].value for name in ("threads", "precision", "micro_batch", "lengths", "compile")
+    }
     plan = make_plan(load_machine("linux-2core"), TEXT, overrides=overrides)
     confirmed = 0
     for seed in range(30):

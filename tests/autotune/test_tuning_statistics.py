@@ -12,7 +12,7 @@ from paths import ReportCount
 from simulated_step_bench import Noise, SimulatedRig, drifting, gaussian, heavy_tailed, periodic
 from whet.autotune import statistics
 from whet.autotune.paired_timing import compare
-from whet.autotune.statistics import decide, estimate, is_slower, is_steady, upper_bound
+from whet.autotune.statistics import decide, estimate, is_slower, is_stable, upper_bound
 from whet.machine.known import load_machine
 from whet.plan.plan import Plan, make_plan
 from whet.recipes.text.config import TextConfig, describe
@@ -39,8 +39,8 @@ def duel_of(noise: Noise, seed: int, *, gain: float = 0.0, seconds: float = 0.05
 
     rig = SimulatedRig(PLAN, true, noise=noise, seed=seed)
     ours, theirs = (rig.prepare({"optimizer_kernels": how}, seconds=60) for how in ("loop", "fused"))
-    duel = compare(ours, theirs, clock=rig.clock, until=math.inf, coin=random.Random(seed))
-    return duel.answer, duel.estimate.speedup if duel.estimate else math.nan
+    duel = compare(ours, theirs, clock=rig.clock, until=math.inf, random_order=random.Random(seed))
+    return duel.outcome, duel.estimate.speedup if duel.estimate else math.nan
 
 
 @pytest.mark.parametrize("noise", NOISES)
@@ -59,11 +59,11 @@ def test_simulated_gains_above_the_noise_are_found(noise: str, gain: float, repo
 
 def test_the_chances_of_all_looks_together_stay_below_1_in_200() -> None:
     real = sum(
-        sum(math.comb(pairs, heads) for heads in range((statistics._most_left_off(pairs, level) or 0) + 1)) / 2**pairs
+        sum(math.comb(pairs, heads) for heads in range((statistics._max_trimmed(pairs, level) or 0) + 1)) / 2**pairs
         for pairs, level in statistics._LOOKS.items()
     )
     assert real <= 1 / 200
-    assert all(statistics._most_left_off(pairs, level) is not None for pairs, level in statistics._LOOKS.items())
+    assert all(statistics._max_trimmed(pairs, level) is not None for pairs, level in statistics._LOOKS.items())
 
 
 @given(st.lists(st.floats(-1, 1, allow_subnormal=False), min_size=1, max_size=9), st.floats(0.001, 0.5))
@@ -111,6 +111,6 @@ def test_slower_is_said_only_of_what_is_clear_of_its_spread() -> None:
 
 def test_a_ratio_that_changes_asks_for_more_pairs() -> None:
     changing = [-0.6] * 2 + [-0.5] * 2 + [-0.2] * 2 + [-0.1] * 2
-    assert not is_steady(changing)
+    assert not is_stable(changing)
     assert decide(changing) == "open"
     assert decide(sorted(changing)[::2] + sorted(changing)[1::2]) == "faster"

@@ -16,11 +16,24 @@ from paths import SUPPORT
 from postgres import postgres
 from whet.api.search import prepare_search, run_search, search
 from whet.base.errors import UsageError, WhetError
+from whet.base.statistics import mean_interval
 from whet.hpo import results
-from whet.hpo.results import collect_results, mean_interval
+from whet.hpo.results import collect_results
 from whet.hpo.samplers import make_pruner
 from whet.hpo.storage import JOURNAL_FILE, open_storage, without_password
-from whet.hpo.study import DROPPED, RUN, TASK, SearchStudy, SilenceDetector, TrialOwner, counts, this_process
+from whet.hpo.study import (
+    DROPPED,
+    DUPLICATE,
+    OWNER_DIED,
+    RUN,
+    STOPPED,
+    TASK,
+    SearchStudy,
+    SilenceDetector,
+    TrialOwner,
+    counts,
+    this_process,
+)
 from whet.hpo.trial_process import DIVERGED, OUT_OF_MEMORY, TrialExit
 from whet.hpo.worker import FinishedTrial, TrialTask, WorkerConfig, run_worker
 from whet.report.search_report import render_search
@@ -38,10 +51,10 @@ from whet.hpo.storage import open_storage
 with open_storage({url!r}, folder=Path({folder!r})) as storage:
     ledger = ledger_of(storage)
     for _ in range({count}):
-        taken = ledger.take(most={most})
+        taken = ledger.claim(max_trials={most})
         if taken is None:
             break
-        ledger.note(taken.number, "run", "a folder")
+        ledger.set_attribute(taken.number, "run", "a folder")
         print(taken.number, flush=True)
         if {finishes}:
             ledger.finish(taken, state="complete", value=1.0)
@@ -88,12 +101,12 @@ def check_a_killed_trial_goes_on(folder: Path, url: str | None) -> None:
         number = killed(folder, url)
         before = ledger.trials()[number]
         assert before.state == TrialState.RUNNING
-        taken = ledger.take(most=1)
+        taken = ledger.claim(max_trials=1)
         assert taken is not None, "the one that was asked for is not made"
         assert taken.run == "a folder", "it goes on in the same run"
         assert taken.trial.params == before.params
         assert not counts(ledger.trials()[number])
-        assert ledger.take(most=1) is None, "one trial was asked for, and it is being made"
+        assert ledger.claim(max_trials=1) is None, "one trial was asked for, and it is being made"
         assert ledger.finish(taken, state="complete", value=0.5)
         assert not ledger.finish(taken, state="failed"), "what is done stays done"
         assert [t.value for t in ledger.trials() if counts(t)] == [0.5]
@@ -127,7 +140,7 @@ def test_postgresql_keeps_the_same_promises_and_may_be_restarted(tmp_path):
         check_a_killed_trial_goes_on(tmp_path, server.url)
         with open_storage(server.url, folder=tmp_path) as storage:
             ledger = ledger_of(storage)
-            taken = ledger.take(most=6)
+            taken = ledger.claim(max_trials=6)
             assert taken is not None
             server.stop()
             with ThreadPoolExecutor(1) as pool:
@@ -140,18 +153,18 @@ def test_postgresql_keeps_the_same_promises_and_may_be_restarted(tmp_path):
 def test_who_died_between_marking_and_queueing_leaves_nothing_behind(tmp_path):
     with open_storage(None, folder=tmp_path) as storage:
         ledger = ledger_of(storage)
-        taken = ledger.take(most=3)
+        taken = ledger.claim(max_trials=3)
         assert taken is not None
-        ledger._drop(taken.number, "its process is gone")
-        assert ledger.reap() == 0
+        ledger._drop(taken.number, OWNER_DIED)
+        assert ledger.recover() == 0
         waiting = [t for t in ledger.trials() if t.state == TrialState.WAITING]
-        assert [t.user_attrs[TASK] for t in waiting] == [f"goes on with {taken.number}"]
+        assert [t.user_attrs[TASK] for t in waiting] == [f"continues {taken.number}"]
         # Another one did the same at the same instant: the later is dropped.
-        ledger._go_on(ledger.trials()[taken.number])
-        first, second = ledger.take(most=1), ledger.take(most=1)
+        ledger._enqueue_continuation(ledger.trials()[taken.number])
+        first, second = ledger.claim(max_trials=1), ledger.claim(max_trials=1)
         assert first is not None
         assert second is None
-        assert [t.user_attrs.get(DROPPED) for t in ledger.trials()][-1] == "another one does the same"
+        assert [t.user_attrs.get(DROPPED) for t in ledger.trials()][-1] == DUPLICATE
 
 
 def test_who_was_overtaken_between_counting_and_taking_drops_its_trial(tmp_path, monkeypatch):
@@ -161,22 +174,22 @@ def test_who_was_overtaken_between_counting_and_taking_drops_its_trial(tmp_path,
 
         def overtaken(*arguments, **options):
             monkeypatch.setattr(storage, "create_new_trial", make)
-            assert quick.take(most=1) is not None
+            assert quick.claim(max_trials=1) is not None
             return make(*arguments, **options)
 
         monkeypatch.setattr(storage, "create_new_trial", overtaken)
-        assert slow.take(most=1) is None
+        assert slow.claim(max_trials=1) is None
         assert sum(map(counts, slow.trials())) == 1
 
 
 def test_a_torn_line_at_the_end_of_a_journal_is_no_loss(tmp_path):
     with open_storage(None, folder=tmp_path) as storage:
-        assert ledger_of(storage).take(most=3) is not None
+        assert ledger_of(storage).claim(max_trials=3) is not None
     with (tmp_path / JOURNAL_FILE).open("ab") as file:
         file.write(b'{"op_code": 4, "study_')
     with open_storage(None, folder=tmp_path) as storage:
         ledger = ledger_of(storage)
-        assert ledger.take(most=3) is not None
+        assert ledger.claim(max_trials=3) is not None
     with open_storage(None, folder=tmp_path) as storage:
         assert len(ledger_of(storage).trials()) == 2
 
@@ -184,18 +197,18 @@ def test_a_torn_line_at_the_end_of_a_journal_is_no_loss(tmp_path):
 def test_silence_on_another_machine_simulated_by_a_clock(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("whet.hpo.study.time.monotonic", lambda: clock[0])
-    other = {"owner": TrialOwner(host="elsewhere", pid=1, started=0.0).as_json(), "beat": 1}
+    other = {"owner": TrialOwner(host="elsewhere", pid=1, started=0.0).as_json(), "heartbeat": 1}
     silence = SilenceDetector()
-    assert not silence.is_gone(0, other)
+    assert not silence.is_dead(0, other)
     clock[0] = 59.0
-    assert not silence.is_gone(0, other)
-    assert not silence.is_gone(0, {**other, "beat": 2})
+    assert not silence.is_dead(0, other)
+    assert not silence.is_dead(0, {**other, "heartbeat": 2})
     clock[0] = 118.0
-    assert not silence.is_gone(0, {**other, "beat": 2})
+    assert not silence.is_dead(0, {**other, "heartbeat": 2})
     clock[0] = 120.0
-    assert silence.is_gone(0, {**other, "beat": 2})
+    assert silence.is_dead(0, {**other, "heartbeat": 2})
     reused = this_process().model_copy(update={"started": 1.0})
-    assert silence.is_gone(1, {"owner": reused.as_json()}), "the number belongs to another process now"
+    assert silence.is_dead(1, {"owner": reused.as_json()}), "the number belongs to another process now"
 
 
 def test_sqlite_is_for_one_process(tmp_path):
@@ -285,13 +298,13 @@ def test_a_stopped_trial_waits_with_its_settings_and_has_not_gone_on(tmp_path):
     question = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).question
     with open_storage(None, folder=tmp_path) as storage:
         ledger = ledger_of(storage)
-        taken = ledger.take(most=1)
+        taken = ledger.claim(max_trials=1)
         assert taken is not None
-        ledger.put_back(taken.number, "stopped")
+        ledger.give_up(taken.number, STOPPED)
         result = collect_results(question, ledger, ledger_of(storage, "s seeds"), storage="", seconds=0.0)
         assert [(t.state, t.settings) for t in result.trials] == [("waiting", taken.trial.params)]
         assert result.continued == 0
-        ledger.take(most=1)
+        ledger.claim(max_trials=1)
         assert collect_results(question, ledger, ledger, storage="", seconds=0.0).continued == 1
 
 
@@ -303,10 +316,10 @@ def test_a_damaged_run_folder_fails_its_trial_and_not_the_search(tmp_path, monke
         run_worker(
             ledger_of(storage),
             simulated_work(tmp_path, monkeypatch, [TrialExit(code=143, was_pruned=True)], said=said),
-            most=2,
+            max_trials=2,
         )
     assert [(ended.number, ended.state) for ended in said] == [(0, "failed"), (1, "pruned")]
-    assert "run.json is damaged" in said[0].words
+    assert "run.json is damaged" in said[0].message
 
 
 def simulated_work(folder: Path, monkeypatch, lives: list[TrialExit], *, said: list[FinishedTrial]) -> WorkerConfig:
@@ -319,7 +332,7 @@ def simulated_work(folder: Path, monkeypatch, lives: list[TrialExit], *, said: l
         machine="simulated",
         prepare=lambda taken: TrialTask(arguments={}, run=folder / f"trial-{taken.number}"),
         should_stop=lambda: False,
-        told=said.append,
+        on_finished=said.append,
     )
 
 
@@ -336,12 +349,12 @@ def test_what_became_of_trials_with_simulated_processes(tmp_path, monkeypatch):
     said: list[FinishedTrial] = []
     with open_storage(None, folder=tmp_path) as storage:
         ledger = ledger_of(storage)
-        run_worker(ledger, simulated_work(tmp_path, monkeypatch, lives, said=said), most=6)
+        run_worker(ledger, simulated_work(tmp_path, monkeypatch, lives, said=said), max_trials=6)
         trials = ledger.trials()
     assert [ended.state for ended in said] == ["infeasible", "infeasible", "pruned", "pruned", "failed", "failed"]
-    assert said[0].words == "out of memory: MPS backend out of memory"
-    assert "killed 4 times" in said[1].words
-    assert said[5].words == "score is None", "a run without the goal has no value"
+    assert said[0].message == "out of memory: MPS backend out of memory"
+    assert "killed 4 times" in said[1].message
+    assert said[5].message == "score is None", "a run without the goal has no value"
     assert [t.state.name for t in trials] == ["PRUNED"] * 4 + ["FAIL"] * 2
     assert [bool(t.constraints) for t in trials] == [True] * 2 + [False] * 4, "infeasible, not bad"
 
@@ -358,13 +371,13 @@ def test_stops_change_neither_draws_nor_what_is_pruned_with_simulated_processes(
         said: list[FinishedTrial] = []
         starts = iter((0.5, 0.4, 0.55, 0.6, 0.57))
 
-        def lived(_target, arguments, *, judge, **_):
+        def lived(_target, arguments, *, on_evaluation, **_):
             if arguments["run"] not in seen:
                 seen[arguments["run"]] = [next(starts)]
             begun = seen[arguments["run"]]
             for number in range(len(begun), 10):
                 begun.append(begun[0] + number / 10)
-                if not judge(number, begun[-1], number == 9):
+                if not on_evaluation(number, begun[-1], number == 9):
                     return TrialExit(code=143, was_pruned=True)
                 if len(seen) == 1 and number == stop_after:
                     return TrialExit(code=143, was_stopped=True)
@@ -377,14 +390,14 @@ def test_stops_change_neither_draws_nor_what_is_pruned_with_simulated_processes(
         task = simulated_work(folder, monkeypatch, [], said=said)
         monkeypatch.setattr("whet.hpo.worker.run_trial_process", lived)
         monkeypatch.setattr("whet.hpo.worker._evaluations", lambda run, **_: list(enumerate(seen.get(run, [0])))[1:])
-        monkeypatch.setattr("whet.hpo.worker._reached", lambda run, **_: (seen[run][-1], 1))
+        monkeypatch.setattr("whet.hpo.worker._last_value", lambda run, **_: (seen[run][-1], 1))
         monkeypatch.setattr("whet.hpo.worker._is_done", lambda _run: False)
         folder.mkdir()
         with open_storage(None, folder=folder) as storage:
             run_worker(
                 ledger_of(storage, pruner=make_pruner("SuccessiveHalvingPruner")),
                 replace(task, prepare=prepare),
-                most=5,
+                max_trials=5,
             )
         return [(ended.parameters["x"], ended.state, ended.value) for ended in said if ended.state != "stopped"]
 
@@ -397,4 +410,4 @@ def test_stops_change_neither_draws_nor_what_is_pruned_with_simulated_processes(
 def test_three_failures_in_a_row_end_a_search_with_simulated_processes(tmp_path, monkeypatch):
     lives = [TrialExit(code=1, failure="ValueError: yours")] * 3
     with open_storage(None, folder=tmp_path) as storage, pytest.raises(WhetError, match="3 trials in a row failed"):
-        run_worker(ledger_of(storage), simulated_work(tmp_path, monkeypatch, lives, said=[]), most=9)
+        run_worker(ledger_of(storage), simulated_work(tmp_path, monkeypatch, lives, said=[]), max_trials=9)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fake_torch_child import FOLDER_VARIABLE
 from machine_samples import answering, silent
 from whet.base.units import GB
 from whet.machine import probe as module
@@ -125,7 +126,8 @@ def test_torch_is_asked_while_the_system_is(monkeypatch, tmp_path):
 @pytest.fixture
 def broken_torch(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("raise ImportError('on purpose')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr("whet.machine.torch_info._TARGET", "fake_torch_child:describe_fake_torch")
 
 
 def test_this_machine_is_probed_with_a_torch_that_raises(broken_torch, tmp_path, capfd):

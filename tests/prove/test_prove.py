@@ -50,12 +50,12 @@ def prove_it(forks: ForkLauncher, memory_folder: Path) -> Prove:
             recipe="provable",
             scratch=memory_folder,
             repeat="whet prove provable_recipe.py",
-            say=print,
+            log=print,
             kills=num_kills,
             seed=5,
             steps=24,
             disk_seconds=disk_seconds,
-            births=births,
+            launcher=births,
         )
         return prove(question)[0]
 
@@ -93,9 +93,9 @@ BROKEN = {
     "average not restored": "tensors differ, ema/",
     "optimizer not saved": "tensors differ",
     "hidden state": "tensors differ",
-    "written in place": "has its name and is not whole",
-    "renamed before it is full": "has its name and is not whole",
-    "old ones removed before the new one is there": "were said to be safe",
+    "written in place": "has its final name and is incomplete",
+    "renamed before it is full": "has its final name and is incomplete",
+    "old ones removed before the new one is there": "were reported as saved",
 }
 
 
@@ -132,7 +132,7 @@ def test_a_metric_that_differs_by_itself_is_left_out_and_named(prove_it: Prove) 
 def test_a_training_that_fails_by_itself_is_an_error(prove_it: Prove) -> None:
     with pytest.raises(WhetError) as raised:
         prove_it("mutant=fails by itself")
-    assert "fails by itself" in raised.value.what
+    assert "fails without being killed" in raised.value.what
     assert "ValueError: no such class (provable_recipe.py:" in str(raised.value.got)
     assert raised.value.try_
 
@@ -143,7 +143,7 @@ def test_a_training_that_fails_by_itself_is_an_error(prove_it: Prove) -> None:
 @pytest.mark.slow
 def test_kills_that_never_happen_prove_nothing(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingProcess, "kill", lambda self: None)
-    monkeypatch.setattr(kills, "MOST_EXTRA", 1)
+    monkeypatch.setattr(kills, "MAX_EXTRA_KILLS", 1)
     proof = prove_it(num_kills=2)
     assert proof.verdict == "cannot be proved"
     assert "0 of 2 kills" in str(proof.reason)
@@ -152,8 +152,8 @@ def test_kills_that_never_happen_prove_nothing(prove_it: Prove, monkeypatch: pyt
 def test_a_disk_that_is_not_watched_proves_nothing(prove_it: Prove, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         TrainingProcess,
-        "told",
-        lambda self, word, told=TrainingProcess.told: [] if word == "draft" else told(self, word),
+        "messages",
+        lambda self, kind, messages=TrainingProcess.messages: [] if kind == "draft" else messages(self, kind),
     )
     proof = prove_it(num_kills=3)
     assert proof.verdict == "cannot be proved"
@@ -182,7 +182,7 @@ def test_kills_that_all_hit_the_start_prove_nothing(prove_it: Prove, monkeypatch
         "measure_pace",
         lambda life: kills.ProofPace(start_seconds=0.01, train_seconds=1.0, save_seconds=0.0),
     )
-    monkeypatch.setattr(kills, "MOST_EXTRA", 1)
+    monkeypatch.setattr(kills, "MAX_EXTRA_KILLS", 1)
     proof = prove_it(num_kills=4, disk_seconds=1.0)
     assert proof.verdict == "cannot be proved"
     assert "processes resumed from a checkpoint" in str(proof.reason)
@@ -220,7 +220,7 @@ def test_every_gap_in_the_coverage_is_named() -> None:
 def test_every_call_of_the_disk_is_counted(tmp_path: Path) -> None:
     assert {"open", "write", "sync", "full_sync", "truncate", "rename", "unlink"} <= set(DISK_CALLS)
     assert all(getattr(CountingDisk, name) is not getattr(Disk, name) for name in DISK_CALLS)
-    disk = CountingDisk(tell=lambda *words, **fields: None)
+    disk = CountingDisk(log=lambda *words, **fields: None)
     disk.make_folder(tmp_path / "new")
     disk.remove_folder(tmp_path / "new")
     assert disk.count == 2

@@ -171,7 +171,7 @@ def landscape(seed: int):
         pieces = 1 + launch[precision] * 4 / micro + cache[precision] * (micro / 32) ** 2
         total = 0.03 * pieces * factor["precision", precision]
         for name in ("threads", "lengths", "optimizer_kernels", "compile"):
-            total *= factor[name, plan.value(name)]
+            total *= factor[name, plan.settings[name].value]
         return total
 
     return seconds

@@ -329,7 +329,7 @@ def _read_messages(descriptor: int, messages: "queue.SimpleQueue[Message | None]
         for line in stream:
             # A process that is killed may leave half a line.
             with contextlib.suppress(ValueError):
-                messages.put(json.loads(line))
+                messages.put(dict(json.loads(line)))
     messages.put(None)
 
 

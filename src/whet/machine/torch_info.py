@@ -5,9 +5,11 @@ Nothing of torch is imported here; a child that hangs, crashes or sends nonsense
 
 import importlib.metadata
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -78,7 +80,8 @@ def torch_query(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[Callabl
         return
     deadline = time.monotonic() + timeout_seconds
     try:
-        worker = JsonWorker(_TARGET, environment=env.c_locale_environment())
+        # Output is discarded: a torch that prints without end must not fill the disk.
+        worker = JsonWorker(_TARGET, environment=env.c_locale_environment(), log=Path(os.devnull))
     except OSError as error:
         reason = _one_line(f"Python could not be started to query torch: {error.strerror}")
         yield lambda: TorchInfo(error=reason)

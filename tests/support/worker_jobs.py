@@ -1,0 +1,62 @@
+"""Functions that tests run in child processes."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from whet.base.errors import UsageError
+from whet.base.worker import WorkerChannel, error_to_json
+
+HANG_SECONDS = 600
+"""Far longer than any test waits."""
+
+
+def echo(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
+    """Send each message back, with the arguments."""
+    for message in channel.messages():
+        channel.send({**arguments, **message})
+    return 0
+
+
+def describe_process(channel: WorkerChannel, _arguments: dict[str, Any]) -> int:
+    channel.send({"path": sys.path, "python_path": os.environ.get("PYTHONPATH"), "stdin": sys.stdin.read()})
+    return 0
+
+
+def misbehave(channel: WorkerChannel, arguments: dict[str, Any]) -> int:
+    os.write(1, b'{"printed": true}\n')
+    print("a complaint", file=sys.stderr, flush=True)
+    match arguments["how"]:
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hangs":
+            time.sleep(HANG_SECONDS)
+        case "raises":
+            raise ValueError("nonsense")
+        case "exits":
+            raise SystemExit(3)
+        case "takes memory":
+            taken = bytearray(arguments["bytes"])
+            time.sleep(HANG_SECONDS)
+            del taken
+        case "usage error":
+            channel.send(error_to_json(UsageError("no such data", got="nothing", try_="data=FILE")))
+        case "leaves a child":
+            if os.fork() == 0:
+                time.sleep(HANG_SECONDS)
+            channel.send({"done": True})
+    return 0
+
+
+def train_trial(_arguments: dict[str, Any], channel: Any) -> int:
+    """A trial of a search with one evaluation."""
+    return 0 if channel.may_continue(number=1, value=0.5, is_last=True) else 1
+
+
+def train_piece(run: Path, arguments: dict[str, Any], *, show: Any) -> None:
+    """A training that can be proved, without torch."""
+    run.mkdir(parents=True, exist_ok=True)
+    show("start", {"step": 0})
