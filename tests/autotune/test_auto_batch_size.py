@@ -97,7 +97,7 @@ def test_the_same_numbers_given_by_hand_train_the_same_bits(tmp_path):
     ]
     assert losses[0] == losses[1]
     assert losses[0]
-    with pytest.raises(UsageError, match="has a global batch of its own"):
+    with pytest.raises(UsageError, match="has a fixed global batch"):
         whet.train(model, data, loss=loss, optimizer=OptimizerChoice(), run=tmp_path / "hand", **AUTO)
 
 
