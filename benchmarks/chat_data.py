@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from whet.recipes.chat.embedded.about_python import python_facts
-from whet.recipes.chat.embedded.about_whet import whet_facts
+from whet.recipes.chat.embedded_facts import python_facts, whet_facts
 
 BATCH = 4096
 

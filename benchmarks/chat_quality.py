@@ -28,14 +28,14 @@ from whet.base import env
 from whet.config.resolve import resolve_config
 from whet.data.batch import MicroBatch
 from whet.device.open import open_device
-from whet.recipes.chat.builder import Options, build
 from whet.recipes.chat.conversation import Turn
-from whet.recipes.chat.dataset import ChatDataset, ChatPart, open_dataset
-from whet.recipes.chat.generation.sampling import Sampling
-from whet.recipes.chat.generation.speaking import Speaker
-from whet.recipes.chat.judging import judge
-from whet.recipes.chat.opening import read_chat
+from whet.recipes.chat.data import read_chat
+from whet.recipes.chat.dataset import ChatDataset, ChatSplit, open_dataset
+from whet.recipes.chat.evaluation import evaluate
+from whet.recipes.chat.generation import Sampling
+from whet.recipes.chat.prepare import PrepareOptions, prepare_data
 from whet.recipes.chat.recipe import ChatRecipe
+from whet.recipes.chat.responder import Responder
 from whet.recipes.chat.tokenizer import ChatTokenizer
 from whet.recipes.runner import train_recipe
 from whet.run.events import read_events
@@ -69,7 +69,12 @@ def main() -> None:
         sys.exit("say where the conversations lie: --data DIR, or WHET_TEST_DATA")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "prepared"
-        build(data, folder, Options(vocab_size=given.vocab, max_length=1024), told=lambda _what, _done, _total: None)
+        prepare_data(
+            data,
+            folder,
+            PrepareOptions(vocab_size=given.vocab, max_length=1024),
+            told=lambda _what, _done, _total: None,
+        )
         bar = byte_bits(open_dataset(folder))
         print(f"byte 5-gram: {bar:.4f} bits per byte; {BAR:.0%} of it is {BAR * bar:.4f}", flush=True)
         results = [measure(kind, folder, Path(scratch), bar, given) for kind in given.models]
@@ -107,7 +112,7 @@ def script(turns: list[Turn]) -> tuple[bytes, Any]:
     return text, np.array(is_learned)
 
 
-def conversations(part: ChatPart, tokenizer: ChatTokenizer) -> Iterator[list[Turn]]:
+def conversations(part: ChatSplit, tokenizer: ChatTokenizer) -> Iterator[list[Turn]]:
     """The documents of a part as texts again."""
     roles = {number: role for role, number in tokenizer.role_ids.items()}
     for document in part:
@@ -151,7 +156,7 @@ def measure(kind: str, folder: Path, scratch: Path, bar: float, given: argparse.
     step = load_weights(run, speaker.model, checkpoint="best")
     device.put_model(speaker.model)
     with torch.no_grad():
-        test = judge(speaker.model, batches(data.test, device), None)
+        test = evaluate(speaker.model, batches(data.test, device), None)
     found = {
         "model": kind,
         "words": data.arch.words(data.tokenizer.vocab_size),
@@ -200,7 +205,7 @@ def batches(columns: dict[str, torch.Tensor], device: Any, *, size: int = 16) ->
         yield MicroBatch(fields=fields, ids=np.arange(start, min(total, start + size)))
 
 
-def dialogue(speaker: Speaker, part: ChatPart, name: str) -> None:
+def dialogue(speaker: Responder, part: ChatSplit, name: str) -> None:
     """The questions of one test conversation with the model's own answers."""
     asked = next(talk for talk in conversations(part, speaker.tokenizer) if 10 <= len(talk) <= 14)
     turns: list[Turn] = []

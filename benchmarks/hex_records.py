@@ -19,13 +19,11 @@ import numpy as np
 from whet.base import env
 from whet.cli.main import run
 from whet.device.open import open_device
-from whet.hex.player import Player
-from whet.hex.positions.importing import ImportWishes, import_records
-from whet.hex.positions.position_set import PositionSet
-from whet.hex.two_distance import TwoDistancePlayer
-from whet.recipes.hex.judging import metrics
-from whet.recipes.hex.opponents import load_net
-from whet.recipes.hex.players import NetPlayer
+from whet.recipes.hex.evaluation import metrics
+from whet.recipes.hex.game.players import Player, TwoDistancePlayer
+from whet.recipes.hex.game.positions import PositionSet
+from whet.recipes.hex.game.record_import import ImportOptions, import_records
+from whet.recipes.hex.net_players import NetPlayer, load_net
 from whet.report.run_report import summarize
 
 WORDS = (
@@ -58,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         positions = Path(scratch) / "positions"
         import_records(
-            Path(given.data) / "hex-neurohex-13x13" / "raw_games.dat", into=positions, overrides=ImportWishes()
+            Path(given.data) / "hex-neurohex-13x13" / "raw_games.dat", into=positions, overrides=ImportOptions()
         )
         path = given.run or Path(scratch) / "run"
         words = [*WORDS, *given.words, f"data={positions}", "--device", given.device, "--run", str(path)]
@@ -90,7 +88,7 @@ def judged_on(found: PositionSet, player: Player) -> dict[str, float]:
     for start in range(0, len(numbers), AT_ONCE):
         batch = found.batch(numbers[start : start + AT_ONCE])
         is_open = batch.moves >= 0
-        said = player.analyse(batch.positions.take(is_open))
+        said = player.analyze(batch.positions.take(is_open))
         policy = said.policy * (1 + 1e-5 * draw.random(said.policy.shape))
         chosen = np.take_along_axis(policy, batch.moves[is_open][:, None], axis=1)
         ranks.append((policy > chosen).sum(1))

@@ -13,16 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from whet.hex.board import EMPTY
-from whet.hex.chains import Chains
-from whet.hex.connecting import winners
-from whet.hex.game import replay
-from whet.hex.games import Games, unroll
-from whet.hex.positions.importing import import_records
-from whet.hex.records.notation import write_game
-from whet.hex.rules import legal
-from whet.hex.self_play import play_games
-from whet.hex.two_distance import TwoDistancePlayer
+from whet.recipes.hex.game.board import EMPTY
+from whet.recipes.hex.game.game import ChainTracker, replay
+from whet.recipes.hex.game.games import Games, play_games, unroll
+from whet.recipes.hex.game.notation import write_game
+from whet.recipes.hex.game.players import TwoDistancePlayer
+from whet.recipes.hex.game.record_import import import_records
+from whet.recipes.hex.game.rules import legal, winners
 
 
 def random_boards(count: int, *, size: int, seed: int = 0) -> np.ndarray:
@@ -48,7 +45,7 @@ def one_by_one(boards: np.ndarray) -> list[int]:
     """The winners by union-find, board after board."""
     found = []
     for board in boards.reshape(len(boards), -1).tolist():
-        chains = Chains(int(len(board) ** 0.5))
+        chains = ChainTracker(int(len(board) ** 0.5))
         for cell, colour in enumerate(board):
             if colour != EMPTY:
                 chains.put(cell, colour)
@@ -79,7 +76,7 @@ def main() -> None:
         games, made = measured(lambda size=size, count=count: played(size, count))
         positions = unroll(games.take(slice(400))).positions
         positions = positions.take(winners(positions.boards) == EMPTY)
-        _, judged = measured(lambda positions=positions: TwoDistancePlayer().analyse(positions))
+        _, judged = measured(lambda positions=positions: TwoDistancePlayer().analyze(positions))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "games.trmph"
             lines = (write_game(replay(games.move_list(game), size=size)) for game in range(len(games)))

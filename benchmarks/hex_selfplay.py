@@ -19,9 +19,8 @@ from pathlib import Path
 from hex_strength import train
 
 from whet.base import env
-from whet.recipes.hex.arena.contest import Contest, hold_contest
-from whet.recipes.hex.arena.openings import Kind
-from whet.recipes.hex.selfplay.state import read_state
+from whet.recipes.hex.arena import Contest, OpeningKind, hold_contest
+from whet.recipes.hex.self_play_state import read_state
 
 BAR = 0.60
 
@@ -61,7 +60,7 @@ def main() -> None:
 
 
 def meet(
-    one: Path, other: Path, looks: int, others: int, *, games: int, device: str, openings: Kind = "random"
+    one: Path, other: Path, looks: int, others: int, *, games: int, device: str, openings: OpeningKind = "random"
 ) -> Contest:
     """The champion and the net of games alone, with so many simulations each."""
     players = [f"{path}@{count}" if count else str(path) for path, count in ((one, looks), (other, others))]

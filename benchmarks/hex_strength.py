@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from whet.base import env
-from whet.recipes.hex.arena.contest import Contest, hold_contest
+from whet.recipes.hex.arena import Contest, hold_contest
 
 SECONDS = 300.0
 """What making the games and training may take."""

@@ -12,10 +12,10 @@ from whet.device.kernels.attention import Spans, rotary_attention, span_attentio
 from whet.device.kernels.group_norm import group_norm_act, group_norm_activation
 from whet.device.kernels.rowwise import swiglu_op
 from whet.device.kernels.switches import use_own_kernels
-from whet.recipes.chat.arch import Arch as ChatArch
-from whet.recipes.chat.model.open import open_model
-from whet.recipes.hex.arch import Arch
-from whet.recipes.hex.net import HexNet
+from whet.recipes.chat.architecture import ChatArch as ChatArch
+from whet.recipes.chat.model import build_model
+from whet.recipes.hex.architecture import HexArch
+from whet.recipes.hex.model import HexNet
 from whet.recipes.layers import AttentionArgs, PostNormBlock, RotaryAngles, apply_rotary, rotary_angles
 
 pytestmark = pytest.mark.torch
@@ -168,7 +168,7 @@ def test_group_norms_with_activations_are_torchs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("block", ["plain", "bottleneck"])
 def test_a_hex_net_computes_the_same_with_them(block: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    net = HexNet(Arch(depth=2, width=64, block=block)).cuda().to(memory_format=torch.channels_last)
+    net = HexNet(HexArch(depth=2, width=64, block=block)).cuda().to(memory_format=torch.channels_last)
     boards = torch.randint(0, 3, (16, 9, 9), device="cuda")
     calls: list[bool] = []
 
@@ -279,7 +279,7 @@ def test_spans_are_attended_as_torch_does(dtype: torch.dtype) -> None:
 def test_a_chat_model_computes_the_same_with_spans(kind: str, is_compiled: bool) -> None:
     torch.manual_seed(0)
     arch = ChatArch(kind=kind, hidden_size=128, num_heads=2, seq_len=100)
-    model = open_model(arch, vocab_size=50).cuda()
+    model = build_model(arch, vocab_size=50).cuda()
     tokens = torch.randint(0, 50, (3, 100), device="cuda")
     is_start = torch.rand(3, 100, device="cuda") < 0.05
     is_start[:, 0] = True

@@ -10,8 +10,8 @@ from whet.data.batch import Packed
 from whet.device.kernels import rowwise
 from whet.device.kernels.rowwise import residual_layer_norm, residual_norm_op, rms_norm_sum
 from whet.device.kernels.switches import use_own_kernels
-from whet.recipes.chat.arch import Arch as ChatArch
-from whet.recipes.chat.model.open import open_model
+from whet.recipes.chat.architecture import ChatArch as ChatArch
+from whet.recipes.chat.model import build_model
 from whet.recipes.layers import rms_norm
 from whet.recipes.text.bert import Bert
 
@@ -166,7 +166,7 @@ def test_a_bert_computes_the_same_with_them(is_compiled: bool) -> None:
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_chat_model_computes_the_same_with_them(kind: str, is_compiled: bool) -> None:
     torch.manual_seed(0)
-    model = open_model(ChatArch(kind=kind, hidden_size=128, num_heads=2, seq_len=100), vocab_size=50).cuda()
+    model = build_model(ChatArch(kind=kind, hidden_size=128, num_heads=2, seq_len=100), vocab_size=50).cuda()
     tokens = torch.randint(0, 50, (3, 100), device="cuda")
     is_start = torch.zeros(3, 100, device="cuda", dtype=torch.bool)
     is_start[:, 0] = True
@@ -251,7 +251,7 @@ def test_all_norms_of_a_chat_model_are_theirs_simulated(
     arch = ChatArch(kind=kind, hidden_size=32, num_heads=2, seq_len=8, L_layers=2, match="parameters")
     tokens, is_start = torch.randint(0, 20, (2, 8)), torch.eye(2, 8, dtype=torch.bool)
     with torch.autocast("cpu", dtype=torch.bfloat16), use_own_kernels("norms"):
-        open_model(arch, vocab_size=20, dropout=0.1)(tokens, is_start)
+        build_model(arch, vocab_size=20, dropout=0.1)(tokens, is_start)
     assert len(given) == number
     assert all((added is not None) == (kind == "trm") for _, added in given)
 

@@ -19,9 +19,8 @@ from whet.data.columns import as_columns
 from whet.data.split import BatchSplitter
 from whet.device.cpu import CpuDevice
 from whet.device.fake import FakeDevice, SimulatedGraphs
-from whet.recipes.chat.arch import Arch
-from whet.recipes.chat.loss import next_token_loss
-from whet.recipes.chat.model.open import open_model
+from whet.recipes.chat.architecture import ChatArch
+from whet.recipes.chat.model import build_model, next_token_loss
 from whet.run.events import History
 from whet.step.ema import Ema
 from whet.step.graphs import MAX_CAPTURED_SHAPES, GraphedStepper
@@ -154,8 +153,8 @@ def token_loss(model):
 @pytest.mark.parametrize("micro_batch", [8, 3])
 def test_simulated_replays_train_a_chat_model_in_all_its_passes(kind, micro_batch):
     """Rule K3 captures chat: with documents of any place in a row, dropout, an average and several passes."""
-    arch = Arch(kind=kind, hidden_size=32, num_heads=2, seq_len=12, supervision=2 if kind == "trm" else 1)
-    plain, graphed = pair_of(lambda: open_model(arch, vocab_size=20, dropout=0.2), ema=True)
+    arch = ChatArch(kind=kind, hidden_size=32, num_heads=2, seq_len=12, supervision=2 if kind == "trm" else 1)
+    plain, graphed = pair_of(lambda: build_model(arch, vocab_size=20, dropout=0.2), ema=True)
     torch.manual_seed(2)
     is_start = torch.rand(40, 13) < 0.2
     is_start[:, 0] = True

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from whet.hex.board import BLUE, EMPTY, RED
+from whet.recipes.hex.game.board import BLUE, EMPTY, RED
 
 
 def random_boards(count: int, *, size: int, seed: int) -> np.ndarray:

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import torch
 
-from whet.recipes.chat.arch import Arch
-from whet.recipes.chat.builder import Options, build
-from whet.recipes.chat.generation.speaking import Speaker
-from whet.recipes.chat.model.causal import CausalModel
-from whet.recipes.chat.model.open import open_model
+from whet.recipes.chat.architecture import ChatArch
+from whet.recipes.chat.model import CausalModel, build_model
+from whet.recipes.chat.prepare import PrepareOptions, prepare_data
+from whet.recipes.chat.responder import Responder
 from whet.recipes.chat.tokenizer import ChatTokenizer
 
 SIZES = {"hidden_size": 32, "L_layers": 1, "num_heads": 2, "seq_len": 48}
@@ -27,16 +26,16 @@ THINGS = ("tea", "pie", "soup", "milk", "rice", "beans", "corn", "salt")
 
 def small_model(*, vocab_size: int = 60, **shape: object) -> CausalModel:
     torch.manual_seed(0)
-    return open_model(Arch.model_validate({**SIZES, **shape}), vocab_size=vocab_size).eval()
+    return build_model(ChatArch.model_validate({**SIZES, **shape}), vocab_size=vocab_size).eval()
 
 
 def small_tokenizer() -> ChatTokenizer:
     return ChatTokenizer.train(["hello there, what do you want?"] * 4, vocab_size=300)
 
 
-def small_speaker(**shape: object) -> Speaker:
+def small_speaker(**shape: object) -> Responder:
     tokenizer = small_tokenizer()
-    return Speaker(small_model(vocab_size=tokenizer.vocab_size, **shape), tokenizer, num_places=48)
+    return Responder(small_model(vocab_size=tokenizer.vocab_size, **shape), tokenizer, num_places=48)
 
 
 def prepared(folder: Path, *, num_talks: int = 32) -> Path:
@@ -51,6 +50,6 @@ def prepared(folder: Path, *, num_talks: int = 32) -> Path:
         for talk in talks[:num_talks]
     ]
     file.write_text("\n".join(lines))
-    options = Options(vocab_size=512, max_length=64, train_split=0.75)
-    build(file, folder / "prepared", options, told=lambda _what, _done, _total: None, in_threads=False)
+    options = PrepareOptions(vocab_size=512, max_length=64, train_split=0.75)
+    prepare_data(file, folder / "prepared", options, told=lambda _what, _done, _total: None, in_threads=False)
     return folder / "prepared"

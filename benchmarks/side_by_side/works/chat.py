@@ -9,9 +9,7 @@ from side_by_side.spec import Spec
 from side_by_side.work import ForWhet, Work, resident_columns
 from whet.config.resolve import resolve_config
 from whet.recipes.chat import config as chat_config
-from whet.recipes.chat.loss import next_token_loss
-from whet.recipes.chat.model.causal import CausalModel
-from whet.recipes.chat.model.open import open_model
+from whet.recipes.chat.model import CausalModel, build_model, next_token_loss
 from whet.recipes.recipe import load_recipe
 
 SHAPES = {"full": ("medium", 512, 8_192, 32, 2_048), "cpu": ("nano", 64, 512, 8, 512), "tiny": ("nano", 16, 300, 4, 64)}
@@ -47,10 +45,10 @@ def make(spec: Spec) -> Work:
     words = [f"arch.preset={preset}", f"arch.seq_len={length}", f"global_batch_size={batch}", "dropout=0"]
     config = resolve_config(recipe.Config, words).config
     torch.manual_seed(0)
-    model = open_model(config.arch, vocab_size=vocabulary)
+    model = build_model(config.arch, vocab_size=vocabulary)
     columns = draw(count, length=length + 1, vocabulary=vocabulary)
     samples = [{name: column[row] for name, column in columns.items()} for row in range(count)]
-    workload = chat_config.describe(config, vocab_size=vocabulary, longest=length, num_rows=count)
+    workload = chat_config.describe_chat(config, vocab_size=vocabulary, longest=length, num_rows=count)
     return Work(
         model=WithLoss(model),
         samples=samples,

@@ -10,8 +10,7 @@ from side_by_side.spec import Spec
 from side_by_side.work import ForWhet, Work, resident_columns
 from whet.config.resolve import resolve_config
 from whet.recipes.hex import config as hex_config
-from whet.recipes.hex.loss import Weights, hex_loss
-from whet.recipes.hex.net import HexNet
+from whet.recipes.hex.model import HexNet, LossWeights, hex_loss
 from whet.recipes.recipe import load_recipe
 
 SIZE = 13
@@ -37,7 +36,7 @@ class WithLoss(nn.Module):
 
     def forward(self, board: Tensor, move: Tensor, win: Tensor) -> dict[str, Tensor]:
         fields: Any = Fields(move, win)
-        return {"loss": hex_loss(self.net(board), fields, Weights())}
+        return {"loss": hex_loss(self.net(board), fields, LossWeights())}
 
 
 def make(spec: Spec) -> Work:
@@ -49,7 +48,7 @@ def make(spec: Spec) -> Work:
     net = HexNet(config.arch)
     columns = draw(count)
     samples = [{name: column[row] for name, column in columns.items()} for row in range(count)]
-    workload = hex_config.describe(config, size=SIZE, num_samples=count)
+    workload = hex_config.describe_hex(config, size=SIZE, num_samples=count)
     return Work(
         model=WithLoss(net),
         samples=samples,

@@ -23,8 +23,8 @@ from whet.cli.options import (
 
 if TYPE_CHECKING:
     from whet.recipes.chat.conversation import Turn
-    from whet.recipes.chat.generation.sampling import Sampling
-    from whet.recipes.chat.generation.speaking import Speaker
+    from whet.recipes.chat.generation import Sampling
+    from whet.recipes.chat.responder import Responder
     from whet.web.registry import RunningServer
 
 _HELP = """/reset       start a new conversation
@@ -56,7 +56,7 @@ def chat(
     note; the system prompt stays.
     """
     from whet.cli import output
-    from whet.recipes.chat.generation.sampling import Sampling
+    from whet.recipes.chat.generation import Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     model = load_chat_model(run, checkpoint=checkpoint, device=device)
@@ -114,7 +114,7 @@ def generate(
         got = "no text" if not texts else 'an empty --prompt ""'
         raise UsageError("there is no prompt", got=got, try_=f'whet generate {run} --prompt "..."')
     from whet.recipes.chat.conversation import Turn
-    from whet.recipes.chat.generation.sampling import Sampling
+    from whet.recipes.chat.generation import Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     model = load_chat_model(run, checkpoint=checkpoint, device=device)
@@ -160,11 +160,11 @@ def serve(
 
     require_libraries()
     model = load_chat_model(run, checkpoint=checkpoint, device=device)
-    from whet.recipes.chat.serving.routes import Routes
-    from whet.recipes.chat.serving.shapes import error_format
+    from whet.recipes.chat.server.responses import error_format
+    from whet.recipes.chat.server.routes import ChatRoutes
 
     model_name = name or run.resolve().name
-    routes = Routes(model, name=model_name, most_tokens=max_new_tokens)
+    routes = ChatRoutes(model, name=model_name, most_tokens=max_new_tokens)
 
     def print_address(running: "RunningServer") -> None:
         address = f"{running.url}v1"
@@ -193,7 +193,7 @@ def serve(
     raise typer.Exit(code)
 
 
-def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Speaker":
+def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Responder":
     """Load the model of a chat run with its weights onto a device."""
     from whet.base.errors import UsageError, WhetError
     from whet.device.environment import configure_before_torch
@@ -213,7 +213,7 @@ def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Speaker":
 
     place = open_device(device).device
     try:
-        model: Speaker = recipe.speak(opened.metadata)
+        model: Responder = recipe.speak(opened.metadata)
     except (KeyError, TypeError, ValueError) as error:
         got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise WhetError("the run lacks data that its recipe needs", got=got, try_="another run") from None
@@ -226,7 +226,7 @@ def load_chat_model(run: Path, *, checkpoint: str, device: str) -> "Speaker":
 class _Conversation:
     """The turns so far, and the model that answers."""
 
-    def __init__(self, model: "Speaker", system: str | None, sampling: "Sampling", *, max_new_tokens: int) -> None:
+    def __init__(self, model: "Responder", system: str | None, sampling: "Sampling", *, max_new_tokens: int) -> None:
         self._model = model
         self._system = system
         self._sampling = sampling

@@ -65,7 +65,9 @@ def data(
 def data_chat(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE|DIR", help="Conversations as JSON or JSON lines; or a folder with splits."),
+        typer.Argument(
+            metavar="FILE|DIR", help="Conversations as JSON or JSON summary_lines; or a folder with splits."
+        ),
     ] = None,
     output_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder to create.")] = None,
     input_file: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as FILE.")] = None,
@@ -101,8 +103,8 @@ def data_chat(
     """
     from whet.base.errors import UsageError
     from whet.cli import output
-    from whet.recipes.chat.builder import Options, build
-    from whet.recipes.chat.told import lines
+    from whet.recipes.chat.manifest import summary_lines
+    from whet.recipes.chat.prepare import PrepareOptions, prepare_data
 
     if (path is None) == (input_file is None):
         got = "none" if path is None else f"{path} and --input-file {input_file}"
@@ -120,15 +122,15 @@ def data_chat(
         "loss": loss,
         "max_bad": max_bad,
     }
-    options = Options.from_json(given, where="the options")
+    options = PrepareOptions.from_json(given, where="the options")
     source = path or input_file
     assert source is not None
     with output.progress("data") as show:
-        manifest = build(source, output_dir, options, told=show)
+        manifest = prepare_data(source, output_dir, options, told=show)
     if json:
         output.result_json(manifest.as_json())
     else:
-        output.result("\n".join(lines(manifest, output_dir)))
+        output.result("\n".join(summary_lines(manifest, output_dir)))
 
 
 def data_hex(
@@ -157,10 +159,10 @@ def data_hex(
     the winner, split by game. The folder appears only when it is complete.
     """
     from whet.cli import output
-    from whet.hex.positions.importing import ImportWishes, import_records, told
+    from whet.recipes.hex.game.record_import import ImportOptions, import_lines, import_records
 
     given = {"size": size, "seed": seed, "dev_share": dev_share, "test_share": test_share, "max_bad": max_bad}
-    options = ImportWishes.from_json(given, where="the command line")
+    options = ImportOptions.from_json(given, where="the command line")
     next_note = time.monotonic() + _PROGRESS_SECONDS
 
     def progress(num_games: int) -> None:
@@ -173,7 +175,7 @@ def data_hex(
     if json:
         output.result_json(manifest.as_json())
     else:
-        output.result("\n".join(told(manifest)))
+        output.result("\n".join(import_lines(manifest)))
         if output_dir is not None:
             output.note(f"written to {output_dir}; to train on it: whet train hex data={output_dir}")
     if strict and manifest.left_out:

@@ -11,8 +11,8 @@ import typer
 from whet.cli.options import Device, Json, JsonLine, NoBrowser, Port
 
 if TYPE_CHECKING:
-    from whet.hex.play.talk import Talk
-    from whet.hex.player import Player
+    from whet.recipes.hex.game.players import Player
+    from whet.recipes.hex.play.terminal import TerminalGame
 
 _SHORT_SECONDS = 10.0
 
@@ -43,9 +43,9 @@ def play(
     """
     from whet.base.errors import UsageError
     from whet.cli import output
-    from whet.hex.board import BLUE, RED
-    from whet.hex.play.server import serve_game
-    from whet.hex.play.talk import Talk
+    from whet.recipes.hex.game.board import BLUE, RED
+    from whet.recipes.hex.play.server import serve_game
+    from whet.recipes.hex.play.terminal import TerminalGame
 
     if colour not in ("blue", "red"):
         raise UsageError("unknown color", got=colour, try_="--colour blue or --colour red")
@@ -55,7 +55,7 @@ def play(
         possible = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         raise UsageError(f"{player_name} does not play on this board", got=f"--size {size}", try_=f"--size {possible}")
     if terminal:
-        _play_in_terminal(Talk(player, size, BLUE if colour == "blue" else RED, seed))
+        _play_in_terminal(TerminalGame(player, size, BLUE if colour == "blue" else RED, seed))
         return
     note = "the link works once; Ctrl-C stops the server, --terminal plays in the terminal"
     code = serve_game(
@@ -73,18 +73,18 @@ def play(
 
 def _load_player(name: str, *, device: str) -> "tuple[Player, tuple[int, ...]]":
     """Return the player and the board sizes that it plays on."""
-    from whet.hex.known import KNOWN, SIZES
+    from whet.recipes.hex.game.players import NETLESS_PLAYERS, PLAYABLE_SIZES
 
-    if name in KNOWN:
-        return KNOWN[name], SIZES
+    if name in NETLESS_PLAYERS:
+        return NETLESS_PLAYERS[name], PLAYABLE_SIZES
     from whet.device.open import open_device
-    from whet.recipes.hex.opponents import find_opponent
+    from whet.recipes.hex.net_players import load_opponent
 
-    opponent = find_opponent(name, device=open_device(device).device)
-    return opponent.player, SIZES if opponent.size is None else (opponent.size,)
+    opponent = load_opponent(name, device=open_device(device).device)
+    return opponent.player, PLAYABLE_SIZES if opponent.size is None else (opponent.size,)
 
 
-def _play_in_terminal(game: "Talk") -> None:
+def _play_in_terminal(game: "TerminalGame") -> None:
     """Play line by line until the user quits or closes standard input."""
     from whet.cli import output
 

@@ -10,9 +10,9 @@ import pytest
 from small_chat import WORDS, prepared
 from whet.base.errors import DataChangedError, UsageError
 from whet.config.resolve import resolve_config
-from whet.recipes.chat.builder import Options
-from whet.recipes.chat.embedded import opening
-from whet.recipes.chat.embedded.composing import conversations
+from whet.recipes.chat import embedded
+from whet.recipes.chat.embedded import embedded_conversations
+from whet.recipes.chat.prepare import PrepareOptions
 from whet.recipes.recipe import load_recipe
 from whet.recipes.runner import train_recipe
 from whet.run.folder import installed_versions
@@ -20,25 +20,25 @@ from whet.training.loop import TrainResult
 
 pytestmark = pytest.mark.torch
 
-SMALL = Options(format="openai", vocab_size=512, max_length=64, train_split=0.75, max_bad=0)
+SMALL = PrepareOptions(format="openai", vocab_size=512, max_length=64, train_split=0.75, max_bad=0)
 
 
 def train(run: Path, *words: str, **options: Any) -> TrainResult:
     recipe = load_recipe("chat")
-    said = (*WORDS, "max_steps=2", "global_batch_size=4", "epochs_per_sitting=1", *words)
+    said = (*WORDS, "max_steps=2", "global_batch_size=4", "epochs_per_session=1", *words)
     return train_recipe(recipe, resolve_config(recipe.Config, said), run=run, device="cpu", **options)
 
 
 @functools.cache
 def some() -> list[Any]:
-    return list(conversations())[:60]
+    return list(embedded_conversations())[:60]
 
 
 def embed(monkeypatch: pytest.MonkeyPatch, home: Path, *, num: int) -> None:
     monkeypatch.setenv("WHET_HOME", str(home))
-    monkeypatch.setattr(opening, "OPTIONS", SMALL)
-    monkeypatch.setattr(opening, "conversations", lambda: some()[:num])
-    monkeypatch.setattr(opening, "_key", lambda: str(num))
+    monkeypatch.setattr(embedded, "OPTIONS", SMALL)
+    monkeypatch.setattr(embedded, "embedded_conversations", lambda: some()[:num])
+    monkeypatch.setattr(embedded, "_key", lambda: str(num))
 
 
 @pytest.mark.parametrize(

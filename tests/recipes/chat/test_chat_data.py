@@ -18,18 +18,14 @@ import planted_chats as planted
 from paths import Run
 from whet.base.errors import UsageError, WhetError
 from whet.cli.main import run
-from whet.recipes.chat import builder, survey
-from whet.recipes.chat.assembling import assemble
-from whet.recipes.chat.builder import Options, build
+from whet.recipes.chat import prepare, selection
 from whet.recipes.chat.conversation import ROLES, Conversation, Role, Turn
-from whet.recipes.chat.dataset import ChatDataset, ChatPart, Sample, open_dataset
-from whet.recipes.chat.fitting import pieces_of
-from whet.recipes.chat.packing import Packer
+from whet.recipes.chat.dataset import ChatDataset, ChatSplit, Packer, TokenRow, open_dataset
+from whet.recipes.chat.manifest import summary_lines
+from whet.recipes.chat.prepare import PrepareOptions, assemble, prepare_data
 from whet.recipes.chat.sources import read_conversations
-from whet.recipes.chat.template import TurnIds, loss_bytes, prompt, write
-from whet.recipes.chat.tokenizer import MARKS, ChatTokenizer
-from whet.recipes.chat.told import lines
-from whet.recipes.chat.vocabulary import find_tokenizer
+from whet.recipes.chat.template import TurnIds, fit_conversation, loss_bytes, prompt, write
+from whet.recipes.chat.tokenizer import MARKS, ChatTokenizer, find_tokenizer
 
 HARD = "a\0b \u20ac \U0001f642 e\u0301 \ttab\r\n  two  spaces " + " ".join(MARKS) + "<|endoftext|>"
 
@@ -40,7 +36,7 @@ def quiet(_what: str, _done: int, _total: int | None) -> None:
 
 def made(tmp_path: Path, records: Sequence[object], *, name: str = "out", **options: object) -> ChatDataset:
     path = planted.write_lines(tmp_path / f"{name}.jsonl", list(records))
-    build(path, tmp_path / name, Options(**{"vocab_size": 600, **options}), told=quiet)
+    prepare_data(path, tmp_path / name, PrepareOptions(**{"vocab_size": 600, **options}), told=quiet)
     return open_dataset(tmp_path / name, verify=True)
 
 
@@ -48,11 +44,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def said(sample: Sample, data: ChatDataset) -> str:
+def said(sample: TokenRow, data: ChatDataset) -> str:
     return data.tokenizer.spell(sample.tokens.tolist())
 
 
-def questions(part: ChatPart, data: ChatDataset) -> set[str]:
+def questions(part: ChatSplit, data: ChatDataset) -> set[str]:
     return {said(sample, data).split("<|end|>")[0] for sample in part}
 
 
@@ -147,7 +143,7 @@ def test_a_tokenizer_that_changes_texts_is_told(tmp_path: Path, change: dict[str
     record = {"messages": [{"role": role, "content": text} for role, text in HELLOS]}
     data = made(tmp_path, [record], tokenizer=str(tmp_path / "mine.json"))
     assert data.manifest.told["texts_that_the_tokenizer_changes"] == num_changed
-    assert any("do not come back" in line for line in lines(data.manifest, data.folder)) == bool(num_changed)
+    assert any("do not come back" in line for line in summary_lines(data.manifest, data.folder)) == bool(num_changed)
 
 
 HELLOS = [("system", "Hello you"), ("user", "hello"), ("assistant", "HELLO!")]
@@ -194,11 +190,11 @@ def test_the_same_seed_gives_the_same_bytes_in_any_process_and_another_seed_othe
     records = [planted.talk(number) for number in range(60)]
     path = planted.write_lines(tmp_path / "chats.jsonl", records)
     code = (
-        "import sys; from pathlib import Path; from whet.recipes.chat.builder import Options, build;"
-        "build(Path(sys.argv[1]), Path(sys.argv[2]), Options(vocab_size=600, seed=int(sys.argv[3])),"
+        "import sys; from pathlib import Path; from whet.recipes.chat.prepare import PrepareOptions, prepare_data;"
+        "prepare_data(Path(sys.argv[1]), Path(sys.argv[2]), PrepareOptions(vocab_size=600, seed=int(sys.argv[3])),"
         "told=lambda *_: None, in_threads=sys.argv[4] == 'yes')"
     )
-    build(path, tmp_path / "c", Options(vocab_size=600, seed=2), told=quiet)
+    prepare_data(path, tmp_path / "c", PrepareOptions(vocab_size=600, seed=2), told=quiet)
     for name, seed, in_threads, hashing in (("a", 1, "yes", "1"), ("b", 1, "no", "2")):
         words = [sys.executable, "-c", code, str(path), str(tmp_path / name), str(seed), in_threads]
         subprocess.run(words, check=True, env={**os.environ, "PYTHONHASHSEED": hashing})
@@ -223,20 +219,20 @@ def test_given_parts_stay_and_what_they_hold_out_is_not_trained_on(tmp_path: Pat
     folder.mkdir()
     planted.write_lines(folder / "train.jsonl", [planted.talk(number) for number in range(40)])
     planted.write_array(folder / "test.json", [planted.talk(number) for number in range(35, 45)])
-    manifest = build(folder, tmp_path / "out", Options(vocab_size=600), told=quiet)
+    manifest = prepare_data(folder, tmp_path / "out", PrepareOptions(vocab_size=600), told=quiet)
     assert [facts.conversations for facts in manifest.parts.values()] == [33, 2, 10]
     assert manifest.told["conversations_left_out_as_held_out_elsewhere"] == 5
 
 
 @pytest.mark.parametrize(("total", "held"), [(1, 0), (2, 0), (3, 2), (8, 2), (100, 5), (4000, 200)])
 def test_small_data_has_something_held_out(total: int, held: int) -> None:
-    assert survey._num_held(total, 0.95) == held
+    assert selection._num_held(total, 0.95) == held
 
 
 def test_data_that_nothing_is_held_out_of_is_told(tmp_path: Path) -> None:
     for number, is_told in ((2, True), (3, False)):
         data = made(tmp_path, [planted.talk(one) for one in range(number)], name=f"of-{number}")
-        assert any("held out for dev" in line for line in lines(data.manifest, data.folder)) == is_told
+        assert any("held out for dev" in line for line in summary_lines(data.manifest, data.folder)) == is_told
 
 
 # --- lengths ---------------------------------------------------------------------------------------------------------
@@ -256,7 +252,7 @@ def test_pieces_fit_end_with_an_answer_and_lose_nothing_but_what_cannot_fit(
     turns = turns if turns[-1].role == "assistant" else [*turns, TurnIds("assistant", [next(ids)])]
     if has_system:
         turns = [TurnIds("system", [next(ids)] * 3), *turns]
-    pieces = pieces_of(turns, max_length=max_length)
+    pieces = fit_conversation(turns, max_length=max_length)
     for piece in pieces:
         assert piece.length == sum(turn.length for turn in piece.turns) <= max_length
         assert piece.turns[-1].role == "assistant"
@@ -333,25 +329,25 @@ def test_bad_records_are_skipped_with_their_places_up_to_a_limit(tmp_path: Path)
 def test_a_failure_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
     records = [planted.talk(number) for number in range(9)]
     before = made(tmp_path, records).folder
-    monkeypatch.setattr(builder, "assemble", lambda *_a, **_k: 1 / 0)
+    monkeypatch.setattr(prepare, "assemble", lambda *_a, **_k: 1 / 0)
     open_files = len(list(Path("/dev/fd").iterdir()))
     with pytest.raises(ZeroDivisionError):
-        build(tmp_path / "out.jsonl", tmp_path / "new" / "other", Options(vocab_size=600), told=quiet)
+        prepare_data(tmp_path / "out.jsonl", tmp_path / "new" / "other", PrepareOptions(vocab_size=600), told=quiet)
     assert len(list(Path("/dev/fd").iterdir())) == open_files
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.jsonl"]
     with pytest.raises(UsageError, match="not empty"):
-        build(tmp_path / "out.jsonl", before, Options(), told=quiet)
+        prepare_data(tmp_path / "out.jsonl", before, PrepareOptions(), told=quiet)
     with pytest.raises(WhetError, match="a shorter name"):
-        build(tmp_path / "out.jsonl", tmp_path / ("x" * 300), Options(), told=quiet)
+        prepare_data(tmp_path / "out.jsonl", tmp_path / ("x" * 300), PrepareOptions(), told=quiet)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch) -> None:
     path = planted.write_lines(tmp_path / "chats.jsonl", [planted.talk(number) for number in range(9)])
     after = iter([[], [Conversation((Turn("assistant", "new"),))]])
-    monkeypatch.setattr(builder, "read_conversations", lambda source: [*read_conversations(source), *next(after)][1:])
+    monkeypatch.setattr(prepare, "read_conversations", lambda source: [*read_conversations(source), *next(after)][1:])
     for _ in range(2):
         with pytest.raises(WhetError, match="changed while it was read"):
-            build(path, tmp_path / "out", Options(vocab_size=600), told=quiet)
+            prepare_data(path, tmp_path / "out", PrepareOptions(vocab_size=600), told=quiet)
         next(after, None)
         after = iter([[Conversation((Turn("assistant", "new"),))] * 2])
 

@@ -11,20 +11,19 @@ import pytest
 
 import planted_chats as planted
 from whet.base.errors import WhetError
-from whet.recipes.chat.arch import Arch
-from whet.recipes.chat.config import ChatConfig, facts_of, settled
-from whet.recipes.chat.conversation import check
-from whet.recipes.chat.embedded import opening
-from whet.recipes.chat.embedded.composing import conversations
-from whet.recipes.chat.embedded.opening import open_embedded
+from whet.recipes.chat import embedded
+from whet.recipes.chat.architecture import ChatArch
+from whet.recipes.chat.config import ChatConfig, data_facts, resolve_seq_len
+from whet.recipes.chat.conversation import validate_turns
+from whet.recipes.chat.embedded import embedded_conversations, open_embedded
 
 
 def test_the_embedded_conversations_are_sound_and_answer_about_whet(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("WHET_HOME", str(tmp_path))
-    made = conversations()
-    assert made == conversations()
+    made = embedded_conversations()
+    assert made == embedded_conversations()
     assert 2_000 < len(made) < 6_000
-    assert all(check(turns) == turns for turns in made)
+    assert all(validate_turns(turns) == turns for turns in made)
     answers = {asked.text: said.text for turns in made for asked, said in pairwise(turns)}
     assert answers["What does whet train do?"].startswith("Train a recipe; the same command resumes it.")
     assert answers["What does whet data chat do?"].startswith("Make conversations ready to train on.")
@@ -34,12 +33,16 @@ def test_the_embedded_conversations_are_sound_and_answer_about_whet(tmp_path: Pa
     assert data.manifest.parts["train"].conversations > 2_000
     assert data.val.num_documents > 20
     assert data.test.num_documents > 20
-    monkeypatch.setattr(opening, "build", lambda *_a, **_k: 1 / 0)
+    monkeypatch.setattr(embedded, "prepare_data", lambda *_a, **_k: 1 / 0)
     assert open_embedded().fingerprint == data.fingerprint, "it is made again though it is there"
-    told = facts_of(ChatConfig())
-    seq_len = settled(Arch(), longest=max(part.facts.longest for part in (data.train, data.val, data.test))).seq_len
+    told = data_facts(ChatConfig())
+    seq_len = resolve_seq_len(
+        ChatArch(), longest=max(part.facts.longest for part in (data.train, data.val, data.test))
+    ).seq_len
     assert isinstance(seq_len, int)
-    assert settled(Arch(), longest=told["longest"]).seq_len == seq_len, "a plan without torch tells another model"
+    assert resolve_seq_len(ChatArch(), longest=told["longest"]).seq_len == seq_len, (
+        "a plan without torch tells another model"
+    )
     assert told["vocab_size"] == data.tokenizer.vocab_size
     assert abs(told["num_rows"] / data.train.repacked(seq_len).num_rows - 1) < 0.1
     path = data.folder / "train" / "tokens.bin"
@@ -51,16 +54,16 @@ def test_the_embedded_conversations_are_sound_and_answer_about_whet(tmp_path: Pa
 def test_a_home_that_cannot_be_written_stops_nothing(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "file" / "home"))
-    monkeypatch.setattr(opening, "conversations", lambda: conversations()[:40])
-    monkeypatch.setattr(opening.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(embedded, "embedded_conversations", lambda: embedded_conversations()[:40])
+    monkeypatch.setattr(embedded.tempfile, "tempdir", str(tmp_path))
     assert open_embedded().train.num_documents > 20
 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     code = (
-        "import resource, sys; from pathlib import Path; from whet.recipes.chat.builder import Options, build;"
-        "build(Path(sys.argv[1]), Path(sys.argv[2]), Options(tokenizer=sys.argv[3]), told=lambda *_: None);"
+        "import resource, sys; from pathlib import Path; from whet.recipes.chat.prepare import PrepareOptions, prepare_data;"
+        "prepare_data(Path(sys.argv[1]), Path(sys.argv[2]), Options(tokenizer=sys.argv[3]), told=lambda *_: None);"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     peaks = []
@@ -80,9 +83,9 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     """A real limit of the system on the size of files, in a process of its own."""
     path = planted.write_lines(tmp_path / "chats.jsonl", [planted.talk(number, words=200) for number in range(400)])
     code = (
-        "import resource, signal, sys; from pathlib import Path; from whet.recipes.chat.builder import Options, build;"
+        "import resource, signal, sys; from pathlib import Path; from whet.recipes.chat.prepare import PrepareOptions, prepare_data;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
-        "build(Path(sys.argv[1]), Path(sys.argv[2]), Options(vocab_size=600), told=lambda *_: None)"
+        "prepare_data(Path(sys.argv[1]), Path(sys.argv[2]), PrepareOptions(vocab_size=600), told=lambda *_: None)"
     )
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 100_000
     done = subprocess.run(

@@ -13,18 +13,18 @@ from tokenizers import Tokenizer
 
 import planted_chats as planted
 from whet.base.errors import UsageError, WhetError
-from whet.recipes.chat import reading
+from whet.recipes.chat import json_records
 from whet.recipes.chat.conversation import Conversation
-from whet.recipes.chat.sources import Bad, find_sources, read_conversations
+from whet.recipes.chat.sources import RejectedRecord, find_files, read_conversations
 from whet.recipes.chat.tokenizer import ChatTokenizer
 
 
-def read(path: Path, *, shape: str = "auto") -> list[Conversation | Bad]:
-    (source,) = find_sources(path, shape=shape)
+def read(path: Path, *, shape: str = "auto") -> list[Conversation | RejectedRecord]:
+    (source,) = find_files(path, shape=shape)
     return list(read_conversations(source))
 
 
-def turns(found: Conversation | Bad) -> list[tuple[str, str]]:
+def turns(found: Conversation | RejectedRecord) -> list[tuple[str, str]]:
     assert isinstance(found, Conversation), found
     return [tuple(turn) for turn in found.turns]
 
@@ -34,7 +34,7 @@ def turns(found: Conversation | Bad) -> list[tuple[str, str]]:
 def test_every_shape_is_detected_and_read(tmp_path: Path, name: str, write) -> None:
     shape, records, expected = planted.GOLDEN[name]
     path = write(tmp_path / "chats", records)
-    (source,) = find_sources(path)
+    (source,) = find_files(path)
     assert source.shape.name == shape
     (found,) = read_conversations(source)
     assert turns(found) == expected
@@ -47,7 +47,7 @@ def test_two_trees_of_the_flat_dump_are_two_conversations_and_an_orphan_is_named
     first, other, bad = read(planted.write_lines(tmp_path / "flat", [*planted.FLAT, *second, answer, orphan]))
     assert turns(first) == planted.BRANCH
     assert turns(other) == [("user", "Hi"), ("assistant", "Nine.")]
-    assert bad == Bad("flat:9 (m7)", "its messages do not lead to one first message")
+    assert bad == RejectedRecord("flat:9 (m7)", "its messages do not lead to one first message")
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, "zstd"], ids=["gz", "bz2", "xz", "zst"])
@@ -75,7 +75,7 @@ def test_a_bad_record_is_named_and_harms_no_other(tmp_path: Path, defect: str, f
     (tmp_path / "chats").write_bytes(b"\xef\xbb\xbf" + content)
     first, bad, last = read(tmp_path / "chats", shape="sharegpt")
     assert turns(first) == turns(last)
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, RejectedRecord)
     assert bad.where.startswith("chats:2")
     assert why in bad.why
 
@@ -85,11 +85,11 @@ def test_records_are_the_same_however_the_file_is_cut(tmp_path: Path, chunk: int
     records = [planted.SHAREGPT, planted.talk(1), {"a": '\u20ac}]\\"', "b": [[], {}, -1.5e3, None]}, planted.talk(2)]
     for write, spare in ((planted.write_array, []), (planted.write_lines, []), (planted.write_array, records * 20)):
         path = write(tmp_path / "chats", records + spare)
-        monkeypatch.setattr(reading, "_CHUNK", chunk)
-        assert [record.value for record in reading.read_records(path)] == records + spare
+        monkeypatch.setattr(json_records, "_CHUNK", chunk)
+        assert [record.value for record in json_records.read_records(path)] == records + spare
     numbers = list(range(10**6, 10**6 + 9))
     path = planted.write_array(tmp_path / "numbers", numbers)
-    assert [record.value for record in reading.read_records(path)] == numbers
+    assert [record.value for record in json_records.read_records(path)] == numbers
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_records_are_the_same_however_the_file_is_cut(tmp_path: Path, chunk: int
 def test_a_file_that_cannot_be_read_to_its_end_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "chats").write_bytes(content)
     with pytest.raises(WhetError, match=said):
-        list(reading.read_records(tmp_path / "chats"))
+        list(json_records.read_records(tmp_path / "chats"))
 
 
 @pytest.mark.parametrize(
@@ -125,31 +125,31 @@ def test_a_file_that_cannot_be_read_to_its_end_is_refused(tmp_path: Path, conten
 def test_records_that_cannot_be_read_are_refused_with_the_reason(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "chats").write_bytes(content)
     with pytest.raises(UsageError, match=f"no known shape\n.*{said}"):
-        find_sources(tmp_path / "chats")
+        find_files(tmp_path / "chats")
 
 
 def test_a_pipe_is_refused_and_a_name_is_shown_in_one_line(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="needs a file"):
-        find_sources(tmp_path / "pipe", shape="openai")
+        find_files(tmp_path / "pipe", shape="openai")
     path = planted.write_lines(tmp_path / "chats", [{"id": "a\n\x1b[31mb", "messages": []}])
     (bad,) = read(path)
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, RejectedRecord)
     assert bad.where == "chats:1 (a  [31mb)"
 
 
 def test_an_unknown_shape_is_refused_with_its_keys(tmp_path: Path) -> None:
     path = planted.write_lines(tmp_path / "chats", [{"question": "a", "answer": "b"}])
     with pytest.raises(UsageError, match="question, answer"):
-        find_sources(path)
+        find_files(path)
 
 
 def test_a_record_without_bounds_is_passed_over_in_lines_and_refused_in_arrays(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(reading, "MOST_BYTES", 4096)
-    monkeypatch.setattr(reading, "_CHUNK", 512)
+    monkeypatch.setattr(json_records, "MAX_RECORD_BYTES", 4096)
+    monkeypatch.setattr(json_records, "_CHUNK", 512)
     records = [planted.talk(1), planted.talk(2, words=2000), planted.talk(3)]
     first, bad, last = read(planted.write_lines(tmp_path / "lines", records))
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, RejectedRecord)
     assert "longer than 4,096 bytes" in bad.why
     assert [turns(one)[0][1].split()[2] for one in (first, last)] == ["word7", "word21"]
     with pytest.raises(WhetError, match="record 2 has no end"):
@@ -174,7 +174,7 @@ def test_a_folder_of_the_tiny_recursive_fork_is_read_back_into_texts(tmp_path: P
         (tmp_path / part / "dataset.json").write_text(json.dumps({"pad_id": pad, "seq_len": 64}))
     (tmp_path / "tokenizer").mkdir()
     engine.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
-    train, test = find_sources(tmp_path)
+    train, test = find_files(tmp_path)
     assert (train.part, test.part, train.shape.name) == ("train", "test", "trm-folder")
     expected = [("user", "Hi \u20ac"), ("assistant", "Hello.")]
     assert [turns(found) for found in read_conversations(test)] == [expected, expected]

@@ -15,15 +15,20 @@ from small_chat import SHAPES, WORDS, prepared, small_model, small_speaker, smal
 from whet.base.errors import UsageError
 from whet.cli.main import run as whet
 from whet.recipes.chat.conversation import Turn
-from whet.recipes.chat.generation.decoding import Ask, Rules, decode
-from whet.recipes.chat.generation.history import fitting_prompt
-from whet.recipes.chat.generation.memory import KeyValues
-from whet.recipes.chat.generation.sampling import Sampling, choose, distribution
-from whet.recipes.chat.generation.speaking import Piece, Prompt, Speaker
+from whet.recipes.chat.generation import (
+    DecodingRules,
+    GenerationRequest,
+    PreallocatedCache,
+    Sampling,
+    distribution,
+    generate,
+    sample_token,
+)
+from whet.recipes.chat.responder import Prompt, Responder, TextChunk, truncate_history
 
 pytestmark = pytest.mark.torch
 
-RULES = Rules(stops=frozenset([7]), forbidden=(0, 3), num_places=40)
+RULES = DecodingRules(stops=frozenset([7]), forbidden=(0, 3), num_places=40)
 GREEDY = Sampling(temperature=0)
 
 
@@ -35,7 +40,7 @@ def test_cached_decoding_is_the_whole_read_anew(shape: dict[str, object]) -> Non
     is_start = torch.zeros(2, 20, dtype=torch.bool)
     is_start[:, 0] = True
     whole = model.logits(model(tokens, is_start)[-1])
-    memory = KeyValues(20)
+    memory = PreallocatedCache(20)
     # A prompt of 12, a piece of 3, then one by one.
     for start, end in ((0, 12), (12, 15), *((n, n + 1) for n in range(15, 20))):
         positions = torch.arange(start, end).expand(2, -1)
@@ -45,10 +50,10 @@ def test_cached_decoding_is_the_whole_read_anew(shape: dict[str, object]) -> Non
     assert memory.num_attentions == model.arch.applications
 
 
-def said(model: object, asks: list[Ask]) -> list[tuple[list[int], str]]:
+def said(model: object, asks: list[GenerationRequest]) -> list[tuple[list[int], str]]:
     rows: list[list[int]] = [[] for _ in asks]
     ends = [""] * len(asks)
-    for step in decode(model, asks, RULES):  # type: ignore[arg-type]
+    for step in generate(model, asks, RULES):  # type: ignore[arg-type]
         if step.token is None:
             ends[step.row] = step.end or ""
         else:
@@ -62,7 +67,7 @@ def test_a_row_says_the_same_alone_in_company_and_in_any_order(kind: str, temper
     model = small_model(kind=kind)
     how = Sampling(temperature=temperature, top_k=0, top_p=1, seed=5)
     rows = [([5, 6], 9), ([9] * 30, 99), ([11, 12, 13, 14, 15], 4), ([20], 1), ([5, 6], 9)]
-    asks = [Ask(prompt=prompt, max_new_tokens=count, sampling=how) for prompt, count in rows]
+    asks = [GenerationRequest(prompt=prompt, max_new_tokens=count, sampling=how) for prompt, count in rows]
     together = said(model, asks)
     assert together == [said(model, [ask])[0] for ask in asks]
     assert together == said(model, asks[::-1])[::-1]
@@ -74,7 +79,7 @@ def test_a_row_says_the_same_alone_in_company_and_in_any_order(kind: str, temper
 
 def test_temperature_zero_is_the_likeliest_and_seeds_decide_the_rest() -> None:
     model = small_model()
-    tokens, end = said(model, [Ask(prompt=[5, 6], max_new_tokens=12, sampling=GREEDY)])[0]
+    tokens, end = said(model, [GenerationRequest(prompt=[5, 6], max_new_tokens=12, sampling=GREEDY)])[0]
     assert (len(tokens), end) == (12, "length")
     ids = [5, 6]
     for token in tokens:
@@ -83,7 +88,9 @@ def test_temperature_zero_is_the_likeliest_and_seeds_decide_the_rest() -> None:
         assert token == logits.argmax()
         ids.append(token)
     drawn = {
-        seed: said(model, [Ask(prompt=[5, 6], max_new_tokens=12, sampling=Sampling(temperature=2, seed=seed))])[0]
+        seed: said(
+            model, [GenerationRequest(prompt=[5, 6], max_new_tokens=12, sampling=Sampling(temperature=2, seed=seed))]
+        )[0]
         for seed in (1, 1, 2)
     }
     assert drawn[1] != drawn[2]
@@ -96,7 +103,7 @@ def test_draws_follow_the_distribution() -> None:
 
     def chi_square(how: Sampling, *, expected: Sampling) -> float:
         draws = how.draws()
-        counts = Counter(choose(logits, how, draws) for _ in range(num_draws))
+        counts = Counter(sample_token(logits, how, draws) for _ in range(num_draws))
         ids, shares = distribution(logits, expected)
         assert set(counts) <= set(ids.tolist())
         pairs = zip(ids.tolist(), (shares * num_draws).tolist(), strict=True)
@@ -126,7 +133,7 @@ def test_a_temperature_of_almost_nothing_takes_the_likeliest(temperature: float)
     logits = torch.tensor([-3.0, 2.0, 5.0, 4.0, -torch.inf])
     how = Sampling(temperature=temperature, top_k=0, top_p=1)
     assert distribution(logits, how)[1].sum() == 1
-    assert {choose(logits, how, draws) for draws in map(Random, range(20))} == {2}
+    assert {sample_token(logits, how, draws) for draws in map(Random, range(20))} == {2}
 
 
 def test_marks_in_a_text_stay_text() -> None:
@@ -143,9 +150,9 @@ def test_a_long_history_loses_its_oldest_turns_and_keeps_the_system() -> None:
     for number in range(6):
         turns += [Turn("user", f"what {number}"), Turn("assistant", "there")]
     turns.append(Turn("user", "you"))
-    whole, left_out = fitting_prompt(turns, tokenizer, most_tokens=1000)
+    whole, left_out = truncate_history(turns, tokenizer, most_tokens=1000)
     assert left_out == 0
-    ids, left_out = fitting_prompt(turns, tokenizer, most_tokens=len(whole) // 2)
+    ids, left_out = truncate_history(turns, tokenizer, most_tokens=len(whole) // 2)
     assert left_out % 2 == 0
     assert len(ids) <= len(whole) // 2
     text = tokenizer.spell(ids)
@@ -153,7 +160,7 @@ def test_a_long_history_loses_its_oldest_turns_and_keeps_the_system() -> None:
     assert text.endswith("what 5<|end|><|assistant|>there<|end|><|user|>you<|end|><|assistant|>")
     assert "what 0" not in text
     with pytest.raises(UsageError, match="question is longer"):
-        fitting_prompt(turns, tokenizer, most_tokens=4)
+        truncate_history(turns, tokenizer, most_tokens=4)
 
 
 def test_training_generating_and_talking(
@@ -187,13 +194,13 @@ def test_training_generating_and_talking(
     hot = ["--temperature", "5", "--top-k", "0", "--top-p", "1", "--max-new-tokens", "8"]
     talk = ["chat", run, "--system", "Be brief.", *hot, "--device", "cpu", "--checkpoint", "best"]
     read: list[str] = []
-    say = Speaker.say
+    say = Responder.say
 
-    def noting(speaker: Speaker, prompt: Prompt, **how: Any) -> Iterator[Piece]:
+    def noting(speaker: Responder, prompt: Prompt, **how: Any) -> Iterator[TextChunk]:
         read.append(speaker.tokenizer.spell(prompt.ids))
         return say(speaker, prompt, **how)
 
-    monkeypatch.setattr(Speaker, "say", noting)
+    monkeypatch.setattr(Responder, "say", noting)
     assert whet(talk) == 0
     first = "<|system|>Be brief.<|end|><|user|>I want tea.<|end|><|assistant|>"
     assert read[0] == first

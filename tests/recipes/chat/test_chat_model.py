@@ -15,16 +15,14 @@ from whet.config.resolve import resolve_config
 from whet.data.batch import MicroBatch
 from whet.device.kernels import attention as own_spans
 from whet.device.kernels.switches import use_own_kernels
-from whet.recipes.chat.arch import PRESETS, Arch
-from whet.recipes.chat.builder import Options, build
+from whet.recipes.chat import model
+from whet.recipes.chat.architecture import PRESETS, ChatArch
 from whet.recipes.chat.config import ChatConfig
+from whet.recipes.chat.data import read_chat
 from whet.recipes.chat.dataset import open_dataset
-from whet.recipes.chat.judging import judge
-from whet.recipes.chat.loss import next_token_loss
-from whet.recipes.chat.model import causal
-from whet.recipes.chat.model.looking import look_in_documents
-from whet.recipes.chat.model.open import open_model
-from whet.recipes.chat.opening import read_chat
+from whet.recipes.chat.evaluation import evaluate
+from whet.recipes.chat.model import build_model, document_attention, next_token_loss
+from whet.recipes.chat.prepare import PrepareOptions, prepare_data
 from whet.recipes.chat.recipe import ChatRecipe
 from whet.recipes.layers import AttentionArgs
 from whet.recipes.runner import train_recipe
@@ -60,10 +58,10 @@ def test_spans_say_what_the_mask_says_simulated(monkeypatch: pytest.MonkeyPatch)
     """Simulated: every tensor counts as one on CUDA in half precision."""
     micro = rows_of_documents()
     like = torch.zeros(1)
-    masked = look_in_documents(micro.is_start, head_size=32, like=like)
+    masked = document_attention(micro.is_start, head_size=32, like=like)
     monkeypatch.setattr(own_spans, "is_supported", lambda _: True)
     with use_own_kernels("attention"):
-        look = look_in_documents(micro.is_start, head_size=32, like=like)
+        look = document_attention(micro.is_start, head_size=32, like=like)
     assert look.spans is not None
     assert masked.mask is not None
     assert masked.rotation is not None
@@ -90,7 +88,7 @@ def test_attention_that_looks_ahead_or_around_is_found_out(monkeypatch: pytest.M
     def everywhere(is_start: torch.Tensor, **_: object) -> AttentionArgs:
         return AttentionArgs()
 
-    monkeypatch.setattr(causal, "look_in_documents", everywhere)
+    monkeypatch.setattr(model, "document_attention", everywhere)
     found = find_leak(partial(ChatRecipe().outputs, small_model()), rows_of_documents())
     assert found is not None
     assert found.change > 0.01
@@ -100,7 +98,7 @@ def test_attention_that_looks_ahead_or_around_is_found_out(monkeypatch: pytest.M
 def test_a_leaking_model_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same fault on the way of `whet train chat`."""
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(causal, "look_in_documents", lambda is_start, **_: AttentionArgs())
+    monkeypatch.setattr(model, "document_attention", lambda is_start, **_: AttentionArgs())
     resolved = resolve_config(ChatRecipe.Config, [f"data={prepared(tmp_path)}", *WORDS, "global_batch_size=4"])
     with pytest.raises(WhetError, match="causal"):
         train_recipe(ChatRecipe(), resolved, run=tmp_path / "run", device="cpu")
@@ -108,13 +106,13 @@ def test_a_leaking_model_is_not_trained(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sizes_are_what_they_say(shape: dict[str, object]) -> None:
-    arch = Arch.model_validate({**SIZES, **shape})
-    model = open_model(arch, vocab_size=60)
+    arch = ChatArch.model_validate({**SIZES, **shape})
+    model = build_model(arch, vocab_size=60)
     assert sum(weights.numel() for weights in model.parameters()) == arch.num_parameters(60)
 
 
 def test_a_gpt_has_the_same_parameters_or_the_same_cost() -> None:
-    trm = Arch(**PRESETS["tiny"], H_cycles=3, L_cycles=6, seq_len=512)
+    trm = ChatArch(**PRESETS["tiny"], H_cycles=3, L_cycles=6, seq_len=512)
     same_size = trm.model_copy(update={"kind": "gpt", "match": "parameters"})
     same_cost = trm.model_copy(update={"kind": "gpt", "match": "compute"})
     assert same_size.num_parameters(4096) == trm.num_parameters(4096)
@@ -167,7 +165,7 @@ def test_rows_count_the_assistants_tokens_and_judging_weighs_them_alike(tmp_path
     with torch.no_grad():
         model.tokens.weight.zero_()
         micro_batches = iter([MicroBatch(fields=dict(read.train), ids=np.arange(read.num_rows))])
-        found = judge(model, micro_batches, None)
+        found = evaluate(model, micro_batches, None)
     bits = facts.loss_tokens * math.log2(tokenizer.vocab_size)
     assert found["perplexity"] == pytest.approx(tokenizer.vocab_size, rel=1e-4)
     assert found["bits_per_byte"] == pytest.approx(bits / facts.loss_bytes, rel=1e-5)
@@ -177,8 +175,8 @@ def test_folders_that_share_conversations_are_told(tmp_path: Path) -> None:
     one = prepared(tmp_path)
     others = []
     for seed in (42, 7):
-        options = Options(vocab_size=512, max_length=64, train_split=0.75, seed=seed, tokenizer=str(one))
-        build(tmp_path / "talks.jsonl", tmp_path / f"of-{seed}", options, told=lambda *_: None, in_threads=False)
+        options = PrepareOptions(vocab_size=512, max_length=64, train_split=0.75, seed=seed, tokenizer=str(one))
+        prepare_data(tmp_path / "talks.jsonl", tmp_path / f"of-{seed}", options, told=lambda *_: None, in_threads=False)
         others.append(tmp_path / f"of-{seed}")
     notes = [read_chat(ChatConfig(data_paths=(str(one), str(other)))).notes for other in others]
     assert not any("trained on too" in note for note in notes[0])
@@ -204,13 +202,13 @@ def test_gradients_reach_every_weight_in_half_precision_too() -> None:
 
 
 @pytest.mark.parametrize("words", [("arch.supervision=2", "ema=true"), ("arch=gpt",)], ids=str)
-def test_a_training_in_two_sittings_ends_with_the_same_bits(
+def test_a_training_in_two_sessions_ends_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("WHET_HOME", str(tmp_path / "home"))
     common = [f"data={prepared(tmp_path)}", *WORDS, *words, "global_batch_size=4", "epochs=2", "verify=off"]
     ends = []
-    for name, more in (("whole", []), ("halves", ["epochs_per_sitting=1"])):
+    for name, more in (("whole", []), ("halves", ["epochs_per_session=1"])):
         resolved = resolve_config(ChatRecipe.Config, [*common, *more])
         for _ in range(1 + len(more)):
             result = train_recipe(ChatRecipe(), resolved, run=tmp_path / name, device="cpu")

@@ -17,10 +17,10 @@ import pytest
 
 from small_chat import WORDS, prepared
 from whet.config.resolve import resolve_config
-from whet.recipes.chat.generation.speaking import Piece
 from whet.recipes.chat.recipe import ChatRecipe
-from whet.recipes.chat.serving.answering import Answering
-from whet.recipes.chat.serving.asking import BadRequestError
+from whet.recipes.chat.responder import TextChunk
+from whet.recipes.chat.server.queue import AnswerQueue
+from whet.recipes.chat.server.requests import BadRequestError
 from whet.recipes.runner import train_recipe
 
 pytestmark = pytest.mark.torch
@@ -165,14 +165,14 @@ def test_an_answer_ends_when_nobody_listens() -> None:
     """With a simulated model that would never end."""
     written: list[int] = []
 
-    def endless() -> Iterator[Piece]:
+    def endless() -> Iterator[TextChunk]:
         for number in range(10**9):
             written.append(number)
             time.sleep(0.005)
-            yield Piece("x", number)
+            yield TextChunk("x", number)
 
     async def listen_and_leave() -> None:
-        answering = Answering(most_waiting=0)
+        answering = AnswerQueue(most_waiting=0)
         async with aclosing(answering.pieces(endless)) as pieces:
             await anext(pieces)
             with pytest.raises(BadRequestError, match="too many"):
@@ -189,7 +189,7 @@ def test_an_answer_ends_when_nobody_listens() -> None:
         async with asyncio.timeout(120):
             while answering._num_asked:
                 await asyncio.sleep(0.005)
-        async with aclosing(answering.pieces(lambda: iter([Piece("y", 1, "stop")]))) as pieces:
+        async with aclosing(answering.pieces(lambda: iter([TextChunk("y", 1, "stop")]))) as pieces:
             assert [piece.text async for piece in pieces] == ["y"]
         answering.close()
 

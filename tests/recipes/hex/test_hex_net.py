@@ -7,30 +7,29 @@ import torch
 from whet.base.errors import WhetError
 from whet.data.batch import MicroBatch
 from whet.device.cpu import CpuDevice
-from whet.hex.games import Samples
-from whet.hex.rules import Positions
-from whet.hex.symmetry import MIRRORED, mover_view, transform, transform_policy
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
-from whet.recipes.hex.arch import Arch, count_parameters
-from whet.recipes.hex.config import HexConfig, describe
-from whet.recipes.hex.data import columns, with_half_turns
-from whet.recipes.hex.judging import judge, metrics
-from whet.recipes.hex.loss import Weights, hex_loss, policy_losses, value_losses
-from whet.recipes.hex.net import HexNet, planes
-from whet.recipes.hex.players import NetPlayer
+from whet.recipes.hex.architecture import HexArch, count_parameters
+from whet.recipes.hex.config import HexConfig, describe_hex
+from whet.recipes.hex.data import to_columns, with_half_turns
+from whet.recipes.hex.evaluation import evaluate, metrics
+from whet.recipes.hex.game.games import Samples
+from whet.recipes.hex.game.rules import Positions
+from whet.recipes.hex.game.symmetry import MIRRORED, mover_view, transform, transform_policy
+from whet.recipes.hex.model import HexNet, LossWeights, encode_boards, hex_loss, policy_losses, value_losses
+from whet.recipes.hex.net_players import NetPlayer
 from whet.step.model_contexts import find_blocks
 from whet.training.workload import measure_activation_bytes
 
 pytestmark = pytest.mark.torch
 
 ARCHS = (
-    Arch(),
-    Arch(depth=2, width=12, activation="relu", norm="batch"),
-    Arch(depth=3, width=16, block="bottleneck", activation="gelu"),
-    Arch(depth=4, width=8, kind="attention", heads=2, activation="mish"),
-    Arch.model_validate({"preset": 18, "width": 16}),
-    Arch.model_validate({"preset": 50, "width": 32, "depth": 2}),
+    HexArch(),
+    HexArch(depth=2, width=12, activation="relu", norm="batch"),
+    HexArch(depth=3, width=16, block="bottleneck", activation="gelu"),
+    HexArch(depth=4, width=8, kind="attention", heads=2, activation="mish"),
+    HexArch.model_validate({"preset": 18, "width": 16}),
+    HexArch.model_validate({"preset": 50, "width": 32, "depth": 2}),
 )
 
 
@@ -42,7 +41,7 @@ def some_micro(count: int, *, size: int = 5, seed: int = 0) -> MicroBatch:
     moves = np.where(draw.random(count) < 0.8, 0, -1)
     boards[-1], moves[-1] = 1, -1
     movers = draw.choice((1, 2), count).astype(np.int8)
-    return MicroBatch(fields=columns(samples(boards, movers, moves, draw.random(count) < 0.5)), ids=np.arange(count))
+    return MicroBatch(fields=to_columns(samples(boards, movers, moves, draw.random(count) < 0.5)), ids=np.arange(count))
 
 
 def samples(boards: np.ndarray, movers: np.ndarray, moves: np.ndarray, results: np.ndarray) -> Samples:
@@ -52,17 +51,17 @@ def samples(boards: np.ndarray, movers: np.ndarray, moves: np.ndarray, results: 
 
 def a_net() -> HexNet:
     torch.manual_seed(0)
-    net = HexNet(Arch(depth=2, width=16))
+    net = HexNet(HexArch(depth=2, width=16))
     for parameter in (*net.policy.parameters(), *net.value_out.parameters()):
         torch.nn.init.normal_(parameter, std=0.5)
     return net
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_a_plan_knows_the_parameters_exactly_and_the_memory_nearly(arch: Arch) -> None:
+def test_a_plan_knows_the_parameters_exactly_and_the_memory_nearly(arch: HexArch) -> None:
     net = HexNet(arch)
     config = HexConfig(arch=arch, size=7)
-    workload = describe(config)
+    workload = describe_hex(config)
     assert workload.num_parameters == count_parameters(arch) == sum(p.numel() for p in net.parameters())
     kinds = {type(module).__name__.lower() for module in net.modules()}
     assert workload.has_batchnorm == ("batchnorm2d" in kinds) == ("groupnorm" not in kinds)
@@ -70,14 +69,14 @@ def test_a_plan_knows_the_parameters_exactly_and_the_memory_nearly(arch: Arch) -
     assert len(find_blocks(net)) == arch.depth, "what activation checkpointing computes again"
     small, large = some_micro(4, size=7), some_micro(8, size=7)
     measured = measure_activation_bytes(
-        net, lambda micro: hex_loss(net(micro.board), micro, Weights()), small, large, device=CpuDevice()
+        net, lambda micro: hex_loss(net(micro.board), micro, LossWeights()), small, large, device=CpuDevice()
     )
     assert workload.activation_bytes == pytest.approx(measured, rel=0.15)
 
 
 def test_presets_leave_what_you_say() -> None:
-    assert Arch.model_validate({"preset": 34}).depth == 16
-    assert Arch.model_validate({"preset": 34, "depth": 3}).depth == 3
+    assert HexArch.model_validate({"preset": 34}).depth == 16
+    assert HexArch.model_validate({"preset": 34, "depth": 3}).depth == 3
 
 
 def test_batchnorm_is_not_cut_and_groupnorm_stays_within_the_memory() -> None:
@@ -85,9 +84,9 @@ def test_batchnorm_is_not_cut_and_groupnorm_stays_within_the_memory() -> None:
     machine = load_machine("h200")
     plans = {}
     for norm in ("group", "batch"):
-        arch = Arch.model_validate({"preset": 18, "norm": norm})
+        arch = HexArch.model_validate({"preset": 18, "norm": norm})
         config = HexConfig(size=13, global_batch_size=8192, arch=arch)
-        plans[norm] = make_plan(machine, describe(config), overrides={"memory_gb": 6.0})
+        plans[norm] = make_plan(machine, describe_hex(config), overrides={"memory_gb": 6.0})
     assert plans["batch"].micro_batch == 8192
     assert plans["batch"].activation_checkpointing == "on"
     assert plans["group"].micro_batch < 8192
@@ -100,7 +99,7 @@ def test_a_net_plays_any_size_never_on_a_stone_and_sees_no_colours(size: int) ->
     draw = np.random.default_rng(size)
     boards = draw.choice(3, (6, size, size), p=(0.5, 0.25, 0.25)).astype(np.int8)
     positions = Positions(boards, np.array([1, 2, 1, 2, 1, 2], dtype=np.int8))
-    said, mirrored = player.analyse(positions), player.analyse(transform(positions, MIRRORED))
+    said, mirrored = player.analyze(positions), player.analyze(transform(positions, MIRRORED))
     assert (said.policy[boards.reshape(6, -1) != 0] == 0).all()
     np.testing.assert_allclose(said.policy.sum(1), 1, rtol=1e-5)
     np.testing.assert_allclose(transform_policy(mirrored.policy, MIRRORED, size=size), said.policy, atol=1e-6)
@@ -109,7 +108,7 @@ def test_a_net_plays_any_size_never_on_a_stone_and_sees_no_colours(size: int) ->
 
 
 def test_a_net_that_says_nan_does_not_play() -> None:
-    net = HexNet(Arch(depth=1, width=8))
+    net = HexNet(HexArch(depth=1, width=8))
     with torch.no_grad():
         net.policy.weight.fill_(float("nan"))
     with pytest.raises(WhetError, match="NaN"):
@@ -128,10 +127,10 @@ def test_two_looks_are_the_same_for_a_board_that_is_turned() -> None:
 def test_decided_positions_teach_the_value_alone_and_a_full_board_is_no_nan() -> None:
     net, micro = a_net(), some_micro(12)
     decided = MicroBatch(fields={**micro.fields, "move": torch.full((12,), -1)}, ids=micro.ids)
-    hex_loss(net(decided.board), decided, Weights()).backward()
+    hex_loss(net(decided.board), decided, LossWeights()).backward()
     assert net.policy.weight.grad.abs().max() == 0
     assert net.value_out.weight.grad.abs().max() > 0
-    hex_loss(net(micro.board), micro, Weights()).backward()
+    hex_loss(net(micro.board), micro, LossWeights()).backward()
     assert net.policy.weight.grad.abs().max() > 0
     assert all(bool(p.grad.isfinite().all()) for p in net.parameters())
 
@@ -141,10 +140,10 @@ def test_each_weight_moves_its_own_part() -> None:
     net, micro = a_net(), some_micro(12)
     said = net(micro.board)
     parts = [
-        hex_loss(said, micro, Weights(policy=p, value=v, uncertainty=u))
+        hex_loss(said, micro, LossWeights(policy=p, value=v, uncertainty=u))
         for p, v, u in ((1, 0, 0), (0, 1, 0), (0, 0, 1))
     ]
-    whole = hex_loss(said, micro, Weights(policy=2.0, value=3.0, uncertainty=0.5))
+    whole = hex_loss(said, micro, LossWeights(policy=2.0, value=3.0, uncertainty=0.5))
     torch.testing.assert_close(parts[0], policy_losses(said, micro).mean())
     torch.testing.assert_close(parts[1], value_losses(said, micro).mean())
     torch.testing.assert_close(whole, 2 * parts[0] + 3 * parts[1] + 0.5 * parts[2])
@@ -158,7 +157,7 @@ def test_shares_of_a_search_with_all_on_one_move_are_that_move() -> None:
     shares = torch.nn.functional.one_hot(micro.move.clamp(min=0), 25) * has_move[:, None]
     searched = MicroBatch(fields={**micro.fields, "shares": shares.float()}, ids=micro.ids)
     said = net(micro.board)
-    torch.testing.assert_close(hex_loss(said, searched, Weights()), hex_loss(said, micro, Weights()))
+    torch.testing.assert_close(hex_loss(said, searched, LossWeights()), hex_loss(said, micro, LossWeights()))
 
 
 def test_half_turns_are_the_same_positions_turned() -> None:
@@ -177,7 +176,7 @@ def test_columns_are_what_the_mover_sees() -> None:
     board = np.zeros((1, 3, 3), dtype=np.int8)
     board[0, 0, 2], board[0, 0, 1] = 2, 1
     given = samples(board, np.array([2], dtype=np.int8), np.array([5]), np.array([1]))
-    made = columns(given)
+    made = to_columns(given)
     assert made["board"][0].tolist() == [[0, 0, 0], [2, 0, 0], [1, 0, 0]]
     assert made["board"][0].tolist() == mover_view(given.positions)[0].boards[0].tolist()
     assert (int(made["move"][0]), float(made["win"][0])) == (7, 1.0)
@@ -186,7 +185,7 @@ def test_columns_are_what_the_mover_sees() -> None:
 def test_a_net_is_shown_stones_and_edges_of_the_mover_first() -> None:
     """The mover's stones, the other's; rows at the mover's edges, columns at the other's."""
     board = torch.tensor([[[1, 0, 0], [0, 0, 2], [0, 0, 0]]], dtype=torch.int8)
-    own, others, rows, lines = planes(board, like=torch.zeros(1))[0].tolist()
+    own, others, rows, lines = encode_boards(board, like=torch.zeros(1))[0].tolist()
     assert own == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert others == [[0, 0, 0], [0, 0, 1], [0, 0, 0]]
     assert rows == [[1, 1, 1], [0, 0, 0], [1, 1, 1]]
@@ -203,7 +202,7 @@ def test_metrics_are_what_their_names_say() -> None:
 
 
 def test_a_net_that_says_the_same_everywhere_has_found_nothing() -> None:
-    net = HexNet(Arch(depth=1, width=8))
+    net = HexNet(HexArch(depth=1, width=8))
     torch.nn.init.zeros_(net.policy.weight)
     with torch.no_grad():
-        assert judge(net, iter([some_micro(20)]))["policy_top1"] == 0
+        assert evaluate(net, iter([some_micro(20)]))["policy_top1"] == 0

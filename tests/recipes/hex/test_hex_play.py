@@ -10,15 +10,14 @@ import pytest
 
 from web_client import Served, serving
 from whet.cli.main import run
-from whet.hex.board import EMPTY, RED, SWAP, parse_cell
-from whet.hex.game import replay
-from whet.hex.known import KNOWN
-from whet.hex.play.talk import Talk
-from whet.hex.play.view import look
-from whet.hex.player import Analysis, best_moves
-from whet.hex.rules import Positions, legal
+from whet.recipes.hex.game.board import EMPTY, RED, SWAP, parse_cell
+from whet.recipes.hex.game.game import replay
+from whet.recipes.hex.game.players import NETLESS_PLAYERS, Analysis, best_moves
+from whet.recipes.hex.game.rules import Positions, legal
+from whet.recipes.hex.play.terminal import TerminalGame
+from whet.recipes.hex.play.view import view_game
 
-PLAYER = KNOWN["two-distance"]
+PLAYER = NETLESS_PLAYERS["two-distance"]
 
 
 def cell(name: str, size: int = 5) -> int:
@@ -30,7 +29,7 @@ class Sure:
 
     name = "sure"
 
-    def analyse(self, positions: Positions) -> Analysis:
+    def analyze(self, positions: Positions) -> Analysis:
         first = legal(positions.boards).argmax(axis=1)
         own = (positions.boards == positions.movers[:, None, None]).sum(axis=(1, 2))
         other = (positions.boards != EMPTY).sum(axis=(1, 2)) - own
@@ -40,49 +39,49 @@ class Sure:
 
 def test_a_view_shows_the_game() -> None:
     moves = [cell("c3"), SWAP, cell("b2")]
-    view = look(PLAYER, moves, size=5)
+    view = view_game(PLAYER, moves, size=5)
     assert view.moves == ("c3", "swap", "b2")
     assert (view.mover, view.winner, view.may_swap, view.last) == ("red", None, False, cell("b2"))
     assert view.cells[cell("c3")] == RED
     assert view.record.endswith("#5c1,c3:sb2")
     shares = [one.share for one in view.suggestions]
     assert shares == sorted(shares, reverse=True)
-    analysis = PLAYER.analyse(replay(moves, size=5).position)
+    analysis = PLAYER.analyze(replay(moves, size=5).position)
     assert view.suggestions[0].cell == best_moves(analysis.policy)[0]
     assert view.blue_wins == pytest.approx(1 - float(analysis.value[0]))
-    assert look(PLAYER, moves[:2], size=5).last == cell("c3")
+    assert view_game(PLAYER, moves[:2], size=5).last == cell("c3")
 
 
 def test_a_view_shows_the_chain_that_won() -> None:
     blue = ["c1", "c2", "b3", "e1", "b4", "b5"]
     red = ["a1", "a2", "e4", "e2", "e3"]
     moves = [cell(blue[i // 2] if i % 2 == 0 else red[i // 2]) for i in range(11)]
-    view = look(PLAYER, moves, size=5)
+    view = view_game(PLAYER, moves, size=5)
     assert (view.winner, view.blue_wins, view.reply, view.suggestions) == ("blue", 1.0, None, ())
     assert set(view.chain) == {cell(name) for name in blue} - {cell("e1")}
     mirrored = [m % 5 * 5 + m // 5 for m in moves]
-    other = look(PLAYER, [cell("e5"), *mirrored], size=5)
+    other = view_game(PLAYER, [cell("e5"), *mirrored], size=5)
     assert other.winner == "red"
     assert set(other.chain) == {m % 5 * 5 + m // 5 for m in view.chain}
 
 
 def test_the_player_swaps_when_that_is_the_better_side() -> None:
-    assert look(Sure(), [0], size=5).reply == "swap"  # After it red has the stone.
-    assert look(Sure(), [0, 1], size=5).reply == "c1"
-    assert look(PLAYER, [cell("c3")], size=5).reply == "swap"
-    assert look(PLAYER, [cell("a1")], size=5).reply != "swap"
+    assert view_game(Sure(), [0], size=5).reply == "swap"  # After it red has the stone.
+    assert view_game(Sure(), [0, 1], size=5).reply == "c1"
+    assert view_game(PLAYER, [cell("c3")], size=5).reply == "swap"
+    assert view_game(PLAYER, [cell("a1")], size=5).reply != "swap"
 
 
 def test_first_moves_vary_with_the_seed_alone() -> None:
-    first = [look(PLAYER, [], size=7, seed=seed).reply for seed in range(30)]
-    assert first == [look(PLAYER, [], size=7, seed=seed).reply for seed in range(30)]
+    first = [view_game(PLAYER, [], size=7, seed=seed).reply for seed in range(30)]
+    assert first == [view_game(PLAYER, [], size=7, seed=seed).reply for seed in range(30)]
     assert len(set(first)) > 3
     moves = [cell(name, 7) for name in ("d4", "c4", "e2", "b6")]
-    assert len({look(PLAYER, moves, size=7, seed=seed).reply for seed in range(5)}) == 1
+    assert len({view_game(PLAYER, moves, size=7, seed=seed).reply for seed in range(5)}) == 1
 
 
 def test_a_whole_game_in_words() -> None:
-    talk = Talk(Sure(), 3)
+    talk = TerminalGame(Sure(), 3)
     assert "you are blue" in talk.begin()[0]
     assert talk.say("") == []
     assert talk.say("b2")[0] == "sure: swap"
@@ -109,7 +108,7 @@ def test_a_whole_game_in_words() -> None:
 
 
 def test_the_board_is_drawn_with_the_last_stone_marked() -> None:
-    talk = Talk(PLAYER, 11, RED)
+    talk = TerminalGame(PLAYER, 11, RED)
     drawn = [line for line in talk.begin() if line.lstrip()[:1].isdigit()]
     assert len(drawn) == 11
     assert drawn[9].index("R") == drawn[8].index("R") + 1 == drawn[7].index("R") + 2
@@ -170,7 +169,7 @@ def test_the_server_answers_with_views(served: Served) -> None:
         "colour": "blue",
     }
     told = served.ask("/api/game?size=5&moves=c3,swap,b2&seed=3").json()
-    assert told == json.loads(look(PLAYER, [cell("c3"), SWAP, cell("b2")], size=5, seed=3).model_dump_json())
+    assert told == json.loads(view_game(PLAYER, [cell("c3"), SWAP, cell("b2")], size=5, seed=3).model_dump_json())
     for query, said in (
         ("", "size is a number"),
         ("size=2", "does not play"),

@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 
 from hex_boards import random_boards
-from whet.hex.board import BLUE, EMPTY, NEIGHBOURS, NO_MOVE, RED, SWAP
-from whet.hex.connecting import winners
-from whet.hex.distance import edge_distances, far
-from whet.hex.game import replay
-from whet.hex.games import Games, as_moves, judge, unroll
-from whet.hex.player import RandomPlayer, best_moves, draw_moves
-from whet.hex.rules import Positions, legal, play, start
-from whet.hex.self_play import Noise, play_games
-from whet.hex.symmetry import SYMMETRIES, transform, transform_policy
-from whet.hex.two_distance import TwoDistancePlayer
+from whet.recipes.hex.game.board import BLUE, EMPTY, NEIGHBORS, NO_MOVE, RED, SWAP
+from whet.recipes.hex.game.distance import edge_distances, unreachable
+from whet.recipes.hex.game.game import replay
+from whet.recipes.hex.game.games import Games, Noise, as_moves, judge_games, play_games, unroll
+from whet.recipes.hex.game.players import RandomPlayer, TwoDistancePlayer, best_moves, draw_moves
+from whet.recipes.hex.game.rules import Positions, legal, play, start, winners
+from whet.recipes.hex.game.symmetry import SYMMETRIES, transform, transform_policy
 
 
 def slow_distance(board: np.ndarray) -> list[list[int]]:
@@ -24,7 +21,7 @@ def slow_distance(board: np.ndarray) -> list[list[int]]:
     inside = {(row, column) for row in range(size) for column in range(size)}
 
     def beside(place):
-        return {(place[0] + down, place[1] + right) for down, right in NEIGHBOURS} & inside
+        return {(place[0] + down, place[1] + right) for down, right in NEIGHBORS} & inside
 
     def reachable(place):
         """Empty cells next to it, and whether the edge is, over chains of blue stones."""
@@ -38,7 +35,7 @@ def slow_distance(board: np.ndarray) -> list[list[int]]:
         return {near for near in seen if board[near] == EMPTY and near != place}, is_at_edge
 
     around = {place: reachable(place) for place in inside if board[place] == EMPTY}
-    distance = {place: 1 if is_at_edge else far(size) for place, (_, is_at_edge) in around.items()}
+    distance = {place: 1 if is_at_edge else unreachable(size) for place, (_, is_at_edge) in around.items()}
     while True:
         improved = dict(distance)
         for place, (near, _) in around.items():
@@ -46,7 +43,7 @@ def slow_distance(board: np.ndarray) -> list[list[int]]:
             if len(nearest) > 1:
                 improved[place] = min(distance[place], 1 + nearest[1])
         if improved == distance:
-            return [[distance.get((row, column), far(size)) for column in range(size)] for row in range(size)]
+            return [[distance.get((row, column), unreachable(size)) for column in range(size)] for row in range(size)]
         distance = improved
 
 
@@ -68,12 +65,12 @@ def test_players_think_the_same_of_the_same_position_seen_otherwise() -> None:
     boards = boards[(winners(boards) == EMPTY) & (boards == EMPTY).any(axis=(1, 2))]
     positions = Positions(boards, np.random.default_rng(0).integers(1, 3, len(boards)).astype(np.int8))
     for player in (RandomPlayer(), TwoDistancePlayer()):
-        seen = player.analyse(positions)
+        seen = player.analyze(positions)
         assert (seen.policy[~legal(boards)] == 0).all()
         assert np.allclose(seen.policy.sum(axis=1), 1)
         assert ((seen.value >= 0) & (seen.value <= 1)).all()
         for symmetry in SYMMETRIES:
-            other = player.analyse(transform(positions, symmetry))
+            other = player.analyze(transform(positions, symmetry))
             assert np.allclose(other.policy, transform_policy(seen.policy, symmetry, size=7), atol=1e-6)
             assert np.allclose(other.value, seen.value, atol=1e-6)
 
@@ -84,12 +81,12 @@ def test_two_distance_wins_and_defends_when_it_can() -> None:
     board[2, 3:] = board[1, :2] = RED
     as_blue, as_red = (Positions(board[None], np.array([mover], dtype=np.int8)) for mover in (BLUE, RED))
     player = TwoDistancePlayer()
-    won = play(as_blue, best_moves(player.analyse(as_blue).policy))
+    won = play(as_blue, best_moves(player.analyze(as_blue).policy))
     assert winners(won.boards).tolist() == [BLUE]
-    assert player.analyse(as_blue).value[0] == 1
+    assert player.analyze(as_blue).value[0] == 1
     # Two ways down are left: red is lost, and plays one of them all the same.
-    assert player.analyse(as_red).value[0] == 0
-    assert best_moves(player.analyse(as_red).policy)[0] in (4 * 5 + 1, 4 * 5 + 2)
+    assert player.analyze(as_red).value[0] == 0
+    assert best_moves(player.analyze(as_red).policy)[0] in (4 * 5 + 1, 4 * 5 + 2)
 
 
 def test_two_distance_beats_random() -> None:
@@ -98,7 +95,7 @@ def test_two_distance_beats_random() -> None:
     for first, second in itertools.permutations(players):
         positions, num_won = start(100, size=5), {player.name: 0 for player in players}
         for mover in itertools.cycle((first, second)):
-            positions = play(positions, draw_moves(mover.analyse(positions).policy, generator))
+            positions = play(positions, draw_moves(mover.analyze(positions).policy, generator))
             is_won = winners(positions.boards) != EMPTY
             num_won[mover.name] += int(is_won.sum())
             positions = positions.take(~is_won)
@@ -111,7 +108,7 @@ def test_self_play_is_the_same_for_the_same_seed() -> None:
     made = [play_games(TwoDistancePlayer(), size=5, count=300, seed=seed) for seed in (1, 1, 2)]
     assert (made[0].moves == made[1].moves).all()
     assert (made[0].moves != made[2].moves).any()
-    verdict = judge(made[0].moves, size=5)
+    verdict = judge_games(made[0].moves, size=5)
     assert verdict.is_legal.all()
     assert (verdict.winners == made[0].winners).all()
     assert (made[0].winners != EMPTY).all()
@@ -155,7 +152,7 @@ def test_unrolled_games_are_those_played_move_by_move(size: int) -> None:
 
 def test_games_against_the_rules_are_found() -> None:
     lists = [[0, 1, 2], [0, 1, 0], [0, 1, 2, 3], [0, 4], [SWAP, 1], [0, SWAP, 1], [1, SWAP, 2], [0, 1, SWAP], []]
-    verdict = judge(as_moves(lists), size=2)
+    verdict = judge_games(as_moves(lists), size=2)
     assert verdict.is_legal.tolist() == [True, False, False, False, False, True, False, False, True]
     assert verdict.winners.tolist()[:1] == [BLUE]
     for moves, is_legal, winner in zip(lists, verdict.is_legal, verdict.winners, strict=True):

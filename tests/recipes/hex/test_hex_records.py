@@ -12,19 +12,16 @@ import pytest
 from paths import Run
 from whet.base.errors import UsageError, WhetError
 from whet.cli.main import run
-from whet.hex.board import BLUE, EMPTY, NO_MOVE, RED, SWAP, cell_name, parse_cell
-from whet.hex.connecting import winners
-from whet.hex.game import replay
-from whet.hex.games import unroll
-from whet.hex.player import RandomPlayer
-from whet.hex.positions.importing import ImportWishes, import_records
-from whet.hex.positions.packing import pack_boards, unpack_boards
-from whet.hex.positions.position_set import PositionSet, symmetries_of
-from whet.hex.records.notation import read_game, write_game
-from whet.hex.records.reading import Ledger, open_source
-from whet.hex.rules import legal
-from whet.hex.self_play import play_games
-from whet.hex.symmetry import MIRRORED, transform
+from whet.recipes.hex.game.board import BLUE, EMPTY, NO_MOVE, RED, SWAP, cell_name, parse_cell
+from whet.recipes.hex.game.game import replay
+from whet.recipes.hex.game.games import play_games, unroll
+from whet.recipes.hex.game.notation import read_game, write_game
+from whet.recipes.hex.game.players import RandomPlayer
+from whet.recipes.hex.game.positions import PositionSet, pack_boards, symmetries_of, unpack_boards
+from whet.recipes.hex.game.record_import import ImportOptions, import_records
+from whet.recipes.hex.game.records import RejectedGames, open_records
+from whet.recipes.hex.game.rules import legal, winners
+from whet.recipes.hex.game.symmetry import MIRRORED, transform
 
 GAMES = Path(os.environ.get("WHET_TEST_DATA", "/nowhere")) / "hex-neurohex-13x13" / "raw_games.dat"
 
@@ -106,10 +103,10 @@ def test_both_orientations_are_recognised(tmp_path: Path, mirrored: bool) -> Non
     path = tmp_path / "games.txt"
     lines = "\r\n".join(written(moves, size=5, mirrored=mirrored) for moves in games)
     path.write_bytes(b"\xef\xbb\xbf" + lines.encode())  # As some editors write it.
-    source = open_source(path)
+    source = open_records(path)
     assert source.orientation.is_mirrored == mirrored
     assert source.orientation.num_complete == 200 > source.orientation.num_complete_otherwise
-    ledger = Ledger()
+    ledger = RejectedGames()
     (found,) = source.games(ledger)
     assert [found.move_list(number) for number in range(200)] == games
     assert ledger.total == 0
@@ -158,7 +155,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[int, ...]
         "\n".join("#4," + written(moves).replace(" ", "") for moves in [*games, *games[:30], *turned])
     )
     manifest = import_records(
-        folder / "games.trmph", into=folder / "set", overrides=ImportWishes(dev_share=0.2, seed=3)
+        folder / "games.trmph", into=folder / "set", overrides=ImportOptions(dev_share=0.2, seed=3)
     )
     assert manifest.repeated >= 80
     return games, PositionSet(folder / "set")
@@ -206,10 +203,10 @@ def test_no_game_is_in_two_parts(kept) -> None:
 def test_the_same_records_give_the_same_bytes_and_another_seed_other_parts(kept, tmp_path: Path) -> None:
     _, positions = kept
     source = positions.folder.parent / "games.trmph"
-    again = import_records(source, into=tmp_path / "again", overrides=ImportWishes(dev_share=0.2, seed=3))
+    again = import_records(source, into=tmp_path / "again", overrides=ImportOptions(dev_share=0.2, seed=3))
     assert again == positions.manifest
     assert PositionSet(tmp_path / "again").fingerprint == positions.fingerprint
-    other = import_records(source, into=tmp_path / "other", overrides=ImportWishes(dev_share=0.2, seed=4))
+    other = import_records(source, into=tmp_path / "other", overrides=ImportOptions(dev_share=0.2, seed=4))
     assert other.files["positions.bin"] == again.files["positions.bin"]
     assert other.files["games.bin"] != again.files["games.bin"]
 
@@ -306,7 +303,7 @@ def independent_winner(line: str) -> int:
 
 @pytest.mark.skipif(not GAMES.exists(), reason="WHET_TEST_DATA has no Hex games")
 def test_winners_of_recorded_games_agree_with_an_independent_replay(report_count) -> None:
-    source, ledger = open_source(GAMES), Ledger()
+    source, ledger = open_records(GAMES), RejectedGames()
     assert (source.size, source.orientation.is_mirrored) == (13, False)
     found = np.concatenate([games.winners for games in source.games(ledger)]).tolist()
     expected = [independent_winner(line) for line in GAMES.read_text().splitlines()]

@@ -5,12 +5,11 @@ import pytest
 
 from hex_boards import random_boards
 from whet.base.errors import UsageError
-from whet.hex.board import BLUE, EMPTY, RED, SWAP, cell_name, parse_cell
-from whet.hex.connecting import winners
-from whet.hex.game import replay
-from whet.hex.player import RandomPlayer, draw_moves
-from whet.hex.rules import Positions, legal, may_swap, play, start, swap
-from whet.hex.symmetry import (
+from whet.recipes.hex.game.board import BLUE, EMPTY, RED, SWAP, cell_name, parse_cell
+from whet.recipes.hex.game.game import replay
+from whet.recipes.hex.game.players import RandomPlayer, draw_moves
+from whet.recipes.hex.game.rules import Positions, legal, may_swap, play, start, swap, winners
+from whet.recipes.hex.game.symmetry import (
     MIRRORED,
     SYMMETRIES,
     mover_view,
@@ -97,7 +96,7 @@ def test_random_games_agree_with_union_find() -> None:
         positions = start(8, size=size)
         games = [replay((), size=size)] * 8
         while len(positions):
-            moves = draw_moves(RandomPlayer().analyse(positions).policy, generator)
+            moves = draw_moves(RandomPlayer().analyze(positions).policy, generator)
             positions = play(positions, moves)
             games = [game.after(int(move)) for game, move in zip(games, moves, strict=True)]
             won = winners(positions.boards)

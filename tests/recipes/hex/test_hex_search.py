@@ -7,20 +7,15 @@ import numpy as np
 import pytest
 
 from whet.base.errors import UsageError
-from whet.hex.board import BLUE, RED, Boards
-from whet.hex.player import Analysis, RandomPlayer
-from whet.hex.rules import Positions
-from whet.hex.two_distance import potentials
-from whet.recipes.hex.arena.match import play_match
-from whet.recipes.hex.arena.openings import NUM_STONES, draw_openings
-from whet.recipes.hex.arena.rating import elo, rate, wilson
-from whet.recipes.hex.search.mcts import Search, add_noise, search_moves
-from whet.recipes.hex.search.tree import Trees
-from whet.recipes.hex.views import as_positions, has_won
+from whet.recipes.hex.arena import NUM_STONES, draw_openings, elo, play_match, rate, wilson
+from whet.recipes.hex.game.board import BLUE, RED, Boards
+from whet.recipes.hex.game.players import Analysis, RandomPlayer, potentials
+from whet.recipes.hex.game.rules import Positions, as_positions, mover_has_won
+from whet.recipes.hex.search import SearchOptions, Trees, add_noise, search_moves
 
 
 def knows_nothing(boards: Boards) -> tuple[np.ndarray, np.ndarray]:
-    share = RandomPlayer().analyse(as_positions(boards)).policy
+    share = RandomPlayer().analyze(as_positions(boards)).policy
     return share, np.full(len(boards), 0.5, dtype=np.float32)
 
 
@@ -38,13 +33,13 @@ def board(*rows: str) -> Boards:
 
 def test_a_win_in_one_is_taken_and_a_loss_in_one_is_stopped() -> None:
     wins = board("x..", "x..", "...")
-    found = search_moves(wins, knows_nothing, Search(simulations=64))
-    assert has_won(_with(wins, int(found.best[0])))[0]
+    found = search_moves(wins, knows_nothing, SearchOptions(simulations=64))
+    assert mover_has_won(_with(wins, int(found.best[0])))[0]
     assert found.win[0] > 0.8
     # The other joins left and right next; only one cell stops it.
     loses = board(".....", ".x...", "oooo.", ".....", "..x..")
     loses[0, 1, 4], loses[0, 3, 4] = BLUE, BLUE
-    assert search_moves(loses, knows_nothing, Search(simulations=1000)).best[0] == 2 * 5 + 4
+    assert search_moves(loses, knows_nothing, SearchOptions(simulations=1000)).best[0] == 2 * 5 + 4
 
 
 def _with(boards: Boards, move: int) -> Boards:
@@ -58,15 +53,15 @@ def test_a_long_search_finds_that_the_middle_wins_3x3() -> None:
     middle = np.zeros((8, 3, 3), dtype=np.int8)
     middle[:, 1, 1] = BLUE
     middle.reshape(8, -1)[np.arange(8), [0, 1, 2, 3, 5, 6, 7, 8]] = RED
-    assert (search_moves(middle, knows_nothing, Search(simulations=600)).win > 0.8).all()
+    assert (search_moves(middle, knows_nothing, SearchOptions(simulations=600)).win > 0.8).all()
     against = np.zeros((1, 3, 3), dtype=np.int8)
     against[:, 1, 1] = RED
-    assert search_moves(against, knows_nothing, Search(simulations=1500)).win[0] < 0.35
+    assert search_moves(against, knows_nothing, SearchOptions(simulations=1500)).win[0] < 0.35
 
 
 def test_visits_are_simulations_and_never_on_a_stone() -> None:
     boards = draw_openings(9, size=4, num_stones=3, seed=1)
-    found = search_moves(boards, knows_nothing, Search(simulations=40))
+    found = search_moves(boards, knows_nothing, SearchOptions(simulations=40))
     assert (found.visits.sum(1) == 40).all()
     assert (found.visits[boards.reshape(9, -1) != 0] == 0).all()
     np.testing.assert_allclose(found.shares.sum(1), 1, rtol=1e-6)
@@ -74,7 +69,7 @@ def test_visits_are_simulations_and_never_on_a_stone() -> None:
 
 def test_a_search_is_the_same_in_any_company_and_again() -> None:
     boards = draw_openings(7, size=5, num_stones=4, seed=2)
-    how = Search(simulations=50)
+    how = SearchOptions(simulations=50)
     together = search_moves(boards, has_opinions, how)
     for row in (0, 3, 6):
         alone = search_moves(boards[row : row + 1], has_opinions, how)
@@ -84,7 +79,7 @@ def test_a_search_is_the_same_in_any_company_and_again() -> None:
 
 def test_noise_is_drawn_by_its_seed_and_spreads_the_looks() -> None:
     boards = np.zeros((2, 5, 5), dtype=np.int8)
-    how = Search(simulations=30, noise_share=0.5)
+    how = SearchOptions(simulations=30, noise_share=0.5)
     first, again, other = (
         search_moves(boards, has_opinions, how, draw=np.random.default_rng(seed)).visits for seed in (1, 1, 2)
     )
@@ -95,7 +90,7 @@ def test_noise_is_drawn_by_its_seed_and_spreads_the_looks() -> None:
 def test_noise_is_for_legal_moves_only() -> None:
     boards = draw_openings(3, size=4, num_stones=5, seed=0)
     trees = Trees(boards, num_nodes=1)
-    add_noise(trees, Search(noise_share=1.0), np.random.default_rng(0))
+    add_noise(trees, SearchOptions(noise_share=1.0), np.random.default_rng(0))
     np.testing.assert_allclose(trees.priors[:, 0].sum(1), 1, rtol=1e-5)
     assert (trees.priors[:, 0][boards.reshape(3, -1) != 0] == 0).all()
 
@@ -103,7 +98,7 @@ def test_noise_is_for_legal_moves_only() -> None:
 class FirstFree:
     """Takes the first free cell: the same every time."""
 
-    def analyse(self, positions: Positions) -> Analysis:
+    def analyze(self, positions: Positions) -> Analysis:
         policy = np.zeros((len(positions), positions.size**2), dtype=np.float32)
         policy[np.arange(len(positions)), (positions.boards.reshape(len(positions), -1) == 0).argmax(1)] = 1
         return Analysis(policy, np.full(len(positions), 0.5, dtype=np.float32))
@@ -116,9 +111,9 @@ def test_a_player_who_meets_itself_wins_one_game_of_each_opening() -> None:
 
 def test_a_match_is_won_by_the_better_and_is_the_same_again() -> None:
     class Searcher:
-        def analyse(self, positions: Positions) -> Analysis:
+        def analyze(self, positions: Positions) -> Analysis:
             assert (positions.movers == BLUE).all()
-            found = search_moves(positions.boards, knows_nothing, Search(simulations=60))
+            found = search_moves(positions.boards, knows_nothing, SearchOptions(simulations=60))
             return Analysis(found.shares, found.win)
 
     openings = draw_openings(10, size=4, num_stones=2, seed=0)
@@ -131,7 +126,7 @@ def test_a_match_is_won_by_the_better_and_is_the_same_again() -> None:
 def test_openings_are_all_different_undecided_and_refused_where_there_are_too_few() -> None:
     openings = draw_openings(300, size=5, num_stones=2, seed=0)
     assert len({made.tobytes() for made in openings}) == 300
-    assert not has_won(openings).any()
+    assert not mover_has_won(openings).any()
     assert (openings == BLUE).sum() == (openings == RED).sum() == 300
     with pytest.raises(UsageError, match="not so many openings"):
         draw_openings(30, size=5, num_stones=1, seed=0)
@@ -148,7 +143,7 @@ def test_in_even_openings_the_mover_is_one_move_behind_and_in_random_ones_mostly
     for kind, num_stones in NUM_STONES.items():
         openings = draw_openings(60, size=size, num_stones=num_stones, seed=1, kind=kind)
         assert len({made.tobytes() for made in openings}) == 60
-        assert not has_won(openings).any()
+        assert not mover_has_won(openings).any()
         assert ((openings != 0).sum((1, 2)) == num_stones).all()
         own, others = potentials(as_positions(openings))
         is_even[kind] = own.min(1) - others.min(1) == 1

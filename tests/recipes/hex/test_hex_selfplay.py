@@ -19,16 +19,15 @@ from paths import ROOT
 from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
 from whet.cli.main import run
-from whet.hex.board import BLUE
-from whet.hex.play.routes import Routes
-from whet.recipes.hex import players
-from whet.recipes.hex.arena.openings import draw_openings
-from whet.recipes.hex.players import SearchPlayer
-from whet.recipes.hex.search.mcts import Found, Search, search_moves
-from whet.recipes.hex.search.tree import Trees, tree_bytes
-from whet.recipes.hex.selfplay.playing import Played, play_itself, read_played, write_played
-from whet.recipes.hex.selfplay.state import champion_run, open_state, read_state, run_path
-from whet.recipes.hex.views import has_won, passed_on
+from whet.recipes.hex import net_players
+from whet.recipes.hex.arena import draw_openings
+from whet.recipes.hex.game.board import BLUE
+from whet.recipes.hex.game.rules import flip_perspective, mover_has_won
+from whet.recipes.hex.net_players import SearchPlayer
+from whet.recipes.hex.play.server import PlayRoutes
+from whet.recipes.hex.search import SearchOptions, Trees, TreeSearchResult, search_moves, tree_bytes
+from whet.recipes.hex.self_play import SelfPlayGames, play_self_games, read_self_games, write_self_games
+from whet.recipes.hex.self_play_state import champion_run, open_state, read_state, run_path
 from whet.run.folder import open_run
 from whet.training.supervisor import prepare_restart
 
@@ -49,23 +48,23 @@ class Even:
 
 
 @pytest.fixture(scope="module")
-def played() -> Played:
-    player = SearchPlayer(Even(), Search(simulations=12, noise_share=0.25))  # type: ignore[arg-type]
-    return play_itself(player, size=4, num_games=41, free_moves=3, seed=4)
+def played() -> SelfPlayGames:
+    player = SearchPlayer(Even(), SearchOptions(simulations=12, noise_share=0.25))  # type: ignore[arg-type]
+    return play_self_games(player, size=4, num_games=41, free_moves=3, seed=4)
 
 
-def test_games_are_whole_and_their_results_right(played: Played) -> None:
+def test_games_are_whole_and_their_results_right(played: SelfPlayGames) -> None:
     """Positions of a game follow each other by one stone; the loser is to move at the end, and results alternate."""
     assert set(played.games) == set(range(41))
     for game in range(41):
         rows = np.flatnonzero(played.games == game)
         boards, wins = played.boards[rows], played.wins[rows]
         for before, after in pairwise(boards):
-            seen = passed_on(after[None])[0]
+            seen = flip_perspective(after[None])[0]
             assert (seen != before).sum() == 1
             assert seen[seen != before] == BLUE
-        assert has_won(passed_on(boards[-1:]))[0]
-        assert not has_won(passed_on(boards[:-1])).any()
+        assert mover_has_won(flip_perspective(boards[-1:]))[0]
+        assert not mover_has_won(flip_perspective(boards[:-1])).any()
         assert wins[-1] == 0
         assert (wins[:-1] != wins[1:]).all()
         assert played.shares[rows[-1]].sum() == 0
@@ -73,17 +72,17 @@ def test_games_are_whole_and_their_results_right(played: Played) -> None:
 
 
 def test_trees_that_take_turns_for_want_of_memory_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    player = SearchPlayer(Even(), Search(simulations=12, noise_share=0.25))  # type: ignore[arg-type]
+    player = SearchPlayer(Even(), SearchOptions(simulations=12, noise_share=0.25))  # type: ignore[arg-type]
     boards = draw_openings(7, size=4, num_stones=2, seed=0)
     together = player.search(boards, draw=np.random.default_rng(3))
     sizes: list[int] = []
 
-    def search(boards: np.ndarray, *given: Any, **draw: Any) -> Found:
+    def search(boards: np.ndarray, *given: Any, **draw: Any) -> TreeSearchResult:
         sizes.append(len(boards))
         return search_moves(boards, *given, **draw)
 
-    monkeypatch.setattr(players, "search_moves", search)
-    monkeypatch.setattr(players, "_TREE_BYTES", 2 * tree_bytes(4, num_nodes=13))
+    monkeypatch.setattr(net_players, "search_moves", search)
+    monkeypatch.setattr(net_players, "_TREE_BYTES", 2 * tree_bytes(4, num_nodes=13))
     in_turns = player.search(boards, draw=np.random.default_rng(3))
     assert sizes == [2, 2, 2, 1]
     assert (in_turns.visits == together.visits).all()
@@ -103,24 +102,24 @@ def test_a_page_that_is_closed_ends_the_search_that_is_under_way() -> None:
                 routes.close()
             return super().judge(boards)
 
-    player = SearchPlayer(Asked(), Search(simulations=10_000))  # type: ignore[arg-type]
-    routes = Routes(player, sizes=(4,), size=4, colour="blue")
+    player = SearchPlayer(Asked(), SearchOptions(simulations=10_000))  # type: ignore[arg-type]
+    routes = PlayRoutes(player, sizes=(4,), size=4, colour="blue")
     with pytest.raises(WhetError, match="stopped"):
         player.search(np.zeros((1, 4, 4), dtype=np.int8))
     assert len(calls) == 3
 
 
-def test_moves_are_never_on_a_stone_and_there_is_none_at_the_end(played: Played) -> None:
+def test_moves_are_never_on_a_stone_and_there_is_none_at_the_end(played: SelfPlayGames) -> None:
     is_over = played.shares.sum(1) == 0
     assert (played.moves[is_over] == -1).all()
     taken = played.boards.reshape(len(played), -1)[np.arange(len(played)), played.moves]
     assert (taken[~is_over] == 0).all()
 
 
-def test_what_was_played_is_kept_whole_or_not_read(played: Played, tmp_path: Path) -> None:
+def test_what_was_played_is_kept_whole_or_not_read(played: SelfPlayGames, tmp_path: Path) -> None:
     path = tmp_path / "games.npz"
-    write_played(path, played)
-    found = read_played(path)
+    write_self_games(path, played)
+    found = read_self_games(path)
     assert found is not None
     assert (found.shares == played.shares).all()
     whole = path.read_bytes()
@@ -128,11 +127,11 @@ def test_what_was_played_is_kept_whole_or_not_read(played: Played, tmp_path: Pat
     changed[len(whole) // 2] ^= 1
     for damaged in (whole[:-100], bytes(changed), b""):
         path.write_bytes(damaged)
-        assert read_played(path) is None
+        assert read_self_games(path) is None
     arrays = {name: getattr(played, name) for name in ("boards", "shares", "wins", "games")}
     np.savez(path, **arrays, sha256=np.array("of something else"))
-    assert read_played(path) is None
-    assert read_played(tmp_path / "absent.npz") is None
+    assert read_self_games(path) is None
+    assert read_self_games(tmp_path / "absent.npz") is None
 
 
 def command(folder: Path) -> list[str]:
@@ -182,7 +181,7 @@ def test_a_kill_or_ctrl_c_while_it_plays_is_followed_by_more_of_the_same(
     (tmp_path / "loop.toml").write_text("[loop]\ngenerations = 3\n")
     told: list[Path | None] = []
     monkeypatch.setattr("whet.training.supervisor.report_to_parent", lambda run, *, step=0: told.append(run))
-    monkeypatch.setattr("whet.recipes.hex.selfplay.improving.Improvement.run", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("whet.recipes.hex.self_play.SelfPlay.run", mock.Mock(side_effect=KeyboardInterrupt))
     folder, file = tmp_path / "better", tmp_path / "loop.toml"
     with mock.patch.dict(os.environ):
         assert run([*command(folder)[:-1], "--config", str(file)]) == 130

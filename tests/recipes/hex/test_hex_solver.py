@@ -4,13 +4,11 @@ import numpy as np
 import pytest
 
 from whet.base.errors import UsageError
-from whet.hex.board import BLUE, EMPTY, RED
-from whet.hex.connecting import winners
-from whet.hex.player import best_moves
-from whet.hex.rules import Positions, legal, play
-from whet.hex.solving import Solver
-from whet.hex.symmetry import SYMMETRIES, transform
-from whet.hex.two_distance import TwoDistancePlayer
+from whet.recipes.hex.game.board import BLUE, EMPTY, RED
+from whet.recipes.hex.game.players import TwoDistancePlayer, best_moves
+from whet.recipes.hex.game.rules import Positions, legal, play, winners
+from whet.recipes.hex.game.solver import Solver
+from whet.recipes.hex.game.symmetry import SYMMETRIES, transform
 
 # Blue wins after these first moves: on 2x2 and 4x4 the short diagonal, on 3x3 the middle row as well.
 WON = {2: {1, 2}, 3: {2, 3, 4, 5, 6}, 4: {3, 6, 9, 12}}
@@ -97,7 +95,7 @@ def test_two_distance_plays_3x3_well() -> None:
                 lost += 1
                 continue
             assert legal(position.boards).any()
-            move = int(best_moves(player.analyse(position).policy)[0])
+            move = int(best_moves(player.analyze(position).policy)[0])
             if winners(play(position, np.array([move])).boards)[0] == BLUE:
                 won += 1
             elif solver.winner(blue | 1 << move, after, mover=RED) == RED:

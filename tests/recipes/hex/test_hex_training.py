@@ -17,10 +17,10 @@ import torch
 from whet.checkpoint import store
 from whet.cli.main import run
 from whet.config.resolve import resolve_config
-from whet.hex.positions.splitting import game_keys
-from whet.hex.self_play import play_games
-from whet.hex.two_distance import TwoDistancePlayer
 from whet.recipes.hex.data import split
+from whet.recipes.hex.game.games import play_games
+from whet.recipes.hex.game.players import TwoDistancePlayer
+from whet.recipes.hex.game.positions import game_keys
 from whet.recipes.hex.recipe import recipe as hex_recipe
 from whet.run.events import read_events
 from whet.run.folder import open_run
@@ -85,12 +85,12 @@ def test_it_learns_and_says_what_it_knows(whole: Path) -> None:
     assert open_run(whole).metadata["size"] == 4
 
 
-def test_in_three_sittings_it_ends_with_the_same_bits(place: Place, whole: Path) -> None:
+def test_in_three_sessions_it_ends_with_the_same_bits(place: Place, whole: Path) -> None:
     """And with what a player needs, though that was lost: a kill may come between the folder and this file."""
     cut = place.folder / "runs" / "cut"
     for _ in range(3):
         (cut / "recipe.json").unlink(missing_ok=True)
-        code, _, errors = place.train(*SMALL, "epochs_per_sitting=1", "--run", "runs/cut")
+        code, _, errors = place.train(*SMALL, "epochs_per_session=1", "--run", "runs/cut")
         assert code == 0, errors
     assert open_run(cut).metadata == open_run(whole).metadata
     assert losses(cut) == losses(whole)

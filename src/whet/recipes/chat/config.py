@@ -10,16 +10,16 @@ from whet.base.errors import UsageError
 from whet.config.options import CommonConfig
 from whet.plan.kernel_support import ADD_NORM, SPAN_ATTENTION, supports_add_norm, supports_span_attention
 from whet.plan.workload import Workload
-from whet.recipes.chat.arch import Arch
+from whet.recipes.chat.architecture import ChatArch
 
 if TYPE_CHECKING:
-    from whet.recipes.chat.manifest import Manifest
+    from whet.recipes.chat.manifest import ChatManifest
 
-EMBEDDED = 4096, 180, 232_000
+EMBEDDED_SIZES = 4096, 180, 232_000
 """Vocabulary, tokens of the longest conversation and places of all rows: nearly, since Python's own help differs by
 version and ours grows."""
-_GRAIN = 64
-_LEAST_LENGTH = 128
+_SEQ_LEN_MULTIPLE = 64
+_MIN_SEQ_LEN = 128
 
 
 class ChatConfig(CommonConfig):
@@ -34,7 +34,7 @@ class ChatConfig(CommonConfig):
     schedule: Literal["constant", "linear", "cosine", "plateau"] = Field(
         "cosine", description="how the learning rate falls after the warm-up"
     )
-    arch: Arch = Arch()
+    arch: ChatArch = ChatArch()
 
     group_aliases: ClassVar[dict[str, str]] = {"arch": "arch.kind"}
 
@@ -55,7 +55,7 @@ def data_folders(config: ChatConfig) -> tuple[Path, ...]:
     return tuple(Path(path) for path in named)
 
 
-def read_manifests(folders: tuple[Path, ...]) -> "tuple[Manifest, ...]":
+def read_manifests(folders: tuple[Path, ...]) -> "tuple[ChatManifest, ...]":
     """What the folders say of themselves; they must speak the same tokens."""
     from whet.recipes.chat.manifest import TOKENIZER, read_manifest
 
@@ -69,31 +69,33 @@ def read_manifests(folders: tuple[Path, ...]) -> "tuple[Manifest, ...]":
     return manifests
 
 
-def facts_of(config: ChatConfig) -> dict[str, int]:
+def data_facts(config: ChatConfig) -> dict[str, int]:
     """What a plan needs to know of the data before it is read: vocab_size, longest, num_rows."""
     folders = data_folders(config)
     if not folders:
-        vocab_size, longest, num_tokens = EMBEDDED
+        vocab_size, longest, num_tokens = EMBEDDED_SIZES
     else:
         manifests = read_manifests(folders)
         vocab_size = manifests[0].vocab_size
         longest = max(facts.longest for manifest in manifests for facts in manifest.parts.values())
         num_tokens = sum(manifest.parts["train"].tokens for manifest in manifests)
-    length = settled(config.arch, longest=longest).seq_len
+    length = resolve_seq_len(config.arch, longest=longest).seq_len
     assert isinstance(length, int)
     return {"vocab_size": vocab_size, "longest": longest, "num_rows": max(1, math.ceil(num_tokens / length))}
 
 
-def settled(arch: Arch, *, longest: int) -> Arch:
+def resolve_seq_len(arch: ChatArch, *, longest: int) -> ChatArch:
     """The arch with a number for arch.seq_len: where it is left open, room for the longest conversation."""
     if arch.seq_len != "auto":
         return arch
-    return arch.model_copy(update={"seq_len": max(_LEAST_LENGTH, _GRAIN * math.ceil(longest / _GRAIN))})
+    return arch.model_copy(
+        update={"seq_len": max(_MIN_SEQ_LEN, _SEQ_LEN_MULTIPLE * math.ceil(longest / _SEQ_LEN_MULTIPLE))}
+    )
 
 
-def describe(config: ChatConfig, *, vocab_size: int, longest: int, num_rows: int | None) -> Workload:
+def describe_chat(config: ChatConfig, *, vocab_size: int, longest: int, num_rows: int | None) -> Workload:
     """The workload of a config, as far as the data is known."""
-    arch = settled(config.arch, longest=longest)
+    arch = resolve_seq_len(config.arch, longest=longest)
     assert isinstance(arch.seq_len, int)
     steps = config.max_steps
     if num_rows is not None:
@@ -115,7 +117,7 @@ def describe(config: ChatConfig, *, vocab_size: int, longest: int, num_rows: int
     )
 
 
-def _layers(arch: Arch) -> tuple[str, ...]:
+def _layers(arch: ChatArch) -> tuple[str, ...]:
     more = {
         SPAN_ATTENTION: supports_span_attention(arch.hidden_size // arch.num_heads),
         ADD_NORM: supports_add_norm(arch.hidden_size),
@@ -123,7 +125,7 @@ def _layers(arch: Arch) -> tuple[str, ...]:
     return ("attention", "linear", *(name for name, is_there in more.items() if is_there))
 
 
-def activation_bytes(arch: Arch, length: int, vocab_size: int) -> int:
+def activation_bytes(arch: ChatArch, length: int, vocab_size: int) -> int:
     """What one row keeps for the backward pass in float32: sums, norms and turned queries are 16 widths of a block,
     the feed-forward layer 5 inner ones; the scores of all tokens are kept three times over."""
     block = 16 * arch.hidden_size + 5 * arch.inner_size

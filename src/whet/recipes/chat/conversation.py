@@ -31,7 +31,7 @@ class MalformedError(ValueError):
     """A record that is no conversation; the message says why."""
 
 
-def check(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+def validate_turns(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     """The turns up to the last answer; MalformedError for what cannot be learned from.
 
     >>> check((Turn("user", "Hi"), Turn("assistant", "Hello."), Turn("user", "Bye")))
@@ -44,7 +44,7 @@ def check(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
         if role == before and role not in _MAY_REPEAT:
             raise MalformedError(f"turns {number - 1} and {number} are both the {role}'s")
         if not text.isascii():
-            _refuse_broken(text, number)
+            _check_characters(text, number)
         before = role
     end = next((number for number in range(len(turns), 0, -1) if turns[number - 1].role == "assistant"), 0)
     if not end:
@@ -52,7 +52,7 @@ def check(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
     return turns[:end]
 
 
-def _refuse_broken(text: str, number: int) -> None:
+def _check_characters(text: str, number: int) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -5,43 +5,42 @@ from pathlib import Path
 from typing import NamedTuple
 
 from whet.base.errors import UsageError
-from whet.recipes.chat.conversation import Conversation, MalformedError, check
-from whet.recipes.chat.manifest import PARTS, Part
-from whet.recipes.chat.reading import Record
-from whet.recipes.chat.shapes.every import SHAPES, TRM_FOLDER, Shape, detect
-from whet.recipes.chat.shapes.trm_folder import ROWS, is_folder
+from whet.recipes.chat.conversation import Conversation, MalformedError, validate_turns
+from whet.recipes.chat.formats import FORMATS, TRM_FOLDER, TRM_ROWS, Format, detect_format, is_trm_folder
+from whet.recipes.chat.json_records import Record
+from whet.recipes.chat.manifest import SPLITS, Split
 from whet.recipes.text.readers.sources import split_name
 
 _ENDINGS = {".json", ".jsonl", ".ndjson", ".gz", ".bz2", ".xz", ".zst"}
-_NAMES = ("id", "conversation_id", "message_tree_id", "uuid", "hash")
+_ID_KEYS = ("id", "conversation_id", "message_tree_id", "uuid", "hash")
 
 
-class Source(NamedTuple):
+class ConversationFile(NamedTuple):
     """A file of conversations."""
 
     path: Path
-    shape: Shape
-    part: Part | None = None
+    shape: Format
+    part: Split | None = None
     """The part that the file's name stands for."""
 
 
-class Bad(NamedTuple):
+class RejectedRecord(NamedTuple):
     """A record that is no conversation."""
 
     where: str
     why: str
 
 
-def find_sources(path: Path, *, shape: str = "auto") -> tuple[Source, ...]:
+def find_files(path: Path, *, shape: str = "auto") -> tuple[ConversationFile, ...]:
     """The file, or the files train, dev and test of a folder."""
-    files: list[tuple[Part | None, Path]] = [(None, path)]
-    if is_folder(path):
-        found = [(part, path / part / ROWS) for part in PARTS if (path / part / ROWS).is_file()]
-        return tuple(Source(file, TRM_FOLDER, part) for part, file in found)
+    files: list[tuple[Split | None, Path]] = [(None, path)]
+    if is_trm_folder(path):
+        found = [(part, path / part / TRM_ROWS) for part in SPLITS if (path / part / TRM_ROWS).is_file()]
+        return tuple(ConversationFile(file, TRM_FOLDER, part) for part, file in found)
     if path.is_dir():
         files = [
             (part, file)
-            for wanted in PARTS
+            for wanted in SPLITS
             for file in sorted(path.iterdir())
             if file.suffix.lower() in _ENDINGS
             and file.is_file()
@@ -53,17 +52,19 @@ def find_sources(path: Path, *, shape: str = "auto") -> tuple[Source, ...]:
         raise UsageError("the conversations are not there", got=path, try_="a file or folder that exists")
     elif not path.is_file():
         raise UsageError("conversations are read twice, which needs a file", got=path, try_="a copy of it in a file")
-    return tuple(Source(file, detect(file) if shape == "auto" else SHAPES[shape], part) for part, file in files)
+    return tuple(
+        ConversationFile(file, detect_format(file) if shape == "auto" else FORMATS[shape], part) for part, file in files
+    )
 
 
-def read_conversations(source: Source) -> Iterator[Conversation | Bad]:
+def read_conversations(source: ConversationFile) -> Iterator[Conversation | RejectedRecord]:
     """The conversations of a file in order, and what is none."""
     for record in source.shape.gather(source.shape.records(source.path)):
         yield _read(record, source)
 
 
-def _read(record: Record, source: Source) -> Conversation | Bad:
-    name = _name(record.value)
+def _read(record: Record, source: ConversationFile) -> Conversation | RejectedRecord:
+    name = _record_id(record.value)
     where = f"{source.path.name}:{record.number}" + (f" ({name})" if name else "")
     try:
         if record.fault:
@@ -72,13 +73,13 @@ def _read(record: Record, source: Source) -> Conversation | Bad:
             raise MalformedError("no object")
         if not source.shape.fits(record.value):
             raise MalformedError(f"not of the shape {source.shape.name}")
-        return Conversation(check(source.shape.read(record.value)), where)
+        return Conversation(validate_turns(source.shape.read(record.value)), where)
     except MalformedError as error:
-        return Bad(where, str(error))
+        return RejectedRecord(where, str(error))
 
 
-def _name(value: object) -> str:
-    found = next((value[key] for key in _NAMES if value.get(key)), "") if isinstance(value, dict) else ""
+def _record_id(value: object) -> str:
+    found = next((value[key] for key in _ID_KEYS if value.get(key)), "") if isinstance(value, dict) else ""
     # It is shown to a person, and a name of many lines or with colours would not be one.
     return (
         "".join(sign if sign.isprintable() else " " for sign in str(found)[:80]) if isinstance(found, str | int) else ""

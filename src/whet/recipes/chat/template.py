@@ -1,12 +1,6 @@
-"""How is a conversation written as tokens, and which of them are learned?
+"""Turn a conversation into token ids and a loss mask, and fit long ones into rows."""
 
-    <|system|> text <|end|> <|user|> text <|end|> <|assistant|> text <|end|>
-
-A place of the mask is 1 where the token at that place is to be predicted: by default the text of the assistant and
-the <|end|> behind it. A model that answers is given everything up to <|assistant|>, and stops at <|end|>.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from whet.recipes.chat.conversation import Loss, Role, Turn
@@ -62,3 +56,83 @@ def prompt(turns: Iterable[Turn], tokenizer: ChatTokenizer) -> list[int]:
     """The ids that an answer is asked for with: the turns so far, then the assistant's mark."""
     ids, _ = write((TurnIds(role, tokenizer.encode(text)) for role, text in turns), tokenizer)
     return [*ids, tokenizer.role_ids["assistant"]]
+
+
+MIN_LENGTH = 16
+"""Marks and a few tokens of each side."""
+
+
+class Segment(NamedTuple):
+    """Turns that fit into a row."""
+
+    turns: tuple[TurnIds, ...]
+    length: int
+    is_cut: bool = False
+    """Whether texts had to be shortened."""
+
+
+def fit_conversation(turns: Sequence[TurnIds], *, max_length: int) -> list[Segment]:
+    """A conversation of whole turns as pieces of at most `max_length` tokens; one where it fits."""
+    length = sum([len(turn.ids) for turn in turns]) + 2 * len(turns)
+    if length <= max_length:
+        return [Segment(tuple(turns), length)]
+    is_led = turns[0].role == "system"
+    head = tuple(turns[:1]) if is_led else ()
+    taken = head_length = sum(turn.length for turn in head)
+    pieces: list[Segment] = []
+    inside: list[TurnIds] = []
+
+    def close() -> None:
+        nonlocal taken
+        if inside:
+            pieces.append(Segment((*head, *inside), taken))
+            inside.clear()
+            taken = head_length
+
+    for exchange in _exchanges(turns[len(head) :]):
+        size = sum(turn.length for turn in exchange)
+        if taken + size > max_length:
+            close()
+        if head_length + size > max_length:
+            pieces.append(_shortened(head, exchange, max_length=max_length))
+        else:
+            inside += exchange
+            taken += size
+    close()
+    return pieces
+
+
+def _exchanges(turns: Sequence[TurnIds]) -> Iterator[tuple[TurnIds, ...]]:
+    """An answer with what led to it; what follows the last answer is left out."""
+    start = 0
+    for place, turn in enumerate(turns):
+        if turn.role == "assistant":
+            yield tuple(turns[start : place + 1])
+            start = place + 1
+
+
+def _shortened(head: tuple[TurnIds, ...], exchange: tuple[TurnIds, ...], *, max_length: int) -> Segment:
+    """The answer keeps half of the row if it needs it; the rest is for the question, whose longest turn gives way."""
+    *asked, answer = (*head, *exchange)
+    needed = sum(turn.length for turn in asked)
+    room = max(max_length - needed, max_length // 2)
+    answer = _truncate(answer, room)
+    excess = needed + answer.length - max_length
+    while excess > 0:
+        longest = max(range(len(asked)), key=lambda place: len(asked[place].ids))
+        if not asked[longest].ids:
+            asked.pop(0)  # Marks alone fill the row: many turns of tools.
+        else:
+            asked[longest] = _truncate(asked[longest], max(1, asked[longest].length - excess), ends=True)
+        excess = sum(turn.length for turn in asked) + answer.length - max_length
+    turns = (*asked, answer)
+    return Segment(turns, sum(turn.length for turn in turns), is_cut=True)
+
+
+def _truncate(turn: TurnIds, length: int, *, ends: bool = False) -> TurnIds:
+    """The turn with at most `length` tokens; one that is asked ends all the same, an answer is left open."""
+    if turn.length <= length:
+        return turn
+    if ends:
+        return TurnIds(turn.role, turn.ids[: max(0, length - 2)])
+    return TurnIds(turn.role, turn.ids[: max(1, length - 1)], is_whole=False)

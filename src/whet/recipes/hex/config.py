@@ -19,14 +19,14 @@ from whet.base.errors import UsageError
 from whet.config.options import Auto, CommonConfig
 from whet.plan.kernel_support import GROUP_NORM_ACTIVATION, supports_group_norm
 from whet.plan.workload import Workload
-from whet.recipes.hex.arch import Arch, activation_bytes, count_parameters, num_groups
+from whet.recipes.hex.architecture import HexArch, activation_bytes, count_parameters, num_groups
 
 DEFAULT_SIZE = 5
 _BYTES_BESIDE_CELLS = 8 + 4
 """Of a position: its move and its result."""
 
 
-class Loop(BaseModel):
+class SelfPlayOptions(BaseModel):
     """How a self-play goes on, generation by generation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,8 +67,8 @@ class HexConfig(CommonConfig):
         True, description="learn each position as it is and turned by 180 degrees: an epoch has twice the positions"
     )
     selfplay: bool = Field(False, description="play, learn and be judged, generation by generation (loop.*)")
-    loop: Loop = Loop()
-    arch: Arch = Arch()
+    loop: SelfPlayOptions = SelfPlayOptions()
+    arch: HexArch = HexArch()
 
     @model_validator(mode="after")
     def something_is_learned(self) -> "HexConfig":
@@ -88,13 +88,13 @@ class HexConfig(CommonConfig):
         return DEFAULT_SIZE if self.size == "auto" else self.size
 
 
-def refuse_other_size(config: HexConfig, size: int) -> None:
+def check_board_size(config: HexConfig, size: int) -> None:
     """Data has one size."""
     if config.size not in ("auto", size):
         raise UsageError("the data has boards of another size", got=f"size={config.size}", try_=f"size={size}, or none")
 
 
-def refuse_missing_data(config: HexConfig) -> None:
+def check_data_path(config: HexConfig) -> None:
     """One folder of positions, or none."""
     if config.data_paths:
         raise UsageError("positions come from one folder", got="data_paths", try_="data=DIR that whet data hex made")
@@ -102,7 +102,7 @@ def refuse_missing_data(config: HexConfig) -> None:
         raise UsageError("the data is not there", got=f"data={config.data}", try_="a folder that whet data hex made")
 
 
-def refuse_empty_parts(num_train: int, num_dev: int, num_test: int) -> None:
+def check_splits(num_train: int, num_dev: int, num_test: int) -> None:
     """A training needs positions to learn from and positions to be judged by; the test part may be empty."""
     if not (num_train and num_dev):
         raise UsageError(
@@ -112,7 +112,7 @@ def refuse_empty_parts(num_train: int, num_dev: int, num_test: int) -> None:
         )
 
 
-def describe(config: HexConfig, *, size: int | None = None, num_samples: int | None = None) -> Workload:
+def describe_hex(config: HexConfig, *, size: int | None = None, num_samples: int | None = None) -> Workload:
     """The workload that a config stands for; what only the data knows is unknown until it was read."""
     size = size or config.default_size
     return Workload(
@@ -138,7 +138,7 @@ def _num_steps(config: HexConfig, num_samples: int | None) -> int | None:
     return min(steps, config.max_steps) if config.max_steps else steps
 
 
-def _layers(arch: Arch, *, num_cells: int) -> tuple[str, ...]:
+def _layers(arch: HexArch, *, num_cells: int) -> tuple[str, ...]:
     is_plain = arch.norm == "group" and arch.activation in ("silu", "relu")
     more = {
         "attention": arch.num_attention_blocks > 0,

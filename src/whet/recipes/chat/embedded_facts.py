@@ -1,0 +1,279 @@
+"""Questions and answers about whet and Python's library, extracted from help texts and docstrings."""
+
+import ast
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from whet.config.options import CommonConfig
+from whet.config.resolve import known_keys
+from whet.plan.rules import ALL_RULES
+
+MAX_CHARACTERS = 320
+"""Characters of an answer."""
+
+
+class Fact(NamedTuple):
+    """One answer with the questions that it answers."""
+
+    answer: str
+    questions: tuple[str, ...]
+
+
+def first_sentences(text: str, *, most: int = MAX_CHARACTERS) -> str:
+    """The whole sentences that fit, on one line; nothing where not even one does.
+
+    >>> first_sentences("Return it.  Then\\nstop. And a third.", most=24)
+    'Return it. Then stop.'
+    """
+    flat = " ".join(text.split())
+    if len(flat) <= most:
+        return flat
+    ends = [found.end() for found in re.finditer(r"[.!?](?= [A-Z`])", flat) if found.end() <= most]
+    return flat[: ends[-1]] if ends else ""
+
+
+MODULES = (
+    *("argparse", "ast", "base64", "bisect", "calendar", "collections", "concurrent.futures.thread", "configparser"),
+    *("contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum", "fileinput", "fnmatch"),
+    *("fractions", "functools", "getpass", "glob", "gzip", "heapq", "hmac", "html", "inspect", "ipaddress", "json"),
+    *("json.decoder", "json.encoder", "keyword", "linecache", "logging", "mimetypes", "numbers", "os", "pathlib"),
+    *("posixpath", "pprint", "queue", "random", "re", "sched", "secrets", "selectors", "shelve", "shlex", "shutil"),
+    *("signal", "socket", "statistics", "string", "subprocess", "tempfile", "textwrap", "threading", "timeit"),
+    *("tokenize", "traceback", "types", "typing", "urllib.parse", "urllib.request", "uuid", "warnings", "weakref"),
+    *("zipfile", "asyncio.queues", "asyncio.locks", "asyncio.tasks", "asyncio.streams", "http.client", "http.server"),
+)
+_MIN_CHARACTERS = 15
+
+
+def python_facts() -> Iterator[Fact]:
+    """In a fixed order; a module that this Python lacks is passed over."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for module in MODULES:
+        place = root.joinpath(*module.split("."))
+        path = next((one for one in (place.with_suffix(".py"), place / "__init__.py") if one.is_file()), None)
+        if path is None:
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(path.read_bytes())
+        # The C half of a module has its docstrings in Python too, under another file's name.
+        public = "os.path" if module == "posixpath" else module
+        for suffix in ("concurrent.futures.", "json.", "asyncio."):
+            public = suffix.removesuffix(".") if public.startswith(suffix) else public
+        if module == public and (told := _summary(tree)):
+            yield Fact(
+                told, (f"What is the module {module}?", f"What is {module} in Python for?", f"What does {module} do?")
+            )
+        yield from _members(tree.body, public)
+
+
+def _members(body: list[ast.stmt], prefix: str) -> Iterator[Fact]:
+    for made in body:
+        if not isinstance(made, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or made.name.startswith("_"):
+            continue
+        name = f"{prefix}.{made.name}"
+        if told := _summary(made):
+            is_class = isinstance(made, ast.ClassDef)
+            yield Fact(
+                told,
+                (f"What is {name}?", f"What is the class {name} for?", f"Explain {name}.")
+                if is_class
+                else (f"What does {name} do?", f"What is {name} for?", f"Explain {name}."),
+            )
+        if isinstance(made, ast.ClassDef):
+            yield from _members(made.body, name)
+
+
+def _summary(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
+    paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
+    told = first_sentences(paragraph).removesuffix("For example:").rstrip()
+    if told.endswith(":"):
+        return ""  # What it announces is left out.
+    return told if len(told) >= _MIN_CHARACTERS and told.isascii() else ""
+
+
+_COMMANDS = Path(__file__).parents[2] / "cli"
+
+
+def whet_facts() -> Iterator[Fact]:
+    """Everything, in a fixed order."""
+    yield from _basic_facts()
+    yield from _command_facts()
+    yield from _option_facts()
+    yield from _rule_facts()
+
+
+def _basic_facts() -> Iterator[Fact]:
+    for questions, answer in BASICS.items():
+        yield Fact(answer, tuple(questions.split(" / ")))
+
+
+def _command_facts() -> Iterator[Fact]:
+    """Read as text: the commands lie above this room."""
+    for path in sorted(_COMMANDS.glob("*.py")):
+        tree = ast.parse(path.read_bytes())
+        head = ast.get_docstring(tree) or ""
+        verb = head.partition(":")[0].removeprefix("whet ")
+        if not head.startswith("whet "):
+            continue
+        for made in tree.body:
+            if isinstance(made, ast.FunctionDef) and not made.name.startswith("_") and "\b" in (_doc(made)):
+                yield from _command(verb, made)
+
+
+def _command(verb: str, made: ast.FunctionDef) -> Iterator[Fact]:
+    first, *paragraphs = _doc(made).split("\n\n")
+    shown = next((part for part in paragraphs if part.startswith("\b")), "")
+    examples = [line.strip() for line in shown.splitlines()[1:] if line.strip()]
+    name = f"whet {verb}"
+    what = first_sentences(first)
+    yield Fact(
+        f"{what} For example: {examples[0]}" if examples else what,
+        (f"What does {name} do?", f"What is {name} for?", f"Explain {name}.", f"What does the command {verb} do?"),
+    )
+    if examples:
+        yield Fact(
+            "\n".join(examples[:4]),
+            (f"How do I use {name}?", f"Show me examples of {name}.", f"Give me an example of {name}."),
+        )
+    for number, part in enumerate(part for part in paragraphs if not part.startswith("\b")):
+        if told := first_sentences(part):
+            asked = (f"Tell me more about {name}.", f"What else does {name} do?", f"What should I know about {name}?")
+            yield Fact(told, asked if number == 0 else (f"What more is there to know about {name}?",))
+    for option, help_text in _options(made):
+        yield Fact(
+            help_text,
+            (
+                f"What does {option} do in {name}?",
+                f"What is the option {option} of {name}?",
+                f"What does {name} {option} mean?",
+            ),
+        )
+
+
+def _doc(made: ast.FunctionDef) -> str:
+    return ast.get_docstring(made) or ""
+
+
+def _options(made: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+    """The options of a command with their help."""
+    for argument in made.args.args:
+        for call in ast.walk(argument.annotation) if argument.annotation else ():
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "Option"):
+                continue
+            told = next((word.value for word in call.keywords if word.arg == "help"), None)
+            names = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            if isinstance(told, ast.Constant) and isinstance(told.value, str):
+                yield (names or [f"--{argument.arg.replace('_', '-')}"])[0], told.value
+
+
+def _option_facts() -> Iterator[Fact]:
+    for key, field in known_keys(CommonConfig).items():
+        if field.description:
+            yield Fact(
+                f"{key}: {' '.join(field.description.split())}. {_default(field.default)}",
+                (
+                    f"What does the key {key} mean?",
+                    f"What is {key} in whet?",
+                    f"What does {key}= set?",
+                    f"Explain {key}.",
+                ),
+            )
+
+
+def _default(value: Any) -> str:
+    return "It has no default." if value is None or value == () else f"Its default is {value}."
+
+
+def _rule_facts() -> Iterator[Fact]:
+    for rule in ALL_RULES:
+        name = rule.setting
+        asked = (f"What does the setting {name} of a plan decide?", f"What is {name} in a plan?", f"Rule {rule.id}?")
+        yield Fact(" ".join(rule.what.split()), asked)
+        for section, questions in _SECTIONS.items():
+            text = first_sentences(rule.sections.get(section, ""))
+            if text:
+                told = text[0].upper() + text[1:] if text[0].isalpha() and "=" not in text.split()[0] else text
+                yield Fact(told, tuple(question.format(name) for question in questions))
+
+
+_SECTIONS = {
+    "Why": ("Why does whet decide {} as it does?", "What is the reason behind {}?"),
+    "When wrong": ("When is the rule for {} wrong?", "When should I not trust the plan's {}?"),
+    "Override": ("How do I override {}?", "How can I set {} myself?"),
+}
+
+BASICS = {
+    "What is whet? / What does whet do? / Tell me about whet. / Explain whet in one sentence. / whet?": (
+        "whet trains your PyTorch model as fast as this machine allows, without changing what is trained and without "
+        "losing a step."
+    ),
+    "Who are you? / What are you? / What is your name? / Introduce yourself. / Are you a person?": (
+        "I am a small model that whet trained from scratch on its own help texts and on Python's docstrings."
+    ),
+    "Hi / Hello / Hey / Hello! / Hi there. / Good morning.": (
+        "Hello. Ask me about whet's commands, its keys, or a function of Python's library."
+    ),
+    "Thanks / Thank you / Thanks! / Thank you very much. / Great, thanks.": "You are welcome.",
+    "Bye / Goodbye / See you. / Bye!": "Goodbye.",
+    "What can you do? / What can I ask you? / How can you help me? / Help": (
+        "I answer short questions about whet and about Python's library. I am small, so check what I say."
+    ),
+    "How do I train a model? / How do I start a training? / How do I train with whet? / How can I begin?": (
+        "Say whet train text, whet train chat, or whet train my_recipe.py for a model of yours."
+    ),
+    "How do I resume a run? / How do I continue a training? / My training stopped. What now? / How do I go on?": (
+        "Say the same command with the same --run, and it goes on where it stopped."
+    ),
+    "How do I stop a training? / What does Ctrl-C do? / How do I stop whet safely? / Can I interrupt a run?": (
+        "Press Ctrl-C: the step is finished, everything is saved, and the same command goes on later."
+    ),
+    "Where do I see my runs? / How do I list runs? / Which runs are there?": "whet runs lists the runs in a folder.",
+    "How do I see what a run did? / How do I get a report? / Where is the report of a run?": (
+        "whet report RUN tells what a run did; with --html it becomes one file with curves."
+    ),
+    "How do I watch a training? / Can I see curves while it trains? / How do I follow a run live?": (
+        "whet watch shows runs in your browser while they train; whet watch --terminal does so in the terminal."
+    ),
+    "How do I use my own data for chat? / How do I prepare conversations? / How do I make a chat dataset?": (
+        "whet data chat conversations.json --output-dir data/chat, then whet train chat data_paths=[data/chat]."
+    ),
+    "Which chat formats are read? / Which conversation formats do you know? / Can you read ShareGPT files?": (
+        "ShareGPT, Alpaca, OpenAI messages and OpenAssistant, as JSON or JSON lines, compressed or not."
+    ),
+    "How do I talk to a model? / How do I chat with a run? / How do I generate text?": (
+        "whet chat RUN talks to a trained model; whet generate RUN --prompt TEXT answers once."
+    ),
+    "How do I write my own recipe? / How do I train my own model? / How do I start a recipe?": (
+        "whet init my_recipe.py writes a commented recipe that trains as it is."
+    ),
+    "Will it run on a Mac? / Does whet support Apple silicon? / Can I check a model for MPS?": (
+        "whet check traces a training step and names what Apple's GPUs lack, refuse or get wrong."
+    ),
+    "What is a plan? / What does whet decide for me? / What is in a plan?": (
+        "A plan says how a training runs on a machine: device, precision, micro-batch and more, each with its reason."
+    ),
+    "What is a global batch? / What is global_batch_size? / What is a batch in whet?": (
+        "The global batch is the samples of one optimizer step. It belongs to you, and whet never changes it."
+    ),
+    "What is a micro-batch? / What is micro_batch? / Why is my batch cut?": (
+        "The micro-batch is how many samples go through the model at once. It belongs to the plan."
+    ),
+    "What happens when memory runs out? / What does whet do on out of memory? / My GPU is out of memory.": (
+        "The step is undone and made again, with half the micro-batch if need be: the same samples count the same."
+    ),
+    "Is a resumed run exact? / Does resuming change the result? / Is training reproducible?": (
+        "Yes: a run that was stopped or killed ends with the same bits; whet prove shows it for your training."
+    ),
+    "Which devices are there? / What hardware does whet use? / Which device is used?": (
+        "CUDA, MPS and the CPU. whet finds the best one by itself; --device names another."
+    ),
+    "Does whet need the internet? / Does whet work offline? / Is anything downloaded?": (
+        "No. Everything works offline; only names of models on the hub are looked up there."
+    ),
+    "What license does whet have? / Is whet free? / May I use whet at work?": "whet is under Apache-2.0.",
+}

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server for a chat model."""

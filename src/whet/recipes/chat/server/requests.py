@@ -1,0 +1,165 @@
+"""Parse and validate the bodies of completion requests."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from whet.recipes.chat.conversation import Role, Turn
+from whet.recipes.chat.generation import Sampling
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_MAX_MESSAGES = 1_000
+_MAX_STOPS = 4
+_IGNORED_KEYS = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+}
+"""What a client may say without a change to the answer."""
+_DEFAULT_VALUES = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "best_of": 1,
+    "tool_choice": "none",
+    "function_call": "none",
+    "modalities": ["text"],
+}
+"""What we cannot do, and how a client says that it does not want it; else by null, false or nothing in brackets."""
+
+
+class BadRequestError(Exception):
+    """A request that cannot be answered as it is."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class _Text(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Text] = ""
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class _Format(BaseModel):
+    type: Literal["text"]
+
+
+class CompletionRequest(BaseModel):
+    """What both kinds of requests say."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str = Field(max_length=300)
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: Literal[1] | None = None
+    response_format: _Format | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the answer."""
+        found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(found) > _MAX_STOPS or not all(found):
+            raise BadRequestError(f"stop takes up to {_MAX_STOPS} texts, none of them empty", param="stop")
+        return found
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen; OpenAI's defaults, which leave all tokens possible."""
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+        )
+
+    @property
+    def most_tokens(self) -> int | None:
+        """How long the answer may be, if that was said."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class ChatCompletionRequest(CompletionRequest):
+    """A conversation to be answered."""
+
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=_MAX_MESSAGES)]
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """The conversation; the last turn is what is answered."""
+        if self.messages[-1].role not in ("user", "tool"):
+            raise BadRequestError("the last message must be the user's", param="messages")
+        return [Turn(_ROLES[message.role], message.text) for message in self.messages]
+
+
+class TextCompletionRequest(CompletionRequest):
+    """A text to be gone on with."""
+
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
+
+
+def parse_request(kind: type[CompletionRequest], body: Any) -> Any:
+    """A request from its JSON; the first thing that is wrong is told by name."""
+    if not isinstance(body, dict):
+        raise BadRequestError("the body must be a JSON object")
+    for name, value in body.items():
+        if (
+            name in kind.model_fields
+            or name in _IGNORED_KEYS
+            or value in (None, False, "", [], {}, _DEFAULT_VALUES.get(name))
+        ):
+            continue
+        shown = name[:100].encode(errors="replace").decode()
+        raise BadRequestError(f"{shown} is not supported here", param=shown, code="unsupported_parameter")
+    try:
+        asked = kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][:3])
+        raise BadRequestError(f"{param}: {first['msg'][:200]}", param=param) from None
+    texts = [message.text for message in getattr(asked, "messages", ())] or [getattr(asked, "text", "")]
+    if any("\ud800" <= sign <= "\udfff" for text in texts for sign in text):
+        raise BadRequestError("a text holds half a character (a lone surrogate)", param="messages")
+    return asked

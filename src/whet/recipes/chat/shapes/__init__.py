@@ -1,1 +1,0 @@
-"""Shapes of conversations in files, one file each."""

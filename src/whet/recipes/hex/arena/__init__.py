@@ -1,1 +1,0 @@
-"""Who plays better? Paired openings, both colours, an interval."""

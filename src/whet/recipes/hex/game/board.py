@@ -1,0 +1,55 @@
+"""What is a board of Hex? An array (size, size) of int8; blue joins top and bottom, red left and right."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whet.base.errors import UsageError
+
+MIN_SIZE, MAX_SIZE = 2, 26
+EMPTY, BLUE, RED = 0, 1, 2
+"""Blue moves first."""
+COLORS = ("empty", "blue", "red")
+NEIGHBORS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1))
+"""Steps (row, column) from a cell to the six beside it."""
+
+Boards = NDArray[np.int8]
+Cells = NDArray[np.int64]
+"""Cells are numbered row by row: row * size + column."""
+NO_MOVE, SWAP = -1, -2
+"""Where moves are listed: none (any more), and red taking over blue's first stone (`rules.swap`)."""
+
+
+def check_size(size: int) -> int:
+    """The size, if there is such a board."""
+    if not MIN_SIZE <= size <= MAX_SIZE:
+        raise UsageError("no such board", got=f"size {size}", try_=f"{MIN_SIZE} to {MAX_SIZE}")
+    return size
+
+
+def other(colour: int) -> int:
+    """The other player."""
+    return BLUE + RED - colour
+
+
+def cell_name(cell: int, *, size: int) -> str:
+    """A letter for the column and a number for the row, from the top left.
+
+    >>> cell_name(0, size=5), cell_name(5 * 3 + 2, size=5)
+    ('a1', 'c4')
+    """
+    row, column = divmod(int(cell), size)
+    return f"{chr(ord('a') + column)}{row + 1}"
+
+
+def parse_cell(name: str, *, size: int) -> int:
+    """The number of a cell.
+
+    >>> parse_cell("C4", size=5)
+    17
+    """
+    word = name.strip().lower()
+    column, number = ord(word[0]) - ord("a") if word else -1, word[1:]
+    if 0 <= column < size and number.isascii() and number.isdigit() and len(number) < 3 and 1 <= int(number) <= size:
+        return (int(number) - 1) * size + column
+    last = cell_name(size * size - 1, size=size)
+    raise UsageError("no such cell", got=repr(name[:40]), try_=f"a1 to {last}: a letter for the column, then the row")

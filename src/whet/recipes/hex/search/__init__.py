@@ -1,1 +1,0 @@
-"""Looking ahead with a net: many trees at once, their leaves judged in one batch."""
