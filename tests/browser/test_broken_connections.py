@@ -193,7 +193,7 @@ def test_after_a_restart_the_page_says_what_to_do_and_goes_on_once_it_is_done(pl
     place.served.end()
     expect(status(page)).to_have_text("not connected; trying again", timeout=AT_ONCE)
     place.served.start(port=int(place.served.told["url"].rpartition(":")[2].strip("/")))
-    told = "not connected: the server was started anew; open the link that it printed"
+    told = "not connected: the server was restarted; open the link that it printed"
     for _ in range(3):  # First the browser tries by itself.
         page.clock.fast_forward(LATER_MS)
         page.wait_for_timeout(1_200)
@@ -232,11 +232,11 @@ def test_a_run_that_comes_back_is_shown_and_one_trained_again_is_the_new_one(pla
     expect(steps).to_have_text("2")
     away = place.run.with_name(".away")
     place.run.rename(away)
-    expect(status(page)).to_have_text("the run is gone; this was read before", timeout=AT_ONCE)
+    expect(status(page)).to_have_text("the run was removed; this is its last state", timeout=AT_ONCE)
     away.rename(place.run)
     expect(status(page)).to_have_text("live", timeout=AT_ONCE)
     shutil.rmtree(place.run)
-    expect(status(page)).to_have_text("the run is gone; this was read before", timeout=AT_ONCE)
+    expect(status(page)).to_have_text("the run was removed; this is its last state", timeout=AT_ONCE)
     place.make(steps=7)
     expect(steps).to_have_text("7", timeout=AT_ONCE)
     expect(status(page)).to_have_text("live")

@@ -38,7 +38,7 @@ OTHER_RATE = "lr=0.0005"
 
 
 ENDS_WITH_THE_WORK = """() => {
-  const tile = [...document.querySelectorAll(".tile")].find((one) => one.textContent.includes("time at work"));
+  const tile = [...document.querySelectorAll(".tile")].find((one) => one.textContent.includes("training time"));
   const end = document.querySelector(".timeline-ends span:last-child");
   return tile.querySelector("strong").textContent === end.textContent;
 }"""
@@ -150,7 +150,7 @@ def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
     held_at = int(steps.inner_text())
     # The line of what happened ends where the work does, not with the last thing that was told.
     page.wait_for_function(ENDS_WITH_THE_WORK)
-    assert page.locator(".settled").evaluate(BROKEN_WORDS) == []
+    assert page.locator(".plan-settings").evaluate(BROKEN_WORDS) == []
     training.go_on()
     page.wait_for_function(HAS_MOVED, arg=300 if IS_FOR_SHOW else held_at)
     assert plot.evaluate(REACH) > 0.9
@@ -221,7 +221,7 @@ def test_a_run_that_takes_long_to_open_is_waited_for_simulated(
         visit = Visit(browser, pictures, home=told["url"])
         visit.page.goto(told["link"])
         visit.page.get_by_role("link", name="torn", exact=True).click()
-        expect(visit.page.get_by_text("read for the first time: 0 %")).to_be_visible()
+        expect(visit.page.get_by_text("reading the log of this run: 0 %")).to_be_visible()
         expect(visit.page.locator("#bar .status")).to_have_text("reading the run")
         expect(visit.page.locator(".tile", has_text="steps").locator("strong")).to_have_text("30")
         expect(visit.page.locator("#bar .status")).to_have_text("live")
@@ -244,7 +244,7 @@ def test_a_torn_last_line_waits_for_its_rest(stage: Stage) -> None:
         file.write(b'ss":0.5}\n')
     expect(steps).to_have_text("31")
     shutil.rmtree(torn)
-    expect(page.get_by_role("status").first).to_contain_text("the run is gone")
+    expect(page.get_by_role("status").first).to_contain_text("the run was removed")
 
 
 def test_news_between_press_and_release_lose_no_click(stage: Stage, sibling: Path) -> None:
@@ -271,9 +271,9 @@ MANY_RUNS = """async () => {
   const { RunList } = await import("/static/run_list.js");
   const list = new RunList("runs");
   document.body.append(list.element);
-  const line = (number, changed, more = {}) => ({
+  const line = (number, updated, more = {}) => ({
     id: `id${number}`, name: `run-${String(number).padStart(3, "0")}`, state: "running", step: number, total_steps: 400,
-    loss: number, goal: "f1", goal_value: null, changed, recipe: "text", problem: null, ...more });
+    loss: number, goal: "f1", goal_value: null, updated, recipe: "text", problem: null, ...more });
   const names = () => [...list.body.querySelectorAll("th a")].map((link) => link.textContent);
   const moved = [];
   new MutationObserver((all) => all.forEach(({ addedNodes }) => addedNodes.forEach((row) => {
@@ -294,7 +294,7 @@ MANY_RUNS = """async () => {
   list.rows.get("id150").mark.focus();
   found.up = await news({ changed: [line(150, 2000)] });
   found.focus = document.activeElement.getAttribute("aria-label");
-  list.sortBy("changed");
+  list.sortBy("updated");
   list.filter.value = "run-00";
   list.draw();
   found.down = await news({ changed: [line(9, 3000)] });
@@ -340,7 +340,7 @@ def test_a_search_below_the_runs_is_mentioned_as_it_comes(stage: Stage) -> None:
     visit = stage.visit()
     expect(visit.page.locator(".group")).to_have_count(0)
     make_evil(stage.runs / "my search")
-    told = "runs/my search holds 1 more: whet watch 'runs/my search'"
+    told = "runs/my search contains 1 more: whet watch 'runs/my search'"
     expect(visit.page.locator(".group")).to_have_text(told)
     visit.picture("runs-and-a-search")
     shutil.rmtree(stage.runs / "my search")

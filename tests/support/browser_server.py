@@ -20,11 +20,11 @@ SLOW_TO_OPEN = (
     """
 import time
 from whet.cli.main import main
-from whet.report.watch import opening
+from whet.report.watch import run_cache
 
-opening.PATIENCE_SECONDS = 0.1
-really = opening.LiveHistory
-opening.LiveHistory = lambda *given, **named: (time.sleep(3), really(*given, **named))[1]
+run_cache.WAIT_SECONDS = 0.1
+really = run_cache.LiveHistory
+run_cache.LiveHistory = lambda *given, **named: (time.sleep(3), really(*given, **named))[1]
 main()
 """,
 )

@@ -284,7 +284,7 @@ def test_secrets_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) 
     compared: list[tuple[bytes, bytes]] = []
     monkeypatch.setattr(access.hmac, "compare_digest", lambda one, other: bool(compared.append((one, other))))
     key = ServerKey("a")
-    assert [key.opens_as_bearer("a"), key.opens_as_cookie(key.cookie), key.spend(key.ticket())] == [False] * 3
+    assert [key.is_token("a"), key.is_cookie(key.cookie), key.spend(key.ticket())] == [False] * 3
     assert len(compared) == 3
 
 
@@ -344,7 +344,7 @@ def test_a_folder_for_tokens_that_others_can_read_is_closed_first(
     assert stat.S_IMODE(private_folder().stat().st_mode) == 0o700
     (tmp_path / "servers").rmdir()
     (tmp_path / "servers").symlink_to("/tmp")
-    with pytest.raises(WhetError, match="yours alone"):
+    with pytest.raises(WhetError, match="must belong to you"):
         private_folder()
 
 
@@ -447,7 +447,7 @@ def test_a_port_that_is_taken_is_left_to_its_owner() -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])
 def test_others_can_reach_a_server_only_if_that_is_said(address: str) -> None:
-    with pytest.raises(UsageError, match="others could reach"):
+    with pytest.raises(UsageError, match="reachable from other machines"):
         serve([], name="x", about="", port=0, address=address, on_ready=lambda server: pytest.fail("it listens"))
 
 
@@ -464,8 +464,8 @@ def test_without_the_extra_the_error_says_what_to_install(whet: Run, tmp_path: P
     done = whet("watch", "--no-browser", PYTHONPATH=path)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "runs is not there yet: runs are shown as they come",
-        "error: pages need two more packages",
+        "runs does not exist yet: runs appear as they start",
+        "error: the server needs two more packages",
         "  got: No module named uvicorn",
         "  try: pip install 'whet[web]'",
     ]

@@ -1,4 +1,10 @@
-"""Access checks of a request: host, origin, key and limits."""
+"""Access checks of a request: host, origin, key and limits.
+
+A browser reaches the loopback address from any page it shows: such a page may send requests there, and a page whose name
+resolves to 127.0.0.1 (DNS rebinding) may even read the responses. The first is detected by Origin and Sec-Fetch-Site,
+which pages cannot forge, the second by Host. Ports do not separate sites: a page of another server on this machine is
+"same-site", and its requests carry our cookie. So only "same-origin" is accepted.
+"""
 
 import hmac
 import secrets
@@ -9,22 +15,60 @@ from typing import Any
 from whet.base.errors import WhetError
 from whet.base.units import printable
 
+READ_METHODS = frozenset(("GET", "HEAD"))
+
+
+class HttpError(WhetError):
+    """A request that is refused, with its status. Handlers raise it too: `HttpError(404, "no such run", ...)`."""
+
+    def __init__(self, status: int, what: str, *, got: object = None, try_: str | None = None) -> None:
+        super().__init__(what, got=None if got is None else str(got)[:200], try_=try_)
+        self.status = status
+        self.headers: list[tuple[bytes, bytes]] = []
+
+    def body(self) -> bytes:
+        """The three lines of the error as plain text, without control characters."""
+        return (printable(str(self)) + "\n").encode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimits:
+    """Generous for a page and its programs; a client that exceeds them is disconnected."""
+
+    header_bytes: int = 16 * 1024
+    """The request line and all headers."""
+    num_headers: int = 64
+    body_bytes: int = 64 * 1024
+    connections: int = 128
+    """At once. One more disconnects the oldest client without a request (macOS allows 256 open files in all)."""
+    receive_seconds: float = 10.0
+    """From the start of a request (or a connection) to its last byte."""
+    idle_seconds: float = 15.0
+    """Between two requests on one connection."""
+    stall_seconds: float = 10.0
+    """Without reading a byte of a response that is ready."""
+
 
 class ServerKey:
-    """The secret of one server."""
+    """The secret of one server: a random token, and what is derived from it.
+
+    The token itself is for programs (`Authorization: Bearer`) and is in a file that only its owner can read. A link
+    contains a ticket that opens the server once, so it is worthless in a browser history or a log. The cookie that a
+    browser gets in exchange is a third value. The token cannot be derived from a ticket or a cookie.
+    """
 
     def __init__(self, token: str | None = None) -> None:
-        """A new key, or the one of a server that runs: from its token."""
+        """A new key, or that of a running server from its token."""
         self.token = token or secrets.token_urlsafe(32)
         self._spent: set[str] = set()
 
     def ticket(self) -> str:
-        """What a link carries; whoever has the token can make one, and the server knows it without being told."""
+        """A one-time ticket for a link. Any process with the token can make one that the server accepts."""
         nonce = secrets.token_urlsafe(12)
         return f"{nonce}.{self._sign('link', nonce)}"
 
     def spend(self, ticket: str) -> bool:
-        """Whether the ticket is good; it is not a second time."""
+        """Whether the ticket is valid; it is not a second time."""
         nonce, _, signature = ticket.partition(".")
         is_ours = _constant_time_equal(signature, self._sign("link", nonce))
         if not is_ours or nonce in self._spent:
@@ -34,62 +78,23 @@ class ServerKey:
 
     @property
     def cookie(self) -> str:
-        """What a browser keeps."""
+        """The cookie of a browser."""
         return self._sign("cookie", "")
 
-    def opens_as_bearer(self, given: str) -> bool:
+    def is_token(self, value: str) -> bool:
         """Whether it is the token."""
-        return _constant_time_equal(given, self.token)
+        return _constant_time_equal(value, self.token)
 
-    def opens_as_cookie(self, given: str) -> bool:
+    def is_cookie(self, value: str) -> bool:
         """Whether it is the cookie."""
-        return _constant_time_equal(given, self.cookie)
+        return _constant_time_equal(value, self.cookie)
 
     def _sign(self, purpose: str, nonce: str) -> str:
         return hmac.digest(self.token.encode(), f"{purpose}:{nonce}".encode("utf-8", "replace"), "sha256").hex()
 
 
-def _constant_time_equal(one: str, other: str) -> bool:
-    """In a time that says nothing about where they differ."""
-    return hmac.compare_digest(one.encode("utf-8", "replace"), other.encode("utf-8", "replace"))
-
-
-@dataclass(frozen=True, slots=True)
-class ClientLimits:
-    """Generous for a page and its programs; a client beyond them is cut off."""
-
-    header_bytes: int = 16 * 1024
-    """The request line and all headers."""
-    num_headers: int = 64
-    body_bytes: int = 64 * 1024
-    connections: int = 128
-    """At once. One more, and the oldest that has not yet asked anything is cut off (macOS gives 256 files in all)."""
-    receive_seconds: float = 10.0
-    """From the first moment of a request (or a connection) to its last byte."""
-    idle_seconds: float = 15.0
-    """Between two requests on one connection."""
-    stall_seconds: float = 10.0
-    """Without taking a byte of an answer that waits for it."""
-
-
-class HttpError(WhetError):
-    """A request that is not granted. Handlers raise it too: `HttpError(404, "no such run", got=..., try_=...)`."""
-
-    def __init__(self, status: int, what: str, *, got: object = None, try_: str | None = None) -> None:
-        super().__init__(what, got=None if got is None else str(got)[:200], try_=try_)
-        self.status = status
-        self.headers: list[tuple[bytes, bytes]] = []
-
-    def body(self) -> bytes:
-        """The three lines; what came from the request or a run can steer nothing."""
-        return (printable(str(self)) + "\n").encode("utf-8", "replace")
-
-
-READ_METHODS = frozenset(("GET", "HEAD"))
-
-
 class RequestInfo:
-    """A request, as far as the guard looks at it."""
+    """The parts of a request that the guard checks."""
 
     def __init__(self, scope: Mapping[str, Any]) -> None:
         self.is_websocket = scope["type"] == "websocket"
@@ -100,54 +105,59 @@ class RequestInfo:
 
     @property
     def num_headers(self) -> int:
-        """How many there are."""
+        """The number of headers."""
         return len(self._headers)
 
-    def every(self, name: str) -> list[str]:
+    def all(self, name: str) -> list[str]:
         """All values of a header."""
         wanted = name.encode()
         return [value.decode("latin-1") for key, value in self._headers if key.lower() == wanted]
 
     def one(self, name: str) -> str | None:
-        """The value of a header that comes once, else None."""
-        found = self.every(name)
-        return found[0] if len(found) == 1 else None
+        """The value of a header that occurs once, else None."""
+        values = self.all(name)
+        return values[0] if len(values) == 1 else None
 
     @property
     def is_navigation(self) -> bool:
-        """Whether a person opens this as a page of its own: nothing of it can be read by another page."""
-        modes, targets = self.every("sec-fetch-mode"), self.every("sec-fetch-dest")
+        """Whether the user opens this as a page of its own, which no other page can read."""
+        modes, targets = self.all("sec-fetch-mode"), self.all("sec-fetch-dest")
         return self.method in READ_METHODS and modes == ["navigate"] and targets == ["document"]
 
 
-def check_host(asked: RequestInfo, hosts: Iterable[str]) -> None:
-    """Refuses what names another host than ours, however it found the way here."""
-    named = asked.one("host")
-    if named is None or named.lower() not in hosts:
-        given = ", ".join(asked.every("host")) or "no Host"
-        raise HttpError(421, "this server has another name", got=given, try_="the address that it printed")
-    if not asked.path.startswith("/"):
-        # An absolute address in the request line goes before Host; OPTIONS may also say "*".
-        raise HttpError(400, "a path begins with /", got=asked.path, try_="/")
+def check_host(request: RequestInfo, hosts: Iterable[str]) -> None:
+    """Refuse a request that names another host."""
+    host = request.one("host")
+    if host is None or host.lower() not in hosts:
+        got = ", ".join(request.all("host")) or "no Host"
+        raise HttpError(421, "wrong host name for this server", got=got, try_="the address that it printed")
+    if not request.path.startswith("/"):
+        # An absolute URL in the request line takes precedence over Host; OPTIONS may also send "*".
+        raise HttpError(400, "a path must begin with /", got=request.path, try_="/")
 
 
-def check_origin(asked: RequestInfo, hosts: Iterable[str]) -> None:
-    """Refuses what another page sends; programs that are no browsers send neither header."""
-    origins = asked.every("origin")
+def check_origin(request: RequestInfo, hosts: Iterable[str]) -> None:
+    """Refuse a request from another page; programs that are not browsers send neither header."""
+    origins = request.all("origin")
     if any(origin.lower() not in {f"http://{host}" for host in hosts} for origin in origins):
         raise _cross_origin(", ".join(origins))
-    sites = asked.every("sec-fetch-site")
-    if asked.is_navigation:
+    if request.is_navigation:
         return
-    allowed = {"same-origin", "none"} if asked.method in READ_METHODS and not asked.is_websocket else {"same-origin"}
+    sites = request.all("sec-fetch-site")
+    is_read = request.method in READ_METHODS and not request.is_websocket
+    allowed = {"same-origin", "none"} if is_read else {"same-origin"}
     if any(site not in allowed for site in sites):
         raise _cross_origin(f"Sec-Fetch-Site: {', '.join(sites)}")
 
 
-def is_same_origin(asked: RequestInfo) -> bool:
-    """Whether a browser says so; after `check_origin`, so what is there is right."""
-    return bool(asked.every("origin") or asked.every("sec-fetch-site"))
+def is_same_origin(request: RequestInfo) -> bool:
+    """Whether a browser states the origin; after `check_origin`, so it is ours."""
+    return bool(request.all("origin") or request.all("sec-fetch-site"))
 
 
 def _cross_origin(got: str) -> HttpError:
-    return HttpError(403, "another page asks", got=got, try_="open this server's own page")
+    return HttpError(403, "cross-origin request refused", got=got, try_="open this server's own page")
+
+
+def _constant_time_equal(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode("utf-8", "replace"), other.encode("utf-8", "replace"))

@@ -1,7 +1,7 @@
-"""How long may a client take? Deadlines of one connection, which uvicorn does not set.
+"""Deadlines of client connections, which uvicorn does not set.
 
-A client that sends its request byte by byte, sends nothing, or asks for an answer and does not take it, holds a file
-and memory of ours. One look a second at all connections, while there are any, finds and cuts off those.
+A client that sends its request byte by byte, sends nothing, or does not read its response holds a file descriptor and
+memory. All connections are checked twice a second, while there are any, and such clients are disconnected.
 """
 
 import asyncio
@@ -19,68 +19,68 @@ _CHECK_SECONDS = 0.5
 
 
 class ConnectionMonitor:
-    """Looks after the connections of one server."""
+    """Monitors the connections of one server."""
 
     def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
-        self.cut_off = 0
-        """How many connections were ended by us so far."""
+        self.num_closed = 0
+        """How many clients were disconnected so far."""
         self._open: dict[MonitoredConnection, None] = {}
-        self._is_looking = False
+        self._is_checking = False
 
     def connection(
         self, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None
     ) -> Any:
-        """What uvicorn calls for each new connection."""
+        """Called by uvicorn for each new connection."""
         return MonitoredConnection(self, config, server_state, app_state, _loop)
 
     def add(self, connection: "MonitoredConnection") -> None:
-        """Counts a new connection; one too many pushes out the oldest that is not being answered."""
+        """Add a connection; one too many disconnects the oldest one without a request in progress."""
         self._open[connection] = None
         if len(self._open) > self.limits.connections:
-            waiting = (one for one in self._open if one.is_waited_for)
-            self.cut(next(waiting, connection))
-        if not self._is_looking:
-            self._is_looking = True
-            connection.loop.call_later(_CHECK_SECONDS, self._look, connection.loop)
+            waiting = (one for one in self._open if one.is_idle)
+            self.disconnect(next(waiting, connection))
+        if not self._is_checking:
+            self._is_checking = True
+            connection.loop.call_later(_CHECK_SECONDS, self._check, connection.loop)
 
     def remove(self, connection: "MonitoredConnection") -> None:
-        """It is closed."""
+        """Forget a closed connection."""
         self._open.pop(connection, None)
 
-    def cut(self, connection: "MonitoredConnection") -> None:
-        """Ends a connection at once, whatever it still has to send."""
-        self.cut_off += 1
+    def disconnect(self, connection: "MonitoredConnection") -> None:
+        """Close a connection at once, whatever it still has to send."""
+        self.num_closed += 1
         self.remove(connection)
         connection.transport.abort()
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
         now = time.monotonic()
         for connection in list(self._open):
             if connection.is_overdue(now, self.limits):
-                self.cut(connection)
-        self._is_looking = bool(self._open)
-        if self._is_looking:
-            loop.call_later(_CHECK_SECONDS, self._look, loop)
+                self.disconnect(connection)
+        self._is_checking = bool(self._open)
+        if self._is_checking:
+            loop.call_later(_CHECK_SECONDS, self._check, loop)
 
 
 class MonitoredConnection(H11Protocol):
-    """One connection, and since when we wait for it."""
+    """One connection, and since when it is waiting for its client."""
 
-    def __init__(self, watch: ConnectionMonitor, *arguments: Any) -> None:
+    def __init__(self, monitor: ConnectionMonitor, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._watch = watch
+        self._monitor = monitor
         self._receiving_since: float | None = None
         self._stalled_since: float | None = None
         self._unsent = 0
 
     @property
-    def is_waited_for(self) -> bool:
-        """Whether it is for the client to say something: no request of it is being answered."""
+    def is_idle(self) -> bool:
+        """Whether no request of the client is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def is_overdue(self, now: float, limits: ClientLimits) -> bool:
-        """Whether the client took too long with a request, or with taking an answer."""
+        """Whether the client took too long to send a request or to read a response."""
         unsent = self.transport.get_write_buffer_size()
         if unsent == 0 or unsent < self._unsent:
             self._stalled_since = None
@@ -96,18 +96,18 @@ class MonitoredConnection(H11Protocol):
         return False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there, and should now say what it wants."""
+        """A client has connected."""
         super().connection_made(transport)
         self._receiving_since = time.monotonic()
-        self._watch.add(self)
+        self._monitor.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
-        self._watch.remove(self)
+        """The connection is closed."""
+        self._monitor.remove(self)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Some bytes came: is the request complete?"""
+        """Bytes have arrived; the request may be complete now."""
         super().handle_events()
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
             if self._receiving_since is None and (self.conn.trailing_data[0] or self.conn.their_state is h11.SEND_BODY):
@@ -116,18 +116,18 @@ class MonitoredConnection(H11Protocol):
             self._receiving_since = None
 
     def on_response_complete(self) -> None:
-        """An answer is whole; the next request may take its time to begin, not to arrive."""
+        """A response is complete. The next request may begin late, but must then arrive in time."""
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
             self._receiving_since = None
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is refused like everything else."""
+        """Answer invalid HTTP like any other error."""
         if self.conn.our_state is not h11.IDLE and self.conn.our_state is not h11.SEND_RESPONSE:
-            self.transport.close()  # An answer is under way: there is no place for another.
+            self.transport.close()  # A response is in progress: there is no room for another.
             return
-        refusal = HttpError(400, "this is no HTTP request that we understand", got=msg, try_="HTTP/1.1")
-        body = refusal.body()
+        error = HttpError(400, "invalid HTTP request", got=msg, try_="HTTP/1.1")
+        body = error.body()
         headers = [
             ("content-type", "text/plain; charset=utf-8"),
             ("content-length", str(len(body))),

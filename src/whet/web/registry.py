@@ -18,10 +18,10 @@ from whet.web.access import ServerKey
 
 
 class RunningServer(FrozenModel):
-    """A server that runs."""
+    """A running server."""
 
     name: str
-    """Which kind: "watch"."""
+    """Its kind, such as "watch"."""
     about: str
     """What it serves, such as a folder."""
     host: str
@@ -31,7 +31,7 @@ class RunningServer(FrozenModel):
 
     @property
     def url(self) -> str:
-        """Its address, without anything secret."""
+        """Its address, without secrets."""
         return f"http://{self.host}/"
 
     def link(self) -> str:
@@ -39,7 +39,7 @@ class RunningServer(FrozenModel):
         return f"{self.url}?token={ServerKey(self.token).ticket()}"
 
     def __repr__(self) -> str:
-        """Without the token: this may be logged."""
+        """Without the token: it may be logged."""
         return f"Running({self.name} on {self.host})"
 
     __str__ = __repr__
@@ -47,10 +47,10 @@ class RunningServer(FrozenModel):
 
 @contextlib.contextmanager
 def registered(*, name: str, about: str, host: str, key: ServerKey) -> Iterator[RunningServer]:
-    """Tells other commands of this user that a server runs, as long as it does.
+    """Let other commands of this user find a server while it runs.
 
-    It holds a lock on its file, which ends with it however it ends. When a process began tells less: on Linux that
-    changes when the clock is set, and a server that runs would be taken for dead.
+    Each server has a file that only its owner can read, and holds a lock on it, which ends with the process however it
+    dies. The start time of the process would be less reliable: on Linux it changes when the clock is set.
     """
     running = RunningServer(name=name, about=about, host=host, token=key.token, pid=os.getpid())
     path = private_folder() / f"{name}-{running.pid}-{secrets.token_hex(4)}.json"
@@ -67,10 +67,10 @@ def registered(*, name: str, about: str, host: str, key: ServerKey) -> Iterator[
 
 
 def find_server(*, name: str, about: str) -> RunningServer | None:
-    """The server of that kind that serves that; files of servers that were killed are removed."""
+    """The running server of that kind and subject; files of killed servers are removed."""
     for path in sorted(private_folder().glob(f"{name}-*.json")):
         running = _read(path)
-        if running is None or not _is_held(path):
+        if running is None or not _is_locked(path):
             path.unlink(missing_ok=True)
         elif running.about == about:
             return running
@@ -78,22 +78,22 @@ def find_server(*, name: str, about: str) -> RunningServer | None:
 
 
 def private_folder() -> Path:
-    """The folder for these files; nobody else may look into it."""
+    """The folder of these files, readable only by its owner."""
     folder = env.home() / "servers"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            raise WhetError("this folder must be yours alone", got=str(folder), try_="remove it, or set WHET_HOME")
+            raise WhetError("this folder must belong to you", got=str(folder), try_="remove it, or set WHET_HOME")
         if stat.S_IMODE(found.st_mode) != 0o700:
             folder.chmod(0o700)
     except OSError as error:
-        raise WhetError("no folder for running servers", got=str(error), try_="set WHET_HOME") from None
+        raise WhetError("cannot create the folder for running servers", got=str(error), try_="set WHET_HOME") from None
     return folder
 
 
 def write_private(path: Path, text: str) -> None:
-    """A new file that only its owner can read, from its first moment."""
+    """Create a file that only its owner can read, from the start."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
@@ -106,7 +106,7 @@ def _read(path: Path) -> RunningServer | None:
         return None
 
 
-def _is_held(path: Path) -> bool:
+def _is_locked(path: Path) -> bool:
     try:
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -119,7 +119,11 @@ def _is_held(path: Path) -> bool:
 
 @contextlib.contextmanager
 def redirect_page(link: str) -> Iterator[Path]:
-    """A file that leads to the link, as long as it is needed."""
+    """A private file that redirects to a link, while it is needed.
+
+    The arguments of a program are visible to every user of a machine, so the browser gets the name of this file instead
+    of the link with its ticket.
+    """
     path = private_folder() / f"open-{secrets.token_hex(8)}.html"
     target = html.escape(link, quote=True)
     page = (
@@ -133,7 +137,7 @@ def redirect_page(link: str) -> Iterator[Path]:
 
 
 def open_in_browser(path: Path) -> bool:
-    """Shows a file in the user's browser, where there is one."""
+    """Open a file in the user's browser, if there is one."""
     try:
         return webbrowser.open(path.as_uri())
     except (webbrowser.Error, OSError):

@@ -29,7 +29,7 @@ _PORT_IN_USE = (errno.EADDRINUSE, errno.EACCES)
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """Where a server listens, and by which names it may be called."""
+    """The address a server listens on, and the host names it accepts."""
 
     address: str
     port: int
@@ -48,7 +48,7 @@ class ListenAddress:
 
     @property
     def hosts(self) -> frozenset[str]:
-        """All names and ports that are ours."""
+        """All our host names with port."""
         names = {"localhost", "127.0.0.1", "[::1]"}
         if not self.is_loopback:
             names.add(_url_host(self.address))
@@ -57,19 +57,19 @@ class ListenAddress:
         named = {f"{name}:{self.port}" for name in names}
         return frozenset(named | names if self.port == 80 else named)
 
-    def queue(self) -> None:
-        """Lets clients wait for us in the system, where they cost nothing; asyncio had set it to how many it takes."""
+    def set_backlog(self) -> None:
+        """Let clients wait in the system's queue; asyncio had set it to the number it accepts at once."""
         for one in self.sockets:
             one.listen(_BACKLOG)
 
     def close(self) -> None:
-        """Lets go of the port."""
+        """Release the port."""
         for one in self.sockets:
             one.close()
 
 
 def listen(port: int, *, address: str = LOOPBACK) -> ListenAddress:
-    """Takes the port, or the next free one (0: any). On loopback both IPv4 and IPv6, as `localhost` may mean either."""
+    """Bind the port, or the next free one (0: any). On loopback both IPv4 and IPv6: `localhost` may mean either."""
     try:
         wanted = ipaddress.ip_address(address)
     except ValueError:
@@ -77,7 +77,7 @@ def listen(port: int, *, address: str = LOOPBACK) -> ListenAddress:
     if not 0 <= port <= 65535:
         raise UsageError("not a port", got=port, try_="a number from 1024 to 65535, or 0 for any")
     addresses = ["127.0.0.1", "::1"] if wanted.is_loopback else [str(wanted)]
-    refused: OSError | None = None
+    failure: OSError | None = None
     for offset in range(_MAX_PORTS):
         tried = port + offset if port else 0
         if tried > 65535:
@@ -85,10 +85,10 @@ def listen(port: int, *, address: str = LOOPBACK) -> ListenAddress:
         try:
             return _bind(tried, addresses, address=str(wanted))
         except OSError as error:
-            refused = error
+            failure = error
             if error.errno not in _PORT_IN_USE:
                 break
-    raise WhetError(f"cannot listen on {address}", got=f"port {port}: {refused}", try_="--port 0, which takes any")
+    raise WhetError(f"cannot listen on {address}", got=f"port {port}: {failure}", try_="--port 0, which takes any")
 
 
 def _bind(port: int, addresses: list[str], *, address: str) -> ListenAddress:
@@ -117,7 +117,7 @@ def _socket(address: str, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind((address, port))
-        # Only now the port is taken for everybody: two of us may have bound it.
+        # Only listening reserves the port: two processes may have bound it.
         made.listen(_BACKLOG)
         made.setblocking(False)
     except BaseException:
@@ -141,7 +141,7 @@ def _url_host(address: str) -> str:
 
 SIGTERM_EXIT_CODE = 143
 _ACCEPT_BATCH = 8
-"""So many connections asyncio takes before it lets us count them; each is a file."""
+"""Connections that asyncio accepts at once before the monitor can count them; each is a file descriptor."""
 
 
 def serve(
@@ -159,35 +159,34 @@ def serve(
     on_ready: Callable[[RunningServer], None] | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
 ) -> int:
-    """Serves starlette routes until a signal ends it; the exit code: 0 after Ctrl-C, 143 after SIGTERM.
+    """Serve starlette routes until a signal stops it; the exit code is 0 after Ctrl-C, 143 after SIGTERM.
 
-    `name` and `about` let another command find this server (`running.find_running`). `port` is where it begins to look
-    for a free one; 0 takes any. `on_ready` is told address and link once it listens. Handlers raise `HttpError`;
-    what else they raise is told to `on_failure`, and to the client in three lines without details. Where clients
-    expect JSON, `error_format` makes it of refusals.
+    `name` and `about` let another command find this server (`registry.find_server`). `port` is the first port to try;
+    0 takes any. `on_ready` gets the address and link once it listens. Handlers raise `HttpError`; other exceptions go
+    to `on_failure`, and to the client without details. `error_format` turns errors into JSON for clients that expect it.
     """
     require_libraries()
     limits = limits or ClientLimits()
-    place = listen(port, address=address)
+    listening = listen(port, address=address)
     try:
-        if not place.is_loopback and not allow_remote:
+        if not listening.is_loopback and not allow_remote:
             raise UsageError(
-                "others could reach this server",
+                "this server would be reachable from other machines",
                 got=f"the address {address}",
-                try_="127.0.0.1 and `ssh -L`, or say that this is meant",
+                try_="127.0.0.1 and `ssh -L`, or allow it explicitly",
             )
         key = ServerKey()
         guard = RequestGuard(
             _router(routes),
             key=key,
-            hosts=place.hosts,
+            hosts=listening.hosts,
             methods=methods,
             limits=limits,
             error_format=error_format,
             on_failure=on_failure,
         )
         with contextlib.ExitStack() as stack:
-            running = stack.enter_context(registered(name=name, about=about, host=place.host, key=key))
+            running = stack.enter_context(registered(name=name, about=about, host=listening.host, key=key))
             page = stack.enter_context(redirect_page(running.link())) if open_browser else None
 
             def ready() -> None:
@@ -196,42 +195,44 @@ def serve(
                 if page is not None:
                     open_in_browser(page)
 
-            return _run(guard, place=place, limits=limits, on_ready=ready)
+            return _run(guard, listening=listening, limits=limits, on_ready=ready)
     finally:
-        place.close()
+        listening.close()
 
 
 def require_libraries() -> None:
-    """Refuses where the packages for pages are not installed."""
+    """Raise where the packages for servers are not installed."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise WhetError("pages need two more packages", got=str(error), try_="pip install 'whet[web]'") from None
+        raise WhetError("the server needs two more packages", got=str(error), try_="pip install 'whet[web]'") from None
 
 
 def _router(routes: Sequence["BaseRoute"]) -> App:
     from starlette.exceptions import HTTPException
     from starlette.routing import Router
 
-    async def nothing_here(scope: Message, receive: Receive, send: Send) -> None:  # noqa: ARG001
-        raise HttpError(404, "there is nothing here", got=scope["path"], try_="/")
+    async def not_found(scope: Message, receive: Receive, send: Send) -> None:  # noqa: ARG001
+        raise HttpError(404, "not found", got=scope["path"], try_="/")
 
-    router = Router(routes, default=nothing_here, redirect_slashes=False)
+    router = Router(routes, default=not_found, redirect_slashes=False)
 
     async def routed(scope: Message, receive: Receive, send: Send) -> None:
-        scope["app"] = router  # Only then starlette raises what it refuses, instead of answering in its own words.
+        scope["app"] = router  # Only then starlette raises its errors instead of answering them itself.
         try:
             await router(scope, receive, send)
         except HTTPException as error:
-            refused = HttpError(error.status_code, error.detail.lower(), got=f"{scope['method']} {scope['path']}")
-            refused.headers += [(key.lower().encode(), value.encode()) for key, value in (error.headers or {}).items()]
-            raise refused from None
+            http_error = HttpError(error.status_code, error.detail.lower(), got=f"{scope['method']} {scope['path']}")
+            http_error.headers += [
+                (key.lower().encode(), value.encode()) for key, value in (error.headers or {}).items()
+            ]
+            raise http_error from None
 
     return routed
 
 
-def _run(guard: RequestGuard, *, place: ListenAddress, limits: ClientLimits, on_ready: Callable[[], None]) -> int:
+def _run(guard: RequestGuard, *, listening: ListenAddress, limits: ClientLimits, on_ready: Callable[[], None]) -> int:
     import uvicorn
 
     from whet.web.connection import ConnectionMonitor
@@ -256,33 +257,33 @@ def _run(guard: RequestGuard, *, place: ListenAddress, limits: ClientLimits, on_
         timeout_graceful_shutdown=1,
         h11_max_incomplete_event_size=limits.header_bytes,
     )
-    return _until_signalled(uvicorn.Server(config), place=place, on_ready=on_ready)
+    return _until_signalled(uvicorn.Server(config), listening=listening, on_ready=on_ready)
 
 
-def _until_signalled(server: Any, *, place: ListenAddress, on_ready: Callable[[], None]) -> int:
-    """uvicorn looks for a signal ten times a second and then dies of it; ours waits, and leaves nothing behind."""
-    came: list[int] = []
+def _until_signalled(server: Any, *, listening: ListenAddress, on_ready: Callable[[], None]) -> int:
+    """Run until a signal. uvicorn's own loop polls for signals and then dies of them; this one waits and cleans up."""
+    received: list[int] = []
 
     async def wait() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def handle(number: int) -> None:
-            came.append(number)
+            received.append(number)
             stop.set()
 
         with _signals(loop, handle):
-            await server.startup(sockets=list(place.sockets))
-            place.queue()
+            await server.startup(sockets=list(listening.sockets))
+            listening.set_backlog()
             on_ready()
             await stop.wait()
-            await server.shutdown(sockets=list(place.sockets))
+            await server.shutdown(sockets=list(listening.sockets))
 
     if not server.config.loaded:
         server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)
     asyncio.run(wait())
-    return SIGTERM_EXIT_CODE if came and came[0] == signal.SIGTERM else 0
+    return SIGTERM_EXIT_CODE if received and received[0] == signal.SIGTERM else 0
 
 
 @contextlib.contextmanager

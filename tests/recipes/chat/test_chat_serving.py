@@ -142,7 +142,7 @@ def test_only_the_key_and_this_machine(told: dict[str, Any]) -> None:
     connection.request("GET", "/", headers={"Host": "evil.example"})
     answer = connection.getresponse()
     assert (answer.status, answer.getheader("Content-Type")) == (421, "text/plain; charset=utf-8")
-    assert answer.read().startswith(b"this server has another name\n  got: evil.example\n")
+    assert answer.read().startswith(b"wrong host name for this server\n  got: evil.example\n")
     connection.close()
 
 
