@@ -1,29 +1,29 @@
 """whet trains your PyTorch model as fast as the machine in front of you allows.
 
-Without changing what is trained, and without losing a step. The rooms of the house, from the ground up; a room may use
-the rooms above it in this list, never the later ones:
+Without changing what is trained, and without losing a step. The packages in layers; a package imports only from those
+above it in this list:
 
-    base      errors, units, the environment, frozen records
-    machine   facts about this computer and about known ones
-    plan      settings with value, reason, source and evidence; the rules that make them
-    config    key=value words, config files, the keys every recipe has
-    run       the run folder: durable writes, lock, events, following
-    web       the guard of every page and server
-    report    reads run folders: text and JSON
-    hex       Hex, the game: rules, records, players, positions
-    device    the only room that names a backend
-    world     the only room that speaks to other processes of one training
-    data      order, global batches, micro-batches, loading
-    step      one optimizer step: the only code that trains
-    checkpoint  everything an exact resume needs, on disk
-    verify    will it run there, is it right, is it causal, does it fit?
-    measure   real steps, timed: what is fastest here, with evidence
-    engine    Session, train, schedules, signals
-    doctor    examines a device: operators, known bugs, parity, resume, speed
-    trials    hyperparameter search on Optuna, each trial a run folder
-    prove     kills a training, resumes it and compares every bit
-    recipes   complete workloads that ship with whet
-    cli       one file per verb; the only room that prints
+    base         errors, units, environment variables, the isolated worker process
+    machine      facts about this computer and known machines
+    plan         workload, settings with value, reason, source and evidence; the rules that decide them
+    config       options, declared once, read from keywords, the command line and files
+    run          the run folder: atomic writes, lock, events, index
+    web          the guard of every server
+    report       one model of a run, rendered as text, Markdown, HTML and a live page
+    device       CUDA, MPS, CPU, fake: the only package that calls a backend
+    distributed  ranks, launch, heartbeat: the only package that imports torch.distributed
+    data         adapters, order, batching, packing, workers
+    step         apply a plan to a model; one optimizer step
+    checkpoint   everything an exact resume needs, on disk
+    verify       preflight, parity, start checks, memory
+    autotune     candidates, paired timing, evidence
+    training     Session, train, callbacks, schedules
+    doctor       examine a device
+    hpo          hyperparameter search on Optuna
+    prove        kill a training, resume it and compare every bit
+    recipes      complete workloads: text, chat, puzzle, hex
+    api          what `import whet` offers where recipes are needed: check, compare, search
+    cli          one file per verb; renders and prints
 """
 
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ __version__ = VERSION
 
 _PUBLIC = {
     "OptimizerChoice": "whet.step.optimizers",
+    "Recipe": "whet.recipes.recipe",
     "Session": "whet.training.session",
     "WhetError": "whet.base.errors",
     "check": "whet.api.verify",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from whet.base.errors import WhetError as WhetError
     from whet.machine.probe import probe as probe
     from whet.plan.plan import make_plan as make_plan
+    from whet.recipes.recipe import Recipe as Recipe
     from whet.report.opened_run import open_run as open_run
     from whet.report.run_report import summarize as summarize
     from whet.step.optimizers import OptimizerChoice as OptimizerChoice
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OptimizerChoice",
+    "Recipe",
     "Session",
     "WhetError",
     "__version__",

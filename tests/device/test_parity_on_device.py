@@ -12,7 +12,7 @@ from torch.nn import functional as f
 
 from paths import SUPPORT, ReportCount
 from small_models import TokenModel, ragged_tokens
-from whet.api.verify import model_subject
+from whet.api.verify import model_spec
 from whet.data.batch import MicroBatch
 from whet.device import virtual_mac
 from whet.device.abstract import AbstractDevice
@@ -46,7 +46,7 @@ def of_task(task: ModelTask) -> TrainableSpec:
     def loss(model, x, y):
         return f.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
-    return model_subject(task.model, (task.x, task.y), loss)
+    return model_spec(task.model, (task.x, task.y), loss)
 
 
 SUBJECTS = {

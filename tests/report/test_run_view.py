@@ -213,7 +213,7 @@ def test_a_matrix_that_is_none_is_left_out(tmp_path: Path, damaged: object) -> N
 def test_a_run_of_long_ago_says_less_and_is_shown_all_the_same(tmp_path: Path) -> None:
     empty = summarize(bare(tmp_path / "empty"))
     assert (empty.tracks, empty.timeline, empty.advice, empty.planned_vs_actual) == ((), (), (), ())
-    odd = {"settings": "none", "trials": [{"setting": 1}, 5, trial("workers", 2, "faster", 1.2)], "cautions": "x"}
+    odd = {"settings": "none", "trials": [{"setting": 1}, 5, trial("workers", 2, "faster", 1.2)], "warnings": "x"}
     run = bare(tmp_path / "r", plan=odd)
     with EventLog(run) as log:
         log.append("step", step=1, loss=1.0)

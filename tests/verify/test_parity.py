@@ -18,7 +18,7 @@ import whet
 from paths import SUPPORT, Run
 from small_models import TokenModel, convnet, images, ragged_tokens
 from warm_python import WarmPython
-from whet.api.verify import model_subject
+from whet.api.verify import model_spec
 from whet.base.errors import UsageError
 from whet.cli.compare import _lines as comparison_lines
 from whet.data.batch import MicroBatch
@@ -83,9 +83,9 @@ class Functional(nn.Module):
     "spec",
     [
         tokens_subject(),
-        model_subject(convnet(), images(8, seed=0), lambda model, x, y: f.cross_entropy(model(x), y)),
-        model_subject(norm_net(), (torch.randn(16, 6),), mean_square),
-        model_subject(Functional(), (torch.randn(3, 5, 8),)),
+        model_spec(convnet(), images(8, seed=0), lambda model, x, y: f.cross_entropy(model(x), y)),
+        model_spec(norm_net(), (torch.randn(16, 6),), mean_square),
+        model_spec(Functional(), (torch.randn(3, 5, 8),)),
     ],
     ids=["tokens", "conv", "norm", "dropout"],
 )
@@ -249,7 +249,7 @@ class SlyGradient(nn.Linear):
 @pytest.mark.parametrize(("kind", "phase"), [(Sly, "forward"), (SlyGradient, "backward")])
 def test_where_no_operator_is_wrong_the_module_is_named(kind: type[nn.Linear], phase: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), kind(4, 4)), nn.Linear(4, 2))
-    bench = ReplicaFactory(model_subject(model, (torch.randn(6, 4),)))
+    bench = ReplicaFactory(model_spec(model, (torch.randn(6, 4),)))
     rows = compare_training(bench, Elsewhere(), steps=2).rows
     assert not all(row.agrees for row in rows)
     found = locate(bench, Elsewhere())
@@ -260,7 +260,7 @@ def test_where_no_operator_is_wrong_the_module_is_named(kind: type[nn.Linear], p
 
 def test_no_module_of_a_sound_model_is_blamed() -> None:
     for model, x in ((norm_net(), torch.randn(16, 6)), (Functional(), torch.randn(3, 5, 8))):
-        assert first_wrong_module(ReplicaFactory(model_subject(model, (x,))), Elsewhere()) is None
+        assert first_wrong_module(ReplicaFactory(model_spec(model, (x,))), Elsewhere()) is None
 
 
 def test_a_model_that_is_not_deterministic_is_found(warm_whet: Run, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_what_draws_is_told() -> None:
         def forward(self, x):
             return super().forward(x) + torch.rand_like(x)
 
-    found = locate(ReplicaFactory(model_subject(Noisy(3, 3), (torch.randn(4, 3),))), CpuDevice())
+    found = locate(ReplicaFactory(model_spec(Noisy(3, 3), (torch.randn(4, 3),))), CpuDevice())
     assert found.draws == ("aten::rand_like",)
     assert found.culprit is None
 
@@ -444,8 +444,8 @@ def test_what_is_no_model_is_refused(warm_whet: Run, tmp_path: Path) -> None:
     done = warm_whet("compare", "nothing.py")
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: no such recipe file")
     with pytest.raises(UsageError, match="nothing to train"):
-        compare_devices(model_subject(nn.Tanh(), (torch.randn(2, 2),)), devices=["cpu"])
-    uneven = model_subject(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(3)), lambda model, x, _: model(x).sum())
+        compare_devices(model_spec(nn.Tanh(), (torch.randn(2, 2),)), devices=["cpu"])
+    uneven = model_spec(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(3)), lambda model, x, _: model(x).sum())
     with pytest.raises(UsageError, match="cannot be cut"):
         compare_devices(uneven, devices=["cpu"], size=1)
 
@@ -453,7 +453,7 @@ def test_what_is_no_model_is_refused(warm_whet: Run, tmp_path: Path) -> None:
 def test_only_programs_of_ours_are_replaced(tmp_path: Path) -> None:
     ours = tmp_path / "ours.py"
     ours.write_text(f'"""{MARKER}"""\n')
-    found = compare_devices(model_subject(nn.Linear(2, 2), (torch.ones(3, 2),)), devices=["cpu"], steps=1, out=ours)
+    found = compare_devices(model_spec(nn.Linear(2, 2), (torch.ones(3, 2),)), devices=["cpu"], steps=1, out=ours)
     assert found.agrees
     assert ours.read_text() == f'"""{MARKER}"""\n', "nothing is written where nothing is wrong"
 

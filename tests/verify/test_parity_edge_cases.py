@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import whet
-from whet.api.verify import load_subject
+from whet.api.verify import load_spec
 from whet.base.errors import UsageError
 from whet.verify.parity.compare import compare_devices
 
@@ -41,7 +41,7 @@ def test_a_model_that_a_file_keeps_is_copied(tmp_path: Path) -> None:
         "import torch\nNET = torch.nn.Linear(4, 4)\nX = torch.randn(4, 4)\ndef model():\n"
         "    assert NET.weight.dtype == torch.float32 and NET.weight.grad is None\n    return NET, (X,)\n"
     )
-    assert compare_devices(load_subject(str(file)), devices=["cpu"], steps=3).agrees
+    assert compare_devices(load_spec(str(file)), devices=["cpu"], steps=3).agrees
 
 
 def test_a_folder_is_no_program(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import flawed_models
 import sound_models
 from paths import ROOT, Run
-from whet.api.verify import check, load_subject
+from whet.api.verify import check, load_spec
 from whet.base.errors import UsageError
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
@@ -127,7 +127,7 @@ def test_a_recipe_is_traced_with_the_micro_batch_that_is_planned_for_the_machine
     words = ["global_batch_size=4096"]
     anywhere, there = (check("text", words, device="mps", machine=machine) for machine in (None, "m2-air-8gb"))
     assert anywhere.num_samples == 4096
-    planned = make_plan(load_machine("m2-air-8gb"), load_subject("text", words).workload).micro_batch
+    planned = make_plan(load_machine("m2-air-8gb"), load_spec("text", words).workload).micro_batch
     assert there.num_samples == planned < 4096
     assert "known-fault/linear-rows" in {finding.id for finding in anywhere.findings}
     assert "known-fault/linear-rows" not in {finding.id for finding in there.findings}

@@ -22,13 +22,13 @@ def export_model(
     checkpoint: str = "best",
     recipe: str | None = None,
 ) -> ExportResult:
-    """Writes a run's model in a format of others; NAME-FORMAT where you are, if not told.
+    """Export the model of a run to the folder `out`, by default RUN-FORMAT in the current folder.
 
-    Beside it lies whet-export.json: classes, length, inputs, and the step whose weights these are.
+    The folder also gets whet-export.json: classes, length, inputs, and the step of the weights.
     """
     run = run if isinstance(run, Run) else open_run(run)
     if recipe is None and run.header.recipe not in BUILT_IN:
-        raise UsageError("the run is of a recipe of yours", got=run.header.recipe, try_="--recipe FILE")
+        raise UsageError("the run belongs to your own recipe", got=run.header.recipe, try_="--recipe FILE")
     loaded = load_recipe(recipe or run.header.recipe)
     if not (loaded.supports("predict") and loaded.supports("write_model_files")):
         raise UsageError(f"the recipe {loaded.name} cannot export its model", got=to, try_="csv, parquet, tensorboard")
@@ -38,13 +38,13 @@ def export_model(
             model, _ = loaded.predict(loaded.Config.model_validate(run.config), run.metadata)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            raise WhetError("the run does not hold what its recipe needs", got=what, try_="another run") from None
+            raise WhetError("the run lacks what its recipe needs", got=what, try_="another run") from None
         step = load_weights(run.path, model, checkpoint=checkpoint)
         model.eval()
-        told = loaded.write_model_files(model, run.metadata, draft, to=to)
+        details = loaded.write_model_files(model, run.metadata, draft, to=to)
         files = sorted(file.name for file in draft.iterdir())
-        listed: dict[str, Any] = {"format": to, "run": run.header.id, "step": step, **told, "files": files}
-        (draft / EXPORT_MANIFEST).write_text(strict_json.encode(listed, pretty=True) + "\n", encoding="utf-8")
+        manifest: dict[str, Any] = {"format": to, "run": run.header.id, "step": step, **details, "files": files}
+        (draft / EXPORT_MANIFEST).write_text(strict_json.encode(manifest, pretty=True) + "\n", encoding="utf-8")
         return [*files, EXPORT_MANIFEST]
 
     folder = Path(out if out is not None else f"{run.path.name}-{to}").expanduser().absolute()
@@ -52,7 +52,7 @@ def export_model(
 
 
 def _earlier_export_files(folder: Path) -> Any:
-    """Tells which files an earlier export wrote there: only those may be replaced."""
+    """Return a test for files that an earlier export wrote to the folder: only those may be replaced."""
     names = {EXPORT_MANIFEST}
     try:
         read = strict_json.decode((folder / EXPORT_MANIFEST).read_bytes())

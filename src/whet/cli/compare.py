@@ -45,7 +45,7 @@ def compare(
     something differs, every operator of a step is replayed on the CPU from its own inputs: the first wrong one is
     named, and a program that reproduces it with torch alone is written. Dropout is off. Exit code 1: something differs.
     """
-    from whet.api.verify import load_subject
+    from whet.api.verify import load_spec
     from whet.cli import output
     from whet.verify.parity.compare import compare_devices, validate_compare_options
 
@@ -54,7 +54,7 @@ def compare(
     validate_compare_options(devices=names, steps=steps, size=size, precisions=precisions, out=out)
     with output.user_output_to_stderr():
         result = compare_devices(
-            load_subject(target, settings or (), file=config),
+            load_spec(target, settings or (), file=config),
             devices=names,
             steps=steps,
             size=size,

@@ -12,16 +12,16 @@ ANY_WORKLOAD = frozenset[str]()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hazard:
-    """One known fault: where it applies, what happens, and what whet does about it."""
+    """One known bug: where it applies, what happens, and what whet does about it."""
 
     id: str
     what: str
     issue: str
-    """Number in pytorch/pytorch, as "#177116"; of the fix where no issue is known."""
+    """Number in pytorch/pytorch, as "#177116"; that of the fix if there is no issue."""
     answer: str
-    """What whet does; or what is left to you."""
+    """What whet does, or what you can do."""
     is_avoided: bool = False
-    """Whether what whet does keeps it out of a run, unless your own code brings it in."""
+    """Whether whet avoids it, unless your own code triggers it."""
     fixed_in: Release | None = None
     """The first torch without it; None where no fix is known."""
     macos_from: Release | None = None
@@ -30,10 +30,10 @@ class Hazard:
     families: tuple[str, ...] = ()
     """GPU families; empty means all."""
     needs: frozenset[str] = ANY_WORKLOAD
-    """What a workload must have for it: kinds of layers, "half" precision, "fp16", many "rows", a "huge batch"."""
+    """What a workload must have: kinds of layers, "half" precision, "fp16", many "rows", a "huge batch"."""
 
 
-_COMPARE_WITH_CPU = "to check, train a few steps with --device cpu too and compare the losses"
+_COMPARE_WITH_CPU = "to check, train a few steps with --device cpu as well and compare the losses"
 _AFTER_2_13 = (2, 14)
 
 HAZARDS: tuple[Hazard, ...] = (
@@ -42,9 +42,9 @@ HAZARDS: tuple[Hazard, ...] = (
         what="gradients are wrong by 1e3 and more when a product sums over more than 32,768 rows",
         issue="#177116",
         answer=(
-            "the planned micro-batch stays below (rule M3); a larger one that you ask for is warned of. A head over "
-            "more than 32,768 words sums over them in its backward pass, with any micro-batch: whet check finds it; "
-            "its product in pieces, a newer torch or --device cpu avoids it"
+            "the planned micro-batch stays below (rule M3), and a larger one causes a warning. A head over "
+            "more than 32,768 tokens sums over them in its backward pass, with any micro-batch: whet check detects it; "
+            "splitting its product, a newer torch or --device cpu avoids it"
         ),
         is_avoided=True,
         fixed_in=_AFTER_2_13,
@@ -63,14 +63,14 @@ HAZARDS: tuple[Hazard, ...] = (
         id="linear-vector-bias",
         what="a linear layer drops its bias for a single vector",
         issue="#188438",
-        answer="a micro-batch always has a dimension for its samples; vectors inside your model are yours",
+        answer="a micro-batch always has a dimension for its samples; single vectors inside your model are not avoided",
         fixed_in=_AFTER_2_13,
         macos_from=(26, 0),
         needs=frozenset({"vectors"}),
     ),
     Hazard(
         id="linear-half-m5",
-        what="a linear layer without bias gives garbage in half precision, another one each time",
+        what="a linear layer without bias gives garbage in half precision, different each time",
         issue="#180776",
         answer="precision stays fp32 unless you ask for another",
         fixed_in=(2, 13),
@@ -81,7 +81,7 @@ HAZARDS: tuple[Hazard, ...] = (
         id="linear-abort-macos-27",
         what="a linear layer with a transposed weight in bf16 ends the process",
         issue="#197796",
-        answer="precision stays fp32 unless you ask for another; the run goes on from its last checkpoint",
+        answer="precision stays fp32 unless you ask for another; the run resumes from its last checkpoint",
         fixed_in=_AFTER_2_13,
         macos_from=(27, 0),
         needs=frozenset({"linear", "half"}),
@@ -131,7 +131,7 @@ HAZARDS: tuple[Hazard, ...] = (
         id="copy-converts",
         what="a copy to the CPU that also changes the dtype can overwrite the tensor it reads",
         issue="#189563",
-        answer="whet copies first and converts afterwards; in code of yours write .cpu() before .to(dtype)",
+        answer="whet copies first and converts afterwards; in your own code write .cpu() before .to(dtype)",
         is_avoided=True,
         fixed_in=_AFTER_2_13,
     ),
@@ -139,7 +139,7 @@ HAZARDS: tuple[Hazard, ...] = (
         id="copy-gaps",
         what="a copy to the CPU of a view with gaps is wrong",
         issue="#189961",
-        answer="whet makes a tensor contiguous on the GPU before it is copied; in code of yours write .contiguous()",
+        answer="whet makes a tensor contiguous on the GPU before it is copied; in your own code write .contiguous()",
         is_avoided=True,
         fixed_in=_AFTER_2_13,
     ),
@@ -152,7 +152,7 @@ HAZARDS: tuple[Hazard, ...] = (
     ),
     Hazard(
         id="pinned-memory",
-        what="pin_memory() writes through a pointer that is none",
+        what="pin_memory() writes through an invalid pointer",
         issue="#86060",
         answer="nothing is pinned (rule L3)",
         is_avoided=True,
@@ -162,7 +162,7 @@ HAZARDS: tuple[Hazard, ...] = (
         id="scalar-offset",
         what="an element of a CPU tensor in arithmetic with a GPU tensor: x * s[4] takes s[0]",
         issue="#187117",
-        answer="whet has no such arithmetic; in code of yours write s[4].item(), or move s first",
+        answer="whet has no such arithmetic; in your own code write s[4].item(), or move s first",
         is_avoided=True,
         fixed_in=_AFTER_2_13,
     ),
@@ -170,7 +170,7 @@ HAZARDS: tuple[Hazard, ...] = (
         id="scaler-fused",
         what="fused optimizers ignore the loss scale and do not skip infinite gradients",
         issue="#186360",
-        answer="before torch 2.13 the optimizer is not fused with fp16 (rule K1), and a fused one of yours is refused",
+        answer="before torch 2.13 the optimizer is not fused with fp16 (rule K1), and your own fused optimizer is rejected",
         is_avoided=True,
         fixed_in=(2, 13),
         needs=frozenset({"fp16"}),
@@ -179,7 +179,7 @@ HAZARDS: tuple[Hazard, ...] = (
         id="scaler-half-gradients",
         what="unscaling sets fp16 and bf16 gradients to zero",
         issue="#184286",
-        answer="weights and gradients stay float32; half weights with fp16 are refused before torch 2.13",
+        answer="weights and gradients stay float32; half-precision weights with fp16 are rejected before torch 2.13",
         is_avoided=True,
         fixed_in=(2, 13),
         needs=frozenset({"fp16"}),
@@ -188,7 +188,7 @@ HAZARDS: tuple[Hazard, ...] = (
         id="lstm-dropout-backward",
         what="the dropout of nn.LSTM is ignored in the backward pass",
         issue="#190056",
-        answer="nothing; put nn.Dropout between layers of your own",
+        answer="nothing; put nn.Dropout between your own layers",
         fixed_in=_AFTER_2_13,
         needs=frozenset({"lstm", "dropout"}),
     ),
@@ -196,7 +196,7 @@ HAZARDS: tuple[Hazard, ...] = (
         id="lstm-dropout-forward",
         what="the dropout of nn.LSTM is not applied",
         issue="#185351",
-        answer="nothing; put nn.Dropout between layers of your own",
+        answer="nothing; put nn.Dropout between your own layers",
         fixed_in=(2, 13),
         needs=frozenset({"lstm", "dropout"}),
     ),
@@ -236,13 +236,13 @@ HAZARDS: tuple[Hazard, ...] = (
         id="gelu-overflow",
         what="gelu and tanh overflow to NaN for large inputs",
         issue="#186278",
-        answer="a step whose numbers are not finite is left out before it is saved; too many stop the run",
+        answer="a step with NaN or Inf is skipped; too many stop the run",
         fixed_in=(2, 13),
         needs=frozenset({"gelu"}),
     ),
     Hazard(
         id="sort-range",
-        what="sort returns indices out of range for truth values, largest integers and NaN",
+        what="sort returns indices out of range for booleans, largest integers and NaN",
         issue="#184620",
         answer=_COMPARE_WITH_CPU,
         fixed_in=(2, 13),
@@ -301,4 +301,4 @@ BEFORE_2_11: tuple[tuple[str, str, str], ...] = (
     ("2.4", "#118115", "Adam did not update transposed weights"),
     ("2.4", "#124335", "copies of 4 GiB and more were wrong"),
 )
-"""Faults of older torch: (fixed in, issue, what)."""
+"""Bugs of older torch: (fixed in, issue, what)."""

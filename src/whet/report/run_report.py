@@ -163,7 +163,7 @@ class RunReport(RunStatus):
 
     # Plan
     settings: tuple[ReportSetting, ...] = ()
-    cautions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     evidence: tuple[SettingEvidence, ...] = ()
     planned_vs_actual: tuple[PlannedVsActual, ...] = ()
     advice: tuple[Advice, ...] = ()
@@ -227,7 +227,7 @@ def summarize(run: Run | Path | str, *, history: History | None = None, points: 
         details=evaluation_details(history),
         epochs=tuple(_epoch(event) for event in history.events(kinds=("epoch",))),
         settings=plan_settings(run.plan),
-        cautions=_cautions(run.plan),
+        warnings=_plan_warnings(run.plan),
         evidence=setting_evidence(run.plan, trials),
         machine=_machine_text(run),
         provenance=_provenance(run),
@@ -398,6 +398,6 @@ def _failure(history: History) -> str | None:
     return None if end is None else str(end.get("reason") or "") or None
 
 
-def _cautions(plan: Mapping[str, Any]) -> tuple[str, ...]:
-    cautions = plan.get("cautions")
-    return tuple(str(line) for line in cautions) if isinstance(cautions, list | tuple) else ()
+def _plan_warnings(plan: Mapping[str, Any]) -> tuple[str, ...]:
+    warnings = plan.get("warnings")
+    return tuple(str(line) for line in warnings) if isinstance(warnings, list | tuple) else ()

@@ -19,7 +19,7 @@ from whet.device import virtual_mac
 
 virtual_mac.install("m2-air-8gb")
 
-from whet.api.verify import model_subject  # noqa: E402
+from whet.api.verify import model_spec  # noqa: E402
 from whet.device.virtual_mac import Miscompute, simulate  # noqa: E402
 from whet.verify.parity.compare import compare_devices  # noqa: E402
 
@@ -64,7 +64,7 @@ def subjects():
     seeing = (torch.randn(6, 3, 8, 8), torch.randn(6, 4))
     reader = Reader()
     STARTED["reader"] = reader.head[2].bias.detach().clone()
-    return {"reader": model_subject(reader, reading, read_loss), "seer": model_subject(seer(), seeing, see_loss)}
+    return {"reader": model_spec(reader, reading, read_loss), "seer": model_spec(seer(), seeing, see_loss)}
 
 
 FAULTS = {

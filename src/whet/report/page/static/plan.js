@@ -34,7 +34,7 @@ export function planPart(report) {
     "plan",
     "The plan",
     "How this run was executed on this machine, and why. Every setting can be overridden.",
-    report.cautions.map((text) => el("p", { class: "notice warn" }, text)),
+    report.warnings.map((text) => el("p", { class: "notice warn" }, text)),
     el("div", { class: "card" }, table(["setting", "value", "why", "from"], rows, { class: "plain stacked plan-settings" })),
   );
 }
