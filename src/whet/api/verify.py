@@ -176,7 +176,7 @@ def _recipe_spec(recipe: Recipe, args: Sequence[str], *, file: Path | None) -> T
     workload = recipe.describe(config)
     data = recipe.data(config)
 
-    def micro(size: int) -> MicroBatch:
+    def make_batch(size: int) -> MicroBatch:
         source = open_source(data.train, CpuDevice(), global_batch_size=size, seed=config.seed, is_resident=False)
         batch = next(iter(source.batches(Position())))
         return next(iter(source.micro_batches(batch, micro_batch=size, length_mode="fixed")))
@@ -186,8 +186,8 @@ def _recipe_spec(recipe: Recipe, args: Sequence[str], *, file: Path | None) -> T
         return Trainable(
             model=model,
             loss=partial(recipe.loss, model),
-            micro=micro,
-            size=config.global_batch_size,
+            make_batch=make_batch,
+            batch_size=config.global_batch_size,
             optimizer=recipe.optimizer(config),
             outputs=partial(recipe.outputs, model) if recipe.supports("outputs") else None,
         )
