@@ -55,8 +55,8 @@ def test_one_place_that_sees_the_next_with_one_head_in_bf16_is_found_planted() -
         found = probed(model, model.outputs, micro_of(), "bf16")
     assert found is not None
     assert (found.position, found.changed_from) == (5, 6)
-    assert "place 5" in str(found)
-    assert "from place 6 on" in str(found)
+    assert "position 5" in str(found)
+    assert "from position 6 on" in str(found)
 
 
 def test_a_leak_behind_weights_that_are_zero_at_the_start_is_found_planted() -> None:
@@ -161,14 +161,14 @@ def test_what_cannot_be_shown_is_said() -> None:
         find_leak(lambda m: torch.ones(*m.tokens.shape, 3), micro)
     with pytest.raises(InconclusiveError, match="all zero"):
         find_leak(lambda m: torch.zeros(*m.tokens.shape, 3), micro)
-    with pytest.raises(InconclusiveError, match="all places hold the same"):
+    with pytest.raises(InconclusiveError, match="all positions have the same input"):
         find_leak(
             lambda m: m.tokens[..., None] + 1.0,
             MicroBatch(fields={"tokens": torch.ones(2, 5).long()}, ids=np.arange(2)),
         )
-    with pytest.raises(UsageError, match="tell places apart"):
+    with pytest.raises(UsageError, match="one row for each position"):
         find_leak(lambda m: m.tokens.float().sum(), micro)
-    with pytest.raises(UsageError, match="no field of the data has the places"):
+    with pytest.raises(UsageError, match="no input has the length of the outputs"):
         find_leak(lambda m: m.tokens[:, ::3, None].float(), micro)
     with pytest.raises(UsageError, match="must be a tensor"):
         find_leak(lambda m: (m.tokens,), micro)  # type: ignore[arg-type,return-value]
@@ -296,11 +296,11 @@ def test_norms_of_our_own_simulated_were_not_verified_by_a_run_with_torchs(
 
 
 def test_the_key_changes_with_code_options_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, real = tmp_path / "written.py", cache._your_modules
+    source, real = tmp_path / "written.py", cache._user_modules
     source.write_text("from torch import nn\nclass Net(nn.Linear):\n    heads = 2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert {"torch", "torch.ops", "json", "whet"}.isdisjoint(module.__name__ for module in real()), "libraries"
-    monkeypatch.setattr(cache, "_your_modules", lambda: [m for m in real() if m.__name__ in ("written", "helping")])
+    monkeypatch.setattr(cache, "_user_modules", lambda: [m for m in real() if m.__name__ in ("written", "helping")])
     written = importlib.import_module("written")
 
     def key(model: nn.Module, functions=(), **facts: object) -> str | None:
@@ -361,7 +361,7 @@ def test_a_leak_is_cured_by_an_explicit_mask_and_the_run_goes_on_simulated(tmp_p
         cured = train(tmp_path / "run")
         assert value(tmp_path / "run", "causal_mask") == "explicit"
         (line,) = said(tmp_path / "run")
-        assert line.startswith("the output at place 5 moves by")
+        assert line.startswith("the output at position 5 changes by")
         assert "causal attention has an explicit mask now: causal" in line
         train(tmp_path / "run", max_steps=5)
     assert said(tmp_path / "run")[1].startswith("verified: causal")
@@ -374,8 +374,8 @@ def test_own_norms_that_are_wrong_are_left_to_torch_simulated(tmp_path: Path, mo
     """Simulated: the CPU says that it has such kernels, rules take them, and with them in force the model leaks."""
     monkeypatch.setattr(CpuDevice, "has_own_norms", True)
     monkeypatch.setattr("whet.training.executor.check_own_norms", lambda _: None)
-    monkeypatch.setattr("whet.plan.rules.norms.has_norm_kernels", lambda *_, **__: True)
-    monkeypatch.setattr("whet.plan.rules.norms.norm_kernel_reason", lambda *_, **__: "simulated")
+    monkeypatch.setattr("whet.plan.rules.kernels.has_norm_kernels", lambda *_, **__: True)
+    monkeypatch.setattr("whet.plan.rules.kernels.norm_kernel_reason", lambda *_, **__: "simulated")
     real = Gpt.forward
 
     def leaking(self: Gpt, tokens: torch.Tensor) -> torch.Tensor:
@@ -423,7 +423,7 @@ def test_a_model_that_is_not_causal_trains_no_step_planted(tmp_path: Path) -> No
             outputs=model.outputs,
         )
     assert functional.scaled_dot_product_attention is attention
-    assert "the output at place" in str(caught.value)
+    assert "the output at position" in str(caught.value)
     assert "tried without success: causal attention has an explicit mask now" in str(caught.value)
     assert "verify=off" in str(caught.value)
     assert not list(read_events(open_run(tmp_path / "run"), kinds=("step",)))

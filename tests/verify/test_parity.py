@@ -20,7 +20,7 @@ from small_models import TokenModel, convnet, images, ragged_tokens
 from warm_python import WarmPython
 from whet.api.verify import model_spec
 from whet.base.errors import UsageError
-from whet.cli.compare import _lines as comparison_lines
+from whet.cli.compare import render_comparison as comparison_lines
 from whet.data.batch import MicroBatch
 from whet.device.abstract import AbstractDevice
 from whet.device.cpu import CpuDevice
@@ -157,7 +157,7 @@ def test_a_model_that_does_not_run_in_float64_says_so() -> None:
     assert found.reference == "cpu float32"
     assert found.rows == ()
     assert "does not run in float64" in found.notes[0]
-    assert "compared with nothing" in comparison_lines(found)[-1]
+    assert "not compared with anything" in comparison_lines(found)[-1]
 
 
 def test_complex_buffers_stay_complex_in_float64() -> None:
@@ -219,7 +219,7 @@ class Elsewhere(AbstractDevice):
     kind = "elsewhere"
 
     @property
-    def place(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         return torch.device("cpu")
 
     def put_model(self, model: nn.Module, optimizer: object = None) -> None:
@@ -416,13 +416,13 @@ def test_overlapping_memory_becomes_contiguous() -> None:
         (["--size", "-1"], "--size must be at least 1"),
         (["--devices", "cpu,tpu"], "no such device"),
         (["--devices", "cpu,cpu"], "a device is named twice"),
-        (["--devices", "cpu,mps,cuda"], "one device is compared with the CPU"),
-        (["--precision", "fp8"], "no such precision"),
-        (["--precision", "tf32", "--devices", "cpu"], "only CUDA rounds products to tf32"),
-        (["--out", "there/is/none.py"], "the program cannot be written there"),
-        (["--out", "mine.txt"], "the program cannot be written there"),
-        (["--out", "mine.py"], "this file is not one that whet compare wrote"),
-        (["--out", "weights.py"], "the program's numbers would replace a file"),
+        (["--devices", "cpu,mps,cuda"], "only one device is compared with the CPU"),
+        (["--precision", "fp8"], "unknown precision"),
+        (["--precision", "tf32", "--devices", "cpu"], "only CUDA has tf32"),
+        (["--out", "there/is/none.py"], "the reproducer cannot be written there"),
+        (["--out", "mine.txt"], "the reproducer cannot be written there"),
+        (["--out", "mine.py"], "the file was not written by whet compare"),
+        (["--out", "weights.py"], "the reproducer's data would replace a file"),
     ],
 )
 def test_bad_words_are_refused_in_three_lines(

@@ -15,8 +15,8 @@ from whet.api.verify import check, load_spec
 from whet.base.errors import UsageError
 from whet.machine.known import load_machine
 from whet.plan.plan import make_plan
-from whet.verify.preflight.check import CheckResult
-from whet.verify.preflight.findings import CheckFinding
+from whet.verify.preflight.check import PreflightResult
+from whet.verify.preflight.findings import PreflightFinding
 from whet.verify.preflight.render import render_github, render_sarif, render_text
 
 pytestmark = pytest.mark.torch
@@ -53,12 +53,12 @@ def marked(name: str) -> tuple[str, int]:
     raise AssertionError(name)
 
 
-def checked(name: str, **options: object) -> CheckResult:
+def checked(name: str, **options: object) -> PreflightResult:
     options = {"machine": "m2-air-8gb", "is_causal": name == "mlp_mixer", **options}
     return check(getattr(flawed_models, name), **options)  # type: ignore[arg-type]
 
 
-def matters(found: CheckResult) -> set[tuple[str, int | None]]:
+def matters(found: PreflightResult) -> set[tuple[str, int | None]]:
     return {(finding.id, finding.place.line if finding.place else None) for finding in found.findings}
 
 
@@ -141,7 +141,7 @@ def test_a_large_head_is_told_with_a_way_out() -> None:
     [finding] = check(large_head, machine="m2-air-8gb").findings
     assert finding.id == "known-fault/linear-rows"
     assert "sums over 40,000" in finding.what
-    assert all(way in finding.try_ for way in ("in pieces", "torch after 2.13", "--device cpu"))
+    assert all(way in finding.try_ for way in ("in chunks", "torch after 2.13", "--device cpu"))
 
 
 def test_attention_on_mps_is_traced_by_its_formula() -> None:
@@ -214,7 +214,7 @@ def test_the_command_says_it_in_every_form(warm_whet: Run, tmp_path: Path) -> No
     assert "MPS has no operator aten::_ctc_loss" in text.stdout
 
     findings = json.loads(warm_whet("check", word, *machine, "--json").stdout)["findings"]
-    assert [CheckFinding.model_validate(finding).id for finding in findings] == ["missing-operator"] * 2
+    assert [PreflightFinding.model_validate(finding).id for finding in findings] == ["missing-operator"] * 2
 
     sarif = json.loads(warm_whet("check", word, *machine, "--sarif").stdout)
     result = sarif["runs"][0]["results"][0]

@@ -9,8 +9,8 @@ import torch
 from paths import Run
 from whet.api.verify import check
 from whet.base.errors import UsageError
-from whet.verify.preflight.check import CheckResult
-from whet.verify.preflight.findings import CheckFinding, SourceLocation
+from whet.verify.preflight.check import PreflightResult
+from whet.verify.preflight.findings import PreflightFinding, SourceLocation
 from whet.verify.preflight.render import render_sarif
 
 pytestmark = pytest.mark.torch
@@ -124,8 +124,8 @@ def test_prints_exits_and_odd_names_do_no_harm(warm_whet: Run, tmp_path: Path) -
     assert ended.returncode == 1
     assert "SystemExit: 0 (my model, 5% #1.py:" in ended.stderr
     place = SourceLocation(file="my model, 5% #1.py", line=3)
-    finding = CheckFinding(id="x", severity="error", what="w", try_="t", place=place)
-    sarif = render_sarif(CheckResult(name="s", device="mps", torch="2", findings=(finding,)))
+    finding = PreflightFinding(id="x", severity="error", what="w", try_="t", place=place)
+    sarif = render_sarif(PreflightResult(name="s", device="mps", torch="2", findings=(finding,)))
     location = sarif["runs"][0]["results"][0]["locations"][0]["physicalLocation"]
     assert location["artifactLocation"]["uri"] == "my%20model%2C%205%25%20%231.py"
 

@@ -18,8 +18,8 @@ from whet.device.open import open_device
 from whet.step.optimizers import make_optimizer
 from whet.step.model_contexts import recompute_blocks
 from whet.step.step import Stepper
-from whet.verify.memory.estimate import estimate
-from whet.verify.trainable import Subject, specimen_of
+from whet.verify.memory.estimate import estimate_memory
+from whet.verify.trainable import TrainableSpec, make_trainable
 
 def classify(model, x, y):
     return functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
@@ -47,8 +47,8 @@ def perceptron():
     return nn.Sequential(*layers, nn.Linear(768, 10)), (torch.randn(512, 768), torch.randint(0, 10, (512,))), classify
 
 def compare(family, is_checkpointed, num_splits):
-    spec = Subject(name=family.__name__, make=lambda: specimen_of(family(), word=family.__name__))
-    guess = estimate(spec, device="mps", activation_checkpointing=is_checkpointed)
+    spec = TrainableSpec(name=family.__name__, make=lambda: make_trainable(family(), name=family.__name__))
+    guess = estimate_memory(spec, device="mps", activation_checkpointing=is_checkpointed)
     torch.manual_seed(0)
     device = open_device("mps").device
     trainable = spec.make()

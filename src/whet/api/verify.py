@@ -18,7 +18,7 @@ from whet.machine.known import load_machine
 from whet.recipes.recipe import Recipe, load_factory, validate_recipe
 from whet.verify.fake_tensors import fake_mode
 from whet.verify.parity.compare import ParityResult, compare_devices
-from whet.verify.preflight.check import CheckResult, check_trainable
+from whet.verify.preflight.check import PreflightResult, check_trainable
 from whet.verify.trainable import Trainable, TrainableSpec, make_trainable
 
 
@@ -30,7 +30,7 @@ def check(
     machine: str | Machine | None = None,
     config: Path | None = None,
     is_causal: bool = False,
-) -> CheckResult:
+) -> PreflightResult:
     """Trace two training steps of a model as a device would run them, and list the problems with their source lines.
 
     Args:

@@ -22,7 +22,7 @@ from whet.verify.preflight.detectors import (
     check_inputs,
     check_model,
 )
-from whet.verify.preflight.findings import SEVERITIES, CheckFinding, Detector, SourceLocation, locate_line
+from whet.verify.preflight.findings import SEVERITIES, Detector, PreflightFinding, SourceLocation, locate_line
 from whet.verify.preflight.host_sync import HostSyncDetector
 from whet.verify.preflight.known_faults import KnownFaultDetector
 from whet.verify.preflight.trace import BACKENDS, TraceResult, trace_environment, trace_steps
@@ -33,14 +33,14 @@ _MAX_REAL_PARAMETERS = 50_000_000
 """Larger models are not run with real tensors."""
 
 
-class CheckResult(FrozenModel):
+class PreflightResult(FrozenModel):
     """All findings, worst first, and what was traced."""
 
     name: str
     device: str
     machine: str | None = None
     torch: str
-    findings: tuple[CheckFinding, ...] = ()
+    findings: tuple[PreflightFinding, ...] = ()
     num_operators: int = 0
     """Traced operator calls."""
     num_parameters: int = 0
@@ -65,7 +65,7 @@ class CheckResult(FrozenModel):
         return not any(finding.severity in bad for finding in self.findings)
 
 
-def check_trainable(spec: TrainableSpec, *, device: str = "mps", machine: Machine | None = None) -> CheckResult:
+def check_trainable(spec: TrainableSpec, *, device: str = "mps", machine: Machine | None = None) -> PreflightResult:
     """Trace two optimizer steps as the device would make them; report what it lacks, rejects or computes wrongly."""
     if device not in BACKENDS:
         raise UsageError("unknown device", got=device, try_=", ".join(BACKENDS))
@@ -91,7 +91,7 @@ def check_trainable(spec: TrainableSpec, *, device: str = "mps", machine: Machin
     findings += causality_findings
     fits, why_no_fits = _estimate_fits(spec, traced.trainable, device, machine)
     findings += _memory_findings(fits) if machine else []
-    return CheckResult(
+    return PreflightResult(
         name=spec.name,
         device=device,
         machine=machine.name if machine else None,
@@ -135,9 +135,9 @@ def _trace(spec: TrainableSpec, detectors: list[Detector], *, device: str, batch
     return real
 
 
-def _trace_finding(traced: TraceResult) -> Iterator[CheckFinding]:
+def _trace_finding(traced: TraceResult) -> Iterator[PreflightFinding]:
     if traced.error is not None:
-        yield CheckFinding(
+        yield PreflightFinding(
             id="trace-stopped",
             severity="warning",
             what=f"the trace ended early, later operators are not checked: {str(traced.error).splitlines()[0][:200]}",
@@ -146,13 +146,13 @@ def _trace_finding(traced: TraceResult) -> Iterator[CheckFinding]:
         )
 
 
-def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[CheckFinding]:
+def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[PreflightFinding]:
     """Check a model that is declared causal, with real tensors and few samples."""
     assert traced.trainable is not None
     if traced.trainable.outputs is None:
         return
     if traced.num_parameters > _MAX_REAL_PARAMETERS:
-        yield CheckFinding(
+        yield PreflightFinding(
             id="not-asked",
             severity="note",
             what="causality was not checked: the model is too large to be run with real tensors",
@@ -169,7 +169,7 @@ def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[Ch
         try:
             leak = find_leak(trainable.outputs, trainable.make_batch(batch_size))
         except InconclusiveError as error:
-            yield CheckFinding(
+            yield PreflightFinding(
                 id="not-asked",
                 severity="note",
                 what=f"causality could not be determined: {error}",
@@ -178,7 +178,7 @@ def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[Ch
             )
             return
     if leak is not None:
-        yield CheckFinding(
+        yield PreflightFinding(
             id="not-causal",
             severity="error",
             what=f"the model is declared causal but is not: {leak}",
@@ -187,7 +187,7 @@ def _causality_findings(spec: TrainableSpec, traced: TraceResult) -> Iterator[Ch
         )
 
 
-def _is_causal(trainable: Trainable, findings: list[CheckFinding]) -> bool | None:
+def _is_causal(trainable: Trainable, findings: list[PreflightFinding]) -> bool | None:
     if trainable.outputs is None or any(finding.id == "not-asked" for finding in findings):
         return None
     return not findings
@@ -206,10 +206,10 @@ def _estimate_fits(
     return fits, None
 
 
-def _memory_findings(fits: Iterable[MachineFit]) -> list[CheckFinding]:
+def _memory_findings(fits: Iterable[MachineFit]) -> list[PreflightFinding]:
     """Return an error for a machine that is too small; for machines named by the user only."""
     return [
-        CheckFinding(
+        PreflightFinding(
             id="too-little-memory",
             severity="error",
             what=fit.summary,
@@ -232,9 +232,9 @@ def _forward_location(trainable: Trainable) -> SourceLocation | None:
     return locate_line((code.co_filename, code.co_firstlineno, code.co_name)) if code else None
 
 
-def _merge_repeats(findings: Iterable[CheckFinding]) -> list[CheckFinding]:
+def _merge_repeats(findings: Iterable[PreflightFinding]) -> list[PreflightFinding]:
     """Merge findings of the same kind and line: a weight may be reported where it is made and where it is used."""
-    merged: dict[object, CheckFinding] = {}
+    merged: dict[object, PreflightFinding] = {}
     for finding in findings:
         key = (finding.id, finding.place and (finding.place.file, finding.place.line), finding.what)
         known = merged.get(key)

@@ -22,7 +22,7 @@ from whet.device.operators import (
     torch_operators,
 )
 from whet.machine.facts import Machine
-from whet.verify.preflight.findings import CheckFinding, Detection, Detector, OperatorCall, SourceLine, user_line
+from whet.verify.preflight.findings import Detection, Detector, OperatorCall, PreflightFinding, SourceLine, user_line
 
 # --- operators --------------------------------------------------------------------------------------------------------
 
@@ -289,7 +289,9 @@ def _tensor_key(tensor: Tensor) -> TensorKey:
     return tensor.untyped_storage()._cdata, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
 
 
-def check_model(model: nn.Module, sites: AllocationSites, *, device: str, limit: int | None) -> Iterator[CheckFinding]:
+def check_model(
+    model: nn.Module, sites: AllocationSites, *, device: str, limit: int | None
+) -> Iterator[PreflightFinding]:
     """Check weights and buffers before anything is computed."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         for detection in _tensor_detections(tensor, name, device=device, limit=limit):
@@ -297,7 +299,7 @@ def check_model(model: nn.Module, sites: AllocationSites, *, device: str, limit:
     yield from _mixed_dtype_findings(model, sites)
 
 
-def check_inputs(micro: MicroBatch) -> Iterator[CheckFinding]:
+def check_inputs(micro: MicroBatch) -> Iterator[PreflightFinding]:
     """Check the data for dtypes that MPS does not have."""
     for name, value in micro.fields.items():
         tensor = value if isinstance(value, Tensor) else value.values
@@ -326,7 +328,7 @@ def _tensor_detections(tensor: Tensor, name: str, *, device: str, limit: int | N
         )
 
 
-def _mixed_dtype_findings(model: nn.Module, sites: AllocationSites) -> Iterator[CheckFinding]:
+def _mixed_dtype_findings(model: nn.Module, sites: AllocationSites) -> Iterator[PreflightFinding]:
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
     counts = Counter(parameter.dtype for _, parameter in trained)
     if len(counts) < 2:

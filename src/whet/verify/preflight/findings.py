@@ -16,10 +16,13 @@ from whet.base.origin import _WHET_FOLDER, code_origin
 
 SourceLine = tuple[str, int, str]
 """File, line number and function. The code itself is read only when a finding is shown."""
-_CALLERS = frozenset(
-    str(_WHET_FOLDER / name) for name in ("step/step.py", "verify/preflight/trace.py", "verify/trainable.py")
-)
-"""Files of whet that call user code: frames further out belong to the command, not to the model."""
+_CALLERS = {
+    str(_WHET_FOLDER / "step/step.py"): None,
+    str(_WHET_FOLDER / "verify/trainable.py"): None,
+    # The same file contains the recorder, whose frames are innermost.
+    str(_WHET_FOLDER / "verify/preflight/trace.py"): ("trace_steps", "_train"),
+}
+"""Functions of whet that call user code (None: all of a file): frames further out belong to the command."""
 
 
 def user_line() -> SourceLine | None:
@@ -31,7 +34,7 @@ def user_line() -> SourceLine | None:
         author = code_origin(file)
         if author == "you":
             return file, frame.f_lineno, frame.f_code.co_name
-        if file in _CALLERS:
+        if file in _CALLERS and frame.f_code.co_name in (_CALLERS[file] or (frame.f_code.co_name,)):
             break
         if author in ("library", "recipe") and library is None:
             library = file, frame.f_lineno, frame.f_code.co_name
@@ -72,7 +75,7 @@ def locate_line(line: SourceLine, *, is_backward: bool = False) -> SourceLocatio
     )
 
 
-class CheckFinding(FrozenModel):
+class PreflightFinding(FrozenModel):
     """One problem: what is wrong, where, how often, and what to try."""
 
     id: str
@@ -98,8 +101,8 @@ class Detection:
 
     def as_finding(
         self, line: SourceLine | None, *, during: str, is_backward: bool = False, count: int = 1
-    ) -> CheckFinding:
-        return CheckFinding(
+    ) -> PreflightFinding:
+        return PreflightFinding(
             id=self.id,
             severity=self.severity,
             what=self.what,
@@ -171,7 +174,7 @@ class DetectionLog:
         by_step = self.counts.setdefault((detection, line, is_backward, phase), {})
         by_step[self.step] = by_step.get(self.step, 0) + 1
 
-    def findings(self) -> list[CheckFinding]:
+    def findings(self) -> list[PreflightFinding]:
         """Return the findings in the order of their first occurrence."""
         return [
             detection.as_finding(

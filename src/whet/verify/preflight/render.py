@@ -5,8 +5,8 @@ from typing import Any
 from urllib.parse import quote
 
 from whet.base.version import VERSION
-from whet.verify.preflight.check import CheckResult
-from whet.verify.preflight.findings import SEVERITIES, CheckFinding, Severity
+from whet.verify.preflight.check import PreflightResult
+from whet.verify.preflight.findings import SEVERITIES, PreflightFinding, Severity
 
 _INDENT = " " * 10
 _PAGE = "docs/check.md"
@@ -14,7 +14,7 @@ _SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 _LONGEST_CODE = 100
 
 
-def render_text(result: CheckResult) -> list[str]:
+def render_text(result: PreflightResult) -> list[str]:
     """Render the findings as text, worst first, each with its line and what to try."""
     where = f"{result.device} ({result.machine})" if result.machine else result.device
     how = "fake tensors, nothing computed" if result.is_fake else "real tensors, a few samples"
@@ -40,7 +40,7 @@ def render_text(result: CheckResult) -> list[str]:
     return lines
 
 
-def _details(finding: CheckFinding) -> list[str]:
+def _details(finding: PreflightFinding) -> list[str]:
     often = f", {finding.count} times per step" if finding.count > 1 else ""
     place = finding.place
     if place is None:
@@ -49,13 +49,13 @@ def _details(finding: CheckFinding) -> list[str]:
     return [f"{_INDENT}{place}{often}: {code}", f"{_INDENT}try: {finding.try_}"]
 
 
-def _counts(result: CheckResult) -> str:
+def _counts(result: PreflightResult) -> str:
     counts = {severity: sum(f.severity == severity for f in result.findings) for severity in SEVERITIES}
     parts = [f"{count} {severity}{'s' if count > 1 else ''}" for severity, count in counts.items() if count]
     return ", ".join(parts) or "no findings"
 
 
-def render_github(result: CheckResult) -> list[str]:
+def render_github(result: PreflightResult) -> list[str]:
     """Render GitHub workflow commands, which annotate each finding's line."""
     return [
         f"::{_level(finding.severity, note='notice')} {_target(finding)}title={_escaped(finding.id, is_value=True)}::"
@@ -64,7 +64,7 @@ def render_github(result: CheckResult) -> list[str]:
     ]
 
 
-def _target(finding: CheckFinding) -> str:
+def _target(finding: PreflightFinding) -> str:
     if finding.place is None:
         return ""
     return f"file={_escaped(finding.place.file, is_value=True)},line={finding.place.line},"
@@ -79,7 +79,7 @@ def _level(severity: Severity, *, note: str) -> str:
     return note if severity == "note" else severity
 
 
-def render_sarif(result: CheckResult) -> dict[str, Any]:
+def render_sarif(result: PreflightResult) -> dict[str, Any]:
     """Render the findings as SARIF 2.1.0, the format that code hosts and editors read."""
     ids = sorted({finding.id for finding in result.findings})
     return {
@@ -100,7 +100,7 @@ def render_sarif(result: CheckResult) -> dict[str, Any]:
     }
 
 
-def _as_result(finding: CheckFinding, result: CheckResult, index: int) -> dict[str, Any]:
+def _as_result(finding: PreflightFinding, result: PreflightResult, index: int) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "ruleId": finding.id,
         "ruleIndex": index,
