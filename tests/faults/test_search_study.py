@@ -241,13 +241,13 @@ def test_trials_that_are_kept_elsewhere_are_not_begun_anew(tmp_path):
     stop = stopped()
     first, second = (run_search(asked, trials=1, stop=stop) for _ in range(2))
     assert second.seconds > first.seconds > 0, "all sittings count"
-    with pytest.raises(UsageError, match="not kept there"):
+    with pytest.raises(UsageError, match="not in that storage"):
         run_search(asked, trials=1, stop=stop, storage=f"sqlite:///{tmp_path}/trials.db")
     (tmp_path / "s" / "journal.log").write_bytes(b"xx\n{}\n")
     with pytest.raises(WhetError, match="is damaged"):
         run_search(asked, trials=1, stop=stop)
     (tmp_path / "s" / "run.json").write_text("{}")
-    with pytest.raises(UsageError, match="a run is there"):
+    with pytest.raises(UsageError, match="holds a run"):
         run_search(asked, trials=1, stop=stop)
 
 
@@ -272,7 +272,7 @@ def test_intervals_over_seeds():
 
 
 def test_a_candidate_that_diverges_with_some_seeds_is_behind_one_that_never_does(tmp_path):
-    question = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).question
+    question = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).config
     lr, numbers = {"lr": optuna.distributions.FloatDistribution(1e-4, 1e-3)}, results.seed_distributions()
 
     def made(parameters, distributions, value):
@@ -295,7 +295,7 @@ def test_a_candidate_that_diverges_with_some_seeds_is_behind_one_that_never_does
 
 
 def test_a_stopped_trial_waits_with_its_settings_and_has_not_gone_on(tmp_path):
-    question = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).question
+    question = prepare_search("text", ["lr=1e-4..1e-3"], name="s", root=tmp_path).config
     with open_storage(None, folder=tmp_path) as storage:
         ledger = ledger_of(storage)
         taken = ledger.claim(max_trials=1)

@@ -14,15 +14,17 @@ from whet.machine.pressure import read_conditions
 from whet.plan.workload import AutoBatch
 from whet.recipes.recipe import load_recipe
 
+BATCH_SIZE_BUDGET_SECONDS = 20.0
+"""Limit for finding the global batch size before a training; usually it takes much less."""
 _BENCH_TARGET = "whet.api.autotune:open_bench"
 _MAX_MEMORY_SHARE = 0.9
-"""Of what is free at the start: a probe that takes more is ended before the system ends something else."""
+"""Of the memory that is free at the start: a bench that takes more is ended before the system kills something else."""
 
 
-def recipe_bench(word: str, resolved: ResolvedConfig[Any], *, device: str) -> ProcessStepBench:
-    """A rig for a recipe with its settings; enter it to start the process."""
+def recipe_bench(what: str, resolved: ResolvedConfig[Any], *, device: str) -> ProcessStepBench:
+    """Return a bench that times steps of a recipe; entering it starts the process."""
     arguments = {
-        "recipe": word,
+        "recipe": what,
         "config": resolved.config.model_dump(mode="json"),
         "given": list(resolved.given),
         "device": device,
@@ -34,14 +36,14 @@ def recipe_bench(word: str, resolved: ResolvedConfig[Any], *, device: str) -> Pr
 
 
 def open_bench(arguments: Mapping[str, Any]) -> Any:
-    """In the child: the recipe's training, ready to be stepped."""
+    """Return the recipe's training, ready to be stepped; called in the child process."""
     from whet.device.environment import configure_before_torch
 
     recipe = load_recipe(arguments["recipe"])
     config = recipe.Config.model_validate(arguments["config"])
     config = config.model_copy(update={"global_batch_size": arguments["global_batch_size"]})
     configure_before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
-    # torch is loaded from here on, unless a recipe of yours has done so.
+    # torch is imported only now, unless the user's own recipe has imported it.
     from whet.device.open import current_machine
     from whet.plan.plan import make_plan
     from whet.recipes.runner import prepare_recipe
@@ -60,39 +62,39 @@ def open_bench(arguments: Mapping[str, Any]) -> Any:
     )
 
 
-BATCH_SIZE_BUDGET_SECONDS = 20.0
-"""What finding it may take before a training; mostly it is much less."""
-
-
 def restore_auto_batch(path: Path, resolved: ResolvedConfig[Any]) -> ResolvedConfig[Any] | None:
-    """The config with the global batch that a run was started with; None where there is no run."""
+    """Return the config with the global batch size that a run was started with; None if there is no run."""
     chosen = recorded_batch_size(path, base_rates=[resolved.config.lr])
     return None if chosen is None else resolved.with_batch(chosen)
 
 
 def find_batch_size(
-    rig: ProcessStepBench,
+    bench: ProcessStepBench,
     resolved: ResolvedConfig[Any],
     *,
     budget_seconds: float,
-    watch: ProgressCallback | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> AutoBatch:
-    """The knee for a recipe whose rig is open; the rig is left at it."""
+    """Measure the global batch size with an open bench, which is left at that size."""
     config = resolved.config
-    scaling = lr_scaling(config.optimizer)
     return choose_batch_size(
-        rig, base_rates=[config.lr], scaling=scaling, budget_seconds=budget_seconds, on_progress=watch
+        bench,
+        base_rates=[config.lr],
+        scaling=lr_scaling(config.optimizer),
+        budget_seconds=budget_seconds,
+        on_progress=on_progress,
     )
 
 
 def resolve_auto_batch_size(
-    word: str, resolved: ResolvedConfig[Any], *, device: str, watch: ProgressCallback | None = None
+    what: str, resolved: ResolvedConfig[Any], *, device: str, on_progress: ProgressCallback | None = None
 ) -> ResolvedConfig[Any]:
-    """The config with the global batch that was measured in a process of its own, and its learning rate."""
+    """Return the config with a measured global batch size and the learning rate scaled to it."""
+    budget = BATCH_SIZE_BUDGET_SECONDS
     try:
-        with recipe_bench(word, resolved, device=device) as rig:
-            return resolved.with_batch(
-                find_batch_size(rig, resolved, budget_seconds=BATCH_SIZE_BUDGET_SECONDS, watch=watch)
-            )
+        with recipe_bench(what, resolved, device=device) as bench:
+            return resolved.with_batch(find_batch_size(bench, resolved, budget_seconds=budget, on_progress=on_progress))
     except ProbeFailedError as error:
-        raise WhetError("no global batch could be measured", got=error.reason, try_="global_batch_size=N") from None
+        raise WhetError(
+            "the global batch could not be measured", got=error.reason, try_="global_batch_size=N"
+        ) from None

@@ -26,26 +26,28 @@ from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSwe
 from whet.run.folder import installed_versions
 
 _DEADLINE_SHARE = 1.05
-"""Of the budget: then whatever still runs is ended."""
+"""Of the budget: whatever still runs then is ended."""
 _SEARCH_SHARE = 0.4
 _BATCH_SHARE = 0.25
 _PRESET_SHARE = 0.5
-"""Of the budget, for models of other sizes: each starts a process of its own."""
+"""Of the budget, for models of other sizes: each starts its own process."""
 _WEIGHTS = {"micro_batch": 2.0, "against": 2.0}
-"""How the time is shared: these have more values, or matter more."""
+"""Shares of the time: these sweeps have more values, or matter more."""
+_PRESETS_HINT = 'presets = {"small": {"arch.layers": 2}} in the recipe, or another --sweep'
 
 LogLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchRequest:
-    """What was asked for."""
+    """What to benchmark, and for how long."""
 
-    word: str
+    what: str
+    """The recipe as `load_recipe` understands it."""
     recipe: Recipe
     resolved: ResolvedConfig[Any]
-    words: Sequence[str]
-    """The settings as they were given, for presets to be put behind."""
+    args: Sequence[str]
+    """The key=value arguments; those of a preset are appended."""
     config_file: Any = None
     device: str = "auto"
     sweeps: Sequence[str] = ()
@@ -54,54 +56,40 @@ class BenchRequest:
     budget_seconds: float = 120.0
 
 
-def presets(recipe: Recipe) -> Mapping[str, Mapping[str, object]]:
-    """Sizes of the model by name, where a recipe has them: `presets = {"small": {"arch.layers": 2}}`."""
-    found = recipe.presets
-    if not isinstance(found, Mapping) or not all(isinstance(changes, Mapping) for changes in found.values()):
-        raise UsageError("presets of a recipe must be a dict of dicts", got=repr(found)[:200], try_=_PRESETS_HINT)
-    return found
-
-
-def bench(request: BenchRequest, *, say: LogLine, watch: ProgressCallback | None = None) -> BenchResult:
-    """Starts a process for the recipe, and measures; the clock runs from here."""
+def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback | None = None) -> BenchResult:
+    """Start a process for the recipe and measure it; the budget counts from here."""
     started = time.perf_counter()
     ends_at = started + request.budget_seconds
     sizes = presets(request.recipe) if "arch" in request.sweeps else {}
     if "arch" in request.sweeps and not sizes:
         raise UsageError(
-            "this recipe has no sizes to sweep", got=f"{request.word} declares no presets", try_=_PRESETS_HINT
+            "this recipe has no sizes to sweep", got=f"{request.what} declares no presets", try_=_PRESETS_HINT
         )
-    found: list[BenchSweep] = []
+    sweeps: list[BenchSweep] = []
     chosen: AutoBatch | None = None
-    with _open_bench(request, started) as rig:
-        own: Settings = {}
+    own: Settings = {}
+    with _open_bench(request, started) as steps:
         if request.resolved.is_batch_open:
-            say("finding the global batch first ...")
-            share = _BATCH_SHARE * (ends_at - rig.clock())
-            chosen = find_batch_size(rig, request.resolved, budget_seconds=share, watch=watch)
-            for line in chosen.lines:
-                say(line)
-            found.append(batch_sweep(chosen, rig.plan))
+            log("finding the global batch size first ...")
+            share = _BATCH_SHARE * (ends_at - steps.clock())
+            chosen = find_batch_size(steps, request.resolved, budget_seconds=share, on_progress=on_progress)
+            _log_all(chosen.lines, log)
+            sweeps.append(batch_sweep(chosen, steps.plan))
         if request.is_searched:
-            say("searching for the fastest plan first ...")
-            result = search(rig.plan, rig, budget_seconds=_SEARCH_SHARE * (ends_at - rig.clock()), on_progress=watch)
+            log("searching for the fastest plan first ...")
+            budget = _SEARCH_SHARE * (ends_at - steps.clock())
+            result = search(steps.plan, steps, budget_seconds=budget, on_progress=on_progress)
             own = result.settings
-            for line in result.words:
-                say(line)
-        table = BenchmarkContext(bench=rig, rule_plan=rig.plan, own=own, read_conditions=ConditionsReader())
-        jobs = list(_planned_sweeps(request, table))
-        table.cpu_use.append(cpu_percent() or 0.0)
-        last = ends_at - (_PRESET_SHARE * request.budget_seconds if sizes else 0.0)
-        for number, (name, lanes) in enumerate(jobs):
-            say(f"measuring {name}: {', '.join(str(arm.value) for arm in lanes)} ...")
-            weights = [_WEIGHTS.get(other, 1.0) for other, _ in jobs[number:]]
-            share = (last - rig.clock()) * weights[0] / sum(weights)
-            found.append(measure_sweep(table, name, lanes, until=rig.clock() + share))
-        table.cpu_use.append(cpu_percent() or 0.0)
-        plan = plan_with(rig.plan, own)
-        noted = tuple(disturbances(table))
+            _log_all(result.words, log)
+        context = BenchmarkContext(bench=steps, rule_plan=steps.plan, own=own, read_conditions=ConditionsReader())
+        sweeps_end = ends_at - (_PRESET_SHARE * request.budget_seconds if sizes else 0.0)
+        context.cpu_use.append(cpu_percent() or 0.0)
+        sweeps += _measure_sweeps(request, context, ends_at=sweeps_end, log=log)
+        context.cpu_use.append(cpu_percent() or 0.0)
+        plan = plan_with(steps.plan, own)
+        noted = tuple(disturbances(context))
     if sizes:
-        found.append(_sweep_presets(request, sizes, chosen, started=started, say=say))
+        sweeps.append(_sweep_presets(request, sizes, chosen, ends_at=ends_at, log=log))
     return BenchResult(
         created=dt.datetime.now(tz=dt.UTC).date().isoformat(),
         machine=plan.machine,
@@ -111,43 +99,23 @@ def bench(request: BenchRequest, *, say: LogLine, watch: ProgressCallback | None
         limit_bytes=memory_limit(plan),
         budget_seconds=request.budget_seconds,
         spent_seconds=time.perf_counter() - started,
-        sweeps=tuple(found),
+        sweeps=tuple(sweeps),
         strain=noted,
-        # The machine's own record says enough about the system.
+        # Without the platform: `machine` describes the system.
         versions={name: version for name, version in installed_versions().items() if name != "platform"},
     )
 
 
-@contextmanager
-def _open_bench(request: BenchRequest, started: float) -> Iterator[ProcessStepBench]:
-    rig = recipe_bench(request.word, request.resolved, device=request.device)
-    rig.ends_at = started + _DEADLINE_SHARE * request.budget_seconds
-    try:
-        rig.__enter__()
-    except ProbeFailedError as error:
-        raise WhetError("nothing could be measured", got=error.reason, try_="a larger --budget SECONDS") from None
-    try:
-        yield rig
-    finally:
-        rig.__exit__(None, None, None)
-
-
-def _planned_sweeps(request: BenchRequest, table: BenchmarkContext) -> Iterator[tuple[str, list[Variant]]]:
-    plan = table.plan_with(table.own)
-    itself = Variant(value="plan", settings=table.own, is_plan=True)
-    if request.is_against_naive:
-        yield "against", [plain_loop(table.rule_plan, table.own), itself]
-    asked = [name for name in request.sweeps if name != "arch"]
-    is_open = not request.sweeps and not request.is_against_naive
-    names = select_sweeps(plan, asked) if asked or is_open else []
-    for name in names:
-        yield name, sweep_variants(table.rule_plan, table.own, name)
-    if not names and not request.is_against_naive:
-        yield "plan", [itself]
+def presets(recipe: Recipe) -> Mapping[str, Mapping[str, object]]:
+    """Return the model sizes of a recipe by name; it may have none."""
+    sizes = recipe.presets
+    if not isinstance(sizes, Mapping) or not all(isinstance(changes, Mapping) for changes in sizes.values()):
+        raise UsageError("presets of a recipe must be a dict of dicts", got=repr(sizes)[:200], try_=_PRESETS_HINT)
+    return sizes
 
 
 def batch_sweep(chosen: AutoBatch, plan: Plan) -> BenchSweep:
-    """The curve whose knee was taken."""
+    """Return the measurement of the global batch size as a sweep."""
     rows = []
     for point in chosen.points:
         rate = None
@@ -170,7 +138,49 @@ def batch_sweep(chosen: AutoBatch, plan: Plan) -> BenchSweep:
                 peak_bytes=point.peak_bytes,
             )
         )
-    return BenchSweep(setting="global_batch_size", rows=tuple(rows), note="by the rules' plan, one batch after another")
+    note = "with the plan of the rules, one batch size after another"
+    return BenchSweep(setting="global_batch_size", rows=tuple(rows), note=note)
+
+
+@contextmanager
+def _open_bench(request: BenchRequest, started: float) -> Iterator[ProcessStepBench]:
+    steps = recipe_bench(request.what, request.resolved, device=request.device)
+    steps.ends_at = started + _DEADLINE_SHARE * request.budget_seconds
+    try:
+        steps.__enter__()
+    except ProbeFailedError as error:
+        raise WhetError("nothing could be measured", got=error.reason, try_="a larger --budget SECONDS") from None
+    try:
+        yield steps
+    finally:
+        steps.__exit__(None, None, None)
+
+
+def _measure_sweeps(
+    request: BenchRequest, context: BenchmarkContext, *, ends_at: float, log: LogLine
+) -> Iterator[BenchSweep]:
+    """Measure the sweeps one after another, each with its share of the remaining time."""
+    clock = context.bench.clock
+    planned = list(_planned_sweeps(request, context))
+    for number, (name, variants) in enumerate(planned):
+        log(f"measuring {name}: {', '.join(str(variant.value) for variant in variants)} ...")
+        weights = [_WEIGHTS.get(other, 1.0) for other, _ in planned[number:]]
+        share = (ends_at - clock()) * weights[0] / sum(weights)
+        yield measure_sweep(context, name, variants, until=clock() + share)
+
+
+def _planned_sweeps(request: BenchRequest, context: BenchmarkContext) -> Iterator[tuple[str, list[Variant]]]:
+    plan = context.plan_with(context.own)
+    itself = Variant(value="plan", settings=context.own, is_plan=True)
+    if request.is_against_naive:
+        yield "against", [plain_loop(context.rule_plan, context.own), itself]
+    requested = [name for name in request.sweeps if name != "arch"]
+    is_default = not request.sweeps and not request.is_against_naive
+    names = select_sweeps(plan, requested) if requested or is_default else []
+    for name in names:
+        yield name, sweep_variants(context.rule_plan, context.own, name)
+    if not names and not request.is_against_naive:
+        yield "plan", [itself]
 
 
 def _sweep_presets(
@@ -178,33 +188,32 @@ def _sweep_presets(
     sizes: Mapping[str, Mapping[str, object]],
     chosen: AutoBatch | None,
     *,
-    started: float,
-    say: LogLine,
+    ends_at: float,
+    log: LogLine,
 ) -> BenchSweep:
-    """Models of other sizes, each by its own plan, one after another."""
+    """Measure models of other sizes, each with its own plan and process."""
     rows: list[BenchRow] = []
-    ends_at = started + request.budget_seconds
     for number, (name, changes) in enumerate(sizes.items()):
-        say(f"measuring arch: {name} ...")
-        words = [*request.words, *(f"{key}={value}" for key, value in changes.items())]
-        resolved = resolve_config(request.recipe.Config, words, file=request.config_file, can_measure=True)
+        log(f"measuring arch: {name} ...")
+        args = [*request.args, *(f"{key}={value}" for key, value in changes.items())]
+        resolved = resolve_config(request.recipe.Config, args, file=request.config_file, can_measure=True)
         resolved = resolved.with_batch(chosen) if chosen else resolved
         until = time.perf_counter() + max(0.0, ends_at - time.perf_counter()) / (len(sizes) - number)
-        rig = recipe_bench(request.word, resolved, device=request.device)
-        rig.ends_at = until
+        steps = recipe_bench(request.what, resolved, device=request.device)
+        steps.ends_at = until
         try:
-            with rig:
-                table = BenchmarkContext(bench=rig, rule_plan=rig.plan, own={})
-                row = measure_sweep(table, "arch", [Variant(value=name, settings={}, is_plan=True)], until=until).rows[
-                    0
-                ]
-                size = f"{format_count(rig.plan.workload.num_parameters)} parameters"
-                rows.append(
-                    row.model_copy(update={"is_plan": False, "words": "; ".join(filter(None, (size, row.words)))})
-                )
+            with steps:
+                context = BenchmarkContext(bench=steps, rule_plan=steps.plan, own={})
+                variants = [Variant(value=name, settings={}, is_plan=True)]
+                row = measure_sweep(context, "arch", variants, until=until).rows[0]
+                size = f"{format_count(steps.plan.workload.num_parameters)} parameters"
+                text = "; ".join(filter(None, (size, row.words)))
+                rows.append(row.model_copy(update={"is_plan": False, "words": text}))
         except ProbeFailedError as error:
             rows.append(BenchRow(value=name, execution={}, outcome="failed", words=error.reason))
     return BenchSweep(setting="arch", rows=tuple(rows))
 
 
-_PRESETS_HINT = 'presets = {"small": {"arch.layers": 2}} in the recipe, or another --sweep'
+def _log_all(lines: Sequence[str], log: LogLine) -> None:
+    for line in lines:
+        log(line)

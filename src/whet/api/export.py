@@ -1,14 +1,14 @@
 """Export a trained model to a folder that other programs can load."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from whet.base.errors import UsageError, WhetError
-from whet.recipes.recipe import BUILT_IN, load_recipe
+from whet.api.load import load_predictor, load_run_recipe
+from whet.base.errors import UsageError
 from whet.report.export.files import ExportResult, publish_export
 from whet.run import strict_json
 from whet.run.folder import Run, open_run
-from whet.training.weights import load_weights
 
 EXPORT_MANIFEST = "whet-export.json"
 
@@ -27,20 +27,12 @@ def export_model(
     The folder also gets whet-export.json: classes, length, inputs, and the step of the weights.
     """
     run = run if isinstance(run, Run) else open_run(run)
-    if recipe is None and run.header.recipe not in BUILT_IN:
-        raise UsageError("the run belongs to your own recipe", got=run.header.recipe, try_="--recipe FILE")
-    loaded = load_recipe(recipe or run.header.recipe)
+    loaded = load_run_recipe(run, given=recipe)
     if not (loaded.supports("predict") and loaded.supports("write_model_files")):
         raise UsageError(f"the recipe {loaded.name} cannot export its model", got=to, try_="csv, parquet, tensorboard")
 
     def fill(draft: Path) -> list[str]:
-        try:
-            model, _ = loaded.predict(loaded.Config.model_validate(run.config), run.metadata)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            what = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            raise WhetError("the run lacks what its recipe needs", got=what, try_="another run") from None
-        step = load_weights(run.path, model, checkpoint=checkpoint)
-        model.eval()
+        model, _, step = load_predictor(loaded, run, checkpoint=checkpoint)
         details = loaded.write_model_files(model, run.metadata, draft, to=to)
         files = sorted(file.name for file in draft.iterdir())
         manifest: dict[str, Any] = {"format": to, "run": run.header.id, "step": step, **details, "files": files}
@@ -51,12 +43,12 @@ def export_model(
     return publish_export(run, folder, fill=fill, is_ours=_earlier_export_files(folder), force=force)
 
 
-def _earlier_export_files(folder: Path) -> Any:
+def _earlier_export_files(folder: Path) -> Callable[[str], bool]:
     """Return a test for files that an earlier export wrote to the folder: only those may be replaced."""
     names = {EXPORT_MANIFEST}
     try:
-        read = strict_json.decode((folder / EXPORT_MANIFEST).read_bytes())
-        names |= {str(name) for name in read["files"]}
+        manifest = strict_json.decode((folder / EXPORT_MANIFEST).read_bytes())
+        names |= {str(name) for name in manifest["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return names.__contains__

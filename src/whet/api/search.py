@@ -5,7 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from whet.hpo.storage import check_address, is_sqlite, open_storage, without_pas
 from whet.hpo.study import ClaimedTrial, SearchStudy
 from whet.hpo.worker import (
     FinishedTrial,
+    Log,
     TrialKind,
     TrialTask,
     WorkerConfig,
@@ -42,31 +43,91 @@ if TYPE_CHECKING:
 
 _TRIAL_TARGET = "whet.api.trial:train_trial"
 _MAX_NAME_BYTES = 200
-"""Bytes; file systems take 255."""
+"""File systems allow 255."""
 _STUDY_ATTRIBUTE = "whet"
-"""The study's own copy of the question, for machines that share nothing else."""
-LogLine = Callable[[str], None]
+"""Attribute of the Optuna study with a copy of the configuration, for machines that share only the storage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedSearch:
-    """A search that is ready to be worked on: checked, and nothing written yet."""
+    """A search that has been checked; nothing is written yet."""
 
-    word: str
-    """The recipe as a trial's process finds it."""
-    question: SearchConfig
+    recipe: str
+    """The recipe as a trial's process can load it."""
+    config: SearchConfig
     folder: Path
     device: str = "auto"
 
-    def most(self, trials: int) -> int:
-        """How many trials there will be, of so many that may be: a grid has an end."""
-        points = samplers.num_points(self.question.sampler, self.question.space)
+    def num_trials(self, trials: int) -> int:
+        """Return how many trials there will be, at most `trials`: a grid has fewer."""
+        points = samplers.num_points(self.config.sampler, self.config.space)
         return trials if points is None else min(trials, points)
+
+
+def search(
+    what: str,
+    args: Iterable[str] = (),
+    *,
+    trials: int = 20,
+    timeout: float | None = None,
+    storage: str | None = None,
+    jobs: int = 1,
+    file: Path | None = None,
+    name: str | None = None,
+    root: Path = Path("runs"),
+    subset: float = 1.0,
+    seeds: int = 3,
+    sampler: str = "TPESampler",
+    pruner: str = "PercentilePruner",
+    device: str = "auto",
+    log: Log | None = None,
+    on_trial: Callable[[FinishedTrial], None] | None = None,
+    stop: threading.Event | None = None,
+) -> SearchResult:
+    """Search the options of a recipe for the best settings; the same call with the same `name` resumes.
+
+    Args:
+        what: A recipe, or a Python file.
+        args: Ranges and lists to search ("lr=1e-5..1e-3:log", "arch.layers=[1,2]"), and options that all trials share
+            ("epochs=2").
+        trials: Trials in total, over all processes.
+        timeout: Seconds after which no further trial starts.
+        storage: None for a journal file in the search's folder, "postgresql+psycopg://..." for several machines, or
+            "sqlite:///FILE" for a single process.
+        jobs: Trials that train at the same time.
+        file: A config file with options and ranges.
+        name: The folder's name below `root`.
+        subset: Fraction of the training split that trials use.
+        seeds: How many other seeds the best settings are retrained with.
+        sampler, pruner: Names of Optuna's samplers and pruners.
+        device: As for `whet.train`.
+        log: Receives messages.
+        on_trial: Called when a trial ends.
+        stop: Set it to stop the search.
+
+    >>> whet.search("text", ["lr=1e-5..1e-2:log"], trials=12).winner.settings  # doctest: +SKIP
+    {'lr': 0.0021}
+    """
+    prepared = prepare_search(
+        what,
+        args,
+        file=file,
+        name=name,
+        root=root,
+        subset=subset,
+        seeds=seeds,
+        sampler=sampler,
+        pruner=pruner,
+        device=device,
+    )
+    return run_search(
+        prepared, trials=trials, timeout=timeout, storage=storage, jobs=jobs, log=log, on_trial=on_trial, stop=stop
+    )
 
 
 def prepare_search(
     what: str,
-    words: Iterable[str],
+    args: Iterable[str],
     *,
     file: Path | None = None,
     name: str | None = None,
@@ -77,16 +138,16 @@ def prepare_search(
     pruner: str = "PercentilePruner",
     device: str = "auto",
 ) -> PreparedSearch:
-    """Reads and checks what is to be searched."""
+    """Parse and check a search."""
     recipe = load_recipe(what)
     from_file = flatten(read_config_file(file)) if file else {}
-    space, fixed = read_space(recipe.Config, words, file=from_file)
+    space, fixed = read_space(recipe.Config, args, file=from_file)
     resolved = resolve_config(recipe.Config, fixed)
     recipe.describe(resolved.config)
     if not 0 < subset <= 1:
-        raise UsageError("a subset is a share of the training part", got=str(subset), try_="--subset 0.2")
+        raise UsageError("a subset is a fraction of the training split", got=str(subset), try_="--subset 0.2")
     if not 0 <= seeds <= MAX_SEEDS:
-        raise UsageError(f"from 0 to {MAX_SEEDS:,} seeds can be tried", got=str(seeds), try_="--seeds 3")
+        raise UsageError(f"seeds must be from 0 to {MAX_SEEDS:,}", got=str(seeds), try_="--seeds 3")
     _check_name(name)
     if not re.fullmatch(r"auto|mps|cpu|fake|cuda(:[0-9]+)?", device):
         raise UsageError("no such device", got=device, try_="auto, mps, cuda, cuda:1 or cpu")
@@ -94,7 +155,7 @@ def prepare_search(
     goal = recipe.selected_goal(resolved.config)
     if goal is None:
         raise UsageError("a search needs a metric to optimize", got=f"{what} has no goal", try_='goal = "accuracy"')
-    question = SearchConfig(
+    config = SearchConfig(
         name=folder.name,
         recipe=recipe.name,
         goal=goal,
@@ -108,219 +169,219 @@ def prepare_search(
         sampler=sampler,
         pruner=pruner,
     )
+    # Unknown names and combinations that do not work are errors now, not after the first trial.
     samplers.make_sampler(sampler, space, seed=0, number=0)
     samplers.make_pruner(pruner)
-    return PreparedSearch(word=_absolute_recipe(what), question=question, folder=folder, device=device)
-
-
-def search(
-    what: str,
-    words: Iterable[str] = (),
-    *,
-    trials: int = 20,
-    timeout: float | None = None,
-    storage: str | None = None,
-    jobs: int = 1,
-    say: LogLine | None = None,
-    told: Callable[[FinishedTrial], None] | None = None,
-    stop: threading.Event | None = None,
-    **options: Any,
-) -> SearchResult:
-    """Searches the settings of a recipe, and names a winner; the same call with the same name goes on.
-
-    `what` is a recipe or a Python file; `words` are ranges and lists to search ("lr=1e-5..1e-3:log",
-    "arch.layers=[1,2]") and settings that all trials share ("epochs=2"). `trials` is how many there are in all, by
-    however many processes; `timeout` in seconds. `storage` is None for a journal file in the search's folder,
-    "postgresql+psycopg://..." for many machines, or "sqlite:///FILE" for this process alone. Other options: name,
-    root, file, subset, seeds, sampler, pruner, device (see `prepare_search`). The folder's result.json has the result.
-    """
-    asked = prepare_search(what, words, **options)
-    return run_search(asked, trials=trials, timeout=timeout, storage=storage, jobs=jobs, say=say, told=told, stop=stop)
+    return PreparedSearch(recipe=_absolute_recipe(what), config=config, folder=folder, device=device)
 
 
 def run_search(
-    asked: PreparedSearch,
+    prepared: PreparedSearch,
     *,
     trials: int,
     timeout: float | None = None,
     storage: str | None = None,
     jobs: int = 1,
-    say: LogLine | None = None,
-    told: Callable[[FinishedTrial], None] | None = None,
+    log: Log | None = None,
+    on_trial: Callable[[FinishedTrial], None] | None = None,
     stop: threading.Event | None = None,
 ) -> SearchResult:
-    """Works on a search until it is done, and writes its result."""
-    began = time.monotonic()
+    """Train trials until the search is done, and write its result."""
+    started = time.monotonic()
     _check_limits(trials=trials, jobs=jobs, timeout=timeout)
-    question, folder = asked.question, asked.folder
-    say = say or (lambda _line: None)
-    stop = stop or threading.Event()
-    most = asked.most(trials)
-    if most < trials:
-        say(f"--trials {trials}: the grid has {most} points, and none is tried twice")
-    kept = read_search_config(folder)
-    if kept is not None:
-        check_same_search(kept, question, where=str(folder))
+    config, folder = prepared.config, prepared.folder
+    log = log or (lambda _line: None)
+    max_trials = prepared.num_trials(trials)
+    if max_trials < trials:
+        log(f"--trials {trials}: the grid has only {max_trials} points")
+    saved = read_search_config(folder)
+    if saved is not None:
+        check_same_search(saved, config, where=str(folder))
     if jobs > 1 and is_sqlite(storage):
-        raise UsageError(
-            "SQLite is for one process at a time", got=f"--jobs {jobs}", try_="no --storage: the journal file"
-        )
+        raise UsageError("SQLite allows one process only", got=f"--jobs {jobs}", try_="no --storage: the journal file")
     check_address(storage)
     if (folder / RUN_FILE).exists():
-        raise UsageError("a run is there, and no search", got=str(folder), try_="another --name")
-    devices = devices_for(asked.device, jobs=jobs, log=say)
+        raise UsageError("the folder holds a run, not a search", got=str(folder), try_="another --name")
+    devices = devices_for(prepared.device, jobs=jobs, log=log)
     durable.make_directory(folder)
-    before = _earlier_seconds(folder)
+    earlier_seconds = _earlier_seconds(folder)
     with _remove_if_empty(folder), open_storage(storage, folder=folder) as opened:
-        if kept is not None:
-            _check_storage(opened, question, url=storage)
-        ledger = _open_ledger(opened, question)
-        _check_study(opened, question)
-        if kept is None:
-            write_search_config(folder, question)
-        confirming = _open_seed_ledger(opened, question)
-        deadline = None if timeout is None else began + timeout
-
-        def should_stop() -> bool:
-            return stop.is_set() or (deadline is not None and time.monotonic() > deadline)
-
-        def do(
-            where: SearchStudy,
-            *,
-            most: int,
-            settings: Callable[[ClaimedTrial], tuple[dict[str, Any], int]],
-            part: TrialKind,
-        ) -> None:
-            made = [
-                WorkerConfig(
-                    target=_TRIAL_TARGET,
-                    goal=question.goal,
-                    machine=machine_name(),
-                    prepare=partial(_make_task, asked, settings, part=part, device=device, jobs=len(devices)),
-                    should_stop=should_stop,
-                    on_finished=told or (lambda _ended: None),
-                    part=part,
-                )
-                for device in devices
-            ]
-            run_together([partial(run_worker, where, each, max_trials=most) for each in made], stop=stop)
-
-        do(ledger, most=most, settings=lambda taken: (dict(taken.trial.params), question.seed), part="trial")
-        best = results.best_trials(ledger.trials(), is_higher_better=question.is_higher_better)
-        if best and not should_stop() and question.seeds:
-            settings = {trial.number: trial.params for trial in ledger.trials()}
-            count = results.enqueue_seeds(confirming, best, first_seed=question.seed, seeds=question.seeds)
-            which, each = ("the best one is", "") if len(best) == 1 else (f"the best {len(best)} are", " each")
-            say(f"{which} trained with {question.seeds} other seeds{each} ({count} runs)")
-            chosen = partial(_params_with_seed, settings)
-            do(confirming, most=0, settings=chosen, part="seed")
+        if saved is not None:
+            _check_storage(opened, config, url=storage)
+        study = _open_study(opened, config)
+        _check_study(opened, config)
+        if saved is None:
+            write_search_config(folder, config)
+        seed_study = _open_seed_study(opened, config)
+        runner = _TrialRunner(
+            prepared=prepared,
+            devices=devices,
+            on_trial=on_trial or (lambda _trial: None),
+            stop=stop or threading.Event(),
+            deadline=None if timeout is None else started + timeout,
+        )
+        runner.run(study, lambda claimed: (dict(claimed.trial.params), config.seed), max_trials=max_trials)
+        _confirm_best(runner, study, seed_study, log=log)
         result = collect_results(
-            question, ledger, confirming, storage=without_password(storage), seconds=before + time.monotonic() - began
+            config,
+            study,
+            seed_study,
+            storage=without_password(storage),
+            seconds=earlier_seconds + time.monotonic() - started,
         )
     write_search(folder, result)
     return result
 
 
+SeededSettings = Callable[[ClaimedTrial], tuple[dict[str, Any], int]]
+"""Returns the settings and the seed of a trial."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TrialRunner:
+    """Trains the trials of a study, one worker per device."""
+
+    prepared: PreparedSearch
+    devices: list[str]
+    on_trial: Callable[[FinishedTrial], None]
+    stop: threading.Event
+    deadline: float | None = field(default=None)
+
+    def should_stop(self) -> bool:
+        return self.stop.is_set() or (self.deadline is not None and time.monotonic() > self.deadline)
+
+    def run(self, study: SearchStudy, settings: SeededSettings, *, max_trials: int, part: TrialKind = "trial") -> None:
+        """Train trials until `max_trials` have ended, or the search should stop."""
+        workers = [
+            WorkerConfig(
+                target=_TRIAL_TARGET,
+                goal=self.prepared.config.goal,
+                machine=machine_name(),
+                prepare=partial(_make_task, self.prepared, settings, part=part, device=device, jobs=len(self.devices)),
+                should_stop=self.should_stop,
+                on_finished=self.on_trial,
+                part=part,
+            )
+            for device in self.devices
+        ]
+        run_together([partial(run_worker, study, worker, max_trials=max_trials) for worker in workers], stop=self.stop)
+
+
+def _confirm_best(runner: _TrialRunner, study: SearchStudy, seed_study: SearchStudy, *, log: Log) -> None:
+    """Retrain the best settings with other seeds: a single good result may be luck."""
+    config = runner.prepared.config
+    best = results.best_trials(study.trials(), is_higher_better=config.is_higher_better)
+    if not best or runner.should_stop() or not config.seeds:
+        return
+    params = {trial.number: trial.params for trial in study.trials()}
+    count = results.enqueue_seeds(seed_study, best, first_seed=config.seed, seeds=config.seeds)
+    which, each = ("the best trial is", "") if len(best) == 1 else (f"the best {len(best)} trials are", " each")
+    log(f"{which} retrained with {config.seeds} other seeds{each} ({count} runs)")
+
+    def settings(claimed: ClaimedTrial) -> tuple[dict[str, Any], int]:
+        chosen = claimed.trial.params
+        return dict(params[chosen[results.TRIAL_KEY]]), chosen[results.SEED_KEY]
+
+    runner.run(seed_study, settings, max_trials=0, part="seed")
+
+
 def winning_args(name: str, *, recipe: str, root: Path = Path("runs")) -> tuple[str, ...]:
-    """The words of the final training: what the trials shared, and the winner's settings."""
+    """Return the arguments of the final training: the options that trials shared, and the winner's settings."""
     from whet.run.search_result import is_search, read_search
 
-    # A folder of that name that holds no search (data, mostly) is not meant.
+    # A folder of that name without a search, such as a data folder, is ignored.
     folder = Path(name) if is_search(Path(name)) else root / name
-    found = read_search(folder)
+    result = read_search(folder)
     own = load_recipe(recipe).name
-    if found.recipe != own:
-        raise UsageError("the search is of another recipe", got=f"{found.recipe}, not {own}", try_="the same recipe")
-    if found.winner is None:
-        raise UsageError("the search has no winner", got=f"{len(found.trials)} trials", try_="more --trials")
-    return tuple(as_argument(key, value) for key, value in {**found.fixed, **found.winner.settings}.items())
+    if result.recipe != own:
+        raise UsageError("the search is of another recipe", got=f"{result.recipe}, not {own}", try_="the same recipe")
+    if result.winner is None:
+        raise UsageError("the search has no winner", got=f"{len(result.trials)} trials", try_="more --trials")
+    return tuple(as_argument(key, value) for key, value in {**result.fixed, **result.winner.settings}.items())
 
 
 def _make_task(
-    asked: PreparedSearch,
-    settings: Callable[[ClaimedTrial], tuple[dict[str, Any], int]],
-    taken: ClaimedTrial,
+    prepared: PreparedSearch,
+    settings: SeededSettings,
+    claimed: ClaimedTrial,
     *,
     part: TrialKind,
     device: str,
     jobs: int,
 ) -> TrialTask:
-    question = asked.question
-    values, seed = settings(taken)
-    fixed = {**question.fixed, "seed": seed}
+    config = prepared.config
+    values, seed = settings(claimed)
+    fixed = {**config.fixed, "seed": seed}
     if jobs > 1 and device in ("auto", "cpu") and "threads" not in fixed:
         fixed["threads"] = max(1, (psutil.cpu_count(logical=False) or 1) // jobs)
-    words = [as_argument(key, value) for key, value in {**fixed, **values}.items()]
-    resolve_config(load_recipe(asked.word).Config, words)
-    own = asked.folder / f"{part}-{taken.number:04d}"
-    # A run that began on another machine cannot be seen here: its trial begins anew.
-    run = Path(taken.run) if taken.run is not None and Path(taken.run).parent == asked.folder else own
+    args = [as_argument(key, value) for key, value in {**fixed, **values}.items()]
+    resolve_config(load_recipe(prepared.recipe).Config, args)
+    run = prepared.folder / f"{part}-{claimed.number:04d}"
+    # A run that was started on another machine is not here, so its trial starts over.
+    if claimed.run is not None and Path(claimed.run).parent == prepared.folder:
+        run = Path(claimed.run)
     arguments = {
-        "recipe": asked.word,
-        "words": words,
-        "goal": question.goal,
-        "split_seed": question.seed,
-        "subset": question.subset,
-        "evaluations": question.evaluations,
+        "recipe": prepared.recipe,
+        "args": args,
+        "goal": config.goal,
+        "split_seed": config.seed,
+        "subset": config.subset,
+        "evaluations": config.evaluations,
         "run": str(run),
         "device": device,
-        # Beside other trials nothing can be measured.
+        # Steps cannot be timed while other trials run.
         "measures": jobs == 1,
     }
     return TrialTask(arguments=arguments, run=run)
 
 
-def _params_with_seed(settings: dict[int, dict[str, Any]], taken: ClaimedTrial) -> tuple[dict[str, Any], int]:
-    chosen = taken.trial.params
-    return dict(settings[chosen[results.TRIAL_KEY]]), chosen[results.SEED_KEY]
-
-
-def _open_ledger(storage: "BaseStorage", question: SearchConfig) -> SearchStudy:
-    space: SearchSpace = question.space
+def _open_study(storage: "BaseStorage", config: SearchConfig) -> SearchStudy:
+    space: SearchSpace = config.space
     return SearchStudy(
         storage,
-        question.name,
-        is_higher_better=question.is_higher_better,
+        config.name,
+        is_higher_better=config.is_higher_better,
         distributions=samplers.space_distributions(space),
-        sampler=lambda number: samplers.make_sampler(question.sampler, space, seed=question.seed, number=number),
-        pruner=samplers.make_pruner(question.pruner),
+        sampler=lambda number: samplers.make_sampler(config.sampler, space, seed=config.seed, number=number),
+        pruner=samplers.make_pruner(config.pruner),
     )
 
 
-def _open_seed_ledger(storage: "BaseStorage", question: SearchConfig) -> SearchStudy:
+def _open_seed_study(storage: "BaseStorage", config: SearchConfig) -> SearchStudy:
     import optuna
 
     return SearchStudy(
         storage,
-        f"{question.name} seeds",
-        is_higher_better=question.is_higher_better,
+        f"{config.name} seeds",
+        is_higher_better=config.is_higher_better,
         distributions=results.seed_distributions(),
         sampler=lambda number: optuna.samplers.RandomSampler(seed=number),
         pruner=optuna.pruners.NopPruner(),
     )
 
 
-def _check_study(storage: "BaseStorage", question: SearchConfig) -> None:
-    number = storage.get_study_id_from_name(question.name)
-    said = storage.get_study_user_attrs(number).get(_STUDY_ATTRIBUTE)
-    if said is None:
-        storage.set_study_user_attr(number, _STUDY_ATTRIBUTE, question.as_json())
+def _check_study(storage: "BaseStorage", config: SearchConfig) -> None:
+    """Compare the configuration with the study's, or store it there."""
+    number = storage.get_study_id_from_name(config.name)
+    stored = storage.get_study_user_attrs(number).get(_STUDY_ATTRIBUTE)
+    if stored is None:
+        storage.set_study_user_attr(number, _STUDY_ATTRIBUTE, config.as_json())
     else:
-        check_same_search(SearchConfig.from_json(said, where=question.name), question, where=question.name)
+        check_same_search(SearchConfig.from_json(stored, where=config.name), config, where=config.name)
 
 
-def _check_storage(storage: "BaseStorage", question: SearchConfig, *, url: str | None) -> None:
-    """A search whose trials are kept elsewhere would begin anew in the folders of those trials."""
-    if question.name not in {study.study_name for study in storage.get_all_studies()}:
+def _check_storage(storage: "BaseStorage", config: SearchConfig, *, url: str | None) -> None:
+    """Reject another storage than before: the search would start over in the folders of the earlier trials."""
+    if config.name not in {study.study_name for study in storage.get_all_studies()}:
         raise UsageError(
-            "the trials of this search are not kept there",
+            "the trials of this search are not in that storage",
             got=without_password(url),
-            try_="the --storage that it began with, or another --name",
+            try_="the --storage that it was started with, or another --name",
         )
 
 
 def _earlier_seconds(folder: Path) -> float:
-    """What a search that goes on has taken so far."""
+    """Return how long a resumed search has taken so far."""
     from whet.run.search_result import is_search, read_search
 
     with contextlib.suppress(UsageError):
@@ -330,7 +391,7 @@ def _earlier_seconds(folder: Path) -> float:
 
 @contextlib.contextmanager
 def _remove_if_empty(folder: Path) -> Iterator[None]:
-    """Where nothing was written, nothing is left."""
+    """Remove the folder on exit if nothing was written to it."""
     try:
         yield
     finally:
@@ -339,7 +400,7 @@ def _remove_if_empty(folder: Path) -> Iterator[None]:
 
 
 def _absolute_recipe(what: str) -> str:
-    """A file's name from anywhere: a trial's process may be elsewhere."""
+    """Make a recipe file's path absolute: a trial's process may have another working folder."""
     place, colon, factory = what.partition(":")
     return what if what in BUILT_IN or not place.endswith(".py") else f"{Path(place).absolute()}{colon}{factory}"
 
@@ -347,12 +408,12 @@ def _absolute_recipe(what: str) -> str:
 def _check_limits(*, trials: int, jobs: int, timeout: float | None) -> None:
     for name, number in (("trials", trials), ("jobs", jobs)):
         if number < 1:
-            raise UsageError(f"{name} are counted from 1", got=str(number), try_=f"--{name} 1")
+            raise UsageError(f"{name} must be at least 1", got=str(number), try_=f"--{name} 1")
     if timeout is not None and not timeout > 0:
-        raise UsageError("a timeout is a number of seconds", got=str(timeout), try_="--timeout 600")
+        raise UsageError("a timeout is a number of seconds above 0", got=str(timeout), try_="--timeout 600")
 
 
 def _check_name(name: str | None) -> None:
     is_plain = name is None or (name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_NAME_BYTES)
     if not is_plain or name == "" or (name or "").startswith("."):
-        raise UsageError("a search has a plain name", got=repr(name), try_="--name reviews-lr")
+        raise UsageError("a search needs a plain name", got=repr(name), try_="--name reviews-lr")

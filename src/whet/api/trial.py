@@ -13,74 +13,74 @@ if TYPE_CHECKING:
     from whet.hpo.trial_process import TrialChannel
 
 
-def train_trial(arguments: dict[str, Any], line: "TrialChannel") -> int:
-    """In the trial's process: begins the run, or goes on with it; the exit code."""
+def train_trial(arguments: dict[str, Any], channel: "TrialChannel") -> int:
+    """Start or resume the run of a trial, and return the exit code; called in the trial's process."""
     from whet.device.environment import configure_before_torch
     from whet.hpo.trial_process import request_stop
 
     recipe = load_recipe(arguments["recipe"])
-    resolved = resolve_config(recipe.Config, arguments["words"])
+    resolved = resolve_config(recipe.Config, arguments["args"])
     config = resolved.config
     configure_before_torch(mps_fallback=config.mps_fallback == "on", deterministic=config.deterministic == "on")
-    # torch is loaded from here on, unless a recipe of yours has done so.
+    # torch is imported only now, unless the user's own recipe has imported it.
     from whet.api.autotune import recipe_bench
     from whet.data.columns import count_samples
     from whet.recipes.runner import train_recipe
 
-    # Whatever its own seed: the rows of every part, and the share of them, are the same for all trials.
-    data = recipe.data(config.model_copy(update={"seed": arguments["split_seed"]}))
-    parts = _TrialData(data, share=arguments["subset"], seed=arguments["split_seed"])
-    total = (
-        _total_steps(config, count_samples(parts.train)) if parts.is_part else recipe.describe(config, data).num_steps
-    )
+    # The split and the subset depend on the search's seed, not the trial's: all trials train on the same samples.
+    all_data = recipe.data(config.model_copy(update={"seed": arguments["split_seed"]}))
+    data = _TrialData(all_data, fraction=arguments["subset"], seed=arguments["split_seed"])
+    if data.is_part:
+        total_steps = _total_steps(config, count_samples(data.train))
+    else:
+        total_steps = recipe.describe(config, all_data).num_steps
     every = config.eval_every
-    if every == "auto" and total is not None:
-        every = max(1, math.ceil(total / arguments["evaluations"]))
+    if every == "auto" and total_steps is not None:
+        every = max(1, math.ceil(total_steps / arguments["evaluations"]))
         config = config.model_copy(update={"eval_every": every})
     goal = arguments["goal"]
 
     def show(kind: str, fields: dict[str, Any]) -> None:
         if kind != "eval" or not isinstance(fields.get(goal), int | float) or not isinstance(every, int):
             return
-        is_last = total is not None and fields["step"] >= total
+        is_last = total_steps is not None and fields["step"] >= total_steps
         number = math.ceil(fields["step"] / every)
-        if not line.may_continue(number=number, value=float(fields[goal]), is_last=is_last):
+        if not channel.may_continue(number=number, value=float(fields[goal]), is_last=is_last):
             request_stop()
 
-    settled = replace(resolved, config=config)
+    resolved = replace(resolved, config=config)
+    open_bench = partial(recipe_bench, arguments["recipe"], resolved, device=arguments["device"])
     result = train_recipe(
         recipe,
-        settled,
+        resolved,
         run=Path(arguments["run"]),
         device=arguments["device"],
-        command=["whet", "train", arguments["recipe"], *arguments["words"]],
+        command=["whet", "train", arguments["recipe"], *arguments["args"]],
         show=show,
-        open_bench=partial(recipe_bench, arguments["recipe"], settled, device=arguments["device"])
-        if arguments["measures"]
-        else None,
-        data=parts,
+        open_bench=open_bench if arguments["measures"] else None,
+        data=data,
     )
     return 0 if result.state == "done" else result.exit_code or 143
 
 
 class _TrialData:
-    """A recipe's data with less to train on, and without the test part: no search may look at it."""
+    """A recipe's data with a subset of the training split and without the test split, which no search may use."""
 
-    def __init__(self, data: Any, *, share: float, seed: int) -> None:
+    def __init__(self, data: Any, *, fraction: float, seed: int) -> None:
         from whet.data.columns import subset
 
         self._data = data
-        self.train = subset(data.train, fraction=share, seed=seed)
+        self.train = subset(data.train, fraction=fraction, seed=seed)
         self.test = None
-        self.is_part = share < 1
+        self.is_part = fraction < 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)
 
 
-def _total_steps(config: Any, samples: int | None) -> int | None:
-    most: int | None = config.max_steps
-    if samples is None:
-        return most
-    steps: int = config.epochs * math.ceil(samples / config.global_batch_size)
-    return steps if most is None else min(steps, most)
+def _total_steps(config: Any, num_samples: int | None) -> int | None:
+    max_steps: int | None = config.max_steps
+    if num_samples is None:
+        return max_steps
+    steps: int = config.epochs * math.ceil(num_samples / config.global_batch_size)
+    return steps if max_steps is None else min(steps, max_steps)

@@ -135,10 +135,10 @@ def _measure(
     recipe.describe(resolved.config)
     output.note(f"measuring real steps in a separate process, at most {budget:.0f} s ...")
     request = BenchRequest(
-        word=target,
+        what=target,
         recipe=recipe,
         resolved=resolved,
-        words=settings,
+        args=settings,
         config_file=config,
         device=device,
         sweeps=sweeps,
@@ -147,7 +147,7 @@ def _measure(
         budget_seconds=budget,
     )
     with output.measuring_progress("bench") as watch:
-        return bench(request, say=output.note, watch=watch)
+        return bench(request, log=output.note, on_progress=watch)
 
 
 def _write(result: "BenchResult", *, out: Path | None, is_page: bool, is_silent: bool) -> list[Path]:

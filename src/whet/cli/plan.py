@@ -134,7 +134,7 @@ def _measured_plan(
     batch, remaining = None, budget
     with recipe_bench(target, resolved, device=device) as bench, output.measuring_progress("plan") as watch:
         if resolved.is_batch_open:
-            batch = find_batch_size(bench, resolved, budget_seconds=_BATCH_SHARE * budget, watch=watch)
+            batch = find_batch_size(bench, resolved, budget_seconds=_BATCH_SHARE * budget, on_progress=watch)
             remaining -= batch.spent_seconds
         result = search(bench.plan, bench, budget_seconds=remaining, on_progress=watch)
     if result.trials:

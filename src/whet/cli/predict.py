@@ -141,28 +141,18 @@ def _standard_input() -> Iterator[Path]:
 
 def _load_predictor(opened: "Run", *, recipe: str | None, checkpoint: str, device: str) -> Any:
     """Return the recipe's predictor with the run's weights."""
-    from whet.base.errors import UsageError, WhetError
-    from whet.recipes.recipe import BUILT_IN, load_recipe
+    from whet.api.load import load_predictor, load_run_recipe
+    from whet.base.errors import UsageError
 
-    # Built-in recipes only: a run folder may come from anywhere and must not decide which code is executed.
-    if recipe is None and opened.header.recipe not in BUILT_IN:
-        raise UsageError("the run has a recipe of your own", got=opened.header.recipe, try_="--recipe FILE")
-    loaded = load_recipe(recipe or opened.header.recipe)
+    loaded = load_run_recipe(opened, given=recipe)
     if not loaded.supports("predict"):
         can_speak = loaded.supports("speak")
         way = f'whet generate {opened.path} --prompt "..."' if can_speak else "a method predict()"
         raise UsageError(f"the recipe {loaded.name} cannot predict", got=str(opened.path), try_=way)
 
     from whet.device.open import open_device
-    from whet.training.weights import load_weights
 
-    try:
-        model, predictor = loaded.predict(loaded.Config.model_validate(opened.config), opened.metadata)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise WhetError("the run lacks data that its recipe needs", got=got, try_="another run") from None
-    load_weights(opened.path, model, checkpoint=checkpoint)
-    model.eval()
+    _, predictor, _ = load_predictor(loaded, opened, checkpoint=checkpoint)
     if device != "cpu" and hasattr(predictor, "to"):
         # auto uses only CUDA: whether another device computes correctly is checked by trainings, not here.
         chosen = open_device("cuda", on_failure="cpu") if device == "auto" else open_device(device)

@@ -83,7 +83,7 @@ def search(
         device=device,
     )
     folder = output.short_path(prepared.folder)
-    output.note(f"search    {folder}: {' '.join(prepared.question.space.arguments)}")
+    output.note(f"search    {folder}: {' '.join(prepared.config.space.arguments)}")
     output.note(f"watch     whet watch {shlex.quote(folder)} shows the trials while they train")
     stop = threading.Event()
     with _stop_on_signals(stop) as signals:
@@ -93,8 +93,8 @@ def search(
             timeout=timeout,
             storage=storage,
             jobs=jobs,
-            say=output.note,
-            told=_print_trial,
+            log=output.note,
+            on_trial=_print_trial,
             stop=stop,
         )
     page = prepared.folder / "report.html"
@@ -104,7 +104,7 @@ def search(
     else:
         output.result(render_search(result))
     num_ended = sum(trial.state not in ("running", "waiting") for trial in result.trials)
-    if num_ended < prepared.most(trials) or (seeds and result.candidates and not result.is_confirmed):
+    if num_ended < prepared.num_trials(trials) or (seeds and result.candidates and not result.is_confirmed):
         with_name = "" if name else f" with --name {shlex.quote(prepared.folder.name)}"
         output.note(f"resume    run the same command{with_name} to continue")
     elif result.winner is not None:

@@ -271,7 +271,7 @@ def _resolve_batch(resolved: "ResolvedConfig[Any]", path: Path, options: _TrainO
     report_to_parent(None)
     output.note(f"finding a global batch size for this machine, at most {BATCH_SIZE_BUDGET_SECONDS:.0f} s ...")
     with output.measuring_progress(options.target) as watch:
-        measured = resolve_auto_batch_size(options.target, resolved, device=options.device, watch=watch)
+        measured = resolve_auto_batch_size(options.target, resolved, device=options.device, on_progress=watch)
     for line in measured.batch.lines if measured.batch else ():
         output.note(line)
     return measured
