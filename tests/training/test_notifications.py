@@ -118,7 +118,7 @@ def test_a_training_that_was_killed_is_told_by_its_parent(stand_in: Path, capsys
     killed = KilledError("the training was killed", got="SIGKILL", try_="again", code=-9)
 
     def live(words: str, *, is_wanted: bool) -> None:
-        with restart_notifier("text", is_wanted=is_wanted) as say:
+        with restart_notifier("text", is_enabled=is_wanted) as say:
             say(words)
             raise killed
 

@@ -223,7 +223,7 @@ whet.train(model, data, loss=loss, optimizer=sgd, global_batch_size=4, device="c
 
 def test_a_search_answers_the_first_signal_and_a_second_one_stops_it(capsys: pytest.CaptureFixture[str]) -> None:
     stop = threading.Event()
-    with search._stopped_by_signals(stop) as heard:
+    with search._stop_on_signals(stop) as heard:
         signal.raise_signal(signal.SIGTERM)
         assert (heard, stop.is_set()) == ([signal.SIGTERM], True)
         said = capsys.readouterr()

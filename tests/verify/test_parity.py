@@ -446,7 +446,7 @@ def test_what_is_no_model_is_refused(warm_whet: Run, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing to train"):
         compare_devices(model_spec(nn.Tanh(), (torch.randn(2, 2),)), devices=["cpu"])
     uneven = model_spec(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(3)), lambda model, x, _: model(x).sum())
-    with pytest.raises(UsageError, match="cannot be cut"):
+    with pytest.raises(UsageError, match="cannot be resized"):
         compare_devices(uneven, devices=["cpu"], size=1)
 
 
