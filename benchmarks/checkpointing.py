@@ -59,7 +59,7 @@ def train(run: Path, *, blocks: int, seconds: float, every: float, device: str) 
             session.step(lambda micro: nn.functional.cross_entropy(model(micro.x), micro.y), batch)
             if time.monotonic() - begin > seconds:
                 break
-        took, steps = time.monotonic() - begin, session.progress.step
+        took, steps = time.monotonic() - begin, session.state.step
     return took, steps
 
 

@@ -16,6 +16,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +24,15 @@ import torch.distributed as dist  # noqa: TID251 - a group of one, which whet ne
 from graphs import TASKS, lengths_of
 
 from whet.autotune.statistics import median_interval
+from whet.data.adapters import AbstractSource
 from whet.data.batch import GlobalBatch, Position
+from whet.device.abstract import AbstractDevice
 from whet.device.open import current_machine
 from whet.distributed.group import RankGroup
 from whet.distributed.ranks import RankInfo
-from whet.plan.plan import make_plan
-from whet.training.building import TrainingParts, build
+from whet.plan.plan import Plan, make_plan
+from whet.step.apply_plan import build_stepper, make_strategy, open_planned_device, open_planned_source, place_model
+from whet.step.step import Stepper
 from whet.training.training_config import parse_training_config
 from whet.training.workload import describe_workload
 
@@ -44,9 +48,17 @@ class GroupOfOne(RankGroup):
         return False
 
 
-def parts_of(
-    name: str, *, device: str, is_large: bool, precision: str, group: RankGroup | None
-) -> tuple[TrainingParts, Any]:
+@dataclass
+class Parts:
+    """A plan applied to a model, ready for steps."""
+
+    plan: Plan
+    device: AbstractDevice
+    source: AbstractSource
+    stepper: Stepper
+
+
+def parts_of(name: str, *, device: str, is_large: bool, precision: str, group: RankGroup) -> tuple[Parts, Any]:
     torch.manual_seed(0)
     task = TASKS[name](is_large=is_large)
     training = parse_training_config(task.training)
@@ -54,10 +66,19 @@ def parts_of(
     overrides = {"device": device, "precision": precision, "threads": 1, **lengths_of(name)}
     workload = task.workload or describe_workload(task.model, task.data, training, recipe=name)
     plan = make_plan(machine, workload, overrides=overrides, conditions=conditions)
-    return build(task.model, task.optimizer, task.data, training, plan, group=group), task.loss
+    plan, opened, _ = open_planned_device(plan, group.ranks)
+    group.use_device(opened)
+    source = open_planned_source(
+        task.data, opened, plan, global_batch_size=training.global_batch_size, seed=training.seed, shuffle=True
+    )
+    own = task.optimizer if isinstance(task.optimizer, torch.optim.Optimizer) else None
+    place_model(plan, task.model, opened, optimizer=own)
+    strategy = make_strategy(task.model, group, plan, opened)
+    stepper, _ = build_stepper(plan, task.model, task.optimizer, opened, clip=training.clip, strategy=strategy)
+    return Parts(plan=plan, device=opened, source=source, stepper=stepper), task.loss
 
 
-def step(parts: TrainingParts, loss: Any, batch: GlobalBatch, number: int) -> None:
+def step(parts: Parts, loss: Any, batch: GlobalBatch, number: int) -> None:
     how = parts.plan.lengths
     micro_batches = parts.source.micro_batches(batch, micro_batch=len(batch), length_mode=how)  # type: ignore[arg-type]
     parts.stepper(loss, micro_batches, num_samples=len(batch), step=number)
@@ -66,7 +87,7 @@ def step(parts: TrainingParts, loss: Any, batch: GlobalBatch, number: int) -> No
 Clock = Callable[[], float]
 
 
-def timed(parts: TrainingParts, loss: Any, batches: list[GlobalBatch], numbers: range, *, clock: Clock) -> float:
+def timed(parts: Parts, loss: Any, batches: list[GlobalBatch], numbers: range, *, clock: Clock) -> float:
     parts.device.sync()
     start = clock()
     for number in numbers:
@@ -79,7 +100,7 @@ def compare(name: str, *, device: str, precision: str, seconds: float, clock: Cl
     is_large, coin = device == "cuda", random.Random(0)
     settings: dict[str, Any] = {"device": device, "is_large": is_large, "precision": precision}
     ways = {
-        "plain": parts_of(name, group=None, **settings),
+        "plain": parts_of(name, group=RankGroup(RankInfo()), **settings),
         "torchrun": parts_of(name, group=RankGroup(RankInfo()), **settings),
         "machinery": parts_of(name, group=GroupOfOne(RankInfo()), **settings),
     }

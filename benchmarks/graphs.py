@@ -164,7 +164,7 @@ def run(name: str, folder: Path, *, device: str, graph: str, is_large: bool, max
         run=folder,
         device=device,
         measure=False,
-        show=None,
+        on_event=None,
         overrides=overrides,
         max_steps=max_steps,
         seed=1,

@@ -103,7 +103,7 @@ def by_train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, run
         clip=1.0,
         run=run,
         overrides=WISHES,
-        show=None,
+        on_event=None,
     )
 
 

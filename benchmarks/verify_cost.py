@@ -72,7 +72,7 @@ def verify_gpt(width: int, layers: int, *, device: str, threads: int) -> str:
         device=device,
         outputs=model.outputs,
         overrides={"verify": "always", "threads": threads, "micro_batch": 16},
-        show=lambda kind, fields: told.append(str(fields.get("message"))) if kind == "plan" else None,
+        on_event=lambda kind, fields: told.append(str(fields.get("message"))) if kind == "plan" else None,
     )
     return next(line for line in told if "verified" in line)
 
@@ -87,7 +87,7 @@ def verify_text(*, device: str, threads: int) -> str:
             resolved,
             run=Path(folder, "run"),
             device=device,
-            show=lambda kind, fields: told.append(str(fields.get("message"))) if kind == "plan" else None,
+            on_event=lambda kind, fields: told.append(str(fields.get("message"))) if kind == "plan" else None,
         )
     return next((line for line in told if "verified" in line), "nothing to verify here")
 

@@ -18,7 +18,7 @@ from whet.training.callbacks.progress import ProgressLine
 
 pytestmark = pytest.mark.torch
 
-AUTO = {"global_batch_size": "auto", "epochs": 2, "overrides": {"threads": 1}, "show": None}
+AUTO = {"global_batch_size": "auto", "epochs": 2, "overrides": {"threads": 1}, "on_event": None}
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +48,14 @@ def test_the_batch_is_measured_once_and_a_run_goes_on_with_it(tmp_path):
     model, data, loss, calls = a_training()
     told, made = [], {}
 
-    def show(kind, fields):
+    def on_event(kind, fields):
         told.append((kind, fields))
         if kind == "plan" and not made:
             made.update(Counter(calls))
 
     result = whet.train(
         model, data, loss=loss, optimizer=OptimizerChoice(lr=1e-2), run=tmp_path / "run", epochs_per_session=1,
-        **{**AUTO, "show": show},
+        **{**AUTO, "on_event": on_event},
     )  # fmt: skip
     assert result.state == "stopped"
     chosen = plan_of(tmp_path / "run").workload.batch

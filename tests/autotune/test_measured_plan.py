@@ -62,7 +62,9 @@ def a_session(model, *, told=None, **changes):
         model,
         OptimizerChoice(lr=1e-3),
         some_data(),
-        show=None if told is None else lambda kind, fields: told.append(fields["message"]) if kind == "plan" else None,
+        on_event=None
+        if told is None
+        else lambda kind, fields: told.append(fields["message"]) if kind == "plan" else None,
         **{"overrides": ONE_THREAD} if "plan" not in changes and "overrides" not in changes else {},
         **{**TRAINING, "epochs": 100_000, **changes},
     )
@@ -108,7 +110,7 @@ def test_a_measured_plan_trains_as_the_same_settings_given_by_hand(tmp_path):
     for run, how in {"measured": {"plan": plan}, "by hand": by_hand}.items():
         model = a_model(dropout=0.1)
         whet.train(
-            model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(lr=1e-3), show=None,
+            model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(lr=1e-3), on_event=None,
             run=tmp_path / run, **how, **TRAINING,
         )  # fmt: skip
     measured, given = losses_of(tmp_path / "measured"), losses_of(tmp_path / "by hand")
@@ -121,7 +123,7 @@ def test_a_measured_plan_trains_as_the_rules_do_up_to_rounding(tmp_path):
     for run, overrides in {"rules": {}, "measured": found}.items():
         model = a_model()
         whet.train(
-            model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(lr=1e-3), show=None,
+            model, some_data(), loss=Loss(model), optimizer=OptimizerChoice(lr=1e-3), on_event=None,
             run=tmp_path / run, overrides=overrides, measure=False, **TRAINING,
         )  # fmt: skip
     rules, measured = torch.tensor(losses_of(tmp_path / "rules")), torch.tensor(losses_of(tmp_path / "measured"))
@@ -138,7 +140,7 @@ def test_a_long_run_is_measured_once_and_remembered(monkeypatch):
     session.tune(Loss(session.model))
     assert told[0].startswith("measuring what is fastest here, 6.0 s at most; this run would take about ")
     assert any("trials in" in line for line in told)
-    plan = session._request.plan
+    plan = session.config.plan
     assert plan.trials
 
     told.clear()
@@ -159,7 +161,7 @@ def test_a_short_run_says_that_it_is_not_measured():
     told: list[str] = []
     session = a_session(a_model(), told=told, epochs=40)
     session.tune(Loss(session.model))
-    assert session._request.plan is None
+    assert session.config.plan is None
     assert told[0].startswith("not measured: a run of about ")
 
 
@@ -188,7 +190,7 @@ def test_a_measuring_process_that_dies_is_told_of_and_the_run_starts(monkeypatch
         some_data(),
         loss=Loss(model),
         optimizer=OptimizerChoice(),
-        show=lambda kind, fields: told.append(str(fields.get("message"))),
+        on_event=lambda kind, fields: told.append(str(fields.get("message"))),
         open_bench=lambda: ProcessStepBench("no.such.module:rig", {}, environment={}),
         run=tmp_path / "run",
         **{**TRAINING, "epochs": 30},
@@ -213,7 +215,7 @@ def test_whatever_goes_wrong_in_measuring_is_told_and_the_run_starts():
         some_data(),
         loss=fails_at_first,
         optimizer=OptimizerChoice(),
-        show=lambda kind, fields: told.append(str(fields.get("message"))),
+        on_event=lambda kind, fields: told.append(str(fields.get("message"))),
         **{**TRAINING, "epochs": 30},
     )
     assert result.state == "done"

@@ -242,7 +242,7 @@ def test_a_training_after_measuring_has_the_same_losses_bit_for_bit(tmp_path):
             data,
             loss=loss,
             optimizer=OptimizerChoice(lr=1e-2),
-            show=None,
+            on_event=None,
             run=run,
             **{**TRAINING, "epochs": 10},
         )

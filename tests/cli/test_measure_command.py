@@ -105,7 +105,7 @@ def test_a_global_batch_that_is_left_open_is_measured_kept_and_not_measured_agai
     warm_whet: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "tiny.py").write_text(RECIPE)
-    sitting = ("epochs=2", "epochs_per_sitting=1", "--run", "run", "--max-restarts=0")
+    sitting = ("epochs=2", "epochs_per_session=1", "--run", "run", "--max-restarts=0")
     words = ("train", "tiny.py", "global_batch_size=auto", *sitting)
     refused = warm_whet(*words, "--no-measure")
     assert refused.returncode == 2

@@ -132,7 +132,7 @@ def test_two_epochs_at_a_sitting_give_the_same_bits_for_each_seed(
         return capfd.readouterr()
 
     for sitting in range(3):
-        out, errors = train("seeds=2", "seed=5", "epochs_per_sitting=2", "--run", "sat")
+        out, errors = train("seeds=2", "seed=5", "epochs_per_session=2", "--run", "sat")
         # The first run ends in the second sitting, in which the next one begins.
         done = ["0 of 2", "1 of 2", ""][sitting]
         assert (f"{done} seeds are done; to go on with all:\n  whet train line.py epochs=4 seeds=2" in errors) == bool(
@@ -140,7 +140,7 @@ def test_two_epochs_at_a_sitting_give_the_same_bits_for_each_seed(
         )
         assert "seeds     5, 6 are done" in out or done
         if sitting == 0:
-            assert "(epochs_per_sitting) in sat/seed-5" in errors
+            assert "(epochs_per_session) in sat/seed-5" in errors
             assert summarize(tmp_path / "sat" / "seed-5").step == 40
     assert [len(summarize(tmp_path / "sat" / f"seed-{seed}").sessions) for seed in (5, 6)] == [2, 2]
     train("seed=6", "--run", "whole")

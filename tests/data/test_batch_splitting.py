@@ -183,7 +183,7 @@ def test_a_convnet_is_bit_equal_to_the_hand_written_loop() -> None:
         order = torch.from_numpy(epoch_order(200, seed=3, epoch=epoch))
         for rows in order.split(20):
             loop.step((x[rows], y[rows]))
-    assert session.progress.step == 50
+    assert session.state.step == 50
     for mine, other in zip(_all_tensors(ours), _all_tensors(theirs), strict=True):
         assert torch.equal(mine, other)
 

@@ -71,7 +71,7 @@ def train(kernel: str, *, how: str = "layer", run=None):
             return loss(micro)
 
     whet.train(
-        model, data, loss=watched, optimizer=OptimizerChoice(lr=1e-2), run=run, show=None, measure=False,
+        model, data, loss=watched, optimizer=OptimizerChoice(lr=1e-2), run=run, on_event=None, measure=False,
         evaluate=lambda model, micro_batches: {"n": len([model(m.x) for m in micro_batches])}, val=data,
         overrides={"attention": kernel, "threads": 1}, **TRAINING,
     )  # fmt: skip

@@ -65,7 +65,7 @@ def train(path: Path, *, graph: str, loss=mean, dropout: float = 0.0, overrides=
         optimizer=whet.OptimizerChoice(lr=1e-3),
         run=path,
         device="cuda",
-        show=None,
+        on_event=None,
         measure=False,
         **{
             "global_batch_size": 16,
@@ -225,7 +225,7 @@ def test_a_number_deep_in_python_is_found_out_and_the_run_goes_back(tmp_path: Pa
             },
         ) as session:
             for batch in session:
-                deep.factor = 2.0 if session.progress.step >= 8 else 1.0
+                deep.factor = 2.0 if session.state.step >= 8 else 1.0
                 session.step(loss, batch)
         found.append({event.step: event.fields["loss"] for event in events(tmp_path / graph, "step")})
     assert "a graph does not see" in refusal(tmp_path / "on")

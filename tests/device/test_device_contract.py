@@ -205,7 +205,7 @@ def test_a_step_never_waits_for_the_gpu(device: AbstractDevice, returns: str) ->
             session.step(loss, waiting)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert session.progress.step == 4
+        assert session.state.step == 4
 
 
 def test_evaluation_and_measuring_leave_the_devices_draws_alone(device: AbstractDevice) -> None:
@@ -226,7 +226,7 @@ def test_evaluation_and_measuring_leave_the_devices_draws_alone(device: Abstract
             epochs=2,
             device=device.kind,
             seed=1,
-            show=None,
+            on_event=None,
             overrides={"threads": 1, "micro_batch": 16},
             **extra,
         )
@@ -257,7 +257,7 @@ def test_a_run_moves_to_the_cpu_and_back(device: AbstractDevice, tmp_path) -> No
             max_steps=max_steps,
             device=kind,
             run=tmp_path / "run",
-            show=None,
+            on_event=None,
         )
         assert result.step == max_steps
     report = whet.summarize(tmp_path / "run")

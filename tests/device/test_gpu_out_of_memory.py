@@ -41,7 +41,7 @@ def train(run: Path, *, device: str, megabytes: int) -> tuple[nn.Module, whet.Se
     with whet.Session(
         model, whet.OptimizerChoice(lr=1e-3), (x, y), run=run, device=device, global_batch_size=256, epochs=2,
         overrides={"micro_batch": 256, "precision": "fp32"},
-        show=lambda kind, fields: told.append(fields) if kind == "oom" else None,
+        on_event=lambda kind, fields: told.append(fields) if kind == "oom" else None,
     ) as session:  # fmt: skip
         for batch in session:
             session.step(loss, batch)
@@ -51,7 +51,7 @@ def train(run: Path, *, device: str, megabytes: int) -> tuple[nn.Module, whet.Se
 def test_a_full_card_makes_the_micro_batch_smaller_and_the_run_goes_on(small_gpu: str, tmp_path: Path) -> None:
     ours, session, told = train(tmp_path / "gpu", device=small_gpu, megabytes=20)
     theirs, _, _ = train(tmp_path / "cpu", device="cpu", megabytes=0)
-    assert session.progress.step == 8
+    assert session.state.step == 8
     assert session.plan.micro_batch in (16, 32, 64)
     assert "CUDA out of memory" in told[0]["reason"]
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):

@@ -30,7 +30,7 @@ def train(device: AbstractDevice, model: nn.Module, **options) -> list[str]:
         max_steps=3,
         device=device.kind,
         outputs=model.outputs,
-        show=lambda kind, fields: told.append(str(fields["message"])) if kind == "plan" else None,
+        on_event=lambda kind, fields: told.append(str(fields["message"])) if kind == "plan" else None,
         **{"overrides": {"threads": 1}, **options},
     )
     return [line for line in told if "verified" in line]

@@ -62,7 +62,7 @@ def test_a_training_tells_it_once_or_never(told: list[int], threads: int, expect
         global_batch_size=8,
         device="cpu",
         overrides={"threads": threads, "micro_batch": 8},
-        show=None,
+        on_event=None,
     )
     assert told == expected
 

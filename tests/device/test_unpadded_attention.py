@@ -140,7 +140,7 @@ def test_whole_steps_without_padding_are_captured(tmp_path: Path, micro_batch: i
             optimizer=whet.OptimizerChoice(lr=1e-4),
             run=tmp_path / graph,
             device="cuda",
-            show=None,
+            on_event=None,
             measure=False,
             global_batch_size=16,
             epochs=5,

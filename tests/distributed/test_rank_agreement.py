@@ -46,12 +46,12 @@ SAME: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("named", "other"),
     [
-        ("lr: 0.1 in rank 0, 0.2 in rank 1", {"optimizer": OptimizerChoice(lr=0.2)}),
-        ("max_steps: None in rank 0, 5 in rank 1", {"training": replace(SAME["training"], max_steps=5)}),
-        ("samples: 4 in rank 0, 5 in rank 1", {"data": torch.arange(15.0).reshape(5, 3)}),
+        ("lr: 0.1 on rank 0, 0.2 on rank 1", {"optimizer": OptimizerChoice(lr=0.2)}),
+        ("max_steps: None on rank 0, 5 on rank 1", {"training": replace(SAME["training"], max_steps=5)}),
+        ("samples: 4 on rank 0, 5 on rank 1", {"data": torch.arange(15.0).reshape(5, 3)}),
         ("content of the data: ", {"data": torch.arange(1.0, 13.0).reshape(4, 3)}),
         ("model: 8 parameters", {"model": nn.Linear(3, 2).double()}),
-        ("optimizer: adamw in rank 0, SGD in rank 1", {"optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters())}),
+        ("optimizer: adamw on rank 0, SGD on rank 1", {"optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters())}),
     ],
 )
 def test_what_a_simulated_process_would_train_differently_is_named(named: str, other: dict[str, Any]) -> None:

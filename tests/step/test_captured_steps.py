@@ -490,7 +490,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(CpuDevice, "graphs", lambda _: SimulatedGraphs())
 
 
-def run(path, model=None, *, loss=None, graph="on", overrides=None, show=None, **options):
+def run(path, model=None, *, loss=None, graph="on", overrides=None, on_event=None, **options):
     torch.manual_seed(0)
     model = model or convnet(dropout=0.2)
     whet.train(
@@ -499,7 +499,7 @@ def run(path, model=None, *, loss=None, graph="on", overrides=None, show=None, *
         loss=functools.partial(loss or plain_loss, model),
         optimizer=OptimizerChoice(lr=1e-2),
         run=path,
-        show=show,
+        on_event=on_event,
         measure=False,
         **{
             "device": "cpu",
@@ -542,7 +542,7 @@ def test_a_simulated_run_with_graphs_is_the_run_without_and_resumes_bit_for_bit(
 
 def test_a_run_that_cannot_be_captured_says_it_once_and_its_plan_why(graphs, tmp_path):
     told = []
-    run(tmp_path / "run", loss=waits, show=lambda kind, fields: told.append((kind, fields)))
+    run(tmp_path / "run", loss=waits, on_event=lambda kind, fields: told.append((kind, fields)))
     reason = "the step waits for the device, at _local_scalar_dense"
     assert changes_of(tmp_path / "run") == [f"steps are not captured as graphs: {reason}"]
     assert [fields["message"] for kind, fields in told if kind == "plan"] == changes_of(tmp_path / "run")
@@ -584,11 +584,11 @@ def test_a_simulated_run_goes_back_from_bad_numbers_with_graphs(graphs, tmp_path
             has_broken = False
             for batch in session:
                 session.step(functools.partial(breaks_once, model), batch)
-                if session.progress.step == 9 and not has_broken:
+                if session.state.step == 9 and not has_broken:
                     has_broken = True
                     with torch.no_grad():
                         model[0].weight.fill_(float("nan"))
-        assert session.progress.step == 16
+        assert session.state.step == 16
     events = History(whet.open_run(tmp_path / "on")).events(kinds=("resume", "skip"))
     assert any(event.fields.get("rollback_reason") for event in events)
     assert dict(losses_of(tmp_path / "on")) == dict(losses_of(tmp_path / "off"))
@@ -619,7 +619,7 @@ def test_a_wrong_replay_goes_back_to_the_checkpoint_and_the_run_ends_as_it_shoul
         ) as session:
             for batch in session:
                 # From the fourth step on, deep in an object: replay 4, of step 5, is looked at.
-                deep.factor = 2.0 if session.progress.step >= 4 else 1.0
+                deep.factor = 2.0 if session.state.step >= 4 else 1.0
                 session.step(loss, batch)
         finals.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
     assert "a graph does not see" in changes_of(tmp_path / "on")[0]

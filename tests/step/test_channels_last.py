@@ -60,7 +60,7 @@ def train(run=None, *, overrides=LAST, optimizer=None, change=None, **more):
 
     given = optimizer(model) if optimizer else OptimizerChoice(lr=1e-2)
     result = whet.train(
-        model, data, loss=watched, optimizer=given, run=run, overrides=overrides, show=None, **{**TRAINING, **more}
+        model, data, loss=watched, optimizer=given, run=run, overrides=overrides, on_event=None, **{**TRAINING, **more}
     )
     return model, given, seen, result
 
@@ -187,7 +187,7 @@ def test_channels_last_is_refused_where_it_has_no_meaning_or_is_wrong():
     with pytest.raises(UsageError, match="a layout of convolutions"):
         whet.train(
             model, (torch.randn(64, 4), torch.randn(64, 2)), loss=lambda m: (model(m.x) - m.y).square().mean(),
-            optimizer=OptimizerChoice(), overrides=LAST, global_batch_size=8, show=None,
+            optimizer=OptimizerChoice(), overrides=LAST, global_batch_size=8, on_event=None,
         )  # fmt: skip
     with pytest.raises(UsageError, match="wrong results on MPS"):
         MpsDevice.check_settings(None, layout="channels_last")

@@ -33,7 +33,7 @@ class Spoilt:
 
     def __call__(self, micro: Any) -> torch.Tensor:
         value = nn.functional.cross_entropy(self.model(micro.x), micro.y)
-        step = self.session.progress.step + 1
+        step = self.session.state.step + 1
         if self.left.get(step, 0) > 0:
             self.left[step] -= 1
             if self.how == "loss":
@@ -56,9 +56,9 @@ def train(
         for batch in session:
             session.step(loss, batch)
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        state |= {f"ema/{name}": tensor.clone() for name, tensor in session._stepper.ema.average.items()}
+        state |= {f"ema/{name}": tensor.clone() for name, tensor in session.run.stepper.ema.average.items()}
         for owner, parameter in model.named_parameters():
-            kept = session._stepper.optimizer.state[parameter]
+            kept = session.run.stepper.optimizer.state[parameter]
             state |= {f"{owner}/{name}": tensor.clone() for name, tensor in kept.items()}
         state["generator"] = torch.get_rng_state()
     return state, session
@@ -103,7 +103,7 @@ def test_the_verdict_survives_a_resume(tmp_path: Path) -> None:
         whet_store().delete_checkpoint(open_run(tmp_path / "cut").checkpoints, step=step)
     state, session = train(tmp_path / "cut", times=0)
     assert_equal(state, whole)
-    assert session._soundness.skipped == {BAD_STEP}
+    assert session.run.guard.skipped == {BAD_STEP}
 
 
 def whet_store() -> Any:
@@ -114,7 +114,7 @@ def whet_store() -> Any:
 
 def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
     steps = tuple(range(BAD_STEP, BAD_STEP + MAX_CONSECUTIVE_SKIPS + 1))
-    with pytest.raises(WhetError, match="the loss is not a number"):
+    with pytest.raises(WhetError, match="the loss or a weight is NaN or Inf"):
         train(tmp_path / "run", times=math.inf, steps=steps)
     newest = whet_store().load_newest(open_run(tmp_path / "run").checkpoints)
     assert newest[0] == 5

@@ -74,7 +74,7 @@ def train_once(
 
         def loss(micro: Any) -> torch.Tensor:
             nonlocal loss_fails
-            if session.progress.step + 1 == fails_in_step and loss_fails > 0:
+            if session.state.step + 1 == fails_in_step and loss_fails > 0:
                 loss_fails -= 1
                 raise RuntimeError(OUT_OF_MEMORY)
             # Draws from every generator: each must go back.
@@ -82,19 +82,19 @@ def train_once(
             return nn.functional.cross_entropy(model(micro.x * noise), micro.y)
 
         for batch in session:
-            number = session.progress.step + 1
+            number = session.state.step + 1
             if number == fails_in_step and not count:
                 with RunsOut(at) as mode:
                     session.step(loss, batch)
                 count = mode.count
             else:
                 session.step(loss, batch)
-            if session.progress.step == number:
+            if session.state.step == number:
                 seen[number] = batch.ids.tolist()
         state = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-        ema = session._stepper.ema
+        ema = session.run.stepper.ema
         state |= {f"ema/{name}": tensor for name, tensor in ema.average.items()} if ema else {}
-        for index, kept in enumerate(session._stepper.optimizer.state.values()):
+        for index, kept in enumerate(session.run.stepper.optimizer.state.values()):
             state |= {f"optimizer/{index}/{name}": value for name, value in kept.items() if torch.is_tensor(value)}
         state["generator"] = torch.get_rng_state()
         state["numpy"] = torch.from_numpy(np.random.get_state()[1].astype(np.int64))
@@ -168,7 +168,7 @@ def test_half_the_micro_batch_is_the_same_training_simulated(tmp_path: Path, nam
             model, whet.OptimizerChoice(lr=1e-3), data, run=tmp_path / f"{name}-{fails}", device="cpu", **options
         ) as session:
             for batch in session:
-                failures = [RuntimeError(OUT_OF_MEMORY)] * 2 if fails and session.progress.step == 3 else []
+                failures = [RuntimeError(OUT_OF_MEMORY)] * 2 if fails and session.state.step == 3 else []
 
                 def failing(micro: Any, loss: Any = loss, failures: list[RuntimeError] = failures) -> Any:
                     if failures:
@@ -228,13 +228,13 @@ def train_with_error(run: Path, error: Exception) -> None:
         raise error
 
     x, y = images(32, seed=0)
-    whet.train(model, (x, y), loss=loss, optimizer=whet.OptimizerChoice(), global_batch_size=16, run=run, show=None)
+    whet.train(model, (x, y), loss=loss, optimizer=whet.OptimizerChoice(), global_batch_size=16, run=run, on_event=None)
 
 
 def test_without_a_folder_an_update_cannot_be_undone_simulated() -> None:
     options = {"fails_in_step": 2, "overrides": {"micro_batch": 16, "threads": 1}, "make_optimizer": loop_adamw}
     _, count, _ = train_once(None, **options)
-    with pytest.raises(WhetError, match="cannot go back"):
+    with pytest.raises(WhetError, match="cannot be rolled back"):
         train_once(None, at=count - 3, **options)
 
 
@@ -254,7 +254,7 @@ def test_nothing_is_kept_alive_by_the_traceback_simulated(tmp_path: Path) -> Non
         return nn.functional.cross_entropy(model[1:](activations), micro.y)
 
     options = {"global_batch_size": 16, "max_steps": 4, "run": tmp_path / "run", "overrides": {"micro_batch": 16}}
-    whet.train(model, (x, y), loss=loss, optimizer=whet.OptimizerChoice(), show=None, **options)
+    whet.train(model, (x, y), loss=loss, optimizer=whet.OptimizerChoice(), on_event=None, **options)
     assert max(left) == 0
 
 
@@ -278,7 +278,7 @@ def test_an_evaluation_that_runs_out_of_memory_simulated_takes_fewer_at_once(tmp
 
     result = whet.train(
         model, (x, y), loss=loss, optimizer=whet.OptimizerChoice(), evaluate=evaluate, val=(x, y), run=tmp_path / "run",
-        global_batch_size=16, show=None,
+        global_batch_size=16, on_event=None,
     )  # fmt: skip
     assert result.state == "done"
     assert sizes[:3] == [32, 16, 8]

@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> int:
     evaluates = options.pop("evaluates", True)
     val = {"evaluate": evaluate, "val": make_data(16, seed=1), "goal": "accuracy"} if evaluates else {}
 
-    def show(kind: str, fields: dict[str, Any]) -> None:
+    def on_event(kind: str, fields: dict[str, Any]) -> None:
         if kind in ("start", "resume"):
             tell(f"{kind} {fields['step']} {fields.get('exactness', '')}")
         elif kind == "end":
@@ -140,13 +140,13 @@ def main(arguments: list[str]) -> int:
             disk = f"{fields.get('errno')} {fields['reason']} again {fields['retry']} free {fields.get('free_bytes')}"
             tell(f"warning {disk}")
 
-    options |= {"run": run, "overrides": overrides, "show": show, "goal": val.get("goal")}
+    options |= {"run": run, "overrides": overrides, "on_event": on_event, "goal": val.get("goal")}
     with whet.Session(model, choice, data, **options) as session:
         tell(f"ready {durable.disk.count}")
         if val and session.due("evaluate"):
             session.evaluate(evaluate, val["val"])
         for batch in session:
-            number = str(session.progress.step + 1)
+            number = str(session.state.step + 1)
             tell(f"step {number}")
             if number == pause_at:
                 tell(f"workers {json.dumps(session.source.workers.pids)}")

@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
 
     def loss(micro):
         time.sleep(options.get("seconds", 0.0))
-        number = session.progress.step + 1
+        number = session.state.step + 1
         if [rank, number] == naps[:2]:
             time.sleep(naps[2])
         while [rank, number] == loops:
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
         right = [(model(micro.x).argmax(1) == micro.y).float().sum() for micro in micro_batches]
         return {"accuracy": float(torch.stack(right).sum()) / SAMPLES}
 
-    def show(kind: str, fields: dict[str, Any]) -> None:
+    def on_event(kind: str, fields: dict[str, Any]) -> None:
         if kind in ("resume", "checkpoint"):
             tell(f"{kind} {fields['step']} {fields.get('exactness', '')}")
 
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
             "micro_batch": 3,
         },
         goal="accuracy",
-        show=show,
+        on_event=on_event,
         global_batch_size=BATCH,
         epochs=100,
         max_steps=options.get("steps", STEPS),
@@ -114,12 +114,12 @@ def main(arguments: list[str]) -> int:
     ) as session:
         if options.get("saves_again"):
             # What was restored, written once more as these processes hold it.
-            session._keeper._saved_step = None
+            session.run.checkpointer._saved_step = None
             session._save("last")
         for batch in session:
             session.step(loss, batch)
-            tell(f"step {session.progress.step} {' '.join(str(int(i)) for i in batch.ids)}")
-            if session.progress.step == options.get("stop_at") and rank == 0:
+            tell(f"step {session.state.step} {' '.join(str(int(i)) for i in batch.ids)}")
+            if session.state.step == options.get("stop_at") and rank == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
             if session.due("evaluate"):
                 session.evaluate(evaluate, (x, y))

@@ -109,7 +109,7 @@ def gradients(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
             overrides={"micro_batch": 2, "precision": "fp32"},
             epochs=2,
             clip=0.5,
-            show=tell,
+            on_event=tell,
             device=DEVICE,
         )
         assert len(steps) == 6
@@ -152,7 +152,7 @@ def left_out(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
         overrides={"micro_batch": 2, "precision": "fp32"},
         epochs=2,
         shuffle=False,
-        show=None,
+        on_event=None,
         measure=False,
         device=DEVICE,
     )
@@ -190,7 +190,7 @@ def recipe_scene(name: str, words: Callable[[Path], list[str]]) -> Callable[[Pat
             overrides=overrides,
             workload=made.workload,
             goal=recipe.goal,
-            show=None,
+            on_event=None,
             measure=False,
             **made.training,
         )
@@ -267,7 +267,7 @@ def evaluation(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
                     global_batch_size=8,
                     overrides={"eval_batch": 2},
                     max_steps=1,
-                    show=None,
+                    on_event=None,
                     measure=False,
                     device=DEVICE,
                 )
@@ -296,7 +296,7 @@ def draws(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
             global_batch_size=4,
             epochs=2,
             overrides={"micro_batch": 4},
-            show=None,
+            on_event=None,
             measure=False,
             device=DEVICE,
         )
@@ -322,7 +322,7 @@ def one_fails(_: Path, __: int) -> tuple[dict[str, Tensor], Any]:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         global_batch_size=4,
         overrides={"micro_batch": 4},
-        show=None,
+        on_event=None,
         measure=False,
         device=DEVICE,
     )
@@ -339,7 +339,7 @@ def bad_numbers(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
         loss = nn.functional.cross_entropy(model(micro.rows), micro.labels)
         return loss * float("nan") if 13 in micro.ids else loss
 
-    def show(kind: str, fields: dict[str, Any]) -> None:
+    def on_event(kind: str, fields: dict[str, Any]) -> None:
         if kind == "skip" or "rollback_reason" in fields:
             told.append(kind)
 
@@ -351,7 +351,7 @@ def bad_numbers(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
         global_batch_size=5,
         overrides={"micro_batch": 2, "checkpoint_steps": 2, "precision": "fp32"},
         run=folder / f"bad-{current_group().world.size}",
-        show=show,
+        on_event=on_event,
         measure=False,
         device=DEVICE,
     )
@@ -376,7 +376,7 @@ def endless(folder: Path, _: int) -> tuple[dict[str, Tensor], Any]:
         global_batch_size=4,
         epochs=10**6,
         overrides={"micro_batch": 4},
-        show=None,
+        on_event=None,
         measure=False,
         device=DEVICE,
     )

@@ -56,7 +56,7 @@ def train_trial(_arguments: dict[str, Any], channel: Any) -> int:
     return 0 if channel.may_continue(number=1, value=0.5, is_last=True) else 1
 
 
-def train_piece(run: Path, arguments: dict[str, Any], *, show: Any) -> None:
+def train_piece(run: Path, arguments: dict[str, Any], *, on_event: Any) -> None:
     """A training that can be proved, without torch."""
     run.mkdir(parents=True, exist_ok=True)
-    show("start", {"step": 0})
+    on_event("start", {"step": 0})

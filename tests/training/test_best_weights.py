@@ -31,7 +31,7 @@ def train(run: Path, *, ema: bool = False, has_test: bool = True, mode: str = "m
 
     wide = {"x": torch.zeros(4, 2), "y": torch.zeros(4, 1)}
     whet.train(
-        model, data, loss=lambda micro: ((model(micro.x) - micro.y) ** 2).mean(), run=run, ema=ema, show=None,
+        model, data, loss=lambda micro: ((model(micro.x) - micro.y) ** 2).mean(), run=run, ema=ema, on_event=None,
         optimizer=whet.OptimizerChoice(name="sgd", lr=0.05), evaluate=evaluate, val=data, measure=False,
         test=wide if has_test else None, goal="score", mode=mode, global_batch_size=4, epochs=3, device="cpu",
         overrides={"keep": 2},

@@ -50,7 +50,7 @@ def train(
     ) as session:
         for batch in session:
             session.step(lambda micro: nn.functional.mse_loss(model(micro.x), micro.y), batch)
-            if upset is not None and session.progress.step == UPSET_AFTER:
+            if upset is not None and session.state.step == UPSET_AFTER:
                 upset(model, optimizer)
     return model.state_dict()
 
@@ -88,8 +88,8 @@ def a_scheduler_steps(_model: nn.Sequential, optimizer: Optimizer) -> None:
 @pytest.mark.parametrize(
     ("upset", "what"),
     [
-        (a_group_comes, "other groups of parameters"),
-        (a_foreign_group_comes, "other groups of parameters"),
+        (a_group_comes, "other parameter groups"),
+        (a_foreign_group_comes, "other parameter groups"),
         (a_scheduler_steps, "something else changes the learning rate"),
     ],
 )
@@ -112,7 +112,7 @@ def test_the_steps_before_a_failure_of_your_schedule_are_saved(tmp_path: Path) -
 @pytest.mark.parametrize("checkpoint_steps", [None, UPSET_AFTER], ids=["at the end", "when due"])
 def test_without_a_group_that_is_gone_nothing_is_saved(checkpoint_steps: int | None, tmp_path: Path) -> None:
     """Nobody could go on from such a checkpoint: the one before stays the newest."""
-    with pytest.raises(UsageError, match="other groups of parameters"):
+    with pytest.raises(UsageError, match="other parameter groups"):
         train(tmp_path / "run", upset=a_group_goes, checkpoint_steps=checkpoint_steps)
     assert last_saved(tmp_path / "run") == 0
     assert_goes_on(tmp_path / "run", after=0, whole=tmp_path / "whole", checkpoint_steps=checkpoint_steps)

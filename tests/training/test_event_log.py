@@ -17,7 +17,7 @@ from whet.machine.load import ProcessUsage, Usage
 from whet.run.curve import downsample_curves
 from whet.run.event import Event
 from whet.run.events import read_events
-from whet.step.step import NORM_EVERY
+from whet.step.step import NORM_EVERY, Outcome
 from whet.training import metrics
 from whet.training.callback import State
 from whet.training.callbacks import health
@@ -33,7 +33,7 @@ def cross_entropy(model: nn.Module):
 def train(run: Path, *, seed: int = 0, **options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(seed)
     model = convnet()
-    options = {"global_batch_size": 8, "epochs": 1, "show": None, "wishes": {"threads": 1}, **options}
+    options = {"global_batch_size": 8, "epochs": 1, "on_event": None, "overrides": {"threads": 1}, **options}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     result = whet.train(model, images(160, seed=0), loss=cross_entropy(model), optimizer=optimizer, run=run, **options)
     return model, result
@@ -78,20 +78,23 @@ def test_health_is_written_between_steps_and_changes_nothing(tmp_path: Path, mon
 
     curves = downsample_curves(tmp_path / "with", points=100)
     assert [p.mean for p in curves["health/memory/available"].points] == [3_000.0] * 20
-    assert [p.samples for p in curves["health/use/gpu"].points] == [8 * step for step in range(1, 21)]
+    assert [p.samples for p in curves["health/utilization/gpu"].points] == [8 * step for step in range(1, 21)]
+
+
+OUTCOME = Outcome(loss=torch.tensor(1.0), grad_norm=None, marks=())
 
 
 def test_speed_is_told_of_the_time_of_work_alone() -> None:
     """On a simulated clock: an evaluation of 4 s between two readings is no slow training."""
     now, told = 100.0, []
-    recorder = Recorder(None, FakeDevice(), show=lambda kind, fields: told.append((kind, fields)))
-    governor: Any = SimpleNamespace(conditions=Conditions(), heat="hot")
-    healths = health.Health(recorder, FakeDevice(), governor, memory_bytes=None, clock=lambda: now, use=Usage)
+    recorder = Recorder(None, FakeDevice(), on_event=lambda kind, fields: told.append((kind, fields)))
+    thermal: Any = SimpleNamespace(conditions=Conditions(), heat="hot")
+    healths = health.Health(recorder, FakeDevice(), thermal, memory_bytes=None, clock=lambda: now, usage=Usage)
     for second in range(1, 13):
         now = 100.0 + second
         if second == 8:
             recorder.spent("evaluate", 4.0)
-        healths.between_steps(State(step=second, samples=10 * second))
+        healths.after_step(State(step=second, samples=10 * second), OUTCOME)
     recorder.read()
     assert [(kind, fields["step"]) for kind, fields in told] == [("health", 1), ("health", 6), ("health", 11)]
     assert [fields.get("samples_per_second") for _, fields in told] == [None, 10.0, 50.0]
@@ -130,7 +133,12 @@ def test_an_evaluation_may_tell_more_than_numbers(tmp_path: Path) -> None:
     shown: list[tuple[str, dict[str, Any]]] = []
     val = images(8, seed=1)
     _, result = train(
-        tmp_path / "run", evaluate=evaluate, val=val, test=val, goal="accuracy", show=lambda *told: shown.append(told)
+        tmp_path / "run",
+        evaluate=evaluate,
+        val=val,
+        test=val,
+        goal="accuracy",
+        on_event=lambda *told: shown.append(told),
     )
     assert result.metrics == {"accuracy": 0.875, "test_accuracy": 0.875}
     on_dev, on_test = events(tmp_path / "run", "eval")

@@ -35,7 +35,7 @@ def train(folder: Path, *, lr: float = LR, bad_step: int | None = None, max_step
 
         def loss(micro) -> torch.Tensor:
             nonlocal left
-            is_bad = left > 0 and session.progress.step + 1 == bad_step
+            is_bad = left > 0 and session.state.step + 1 == bad_step
             left -= is_bad
             return nn.functional.mse_loss(model(micro.x), micro.y) * (math.nan if is_bad else 1)
 

@@ -93,16 +93,16 @@ def test_a_run_tells_its_end_and_each_trouble_once() -> None:
         sent.append((title, text))
         return "no desktop"
 
-    show = DesktopNotifier("text", show=lambda kind, fields: shown.append(kind), say=said.append, send=send)
-    show("start", {"step": 0})
-    show("step", {"step": 1, "loss": 0.25})
-    show("eval", {"step": 1, "accuracy": 0.5, "confusion": {"labels": []}})
-    show("pressure", {"step": 1, "level": "warn", "reason": "memory is short"})
+    on_event = DesktopNotifier("text", on_event=lambda kind, fields: shown.append(kind), say=said.append, send=send)
+    on_event("start", {"step": 0})
+    on_event("step", {"step": 1, "loss": 0.25})
+    on_event("eval", {"step": 1, "accuracy": 0.5, "confusion": {"labels": []}})
+    on_event("pressure", {"step": 1, "level": "warn", "reason": "memory is short"})
     assert sent == []
     for _ in range(3):
-        show("warning", {"step": 2, "reason": "the disk is full", "retry": "soon"})
-        show("pressure", {"step": 2, "level": "critical", "reason": "memory is very short"})
-    show("end", {"step": 9, "state": "done"})
+        on_event("warning", {"step": 2, "reason": "the disk is full", "retry": "soon"})
+        on_event("pressure", {"step": 2, "level": "critical", "reason": "memory is very short"})
+    on_event("end", {"step": 9, "state": "done"})
     assert sent == [
         ("whet: text needs attention", "the disk is full; step 2"),
         ("whet: text needs attention", "memory is very short; step 2"),
@@ -110,7 +110,7 @@ def test_a_run_tells_its_end_and_each_trouble_once() -> None:
     ]
     assert len(shown) == 11
     assert said == ["text: no notification: no desktop"]
-    show("end", {"step": 9, "state": "failed", "reason": "the loss is not a number"})
+    on_event("end", {"step": 9, "state": "failed", "reason": "the loss is not a number"})
     assert sent[-1] == ("whet: text failed", "the loss is not a number; step 9")
 
 

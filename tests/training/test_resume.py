@@ -107,7 +107,7 @@ def test_two_interrupts_stop_at_once(fork_server: ForkServer, tmp_path: Path) ->
 def test_sittings_add_up(fork_server: ForkServer, uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "sittings"
     for sitting in range(4):
-        assert finish(fork_server, run, "epochs_per_sitting=1") == 0
+        assert finish(fork_server, run, "epochs_per_session=1") == 0
         state = json.loads((run / "result.json").read_text())
         assert state == {"state": "done" if sitting == 3 else "stopped", "step": 10 * (sitting + 1)}
     assert_same(run, uninterrupted)
@@ -117,12 +117,12 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
     fork_server: ForkServer, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "killed"
-    process = held(fork_server, run, 14, 'wishes={"checkpoint_steps": 3}')
+    process = held(fork_server, run, 14, 'overrides={"checkpoint_steps": 3}')
     # It may still be written beside the steps after it.
     until(lambda: 12 in store.list_steps(run / "checkpoints"))
     process.send(signal.SIGKILL)
     assert process.wait().code == -signal.SIGKILL
-    assert finish(fork_server, run, 'wishes={"checkpoint_steps": 3}') == 0
+    assert finish(fork_server, run, 'overrides={"checkpoint_steps": 3}') == 0
     assert_same(run, uninterrupted)
 
 
@@ -152,11 +152,11 @@ def test_a_damaged_checkpoint_is_left_for_an_older_one(
     fork_server: ForkServer, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "damaged"
-    assert finish(fork_server, run, "epochs_per_sitting=1", 'wishes={"checkpoint_steps": 4}') == 0
+    assert finish(fork_server, run, "epochs_per_session=1", 'overrides={"checkpoint_steps": 4}') == 0
     folder = open_run(run).checkpoints
     newest = folder / store.checkpoint_name(max(store.list_steps(folder)))
     damage(newest)
-    assert finish(fork_server, run, 'wishes={"checkpoint_steps": 4}') == 0
+    assert finish(fork_server, run, 'overrides={"checkpoint_steps": 4}') == 0
     (resumed,) = read_events(open_run(run), kinds=("resume",))
     assert resumed.step == 8
     assert "damaged" in str(resumed.get("rejected"))
@@ -164,18 +164,18 @@ def test_a_damaged_checkpoint_is_left_for_an_older_one(
 
 
 def test_a_damaged_checkpoint_does_not_push_a_whole_one_out(fork_server: ForkServer, tmp_path: Path) -> None:
-    run, overrides = tmp_path / "damaged", 'wishes={"checkpoint_steps": 40, "keep": 3}'
-    assert finish(fork_server, run, "epochs_per_sitting=1", overrides) == 0
+    run, overrides = tmp_path / "damaged", 'overrides={"checkpoint_steps": 40, "keep": 3}'
+    assert finish(fork_server, run, "epochs_per_session=1", overrides) == 0
     folder = open_run(run).checkpoints
     assert store.list_steps(folder) == [0, 7, 10]
     damage(folder / store.checkpoint_name(10))
-    assert finish(fork_server, run, "epochs_per_sitting=2", overrides) == 0
+    assert finish(fork_server, run, "epochs_per_session=2", overrides) == 0
     assert store.list_steps(folder) == [7, 14, 20]
 
 
 def test_a_changed_key_is_refused_by_name(fork_server: ForkServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert finish(fork_server, run, "epochs_per_sitting=1") == 0
+    assert finish(fork_server, run, "epochs_per_session=1") == 0
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
     process = fork_server.start(JOB, run, "seed=12")
     code, errors = process.wait()
@@ -208,7 +208,7 @@ def test_only_one_process_trains_in_a_folder(fork_server: ForkServer, tmp_path: 
 def test_the_comparison_can_fail(fork_server: ForkServer, uninterrupted: Path, tmp_path: Path, forgotten: str) -> None:
     """A checkpoint that forgets something is noticed: the fault is planted in the saved state."""
     run = tmp_path / "mutant"
-    assert finish(fork_server, run, "epochs_per_sitting=1") == 0
+    assert finish(fork_server, run, "epochs_per_session=1") == 0
     folder = open_run(run).checkpoints
     step, snapshot, _ = store.load_newest(folder)  # type: ignore[misc]
     store.durable.remove(folder / store.checkpoint_name(step))

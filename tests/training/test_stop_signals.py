@@ -30,7 +30,9 @@ SAID = {
 Told = list[tuple[str, dict[str, Any]]]
 
 
-def train(run: Path, *, show: Callable[[str, dict[str, Any]], None], in_loss: Callable[[int], None], **options: Any):
+def train(
+    run: Path, *, on_event: Callable[[str, dict[str, Any]], None], in_loss: Callable[[int], None], **options: Any
+):
     torch.manual_seed(0)
     model = convnet()
     calls = 0
@@ -50,9 +52,9 @@ def train(run: Path, *, show: Callable[[str, dict[str, Any]], None], in_loss: Ca
         epochs=options.pop("epochs", 3),
         measure=False,
         run=run,
-        show=show,
+        on_event=on_event,
         device="cpu",
-        overrides={"threads": 1, "micro_batch": 16, **options.pop("wishes", {})},
+        overrides={"threads": 1, "micro_batch": 16, **options.pop("overrides", {})},
         **options,
     )
 
@@ -71,7 +73,7 @@ def test_the_first_signal_is_answered_at_once(tmp_path: Path, number: signal.Sig
             os.kill(os.getpid(), number)
             at_once.extend(words(told))
 
-    result = train(tmp_path / "run", show=lambda kind, fields: told.append((kind, fields)), in_loss=ask)
+    result = train(tmp_path / "run", on_event=lambda kind, fields: told.append((kind, fields)), in_loss=ask)
     assert (result.state, result.step, result.exit_code) == ("stopped", 3, 128 + number)
     assert at_once == [SAID[number]], "said in the middle of the step"
     assert words(told) == at_once, "once"
@@ -90,10 +92,10 @@ def test_a_signal_while_a_compiled_model_is_compared_is_answered_before_the_firs
             os.kill(os.getpid(), signal.SIGINT)
             heard_at.extend(kind for kind, _ in told)
 
-    def show(kind: str, fields: dict[str, Any]) -> None:
+    def on_event(kind: str, fields: dict[str, Any]) -> None:
         told.append((kind, fields))
 
-    result = train(tmp_path / "run", show=show, in_loss=ask, overrides={"compile": "on"})
+    result = train(tmp_path / "run", on_event=on_event, in_loss=ask, overrides={"compile": "on"})
     assert (result.step, result.exit_code) == (1, 130)
     assert heard_at[-1] == "stopping"
     compared = [str(fields.get("message")) for kind, fields in told if kind == "plan"]
@@ -105,7 +107,7 @@ def test_a_signal_in_the_middle_of_showing_waits_for_its_end(tmp_path: Path) -> 
     told: Told = []
     depth = 0
 
-    def show(kind: str, fields: dict[str, Any]) -> None:
+    def on_event(kind: str, fields: dict[str, Any]) -> None:
         nonlocal depth
         depth += 1
         assert depth == 1, "a screen is not told of two things at a time"
@@ -117,7 +119,7 @@ def test_a_signal_in_the_middle_of_showing_waits_for_its_end(tmp_path: Path) -> 
         depth -= 1
 
     options: dict[str, Any] = {"evaluate": lambda _model, _micros: {"a": 1.0}, "val": images(8, seed=1)}
-    result = train(tmp_path / "run", show=show, in_loss=lambda _call: None, eval_every=2, **options)
+    result = train(tmp_path / "run", on_event=on_event, in_loss=lambda _call: None, eval_every=2, **options)
     assert result.step == 2
     kinds = [kind for kind, _ in told]
     assert kinds[kinds.index("eval") + 1] == "stopping"
@@ -128,7 +130,7 @@ def test_a_stream_that_refuses_a_write_in_the_middle_of_another_is_tried_again(t
     told: Told = []
     refusals = 0
 
-    def show(kind: str, fields: dict[str, Any]) -> None:
+    def on_event(kind: str, fields: dict[str, Any]) -> None:
         nonlocal refusals
         if kind == "stopping" and not refusals:
             refusals += 1
@@ -139,7 +141,7 @@ def test_a_stream_that_refuses_a_write_in_the_middle_of_another_is_tried_again(t
         if call == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    train(tmp_path / "run", show=show, in_loss=ask)
+    train(tmp_path / "run", on_event=on_event, in_loss=ask)
     assert refusals == 1
     assert words(told) == [SAID[signal.SIGINT]]
     assert told[-1][0] == "end", "and all else is shown"
@@ -155,7 +157,7 @@ def test_after_the_last_step_nothing_is_promised_of_one(tmp_path: Path) -> None:
 
     result = train(
         tmp_path / "run",
-        show=lambda kind, fields: told.append((kind, fields)),
+        on_event=lambda kind, fields: told.append((kind, fields)),
         in_loss=lambda _call: None,
         epochs=1,
         evaluate=evaluate,
@@ -173,7 +175,7 @@ def test_a_second_one_stops_at_once(tmp_path: Path, number: signal.Signals, erro
             os.kill(os.getpid(), number)
 
     with pytest.raises(error):
-        train(tmp_path / "run", show=lambda _kind, _fields: None, in_loss=ask)
+        train(tmp_path / "run", on_event=lambda _kind, _fields: None, in_loss=ask)
     (end,) = (event for event in read_events(open_run(tmp_path / "run")) if event.kind == "end")
     assert (end.get("state"), end.step) == ("stopped", 1)
 

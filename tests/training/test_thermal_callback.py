@@ -1,4 +1,4 @@
-"""The governor: whatever sensors say, the numbers stay; what is said and done is bounded. Sensors are simulated."""
+"""ThermalCare: sensors change the time of a run, never its numbers; reactions are debounced. Sensors are simulated."""
 
 import io
 import itertools
@@ -20,6 +20,7 @@ import whet
 from fork_server import TIMEOUT_SECONDS
 from paths import SUPPORT
 from small_models import convnet, images
+from whet.data.batch import GlobalBatch, Position
 from whet.device.fake import FakeDevice
 from whet.machine.facts import Conditions
 from whet.machine.known import load_machine
@@ -28,7 +29,7 @@ from whet.plan.workload import Workload
 from whet.run.events import read_events
 from whet.run.folder import open_run
 from whet.step.step import Outcome
-from whet.training.callbacks import thermal as module
+from whet.training.callback import Action, State
 from whet.training.callbacks.event_log import Recorder
 from whet.training.callbacks.progress import ProgressLine
 from whet.training.callbacks.thermal import (
@@ -37,6 +38,7 @@ from whet.training.callbacks.thermal import (
     MAX_REST_SHARE,
     PRESSURE_SAVE_SECONDS,
     REST_SECONDS_WITHOUT_SENSOR,
+    SensorThread,
     ThermalCare,
 )
 
@@ -62,8 +64,11 @@ readings = st.builds(
 )
 
 
+OUTCOME = Outcome(loss=torch.tensor(1.0), grad_norm=None, marks=())
+
+
 class Stage:
-    """A governor on a simulated clock; a rest lasts no time, and `while_resting` may change what sensors say."""
+    """ThermalCare on a simulated clock; a rest takes no real time, and `while_resting` may change the readings."""
 
     def __init__(self, policy: str, *, while_resting=lambda stage: None) -> None:
         self.now, self.step = 1000.0, 0
@@ -71,10 +76,11 @@ class Stage:
         self.saved: list[float] = []
         self.rests: list[float] = []
         self.while_resting = while_resting
-        recorder = Recorder(None, FakeDevice(), show=lambda kind, fields: self.told.append((self.now, kind, fields)))
+        recorder = Recorder(
+            None, FakeDevice(), on_event=lambda kind, fields: self.told.append((self.now, kind, fields))
+        )
         recorder.spent = lambda phase, seconds: self.rests.append(seconds)
-        self.governor = ThermalCare(PLANS[policy], recorder, FakeDevice(), clock=lambda: self.now, sleep=self.sleep)
-        self.governor.save = lambda: self.saved.append(self.now)
+        self.thermal = ThermalCare(PLANS[policy], recorder, FakeDevice(), clock=lambda: self.now, sleep=self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -82,11 +88,16 @@ class Stage:
 
     def live(self, reading: Conditions, *, seconds: float = 5.0, step_seconds: float = 0.1, steps: int = 20) -> None:
         """Some steps, and then a reading."""
-        self.governor.saw_steps([(self.step + i, step_seconds * (1 + 0.01 * (i % 3))) for i in range(1, steps + 1)])
+        self.thermal.take_step_times(
+            [(self.step + i, step_seconds * (1 + 0.01 * (i % 3))) for i in range(1, steps + 1)]
+        )
         self.step += steps
         self.now += seconds
-        self.governor.take(reading)
-        self.governor.between_steps(self.step)
+        self.thermal.take(reading)
+        state = State(step=self.step)
+        if self.thermal.after_step(state, OUTCOME).save:
+            self.saved.append(self.now)
+        self.thermal.before_step(state)
 
     def events(self, kind: str, about: str | None = None) -> list[tuple[float, dict]]:
         return [(at, f) for at, k, f in self.told if k == kind and (about is None or f.get("cause") == about)]
@@ -181,7 +192,7 @@ def test_pace_without_a_sensor_never_rests_much() -> None:
 def test_pause_saves_first_and_ends_when_the_sensor_is_back_to_normal() -> None:
     def cool_down(stage: Stage) -> None:
         assert len(stage.saved) == 1, "saved before the rest"
-        stage.governor.take(COOL if stage.now > 1205 else HOT)
+        stage.thermal.take(COOL if stage.now > 1205 else HOT)
 
     stage = Stage("pause", while_resting=cool_down)
     stage.live(HOT)
@@ -199,7 +210,7 @@ def test_a_pause_without_a_sensor_is_a_fixed_rest() -> None:
     for factor in [1.0] * 10 + [1.5] * 3:
         stage.live(Conditions(), step_seconds=0.1 * factor)
     assert stage.rests == [pytest.approx(REST_SECONDS_WITHOUT_SENSOR, abs=1)]
-    assert stage.events("throttle", "heat")[1][1]["reason"] == "goes on after a rest of 2 min"
+    assert stage.events("throttle", "heat")[1][1]["reason"] == "resumed after a rest of 2 min"
 
 
 def test_a_machine_that_never_cools_down_still_trains() -> None:
@@ -215,7 +226,7 @@ def test_somebody_who_wants_to_stop_ends_a_rest() -> None:
     for policy in ("pace", "pause"):
         stage = Stage(policy)
         stage.live(HOT, seconds=0.5)
-        stage.governor.should_stop = lambda: True
+        stage.thermal.should_stop = lambda: True
         rests = len(stage.rests)
         stage.live(HOT, seconds=100)
         assert sum(stage.rests[rests:]) == 0
@@ -230,7 +241,7 @@ def test_any_simulated_sequence_changes_at_most_once_in_30_seconds_and_every_pau
     stage, share_changes = Stage(policy), {}
     for reading, seconds, step_seconds in life:
         stage.live(reading, seconds=seconds, step_seconds=step_seconds)
-        share_changes[stage.governor._share._changed_at] = stage.governor._share.value
+        share_changes[stage.thermal._rest_share._changed_at] = stage.thermal._rest_share.value
     for times in (
         [at for at, _ in stage.events("throttle", "heat")],
         [at for at, _ in stage.events("throttle", "power")],
@@ -258,18 +269,18 @@ class Simulated(ThermalCare):
         super().__init__(*arguments, clock=lambda: self._now, sleep=self._pass_time, **options)
         self._life = iter(self.life)
 
-    def __enter__(self):
-        return self
+    def on_start(self, run) -> None:
+        self.should_stop = lambda: run.is_stop_requested or run.state.is_finished
 
     def _pass_time(self, seconds: float) -> None:
         self._now += seconds
 
-    def between_steps(self, step: int) -> None:
+    def after_step(self, state: State, outcome: Outcome) -> Action:
         reading, step_seconds = next(self._life, (Conditions(), 0.1))
-        self.saw_steps([(step, step_seconds)] * 40)
+        self.take_step_times([(state.step, step_seconds)] * 40)
         self._pass_time(31.0)
         self.take(reading)
-        super().between_steps(step)
+        return super().after_step(state, outcome)
 
 
 def fit(run: Path | None = None, *, policy: str = "warn", **options) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -282,7 +293,7 @@ def fit(run: Path | None = None, *, policy: str = "warn", **options) -> tuple[di
         loss=lambda micro: nn.functional.cross_entropy(model(micro.x), micro.y),
         optimizer=whet.OptimizerChoice(lr=1e-2),
         run=run,
-        show=None,
+        on_event=None,
         overrides={"threads": 1, "micro_batch": 4, "on_heat": policy},
         **{"global_batch_size": 8, "epochs": 2, "seed": 5, "ema": True, "clip": 1.0, **options},
     )
@@ -310,7 +321,7 @@ def assert_same(found, expected) -> None:
 def test_training_is_bit_identical_under_any_simulated_sequence(policy, life, undisturbed, tmp_path_factory) -> None:
     Simulated.life = life
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("whet.training.session.ThermalCare", Simulated)
+        patch.setattr("whet.training.setup.ThermalCare", Simulated)
         found = fit(tmp_path_factory.mktemp("governed") / "run", policy=policy)
     assert_same(found, undisturbed)
 
@@ -318,7 +329,7 @@ def test_training_is_bit_identical_under_any_simulated_sequence(policy, life, un
 def test_a_simulated_hot_run_paused_and_saved_and_says_so(tmp_path: Path, monkeypatch) -> None:
     """Guards the test above: the simulated sensors do reach the run."""
     Simulated.life = [(HOT, 0.1)] * 4 + [(Conditions(thermal="nominal", memory_pressure="critical"), 0.1)] * 12
-    monkeypatch.setattr("whet.training.session.ThermalCare", Simulated)
+    monkeypatch.setattr("whet.training.setup.ThermalCare", Simulated)
     fit(tmp_path / "run", policy="pause")
     report = whet.summarize(tmp_path / "run")
     assert {incident.kind for incident in report.incidents} == {"throttle", "pressure"}
@@ -344,7 +355,7 @@ def test_one_thread_watches_and_none_is_left(tmp_path: Path) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        whet.train(model, images(16, seed=0), loss=broken, optimizer=optimizer, global_batch_size=8, show=None)
+        whet.train(model, images(16, seed=0), loss=broken, optimizer=optimizer, global_batch_size=8, on_event=None)
     assert vitals_threads() == []
     with pytest.raises(whet.WhetError):
         fit(device="cuda")
@@ -376,14 +387,14 @@ class Pictures(torch.utils.data.Dataset):
 
 
 def test_workers_fork_while_the_machine_is_read_all_the_time(monkeypatch) -> None:
-    monkeypatch.setattr(module, "READ_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("whet.training.callbacks.thermal.READ_EVERY_SECONDS", 0.0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
     whet.train(
         model,
         Pictures(),
         loss=lambda micro: nn.functional.cross_entropy(model(micro.x), micro.y),
         optimizer=whet.OptimizerChoice(lr=1e-2),
-        show=None,
+        on_event=None,
         global_batch_size=8,
         epochs=6,
         overrides={"threads": 1, "workers": 2, "worker_start_method": "fork"},
@@ -391,15 +402,13 @@ def test_workers_fork_while_the_machine_is_read_all_the_time(monkeypatch) -> Non
     assert vitals_threads() == []
 
 
-def test_a_forked_child_can_leave(monkeypatch) -> None:
-    monkeypatch.setattr(module, "READ_EVERY_SECONDS", 0.0)
-    recorder = Stage("warn").governor._recorder
+def test_a_forked_child_can_leave() -> None:
     for _ in range(100):
         # The reader takes no time, so that the thread is often caught with its own lock in hand.
-        with ThermalCare(PLANS["warn"], recorder, FakeDevice(), reader=Conditions) as governor:
+        with SensorThread(Conditions, lambda _reading: None, every_seconds=0.0) as thread:
             child = os.fork()
             if child == 0:
-                governor.__exit__(None, None, None)
+                thread.__exit__(None, None, None)
                 os._exit(7)
             deadline = time.monotonic() + 120
             while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
@@ -414,7 +423,7 @@ def test_a_forked_child_can_leave(monkeypatch) -> None:
 def test_ctrl_c_ends_a_real_pause_and_the_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, fork_server) -> None:
     """The sensor is simulated; process, signal, pause and clock are real. The pause would last 15 minutes."""
     assert fork_server.start(JOB, tmp_path / "whole").wait().code == 0
-    process = fork_server.start(JOB, tmp_path / "paused", "--hot", 'wishes={"on_heat": "pause"}')
+    process = fork_server.start(JOB, tmp_path / "paused", "--hot", 'overrides={"on_heat": "pause"}')
     log, deadline = tmp_path / "paused" / "events.jsonl", time.monotonic() + TIMEOUT_SECONDS
     while not (log.exists() and b"paused until" in log.read_bytes()):
         assert time.monotonic() < deadline, "no pause"
@@ -425,7 +434,7 @@ def test_ctrl_c_ends_a_real_pause_and_the_run_goes_on_as_if_nothing_had_happened
     assert process.wait().code == 130
     assert time.monotonic() - sent < 20, "a rest looks for Ctrl-C five times a second"
     assert whet.summarize(tmp_path / "paused").state == "stopped"
-    assert fork_server.start(JOB, tmp_path / "paused", 'wishes={"on_heat": "warn"}').wait().code == 0, (
+    assert fork_server.start(JOB, tmp_path / "paused", 'overrides={"on_heat": "warn"}').wait().code == 0, (
         "on_heat may change"
     )
     whole, paused = (
@@ -435,10 +444,10 @@ def test_ctrl_c_ends_a_real_pause_and_the_run_goes_on_as_if_nothing_had_happened
     assert paused == whole
 
 
-def test_step_times_reach_the_governor_without_data_evaluation_and_rests() -> None:
+def test_step_times_exclude_data_evaluation_and_rests() -> None:
     device, seen = FakeDevice(), []
     recorder = Recorder(None, device)
-    recorder.watch = seen.extend
+    recorder.on_step_times = seen.extend
     for step in (1, 2):
         marks = []
         for phase, seconds in (("data", 50.0), ("forward", 0.25), ("backward", 0.5), ("forward", 0.25)):
@@ -447,7 +456,9 @@ def test_step_times_reach_the_governor_without_data_evaluation_and_rests() -> No
             marks.append((phase, start, device.mark()))
         recorder.spent("cooldown", 100.0)
         recorder.spent("evaluate", 10.0)
-        recorder.step(Outcome(loss=torch.tensor(1.0), grad_norm=None, marks=tuple(marks)), ids=np.arange(1), step=step)
+        batch = GlobalBatch(ids=np.arange(1), after=Position(samples=step), is_last_of_epoch=False)
+        outcome = Outcome(loss=torch.tensor(1.0), grad_norm=None, marks=tuple(marks))
+        recorder.after_step(State(step=step, batch=batch), outcome)
     recorder.read()
     assert seen == [(1, 1.0), (2, 1.0)]
 
@@ -456,7 +467,7 @@ def test_on_heat_may_change_and_a_plan_from_before_it_goes_on(tmp_path: Path) ->
     run = tmp_path / "run"
     fit(run, epochs_per_session=1)
     saved = json.loads((run / "plan.json").read_text())
-    del saved["settings"]["on_heat"], saved["wishes"]["on_heat"]
+    del saved["settings"]["on_heat"], saved["overrides"]["on_heat"]
     (run / "plan.json").write_text(json.dumps(saved))
     fit(run, policy="pace", vitals=lambda: COOL)
     assert whet.summarize(run).state == "done"

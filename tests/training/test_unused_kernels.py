@@ -32,7 +32,7 @@ def test_texts_side_by_side_have_no_such_attention_and_the_way_out_is_said() -> 
     assert [lengths for lengths, error in refused.items() if error is None] == ["packed", "packed few"]
     error = refused["sorted"]
     assert error is not None
-    assert "one behind the other" in str(error)
+    assert "packed sequences" in str(error)
     assert "lengths=sorted" in str(error.got)
     assert str(error.try_).startswith("lengths=packed")
 
@@ -54,8 +54,8 @@ def test_norms_of_our_own_are_refused_where_they_have_nothing_to_do() -> None:
     check_own_norms(planned(hex_net, attention="torch", norms="own"))
     refused = {
         "no norms that": planned(describe_text(TextConfig()), norms="own"),
-        "for channels_last": planned(hex_net, norms="own", layout="contiguous"),
-        "for half precision": planned(bert, norms="own", precision="fp32"),
+        "need channels_last": planned(hex_net, norms="own", layout="contiguous"),
+        "half precision": planned(bert, norms="own", precision="fp32"),
     }
     for words, plan in refused.items():
         with pytest.raises(UsageError, match=words):

@@ -235,7 +235,7 @@ def train(run: Path | None, *, is_causal: bool = True, max_steps: int = 3, overr
         max_steps=max_steps,
         epochs=4,
         run=run,
-        show=None,
+        on_event=None,
         device="cpu",
         outputs=model.outputs if is_causal else None,
         overrides={"threads": 1, **(overrides or {})},
@@ -418,7 +418,7 @@ def test_a_model_that_is_not_causal_trains_no_step_planted(tmp_path: Path) -> No
             optimizer=whet.OptimizerChoice(lr=1e-3),
             global_batch_size=8,
             run=tmp_path / "run",
-            show=None,
+            on_event=None,
             device="cpu",
             outputs=model.outputs,
         )
@@ -445,7 +445,7 @@ def test_outputs_that_raise_stop_no_training(tmp_path: Path) -> None:
         global_batch_size=8,
         max_steps=2,
         run=tmp_path / "run",
-        show=None,
+        on_event=None,
         device="cpu",
         outputs=broken,
     )

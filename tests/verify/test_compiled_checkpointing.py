@@ -94,7 +94,7 @@ def train(model: nn.Module, run: Path, *, fails_in_step: int = 0, epochs: int = 
 
         def loss(micro: MicroBatch) -> Tensor:
             nonlocal failures
-            if session.progress.step + 1 == fails_in_step and failures:
+            if session.state.step + 1 == fails_in_step and failures:
                 failures -= 1
                 raise RuntimeError(OUT_OF_MEMORY)
             return functional.cross_entropy(model(micro.x), micro.y)

@@ -101,7 +101,7 @@ def train(model: nn.Module, run: Path, *, loss: Any = None, epochs: int = 2, **o
     torch.manual_seed(1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     overrides = {"threads": 1, "compile": "on", "micro_batch": SAMPLES, **overrides}
-    options = {"global_batch_size": SAMPLES, "epochs": epochs, "device": "cpu", "show": None, "run": run}
+    options = {"global_batch_size": SAMPLES, "epochs": epochs, "device": "cpu", "on_event": None, "run": run}
     whet.train(model, data(), optimizer=sgd, loss=loss or loss_of(model), overrides=overrides, **options)
     return run
 

@@ -33,7 +33,7 @@ def data(num=64):
 def fit(model, data, loss=None, optimizer=None, **options):
     def plain(micro):
         return ((model(micro.x) - micro.y) ** 2).mean()
-    options = {"global_batch_size": 16, "device": "mps", "show": None, **options}
+    options = {"global_batch_size": 16, "device": "mps", "on_event": None, **options}
     optimizer = optimizer or whet.OptimizerChoice(lr=1e-2)
     try:
         return whet.train(model, data, loss=loss or plain, optimizer=optimizer, **options)
@@ -71,7 +71,7 @@ def test_watermarks_that_mps_would_die_of_are_refused_before(python, changes: di
 
 
 def test_a_removed_limit_is_one_line_and_no_error(python, tmp_path: Path) -> None:
-    done = python(START + "fit(net(), data(), run='run', show='line')", **{HIGH: "0.0"})
+    done = python(START + "fit(net(), data(), run='run', on_event='line')", **{HIGH: "0.0"})
     assert done.returncode == 0, done.stdout
     assert done.stderr.count(f"{HIGH}=0.0 removes the limit of GPU memory") == 1
     assert any("removes the limit" in str(event.get("message")) for event in events(tmp_path / "run", "plan"))
@@ -101,7 +101,11 @@ def test_watermarks_are_set_before_the_device_is_asked_how_much_memory_there_is(
             "the data's field 'y' is torch.float64",
             ".to(torch.float32)",
         ),
-        ("x, y = data(); fit(net(), (x, y.double()), wishes={'data_home': 'host'})", "field 'y'", ".to(torch.float32)"),
+        (
+            "x, y = data(); fit(net(), (x, y.double()), overrides={'data_home': 'host'})",
+            "field 'y'",
+            ".to(torch.float32)",
+        ),
         (
             "import numpy\nrows = [(row, numpy.float64(1)) for row in data()[0]]\nfit(net(), rows)",
             "the data's field 'y' is torch.float64",
@@ -197,7 +201,7 @@ FAILING = (
     "    return ((model(micro.x) - micro.y) ** 2).mean()\n"
     # Calls are steps here: nothing else calls the loss.
     "wishes = {'checkpoint_steps': 1, 'micro_batch': 16, 'verify': 'off'}\n"
-    "fit(model, data(), loss=loss, epochs=3, run='run', wishes=wishes)\n"
+    "fit(model, data(), loss=loss, epochs=3, run='run', overrides=wishes)\n"
 )
 
 
@@ -226,7 +230,7 @@ def test_what_fell_back_is_named_with_its_cost_and_torchs_warning_is_not_repeate
         "    first = torch.take(out, torch.zeros(2, dtype=torch.long, device='mps'))\n"
         "    return torch.linalg.eigvalsh(out.T @ out).sum() + first.sum()\n"
         "wishes = {'mps_fallback': 'on', 'micro_batch': 8}\n"
-        "fit(model, data(), loss=loss, epochs=3, run='run', show='line', wishes=wishes)\n"
+        "fit(model, data(), loss=loss, epochs=3, run='run', on_event='line', overrides=wishes)\n"
         "print(sorted(virtual_mac.stats().fallbacks))\n"
     )
     done = python(START + code, PYTORCH_ENABLE_MPS_FALLBACK="1")
@@ -249,7 +253,7 @@ def test_what_fell_back_is_named_with_its_cost_and_torchs_warning_is_not_repeate
 
 
 def test_a_model_that_needs_no_fall_back_says_nothing(python, tmp_path: Path) -> None:
-    code = "fit(net(), data(), run='run', wishes={'mps_fallback': 'on'})"
+    code = "fit(net(), data(), run='run', overrides={'mps_fallback': 'on'})"
     done = python(START + code, PYTORCH_ENABLE_MPS_FALLBACK="1")
     assert done.returncode == 0, done.stderr
     assert not events(tmp_path / "run", "fallback")
@@ -334,7 +338,7 @@ def test_loss_scaling_is_refused_where_torch_gets_it_wrong(python, release, opti
     code = (
         f"from whet.device import mps; mps.torch_release = lambda: {release}\n"
         f"m = net(){'.bfloat16()' if half else ''}\n"
-        f"result = fit(m, data(), optimizer={optimizer}, wishes={{'precision': 'fp16'}})\n"
+        f"result = fit(m, data(), optimizer={optimizer}, overrides={{'precision': 'fp16'}})\n"
         "print(result.state, all(p.isfinite().all() for p in m.parameters()))\n"
     )
     done = python(START + code)
@@ -355,7 +359,7 @@ def test_shapes_stay_few_over_a_whole_run(python, tmp_path: Path) -> None:
         "def loss(micro):\n"
         "    return (m(micro.tokens.values[..., None]).sum(), micro.tokens.lengths.sum())\n"
         "wishes = {'micro_batch': 11, 'lengths': HOW}\n"
-        "fit(m, {'tokens': tokens}, loss=loss, epochs=4, global_batch_size=32, run=HOW, wishes=wishes)\n"
+        "fit(m, {'tokens': tokens}, loss=loss, epochs=4, global_batch_size=32, run=HOW, overrides=wishes)\n"
     )
     counts = {}
     for how in ("few shapes", "sorted"):
@@ -378,7 +382,7 @@ def test_a_simulated_mac_is_kept_awake_while_it_trains_and_not_longer(python, tm
     (tools / "caffeinate").chmod(0o755)
     code = (
         "import time\n"
-        "def show(kind, fields):\n"
+        "def on_event(kind, fields):\n"
         "    while not os.path.exists('tools/said'): time.sleep(0.01)\n"
         # Our own children: what the tool starts has its name for a moment, too; and others end while we look.
         "def read(p, name):\n"
@@ -400,7 +404,7 @@ def test_a_simulated_mac_is_kept_awake_while_it_trains_and_not_longer(python, tm
 
 
 def test_without_caffeinate_one_line_says_so_and_keep_awake_off_none(python) -> None:
-    done = python(START + "fit(net(), data(), show='line')")
+    done = python(START + "fit(net(), data(), on_event='line')")
     assert done.stderr.count("no caffeinate here") == 1
-    done = python(START + "fit(net(), data(), show='line', wishes={'keep_awake': 'off'})")
+    done = python(START + "fit(net(), data(), on_event='line', overrides={'keep_awake': 'off'})")
     assert "caffeinate" not in done.stderr

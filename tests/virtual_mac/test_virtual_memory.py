@@ -24,10 +24,10 @@ def train(name, device):
     model, seen, shown = make(), {}, []
     with whet.Session(
         model, whet.OptimizerChoice(lr=1e-3), (x, y), run=name, device=device, global_batch_size=256, epochs=2,
-        show=lambda kind, fields: shown.append((kind, fields)), wishes={"threads": 1, "micro_batch": 256},
+        on_event=lambda kind, fields: shown.append((kind, fields)), overrides={"threads": 1, "micro_batch": 256},
     ) as session:
         for batch in session:
-            if device == "mps" and session.progress.step == 2:
+            if device == "mps" and session.state.step == 2:
                 torch.mps.empty_cache()
                 free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
                 virtual_mac.hold_memory(free - int(sys.argv[1]) * 2**20)
@@ -36,7 +36,7 @@ def train(name, device):
                 torch.empty(len(micro) * int(sys.argv[2]) * 2**20, dtype=torch.uint8, device=micro.x.device)
                 return nn.functional.cross_entropy(model(micro.x), micro.y)
             session.step(loss, batch)
-            seen[session.progress.step] = batch.ids.tolist()
+            seen[session.state.step] = batch.ids.tolist()
         micro = session.plan.micro_batch
     return model.cpu(), seen, shown, micro
 """

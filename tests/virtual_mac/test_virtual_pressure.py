@@ -30,7 +30,7 @@ def loss(micro):
 def train(run, steps):
     return whet.train(
         model, data, loss=loss, optimizer=whet.OptimizerChoice(), run=run, device="mps",
-        global_batch_size=16, epochs=1000, max_steps=steps, show=None,
+        global_batch_size=16, epochs=1000, max_steps=steps, on_event=None,
     )
 """
 )

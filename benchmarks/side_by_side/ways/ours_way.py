@@ -55,7 +55,7 @@ def run(work: Work, pace: Pace, spec: Spec) -> None:
             schedule="linear",
             clip=work.clip,
             shuffle=False,
-            show=lambda kind, fields: tell(pace, kind, fields),
+            on_event=lambda kind, fields: tell(pace, kind, fields),
         )
         with session:
             pace.notes["plan"] = {name: session.plan.value(name) for name in TOLD if has(session.plan, name)}

@@ -47,7 +47,7 @@ def provable_training(what: str, recipe: Recipe, resolved: ResolvedConfig[Any], 
     return ProvableTraining(target=_SEGMENT_TARGET, arguments=arguments)
 
 
-def train_segment(run: Path, arguments: dict[str, Any], *, show: Any) -> None:
+def train_segment(run: Path, arguments: dict[str, Any], *, on_event: Any) -> None:
     """Start or resume the segment in a run folder; called in a child process that is killed at some point."""
     from whet.device.environment import configure_before_torch
 
@@ -60,7 +60,7 @@ def train_segment(run: Path, arguments: dict[str, Any], *, show: Any) -> None:
     segment = config.model_copy(update=segment_changes(config, steps=arguments["steps"], every=arguments["every"]))
     resolved = ResolvedConfig(config=segment, given=(*arguments["given"], "checkpoint_steps"))
     command = ["whet", "prove", arguments["recipe"]]
-    train_recipe(recipe, resolved, run=run, device=arguments["device"], command=command, show=show)
+    train_recipe(recipe, resolved, run=run, device=arguments["device"], command=command, on_event=on_event)
 
 
 def preload(arguments: dict[str, Any]) -> None:

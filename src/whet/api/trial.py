@@ -40,7 +40,7 @@ def train_trial(arguments: dict[str, Any], channel: "TrialChannel") -> int:
         config = config.model_copy(update={"eval_every": every})
     goal = arguments["goal"]
 
-    def show(kind: str, fields: dict[str, Any]) -> None:
+    def on_event(kind: str, fields: dict[str, Any]) -> None:
         if kind != "eval" or not isinstance(fields.get(goal), int | float) or not isinstance(every, int):
             return
         is_last = total_steps is not None and fields["step"] >= total_steps
@@ -56,7 +56,7 @@ def train_trial(arguments: dict[str, Any], channel: "TrialChannel") -> int:
         run=Path(arguments["run"]),
         device=arguments["device"],
         command=["whet", "train", arguments["recipe"], *arguments["args"]],
-        show=show,
+        on_event=on_event,
         open_bench=open_bench if arguments["measures"] else None,
         data=data,
     )

@@ -119,7 +119,7 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
     line = ProgressLine(recipe.name)
     shown_events = {"start", "step", "warning", "oom", "skip", "stopping"}
 
-    def show(kind: str, fields: dict[str, Any]) -> None:
+    def on_event(kind: str, fields: dict[str, Any]) -> None:
         nonlocal line
         if kind in ("start", "resume"):
             # Each generation is a training with its own speed and end.
@@ -133,7 +133,7 @@ def train_selfplay(recipe: Any, resolved: Any, path: Path, *, device: str, comma
             line.say(f"{recipe.name}: {text}")
 
     try:
-        code: int = recipe.improve(resolved, folder=path, device=device, command=command, say=say, show=show)
+        code: int = recipe.improve(resolved, folder=path, device=device, command=command, say=say, on_event=on_event)
     except KeyboardInterrupt:
         # Interrupted during play: unfinished games are played again.
         code = 130

@@ -156,7 +156,7 @@ def report_lost_ranks() -> None:
     from whet.cli import output
     from whet.distributed.group import current_group
 
-    current_group().pulse.say = output.rank_lost
+    current_group().heartbeat.say = output.rank_lost
 
 
 def broadcast_path(path: Path) -> Path:

@@ -237,7 +237,7 @@ def _run_training(
     from whet.training.callbacks.progress import ProgressLine
 
     line = ProgressLine(recipe.name, epochs=config.epochs)
-    show = event_printer(line, path)
+    on_event = event_printer(line, path)
     measure = options.measure and not ranks.is_distributed()
     if options.measure and not measure and not path.exists():
         output.note("not measured: steps of several processes are planned by rules")
@@ -250,7 +250,7 @@ def _run_training(
             run=path,
             device=options.device,
             command=command,
-            show=DesktopNotifier(recipe.name, show=show, say=line.say) if options.notify else show,
+            on_event=DesktopNotifier(recipe.name, on_event=on_event, say=line.say) if options.notify else on_event,
             allow=tuple(word.strip() for word in options.allow.split(",") if word.strip()),
             open_bench=partial(recipe_bench, options.target, resolved, device=options.device) if measure else None,
         )

@@ -28,22 +28,22 @@ START_SECONDS = 300.0
 class RankGroup:
     """This process among the others."""
 
-    def __init__(self, world: RankInfo) -> None:
-        self.world = world
+    def __init__(self, ranks: RankInfo) -> None:
+        self.ranks = ranks
         self._tensors: dist.ProcessGroup | None = None
         self.backend = "none"
         """What carries tensors of the device: nccl or gloo."""
-        self.headway = StallDetector(is_alone=world.is_alone)
+        self.stall_detector = StallDetector(is_alone=ranks.is_alone)
         """What this process says of itself to the others."""
 
     @property
     def is_first(self) -> bool:
         """Whether this is the process that writes and speaks for all."""
-        return self.world.is_first
+        return self.ranks.is_first
 
     @property
     def is_alone(self) -> bool:
-        return self.world.is_alone
+        return self.ranks.is_alone
 
     @property
     def tensors(self) -> dist.ProcessGroup | None:
@@ -53,12 +53,12 @@ class RankGroup:
     @functools.cached_property
     def exchange(self) -> RankStore:
         """For what is told beside the training; not for a process alone."""
-        return RankStore(self.world, longest_seconds=TIMEOUT_SECONDS)
+        return RankStore(self.ranks, longest_seconds=TIMEOUT_SECONDS)
 
     @functools.cached_property
-    def pulse(self) -> Heartbeat:
+    def heartbeat(self) -> Heartbeat:
         """Watches over the others; not for a process alone."""
-        return Heartbeat(self.exchange, self.headway)
+        return Heartbeat(self.exchange, self.stall_detector)
 
     def use_device(self, device: AbstractDevice) -> None:
         """Once the device is known: NCCL between GPUs, gloo between CPUs and where processes share a GPU."""
@@ -72,7 +72,7 @@ class RankGroup:
         # The same GPU of the same machine twice: NCCL would refuse it.
         mine = f"{platform.node()}:{index}"
         all_of_them = self.gather(mine)
-        self.backend = "nccl" if device.kind == "cuda" and len({*all_of_them}) == self.world.size else "gloo"
+        self.backend = "nccl" if device.kind == "cuda" and len({*all_of_them}) == self.ranks.size else "gloo"
         if self.backend == "nccl":
             self._tensors = dist.new_group(backend="nccl", timeout=dt.timedelta(seconds=TIMEOUT_SECONDS))
 
@@ -116,7 +116,7 @@ class RankGroup:
 
     def _exchange(self, value: Any) -> list[Any]:
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.size)]
         with self._waiting():
             dist.all_gather(lengths, torch.tensor([len(mine)]))
             longest = max(int(length) for length in lengths)
@@ -129,7 +129,7 @@ class RankGroup:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        with self.headway.waiting(), self.told():
+        with self.stall_detector.waiting(), self.told():
             yield
 
     @contextlib.contextmanager
@@ -140,10 +140,10 @@ class RankGroup:
         except (RuntimeError, dist.DistBackendError) as error:
             if not _is_communication_error(error):
                 raise
-            self.pulse.refuse_lost()
+            self.heartbeat.refuse_lost()
             raise LostRankError(
                 "another process of this training is gone, or does not answer",
-                got=f"rank {self.world.rank} of {self.world.size}: {(str(error).splitlines() or [''])[0][:200]}",
+                got=f"rank {self.ranks.rank} of {self.ranks.size}: {(str(error).splitlines() or [''])[0][:200]}",
                 try_="what the process that failed first said; the same command goes on from the last checkpoint",
             ) from error
 
@@ -151,24 +151,24 @@ class RankGroup:
 @functools.cache
 def current_group() -> RankGroup:
     """This process's group, from torchrun's variables; made when it is first asked for."""
-    world = read_rank_info()
-    if not world.is_alone and not dist.is_initialized():
-        store = join_store(world, start_seconds=START_SECONDS, longest_seconds=TIMEOUT_SECONDS)
+    ranks = read_rank_info()
+    if not ranks.is_alone and not dist.is_initialized():
+        store = join_store(ranks, start_seconds=START_SECONDS, longest_seconds=TIMEOUT_SECONDS)
         longest = dt.timedelta(seconds=TIMEOUT_SECONDS)
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=longest)
+        dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.size, timeout=longest)
         atexit.register(_shut_down)
-    group = RankGroup(world)
-    if not world.is_alone:
-        pulse = group.pulse
+    group = RankGroup(ranks)
+    if not ranks.is_alone:
+        heartbeat = group.heartbeat
         group.wait()
-        pulse.start()
+        heartbeat.start()
     return group
 
 
 def _shut_down() -> None:
     if dist.is_initialized():
         with contextlib.suppress(Exception):
-            current_group().pulse.leave()
+            current_group().heartbeat.leave()
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
 

@@ -152,20 +152,20 @@ def _source_line(frame: FrameType | None) -> str:
 
 INTERVAL_SECONDS = 1.0
 LOST_AFTER_SECONDS = 15.0
-"""Without a pulse for so long, a process counts as lost."""
+"""Without a heartbeat for so long, a process counts as lost."""
 EXIT_GRACE_SECONDS = 5.0
 """Until a process that learns of a lost one, and hangs in what it waits for, ends itself."""
 LEFT_MARK = "left"
 
 
 class Heartbeat:
-    """Shows this process's pulse and watches those of others: the first one all, all others the first."""
+    """Shows this process's heartbeat and watches those of others: the first one all, all others the first."""
 
     def __init__(
-        self, exchange: RankStore, headway: StallDetector, *, lost_seconds: float = LOST_AFTER_SECONDS
+        self, exchange: RankStore, stall_detector: StallDetector, *, lost_seconds: float = LOST_AFTER_SECONDS
     ) -> None:
         self._exchange = exchange
-        self._headway = headway
+        self._stall_detector = stall_detector
         self._lost_seconds = lost_seconds
         rank, size = exchange.rank, exchange.size
         self._watched = list(range(1, size)) if rank == 0 else [0]
@@ -186,9 +186,9 @@ class Heartbeat:
         exchange.post(f"pulse/{rank}", "0 free")
 
     def start(self) -> None:
-        """From here on; all processes have shown a first pulse."""
+        """From here on; all processes have shown a first heartbeat."""
         for target in (self._talk, self._watch):
-            threading.Thread(target=target, daemon=True, name="whet-pulse").start()
+            threading.Thread(target=target, daemon=True, name="whet-heartbeat").start()
 
     def leave(self) -> None:
         """Says good-bye: a process that ends is not lost."""
@@ -210,16 +210,16 @@ class Heartbeat:
         while not self._has_left.wait(INTERVAL_SECONDS) and self.lost is None:
             count += 1
             try:
-                self._exchange.post(f"pulse/{self._exchange.rank}", f"{count} {self._headway.word()}")
+                self._exchange.post(f"pulse/{self._exchange.rank}", f"{count} {self._stall_detector.word()}")
                 pulses = self._exchange.find_all([f"pulse/{rank}" for rank in self._watched])
                 told = self._exchange.find("lost")
             except RuntimeError:
                 # Nobody keeps the texts any more; the other thread counts how long.
                 continue
             now = self._answered_at = time.monotonic()
-            for rank, pulse in zip(self._watched, pulses, strict=True):
-                if self._seen.get(rank, ("", 0.0))[0] != pulse:
-                    self._seen[rank] = pulse, now
+            for rank, heartbeat in zip(self._watched, pulses, strict=True):
+                if self._seen.get(rank, ("", 0.0))[0] != heartbeat:
+                    self._seen[rank] = heartbeat, now
             if told is not None and not self._has_left.is_set():
                 self._lose(told)
             elif (gone := self._gone()) is not None:
@@ -235,16 +235,16 @@ class Heartbeat:
             if now - before > 3 * INTERVAL_SECONDS:
                 # We were stopped ourselves, perhaps with all others (Ctrl-Z, a laptop that was closed): begin anew.
                 self._answered_at = now
-                self._headway.begin_anew()
-                self._seen = {rank: (pulse, now) for rank, (pulse, _) in self._seen.items()}
+                self._stall_detector.begin_anew()
+                self._seen = {rank: (heartbeat, now) for rank, (heartbeat, _) in self._seen.items()}
             before = now
             if now - self._answered_at > self._patience:
                 self._lose(f"what the processes tell each other by is silent for {self._patience:.0f} s")
                 return
             silent = [
                 rank
-                for rank, (pulse, seen_at) in self._seen.items()
-                if pulse != LEFT_MARK and now - seen_at > self._patience
+                for rank, (heartbeat, seen_at) in self._seen.items()
+                if heartbeat != LEFT_MARK and now - seen_at > self._patience
             ]
             if silent:
                 self._find_lost(silent[0], f"shows no sign of life for {self._patience:.0f} s, and is ended")
@@ -262,8 +262,8 @@ class Heartbeat:
 
     def _find_late(self) -> None:
         """All wait for one that does not get on, or for each other."""
-        words = {rank: pulse.partition(" ")[2] or "free" for rank, (pulse, _) in self._seen.items()}
-        found = find_stalled_rank({self._exchange.rank: self._headway.word(), **words})
+        words = {rank: heartbeat.partition(" ")[2] or "free" for rank, (heartbeat, _) in self._seen.items()}
+        found = find_stalled_rank({self._exchange.rank: self._stall_detector.word(), **words})
         if found is None:
             return
         rank, where = found

@@ -45,7 +45,7 @@ class ShardedStrategy(ParallelStrategy):
             yield
 
     def computing(self, *, is_last: bool) -> AbstractContextManager[object]:
-        self._group.headway.get_on()
+        self._group.stall_detector.get_on()
         return self._synced(is_last=is_last)
 
     def totals(self, loss: Tensor, weight: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
@@ -92,5 +92,5 @@ def shard_like(value: Tensor, target: Tensor) -> Tensor:
 
 def _device_mesh(group: RankGroup, kind: str) -> DeviceMesh:
     if group.tensors is None:
-        return init_device_mesh(kind, (group.world.size,))
+        return init_device_mesh(kind, (group.ranks.size,))
     return DeviceMesh.from_group(group.tensors, kind)

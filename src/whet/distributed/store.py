@@ -21,8 +21,8 @@ _MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.005, 0.2
 class RankStore:
     """Short texts between the processes of a training, each under a name that is used once."""
 
-    def __init__(self, world: RankInfo, *, longest_seconds: float) -> None:
-        self._world = world
+    def __init__(self, ranks: RankInfo, *, longest_seconds: float) -> None:
+        self._ranks = ranks
         self._longest = longest_seconds
         shared: Any = distributed_c10d._get_default_store()
         # A connection of its own: a wait on one that is shared would hold up the others.
@@ -35,12 +35,12 @@ class RankStore:
     @property
     def rank(self) -> int:
         """Which of the processes this is, counted from 0."""
-        return self._world.rank
+        return self._ranks.rank
 
     @property
     def size(self) -> int:
         """How many they are."""
-        return self._world.size
+        return self._ranks.size
 
     def next_turn(self) -> int:
         """A number that was not used before; the same in all processes that ask equally often."""
@@ -88,21 +88,21 @@ class RankStore:
 _POLL_SECONDS = 0.02
 
 
-def join_store(world: RankInfo, *, start_seconds: float, longest_seconds: float) -> Any:
+def join_store(ranks: RankInfo, *, start_seconds: float, longest_seconds: float) -> Any:
     """The store of this group alone; returns once all are there."""
     deadline = time.monotonic() + start_seconds
-    shared = _connect(world, seconds=start_seconds)
+    shared = _connect(ranks, seconds=start_seconds)
     shared.set_timeout(dt.timedelta(seconds=longest_seconds))
     corner = (
-        _assign_namespaces(shared, world, deadline) if world.is_first else _request_namespace(shared, world, deadline)
+        _assign_namespaces(shared, ranks, deadline) if ranks.is_first else _request_namespace(shared, ranks, deadline)
     )
     return distributed_c10d.PrefixStore(corner, shared)
 
 
-def _connect(world: RankInfo, *, seconds: float) -> Any:
+def _connect(ranks: RankInfo, *, seconds: float) -> Any:
     """The store that the first process keeps, or the launcher for it."""
     try:
-        return next(iter(rendezvous("env://", world.rank, world.size, timeout=dt.timedelta(seconds=seconds))))[0]
+        return next(iter(rendezvous("env://", ranks.rank, ranks.size, timeout=dt.timedelta(seconds=seconds))))[0]
     except (dist.DistError, OSError) as error:
         address = f"{env.read('MASTER_ADDR')}:{env.read('MASTER_PORT')}"
         if "EADDRINUSE" in str(error):
@@ -110,24 +110,24 @@ def _connect(world: RankInfo, *, seconds: float) -> Any:
             raise UsageError(what, got=address, try_=hint) from error
         raise WhetError(
             "the processes of this training find no place to meet",
-            got=f"rank {world.rank} of {world.size} at {address}: {(str(error).splitlines() or [''])[0][:200]}",
+            got=f"rank {ranks.rank} of {ranks.size} at {address}: {(str(error).splitlines() or [''])[0][:200]}",
             try_="the same command again; on several machines, that each can reach the first",
         ) from error
 
 
-def _request_namespace(shared: Any, world: RankInfo, deadline: float) -> str:
+def _request_namespace(shared: Any, ranks: RankInfo, deadline: float) -> str:
     word = secrets.token_hex(8)
-    shared.set(f"whet/asks/{world.rank}", word)
+    shared.set(f"whet/asks/{ranks.rank}", word)
     while not shared.check([f"whet/answer/{word}"]):
-        _poll(world, deadline, missing="rank 0")
+        _poll(ranks, deadline, missing="rank 0")
     corner = str(shared.get(f"whet/answer/{word}").decode())
-    shared.set(f"{corner}/here/{world.rank}", "yes")
+    shared.set(f"{corner}/here/{ranks.rank}", "yes")
     return corner
 
 
-def _assign_namespaces(shared: Any, world: RankInfo, deadline: float) -> str:
+def _assign_namespaces(shared: Any, ranks: RankInfo, deadline: float) -> str:
     corner = f"whet/{secrets.token_hex(8)}"
-    missing = set(range(1, world.size))
+    missing = set(range(1, ranks.size))
     answered: set[str] = set()
     while missing:
         for rank in sorted(missing):
@@ -139,15 +139,15 @@ def _assign_namespaces(shared: Any, world: RankInfo, deadline: float) -> str:
                     shared.set(f"whet/answer/{word}", corner)
                     answered.add(word)
         if missing:
-            _poll(world, deadline, missing=", ".join(f"rank {rank}" for rank in sorted(missing)[:8]))
+            _poll(ranks, deadline, missing=", ".join(f"rank {rank}" for rank in sorted(missing)[:8]))
     return corner
 
 
-def _poll(world: RankInfo, deadline: float, *, missing: str) -> None:
+def _poll(ranks: RankInfo, deadline: float, *, missing: str) -> None:
     if time.monotonic() > deadline:
         raise LostRankError(
             "not all processes of this training have come",
-            got=f"rank {world.rank} of {world.size} waits for {missing}",
+            got=f"rank {ranks.rank} of {ranks.size} waits for {missing}",
             try_="the same command again; on several machines, that each can reach the first",
         )
     time.sleep(_POLL_SECONDS)

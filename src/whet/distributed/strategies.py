@@ -132,14 +132,14 @@ class ReplicatedStrategy(ParallelStrategy):
             self._before = [_gradient_version(p.grad) for p in self._parameters]
 
     def computing(self, *, is_last: bool) -> AbstractContextManager[object]:
-        self._group.headway.get_on()
+        self._group.stall_detector.get_on()
         return self._synced() if is_last else self._apart()
 
     def call(self, loss: Callable[[Any], Any], micro: Any) -> Any:
         return self._ddp(loss, micro)
 
     def seed(self, loss: Tensor) -> Tensor:
-        return torch.full_like(loss, self._group.world.size)
+        return torch.full_like(loss, self._group.ranks.size)
 
     def _complete(self) -> None:
         """After the last backward pass of a step: the others wait for what this process has left out."""

@@ -40,7 +40,7 @@ class ProcessOrder(FrozenModel):
     """What a training process is to do."""
 
     target: str
-    """The training as "module:function", called with the run folder, the arguments and `show`."""
+    """The training as "module:function", called with the run folder, the arguments and `on_event`."""
     arguments: dict[str, Any]
     run: Path
     messages: Path
@@ -57,7 +57,7 @@ class ProcessOrder(FrozenModel):
 class TrainFunction(Protocol):
     """A training that can be proved: starts in a run folder or resumes it."""
 
-    def __call__(self, run: Path, arguments: dict[str, Any], *, show: Any) -> None: ...
+    def __call__(self, run: Path, arguments: dict[str, Any], *, on_event: Any) -> None: ...
 
 
 class CountingDisk(Disk):
@@ -118,7 +118,7 @@ def run_training(order: ProcessOrder) -> int:
     def log(kind: str, **fields: Any) -> None:
         os.write(messages, json.dumps({"kind": kind, "time": time.monotonic(), **fields}).encode() + b"\n")
 
-    def show(kind: str, fields: dict[str, Any]) -> None:
+    def on_event(kind: str, fields: dict[str, Any]) -> None:
         if kind in ("start", "resume"):
             log("ready", step=fields["step"], exactness=fields.get("exactness"))
 
@@ -127,7 +127,7 @@ def run_training(order: ProcessOrder) -> int:
     log("begin")
     try:
         train: TrainFunction = load_object(order.target)
-        train(order.run, order.arguments, show=show)
+        train(order.run, order.arguments, on_event=on_event)
     except Exception as error:
         traceback.print_exc()
         log("failed", **_describe(error))

@@ -70,7 +70,7 @@ def train_recipe(
     run: Path,
     device: str = "auto",
     command: Sequence[str] = (),
-    show: EventHandler | None = None,
+    on_event: EventHandler | None = None,
     allow: Sequence[str] = (),
     open_bench: OpenStepBench | None = None,
     data: Splits | None = None,
@@ -82,7 +82,7 @@ def train_recipe(
     if "data" in allow and is_resumed:
         _check_vocabulary(open_run(run).metadata, recipe.metadata(config, made.data))
     if notes := getattr(made.data, "notes", ()):
-        emit_event(show, "data", {"notes": notes})
+        emit_event(on_event, "data", {"notes": notes})
     goal = recipe.selected_goal(config)
     with _explain_changed_data(recipe, config, run):
         return train(
@@ -104,7 +104,7 @@ def train_recipe(
             config=config.model_dump(mode="json"),
             command=list(command),
             init_from=config.init_from,
-            show=show,
+            on_event=on_event,
             measure=open_bench is not None,
             open_bench=open_bench,
             allow=allow,

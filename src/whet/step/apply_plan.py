@@ -1,6 +1,6 @@
 """Apply a plan to a model and a device, for training and for measuring alike.
 
-`build_stepper` does what is done once: move the model, lay out its weights, build the optimizer and the stepper.
+`open_planned_device`, `open_planned_source`, `place_model`, `make_strategy` and `build_stepper` do what is done once.
 `apply_plan` is the context in which steps of that plan run. Training enters its parts one by one, because the model is
 verified against its own code in between; measuring enters all of them for each candidate.
 """
@@ -12,15 +12,75 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from whet.base.errors import UsageError
+from whet.data.adapters import AbstractSource, LoaderConfig, open_source
+from whet.data.split import RankShare
 from whet.device.abstract import AbstractDevice, AbstractGraphs
 from whet.device.cpu import set_num_threads
-from whet.distributed.strategies import ParallelStrategy
-from whet.plan.plan import Plan
+from whet.device.environment import FALLBACK, has_fallback
+from whet.device.open import open_device, rank_device
+from whet.distributed.group import RankGroup
+from whet.distributed.ranks import RankInfo
+from whet.distributed.strategies import ParallelStrategy, ReplicatedStrategy
+from whet.plan.plan import Plan, override
 from whet.step.ema import Ema
 from whet.step.graphs import GraphedStepper
-from whet.step.model_contexts import CompiledCalls, WeightLayout, checkpoint_activations
+from whet.step.model_contexts import CompiledCalls, WeightLayout, checkpoint_activations, find_blocks
 from whet.step.optimizers import OptimizerChoice, build_optimizer
 from whet.step.step import Stepper
+
+_DEFAULT_BUCKET_MB = 25.0
+
+
+def open_planned_device(plan: Plan, ranks: RankInfo | None = None) -> tuple[Plan, AbstractDevice, str | None]:
+    """Open the planned device and set what holds for the whole process; each rank has its own GPU.
+
+    Returns the plan, the device, and why the device is not the one that was asked for (None if it is). With
+    on_device_failure=cpu, a device that cannot be opened leads to a new plan for the CPU.
+    """
+    opened = open_device(
+        rank_device(plan.device, 0 if ranks is None or ranks.is_alone else ranks.local_rank),
+        on_failure=plan.on_device_failure,
+        overlaps_copies=plan.copies == "overlapped",
+    )
+    reason = opened.fell_back
+    if reason is not None:
+        plan = override(plan, {"device": "cpu"})
+    elif str(plan.overrides.get("device", opened.device.kind)).partition(":")[0] != opened.device.kind:
+        reason = plan.settings["device"].reason
+    if plan.mps_fallback == "on" and opened.device.kind == "mps" and not has_fallback():
+        raise UsageError(
+            "mps_fallback must be set before torch starts",
+            got=f"mps_fallback=on, and no {FALLBACK} in the environment",
+            try_=f"{FALLBACK}=1 python ..., or whet train, which sets it",
+        )
+    set_process_settings(plan, opened.device)
+    return plan, opened.device, reason
+
+
+def open_planned_source(
+    data: Any,
+    device: AbstractDevice,
+    plan: Plan,
+    *,
+    global_batch_size: int,
+    seed: int = 0,
+    shuffle: bool = False,
+    share: RankShare | None = None,
+) -> AbstractSource:
+    """Open data as planned: on the device or on the host, read by workers or in this process."""
+    return open_source(
+        data,
+        device,
+        global_batch_size=global_batch_size,
+        seed=seed,
+        shuffle=shuffle,
+        is_resident=plan.data_location == "device",
+        loading=LoaderConfig(
+            workers=int(plan.workers or 0), start=plan.worker_start_method, prefetch=int(plan.prefetch or 2)
+        ),
+        share=share,
+    )
 
 
 def place_model(
@@ -40,6 +100,20 @@ def place_model(
     device.check_settings(attention=plan.attention, norms=plan.norms, layout=plan.layout)
     layout.use(plan.layout, optimizer)
     return layout
+
+
+def make_strategy(model: nn.Module, group: RankGroup, plan: Plan, device: AbstractDevice) -> ParallelStrategy:
+    """Distribute the model over the ranks; all start with the weights of rank 0."""
+    if group.is_alone:
+        return ParallelStrategy()
+    group.same(model)
+    if plan.sharding == "full":
+        # Imported only where it is needed: FSDP loads a large part of torch.
+        from whet.distributed.sharded import ShardedStrategy
+
+        return ShardedStrategy(model, group, blocks=find_blocks(model), kind=device.kind)
+    bucket_mb = float(plan.bucket_mb) if isinstance(plan.bucket_mb, int) else _DEFAULT_BUCKET_MB
+    return ReplicatedStrategy(model, group, bucket_mb=bucket_mb)
 
 
 def build_stepper(

@@ -37,6 +37,8 @@ class Outcome:
     loss: Tensor
     grad_norm: Tensor | None
     marks: tuple[Phase, ...]
+    is_skipped: bool = False
+    """Whether the NaN guard has skipped the step; the loss is NaN then."""
 
 
 class NonFiniteError(Exception):

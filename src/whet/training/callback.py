@@ -1,14 +1,77 @@
-"""The state of a run: everything besides tensors that a resume needs."""
+"""Callbacks: watch a run, and ask it to save, roll back or stop.
+
+class StopBelow(whet.Callback):
+    def on_evaluate(self, state, metrics):
+        return whet.Action.STOP("good enough") if metrics["loss"] < 0.1 else whet.Action.NONE
+"""
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from whet.data.batch import Position
+from whet.base.errors import UsageError
+from whet.data.batch import GlobalBatch, Position
+
+if TYPE_CHECKING:
+    from whet.step.step import Outcome
+    from whet.training.setup import RunContext
+
+NO_SAVE, SAVE_WHEN_IDLE, SAVE_NOW = 0, 1, 2
+"""How a checkpoint is asked for; SAVE_WHEN_IDLE is skipped while another one is still being written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Action:
+    """What a callback asks the training loop to do: NONE, SAVE, ROLLBACK(why), STOP(why).
+
+    Actions merge with `|`. The loop acts between two steps; of several ranks all act at the same step, the next one
+    at which they synchronize. STOP includes a checkpoint and survives a rollback.
+    """
+
+    NONE: ClassVar["Action"]
+    SAVE: ClassVar["Action"]
+
+    save: int = NO_SAVE
+    rollback: str | None = None
+    """Why the run returns to its last checkpoint; None: it does not."""
+    stop: str | None = None
+    """Why the run stops; None: it does not."""
+    signal: int = 0
+    """The signal behind `stop`, which decides the exit code; 0: none."""
+    on_all_ranks: bool = False
+    """Whether every rank asks for the same at the same step, so that all can synchronize right away."""
+
+    @staticmethod
+    def ROLLBACK(why: str) -> "Action":  # noqa: N802
+        """Return to the last checkpoint and repeat the steps since then."""
+        return Action(rollback=why)
+
+    @staticmethod
+    def STOP(why: str) -> "Action":  # noqa: N802
+        """Save and stop; the same call resumes."""
+        return Action(stop=why)
+
+    def __or__(self, other: "Action") -> "Action":
+        if self is Action.NONE or other is Action.NONE:
+            return other if self is Action.NONE else self
+        return Action(
+            save=max(self.save, other.save),
+            rollback=self.rollback or other.rollback,
+            stop=self.stop or other.stop,
+            signal=self.signal or other.signal,
+            on_all_ranks=self.on_all_ranks or other.on_all_ranks,
+        )
+
+
+Action.NONE = Action()
+Action.SAVE = Action(save=SAVE_NOW)
 
 
 @dataclass(kw_only=True, slots=True)
 class State:
+    """How far a run has come: everything besides tensors that a resume needs."""
+
     step: int = 0
     """Optimizer steps done."""
     position: Position = field(default_factory=Position)
@@ -20,18 +83,197 @@ class State:
     best_step: int | None = None
     num_worse: int = 0
     """Evaluations since the best one."""
+    ended_early: bool = False
+    """Whether early stopping has ended the run."""
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    epochs: int = 1
+    max_steps: int | None = None
+    total_steps: int | None = None
+    """Optimizer steps of the whole run; None if the data has no length."""
+    lr: float = 0.0
+    """The learning rate of the last step, of the first parameter group."""
+    batch: GlobalBatch | None = None
+    """The global batch of the last step."""
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "State":
-        return cls(**{**data, "position": Position(**data["position"])})
+    _SAVED: ClassVar[tuple[str, ...]] = (
+        "step", "samples", "evaluated_step", "best_score", "best_step", "num_worse", "ended_early",
+    )  # fmt: skip
 
-    def judge(self, score: float) -> bool:
-        """Takes the score of an evaluation (higher is better; NaN and Inf never are); whether it is the best so far."""
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+        return self.position.epoch
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps are done, or early stopping has ended the run."""
+        if self.position.epoch >= self.epochs or self.ended_early:
+            return True
+        return self.max_steps is not None and self.step >= self.max_steps
+
+    def advance(self, batch: GlobalBatch) -> None:
+        """Count one optimizer step."""
+        self.step += 1
+        self.position = batch.after
+        self.samples += len(batch)
+        self.batch = batch
+
+    def record_score(self, score: float) -> bool:
+        """Take the score of an evaluation (higher is better; NaN and Inf never are). True if it is the best so far."""
         if math.isfinite(score) and (self.best_score is None or score > self.best_score):
             self.best_score, self.best_step, self.num_worse = score, self.step, 0
             return True
         self.num_worse += 1
         return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fields that a checkpoint keeps."""
+        return {**{name: getattr(self, name) for name in self._SAVED}, "position": asdict(self.position)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore the fields that a checkpoint keeps."""
+        values = {name: saved[name] for name in self._SAVED}
+        self.position = Position(**saved["position"])
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class Callback:
+    """Watches a run. Override what you need; every method does nothing by default.
+
+    Methods that return an Action may also return None, which is the same as Action.NONE. An exception in a callback
+    saves and stops the run on all ranks, and is raised afterwards.
+    """
+
+    def on_start(self, run: "RunContext") -> None:
+        """Before the first step of a session; a resumed run has its state back."""
+
+    def before_step(self, state: State) -> None:
+        """Before the next batch is handed out."""
+
+    def after_step(self, state: State, outcome: "Outcome") -> Action | None:  # noqa: ARG002
+        """After each optimizer step. `outcome` holds device tensors: reading one waits for the device."""
+        return Action.NONE
+
+    def on_evaluate(self, state: State, metrics: Mapping[str, float]) -> Action | None:  # noqa: ARG002
+        """After each evaluation, and after each `session.log`."""
+        return Action.NONE
+
+    def on_epoch_end(self, state: State) -> Action | None:  # noqa: ARG002
+        """After the last step of an epoch, once a checkpoint that was due has been taken."""
+        return Action.NONE
+
+    def on_end(self, state: State, error: BaseException | None) -> None:
+        """When the session ends, after the final checkpoint; `error` is what ended it, if anything did."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What checkpoints keep of this callback, as plain JSON; restored on resume and on rollback."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+
+class CallbackList:
+    """Calls callbacks in order and merges their actions. Methods that nobody overrides cost nothing."""
+
+    def __init__(self, own: Iterable[Callback], users: Iterable[Callback]) -> None:
+        """`own` are whet's callbacks, whose errors are raised at once; errors of `users` become STOP."""
+        self._own, self.users = tuple(own), tuple(users)
+        _check_callbacks(self.users)
+        self.failure: tuple[str, Exception] | None = None
+        """The first callback of the user's that failed, and its error."""
+        self._before_step = self._hooks("before_step")
+        self._after_step = self._hooks("after_step")
+        self._on_evaluate = self._hooks("on_evaluate")
+        self._on_epoch_end = self._hooks("on_epoch_end")
+
+    @property
+    def error(self) -> Exception | None:
+        """The error of the first callback of the user's that failed."""
+        return None if self.failure is None else self.failure[1]
+
+    def on_start(self, run: "RunContext") -> None:
+        for callback in (*self._own, *self.users):
+            callback.on_start(run)
+
+    def before_step(self, state: State) -> Action:
+        return self._call(self._before_step, state) if self._before_step else Action.NONE
+
+    def after_step(self, state: State, outcome: "Outcome") -> Action:
+        return self._call(self._after_step, state, outcome)
+
+    def on_evaluate(self, state: State, metrics: Mapping[str, float]) -> Action:
+        return self._call(self._on_evaluate, state, metrics)
+
+    def on_epoch_end(self, state: State) -> Action:
+        return self._call(self._on_epoch_end, state)
+
+    def on_end(self, state: State, error: BaseException | None) -> None:
+        """Tell the user's callbacks, all of them even if one fails; the first error is raised afterwards."""
+        first: Exception | None = None
+        for callback in self.users:
+            try:
+                callback.on_end(state, error)
+            except Exception as failure:
+                first = first or failure
+        if first is not None:
+            raise first
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the user's callbacks, by name; those without state are left out."""
+        return {name: state for name, callback in self._named() if (state := callback.state_dict())}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:
+        """Restore the callbacks that are saved. Returns the names that only one side knows."""
+        named = dict(self._named())
+        for name, state in saved.items():
+            if name in named:
+                named[name].load_state_dict(state)
+        have_state = {name for name, callback in named.items() if name in saved or callback.state_dict()}
+        return sorted(have_state ^ {*saved})
+
+    def _named(self) -> list[tuple[str, Callback]]:
+        # Two callbacks of one class are told apart by their order.
+        counts: dict[str, int] = {}
+        named = []
+        for callback in self.users:
+            name = type(callback).__qualname__
+            counts[name] = counts.get(name, 0) + 1
+            named.append((name if counts[name] == 1 else f"{name} {counts[name]}", callback))
+        return named
+
+    def _hooks(self, method: str) -> list[tuple[Callable[..., Action | None], bool]]:
+        """The bound methods that are overridden, each with whether it is the user's."""
+        base = getattr(Callback, method)
+        return [
+            (getattr(callback, method), is_users)
+            for callbacks, is_users in ((self._own, False), (self.users, True))
+            for callback in callbacks
+            if getattr(type(callback), method) is not base
+        ]
+
+    def _call(self, hooks: list[tuple[Callable[..., Action | None], bool]], *arguments: Any) -> Action:
+        merged = Action.NONE
+        for hook, is_users in hooks:
+            try:
+                action = hook(*arguments)
+            except Exception as error:
+                if not is_users:
+                    raise
+                name = type(getattr(hook, "__self__", hook)).__qualname__
+                self.failure = self.failure or (name, error)
+                action = Action.STOP(f"the callback {name} failed: {type(error).__name__}: {error}")
+            if action is not None and action is not Action.NONE:
+                merged = merged | action
+        return merged
+
+
+def _check_callbacks(callbacks: Iterable[Any]) -> None:
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise UsageError(
+                "a callback must be an instance of whet.Callback",
+                got=repr(callback)[:80],
+                try_="class MyCallback(whet.Callback), then callbacks=[MyCallback()]",
+            )

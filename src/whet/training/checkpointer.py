@@ -4,10 +4,9 @@ import contextlib
 import errno
 import gc
 import time
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -18,19 +17,22 @@ from whet.checkpoint.sharded_save import rank_part, save_sharded
 from whet.checkpoint.snapshot import Snapshot, describe_names, take_snapshot, wanted_rows
 from whet.checkpoint.writer import CheckpointWriter, PendingWrite, StagingBuffer
 from whet.distributed.group import RankGroup
-from whet.plan.plan import Plan
 from whet.run import durable
 from whet.run.folder import Run
-from whet.training.building import TrainingParts
-from whet.training.callback import State
-from whet.training.callbacks.checkpoint_schedule import SaveDue, SaveInterval, StepTimes, WriteMode
-from whet.training.callbacks.event_log import Recorder
-from whet.training.checks import check_parameter_groups
+from whet.training.callbacks.checkpoint_schedule import SaveInterval, StepTimes, WriteMode
 from whet.training.restore import RestoredRun, restore_run, run_environment
+from whet.training.schedule import check_parameter_groups
+
+if TYPE_CHECKING:
+    from whet.training.setup import RunContext
+
+Urgency = Literal["due", "now", "last"]
+"""due: skipped while another checkpoint is being written. now: waits for that one. last: waits until it is written
+itself, and a failure is an error."""
 
 
 def load_newest(folder: Path, model: nn.Module, group: RankGroup, *, run_id: str) -> store.LoadedCheckpoint | None:
-    """The newest checkpoint that all can trust, as much of it as this model holds here."""
+    """Load the newest checkpoint that every rank can read; a sharded model loads its own rows only."""
     if group.is_alone:
         return store.load_newest(folder, run_id=run_id)
     there = group.share(store.list_steps(folder) if group.is_first else None)
@@ -40,156 +42,146 @@ def load_newest(folder: Path, model: nn.Module, group: RankGroup, *, run_id: str
 
 
 def load_on_all_ranks(path: Path, model: nn.Module, group: RankGroup) -> Snapshot:
-    """A checkpoint, as much of it as this model holds here. What one process cannot read, none uses."""
+    """Load a checkpoint; if one rank cannot read it, all ranks raise."""
     if group.is_alone:
         return store.load_checkpoint(path)
-    found: Snapshot | None = None
-    told: list[Any] | None = None
+    snapshot: Snapshot | None = None
+    problem: list[Any] | None = None
     try:
-        found = store.load_checkpoint(path, wanted=wanted_rows(model))
+        snapshot = store.load_checkpoint(path, wanted=wanted_rows(model))
     except WhetError as error:
-        told = [isinstance(error, DamagedCheckpointError), error.what, str(error.got), str(error.try_)]
-    answers = group.gather(told)
-    problems = [(rank, *answer) for rank, answer in enumerate(answers) if answer is not None]
+        problem = [isinstance(error, DamagedCheckpointError), error.what, str(error.got), str(error.try_)]
+    problems = [(rank, *told) for rank, told in enumerate(group.gather(problem)) if told is not None]
     if not problems:
-        assert found is not None
-        return found
-    # What is not the checkpoint's fault must not let it be passed over for an older one.
-    rank, is_damage, what, got, hint = min(problems, key=lambda problem: bool(problem[1]))
-    kind = DamagedCheckpointError if is_damage else WhetError
+        assert snapshot is not None
+        return snapshot
+    # An error that is not damage comes first: the checkpoint must not be passed over for an older one because of it.
+    rank, is_damaged, what, got, hint = min(problems, key=lambda told: bool(told[1]))
+    kind = DamagedCheckpointError if is_damaged else WhetError
     raise kind(what, got=f"rank {rank}: {got}", try_=hint)
 
 
-Urgency = Literal["due", "now", "last"]
-"""Skipped while another is written; waits for that one; waits for its own end too, and a failure is an error."""
-
-
 class Checkpointer:
-    """Writes the checkpoints of one run at the times the plan says, and restores from them."""
+    """Writes the checkpoints of one run, in the background where that is faster, and restores from them."""
 
-    def __init__(
-        self, run: Run, parts: TrainingParts, recorder: Recorder, *, global_batch_size: int, allow: Collection[str] = ()
-    ) -> None:
-        self._folder = run.checkpoints
-        self._parts = parts
-        self._recorder = recorder
-        self._global_batch_size = global_batch_size
-        self._allow = allow
-        keep = parts.plan.keep
-        assert isinstance(keep, int)
-        self._keep = keep
-        self._pace = SaveInterval(parts.plan)
-        self._times = StepTimes()
-        self._ways = WriteMode()
-        self._staging = StagingBuffer(parts.device)
+    def __init__(self, run: "RunContext", folder: Run) -> None:
+        self._run = run
+        self._folder = folder.checkpoints
+        self.interval = SaveInterval(run.plan)
+        self._step_times = StepTimes()
+        self._write_mode = WriteMode()
+        self._staging = StagingBuffer(run.device)
         self._writer = CheckpointWriter()
-        self._about = CheckpointInfo(run_id=run.header.id)
+        self._info = CheckpointInfo(run_id=folder.header.id)
         self._stall = 0.0
-        """Seconds that the training stood still for the write that is under way."""
+        """Seconds that training waited for the write that is running."""
         self._saved_step: int | None = None
-        """The newest step that is safe; what is being written is not."""
-        self._refused: set[int] = set()
-        """Steps whose checkpoints were damaged when the run went on."""
+        """The newest step that is on disk; one that is still being written does not count."""
+        self._rejected: set[int] = set()
+        """Steps whose checkpoints were damaged when the run was resumed."""
         self._last_bytes = 0
         self._num_failures = 0
-        if parts.group.is_first:
+        if run.group.is_first:
             with contextlib.suppress(WhetError, OSError):
                 durable.remove_leftovers(self._folder)
 
     # --- saving ------------------------------------------------------------------------------------------------------
 
-    def is_due(self, step: int, *, epochs_done: int | None) -> SaveDue:
-        """Whether a checkpoint should be written after this step. Call it after each one: it also collects the last."""
-        self._times.tick(is_busy=self._writer.is_busy, aside=self._recorder.aside_seconds)
+    def poll(self) -> None:
+        """After each step: measure how much a background write slows steps down, and log one that has ended."""
+        self._step_times.tick(is_busy=self._writer.is_busy, aside=self._run.log.aside_seconds)
         self._collect(wait=False)
-        return self._pace.is_due(step, epochs_done=epochs_done)
 
-    def save(self, progress: State, *, base_rates: list[float], plan: Plan, urgency: Urgency) -> None:
-        """Copies the state after the newest step and has it written, unless it is safe already.
+    def save(self, urgency: Urgency) -> None:
+        """Copy the state after the newest step and write it, unless it is on disk already.
 
-        Of several processes that all have the whole model the first one writes; of those that share it, all do.
+        Of several ranks with the whole model only rank 0 writes; ranks that hold shards all write.
         """
-        if not (self._parts.group.is_first or self._is_shared):
+        run, step = self._run, self._run.state.step
+        if not (run.group.is_first or self._is_sharded):
             return
         start = time.perf_counter()
-        if self._agreed(urgency == "due" and self._writer.is_busy):
-            self._pace.began()
+        if self._as_rank_zero(urgency == "due" and self._writer.is_busy):
+            self.interval.restart()
             return
-        if urgency == "last" or self._writer.step != progress.step:
+        if urgency == "last" or self._writer.step != step:
             self._collect(wait=True)
-        if self._agreed(progress.step not in (self._saved_step, self._writer.step)):
-            # A GPU that failed without an error has left garbage.
-            self._parts.device.monitor.check(wait=True)
-            snapshot = self._take(progress, base_rates=base_rates, plan=plan)
-            self._begin(snapshot, progress, urgency=urgency, start=start)
+        if self._as_rank_zero(step not in (self._saved_step, self._writer.step)):
+            # A GPU that failed without raising an error leaves garbage in its memory.
+            run.device.monitor.check(wait=True)
+            self._begin_write(self._take_snapshot(), urgency=urgency, start=start)
             if urgency != "last":
-                # The collector is kept out of the steps: here it may look at what is new.
+                # Garbage collection is off during steps; here a pass over new objects costs little.
                 gc.collect()
         stall = self._stall = time.perf_counter() - start
         if not self._writer.is_busy:
             self._collect(wait=True, is_last=urgency == "last")
-        self._recorder.spent("save", stall)
+        run.log.spent("save", stall)
 
     def close(self) -> None:
-        """Waits for the write that is under way. Every way out of a session leads through here."""
-        # What is wrong with the run is told already; what is safe is safe.
+        """Wait for the write that is running. Every way out of a session calls this."""
+        # Errors of the run are reported elsewhere, and what is on disk stays there.
         with contextlib.suppress(WhetError):
             self._collect(wait=True)
 
     def note_inexact(self, step: int, reason: str) -> None:
         """From `step` on this run is not bit-exact; all later checkpoints say so."""
-        said = f"since step {step}: {reason}"
-        if said not in self._about.reasons:
-            self._about = self._about.model_copy(update={"exactness": (*self._about.reasons, said)})
+        note = f"since step {step}: {reason}"
+        if note not in self._info.reasons:
+            self._info = self._info.model_copy(update={"exactness": (*self._info.reasons, note)})
 
-    def _take(self, progress: State, *, base_rates: list[float], plan: Plan) -> Snapshot:
-        parts = self._parts
-        if len(parts.stepper.optimizer.param_groups) < len(base_rates):
-            # Nobody could go on without a group that is gone; one that came later is left out.
-            check_parameter_groups(parts.stepper.optimizer, base_rates)
-        parameters, tied = describe_names(parts.stepper.model)
-        position = progress.as_json()["position"]
-        about = self._about.model_copy(
+    def _take_snapshot(self) -> Snapshot:
+        run, state, stepper = self._run, self._run.state, self._run.stepper
+        base_rates = run.rates.base
+        if len(stepper.optimizer.param_groups) < len(base_rates):
+            # A run cannot resume without a parameter group that was removed; one that was added is left out.
+            check_parameter_groups(stepper.optimizer, base_rates)
+        parameters, tied = describe_names(stepper.model)
+        progress = state.state_dict()
+        info = self._info.model_copy(
             update={
                 "created": time.time(),
                 "parameters": parameters,
                 "tied": tied,
-                "circumstances": run_environment(plan, parts.device, world_size=parts.group.world.size),
-                "data": {**self._data_facts(), "position": position},
+                "circumstances": run_environment(run.plan, run.device, world_size=run.group.ranks.size),
+                "data": {**self._data_facts(), "position": progress["position"]},
             }
         )
         return take_snapshot(
-            parts.stepper.model,
-            parts.stepper.optimizer,
-            parts.device,
-            scaler=parts.stepper.scaler,
-            ema=parts.stepper.ema,
-            step=progress.step,
+            stepper.model,
+            stepper.optimizer,
+            run.device,
+            scaler=stepper.scaler,
+            ema=stepper.ema,
+            step=state.step,
             progress={
-                "progress": progress.as_json(),
-                "schedule": parts.schedule.state(),
-                "source": parts.source.state(),
+                "progress": progress,
+                "schedule": run.schedule.state_dict(),
+                "source": run.source.state(),
                 "base_rates": base_rates,
+                "callbacks": run.callbacks.state_dict(),
             },
-            about=about,
+            about=info,
             num_groups=len(base_rates),
         )
 
-    def _begin(self, snapshot: Snapshot, progress: State, *, urgency: Urgency, start: float) -> None:
-        step, best, total_steps = progress.step, progress.best_step, self._parts.total_steps
-        folder, keep, group = self._folder, self._keep, self._parts.group
-        if self._is_shared:
-            snapshot = rank_part(snapshot, rank=group.world.rank)
-        in_background = urgency != "last" and self._ways.is_background and self._staging.has_room(snapshot.num_bytes)
+    def _begin_write(self, snapshot: Snapshot, *, urgency: Urgency, start: float) -> None:
+        run, group, folder = self._run, self._run.group, self._folder
+        step, best, total_steps = run.state.step, run.state.best_step, run.state.total_steps
+        if self._is_sharded:
+            snapshot = rank_part(snapshot, rank=group.ranks.rank)
+        has_room = self._staging.has_room(snapshot.num_bytes)
+        in_background = urgency != "last" and self._write_mode.is_background and has_room
+        # A background write needs a copy: the next step changes the live tensors.
         held = self._staging.copy(snapshot) if in_background else snapshot
-        turn = group.exchange.next_turn() if self._is_shared else 0
+        turn = group.exchange.next_turn() if self._is_sharded else 0
 
         def check() -> None:
-            self._refuse_full_disk(held.num_bytes * (group.world.size if self._is_shared else 1), best=best)
+            self._check_disk_space(held.num_bytes * (group.ranks.size if self._is_sharded else 1), best=best)
 
         def job(write: PendingWrite) -> None:
-            self._recorder.settle()
-            if self._is_shared:
+            run.log.fsync()
+            if self._is_sharded:
                 write.num_bytes = save_sharded(folder, held, step=step, exchange=group.exchange, turn=turn, check=check)
             else:
                 check()
@@ -197,54 +189,56 @@ class Checkpointer:
             if not group.is_first:
                 return
             try:
-                self._refused.discard(step)
+                self._rejected.discard(step)
                 writer.apply_retention(
-                    folder, acknowledged=step, keep=keep, best=best, total_steps=total_steps, refused=self._refused
+                    folder,
+                    acknowledged=step,
+                    keep=run.plan.keep,
+                    best=best,
+                    total_steps=total_steps,
+                    refused=self._rejected,
                 )
             except WhetError as error:
                 write.cleanup_error = error
 
-        self._recorder.flush()
-        self._pace.began()
+        run.log.flush()
+        self.interval.restart()
         self._writer.begin(step, job, in_background=in_background, start=start)
 
     @property
-    def _is_shared(self) -> bool:
-        """Whether each process holds a part of the model only."""
-        return not self._parts.stepper.strategy.holds_all
+    def _is_sharded(self) -> bool:
+        return not self._run.stepper.strategy.holds_all
 
-    def _agreed(self, answer: bool) -> bool:
-        """What the first process says, where all must do the same."""
-        return bool(self._parts.group.share(answer)) if self._is_shared else answer
+    def _as_rank_zero(self, answer: bool) -> bool:
+        """The answer of rank 0, where all ranks must do the same."""
+        return bool(self._run.group.share(answer)) if self._is_sharded else answer
 
-    def _refuse_full_disk(self, num_bytes: int, *, best: int | None) -> None:
-        needed = max(num_bytes, self._last_bytes)
-        writer.free_disk_space(self._folder, num_bytes=needed, keep=self._keep, best=best, refused=self._refused)
+    def _check_disk_space(self, num_bytes: int, *, best: int | None) -> None:
+        needed, keep = max(num_bytes, self._last_bytes), self._run.plan.keep
+        writer.free_disk_space(self._folder, num_bytes=needed, keep=keep, best=best, refused=self._rejected)
         free = durable.free_bytes(self._folder)
         if free is not None and free < 1.05 * needed:
             with durable.disk_errors("write", self._folder):
                 raise OSError(errno.ENOSPC, "no room")
 
-    # --- how it ended ------------------------------------------------------------------------------------------------
+    # --- the end of a write ------------------------------------------------------------------------------------------
 
     def _collect(self, *, wait: bool, is_last: bool = False) -> None:
         start = time.perf_counter()
         write = self._writer.collect(wait=wait)
         if write is None:
             return
-        slowed, stall = self._times.slowed(), self._stall + time.perf_counter() - start
+        slowed, stall = self._step_times.slowed(), self._stall + time.perf_counter() - start
         if write.error is not None:
-            self._tell_failure(write, is_last=is_last)
+            self._handle_failure(write, is_last=is_last)
             return
         self._saved_step, self._last_bytes = write.step, write.num_bytes
-        seconds = max(write.seconds, stall)
-        self._pace.learn(stall + slowed)
-        self._ways.learn(
-            is_background=write.is_background, cost=stall + slowed, seconds=seconds, num_bytes=write.num_bytes
-        )
-        again = {"failures_before": self._num_failures} if self._num_failures else {}
+        seconds, cost = max(write.seconds, stall), stall + slowed
+        self.interval.learn(cost)
+        self._write_mode.learn(is_background=write.is_background, cost=cost, seconds=seconds, num_bytes=write.num_bytes)
+        failures = {"failures_before": self._num_failures} if self._num_failures else {}
         self._num_failures = 0
-        self._recorder.event(
+        self._run.log.event(
             "checkpoint",
             step=write.step,
             name=store.checkpoint_name(write.step),
@@ -253,84 +247,84 @@ class Checkpointer:
             stall_seconds=stall,
             slowed_seconds=slowed,
             background=write.is_background,
-            **again,
+            **failures,
         )
         if write.cleanup_error is not None:
             what = "old checkpoints could not be removed"
-            self._recorder.warn(
+            self._run.log.warn(
                 write.step, what, write.cleanup_error, path=self._folder, retry="with the next checkpoint"
             )
 
-    def _tell_failure(self, write: PendingWrite, *, is_last: bool) -> None:
+    def _handle_failure(self, write: PendingWrite, *, is_last: bool) -> None:
+        """Log a failed write, which is tried again later; after the last step it is an error."""
         error = write.error
         assert error is not None
         if not (isinstance(error, WhetError) and isinstance(error.__cause__, OSError)):
             raise error
-        again = self._pace.failed(write.step)
+        again = self.interval.retry_after(write.step)
         self._num_failures += 1
         if self._num_failures == 1:
-            self._recorder.warn(
+            self._run.log.warn(
                 write.step, f"the state after step {write.step:,} is not saved", error, path=self._folder, retry=again
             )
         if is_last:
-            safe, kept = self._saved_step, "no checkpoint of this sitting"
+            safe, kept = self._saved_step, "no checkpoint of this session"
             if safe is not None:
                 path = self._folder / store.checkpoint_name(safe)
-                safe, kept = (safe, f"{path} is whole") if path.is_dir() else (None, f"{path} is gone too")
+                safe, kept = (safe, f"{path} is complete") if path.is_dir() else (None, f"{path} is gone too")
             lost = write.step - (safe or 0)
             raise WhetError(
                 f"the last state, after step {write.step:,}, could not be saved",
                 got=f"{error.what}: {error.got}; {kept}; {lost:,} steps are lost when this process ends",
-                try_=f"{error.try_}; then the same command goes on from step {safe or 0:,}",
+                try_=f"{error.try_}; then the same command resumes from step {safe or 0:,}",
             ) from error
 
-    # --- going on ----------------------------------------------------------------------------------------------------
+    # --- restoring ---------------------------------------------------------------------------------------------------
 
-    def best(self, progress: State) -> Snapshot | None:
-        """The checkpoint of the best step; None where that is the newest step, or where it cannot be read."""
-        step = progress.best_step
-        if step is None or step == progress.step:
+    def best(self) -> Snapshot | None:
+        """Load the checkpoint of the best step; None if that is the newest step, or if it cannot be read."""
+        run, step = self._run, self._run.state.best_step
+        if step is None or step == run.state.step:
             return None
         self._collect(wait=True)
         path = self._folder / store.checkpoint_name(step)
         try:
-            return load_on_all_ranks(path, self._parts.stepper.model, self._parts.group)
+            return load_on_all_ranks(path, run.model, run.group)
         except WhetError as error:
-            again = f"with the newest weights, after step {progress.step:,}"
+            again = f"with the newest weights, after step {run.state.step:,}"
             what = f"the best weights, after step {step:,}, cannot be read"
-            self._recorder.warn(progress.step, what, error, path=path, retry=again)
+            run.log.warn(run.state.step, what, error, path=path, retry=again)
             return None
 
     def newest(self) -> store.LoadedCheckpoint | None:
-        """The newest checkpoint, that which is being written included."""
+        """Load the newest checkpoint, after a write that is running."""
         self.close()
-        group = self._parts.group
-        # Not before the first process has written what it was writing.
-        group.wait()
-        return load_newest(self._folder, self._parts.stepper.model, group, run_id=self._about.run_id)
+        # The other ranks wait until rank 0 has written.
+        self._run.group.wait()
+        return load_newest(self._folder, self._run.model, self._run.group, run_id=self._info.run_id)
 
-    def restore(self, found: store.LoadedCheckpoint, *, plan: Plan) -> RestoredRun:
-        """Puts everything back as it was."""
-        step, snapshot, refused = found
-        put = restore_run(snapshot, self._parts, step=step, plan=plan, data=self._data_facts(), allow=self._allow)
+    def restore(self, found: store.LoadedCheckpoint) -> RestoredRun:
+        """Restore the whole run."""
+        step, snapshot, rejected = found
+        restored = restore_run(snapshot, self._run, step=step, data=self._data_facts())
         self._saved_step = step
         there = store.list_steps(self._folder)
-        self._refused = {number for number in there if number > step}
+        self._rejected = {number for number in there if number > step}
         before = snapshot.about
-        self._about = self._about.model_copy(
+        self._info = self._info.model_copy(
             update={"attempt": before.attempt + 1, "parent": store.checkpoint_name(step), "exactness": before.exactness}
         )
-        for reason in put.reasons:
+        for reason in restored.reasons:
             self.note_inexact(step, reason)
-        told = {**put.told, "rejected": refused}
-        if refused:
-            told["lost_steps"] = max(there) - step
-        return replace(put, told=told)
+        fields = {**restored.fields, "rejected": rejected}
+        if rejected:
+            fields["lost_steps"] = max(there) - step
+        return replace(restored, fields=fields)
 
     def _data_facts(self) -> dict[str, Any]:
-        source = self._parts.source
+        source = self._run.source
         return {
             "num_samples": source.num_samples,
             "fingerprint": source.fingerprint(),
-            "global_batch_size": self._global_batch_size,
+            "global_batch_size": self._run.config.training.global_batch_size,
         }

@@ -21,101 +21,17 @@ from whet.step.optimizers import OptimizerChoice
 from whet.training.resume import ALLOWED_KEYS
 from whet.training.training_config import TrainingConfig
 
-
-def check_ranks_agree(
-    group: RankGroup,
-    model: nn.Module,
-    optimizer: Optimizer | OptimizerChoice,
-    source: AbstractSource,
-    training: TrainingConfig,
-) -> None:
-    """Refuses, in all processes, what one of them would train differently: nobody would see it in the loss."""
-    if group.is_alone:
-        return
-    told = group.gather(
-        {
-            **training.as_json(),
-            **_optimizer_facts(optimizer),
-            "model": _model_digest(model),
-            "samples": source.num_samples,
-            "content of the data": source.fingerprint(),
-        }
-    )
-    for rank, theirs in enumerate(told):
-        for name in told[0] | theirs:
-            mine, other = told[0].get(name), theirs.get(name)
-            # Data that gives another sample each time has no fingerprint.
-            is_unknown = name == "content of the data" and None in (mine, other)
-            if mine != other and not is_unknown:
-                raise UsageError(
-                    "the processes do not train the same",
-                    got=f"{name}: {mine} in rank 0, {other} in rank {rank}",
-                    try_="the same words, the same files and the same code on every machine",
-                )
-
-
-def _optimizer_facts(optimizer: Optimizer | OptimizerChoice) -> dict[str, Any]:
-    if isinstance(optimizer, OptimizerChoice):
-        return {"optimizer" if name == "name" else name: value for name, value in asdict(optimizer).items()}
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    return {"optimizer": type(optimizer).__name__, "lr": rates}
-
-
-def _model_digest(model: nn.Module) -> str:
-    """How many parameters, and a short digest of their names, shapes and dtypes."""
-    known = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    count = sum(p.numel() for p in model.parameters())
-    return f"{count:,} parameters ({hashlib.sha256(repr(known).encode()).hexdigest()[:8]})"
-
-
 _HALF_PRECISIONS = ("bf16", "fp16")
+_RESERVED_METRICS = {"kind", "time", "step", "weights"}
+"""Fields that every evaluation event has."""
+_ONE_STEP_HINT = "for batch in session: session.step(loss, batch)"
 
 
-def check_own_attention(plan: Plan) -> None:
-    """Refuses attention=own for a model without such attention, or for batches or numbers that it is not for."""
-    workload, lengths, precision = plan.workload, plan.lengths, plan.precision
-    if attention_kernel_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths) is not None:
-        if precision not in _HALF_PRECISIONS:
-            raise UsageError(
-                "whet's own attention is for half precision",
-                got=f"attention=own precision={precision}",
-                try_="precision=bf16, or attention=torch",
-            )
-        return
-    if SPAN_ATTENTION in workload.layers:
-        raise UsageError(
-            "whet's own attention is for texts that lie one behind the other",
-            got=f"attention=own lengths={lengths}",
-            try_="lengths=packed, or attention=torch",
-        )
-    raise UsageError(
-        "the model has no attention that whet's own kernels are for", got="attention=own", try_="attention=torch"
-    )
+# --- what the user passes ---------------------------------------------------------------------------------------------
 
 
-def check_own_norms(plan: Plan) -> None:
-    """Refuses norms=own for a model without such norms, or where they lie otherwise."""
-    layers, layout, precision = plan.workload.layers, plan.layout, plan.precision
-    if norm_kernel_reason(layers, layout=layout) is None:
-        if GROUP_NORM_ACTIVATION not in layers:
-            raise UsageError(
-                "the model has no norms that whet's own kernels are for", got="norms=own", try_="norms=torch"
-            )
-        raise UsageError(
-            "whet's own group norms are for channels_last",
-            got=f"norms=own layout={layout}",
-            try_="layout=channels_last, or norms=torch",
-        )
-    if precision not in _HALF_PRECISIONS:
-        raise UsageError(
-            "whet's own norms are for half precision",
-            got=f"norms=own precision={precision}",
-            try_="precision=bf16, or norms=torch",
-        )
-
-
-def check_types(model: Any, optimizer: Any, mode: str) -> None:
-    """What is given must be what it is taken for."""
+def check_model_and_optimizer(model: Any, optimizer: Any, mode: str) -> None:
+    """Refuse objects of the wrong type, and an optimizer that does not train this model."""
     if not isinstance(model, nn.Module):
         raise UsageError("the model must be an nn.Module", got=type(model).__name__, try_="class Model(nn.Module)")
     if any(isinstance(parameter, nn.UninitializedParameter) for parameter in model.parameters()):
@@ -130,11 +46,13 @@ def check_types(model: Any, optimizer: Any, mode: str) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("LBFGS runs a step several times", got="LBFGS", try_="an optimizer that steps once")
     if mode not in ("max", "min"):
-        raise UsageError("a goal is to be maximised or minimised", got=mode, try_='goal_is="max" or goal_is="min"')
+        raise UsageError("mode must be max or min", got=repr(mode), try_='mode="max" or mode="min"')
+    if isinstance(optimizer, Optimizer):
+        _check_parameters_owned(model, optimizer)
 
 
-def check_parameters_owned(model: nn.Module, optimizer: Optimizer) -> None:
-    """An optimizer over other parameters would leave the model as it is, without a word."""
+def _check_parameters_owned(model: nn.Module, optimizer: Optimizer) -> None:
+    """An optimizer over other parameters would leave the model unchanged, without an error."""
     own = {id(parameter) for parameter in model.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
@@ -145,35 +63,43 @@ def check_parameters_owned(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def check_no_other_scheduler(optimizer: Optimizer, rates_set: list[float]) -> None:
-    """Two schedules on one optimizer would undo each other, without a word."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    # A rate in a tensor is ours, and reading it would wait for the device.
-    if rates_set and not isinstance(rates[0], torch.Tensor) and rates != rates_set:
+def check_overrides_with_plan(plan: Plan | None, overrides: Mapping[str, Scalar] | None, device: str) -> None:
+    """A plan has its overrides already."""
+    if plan is not None and (overrides or device not in ("auto", plan.overrides.get("device"))):
         raise UsageError(
-            "something else changes the learning rate",
-            got=f"{rates}; whet had set {rates_set}",
-            try_="schedule=... (a name, or a function from a step to a factor), and no scheduler beside it",
+            "a plan has its overrides already",
+            got="plan together with overrides or device",
+            try_="overrides=... when the plan is made",
         )
 
 
-def check_parameter_groups(optimizer: Optimizer, rates: list[float]) -> None:
-    """Parameters that came later would have no base rate, and would not be clipped with the others."""
-    if len(optimizer.param_groups) != len(rates):
+def parse_allow(allow: object) -> tuple[str, ...]:
+    """The names in `allow`; unknown ones are refused."""
+    names = (allow,) if isinstance(allow, str) else tuple(allow) if isinstance(allow, Collection) else (allow,)
+    for name in names:
+        if name not in ALLOWED_KEYS:
+            raise UsageError("this cannot be allowed", got=repr(name), try_=" or ".join(ALLOWED_KEYS))
+    return names
+
+
+# --- how a session is used --------------------------------------------------------------------------------------------
+
+
+def check_entered(phase: str) -> None:
+    """A session has a device, data and a lock only inside `with`."""
+    if phase != "entered":
         raise UsageError(
-            "the optimizer has other groups of parameters than when the session began",
-            got=f"{len(optimizer.param_groups)} groups; {len(rates)} at the beginning",
-            try_="all parameters in it from the beginning, with requires_grad_(False) until their time comes",
+            "a session works inside `with`", got=f"a session that is {phase}", try_="with whet.Session(...) as session:"
         )
 
 
 def check_current_batch(batch: GlobalBatch, *, current: GlobalBatch | None, position: Position) -> None:
-    """A batch is stepped once, when it comes: another order would not be the one that a resume repeats."""
+    """Each batch is stepped once, in order: a resume could not repeat any other order."""
     if batch is not current or position == batch.after:
         raise UsageError(
-            "every batch is stepped once, when it comes",
+            "every batch is stepped once, in order",
             got="a batch that was stepped before, or another one",
-            try_="for batch in session: session.step(loss, batch)",
+            try_=_ONE_STEP_HINT,
         )
 
 
@@ -181,77 +107,97 @@ def check_one_step(num_steps: int) -> None:
     """A batch that is not stepped would be lost."""
     if num_steps != 1:
         raise UsageError(
-            "every batch is one step",
-            got=f"{num_steps} calls of step() for one batch",
-            try_="for batch in session: session.step(loss, batch)",
+            "every batch is one step", got=f"{num_steps} calls of step() for one batch", try_=_ONE_STEP_HINT
         )
 
 
 def check_epoch_complete(position: Position) -> None:
-    """An epoch that ends before its last sample."""
+    """Refuse an epoch that ends before its last sample."""
     if position.samples > 0:
         raise UsageError(
             "the data has become shorter",
-            got=f"nothing behind sample {position.samples:,} of the epoch",
+            got=f"nothing after sample {position.samples:,} of the epoch",
             try_="the data the run was started with",
         )
 
 
-def check_entered(state: str) -> None:
-    """A session has a device, data and a lock only inside `with`."""
-    if state != "entered":
-        raise UsageError(
-            "a session works inside `with`", got=f"a session that is {state}", try_="with whet.Session(...) as session:"
-        )
-
-
 def check_metric_names(names: set[str]) -> None:
-    """Names that every event has."""
-    taken = names & {"kind", "time", "step", "weights"}
+    """Refuse metrics that are named like a field of every event."""
+    taken = names & _RESERVED_METRICS
     if taken:
-        raise UsageError("a metric needs a name of its own", got=", ".join(taken), try_="another name")
+        raise UsageError("a metric has a reserved name", got=", ".join(taken), try_="another name")
 
 
-def parse_allow(allow: object) -> tuple[str, ...]:
-    """The words of `allow`; only what is known may be allowed."""
-    words = (allow,) if isinstance(allow, str) else tuple(allow) if isinstance(allow, Collection) else (allow,)
-    for word in words:
-        if word not in ALLOWED_KEYS:
-            raise UsageError("this cannot be allowed", got=repr(word), try_=" or ".join(ALLOWED_KEYS))
-    return words
+# --- kernels of our own -----------------------------------------------------------------------------------------------
 
 
-def check_overrides_with_plan(plan: Plan | None, overrides: Mapping[str, Scalar] | None, device: str) -> None:
-    """A plan holds its wishes already."""
-    if plan is not None and (overrides or device not in ("auto", plan.overrides.get("device"))):
+def check_own_attention(plan: Plan) -> None:
+    """Refuse attention=own where whet's attention kernels would not be used."""
+    workload, lengths, precision = plan.workload, plan.lengths, plan.precision
+    if attention_kernel_reason(workload.layers, lengths_vary=workload.lengths_vary, lengths=lengths) is not None:
+        if precision not in _HALF_PRECISIONS:
+            raise UsageError(
+                "whet's attention kernels need half precision",
+                got=f"attention=own precision={precision}",
+                try_="precision=bf16, or attention=torch",
+            )
+        return
+    if SPAN_ATTENTION in workload.layers:
         raise UsageError(
-            "a plan has its wishes already", got="plan and wishes or device", try_="wishes=... when the plan is made"
+            "whet's attention kernels need packed sequences",
+            got=f"attention=own lengths={lengths}",
+            try_="lengths=packed, or attention=torch",
+        )
+    raise UsageError(
+        "the model has no attention that whet's kernels support", got="attention=own", try_="attention=torch"
+    )
+
+
+def check_own_norms(plan: Plan) -> None:
+    """Refuse norms=own where whet's norm kernels would not be used."""
+    layers, layout, precision = plan.workload.layers, plan.layout, plan.precision
+    if norm_kernel_reason(layers, layout=layout) is None:
+        if GROUP_NORM_ACTIVATION not in layers:
+            raise UsageError("the model has no norms that whet's kernels support", got="norms=own", try_="norms=torch")
+        raise UsageError(
+            "whet's group norm kernels need channels_last",
+            got=f"norms=own layout={layout}",
+            try_="layout=channels_last, or norms=torch",
+        )
+    if precision not in _HALF_PRECISIONS:
+        raise UsageError(
+            "whet's norm kernels need half precision",
+            got=f"norms=own precision={precision}",
+            try_="precision=bf16, or norms=torch",
         )
 
 
-def check_multi_rank(model: nn.Module, optimizer: Any, plan: Plan, world: RankInfo) -> None:
-    """What several processes cannot train together, or not as it was meant."""
-    if world.is_alone:
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def check_multi_rank(model: nn.Module, optimizer: Any, plan: Plan, ranks: RankInfo) -> None:
+    """Refuse what several ranks cannot train together, or would train differently."""
+    if ranks.is_alone:
         return
-    check_not_mps(world.size, device=plan.device, is_mac=False)
-    number = f"{world.size} processes"
+    check_not_mps(ranks.size, device=plan.device, is_mac=False)
+    number = f"{ranks.size} processes"
     if plan.workload.has_batchnorm:
         raise UsageError(
-            "BatchNorm takes its statistics over what goes through one process at once",
+            "BatchNorm takes its statistics over the samples of one process",
             got=f"{number}; another number of them would be another training",
             try_="one process; or a model with GroupNorm or LayerNorm",
         )
     if any(getattr(module, "is_memory", False) for module in model.modules()):
         raise UsageError(
-            "the model remembers each place of the batch from step to step", got=number, try_="one process"
+            "the model keeps state for each row of the batch between steps", got=number, try_="one process"
         )
     if plan.sharding != "full":
         return
     if isinstance(optimizer, Optimizer):
         raise UsageError(
-            "a model in parts gets other parameters, which your optimizer does not know",
+            "sharding replaces the parameters that your optimizer holds",
             got=f"{type(optimizer).__name__}, sharding=full",
-            try_="optimizer=OptimizerChoice(...), which whet makes afterwards; or sharding=off",
+            try_="optimizer=OptimizerChoice(...), which is built after sharding; or sharding=off",
         )
     if isinstance(optimizer, OptimizerChoice) and optimizer.name == "adafactor":
         raise UsageError(
@@ -259,5 +205,51 @@ def check_multi_rank(model: nn.Module, optimizer: Any, plan: Plan, world: RankIn
         )
     if plan.loss_scaling == "dynamic":
         raise UsageError(
-            "loss scaling looks at whole gradients", got="precision=fp16, sharding=full", try_="precision=bf16"
+            "loss scaling needs whole gradients", got="precision=fp16, sharding=full", try_="precision=bf16"
         )
+
+
+def check_ranks_agree(
+    group: RankGroup,
+    model: nn.Module,
+    optimizer: Optimizer | OptimizerChoice,
+    source: AbstractSource,
+    training: TrainingConfig,
+) -> None:
+    """Refuse, on all ranks, a training that differs on one of them: the loss would not show it."""
+    if group.is_alone:
+        return
+    facts = group.gather(
+        {
+            **training.as_json(),
+            **_optimizer_facts(optimizer),
+            "model": _model_digest(model),
+            "samples": source.num_samples,
+            "content of the data": source.fingerprint(),
+        }
+    )
+    for rank, theirs in enumerate(facts):
+        for name in facts[0] | theirs:
+            first, other = facts[0].get(name), theirs.get(name)
+            # Data that returns different samples each time has no fingerprint.
+            is_unknown = name == "content of the data" and None in (first, other)
+            if first != other and not is_unknown:
+                raise UsageError(
+                    "the ranks do not train the same",
+                    got=f"{name}: {first} on rank 0, {other} on rank {rank}",
+                    try_="the same arguments, the same files and the same code on every machine",
+                )
+
+
+def _optimizer_facts(optimizer: Optimizer | OptimizerChoice) -> dict[str, Any]:
+    if isinstance(optimizer, OptimizerChoice):
+        return {"optimizer" if name == "name" else name: value for name, value in asdict(optimizer).items()}
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    return {"optimizer": type(optimizer).__name__, "lr": rates}
+
+
+def _model_digest(model: nn.Module) -> str:
+    """The number of parameters, and a short digest of their names, shapes and dtypes."""
+    known = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    count = sum(p.numel() for p in model.parameters())
+    return f"{count:,} parameters ({hashlib.sha256(repr(known).encode()).hexdigest()[:8]})"

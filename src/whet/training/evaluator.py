@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -12,36 +12,125 @@ from whet.base.errors import UsageError, WhetError
 from whet.checkpoint.snapshot import Snapshot, restore_model
 from whet.data.adapters import AbstractSource
 from whet.data.batch import MicroBatch, Position
-from whet.data.split import LengthMode, RankShare
+from whet.data.split import RankShare
 from whet.device.rng import preserve_rng
 from whet.distributed.strategies import local_tensor
-from whet.plan.plan import Plan
+from whet.step.apply_plan import open_planned_source
 from whet.step.ema import named_tensors
 from whet.step.step import Stepper
-from whet.training.building import TrainingParts, open_source_for_plan
-from whet.training.callback import State
-from whet.training.checkpointer import Checkpointer
 from whet.training.metrics import normalize_metrics
+
+if TYPE_CHECKING:
+    from whet.training.setup import RunContext
+
+
+Evaluate = Callable[[nn.Module, Iterator[MicroBatch]], Mapping[str, Any]]
+"""Returns metrics; a confusion matrix, scores by class and samples too, if it likes (training/metrics.py)."""
+
+_MAX_OPEN_SOURCES = 4
+"""Datasets that stay open: a new one for every evaluation must not pile up workers."""
+
+
+@runtime_checkable
+class ShardedEvaluation(Protocol):
+    """An evaluation that ranks share: each tallies its samples, and rank 0 computes the metrics from all tallies."""
+
+    def __call__(self, model: nn.Module, micro_batches: Iterator[MicroBatch], /) -> Mapping[str, Any]: ...
+
+    def tally(self, model: nn.Module, micro_batches: Iterator[MicroBatch], /) -> Any:
+        """What is needed of these samples, as plain JSON; there may be none."""
+
+    def conclude(self, model: nn.Module, tallies: list[Any], /) -> Mapping[str, Any]:
+        """The metrics of all of them."""
+
+
+class Evaluator:
+    """Evaluates the model of a run on any data; each dataset is opened once."""
+
+    def __init__(self, run: "RunContext") -> None:
+        self._run = run
+        self._sources: dict[tuple[int, int, int], tuple[AbstractSource, Any]] = {}
+
+    def run(self, evaluate: Evaluate, data: Any) -> dict[str, Any]:
+        """Evaluate in eval mode with the averaged weights; afterwards generators, modes and weights are as before."""
+        stepper, device = self._run.stepper, self._run.device
+        model, ema = stepper.model, stepper.ema
+        modes = [(module, module.training) for module in model.modules()]
+        averaged = ema.in_place() if ema else contextlib.nullcontext()
+        with torch.no_grad(), preserve_rng(device), averaged, stepper.strategy.evaluating(), device.compute_context():
+            model.eval()
+            try:
+                return self._metrics(evaluate, data)
+            finally:
+                for module, mode in modes:
+                    module.training = mode
+
+    def batches(self, data: Any) -> Iterator[MicroBatch]:
+        """Data in its own order, on the device, in micro-batches of the planned evaluation size."""
+        return self._micro_batches(data, RankShare())
+
+    def close(self) -> None:
+        """End the workers that read data."""
+        for source, _ in self._sources.values():
+            source.close()
+
+    def _metrics(self, evaluate: Evaluate, data: Any) -> dict[str, Any]:
+        """One process evaluates all data; several share it if the evaluation supports that, else rank 0 does it."""
+        model, group = self._run.model, self._run.group
+        if group.is_alone:
+            return _normalized(evaluate(model, self.batches(data)))
+        if isinstance(evaluate, ShardedEvaluation):
+            own = self._micro_batches(data, RankShare(rank=group.ranks.rank, size=group.ranks.size))
+            # Micro-batches that do not count only keep the ranks in step.
+            tallies = group.gather(evaluate.tally(model, (micro for micro in own if micro.is_counted)))
+            metrics = _normalized(evaluate.conclude(model, tallies)) if group.is_first else None
+        else:
+            metrics = _normalized(evaluate(model, self.batches(data))) if group.is_first else None
+        shared: dict[str, Any] = group.share(metrics)
+        return shared
+
+    def _micro_batches(self, data: Any, share: RankShare) -> Iterator[MicroBatch]:
+        device, plan = self._run.device, self._run.plan
+        size = plan.eval_batch
+        key = id(data), size, share.size
+        if key not in self._sources:
+            if len(self._sources) >= _MAX_OPEN_SOURCES:
+                oldest, _ = self._sources.pop(next(iter(self._sources)))
+                oldest.close()
+            source = open_planned_source(data, device, plan, global_batch_size=size * share.size, share=share)
+            # With the data itself, so that its id is not used again.
+            self._sources[key] = source, data
+        source, _ = self._sources[key]
+        for batch in source.batches(Position()):
+            for micro in source.micro_batches(batch, micro_batch=size, length_mode=plan.lengths):
+                yield micro.map_tensors(device.put)
+
+
+def _normalized(metrics: Any) -> dict[str, Any]:
+    if not isinstance(metrics, Mapping):
+        raise UsageError("evaluate must return metrics", got=type(metrics).__name__, try_='{"accuracy": 0.9}')
+    return normalize_metrics(metrics)
 
 
 @contextmanager
-def use_best_weights(stepper: Stepper, keeper: Checkpointer | None, progress: State) -> Iterator[int]:
-    """While entered the model has the weights of the best step, which is given; its own where they are the best.
+def use_best_weights(run: "RunContext") -> Iterator[int]:
+    """While entered, the model has the weights of the best step; yields that step.
 
-    Without a run folder, and where the checkpoint is gone or damaged, the newest ones stay in place.
+    Without a run folder, or if the checkpoint is gone or damaged, the newest weights stay.
     """
-    best = None if keeper is None else keeper.best(progress)
+    best = None if run.checkpointer is None else run.checkpointer.best()
     if best is None:
-        yield progress.step
+        yield run.state.step
         return
-    kept = {name: local_tensor(tensor).to("cpu", copy=True) for name, tensor in _live_tensors(stepper).items()}
+    stepper = run.stepper
+    saved = {name: local_tensor(tensor).to("cpu", copy=True) for name, tensor in _live_tensors(stepper).items()}
     try:
         _load_snapshot(best, stepper)
         yield int(best.facts["step"])
     finally:
         with torch.no_grad():
             for name, tensor in _live_tensors(stepper).items():
-                local_tensor(tensor).copy_(kept[name])
+                local_tensor(tensor).copy_(saved[name])
 
 
 def _load_snapshot(best: Snapshot, stepper: Stepper) -> None:
@@ -55,102 +144,7 @@ def _load_snapshot(best: Snapshot, stepper: Stepper) -> None:
 
 
 def _live_tensors(stepper: Stepper) -> dict[str, Tensor]:
-    """The weights and their average; looked up each time, since a forward pass may replace a buffer."""
+    """Weights and their average; looked up each time, since a forward pass may replace a buffer."""
     live = {f"model/{name}": tensor.detach() for name, tensor in named_tensors(stepper.model)}
     averages = {} if stepper.ema is None else stepper.ema.average
     return live | {f"ema/{name}": tensor for name, tensor in averages.items()}
-
-
-Evaluate = Callable[[nn.Module, Iterator[MicroBatch]], Mapping[str, Any]]
-"""Gives metrics, and perhaps what `whet.training.metrics` tells of."""
-
-
-@runtime_checkable
-class ShardedEvaluation(Protocol):
-    """An evaluation that several processes can share: each tallies the samples it sees, one draws the conclusion."""
-
-    def __call__(self, model: nn.Module, micro_batches: Iterator[MicroBatch], /) -> Mapping[str, Any]: ...
-
-    def tally(self, model: nn.Module, micro_batches: Iterator[MicroBatch], /) -> Any:
-        """What is known of these samples, as plain JSON; there may be none."""
-
-    def conclude(self, model: nn.Module, tallies: list[Any], /) -> Mapping[str, Any]:
-        """The metrics of all of them."""
-
-
-_MAX_OPEN_SOURCES = 4
-"""Data sets that stay open: who makes a new one for every evaluation must not collect workers."""
-
-
-class Evaluator:
-    """Evaluates one model on any data; each data set is opened once."""
-
-    def __init__(self, parts: TrainingParts) -> None:
-        self._parts = parts
-        self._sources: dict[tuple[int, int, int], tuple[AbstractSource, Any]] = {}
-
-    def run(self, evaluate: Evaluate, data: Any, *, plan: Plan) -> dict[str, Any]:
-        """What was found; generators, modes and weights are as before when this returns."""
-        model, ema = self._parts.stepper.model, self._parts.stepper.ema
-        modes = [(module, module.training) for module in model.modules()]
-        averaged = ema.in_place() if ema else contextlib.nullcontext()
-        device, joining = self._parts.device, self._parts.stepper.strategy
-        with torch.no_grad(), preserve_rng(device), averaged, joining.evaluating(), device.compute_context():
-            model.eval()
-            try:
-                return self._found(evaluate, data, plan=plan)
-            finally:
-                for module, mode in modes:
-                    module.training = mode
-
-    def _found(self, evaluate: Evaluate, data: Any, *, plan: Plan) -> dict[str, Any]:
-        """By one process on all of it; by several on a part each, where the evaluation can be put together again."""
-        model, group = self._parts.stepper.model, self._parts.group
-        if group.is_alone:
-            return _validated_metrics(evaluate(model, self.batches(data, plan=plan)))
-        if isinstance(evaluate, ShardedEvaluation):
-            tallies = group.gather(evaluate.tally(model, self._own_batches(data, plan=plan)))
-            found = _validated_metrics(evaluate.conclude(model, tallies)) if group.is_first else None
-        else:
-            found = _validated_metrics(evaluate(model, self.batches(data, plan=plan))) if group.is_first else None
-        told: dict[str, Any] = group.share(found)
-        return told
-
-    def batches(self, data: Any, *, plan: Plan) -> Iterator[MicroBatch]:
-        """Data in its own order, on the device, as much at once as the plan evaluates."""
-        return self._micros(data, plan=plan, share=RankShare())
-
-    def _own_batches(self, data: Any, *, plan: Plan) -> Iterator[MicroBatch]:
-        """What this process evaluates: with what the others do, every sample once."""
-        world = self._parts.group.world
-        micro_batches = self._micros(data, plan=plan, share=RankShare(rank=world.rank, size=world.size))
-        return (micro for micro in micro_batches if micro.is_counted)
-
-    def _micros(self, data: Any, *, plan: Plan, share: RankShare) -> Iterator[MicroBatch]:
-        device = self._parts.device
-        size = plan.eval_batch
-        assert isinstance(size, int)
-        length_mode: LengthMode = plan.lengths
-        key = id(data), size, share.size
-        if key not in self._sources:
-            if len(self._sources) >= _MAX_OPEN_SOURCES:
-                oldest, _ = self._sources.pop(next(iter(self._sources)))
-                oldest.close()
-            # With the data itself, so that its id stays taken.
-            opened = open_source_for_plan(data, device, plan, global_batch_size=size * share.size, share=share)
-            self._sources[key] = opened, data
-        source, _ = self._sources[key]
-        for batch in source.batches(Position()):
-            for micro in source.micro_batches(batch, micro_batch=size, length_mode=length_mode):
-                yield micro.map_tensors(device.put)
-
-    def close(self) -> None:
-        """Ends the workers that read."""
-        for source, _ in self._sources.values():
-            source.close()
-
-
-def _validated_metrics(found: Any) -> dict[str, Any]:
-    if not isinstance(found, Mapping):
-        raise UsageError("evaluate must return metrics", got=type(found).__name__, try_='{"accuracy": 0.9}')
-    return normalize_metrics(found)

@@ -21,15 +21,15 @@ from whet.training.tune import OpenStepBench, resolve_auto_batch_size
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """How a sitting ended."""
+    """How a session ended."""
 
     path: Path | None
     """The run folder."""
     state: str
-    """"done", or "stopped" when it was asked to stop: the same call goes on."""
+    """"done", or "stopped" if it was asked to stop: the same call resumes."""
     step: int
     metrics: dict[str, float]
-    """What the last evaluation gave."""
+    """The metrics of the last evaluation."""
     exit_code: int
 
 
@@ -42,59 +42,58 @@ def train(
     evaluate: Evaluate | None = None,
     val: Any = None,
     test: Any = None,
-    show: EventHandler | Literal["line"] | None = "line",
+    on_event: EventHandler | Literal["line"] | None = "line",
     notify: bool = False,
     measure: bool = True,
     open_bench: OpenStepBench | None = None,
     **options: Any,
 ) -> TrainResult:
-    """Trains a model: probes, plans, trains, checkpoints; call it again with the same `run` and it resumes.
+    """Train a model: probe, plan, train, checkpoint; call it again with the same `run` and it resumes.
 
     `loss` receives a micro-batch and returns a mean over its samples, or a pair (sum, weight). `evaluate` receives the
-    model and micro-batches of `val` and returns metrics, perhaps a confusion matrix and samples too
-    (training/metrics.py); of `test` too, once, when all steps are done, with the weights that were best on `val` by
-    `goal`. `show` is told of every event: a line on
-    standard error unless you give a function, or None for silence. `notify` tells the desktop, or the terminal, when
-    the run ends or needs attention. A new run that is long
-    enough to earn it back is measured first, in steps that leave no trace (docs/measure.md), unless `measure` is
-    False; `open_bench` opens the same training in a process of its own for that. All other options are Session's: run,
-    device, wishes, plan, goal, init_from, outputs (of a causal model), and what `training/training_config.py` lists
-    (global_batch_size, epochs, max_steps, seed, schedule, warmup_steps, clip, ema, eval_every, patience, ...).
+    model and micro-batches of `val` and returns metrics, optionally a confusion matrix and samples too
+    (training/metrics.py); it is called once on `test` when all steps are done, with the weights that were best on `val`
+    by `goal`. `on_event` is called with every event: a progress line on standard error by default, a function of yours,
+    or None for silence. `notify` sends a desktop notification when the run ends or needs attention. A new run that is
+    long enough to repay it is measured first, in steps that leave no trace (docs/measure.md), unless `measure` is
+    False; `open_bench` opens the same training in a separate process for that. All other options are those of
+    `Session`: run, device, overrides, plan, goal, callbacks, init_from, outputs (of a causal model), and the fields of
+    `TrainingConfig` (global_batch_size, epochs, max_steps, seed, schedule, warmup_steps, clip, ema, eval_every, ...).
 
     global_batch_size="auto" measures which batch uses this machine well, and scales your learning rate, which is taken
     to be meant for `lr_batch` samples (32); the run keeps both numbers.
     """
     if (evaluate is None) != (val is None):
-        raise UsageError("evaluate and dev belong together", got="one of them", try_="evaluate=..., dev=...")
+        raise UsageError("evaluate and val belong together", got="one of them", try_="evaluate=..., val=...")
     line = ProgressLine(epochs=options.get("epochs", 1))
     is_first = read_rank_info().is_first
-    told = line if show == "line" else show
+    handler = line if on_event == "line" else on_event
     if not is_first:
-        told = None
+        handler = None
     elif notify:
-        told = DesktopNotifier("train", show=told, say=line.say)
-    given = resolve_auto_batch_size(
-        model, data, loss=loss, optimizer=optimizer, options=options, may_measure=measure, show=told
+        handler = DesktopNotifier("train", on_event=handler, say=line.say)
+    resolved = resolve_auto_batch_size(
+        model, data, loss=loss, optimizer=optimizer, options=options, may_measure=measure, on_event=handler
     )
-    with given as (optimizer, options):
-        session = Session(model, optimizer, data, show=told, **options)
+    with resolved as (optimizer, options):
+        session = Session(model, optimizer, data, on_event=handler, **options)
         if measure:
             session.tune(loss, open_bench=open_bench)
         metrics = _train(session, loss, evaluate, val=val, test=test)
     result = TrainResult(
-        path=None if session.run is None else session.run.path,
+        path=session.run.path,
         state="done" if session.is_finished else "stopped",
-        step=session.progress.step,
+        step=session.state.step,
         metrics=metrics,
         exit_code=session.exit_code,
     )
-    if show == "line" and is_first and result.state == "done":
+    if on_event == "line" and is_first and result.state == "done":
         line.say(_summary(result))
     return result
 
 
 def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, val: Any, test: Any) -> dict[str, float]:
-    """The loop itself; what the last evaluation gave."""
+    """Run the loop. Returns the metrics of the last evaluation."""
     metrics: dict[str, float] = {}
     with session:
         if evaluate is not None and session.due("evaluate"):
@@ -109,6 +108,6 @@ def _train(session: Session, loss: LossFunction, evaluate: Evaluate | None, *, v
 
 
 def _summary(result: TrainResult) -> str:
-    shown = "".join(f", {name} {value:.4g}" for name, value in result.metrics.items())
-    kept = f"; kept in {result.path}: whet report, or whet.open_run(...).plot()" if result.path else ""
-    return f"train: done at step {result.step:,}{shown}{kept}"
+    metrics = "".join(f", {name} {value:.4g}" for name, value in result.metrics.items())
+    where = f"; kept in {result.path}: whet report, or whet.open_run(...).plot()" if result.path else ""
+    return f"train: done at step {result.step:,}{metrics}{where}"

@@ -3,151 +3,128 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from whet.base.errors import UsageError
 from whet.data.batch import GlobalBatch, MicroBatch, micro_batch_shapes
-from whet.data.split import LengthMode
 from whet.device.abstract import AbstractDevice
 from whet.device.errors import is_out_of_memory
-from whet.plan.plan import Plan
 from whet.step.loss import LossFunction
 from whet.step.rollback import release_traceback
-from whet.training.building import TrainingParts
 from whet.verify.isolation import preserve_model_and_rng
 from whet.verify.start import causality, device_parity
-from whet.verify.start.causality import sequence_length
-from whet.verify.trainable import OutputFunction
+
+if TYPE_CHECKING:
+    from whet.training.setup import RunContext
 
 _Result = TypeVar("_Result")
 _MAX_SAMPLES = 8
-"""Of a micro-batch: as long as they are in training, and enough to try several places at once."""
+"""Samples of a micro-batch for the causality check: of full length, and enough to test several positions at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCheckResult:
-    """What was found; None where it was not asked, or could not be."""
+    """The results of all checks; None for a check that was not made or could not be made."""
 
     leak: causality.CausalityLeak | None = None
-    agreement: device_parity.DeviceParity | None = None
-    said: tuple[str, ...] = ()
-    """Everything in words."""
+    parity: device_parity.DeviceParity | None = None
+    messages: tuple[str, ...] = ()
     is_complete: bool = True
-    """Whether every question was answered."""
+    """Whether every check could be made."""
 
     @property
     def is_good(self) -> bool:
-        return self.leak is None and (self.agreement is None or self.agreement.agrees)
+        return self.leak is None and (self.parity is None or self.parity.agrees)
 
     @property
     def error(self) -> float | None:
-        """The largest one beside the CPU, for the log; None where it is not a number."""
-        error = None if self.agreement is None else max(self.agreement.loss_error, self.agreement.gradient_error)
+        """The largest error against the CPU, for the log; None if it is unknown or not finite."""
+        error = None if self.parity is None else max(self.parity.loss_error, self.parity.gradient_error)
         return error if error is not None and math.isfinite(error) else None
 
     def __str__(self) -> str:
-        return "; ".join(self.said)
+        return "; ".join(self.messages)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCheck:
-    """One model with its loss, and the samples that it is tried with."""
+    """Checks the model of a run with its loss, on samples of the first batch. Leaves no trace in model or generators."""
 
-    parts: TrainingParts
-    loss: LossFunction
-    outputs: OutputFunction | None
-    small: MicroBatch
-    """For the comparison with the CPU."""
-    whole: MicroBatch
-    """For the outputs."""
-
-    @classmethod
-    def of(
-        cls,
-        parts: TrainingParts,
-        plan: Plan,
-        loss: LossFunction,
-        outputs: OutputFunction | None,
-        batch: GlobalBatch,
-        length_mode: LengthMode,
-    ) -> "ModelCheck":
-        planned = plan.micro_batch
-        assert isinstance(planned, int)
+    def __init__(self, run: "RunContext", loss: LossFunction, batch: GlobalBatch) -> None:
+        self._run = run
+        self.loss = loss
+        plan = run.plan
 
         def first(size: int) -> MicroBatch:
-            return next(
-                iter(parts.source.micro_batches(batch, micro_batch=min(size, len(batch)), length_mode=length_mode))
-            )
+            size = min(size, len(batch))
+            return next(iter(run.source.micro_batches(batch, micro_batch=size, length_mode=plan.lengths)))
 
-        whole = first(min(planned, _MAX_SAMPLES))
-        small = first(device_parity.parity_batch_size(plan.workload.num_parameters, sequence_length(whole)))
-        return cls(parts=parts, loss=loss, outputs=outputs, small=small, whole=whole)
+        self._whole = first(min(plan.micro_batch, _MAX_SAMPLES))
+        length = causality.sequence_length(self._whole)
+        # The CPU is slow, so that it gets few samples.
+        self._small = first(device_parity.parity_batch_size(plan.workload.num_parameters, length))
 
     @property
     def shapes(self) -> list[Any]:
-        """What the findings hold for."""
-        return [micro_batch_shapes(self.small), micro_batch_shapes(self.whole)]
+        """The shapes that the results hold for."""
+        return [micro_batch_shapes(self._small), micro_batch_shapes(self._whole)]
 
-    def findings(self, precision: str) -> ModelCheckResult:
-        """All questions, in this number format; leaves no trace."""
-        parts, said, is_complete = self.parts, [], True
-        model, device = parts.stepper.model, parts.device
+    def run_checks(self, precision: str) -> ModelCheckResult:
+        """Run all checks in this precision."""
+        model, device, outputs = self._run.model, self._run.device, self._run.config.outputs
+        messages, is_complete = [], True
         precision = device_parity.compute_precision(model, precision)
-        leak = agreement = None
-        if parts.device.kind != "cpu":
-            agreement, again, problem = self._compare(precision)
-            said += [problem or str(agreement)]
+        leak = parity = None
+        if device.kind != "cpu":
+            parity, difference, problem = self._compare_with_cpu(precision)
+            messages += [problem or str(parity)]
             is_complete = problem is None
-        if self.outputs is not None:
-            outputs = self.outputs
-
-            def probe() -> causality.CausalityLeak | None:
-                return causality.check_causality(model, device, outputs, self.whole, precision=precision)
-
-            leak, problem = self._ask(probe, "causality not shown")
-            said += [problem or (str(leak) if leak else "causal")]
+        if outputs is not None:
+            leak, problem = self._isolated(
+                lambda: causality.check_causality(model, device, outputs, self._whole, precision=precision),
+                "causality not shown",
+            )
+            messages += [problem or (str(leak) if leak else "causal")]
             is_complete = is_complete and problem is None
-        if agreement is not None:
-            said += [again or "the same bits twice"]
-            if again and device.kind == "cuda":
-                said[-1] += " (CUDA adds in any order; not with deterministic=on)"
-        return ModelCheckResult(leak=leak, agreement=agreement, said=tuple(said), is_complete=is_complete)
+        if parity is not None:
+            messages += [difference or "the same bits twice"]
+            if difference and device.kind == "cuda":
+                messages[-1] += " (CUDA adds in any order; not with deterministic=on)"
+        return ModelCheckResult(leak=leak, parity=parity, messages=tuple(messages), is_complete=is_complete)
 
-    def _compare(self, precision: str) -> tuple[device_parity.DeviceParity | None, str | None, str | None]:
-        """The agreement with the CPU, how a second pass differs, and what went wrong."""
-        model, device, loss, micro = self.parts.stepper.model, self.parts.device, self.loss, self.small
+    def _compare_with_cpu(self, precision: str) -> tuple[device_parity.DeviceParity | None, str | None, str | None]:
+        """The parity with the CPU, how a second pass differs from the first, and what went wrong."""
+        model, device, loss, micro = self._run.model, self._run.device, self.loss, self._small
 
         def compare() -> tuple[device_parity.DeviceParity, str | None]:
-            once, twice = (
+            first, second = (
                 device_parity.loss_and_gradients(model, device, loss, micro, precision=precision) for _ in range(2)
             )
-            return device_parity.compare_with_cpu(
-                model, loss, micro, once, precision=precision
-            ), device_parity.repeat_difference(once, twice)
+            parity = device_parity.compare_with_cpu(model, loss, micro, first, precision=precision)
+            return parity, device_parity.repeat_difference(first, second)
 
-        found, problem = self._ask(compare, "not compared with the CPU")
-        return (None, None, problem) if found is None else (*found, None)
+        result, problem = self._isolated(compare, "not compared with the CPU")
+        return (None, None, problem) if result is None else (*result, None)
 
-    def _ask(self, question: Callable[[], Any], unanswered: str) -> tuple[Any, str | None]:
-        device = self.parts.device
+    def _isolated(self, check: Callable[[], _Result], failed: str) -> tuple[_Result | None, str | None]:
+        model, device = self._run.model, self._run.device
 
-        def asked() -> Any:
-            with preserve_model_and_rng(self.parts.stepper.model, device):
-                return question()
+        def isolated() -> _Result:
+            with preserve_model_and_rng(model, device):
+                return check()
 
-        return run_check(asked, device, unanswered=unanswered)
+        return run_check(isolated, device, failed=failed)
 
 
 def run_check(
-    question: Callable[[], _Result], device: AbstractDevice, *, unanswered: str
+    check: Callable[[], _Result], device: AbstractDevice, *, failed: str
 ) -> tuple[_Result | None, str | None]:
-    """An answer, or why there is none: a step may work where a question does not, and has the last word."""
+    """The result of a check, or why there is none: a check may fail where a step works, and the step decides."""
     try:
-        return question(), None
+        return check(), None
     except UsageError:
         raise
     except Exception as error:
         is_oom, problem = is_out_of_memory(error), release_traceback(error)
     if is_oom:
         device.memory.empty_cache()
-    return None, f"{unanswered}: {problem}"
+    return None, f"{failed}: {problem}"

@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from whet.plan.plan import Plan
 from whet.run.event import INCIDENT_KINDS
 from whet.run.events import History
 from whet.run.folder import Run
-from whet.training.building import TrainingParts
-from whet.training.callback import State
+
+if TYPE_CHECKING:
+    from whet.training.setup import RunContext
 
 _ROUNDING_SETTINGS = (
     "precision",
@@ -33,15 +34,15 @@ _ROUNDING_SETTINGS = (
     "norms",
     "causal_mask",
 )
-"""Settings of the plan that change how sums are rounded, or what a sum is taken over."""
+"""Settings of the plan that change how sums are rounded, or what is summed."""
 
 
 def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) -> dict[str, EnvironmentValue]:
-    """How it is here and now."""
+    """Everything besides the training itself that decides the last bits of the result."""
     accelerator = plan.machine.accelerator(device.kind)
     system = f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else platform.system()
     return {
-        **{name: plan.settings[name].value for name in _ROUNDING_SETTINGS if name in plan.settings},
+        **{name: plan.settings[name].value for name in _ROUNDING_SETTINGS},
         "whet": VERSION,
         "torch": str(torch.__version__),
         "numpy": np.__version__,
@@ -58,9 +59,9 @@ def run_environment(plan: Plan, device: AbstractDevice, *, world_size: int = 1) 
 
 
 def environment_changes(saved: Mapping[str, EnvironmentValue], now: Mapping[str, EnvironmentValue]) -> list[str]:
-    """What has changed, by name; what only one of the two knows counts too.
+    """What has changed, by name; a name that only one side has counts too.
 
-    >>> differences({"threads": 8, "torch": "2.13"}, {"threads": 2, "torch": "2.13"})
+    >>> environment_changes({"threads": 8, "torch": "2.13"}, {"threads": 2, "torch": "2.13"})
     ['threads 8 -> 2']
     """
     names = [*now, *(name for name in saved if name not in now)]
@@ -68,7 +69,7 @@ def environment_changes(saved: Mapping[str, EnvironmentValue], now: Mapping[str,
 
 
 def describe_exactness(reasons: list[str], device: AbstractDevice) -> str:
-    """In a few words, how a resumed run compares with one that was never interrupted."""
+    """How a resumed run compares with one that was never interrupted."""
     if reasons:
         return "not bit-exact: " + "; ".join(reasons)
     if device.kind == "cpu" or torch.are_deterministic_algorithms_enabled():
@@ -76,83 +77,81 @@ def describe_exactness(reasons: list[str], device: AbstractDevice) -> str:
     return f"exact state; kernels of {device.kind} may round differently each time"
 
 
-def with_earlier_inexactness(told: dict[str, Any], run: Run | None) -> dict[str, Any]:
-    """What is told about a run that goes on, with what holds for it as a whole: since when it is not bit-exact."""
+def with_earlier_inexactness(fields: dict[str, Any], run: Run | None) -> dict[str, Any]:
+    """The fields of a resume event, with the step since which the run as a whole is not bit-exact, if there is one."""
     events = () if run is None else History(run).events(kinds=INCIDENT_KINDS)
     changes = [event for event in events if event.get("exact") is False]
-    if not changes or told.get("exact") is False:
-        return told
+    if not changes or fields.get("exact") is False:
+        return fields
     why = changes[-1].get("action") or changes[-1].get("reason")
-    return {**told, "exactness": f"not bit-exact since step {min(event.step for event in changes):,}: {why}"}
+    return {**fields, "exactness": f"not bit-exact since step {min(event.step for event in changes):,}: {why}"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredRun:
-    """What a run goes on with, once its tensors are in place."""
+    """The result of a restore, once tensors and state are in place."""
 
-    progress: State
     base_rates: list[float]
     reasons: list[str]
-    """Why it is not bit-exact from here on."""
-    told: dict[str, Any]
-    """What the log should say."""
+    """Why the run is not bit-exact from here on."""
+    fields: dict[str, Any]
+    """Fields of the resume event."""
 
 
-def restore_run(
-    snapshot: Snapshot, parts: TrainingParts, *, step: int, plan: Plan, data: Mapping[str, Any], allow: Collection[str]
-) -> RestoredRun:
-    """Puts the state after `step` into the parts; `data` are the facts of what is trained on now."""
-    reasons = _data_changes(snapshot.about, data, allow)
+def restore_run(snapshot: Snapshot, run: "RunContext", *, step: int, data: Mapping[str, Any]) -> RestoredRun:
+    """Restore the state after `step`; `data` describes the data that is trained on now."""
+    stepper, state = run.stepper, run.state
+    reasons = _data_changes(snapshot.about, data, run.config.allow)
     if step > 0:
-        now = run_environment(plan, parts.device, world_size=parts.group.world.size)
+        now = run_environment(run.plan, run.device, world_size=run.group.ranks.size)
         reasons += environment_changes(snapshot.about.circumstances, now)
     saved = restore_snapshot(
-        snapshot,
-        parts.stepper.model,
-        parts.stepper.optimizer,
-        parts.device,
-        scaler=parts.stepper.scaler,
-        ema=parts.stepper.ema,
+        snapshot, stepper.model, stepper.optimizer, run.device, scaler=stepper.scaler, ema=stepper.ema
     )
     try:
-        parts.schedule.load_state(saved["schedule"])
-        parts.source.load_state(saved["source"])
-        progress, rates = State.from_json(saved["progress"]), [float(rate) for rate in saved["base_rates"]]
+        run.schedule.load_state_dict(saved["schedule"])
+        run.source.load_state(saved["source"])
+        state.load_state_dict(saved["progress"])
+        base_rates = [float(rate) for rate in saved["base_rates"]]
+        callbacks = {str(name): dict(values) for name, values in saved["callbacks"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         got = f"{type(error).__name__} {error}"
         raise WhetError("the checkpoint's progress has another structure", got=got, try_="an older one") from None
-    length = parts.source.num_samples
-    if length is not None and progress.position.samples >= length:
-        # Other data, and shorter: what was left of the epoch is not there.
-        progress.position = replace(progress.position, epoch=progress.position.epoch + 1, samples=0)
-    if not parts.source.is_exact:
+    unmatched = run.callbacks.load_state_dict(callbacks)
+    if unmatched:
+        reasons.append(f"other callbacks with state ({', '.join(unmatched)})")
+    length = run.source.num_samples
+    if length is not None and state.position.samples >= length:
+        # The data is shorter than it was: the rest of the epoch is gone.
+        state.position = replace(state.position, epoch=state.position.epoch + 1, samples=0)
+    if not run.source.is_exact:
         reasons.append("a stream without a state")
-    told: dict[str, Any] = {"exactness": describe_exactness(reasons, parts.device)}
-    if snapshot.facts["device"] != parts.device.kind:
-        told["moved_from"] = snapshot.facts["device"]
+    fields: dict[str, Any] = {"exactness": describe_exactness(reasons, run.device)}
+    if snapshot.facts["device"] != run.device.kind:
+        fields["moved_from"] = snapshot.facts["device"]
     if reasons:
-        told |= {"exact": False, "reason": "; ".join(reasons)}
-    return RestoredRun(progress=progress, base_rates=rates, reasons=reasons, told=told)
+        fields |= {"exact": False, "reason": "; ".join(reasons)}
+    return RestoredRun(base_rates=base_rates, reasons=reasons, fields=fields)
 
 
 def _data_changes(saved: CheckpointInfo, now: Mapping[str, Any], allow: Collection[str]) -> list[str]:
-    """Whether the data or the global batch are others; refused unless that was allowed."""
+    """How data and global batch size differ from the saved ones; refused unless `allow` names it."""
     then = {name: saved.data.get(name) for name in now}
     if then["global_batch_size"] != now["global_batch_size"] and "batch" not in allow:
         raise UsageError(
-            "the global batch is not what the run was started with",
+            "the global batch size is not what the run was started with",
             got=f"{now['global_batch_size']}; the run has {then['global_batch_size']}",
-            try_='the same global batch, or --allow batch (allow=("batch",)) to go on, not bit-exact',
+            try_='the same global batch size, or --allow batch (allow=("batch",)) to resume, not bit-exact',
         )
     prints = then["fingerprint"], now["fingerprint"]
-    # Where one is unknown (a sample that differs each time, a worker that was killed) the length must do.
+    # If a fingerprint is unknown (samples that differ each time, a worker that was killed) the length must do.
     is_other = then["num_samples"] != now["num_samples"] or (None not in prints and prints[0] != prints[1])
     if is_other and "data" not in allow:
         raise DataChangedError(
             "the data is not what the run was started with",
             got=f"{now['num_samples']} samples; the run has {then['num_samples']}"
-            + (", of other content" if now["num_samples"] == then["num_samples"] else ""),
-            try_='the same data, another run folder, or --allow data (allow=("data",)) to go on, not bit-exact',
+            + (", with other content" if now["num_samples"] == then["num_samples"] else ""),
+            try_='the same data, another run folder, or --allow data (allow=("data",)) to resume, not bit-exact',
         )
     batch = environment_changes(*({"global_batch_size": facts["global_batch_size"]} for facts in (then, now)))
     data = [f"other data ({then['num_samples']} -> {now['num_samples']} samples)"] if is_other else []

@@ -3,81 +3,83 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whet.base.errors import UsageError
 from whet.device.open import current_machine
 from whet.plan.plan import Plan, make_plan, read_plan
 from whet.plan.setting import Scalar
-from whet.plan.workload import Workload
 from whet.run.folder import RUN_FILE, Run, open_run
 
+if TYPE_CHECKING:
+    from whet.training.setup import RunConfig
+
 GROWABLE_KEYS = ("epochs", "max_steps")
-"""What may grow when a run goes on; None is without end."""
+"""Options that may grow when a run resumes; None means without end."""
 
 _FREE_SETTINGS = ("on_heat", "verify", "freed_memory")
 FREE_KEYS = ("epochs_per_session", *_FREE_SETTINGS)
-"""What may change when a run goes on."""
+"""Options that may change when a run resumes."""
 
 ALLOWED_KEYS = {"data": ("data", "data_paths"), "batch": ("global_batch_size",)}
-"""What may change when it is allowed by these words."""
+"""Options that may change if `allow` names them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingPoint:
-    """What a sitting starts from."""
+    """What a session starts from."""
 
     plan: Plan
     run: Run | None
-    """The run that goes on; None for a new one."""
+    """The run that is resumed; None for a new one."""
     replanned: str | None = None
-    """Why the plan is another than the saved one."""
+    """Why the plan is not the saved one."""
 
 
 def run_exists(path: Path | None) -> bool:
-    """Whether there is a run to go on with."""
+    """Whether there is a run to resume."""
     return path is not None and (path / RUN_FILE).exists()
 
 
-def find_starting_point(
-    path: Path | None,
-    workload: Workload,
-    *,
-    overrides: Mapping[str, Scalar],
-    config: Mapping[str, Any],
-    plan: Plan | None = None,
-    allow: Collection[str] = (),
-) -> StartingPoint:
-    """The plan saved in the run folder if there is one and it fits this machine; else a new plan. Writes nothing.
+def find_starting_point(asked: "RunConfig") -> StartingPoint:
+    """The plan in the run folder if there is one and it fits this machine, else a new plan. Writes nothing.
 
-    `plan` is taken for a new run, if it was made for this machine.
+    `asked.plan` is used for a new run, if it was made for this machine.
     """
     machine, conditions = current_machine()
-    given, plan = plan, make_plan(machine, workload, overrides=overrides, conditions=conditions)
+    plan = make_plan(machine, asked.workload, overrides=asked.overrides, conditions=conditions)
+    path = asked.path
     if path is None or not run_exists(path):
-        if given is not None:
-            check_plan_fits(given, plan)
-        return StartingPoint(plan=given or plan, run=None)
+        if asked.plan is not None:
+            check_plan_fits(asked.plan, plan)
+        return StartingPoint(plan=asked.plan or plan, run=None)
     run = open_run(path)
-    check_unchanged(run.config, config, where=path, free=[key for word in allow for key in ALLOWED_KEYS[word]])
+    check_unchanged(
+        run.config, asked.config, where=path, free=[key for name in asked.allow for key in ALLOWED_KEYS[name]]
+    )
     saved = read_plan(run.plan, where=f"{path}/plan.json")
-    check_unchanged(_without_device(saved.overrides), _without_device(overrides), where=path)
+    check_unchanged(_without_device(saved.overrides), _without_device(asked.overrides), where=path)
     changed = _plan_changes(saved, plan)
-    if saved.workload.global_batch_size != workload.global_batch_size:
-        batches = f"global_batch_size {saved.workload.global_batch_size} -> {workload.global_batch_size}"
-        changed = f"{changed}; {batches}" if changed else batches
+    before, now = saved.workload.global_batch_size, asked.workload.global_batch_size
+    if before != now:
+        changed = "; ".join(filter(None, (changed, f"global_batch_size {before} -> {now}")))
     if changed is not None:
         return StartingPoint(plan=plan, run=run, replanned=changed)
-    grown = saved.workload.model_copy(update={"num_steps": workload.num_steps})
+    # The saved plan, with the settings that may change and the number of steps as they are now.
     overrides = {name: value for name, value in saved.overrides.items() if name not in _FREE_SETTINGS}
     overrides |= {name: value for name, value in plan.overrides.items() if name in _FREE_SETTINGS}
-    free = {name: plan.settings[name] for name in _FREE_SETTINGS}
-    changed_only = {"workload": grown, "wishes": overrides, "settings": {**saved.settings, **free}}
-    return StartingPoint(plan=saved.model_copy(update=changed_only), run=run)
+    kept = saved.model_copy(
+        update={
+            "workload": saved.workload.model_copy(update={"num_steps": asked.workload.num_steps}),
+            "overrides": overrides,
+            "settings": {**saved.settings, **{name: plan.settings[name] for name in _FREE_SETTINGS}},
+        }
+    )
+    return StartingPoint(plan=kept, run=run)
 
 
 def check_plan_fits(given: Plan, ours: Plan) -> None:
-    """A plan holds for the machine and the training that it was made for."""
+    """Refuse a plan that was made for another machine or another training."""
     changed = _plan_changes(given, ours)
     if given.workload.global_batch_size != ours.workload.global_batch_size:
         batches = f"global_batch_size {given.workload.global_batch_size}"
@@ -89,31 +91,27 @@ def check_plan_fits(given: Plan, ours: Plan) -> None:
 def check_unchanged(
     saved: Mapping[str, Any], asked: Mapping[str, Any], *, where: Path, free: Collection[str] = ()
 ) -> None:
-    """A run goes on with what it was started with; a changed key is refused by name."""
+    """Refuse options that differ from those the run was started with, by name."""
     for key in sorted({*saved, *asked}):
         before, now = saved.get(key), asked.get(key)
-        is_newer = key not in saved and now in (None, "auto")
-        if (
-            before == now
-            or is_newer
-            or key in (*FREE_KEYS, *free)
-            or (key in GROWABLE_KEYS and _has_grown(before, now))
-        ):
+        is_new_default = key not in saved and now in (None, "auto")
+        if before == now or is_new_default or key in (*FREE_KEYS, *free):
             continue
-        if key in GROWABLE_KEYS:
+        if key not in GROWABLE_KEYS:
+            raise UsageError(
+                f"{where} was started with another {key}",
+                got=f"{key}={now}; the run has {key}={before}",
+                try_=f"{key}={before} to resume, or another run folder for a new run" + _allow_hint(key),
+            )
+        if not _has_grown(before, now):
             raise UsageError(
                 f"{key} may only grow", got=f"{key}={now}; {where} has {key}={before}", try_="another run folder"
             )
-        raise UsageError(
-            f"{where} was started with another {key}",
-            got=f"{key}={now}; the run has {key}={before}",
-            try_=f"{key}={before} to go on, or another run folder for a new run" + _allow_hint(key),
-        )
 
 
 def _allow_hint(key: str) -> str:
-    words = [word for word, keys in ALLOWED_KEYS.items() if key in keys]
-    return f"; --allow {words[0]} goes on all the same, not bit-exact" if words else ""
+    names = [name for name, keys in ALLOWED_KEYS.items() if key in keys]
+    return f"; --allow {names[0]} resumes anyway, not bit-exact" if names else ""
 
 
 def _has_grown(before: Any, now: Any) -> bool:
@@ -121,12 +119,12 @@ def _has_grown(before: Any, now: Any) -> bool:
 
 
 def _without_device(overrides: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """A run may move to another device; it is planned anew and says so."""
+    """A run may move to another device; a new plan is made there, and the log says so."""
     return {name: value for name, value in overrides.items() if name != "device"}
 
 
 def _plan_changes(old: Plan, new: Plan) -> str | None:
-    """In one line, what makes the saved plan unfit for this machine."""
+    """What makes the saved plan unfit for this machine, in one line; None if it fits."""
     saved, here = old.machine, new.machine
     pairs = {
         "device": (old.overrides.get("device", "auto"), new.overrides.get("device", "auto")),

@@ -4,17 +4,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.optim import Optimizer
+
 from whet.base.errors import UsageError
+from whet.step.optimizers import set_learning_rate
 
 SCHEDULE_NAMES = ("constant", "linear", "cosine", "plateau")
 
 
 class LearningRateSchedule:
-    """A factor of the base rate for each step; pure but for plateau, which watches the evaluations."""
+    """A factor of the base rate for each step; a pure function except for plateau, which follows the evaluations."""
 
-    def __init__(self, shape: Callable[[int], float], *, watches: bool = False, patience: int = 2) -> None:
+    def __init__(self, shape: Callable[[int], float], *, is_plateau: bool = False, patience: int = 2) -> None:
         self._shape = shape
-        self._watches = watches
+        self._is_plateau = is_plateau
         self._patience = patience
         self._best: float | None = None
         self._num_bad = 0
@@ -25,8 +29,8 @@ class LearningRateSchedule:
         return self._shape(step) * self._reduction
 
     def observe(self, score: float) -> None:
-        """Takes an evaluation into account (higher is better): without progress the rate is halved."""
-        if not self._watches:
+        """Take the score of an evaluation (higher is better). A plateau schedule halves the rate without progress."""
+        if not self._is_plateau:
             return
         if math.isfinite(score) and (self._best is None or score > self._best):
             self._best, self._num_bad = score, 0
@@ -35,33 +39,83 @@ class LearningRateSchedule:
         if self._num_bad > self._patience:
             self._reduction, self._num_bad = self._reduction / 2, 0
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a resume needs."""
         return {"best": self._best, "num_bad": self._num_bad, "reduction": self._reduction}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Takes a saved state back."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
         self._best, self._num_bad, self._reduction = state["best"], state["num_bad"], state["reduction"]
 
 
 def make_schedule(
     shape: str | Callable[[int], float], *, total_steps: int | None, warmup_steps: int = 0
 ) -> LearningRateSchedule:
-    """A schedule by name, or from a function of your own; warm-up rises linearly from the first step."""
+    """Make a schedule by name or from a function of the step; warm-up rises linearly from the first step."""
     if callable(shape):
         return LearningRateSchedule(shape)
     if shape not in SCHEDULE_NAMES:
-        raise UsageError("no such schedule", got=shape, try_=" or ".join(SCHEDULE_NAMES))
+        raise UsageError("unknown schedule", got=shape, try_=" or ".join(SCHEDULE_NAMES))
     if shape in ("linear", "cosine") and total_steps is None:
-        raise UsageError(f"a {shape} schedule needs to know the end", got="data without a length", try_="max_steps=N")
+        raise UsageError(
+            f"a {shape} schedule needs to know the last step", got="data without a length", try_="max_steps=N"
+        )
 
     def factor(step: int) -> float:
         if step <= warmup_steps:
             return step / (warmup_steps + 1)
         if shape in ("constant", "plateau") or total_steps is None:
             return 1.0
-        # The last step still moves: it is one step away from zero.
+        # The last step still has a rate above zero: it is one step away from it.
         done = (step - 1 - warmup_steps) / max(1, total_steps - warmup_steps)
         return 1 - done if shape == "linear" else 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
-    return LearningRateSchedule(factor, watches=shape == "plateau")
+    return LearningRateSchedule(factor, is_plateau=shape == "plateau")
+
+
+class LearningRates:
+    """Sets the learning rates of an optimizer: the base rate of each parameter group times the schedule's factor."""
+
+    def __init__(self, optimizer: Optimizer, schedule: LearningRateSchedule, base: list[float]) -> None:
+        self.base = base
+        """The rates that the schedule's factor multiplies; part of every checkpoint."""
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._last_set: list[float] = []
+
+    def set_for(self, step: int) -> float:
+        """Set the rates of a step and return that of the first group. Refuses rates that something else has changed."""
+        check_parameter_groups(self._optimizer, self.base)
+        _check_no_other_scheduler(self._optimizer, self._last_set)
+        self._last_set = set_learning_rate(self._optimizer, self._schedule.factor(step), self.base)
+        return self._last_set[0]
+
+    def use_base(self, base: list[float]) -> None:
+        """Take the base rates of a checkpoint; its optimizer state, which has rates of its own, is restored already."""
+        self.base, self._last_set = base, []
+
+    def restore(self) -> None:
+        """Set the optimizer back to its base rates."""
+        set_learning_rate(self._optimizer, 1.0, self.base)
+
+
+def check_parameter_groups(optimizer: Optimizer, base_rates: list[float]) -> None:
+    """Parameter groups that were added later would have no base rate, and would not be clipped with the others."""
+    if len(optimizer.param_groups) != len(base_rates):
+        raise UsageError(
+            "the optimizer has other parameter groups than when the session began",
+            got=f"{len(optimizer.param_groups)} groups; {len(base_rates)} at the beginning",
+            try_="all parameters in it from the beginning, with requires_grad_(False) until they are trained",
+        )
+
+
+def _check_no_other_scheduler(optimizer: Optimizer, last_set: list[float]) -> None:
+    """Two schedulers on one optimizer would overwrite each other's rates without an error."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    # A rate in a tensor is our own, and reading it would wait for the device.
+    if last_set and not isinstance(rates[0], torch.Tensor) and rates != last_set:
+        raise UsageError(
+            "something else changes the learning rate",
+            got=f"{rates}; whet had set {last_set}",
+            try_="schedule=... (a name, or a function from a step to a factor), and no scheduler beside it",
+        )

@@ -8,74 +8,60 @@ with whet.Session(model, optimizer, data, global_batch_size=32, run="runs/mine")
 """
 
 import contextlib
-import gc
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from torch import nn
 from torch.optim import Optimizer
 
 from whet.base.errors import UsageError, WhetError
-from whet.base.process import gc_disabled, stop_message
 from whet.checkpoint import store
 from whet.data.batch import GlobalBatch, MicroBatch
 from whet.distributed.group import current_group
-from whet.machine.desktop import NO_CAFFEINATE_MESSAGE, prevent_sleep
 from whet.machine.pressure import ReadConditions
 from whet.plan.plan import Plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.run.events import History
-from whet.run.folder import Run, rewrite_parts
 from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice
-from whet.training.callback import State
+from whet.training import checks
+from whet.training.callback import SAVE_WHEN_IDLE, Action, Callback, State
 from whet.training.callbacks.event_log import EventHandler
-from whet.training.callbacks.health import Health, held_memory
-from whet.training.callbacks.stop_signals import StopSignals
-from whet.training.callbacks.thermal import ThermalCare
 from whet.training.checkpointer import Urgency
-from whet.training.checks import (
-    check_current_batch,
-    check_entered,
-    check_epoch_complete,
-    check_metric_names,
-    check_one_step,
-    check_types,
-)
 from whet.training.evaluator import Evaluate, use_best_weights
-from whet.training.executor import GuardedSteps, RollbackRequiredError
-from whet.training.learning_rates import LearningRates
+from whet.training.executor import RollbackRequiredError
 from whet.training.metrics import normalize_metrics, scalar_metrics
 from whet.training.rank_sync import RankSync
-from whet.training.restore import RestoredRun, with_earlier_inexactness
 from whet.training.resume import run_exists
 from whet.training.setup import make_run_config, setup
 from whet.training.training_config import parse_training_config
 from whet.training.tune import OpenStepBench, report_lines, tuned_plan
 from whet.verify.trainable import OutputFunction
 
+_ALL_DONE = "all steps of this session are done"
+
 
 class Session:
-    """Makes optimizer steps, writes them down, saves and resumes. Enter it, iterate over it, step.
+    """Runs optimizer steps, logs them, saves and resumes. Enter it, iterate over it, step.
 
     `run` is the folder; without one nothing is written. `device` is auto, mps, cuda, cuda:1 or cpu. `overrides` are
     settings of the plan that you decide (micro_batch, precision, threads, ...; see docs/rules). `plan` is one that
-    `whet.tune` or `whet.make_plan` made for this training, for a new run. `goal` names the metric
-    that decides the best checkpoint, and `mode` whether it should be "max" or "min". `init_from` is a run whose
-    weights a new one starts with. `allow` names what may be other than it was when a run goes on: "data", "batch".
-    `show` is told of every event. `vitals` reads the machine while it trains; its own sensors if not given. `outputs`
-    is given for a causal model: from a micro-batch to what it gives, (batch, length, ...); before the first step it is
-    tried whether that is causal. All other keywords are fields of `Training`:
-    global_batch_size, epochs, max_steps, seed, shuffle, schedule, warmup_steps, clip, ema, eval_every, patience,
-    epochs_per_sitting.
+    `whet.tune` or `whet.make_plan` made for this training, for a new run. `goal` names the metric that decides the
+    best checkpoint, and `mode` whether it should be "max" or "min". `init_from` is a run whose weights a new one
+    starts with. `allow` names what may differ when a run resumes: "data", "batch". `callbacks` are instances of
+    whet.Callback (docs/callbacks.md). `on_event` is called with the kind and the fields of every event. `vitals`
+    reads the sensors of the machine; its own if not given. `outputs` is given for a causal model: a function from a
+    micro-batch to the model's outputs, (batch, length, ...); causality is then verified before the first step. All
+    other keywords are fields of `TrainingConfig`: global_batch_size, epochs, max_steps, seed, shuffle, schedule,
+    warmup_steps, clip, ema, eval_every, patience, epochs_per_session.
 
-    A run that goes on keeps what it was started with: changed training, wishes or data are refused by name, and the
+    A resumed run keeps what it was started with: changed training, overrides or data are refused by name, and the
     learning rates are the checkpoint's.
     """
 
@@ -98,17 +84,15 @@ class Session:
         init_from: str | Path | None = None,
         allow: Collection[str] = (),
         attach: Mapping[str, bytes] | None = None,
-        show: EventHandler | None = None,
+        callbacks: Sequence[Callback] = (),
+        on_event: EventHandler | None = None,
         vitals: ReadConditions | None = None,
         outputs: OutputFunction | None = None,
         **training: Any,
     ) -> None:
-        check_types(model, optimizer, mode)
         self.training = parse_training_config(training)
         self.model = model
-        self.progress = State()
-        self.run: Run | None = None
-        self._request = make_run_config(
+        self.config = make_run_config(
             model,
             optimizer,
             data,
@@ -118,366 +102,292 @@ class Session:
             overrides=overrides,
             plan=plan,
             workload=workload,
+            goal=goal,
+            mode=mode,
             recipe=recipe,
             config=config,
             allow=allow,
             command=command or [],
             init_from=init_from,
             attach=attach or {},
+            callbacks=tuple(callbacks),
+            on_event=on_event,
+            vitals=vitals,
             outputs=outputs,
         )
-        self._goal, self._mode = goal, mode
-        self._show, self._vitals = show, vitals
-        self._stop = StopSignals()
+        self.state = State(epochs=self.training.epochs, max_steps=self.training.max_steps)
         self._closing = contextlib.ExitStack()
-        self._state = "new"
-        self._current: GlobalBatch | None = None
+        self._phase = "new"
+        self._batch: GlobalBatch | None = None
         self._is_in_step = False
-        self._is_best_unsaved = False
-        self._went_back = False
+        self._num_rollbacks = 0
 
     def tune(self, loss: LossFunction, *, open_bench: OpenStepBench | None = None) -> None:
-        """Before entering: measures what is fastest here, if this is a new run that is long enough to earn it back."""
-        if not current_group().is_alone:
-            if current_group().is_first:
-                report_lines(self._show, "not measured: the steps of several processes are planned by rules")
-        elif self._request.plan is None and not run_exists(self._request.path):
-            plan = tuned_plan(self._request, loss, open_bench=open_bench, show=self._show)
-            self._request = replace(self._request, plan=plan)
+        """Before entering: measure which plan is fastest, if this is a new run that is long enough to repay it."""
+        group, config = current_group(), self.config
+        if not group.is_alone:
+            if group.is_first:
+                report_lines(config.on_event, "not measured: the steps of several ranks are planned by rules")
+        elif config.plan is None and not run_exists(config.path):
+            self.config = replace(config, plan=tuned_plan(config, loss, open_bench=open_bench))
 
     # --- entering and leaving ----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Makes everything ready. What can be wrong is refused before a new run folder appears."""
-        if self._state != "new":
+        """Set everything up. What can be wrong is refused before a new run folder appears."""
+        if self._phase != "new":
             raise UsageError("a session is entered once", got="a second `with`", try_="a new Session with the same run")
         with contextlib.ExitStack() as undo:
             undo.callback(self._closing.close)
-            self._enter()
+            self.run = setup(self.config, self.state, self._closing)
+            self._sync = RankSync(self.run.group)
+            self._first_epoch = self.state.epoch
+            self.run.callbacks.on_start(self.run)
+            self.run.log_news()
+            if not self.model.training:
+                # Only then: a model in training mode may have a part in eval mode on purpose.
+                self.model.train()
             undo.pop_all()
-        self._state = "entered"
+        self._phase = "entered"
         return self
-
-    def _enter(self) -> None:
-        opened = setup(self._request, show=self._show, closing=self._closing)
-        parts = opened.parts
-        self.run, self.device, self.source, self.total_steps = opened.run, parts.device, parts.source, parts.total_steps
-        self._stepper, self._schedule = parts.stepper, parts.schedule
-        self._rates = LearningRates(parts.stepper.optimizer, parts.schedule, parts.base_rates)
-        self._closing.callback(self._rates.put_back)
-        self._soundness, self._recorder = opened.soundness, opened.recorder
-        self._execution, self._keeper = opened.execution, opened.keeper
-        self._group, self._meeting = parts.group, RankSync(parts.group, opened.keeper)
-        self._group.headway.is_compiled = self.plan.compile != "off"
-        self._steps = GuardedSteps(self._execution, self._stepper, self._soundness, self._recorder)
-        self._closing.enter_context(gc_disabled())
-        if self.run is not None and not opened.is_new and self._group.is_first:
-            self.run = rewrite_parts(self.run, plan=self.plan.as_json(), config=self._request.config)
-        if opened.found is not None and self._keeper is not None:
-            restored = self._keeper.restore(opened.found, plan=self.plan)
-            self._go_on_from(restored)
-            self._execution.moved_from = restored.told.get("moved_from")
-            self._tell("resume", with_earlier_inexactness(restored.told, self.run))
-        else:
-            # A run that was killed before its first checkpoint begins again, and its steps count no more.
-            self._tell("start" if opened.is_new else "resume", {})
-            # The very first state too: who calls again with the same objects must not start from trained weights.
-            self._save("last")
-        for reason in opened.changes:
-            self._recorder.event("plan", step=self.progress.step, message=reason, exact=False, reason=reason)
-        wants_awake = self.plan.keep_awake == "on"
-        if self._closing.enter_context(prevent_sleep(wants_awake)) != wants_awake:
-            self._recorder.event("plan", step=self.progress.step, message=NO_CAFFEINATE_MESSAGE)
-        self._tell_news()
-        self._first_epoch = self.progress.position.epoch
-        self._epoch_began = time.monotonic()
-        self._stop.say = self._tell_stopping
-        self._closing.enter_context(self._stop)
-        self._governor = ThermalCare(self.plan, self._recorder, self.device, reader=self._vitals)
-        self._governor.save = self._save_if_sound if self._group.is_alone else self._meeting.ask_to_save
-        self._governor.should_stop = lambda: self._stop.signal is not None or self.is_finished
-        self._closing.enter_context(self._governor)
-        machine = self.plan.machine
-        self._health = Health(self._recorder, self.device, self._governor, memory_bytes=machine.memory_bytes)
-        if not self.model.training:
-            # Otherwise it is left as it is: a part may be in eval mode on purpose.
-            self.model.train()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
-            # In the middle of a step the last checkpoint is what counts; and who stops twice wants no more waiting.
-            # Who holds a part of the model only can save nothing alone.
-            is_whole = kind is None or (issubclass(kind, Exception) and not self._is_in_step and self._holds_all)
-            unsaved: Exception | None = None
+            failure = self._final_save(error) or self.run.callbacks.error
             try:
-                if is_whole and self._is_sound(looks_closely=True):
-                    self._save("last")
-                elif is_whole and kind is None:
-                    self._soundness.refuse()
-            except Exception as failure:
-                unsaved = failure
-            if self._keeper is not None:
-                self._keeper.close()
-            if kind is None and unsaved is not None:
-                kind, error = type(unsaved), unsaved
-            with contextlib.suppress(Exception) if kind is not None else contextlib.nullcontext():
-                state = "done" if self.is_finished else "stopped"
-                if kind is not None and issubclass(kind, Exception):
-                    state = "failed"
-                reason = {} if kind is None else {"reason": f"{kind.__name__}: {error}"}
-                self._recorder.end(step=self.progress.step, state=state, **reason)
-            if unsaved is not None and error is unsaved:
-                raise unsaved
+                self.run.callbacks.on_end(self.state, error or failure)
+            except Exception as raised:
+                failure = failure or raised
+            error_to_log = error or failure
+            with contextlib.suppress(Exception) if error_to_log is not None else contextlib.nullcontext():
+                self.run.log.end(self.state, error_to_log)
+            if error is None and failure is not None:
+                raise failure
         finally:
-            self._state = "left"
-            is_failing = kind is not None or sys.exc_info()[0] is not None
-            # What went wrong first is what is told.
+            self._phase = "left"
+            is_failing = error is not None or sys.exc_info()[0] is not None
+            # The first error is the one to report.
             with contextlib.suppress(WhetError) if is_failing else contextlib.nullcontext():
                 self._closing.close()
 
-    # --- the run -----------------------------------------------------------------------------------------------------
+    def _final_save(self, error: BaseException | None) -> Exception | None:
+        """Save the last state if it is whole; returns why it could not be saved."""
+        run = self.run
+        # In the middle of a step only the last checkpoint counts, a second Ctrl-C skips the final save, and a rank
+        # that holds a shard of the model cannot save alone.
+        is_whole = error is None or (
+            isinstance(error, Exception) and not self._is_in_step and run.stepper.strategy.holds_all
+        )
+        unsaved: Exception | None = None
+        try:
+            if is_whole and run.executor.is_finite(look_closely=True):
+                self._save("last")
+            elif is_whole and error is None:
+                run.guard.raise_diverged()
+        except Exception as failure:
+            unsaved = failure
+        if run.checkpointer is not None:
+            run.checkpointer.close()
+        return unsaved
+
+    # --- the training loop -------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        """The global batches that are left, from where the run stands."""
-        check_entered(self._state)
-        while not self.is_finished:
-            before = self.progress.step
-            read = self._group.headway.reading(self.source.batches(self.progress.position))
-            for batch in self._recorder.timed(read):
-                self._current = batch
+        """Yield the global batches that are left, from where the run stands. Act on callbacks between two steps."""
+        checks.check_entered(self._phase)
+        run, state = self.run, self.state
+        while not state.is_finished:
+            num_rollbacks, before = self._num_rollbacks, state.step
+            for batch in run.batches():
+                self._batch = batch
+                run.callbacks.before_step(state)
                 yield batch
-                epochs_done = batch.after.epoch if batch.is_last_of_epoch else None
-                is_last = self.is_finished or self._has_sat(epochs_done)
-                due = self._meeting.due_here(before + 1, epochs_done=epochs_done)
-                # What is a pure function of the step is known to all processes; the rest is told when they meet.
-                must_meet = is_last or epochs_done is not None or self._is_best_unsaved or due == "asked"
-                must_meet = must_meet or self._went_back
-                if not must_meet and not self._meeting.is_due(before + 1):
-                    check_one_step(self.progress.step - before)
-                    before += 1
-                    continue
-                agreed = self._meeting.meet(
-                    before + 1, signal=self._stop.signal, due=due, is_broken=self._soundness.broken is not None
-                )
-                due, self._stop.signal = agreed.due, self._stop.signal or agreed.signal
-                is_last = is_last or agreed.signal is not None
-                is_due = due != "no" or self._is_best_unsaved
-                if not self._went_back and not self._steps.are_sound(
-                    self.progress.step,
-                    looks_closely=is_due or is_last or (agreed.is_broken and not self._group.is_alone),
-                ):
-                    # What is pending belongs to steps that will be made again.
-                    self._recorder.read()
-                    self._go_back(self._soundness.go_back())
-                if self._went_back:
-                    self._went_back = False
+                action = self._agree(batch, step=before + 1, is_rolled_back=self._num_rollbacks != num_rollbacks)
+                if action.rollback is not None:
+                    self._roll_back(action.rollback)
+                if self._num_rollbacks != num_rollbacks:
+                    # A request to stop survives a rollback; that all steps were done does not.
+                    if action.stop not in (None, _ALL_DONE):
+                        return
                     break
-                check_one_step(self.progress.step - before)
+                checks.check_one_step(state.step - before)
                 before += 1
-                if is_due:
-                    # The best state must be this one; a place that was asked for is kept. Only the clock may be late.
-                    self._save("due" if due == "time" and not self._is_best_unsaved else "now")
-                if epochs_done is not None:
-                    self._end_epoch(epochs_done)
-                self._governor.between_steps(before)
-                self._health.between_steps(self.progress)
-                if is_last or (self._stop.signal is not None and self._group.is_alone):
+                if action.save:
+                    self._save("due" if action.save == SAVE_WHEN_IDLE else "now")
+                if batch.is_last_of_epoch:
+                    run.pending |= run.callbacks.on_epoch_end(state)
+                if action.stop is not None or (run.group.is_alone and run.is_stop_requested):
                     return
             else:
-                check_epoch_complete(self.progress.position)
+                checks.check_epoch_complete(state.position)
+
+    def _agree(self, batch: GlobalBatch, *, step: int, is_rolled_back: bool) -> Action:
+        """Merge the actions that were asked for; ranks agree on them, every few steps."""
+        run, state = self.run, self.state
+        action = run.collect_requests()
+        if state.is_finished or self._is_session_over(batch):
+            action |= Action(stop=_ALL_DONE, on_all_ranks=True)
+        # What is a pure function of the step is known to all ranks; they agree on the rest when they synchronize.
+        must_sync = action.on_all_ranks or batch.is_last_of_epoch or is_rolled_back
+        if not must_sync and not self._sync.is_due(step):
+            return Action.NONE
+        run.pending = Action.NONE
+        agreed = self._sync.agree(
+            step, action, is_non_finite=run.guard.broken is not None, has_failed=run.callbacks.failure is not None
+        )
+        action = agreed.action
+        run.stop_signals.signal = run.stop_signals.signal or action.signal or None
+        if agreed.has_failed:
+            self._raise_callback_error()
+        look_closely = bool(action.save) or action.stop is not None
+        look_closely = look_closely or (agreed.is_non_finite and not run.group.is_alone)
+        if not is_rolled_back and not run.executor.is_finite(look_closely=look_closely):
+            # What is pending belongs to steps that will be repeated.
+            run.log.read()
+            action |= Action.ROLLBACK(run.guard.start_rollback())
+        return action
 
     def step(self, loss: LossFunction, batch: GlobalBatch) -> None:
-        """Makes one optimizer step from a global batch: cut, forward, backward, weigh, clip, update, average, log."""
-        check_entered(self._state)
-        check_current_batch(batch, current=self._current, position=self.progress.position)
-        progress = self.progress
-        number = progress.step + 1
-        lr = self._rates.set_for(number)
-        # Not before: what was refused so far has changed nothing, and the steps before it are saved.
+        """Run one optimizer step on a global batch: split, forward, backward, clip, update, average, log."""
+        checks.check_entered(self._phase)
+        run, state = self.run, self.state
+        checks.check_current_batch(batch, current=self._batch, position=state.position)
+        number = state.step + 1
+        state.lr = run.rates.set_for(number)
+        # Not before: what was refused so far has changed nothing, and the steps before it can be saved.
         self._is_in_step = True
         try:
-            with self._group.headway.working(f"step {number:,}"):
-                outcome = self._steps.make(loss, batch, number=number)
+            with run.group.stall_detector.working(f"step {number:,}"):
+                outcome = run.executor.step(loss, batch, number=number)
         except RollbackRequiredError as error:
-            self._go_back(str(error))
+            self._roll_back(str(error))
             self._is_in_step = False
             return
         self._is_in_step = False
-        progress.step = number
-        progress.position = batch.after
-        progress.samples += len(batch)
-        if outcome is None:
-            return
-        # Reads losses of earlier steps, and so may wait for the device.
-        with self._group.headway.working(f"step {number:,}"):
-            self._recorder.step(
-                outcome,
-                ids=batch.ids,
-                step=number,
-                epoch=batch.after.epoch - batch.is_last_of_epoch,
-                samples=progress.samples,
-                lr=lr,
-            )
-            self._tell_news()
+        state.advance(batch)
+        # Callbacks read losses of earlier steps, and so may wait for the device.
+        with run.group.stall_detector.working(f"step {number:,}"):
+            action = run.callbacks.after_step(state, outcome)
+            if action is not Action.NONE:
+                run.pending |= action
+            if not outcome.is_skipped:
+                run.log_news()
 
     def due(self, what: str) -> bool:
         """Whether it is time to "evaluate": every `eval_every` steps or at the end of an epoch, and at the very end.
 
-        Also when a run goes on that was stopped before an evaluation that was due.
+        Also after a resume, if the run was stopped before an evaluation that was due.
         """
         if what != "evaluate":
             raise UsageError("only an evaluation can be due", got=what, try_='session.due("evaluate")')
-        every = self.training.eval_every
-        progress = self.progress
-        if progress.step in (0, progress.evaluated_step) or (self.is_finished and self.has_logged("")):
+        state, every = self.state, self.training.eval_every
+        if state.step in (0, state.evaluated_step) or (self.is_finished and self.has_logged("")):
             return False
-        is_time = progress.position.samples == 0 if every is None else progress.step % every == 0
+        is_time = state.position.samples == 0 if every is None else state.step % every == 0
         return is_time or self.is_finished
 
     def evaluate(self, evaluate: Evaluate, data: Any, *, prefix: str = "", use_best: bool = False) -> dict[str, float]:
-        """Evaluates on `data` with the averaged weights if there are any, logs the metrics, and disturbs nothing.
+        """Evaluate on `data` with the averaged weights if there are any, log the metrics, and disturb nothing.
 
         With `use_best` the weights are those of the best step by the goal, from its checkpoint.
         """
-        start = time.perf_counter()
-        told: dict[str, Any] = {}
+        run, start, goal = self.run, time.perf_counter(), self.config.goal
+        fields: dict[str, Any] = {}
         if use_best:
-            with use_best_weights(self._stepper, self._keeper, self.progress) as best_step:
-                given = self._execution.evaluate(evaluate, data, step=self.progress.step)
-            self._execution.expect_changes()
-            told["weights"] = store.checkpoint_name(best_step)
+            with use_best_weights(run) as best_step:
+                returned = run.executor.evaluate(evaluate, data)
+            run.executor.expect_changes()
+            fields["weights"] = store.checkpoint_name(best_step)
         else:
-            given = self._execution.evaluate(evaluate, data, step=self.progress.step)
-        found = {f"{prefix}{name}": value for name, value in given.items()}
-        metrics = scalar_metrics(found)
-        self._recorder.spent("evaluate", time.perf_counter() - start)
-        if self._goal is not None and not prefix and self._goal not in metrics:
-            raise UsageError("the goal is not among the metrics", got=self._goal, try_=" or ".join(metrics))
-        self._log(found, **told)
+            returned = run.executor.evaluate(evaluate, data)
+        values = {f"{prefix}{name}": value for name, value in returned.items()}
+        metrics = scalar_metrics(values)
+        run.log.spent("evaluate", time.perf_counter() - start)
+        if goal is not None and not prefix and goal not in metrics:
+            raise UsageError("the goal is not among the metrics", got=goal, try_=" or ".join(metrics))
+        self._log(values, **fields)
         return metrics
 
     def batches(self, data: Any) -> Iterator[MicroBatch]:
-        """Data in its own order, on the device, as much at once as the plan evaluates."""
-        return self._execution.batches(data)
+        """Data in its own order, on the device, in micro-batches of the planned evaluation size."""
+        return self.run.executor.batches(data)
 
-    def log(self, **found: Any) -> None:
-        """Writes metrics down; the goal among them decides the best checkpoint, plateau and early stop.
+    def log(self, **values: Any) -> None:
+        """Log metrics; the goal among them decides the best checkpoint, the plateau schedule and early stopping.
 
-        A `confusion` ({"labels": [...], "counts": [[...]]}) and `samples` (a list of maps) are kept for the report.
+        A `confusion` ({"labels": [...], "counts": [[...]]}) and `samples` (a list of dicts) are kept for the report.
         """
-        self._log(found)
-
-    def _log(self, found: Mapping[str, Any], **told: Any) -> None:
-        check_metric_names({*found})
-        found = normalize_metrics(found)
-        metrics = scalar_metrics(found)
-        self.progress.evaluated_step = self.progress.step
-        self._recorder.event("eval", step=self.progress.step, **told, **found)
-        if self._goal is None or self._goal not in metrics:
-            return
-        score = metrics[self._goal] if self._mode == "max" else -metrics[self._goal]
-        self._is_best_unsaved = self.progress.judge(score)
-        self._schedule.observe(score)
+        self._log(values)
 
     @property
     def plan(self) -> Plan:
         """How the run is executed; it may change while the run learns what fits."""
-        return self._execution.plan
+        return self.run.plan
 
     @property
     def is_finished(self) -> bool:
         """Whether all steps are done, or nothing got better for as long as `patience` says."""
-        progress, training = self.progress, self.training
-        is_over = progress.position.epoch >= training.epochs or progress.step >= (training.max_steps or float("inf"))
-        return is_over or (training.patience is not None and progress.num_worse >= training.patience)
+        return self.state.is_finished
 
     def has_logged(self, prefix: str) -> bool:
-        """Whether the run folder holds a metric of that kind for the newest step."""
-        if self.run is None:
+        """Whether the run folder holds a metric with this prefix for the newest step."""
+        run = self.run
+        if run.folder is None:
             return False
-        # What the first process has written down others may see a little later.
-        return bool(self._group.share(self._has_logged(prefix, self.run) if self._group.is_first else None))
-
-    def _has_logged(self, prefix: str, run: Run) -> bool:
-        newest = (e for e in History(run).backwards(kinds=("eval",)) if e.step == self.progress.step)
-        return any(name.startswith(prefix) for event in newest for name in event.fields)
+        # Rank 0 decides: others may see what it has written a little later.
+        return bool(run.group.share(self._has_logged(prefix) if run.group.is_first else None))
 
     @property
     def exit_code(self) -> int:
         """0, or what a shell expects of a process that was asked to stop and did."""
-        return 0 if self.is_finished else self._stop.exit_code
+        return 0 if self.is_finished else self.run.stop_signals.exit_code
 
-    # --- the parts ---------------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
-    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
-        """Begins a sitting in the log."""
-        goal = {"goal": self._goal, "mode": self._mode}
-        self._recorder.event(kind, step=self.progress.step, total_steps=self.total_steps, **goal, **fields)
+    def _log(self, values: Mapping[str, Any], **fields: Any) -> None:
+        checks.check_metric_names({*values})
+        run, state, goal = self.run, self.state, self.config.goal
+        values = normalize_metrics(values)
+        metrics = scalar_metrics(values)
+        state.evaluated_step = state.step
+        run.log.event("eval", step=state.step, **fields, **values)
+        if goal is not None and goal in metrics:
+            score = metrics[goal] if self.config.mode == "max" else -metrics[goal]
+            state.record_score(score)
+            run.schedule.observe(score)
+        run.pending |= run.callbacks.on_evaluate(state, metrics)
 
-    def _tell_news(self) -> None:
-        """What device and data have to say; a device that has failed without an error stops the run here."""
-        for kind, fields in (*self.device.monitor.events(), *self.source.events()):
-            self._recorder.event(kind, step=self.progress.step, **fields)
-        self.device.monitor.check()
-
-    def _tell_stopping(self, number: int) -> None:
-        """From a signal handler, in the middle of whatever it is."""
-        when = "after this step" if self._group.is_alone else "after the next step at which all processes meet"
-        when = "once all is evaluated and saved" if self.is_finished else when
-        self._recorder.interject("stopping", step=self.progress.step, words=stop_message(number, when=when))
+    def _has_logged(self, prefix: str) -> bool:
+        assert self.run.folder is not None
+        newest = (e for e in History(self.run.folder).backwards(kinds=("eval",)) if e.step == self.state.step)
+        return any(name.startswith(prefix) for event in newest for name in event.fields)
 
     def _save(self, urgency: Urgency) -> None:
-        if self._keeper is not None:
-            self._keeper.save(self.progress, base_rates=self._rates.base, plan=self.plan, urgency=urgency)
-            self._is_best_unsaved = False
+        if self.run.checkpointer is not None:
+            self.run.checkpointer.save(urgency)
 
-    def _save_if_sound(self) -> None:
-        if self._is_sound(looks_closely=True):
-            self._save("now")
+    def _roll_back(self, reason: str) -> None:
+        self._num_rollbacks += 1
+        self.run.roll_back(reason)
 
-    def _end_epoch(self, epochs_done: int) -> None:
-        """Once an epoch: what would cost too much in every step."""
-        now, memory = time.monotonic(), self.device.memory.usage()
-        self._recorder.event(
-            "epoch",
-            step=self.progress.step,
-            epoch=epochs_done,
-            epoch_seconds=now - self._epoch_began,
-            memory=asdict(memory),
-            state_bytes=held_memory(self._stepper),
-            num_shapes=len(self._execution.shapes),
+    def _is_session_over(self, batch: GlobalBatch) -> bool:
+        limit = self.training.epochs_per_session
+        return limit is not None and batch.is_last_of_epoch and batch.after.epoch - self._first_epoch >= limit
+
+    def _raise_callback_error(self) -> NoReturn:
+        """Save, and raise the error of a callback that failed on any rank."""
+        run = self.run
+        failure = run.callbacks.failure
+        if run.group.is_alone:
+            # The final checkpoint is written on the way out.
+            assert failure is not None
+            raise failure[1]
+        messages = run.group.gather(None if failure is None else f"{failure[0]}: {failure[1]}")
+        self._save("last")
+        run.group.wait()
+        if failure is not None:
+            raise failure[1]
+        rank, message = next((rank, text) for rank, text in enumerate(messages) if text is not None)
+        raise WhetError(
+            "a callback failed on another rank", got=f"rank {rank}: {message}", try_="what that rank printed"
         )
-        self._epoch_began = now
-        gc.collect()
-        if self.plan.empty_cache == "per epoch":
-            self.device.memory.empty_cache()
-
-    def _has_sat(self, epochs_done: int | None) -> bool:
-        sitting = self.training.epochs_per_session
-        return epochs_done is not None and sitting is not None and epochs_done - self._first_epoch >= sitting
-
-    @property
-    def _holds_all(self) -> bool:
-        return self._stepper.strategy.holds_all
-
-    def _is_sound(self, *, looks_closely: bool) -> bool:
-        return self._steps.are_sound(self.progress.step, looks_closely=looks_closely)
-
-    def _go_on_from(self, restored: RestoredRun) -> None:
-        self.progress = restored.progress
-        self._rates.go_on_with(restored.base_rates)
-
-    def _go_back(self, reason: str) -> None:
-        """Puts the run back to its newest checkpoint; the batches since then come again."""
-        found = None if self._keeper is None else self._keeper.newest()
-        if found is None or self._keeper is None:
-            raise WhetError(
-                "the run cannot go back: it has no checkpoint", got=reason, try_="run=DIR, so that there is one"
-            )
-        restored = self._keeper.restore(found, plan=self.plan)
-        self._go_on_from(restored)
-        self._execution.expect_changes()
-        self._went_back = True
-        self._tell("resume", {**restored.told, "rollback_reason": reason})
-        # Whatever was read of the abandoned steps since is void with them.
-        self._soundness.broken = None

@@ -1,7 +1,7 @@
-"""Set up a run: RunConfig is what was asked for, RunContext is what was made from it."""
+"""Set up a run: RunConfig is what was asked for, RunContext is the live run that setup() makes from it."""
 
-import dataclasses
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,29 +10,44 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from whet.base.errors import UsageError
+from whet.base.errors import UsageError, WhetError
 from whet.checkpoint import store
+from whet.data.adapters import AbstractSource, check_dataset_size
+from whet.data.batch import GlobalBatch
 from whet.data.columns import as_columns
+from whet.data.split import RankShare
 from whet.device import mps
+from whet.device.abstract import AbstractDevice
 from whet.device.open import current_machine
+from whet.device.rng import seed_everything
 from whet.distributed.group import RankGroup, current_group
 from whet.distributed.ranks import check_not_mps, read_rank_info
+from whet.machine.pressure import ReadConditions
 from whet.plan.plan import Plan, make_plan, read_plan
 from whet.plan.setting import Scalar
 from whet.plan.workload import Workload
 from whet.run import durable, lock
 from whet.run.events import EventLog, History
 from whet.run.folder import Run, create_run, installed_versions, open_run, rewrite_parts
-from whet.step.model_contexts import deterministic
+from whet.step.apply_plan import build_stepper, make_strategy, open_planned_device, open_planned_source, place_model
+from whet.step.model_contexts import WeightLayout, deterministic
 from whet.step.non_finite_guard import NonFiniteGuard
 from whet.step.optimizers import OptimizerChoice
-from whet.training import checkpointer
-from whet.training.building import TrainingParts, build
+from whet.step.step import Stepper
+from whet.training import checks
+from whet.training.callback import Action, Callback, CallbackList, State
+from whet.training.callbacks.checkpoint_schedule import CheckpointSchedule
+from whet.training.callbacks.early_stopping import EarlyStopping
 from whet.training.callbacks.event_log import EventHandler, Recorder
-from whet.training.checkpointer import Checkpointer
-from whet.training.checks import check_overrides_with_plan, parse_allow
+from whet.training.callbacks.health import Health
+from whet.training.callbacks.process import GarbageCollection, KeepAwake
+from whet.training.callbacks.stop_signals import StopSignals
+from whet.training.callbacks.thermal import ThermalCare
+from whet.training.checkpointer import Checkpointer, load_newest
 from whet.training.executor import Executor
+from whet.training.restore import RestoredRun, with_earlier_inexactness
 from whet.training.resume import find_starting_point, run_exists
+from whet.training.schedule import LearningRates, LearningRateSchedule
 from whet.training.training_config import TrainingConfig
 from whet.training.weights import load_weights
 from whet.training.workload import describe_workload
@@ -41,7 +56,7 @@ from whet.verify.trainable import OutputFunction
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """A model, its data, how it is trained, and in which run."""
+    """What was asked for: a model, its data, how it is trained, and in which run folder."""
 
     model: nn.Module
     optimizer: Optimizer | OptimizerChoice
@@ -50,9 +65,11 @@ class RunConfig:
     workload: Workload
     overrides: Mapping[str, Scalar]
     plan: Plan | None = None
-    """For a new run, if it was made before."""
+    """A plan for a new run, if one was made before."""
     path: Path | None = None
     """The run folder."""
+    goal: str | None = None
+    mode: str = "max"
     recipe: str = "session"
     command: list[str] = field(default_factory=list)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -62,6 +79,9 @@ class RunConfig:
     """Files that a new run folder holds from the start."""
     outputs: OutputFunction | None = None
     """Given for a causal model."""
+    callbacks: tuple[Callback, ...] = ()
+    on_event: EventHandler | None = None
+    vitals: ReadConditions | None = None
 
 
 def make_run_config(
@@ -75,169 +95,325 @@ def make_run_config(
     overrides: Mapping[str, Scalar] | None = None,
     plan: Plan | None = None,
     workload: Workload | None = None,
+    mode: str = "max",
     recipe: str = "session",
     config: Mapping[str, Any] | None = None,
     allow: Collection[str] = (),
     **rest: Any,
 ) -> RunConfig:
-    """A request with what was left out filled in; `rest` are fields of it as they are."""
-    check_overrides_with_plan(plan, overrides, device)
-    world = read_rank_info()
-    # Before the processes have met: none of them would get further.
+    """Check what was asked for and fill in what was left out; `rest` are fields of RunConfig as they are."""
+    checks.check_model_and_optimizer(model, optimizer, mode)
+    checks.check_overrides_with_plan(plan, overrides, device)
+    ranks = read_rank_info()
+    # Checked before the ranks connect to each other: on MPS none of them would get further.
     check_not_mps(
-        world.size, device=str((overrides or {}).get("device", device)), is_mac=mps.mps_unavailable_reason() is None
+        ranks.size, device=str((overrides or {}).get("device", device)), is_mac=mps.mps_unavailable_reason() is None
     )
     chosen = {**(plan.overrides if plan else overrides or {}), **({} if device == "auto" else {"device": device})}
     if isinstance(optimizer, Optimizer):
         chosen["optimizer_kernels"] = "your optimizer"
+    described = workload or describe_workload(model, data, training, recipe=recipe)
     return RunConfig(
         model=model,
         optimizer=optimizer,
         data=data,
         training=training,
-        workload=(workload or describe_workload(model, data, training, recipe=recipe)).model_copy(
-            update={"world_size": world.size, "local_size": world.local_size}
-        ),
+        workload=described.model_copy(update={"world_size": ranks.size, "local_size": ranks.local_size}),
         overrides=chosen,
         plan=plan,
         path=None if run is None else Path(run),
+        mode=mode,
         recipe=recipe,
         config=training.as_json() if config is None else config,
-        allow=parse_allow(allow),
+        allow=checks.parse_allow(allow),
         **rest,
     )
 
 
-def plan_from_rules(asked: RunConfig) -> Plan:
-    """The plan for it on this machine, before anything is measured."""
+def plan_from_rules(config: RunConfig) -> Plan:
+    """The plan on this machine by rules alone, before anything is measured."""
     machine, conditions = current_machine()
-    return make_plan(machine, asked.workload, overrides=asked.overrides, conditions=conditions)
+    return make_plan(machine, config.workload, overrides=config.overrides, conditions=conditions)
 
 
 def is_rereadable(data: Any) -> bool:
-    """A stream is used up by whoever reads it first."""
+    """Whether data can be read again; an iterable dataset is consumed by its first reader."""
     return as_columns(data) is not None or callable(getattr(data, "__getitem__", None))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunContext:
-    """What a session works with."""
+    """A live run: everything that a session and its callbacks work with."""
 
-    parts: TrainingParts
-    run: Run | None
-    is_new: bool
-    found: store.LoadedCheckpoint | None
-    """The checkpoint to go on from."""
-    changes: tuple[str, ...]
-    """Why the plan or the device is another than it was, or was asked for."""
-    soundness: NonFiniteGuard
-    recorder: Recorder
-    execution: Executor
-    keeper: Checkpointer | None
+    checkpointer: Checkpointer | None = None
+    executor: Executor
+    callbacks: CallbackList
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        *,
+        device: AbstractDevice,
+        group: RankGroup,
+        source: AbstractSource,
+        schedule: LearningRateSchedule,
+        stepper: Stepper,
+        base_rates: list[float],
+        layout: WeightLayout,
+        state: State,
+        closing: ExitStack,
+    ) -> None:
+        self.config = config
+        self.plan = plan
+        """How the run is executed; it may change while the run learns what fits."""
+        self.device = device
+        self.group = group
+        self.source = source
+        self.schedule = schedule
+        self.stepper = stepper
+        self.layout = layout
+        """Restores the memory format of the user's weights."""
+        self.rates = LearningRates(stepper.optimizer, schedule, base_rates)
+        self.state = state
+        self.closing = closing
+        """Undoes the set-up when the session ends."""
+        self.folder: Run | None = None
+        self.guard: NonFiniteGuard
+        self.log: Recorder
+        self.stop_signals = StopSignals()
+        self.pending = Action.NONE
+        """Merged actions of callbacks that the loop has not acted on yet."""
+        self._requests: deque[Action] = deque()
+
+    @property
+    def model(self) -> nn.Module:
+        return self.config.model
+
+    @property
+    def path(self) -> Path | None:
+        """The run folder."""
+        return None if self.folder is None else self.folder.path
+
+    def request(self, action: Action) -> None:
+        """Ask for an action at any moment, from any thread or signal handler; the loop acts on it after the step."""
+        # An append is atomic: a signal handler may run between any two bytecodes of the main thread.
+        self._requests.append(action)
+
+    def collect_requests(self) -> Action:
+        """Merge what was requested into `pending`."""
+        while self._requests:
+            self.pending |= self._requests.popleft()
+        return self.pending
+
+    @property
+    def is_stop_requested(self) -> bool:
+        """Whether a stop was requested and not yet acted on."""
+        return self.pending.stop is not None or any(action.stop is not None for action in tuple(self._requests))
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """The global batches from where the run stands to the end of the epoch; waiting for them counts as data time."""
+        read = self.group.stall_detector.reading(self.source.batches(self.state.position))
+        return self.log.timed(read)
+
+    def use_plan(self, plan: Plan) -> None:
+        """Continue with a changed plan, and write it to the run folder."""
+        self.plan = plan
+        self.guard.has_scaler = self.stepper.scaler.is_enabled()
+        if self.folder is not None and self.group.is_first:
+            rewrite_parts(self.folder, plan=plan.as_json())
+
+    def note_inexact(self, step: int, reason: str) -> None:
+        """From `step` on the run is not bit-exact; later checkpoints say so."""
+        if self.checkpointer is not None:
+            self.checkpointer.note_inexact(step, reason)
+
+    def log_news(self) -> None:
+        """Log what device and data report; a device that has failed without an error stops the run here."""
+        for kind, fields in (*self.device.monitor.events(), *self.source.events()):
+            self.log.event(kind, step=self.state.step, **fields)
+        self.device.monitor.check()
+
+    def log_session(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Log that a session starts or resumes."""
+        goal = {"goal": self.config.goal, "mode": self.config.mode}
+        self.log.event(kind, step=self.state.step, total_steps=self.state.total_steps, **goal, **fields)
+
+    def roll_back(self, reason: str) -> None:
+        """Restore the newest checkpoint; the batches since then come again."""
+        found = None if self.checkpointer is None else self.checkpointer.newest()
+        if found is None:
+            raise WhetError("the run cannot be rolled back: it has no checkpoint", got=reason, try_="run=DIR")
+        restored = self.restore(found)
+        self.executor.expect_changes()
+        self.log_session("resume", {**restored.fields, "rollback_reason": reason})
+        # What was read of the discarded steps since then is void with them.
+        self.guard.broken = None
+
+    def restore(self, found: store.LoadedCheckpoint) -> RestoredRun:
+        """Restore everything from a checkpoint."""
+        assert self.checkpointer is not None
+        restored = self.checkpointer.restore(found)
+        self.rates.use_base(restored.base_rates)
+        return restored
 
 
-def setup(request: RunConfig, *, show: EventHandler | None, closing: ExitStack) -> RunContext:
-    """Locks, plans, builds and opens; `closing` undoes all of it in turn."""
-    model, training, path = request.model, request.training, request.path
+def setup(config: RunConfig, state: State, closing: ExitStack) -> RunContext:
+    """Lock, plan, build and restore a run; `closing` undoes all of it in reverse order.
+
+    What can be wrong is refused before a new run folder appears.
+    """
+    model, path = config.model, config.path
     group = current_group()
     is_new = group.share(not run_exists(path))
     if path is not None and not is_new and group.is_first:
-        # Locked before it is read: two processes must not go on with one run.
+        # Locked before it is read: two processes must not resume one run.
         closing.enter_context(lock.acquire(path))
-    start = find_starting_point(
-        path,
-        request.workload,
-        overrides=request.overrides,
-        config=request.config,
-        plan=request.plan,
-        allow=request.allow,
-    )
-    # Of several processes all go by the plan of the first; nobody writes before all have read.
-    start = dataclasses.replace(start, plan=_shared_plan(start.plan, group))
+    start = find_starting_point(config)
+    # All ranks use the plan of rank 0; nobody writes before all have read.
+    plan = _plan_of_first_rank(start.plan, group)
     if is_new and start.run is not None:
         raise UsageError("another process has just started this run", got=str(path), try_="another run folder")
-    # Which part of a checkpoint a process needs is known once the model is in parts.
-    is_in_parts = not group.is_alone and start.plan.sharding == "full"
-    found = None if is_in_parts else _find_checkpoint(start.run, model, group)
-    has_any = is_in_parts and start.run is not None and bool(group.share(store.list_steps(start.run.checkpoints)))
-    if found is None and not has_any and request.init_from is not None:
-        load_weights(request.init_from, model)
-    closing.enter_context(deterministic(_is_on(start.plan, "deterministic")))
-    parts = build(model, request.optimizer, request.data, training, start.plan, group=group)
-    if is_in_parts:
+    # Which rows of a checkpoint a rank needs is known once the model is sharded.
+    is_sharded = not group.is_alone and plan.sharding == "full"
+    found = None if is_sharded else _find_checkpoint(start.run, model, group)
+    has_any = is_sharded and start.run is not None and bool(group.share(store.list_steps(start.run.checkpoints)))
+    if found is None and not has_any and config.init_from is not None:
+        load_weights(config.init_from, model)
+    closing.enter_context(deterministic(plan.deterministic == "on"))
+    run, fell_back = _build(config, plan, group, state, closing)
+    if is_sharded:
         found = _find_checkpoint(start.run, model, group)
-    # Left last: what ends before may still write to standard error.
-    closing.enter_context(parts.device.monitor.watch(has_fallback=_is_on(parts.plan, "mps_fallback")))
-    closing.callback(parts.source.close)
-    run = start.run
-    if run is None and path is not None and group.is_first:
-        run = _create_run(path, request, parts.plan, closing=closing)
+    # Entered here and left last: what ends before may still write to standard error.
+    closing.enter_context(run.device.monitor.watch(has_fallback=run.plan.mps_fallback == "on"))
+    closing.callback(run.source.close)
+    _open_folder(run, start.run)
+    _add_services(run, start.run)
+    if run.folder is not None and not is_new and group.is_first:
+        run.folder = rewrite_parts(run.folder, plan=run.plan.as_json(), config=config.config)
+    _start_or_resume(run, found, is_new=is_new)
+    for reason in filter(None, (start.replanned, fell_back)):
+        run.log.event("plan", step=state.step, message=reason, exact=False, reason=reason)
+    return run
+
+
+def _build(
+    config: RunConfig, plan: Plan, group: RankGroup, state: State, closing: ExitStack
+) -> tuple[RunContext, str | None]:
+    """Open device and data and apply the plan. Returns the run, and why its device is not the one asked for."""
+    model, optimizer, training = config.model, config.optimizer, config.training
+    checks.check_multi_rank(model, optimizer, plan, group.ranks)
+    plan, device, fell_back = open_planned_device(plan, group.ranks)
+    group.use_device(device)
+    seed_everything(training.seed)
+    source = open_planned_source(
+        config.data,
+        device,
+        plan,
+        global_batch_size=training.global_batch_size,
+        seed=training.seed,
+        shuffle=training.shuffle,
+        share=RankShare(rank=group.ranks.rank, size=group.ranks.size),
+    )
+    check_dataset_size(source.num_samples, training.global_batch_size)
+    checks.check_ranks_agree(group, model, optimizer, source, training)
+    state.total_steps = training.total_steps(source.num_samples)
+    schedule = training.make_schedule(state.total_steps)
+    users = optimizer if isinstance(optimizer, Optimizer) else None
+    layout = place_model(plan, model, device, optimizer=users)
+    strategy = make_strategy(model, group, plan, device)
+    stepper, base_rates = build_stepper(
+        plan, model, optimizer, device, clip=training.clip, has_ema=training.ema, strategy=strategy
+    )
+    run = RunContext(
+        config,
+        plan,
+        device=device,
+        group=group,
+        source=source,
+        schedule=schedule,
+        stepper=stepper,
+        base_rates=base_rates,
+        layout=layout,
+        state=state,
+        closing=closing,
+    )
+    return run, fell_back
+
+
+def _open_folder(run: RunContext, existing: Run | None) -> None:
+    """Create the run folder if the run is new, and write the attached files."""
+    config, group, path = run.config, run.group, run.config.path
+    run.folder = existing
+    if existing is None and path is not None and group.is_first:
+        run.folder = create_run(
+            path,
+            recipe=config.recipe,
+            config=config.config,
+            plan=run.plan.as_json(),
+            machine=run.plan.machine.as_json(),
+            versions=installed_versions(),
+            command=config.command,
+        )
+        run.closing.enter_context(lock.acquire(run.folder.path))
     group.wait()
-    if run is None and path is not None:
-        run = open_run(path)
-    for name, content in request.attach.items():
-        # Also into a run that was killed between its folder and these.
-        if run is not None and group.is_first and not (run.path / name).exists():
-            durable.write_file(run.path / name, data=content)
-    log = None if run is None or not group.is_first else closing.enter_context(EventLog(run))
-    soundness = NonFiniteGuard(
-        has_scaler=parts.stepper.scaler.is_enabled(),
-        earlier=() if start.run is None else History(start.run).events(kinds=("skip",)),
+    if run.folder is None and path is not None:
+        run.folder = open_run(path)
+    for name, content in config.attach.items():
+        # Also into a run that was killed between the creation of its folder and this.
+        if run.folder is not None and group.is_first and not (run.folder.path / name).exists():
+            durable.write_file(run.folder.path / name, data=content)
+
+
+def _add_services(run: RunContext, existing: Run | None) -> None:
+    """Event log, NaN guard, checkpointer, executor and callbacks."""
+    is_first, closing = run.group.is_first, run.closing
+    log = None if run.folder is None or not is_first else closing.enter_context(EventLog(run.folder))
+    run.guard = NonFiniteGuard(
+        has_scaler=run.stepper.scaler.is_enabled(),
+        earlier=() if existing is None else History(existing).events(kinds=("skip",)),
     )
-    recorder = Recorder(log, parts.device, soundness=soundness, show=show if group.is_first else None)
-    keeper = None
-    if run is not None:
-        batch = training.global_batch_size
-        keeper = Checkpointer(run, parts, recorder, global_batch_size=batch, allow=request.allow)
-        closing.callback(keeper.close)
-
-    def write_plan(plan: Plan) -> None:
-        soundness.has_scaler = parts.stepper.scaler.is_enabled()
-        if run is not None and group.is_first:
-            rewrite_parts(run, plan=plan.as_json())
-
-    def note_inexact(step: int, reason: str) -> None:
-        if keeper is not None:
-            keeper.note_inexact(step, reason)
-
-    execution = Executor(parts, recorder, write_plan=write_plan, note_inexact=note_inexact, outputs=request.outputs)
-    closing.callback(execution.close)
-    return RunContext(
-        parts=parts,
-        run=run,
-        is_new=is_new,
-        found=found,
-        changes=tuple(filter(None, (start.replanned, parts.fell_back))),
-        soundness=soundness,
-        recorder=recorder,
-        execution=execution,
-        keeper=keeper,
-    )
+    run.log = Recorder(log, run.device, guard=run.guard, on_event=run.config.on_event if is_first else None)
+    if run.folder is not None:
+        run.checkpointer = Checkpointer(run, run.folder)
+        closing.callback(run.checkpointer.close)
+    run.executor = Executor(run)
+    closing.callback(run.executor.close)
+    closing.callback(run.rates.restore)
+    run.callbacks = CallbackList(_own_callbacks(run), run.config.callbacks)
 
 
-def _find_checkpoint(run: Run | None, model: nn.Module, group: RankGroup) -> store.LoadedCheckpoint | None:
-    return None if run is None else checkpointer.load_newest(run.checkpoints, model, group, run_id=run.header.id)
+def _own_callbacks(run: RunContext) -> list[Callback]:
+    """whet's own callbacks, in the order in which they are called."""
+    training, checkpointer = run.config.training, run.checkpointer
+    thermal = ThermalCare(run.plan, run.log, run.device, reader=run.config.vitals)
+    return [
+        run.log,
+        *([CheckpointSchedule(checkpointer, run.group)] if checkpointer is not None else []),
+        *([EarlyStopping(training.patience)] if training.patience is not None else []),
+        GarbageCollection(),
+        KeepAwake(),
+        run.stop_signals,
+        thermal,
+        Health(run.log, run.device, thermal, memory_bytes=run.plan.machine.memory_bytes),
+    ]
 
 
-def _shared_plan(plan: Plan, group: RankGroup) -> Plan:
-    return plan if group.is_alone else read_plan(group.share(plan.as_json()), where="the plan of the first process")
+def _start_or_resume(run: RunContext, found: store.LoadedCheckpoint | None, *, is_new: bool) -> None:
+    if found is not None and run.checkpointer is not None:
+        restored = run.restore(found)
+        run.executor.moved_from = restored.fields.get("moved_from")
+        run.log_session("resume", with_earlier_inexactness(restored.fields, run.folder))
+        return
+    # A run that was killed before its first checkpoint starts again, and its steps no longer count.
+    run.log_session("start" if is_new else "resume", {})
+    if run.checkpointer is not None:
+        # The initial state too: a second call with the same objects must not start from trained weights.
+        run.checkpointer.save("last")
 
 
-def _is_on(plan: Plan, switch: str) -> bool:
-    """Whether a switch is on; a plan saved by an older whet may not know it."""
-    setting = plan.settings.get(switch)
-    return setting is not None and setting.value == "on"
+def _find_checkpoint(folder: Run | None, model: nn.Module, group: RankGroup) -> store.LoadedCheckpoint | None:
+    return None if folder is None else load_newest(folder.checkpoints, model, group, run_id=folder.header.id)
 
 
-def _create_run(path: Path, request: RunConfig, plan: Plan, *, closing: ExitStack) -> Run:
-    made = create_run(
-        path,
-        recipe=request.recipe,
-        config=request.config,
-        plan=plan.as_json(),
-        machine=plan.machine.as_json(),
-        versions=installed_versions(),
-        command=request.command,
-    )
-    closing.enter_context(lock.acquire(made.path))
-    return made
+def _plan_of_first_rank(plan: Plan, group: RankGroup) -> Plan:
+    return plan if group.is_alone else read_plan(group.share(plan.as_json()), where="the plan of rank 0")

@@ -16,7 +16,7 @@ class TrainingConfig:
     epochs: int = 1
     max_steps: int | None = None
     seed: int = 0
-    """Decides the order of samples and all draws from here on; the first weights are drawn before."""
+    """Decides the order of samples and all random draws of the run; initial weights are drawn before it."""
     shuffle: bool = True
     schedule: str | Callable[[int], float] = "constant"
     """constant, linear, cosine or plateau; or a function from a step (counted from 1) to a factor of the rate."""
@@ -29,11 +29,11 @@ class TrainingConfig:
     patience: int | None = None
     """Stop after this many evaluations without a better goal."""
     epochs_per_session: int | None = None
-    """Stop after this many epochs, to go on later with the same command."""
+    """Stop after this many epochs; the same command resumes later."""
 
     def __post_init__(self) -> None:
         if str(self.global_batch_size) == "auto":
-            hint = 'whet.train or whet.tune with "auto"; plan.workload.global_batch_size is what tune found'
+            hint = 'whet.train or whet.tune with "auto"; plan.workload.global_batch_size is the size that tune found'
             raise UsageError("a session needs a number", got='global_batch_size="auto"', try_=hint)
         for name in ("global_batch_size", "epochs", "max_steps", "eval_every", "patience", "epochs_per_session"):
             value = getattr(self, name)
@@ -59,23 +59,23 @@ class TrainingConfig:
         return make_schedule(self.schedule, total_steps=total_steps, warmup_steps=self.warmup_steps)
 
     def as_json(self) -> dict[str, Any]:
-        """For the run folder; a function has only its name there."""
+        """As plain JSON for the run folder; a function is represented by its name."""
         plain = asdict(self)
         if callable(self.schedule):
             plain["schedule"] = getattr(self.schedule, "__name__", "a function")
         return plain
 
 
-def parse_training_config(words: dict[str, Any]) -> TrainingConfig:
-    """Keywords as a Training; an unknown one is refused with a suggestion."""
+def parse_training_config(options: dict[str, Any]) -> TrainingConfig:
+    """Make a TrainingConfig from keywords; an unknown one is refused with a suggestion."""
     known = [field.name for field in fields(TrainingConfig)]
-    for name in words:
+    for name in options:
         if name not in known:
             meant = closest_match(name, known)
             hint = f"did you mean {meant!r}?" if meant else ", ".join(known)
             if name in SETTING_NAMES:
-                hint = f"wishes={{{name!r}: {words[name]!r}}}: it is a setting of the plan"
-            raise UsageError("no such keyword", got=name, try_=hint)
-    if "global_batch_size" not in words:
-        raise UsageError("the global batch is yours to choose", got="no global_batch_size", try_="global_batch_size=32")
-    return TrainingConfig(**words)
+                hint = f"overrides={{{name!r}: {options[name]!r}}}: it is a setting of the plan"
+            raise UsageError("unknown keyword", got=name, try_=hint)
+    if "global_batch_size" not in options:
+        raise UsageError("the global batch size is missing", got="no global_batch_size", try_="global_batch_size=32")
+    return TrainingConfig(**options)

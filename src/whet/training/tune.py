@@ -1,8 +1,7 @@
 """Measure plans for a training: the fastest settings, and the global batch size."""
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
@@ -25,36 +24,176 @@ from whet.step.loss import LossFunction
 from whet.step.optimizers import OptimizerChoice, set_learning_rate
 from whet.training.callbacks.event_log import EventHandler, emit_event
 from whet.training.callbacks.progress import ProgressLine
-from whet.training.checks import check_types
 from whet.training.setup import RunConfig, is_rereadable, make_run_config, plan_from_rules
 from whet.training.step_bench import LocalStepBench, evidence_key
 from whet.training.training_config import TrainingConfig, parse_training_config
 from whet.training.workload import describe_workload
 
 LR_BATCH = 32
-"""The global batch that a learning rate is taken to be meant for, unless said otherwise."""
+"""The global batch size that a learning rate is meant for, unless `lr_batch` says otherwise."""
 MAX_BATCH_SECONDS = 20.0
-"""What finding it may take before a training; mostly it is much less."""
+"""Limit for finding the global batch size before a training; usually it takes much less."""
+MIN_BUDGET_SECONDS = 5.0
+"""A shorter search finds next to nothing."""
+_BATCH_SHARE = 1 / 3
+"""The part of a tuning budget that finding the global batch size may take."""
+_TIMED_STEPS = 5
+_MIN_STEPS = 100
+"""The loss of a shorter run is not called for measuring."""
 
 AnyOptimizer = Optimizer | OptimizerChoice
 
+OpenStepBench = Callable[[], AbstractContextManager[StepBench]]
+"""Opens the same training in a separate process, where that is possible."""
 
-def is_auto_batch(options: dict[str, Any]) -> bool:
-    """Whether the global batch is left to whet."""
+
+def tune(
+    model: nn.Module,
+    data: Any,
+    *,
+    loss: LossFunction,
+    optimizer: AnyOptimizer,
+    device: str = "auto",
+    overrides: Mapping[str, Scalar] | None = None,
+    budget: float = 60.0,
+    on_event: EventHandler | Literal["line"] | None = "line",
+    lr_batch: int = LR_BATCH,
+    **training: Any,
+) -> Plan:
+    """Search for the fastest plan of a training within `budget` seconds; the plan carries its evidence.
+
+    Times real optimizer steps of your model on your data; model, optimizer and generators are restored afterwards.
+    Pass the plan to `train` or `Session` as `plan=`. All other keywords are those of `train` that define the training
+    (global_batch_size, epochs, max_steps, clip, ema, ...). `plan.precision` is a setting,
+    `plan.settings["precision"].reason` its reason. Progress and results are printed to standard error; `on_event` may
+    be a function that is called instead, or None for silence.
+
+    With global_batch_size="auto" the global batch size is found first, in a third of the budget: `plan.workload.batch`
+    has it, and your learning rate for it, which is taken to be meant for `lr_batch` samples. `train` with this plan and
+    global_batch_size="auto" uses both.
+    """
+    has_auto_batch = is_auto_batch(training)
+    if has_auto_batch:
+        training = {**training, "global_batch_size": lr_batch}
+    handler = ProgressLine("tune") if on_event == "line" else on_event
+    config = make_run_config(
+        model,
+        optimizer,
+        data,
+        parse_training_config(training),
+        device=device,
+        overrides=overrides,
+        on_event=handler,
+    )
+    if not (isinstance(budget, int | float) and budget > 0):
+        raise UsageError("budget must be above 0", got=repr(budget), try_="budget=60, in seconds")
+    check_rereadable(data)
+    watch = progress_callback(handler)
+    with _bench(config, loss, plan_from_rules(config)) as bench:
+        batch, left = None, budget
+        if has_auto_batch:
+            batch = measure_batch_size(bench, optimizer, budget=_BATCH_SHARE * budget, watch=watch)
+            left -= batch.spent_seconds
+            report_lines(handler, *batch.lines)
+        result = search(bench.plan, bench, budget_seconds=left, on_progress=watch)
+    if result.trials:
+        cache.save(bench.about, result)
+    report_lines(handler, *result.words)
+    return with_auto_batch(result.applied_to(bench.plan), batch)
+
+
+def tuned_plan(config: RunConfig, loss: LossFunction, *, open_bench: OpenStepBench | None = None) -> Plan | None:
+    """Measure the plan of a new run if the run is long enough to repay it; None if not, and the reason is reported."""
+    plan, on_event = plan_from_rules(config), config.on_event
+    num_steps = plan.workload.num_steps
+    if num_steps is None or num_steps < _MIN_STEPS or not is_rereadable(config.data):
+        return None
+    about = evidence_key(plan, config.model)
+    known = cache.load(about)
+    if known is not None:
+        report_lines(on_event, f"measured before on this machine: {known.words[0]}")
+        return known.applied_to(plan)
+    try:
+        measured = _measure(config, loss, plan, num_steps, open_bench=open_bench)
+    except Exception as error:
+        # If the run itself fails too, it reports its own error.
+        reason = error.reason if isinstance(error, ProbeFailedError) else f"{type(error).__name__}: {error}"
+        report_lines(on_event, f"not measured: {(reason.splitlines() or [reason])[0]}")
+        return None
+    if measured is None:
+        return None
+    plan, result = measured
+    report_lines(on_event, *result.words)
+    if not result.trials:
+        return None
+    cache.save(about, result)
+    return result.applied_to(plan)
+
+
+def _measure(
+    config: RunConfig, loss: LossFunction, plan: Plan, num_steps: int, *, open_bench: OpenStepBench | None
+) -> tuple[Plan, TuningResult] | None:
+    """The result and the plan it belongs to; None for a run that is too short to repay measuring."""
+    watch = progress_callback(config.on_event)
+    with _bench(config, loss, plan) as bench:
+        plan = bench.plan
+        seconds = _estimate_run_seconds(bench, num_steps)
+        budget = budget_seconds(seconds)
+        length = f"about {format_seconds(seconds)}"
+        if budget < MIN_BUDGET_SECONDS:
+            report_lines(config.on_event, f"not measured: a run of {length} would not repay it")
+            return None
+        report_lines(
+            config.on_event,
+            f"measuring which plan is fastest, {format_seconds(budget)} at most; this run would take {length}",
+        )
+        if open_bench is None:
+            return plan, search(plan, bench, budget_seconds=budget, on_progress=watch)
+    return plan, _search_in_process(open_bench, plan, budget=budget, watch=watch)
+
+
+def _bench(config: RunConfig, loss: LossFunction, plan: Plan) -> LocalStepBench:
+    return LocalStepBench(config.model, config.optimizer, config.data, config.training, loss=loss, plan=plan)
+
+
+def _search_in_process(
+    open_bench: OpenStepBench, plan: Plan, *, budget: float, watch: ProgressCallback | None
+) -> TuningResult:
+    """Search in a separate process; if it cannot start, that is reported and the plan by rules stays."""
+    try:
+        with open_bench() as bench:
+            return search(plan, bench, budget_seconds=budget, on_progress=watch)
+    except ProbeFailedError as error:
+        return TuningResult(words=(f"not measured: {error.reason}",))
+
+
+def _estimate_run_seconds(bench: LocalStepBench, num_steps: int) -> float:
+    """How long all steps would take with the plan by rules, from a few of them."""
+    prepared = bench.prepare({}, seconds=MIN_BUDGET_SECONDS)
+    seconds = median(prepared.step(index) for index in range(_TIMED_STEPS))
+    prepared.close()
+    return prepared.preparation_seconds + num_steps * seconds
+
+
+# --- the global batch size --------------------------------------------------------------------------------------------
+
+
+def is_auto_batch(options: Mapping[str, Any]) -> bool:
+    """Whether the global batch size is to be measured."""
     return bool(options.get("global_batch_size") == "auto")
 
 
 def measure_batch_size(
-    rig: LocalStepBench, optimizer: AnyOptimizer, *, budget: float, watch: ProgressCallback | None = None
+    bench: LocalStepBench, optimizer: AnyOptimizer, *, budget: float, watch: ProgressCallback | None = None
 ) -> AutoBatch:
-    """The knee around the rig's own batch, which the rates are meant for; the rig is left at it."""
+    """Find the global batch size, starting from the bench's own, which the learning rates are meant for."""
     name = optimizer.name if isinstance(optimizer, OptimizerChoice) else type(optimizer).__name__
     return choose_batch_size(
-        rig, base_rates=_learning_rates(optimizer), scaling=lr_scaling(name), budget_seconds=budget, on_progress=watch
+        bench, base_rates=_learning_rates(optimizer), scaling=lr_scaling(name), budget_seconds=budget, on_progress=watch
     )
 
 
-@contextlib.contextmanager
+@contextmanager
 def resolve_auto_batch_size(
     model: nn.Module,
     data: Any,
@@ -63,11 +202,11 @@ def resolve_auto_batch_size(
     optimizer: AnyOptimizer,
     options: dict[str, Any],
     may_measure: bool,
-    show: EventHandler | None = None,
+    on_event: EventHandler | None = None,
 ) -> Iterator[tuple[AnyOptimizer, dict[str, Any]]]:
-    """Optimizer and options of a training with a number for "auto"; an optimizer of yours has its own rates afterwards.
+    """Replace global_batch_size="auto" by a number, and scale the learning rate for it while entered.
 
-    The number is the run's own where one goes on, the plan's where one is given, else it is measured.
+    The number is that of the run if it is resumed, that of the plan if one is given; otherwise it is measured.
     """
     if not is_auto_batch(options):
         yield optimizer, options
@@ -76,56 +215,40 @@ def resolve_auto_batch_size(
     lr_batch = options.pop("lr_batch", LR_BATCH)
     run, plan = options.get("run"), options.get("plan")
     rates = _learning_rates(optimizer) if isinstance(optimizer, OptimizerChoice) else None
-    chosen = recorded_batch_size(None if run is None else Path(run), plan=plan, base_rates=rates)
-    words = {field.name: options[field.name] for field in fields(TrainingConfig) if field.name in options}
-    if chosen is None:
+    batch = recorded_batch_size(None if run is None else Path(run), plan=plan, base_rates=rates)
+    training = {field.name: options[field.name] for field in fields(TrainingConfig) if field.name in options}
+    if batch is None:
         if not may_measure:
             raise UsageError(
                 'global_batch_size="auto" has to be measured', got="measure=False", try_="global_batch_size=N"
             )
-        training = parse_training_config({**words, "global_batch_size": lr_batch})
-        how = {name: options[name] for name in ("device", "wishes", "workload") if name in options}
-        asked = make_run_config(model, optimizer, data, training, **how)
+        base = parse_training_config({**training, "global_batch_size": lr_batch})
+        given = {name: options[name] for name in ("device", "overrides", "workload") if name in options}
+        config = make_run_config(model, optimizer, data, base, **given)
         check_rereadable(data)
-        with LocalStepBench(model, optimizer, data, training, loss=loss, plan=plan_from_rules(asked)) as rig:
-            chosen = measure_batch_size(rig, optimizer, budget=MAX_BATCH_SECONDS, watch=progress_callback(show))
-        report_lines(show, *chosen.lines)
-    options["global_batch_size"] = chosen.batch
-    training = parse_training_config({**words, "global_batch_size": chosen.batch})
-    workload = options.get("workload") or describe_workload(
-        model, data, training, recipe=options.get("recipe", "session")
+        with _bench(config, loss, plan_from_rules(config)) as bench:
+            batch = measure_batch_size(bench, optimizer, budget=MAX_BATCH_SECONDS, watch=progress_callback(on_event))
+        report_lines(on_event, *batch.lines)
+    options["global_batch_size"] = batch.batch
+    resolved = parse_training_config({**training, "global_batch_size": batch.batch})
+    workload = options.get("workload")
+    if workload is None:
+        workload = describe_workload(model, data, resolved, recipe=options.get("recipe", "session"))
+    num_steps = resolved.total_steps(workload.num_samples) or None
+    options["workload"] = workload.model_copy(
+        update={"global_batch_size": batch.batch, "num_steps": num_steps, "batch": batch}
     )
-    num_steps = training.total_steps(workload.num_samples) or None
-    numbers = {"global_batch_size": chosen.batch, "num_steps": num_steps, "batch": chosen}
-    options["workload"] = workload.model_copy(update=numbers)
-    with _scale_learning_rate(optimizer, chosen) as scaled:
+    with _scale_learning_rate(optimizer, batch) as scaled:
         yield scaled, options
 
 
-def report_lines(show: EventHandler | None, *lines: str) -> None:
-    """Says what was measured, as events of a run are told."""
-    for line in lines:
-        emit_event(show, "plan", {"message": line})
-
-
-def progress_callback(show: EventHandler | None) -> ProgressCallback | None:
-    """How far a measurement is, told as an event."""
-    return None if show is None else lambda progress: emit_event(show, "measuring", progress.as_event())
-
-
-def check_rereadable(data: Any) -> None:
-    """A stream is used up by whoever reads it first."""
-    if not is_rereadable(data):
-        raise UsageError("a stream cannot be measured", got=type(data).__name__, try_="tensors or a map-style dataset")
-
-
-@contextlib.contextmanager
-def _scale_learning_rate(optimizer: AnyOptimizer, chosen: AutoBatch) -> Iterator[AnyOptimizer]:
+@contextmanager
+def _scale_learning_rate(optimizer: AnyOptimizer, batch: AutoBatch) -> Iterator[AnyOptimizer]:
     if isinstance(optimizer, OptimizerChoice):
-        yield replace(optimizer, lr=chosen.rates[0])
+        yield replace(optimizer, lr=batch.rates[0])
         return
     own = _learning_rates(optimizer)
-    set_learning_rate(optimizer, chosen.factor, own)
+    set_learning_rate(optimizer, batch.factor, own)
     try:
         yield optimizer
     finally:
@@ -138,137 +261,21 @@ def _learning_rates(optimizer: AnyOptimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-MIN_BUDGET_SECONDS = 5.0
-"""A search that may take less finds out next to nothing."""
-_TIMED_STEPS = 5
-_BATCH_SHARE = 1 / 3
-_MIN_STEPS = 100
-"""Your loss is not called for measuring where a run is shorter."""
-
-OpenStepBench = Callable[[], AbstractContextManager[StepBench]]
-"""How the same training is opened in a process of its own, where it can be."""
+# --- reports ----------------------------------------------------------------------------------------------------------
 
 
-def tune(
-    model: nn.Module,
-    data: Any,
-    *,
-    loss: LossFunction,
-    optimizer: Optimizer | OptimizerChoice,
-    device: str = "auto",
-    overrides: Mapping[str, Scalar] | None = None,
-    budget: float = 60.0,
-    show: EventHandler | Literal["line"] | None = "line",
-    lr_batch: int = LR_BATCH,
-    **training: Any,
-) -> Plan:
-    """The fastest plan that could be found for a training within `budget` seconds, with its evidence.
-
-    Times real optimizer steps of your model on your data; model, optimizer and generators are afterwards as they were.
-    Give the plan to `train` or `Session` as `plan=`. All other keywords are those of `train` that decide what is
-    trained (global_batch_size, epochs, max_steps, clip, ema, ...). `plan.precision` is a setting,
-    `plan.settings["precision"].reason` why. How far it is, and what was found, is said on standard error; `show` may be
-    a function that is told instead, or None for silence.
-
-    With global_batch_size="auto" the knee of the curve is found first, in a third of the budget: `plan.workload.batch`
-    has it, and your learning rate for it, which is taken to be meant for `lr_batch` samples. `train` with this plan and
-    global_batch_size="auto" takes both.
-    """
-    check_types(model, optimizer, "max")
-    has_open_batch = is_auto_batch(training)
-    if has_open_batch:
-        training = {**training, "global_batch_size": lr_batch}
-    asked = make_run_config(model, optimizer, data, parse_training_config(training), device=device, overrides=overrides)
-    if not (isinstance(budget, int | float) and budget > 0):
-        raise UsageError("budget must be above 0", got=repr(budget), try_="budget=60, in seconds")
-    check_rereadable(data)
-    told = ProgressLine("tune") if show == "line" else show
-    watch = progress_callback(told)
-    with _bench(asked, loss, plan_from_rules(asked)) as rig:
-        chosen, left = None, budget
-        if has_open_batch:
-            chosen = measure_batch_size(rig, optimizer, budget=_BATCH_SHARE * budget, watch=watch)
-            left -= chosen.spent_seconds
-            report_lines(told, *chosen.lines)
-        found = search(rig.plan, rig, budget_seconds=left, on_progress=watch)
-    if found.trials:
-        cache.save(rig.about, found)
-    report_lines(told, *found.words)
-    return with_auto_batch(found.applied_to(rig.plan), chosen)
+def report_lines(on_event: EventHandler | None, *lines: str) -> None:
+    """Report what was measured, as events of the kind "plan"."""
+    for line in lines:
+        emit_event(on_event, "plan", {"message": line})
 
 
-def tuned_plan(
-    asked: RunConfig, loss: LossFunction, *, open_bench: OpenStepBench | None = None, show: EventHandler | None = None
-) -> Plan | None:
-    """The plan for a new run, measured if the run is long enough to earn it back; None, and why, if it is not."""
-    plan = plan_from_rules(asked)
-    num_steps = plan.workload.num_steps
-    if num_steps is None or num_steps < _MIN_STEPS or not is_rereadable(asked.data):
-        return None
-    about = evidence_key(plan, asked.model)
-    found = cache.load(about)
-    if found is not None:
-        report_lines(show, f"measured before on this machine: {found.words[0]}")
-        return found.applied_to(plan)
-    try:
-        measured = _measure(asked, loss, plan, num_steps, open_bench=open_bench, show=show)
-    except Exception as error:
-        # Where the run itself fails too, it will say so in its own words.
-        reason = error.reason if isinstance(error, ProbeFailedError) else f"{type(error).__name__}: {error}"
-        report_lines(show, f"not measured: {(reason.splitlines() or [reason])[0]}")
-        return None
-    if measured is None:
-        return None
-    plan, found = measured
-    report_lines(show, *found.words)
-    if not found.trials:
-        return None
-    cache.save(about, found)
-    return found.applied_to(plan)
+def progress_callback(on_event: EventHandler | None) -> ProgressCallback | None:
+    """Report the progress of a measurement as events."""
+    return None if on_event is None else lambda progress: emit_event(on_event, "measuring", progress.as_event())
 
 
-def _measure(
-    asked: RunConfig,
-    loss: LossFunction,
-    plan: Plan,
-    num_steps: int,
-    *,
-    open_bench: OpenStepBench | None,
-    show: EventHandler | None,
-) -> tuple[Plan, TuningResult] | None:
-    """What was found, and the plan it is about; None, and why, for a run that would not earn it back."""
-    with _bench(asked, loss, plan) as rig:
-        plan = rig.plan
-        seconds = _run_seconds(rig, num_steps)
-        budget = budget_seconds(seconds)
-        if budget < MIN_BUDGET_SECONDS:
-            report_lines(show, f"not measured: a run of about {format_seconds(seconds)} would not earn it back")
-            return None
-        expected = f"this run would take about {format_seconds(seconds)}"
-        report_lines(show, f"measuring what is fastest here, {format_seconds(budget)} at most; {expected}")
-        if open_bench is None:
-            return plan, search(plan, rig, budget_seconds=budget, on_progress=progress_callback(show))
-    return plan, _search_in_process(open_bench, plan, budget=budget, watch=progress_callback(show))
-
-
-def _bench(asked: RunConfig, loss: LossFunction, plan: Plan) -> LocalStepBench:
-    return LocalStepBench(asked.model, asked.optimizer, asked.data, asked.training, loss=loss, plan=plan)
-
-
-def _search_in_process(
-    open_bench: OpenStepBench, plan: Plan, *, budget: float, watch: ProgressCallback | None
-) -> TuningResult:
-    """In a process of its own; one that cannot even start is told of, and the rules hold."""
-    try:
-        with open_bench() as rig:
-            return search(plan, rig, budget_seconds=budget, on_progress=watch)
-    except ProbeFailedError as error:
-        return TuningResult(words=(f"not measured: {error.reason}",))
-
-
-def _run_seconds(rig: LocalStepBench, num_steps: int) -> float:
-    """How long all steps will take by the rules, from a few of them."""
-    prepared = rig.prepare({}, seconds=MIN_BUDGET_SECONDS)
-    seconds = median(prepared.step(index) for index in range(_TIMED_STEPS))
-    prepared.close()
-    return prepared.preparation_seconds + num_steps * seconds
+def check_rereadable(data: Any) -> None:
+    """Refuse an iterable dataset: its first reader consumes it."""
+    if not is_rereadable(data):
+        raise UsageError("a stream cannot be measured", got=type(data).__name__, try_="tensors or a map-style dataset")

@@ -234,7 +234,7 @@ def test_fifty_steps_are_bit_equal_to_the_hand_written_loop(table: Path) -> None
     ) as session:
         for batch in session:
             session.step(lambda micro: recipe.loss(ours, micro), batch)
-    assert session.progress.step == 50
+    assert session.state.step == 50
 
     torch.manual_seed(5)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3)

@@ -50,8 +50,8 @@ def train_gpt(run: Path | None, *, precision: str | None = None, **options: Any)
     with session_of(model, sentences(64), run, outputs=model.outputs, **options) as session:
         if precision is not None:
             faster = {"precision": MeasuredSetting(value=precision, reason="faster in a trial", evidence={})}
-            session._execution._use(with_runtime_changes(session.plan, faster))
-            session._stepper.use_precision(precision, loss_scaling="off")
+            session.run.use_plan(with_runtime_changes(session.plan, faster))
+            session.run.stepper.use_precision(precision, loss_scaling="off")
         for batch in session:
             session.step(model.loss, batch)
     return model

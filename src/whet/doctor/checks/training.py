@@ -145,9 +145,9 @@ def _train_session(run: Path, *, device: str, dropout: float, stop_after: int | 
     ) as session:
         for batch in session:
             session.step(loss, batch)
-            if session.progress.step == stop_after and not is_move:
+            if session.state.step == stop_after and not is_move:
                 signal.raise_signal(signal.SIGINT)
-    return session.progress.step
+    return session.state.step
 
 
 def _last(run: Path) -> Snapshot:

@@ -153,7 +153,7 @@ class SelfPlay:
     device: str
     command: Sequence[str]
     say: Callable[[str], None]
-    show: EventHandler | None
+    on_event: EventHandler | None
 
     @property
     def config(self) -> HexConfig:
@@ -246,7 +246,7 @@ class SelfPlay:
             run=run_path(self.folder, number),
             device=self.device,
             command=list(self.command),
-            show=self.show,
+            on_event=self.on_event,
         )
 
     def _gate(self, number: int, champion: int, device: AbstractDevice) -> Rating:

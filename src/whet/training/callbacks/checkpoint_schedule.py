@@ -4,13 +4,19 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal
 
+from whet.distributed.group import RankGroup
 from whet.plan.plan import Plan
+from whet.training.callback import SAVE_NOW, SAVE_WHEN_IDLE, Action, Callback, State
+
+if TYPE_CHECKING:
+    from whet.step.step import Outcome
+    from whet.training.checkpointer import Checkpointer
 
 MAX_SAVE_SHARE = 0.01
-"""Saving takes at most this part of the time, unless you set the interval."""
+"""Saving takes at most this part of the time, unless the user sets the interval."""
 MEAN_SECONDS_BETWEEN_FAILURES = 24 * 3600.0
 RETRY_SECONDS = 60.0
 _BASELINE_STEPS = 64
@@ -18,11 +24,33 @@ _MIN_BACKGROUND_SAVES = 2
 _SLOW_SHARE = 0.3
 
 SaveDue = Literal["no", "time", "asked"]
-"""Whether; and whether by the clock, which may be late, or at a place that you asked for."""
+"""time: by the clock, so it may be late. asked: at a step or epoch that the user asked for."""
+
+
+class CheckpointSchedule(Callback):
+    """Asks for checkpoints: by the clock, every N steps or epochs, and after the best evaluation."""
+
+    def __init__(self, checkpointer: "Checkpointer", group: RankGroup) -> None:
+        self._checkpointer = checkpointer
+        self._is_first = group.is_first
+
+    def after_step(self, state: State, outcome: "Outcome") -> Action:  # noqa: ARG002
+        self._checkpointer.poll()
+        is_epoch_end = state.batch is not None and state.batch.is_last_of_epoch
+        due = self._checkpointer.interval.is_due(state.step, epochs_done=state.epoch if is_epoch_end else None)
+        if due == "asked":
+            return Action(save=SAVE_NOW, on_all_ranks=True)
+        # The clock of rank 0 decides for all.
+        return Action(save=SAVE_WHEN_IDLE) if due == "time" and self._is_first else Action.NONE
+
+    def on_evaluate(self, state: State, metrics: Mapping[str, float]) -> Action:  # noqa: ARG002
+        # The best state must be this one, not one a few steps later. All ranks know the score.
+        is_best = state.best_step == state.step and state.num_worse == 0
+        return Action(save=SAVE_NOW, on_all_ranks=True) if is_best else Action.NONE
 
 
 def best_interval(cost: float, *, least: float) -> float:
-    """Seconds between saves that cost `cost` seconds each: Young's square root, the 1 % bound, and the plan's least.
+    """Seconds between saves that cost `cost` seconds each: Young's formula, at most 1 % of the time, at least `least`.
 
     >>> round(best_interval(0.2, least=60)), round(best_interval(0.2, least=300)), round(best_interval(20, least=300))
     (186, 300, 2000)
@@ -31,81 +59,81 @@ def best_interval(cost: float, *, least: float) -> float:
 
 
 class SaveInterval:
-    """Says when a checkpoint is due, and learns from what saving costs."""
+    """Decides when a checkpoint is due, and learns from what saving costs."""
 
     def __init__(self, plan: Plan, *, clock: Callable[[], float] = time.monotonic) -> None:
-        minutes = plan.checkpoint_minutes
-        assert isinstance(minutes, int | float)
         self._steps = plan.checkpoint_steps
         self._epochs = plan.checkpoint_epochs
-        self._is_yours = plan.settings["checkpoint_minutes"].source == "you"
-        self._least = minutes * 60.0
+        self._is_fixed = plan.settings["checkpoint_minutes"].source == "you"
+        self._least = plan.checkpoint_minutes * 60.0
         self._clock = clock
         self.interval = self._least
-        """Seconds between saves, as it stands now."""
+        """Seconds between saves, as currently estimated."""
         self._due_at = clock() + self.interval
 
     def is_due(self, step: int, *, epochs_done: int | None) -> SaveDue:
-        """Whether a checkpoint should be written after this step; `epochs_done` counts if the step ended an epoch."""
+        """Whether a checkpoint is due after this step; `epochs_done` is given if the step ended an epoch."""
         if isinstance(self._steps, int) and step % self._steps == 0:
             return "asked"
         if isinstance(self._epochs, int) and epochs_done is not None and epochs_done % self._epochs == 0:
             return "asked"
         return "time" if self._clock() >= self._due_at else "no"
 
-    def began(self) -> None:
-        """A save has begun, or was skipped since one is under way: the clock starts anew."""
+    def restart(self) -> None:
+        """A save has begun, or was skipped because one is running: count the interval from now."""
         self._due_at = self._clock() + self.interval
 
     def learn(self, cost: float) -> None:
-        """Takes in what a save cost in seconds of training; your own interval stays as it is."""
-        if not self._is_yours:
+        """Adapt to the seconds of training that a save cost; an interval that the user set stays."""
+        if not self._is_fixed:
             began = self._due_at - self.interval
             self.interval = best_interval(cost, least=self._least)
             self._due_at = began + self.interval
 
-    def failed(self, step: int) -> str:
-        """Sets the next try; when that will be, in words."""
+    def retry_after(self, step: int) -> str:
+        """Schedule another attempt after a failed save. Returns when that will be, for the log."""
         wait = min(RETRY_SECONDS, self.interval)
         self._due_at = self._clock() + wait
-        words = f"in {wait:.0f} s"
+        when = f"in {wait:.0f} s"
         if isinstance(self._steps, int):
-            words += f" or after step {(step // self._steps + 1) * self._steps:,}"
-        return words
+            when += f" or after step {(step // self._steps + 1) * self._steps:,}"
+        return when
 
 
 class WriteMode:
-    """Whether writing costs less beside the training or in between: where training keeps all cores busy itself, a
-    second writer can slow it down for longer than the write alone would take. Both are measured while the run goes."""
+    """Chooses between background and blocking writes by what they cost.
+
+    Where training keeps all cores busy, a background write can slow it down for longer than a blocking one takes.
+    """
 
     def __init__(self) -> None:
         self._least: dict[bool, float] = {}
-        """Seconds a byte, the least seen of each way: what a busy moment added does not count."""
-        self._num_beside = 0
+        """Seconds per byte, the least seen of each mode: what a busy moment added does not count."""
+        self._num_background = 0
         self._share = 0.0
 
     @property
     def is_background(self) -> bool:
-        """Whether the next one should be written beside the training."""
-        if self._num_beside < _MIN_BACKGROUND_SAVES:
+        """Whether the next checkpoint should be written in the background."""
+        if self._num_background < _MIN_BACKGROUND_SAVES:
             return True
         if False not in self._least:
-            # In between is tried only where steps have suffered much.
+            # Blocking is tried only if background writes have slowed steps down much.
             return self._share < _SLOW_SHARE
         return self._least[True] <= self._least[False]
 
     def learn(self, *, is_background: bool, cost: float, seconds: float, num_bytes: int) -> None:
-        """Takes in what a save cost the training, and how long it took."""
+        """Take the seconds of training that a save cost, and how long the write took."""
         per_byte = cost / max(1, num_bytes)
         self._least[is_background] = min(per_byte, self._least.get(is_background, per_byte))
         if is_background:
-            self._num_beside += 1
+            self._num_background += 1
             share = cost / max(seconds, 1e-9)
-            self._share = share if self._num_beside == 1 else min(share, self._share)
+            self._share = share if self._num_background == 1 else min(share, self._share)
 
 
 class StepTimes:
-    """How much slower steps are while a checkpoint is written beside them."""
+    """Measures how much a background write slows steps down."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -116,7 +144,7 @@ class StepTimes:
         self._busy_seconds, self._busy_steps = 0.0, 0
 
     def tick(self, *, is_busy: bool, aside: float) -> None:
-        """After each step; `aside` counts all seconds so far that went elsewhere, to evaluations and saves."""
+        """Call after each step; `aside` is the total of seconds spent on evaluations and saves so far."""
         now = self._clock()
         if self._last is not None:
             seconds = now - self._last - (aside - self._aside)
@@ -128,7 +156,7 @@ class StepTimes:
         self._last, self._aside, self._was_busy = now, aside, is_busy
 
     def slowed(self) -> float:
-        """Seconds that steps took longer since the last call; 0 while there is nothing to compare with."""
+        """Extra seconds that steps took since the last call; 0 without a baseline."""
         seconds, steps = self._busy_seconds, self._busy_steps
         self._busy_seconds, self._busy_steps = 0.0, 0
         return max(0.0, seconds - steps * statistics.median(self._usual)) if self._usual and steps else 0.0

@@ -3,9 +3,10 @@
 import contextlib
 import errno
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,68 +17,128 @@ from whet.data.batch import GlobalBatch
 from whet.device.abstract import AbstractDevice
 from whet.run import durable
 from whet.run.events import EventLog
+from whet.step.ema import named_tensors
 from whet.step.non_finite_guard import NonFiniteGuard
-from whet.step.step import Outcome
+from whet.step.step import Outcome, Stepper
+from whet.training.callback import Action, Callback, State
+
+if TYPE_CHECKING:
+    from whet.training.setup import RunContext
 
 _READ_EVERY_SECONDS = 0.5
 _MAX_PENDING = 256
 _MAX_SAMPLE_IDS = 64
 
-
 EventHandler = Callable[[str, dict[str, Any]], None]
-"""Is told of every kind of event with its fields; it may draw, and cannot change the run."""
-
-
-def emit_event(show: EventHandler | None, kind: str, fields: dict[str, Any]) -> None:
-    """Before there is a run to write a refusal into: a screen that refuses (full disk, closed pipe) ends nothing."""
-    if show is not None:
-        with contextlib.suppress(OSError):
-            show(kind, fields)
-
+"""Called with the kind and the fields of every event; it may draw, and cannot change the run."""
 
 StepTimesHandler = Callable[[list[tuple[int, float]]], None]
-"""Is given steps and the seconds their computing took on the device's clock, many at once."""
+"""Called with steps and the seconds of computing on the device's clock, many at once."""
 
 
-class Recorder:
-    """Collects the outcomes of steps and writes them as events."""
+def emit_event(on_event: EventHandler | None, kind: str, fields: dict[str, Any]) -> None:
+    """Emit an event before there is a log; a screen that fails (full disk, closed pipe) ends nothing."""
+    if on_event is not None:
+        with contextlib.suppress(OSError):
+            on_event(kind, fields)
+
+
+class Recorder(Callback):
+    """Collects the outcomes of steps and writes them as events, to the run folder and to `on_event`."""
 
     def __init__(
         self,
         log: EventLog | None,
         device: AbstractDevice,
         *,
-        soundness: NonFiniteGuard | None = None,
-        show: EventHandler | None = None,
+        guard: NonFiniteGuard | None = None,
+        on_event: EventHandler | None = None,
     ) -> None:
         self._log = log
         self._device = device
-        self._soundness = soundness or NonFiniteGuard(has_scaler=False)
-        self._show = show
+        self._guard = guard or NonFiniteGuard(has_scaler=False)
+        self._on_event = on_event
+        self._run: RunContext | None = None
         self._pending: list[tuple[dict[str, Any], np.ndarray, Outcome]] = []
         self._read_at = time.monotonic()
         self._waiting: list[tuple[str, dict[str, Any]]] = []
         self._extra_seconds: dict[str, float] = {}
-        self._is_log_refused = False
-        self._is_showing = False
+        self._is_log_failing = False
+        self._is_emitting = False
         self._interjections: list[tuple[str, dict[str, Any]]] = []
+        self._epoch_began = time.monotonic()
         self.aside_seconds = 0.0
-        """All seconds so far that went neither to steps nor to their data."""
-        self.watch: StepTimesHandler | None = None
+        """Total seconds spent neither on steps nor on their data."""
+        self.on_step_times: StepTimesHandler | None = None
 
-    def step(self, outcome: Outcome, *, ids: np.ndarray, **facts: Any) -> None:
-        """Takes a step's outcome, its samples and what else is known of it; the outcome's tensors are read later."""
-        self._pending.append((facts, ids, outcome))
-        if len(self._pending) >= _MAX_PENDING or time.monotonic() - self._read_at > _READ_EVERY_SECONDS:
-            self.read()
+    # --- callback ----------------------------------------------------------------------------------------------------
+
+    def on_start(self, run: "RunContext") -> None:
+        self._run = run
+        self._epoch_began = time.monotonic()
+
+    def after_step(self, state: State, outcome: Outcome) -> Action:
+        """Keep the outcome of a step; its tensors are read later."""
+        if not outcome.is_skipped:
+            assert state.batch is not None
+            epoch = state.epoch - state.batch.is_last_of_epoch
+            facts = {"step": state.step, "epoch": epoch, "samples": state.samples, "lr": state.lr}
+            self._pending.append((facts, state.batch.ids, outcome))
+            if len(self._pending) >= _MAX_PENDING or time.monotonic() - self._read_at > _READ_EVERY_SECONDS:
+                self.read()
+        return Action.NONE
+
+    def on_epoch_end(self, state: State) -> Action:
+        """Log what would cost too much in every step."""
+        assert self._run is not None
+        now = time.monotonic()
+        self.event(
+            "epoch",
+            step=state.step,
+            epoch=state.epoch,
+            epoch_seconds=now - self._epoch_began,
+            memory=asdict(self._device.memory.usage()),
+            state_bytes=held_memory(self._run.stepper),
+            num_shapes=len(self._run.executor.shapes),
+        )
+        self._epoch_began = now
+        return Action.NONE
+
+    def end(self, state: State, error: BaseException | None) -> None:
+        """Log the end of a session, with the time that no later step will carry."""
+        self.read()
+        outcome = "done" if state.is_finished else "stopped"
+        fields: dict[str, Any] = {"state": "failed" if isinstance(error, Exception) else outcome}
+        if error is not None:
+            fields["reason"] = f"{type(error).__name__}: {error}"
+        rest, self._extra_seconds = self._extra_seconds, {}
+        self._write("end", step=state.step, **fields, **({"seconds": rest} if rest else {}))
+
+    # --- logging -----------------------------------------------------------------------------------------------------
+
+    def event(self, kind: str, *, step: int, **fields: Any) -> None:
+        """Log an event, after all steps before it."""
+        self.read()
+        self._write(kind, step=step, **fields)
+
+    def defer(self, kind: str, **fields: Any) -> None:
+        """Log an event once the steps so far are read, without waiting for the device."""
+        self._waiting.append((kind, fields))
+
+    def warn(self, step: int, what: str, error: WhetError, *, path: Path, retry: str) -> None:
+        """Log that the disk refused something, and that training continues."""
+        cause = error.__cause__
+        code = errno.errorcode.get(cause.errno or 0, "unknown") if isinstance(cause, OSError) else "unknown"
+        facts = {"path": str(path), "errno": code, "free_bytes": durable.free_bytes(path), "retry": retry}
+        self.event("warning", step=step, reason=f"{what}: {error.what}: {error.got}", **facts)
 
     def spent(self, phase: str, seconds: float) -> None:
-        """Adds time spent outside steps (evaluate, save) to the oldest step that is not written yet, or to the next."""
+        """Add time spent outside steps (evaluate, save) to the oldest step that is not written yet, or to the next."""
         self._extra_seconds[phase] = self._extra_seconds.get(phase, 0.0) + seconds
         self.aside_seconds += seconds if phase != "data" else 0.0
 
     def timed(self, batches: Iterator[GlobalBatch]) -> Iterator[GlobalBatch]:
-        """The same batches; waiting for them counts as time for data."""
+        """Yield the batches; waiting for them counts as time for data."""
         while True:
             start = time.perf_counter()
             batch = next(batches, None)
@@ -86,91 +147,37 @@ class Recorder:
                 return
             yield batch
 
-    def later(self, kind: str, **fields: Any) -> None:
-        """Takes what is written behind the steps so far, once they are read: nobody waits for the device for it."""
-        self._waiting.append((kind, fields))
-
-    def event(self, kind: str, *, step: int, **fields: Any) -> None:
-        """Writes a happening, behind all steps before it."""
-        self.read()
-        self._write(kind, step=step, **fields)
-
-    def end(self, *, step: int, **fields: Any) -> None:
-        """Writes the end of a sitting, with the time that no later step will carry."""
-        self.read()
-        rest, self._extra_seconds = self._extra_seconds, {}
-        self._write("end", step=step, **fields, **({"seconds": rest} if rest else {}))
-
-    def tell(self, kind: str, **fields: Any) -> None:
-        """Shows what need not be written. Who cannot be told is told nothing more: that must not end a run."""
-        if self._show is None:
+    def notify(self, kind: str, **fields: Any) -> None:
+        """Call `on_event` without writing to the run folder. After an error it is not called again."""
+        if self._on_event is None:
             return
         try:
-            self._show_alone(kind, fields)
+            self._emit(kind, fields)
         except Exception as error:
-            self._show = None
-            reason = f"showing the run failed, so nothing more is shown: {type(error).__name__}: {error}"
+            self._on_event = None
+            reason = f"on_event failed and is not called any more: {type(error).__name__}: {error}"
             self._append("warning", step=fields.get("step", 0), reason=reason, retry="never")
-        self._tell_interjections()
+        self._emit_interjections()
 
     def interject(self, kind: str, **fields: Any) -> None:
-        """Shows what a signal handler has to say: at once, or, where it came in the middle of showing, right after."""
+        """Call `on_event` from a signal handler: immediately, or after the call that the signal interrupted."""
         self._interjections.append((kind, fields))
-        if not self._is_showing:
-            self._tell_interjections()
-
-    def _tell_interjections(self) -> None:
-        while self._interjections and self._show is not None:
-            try:
-                self._show_alone(*self._interjections[0])
-            except Exception:
-                # A handler may come in the middle of any write, and Python refuses a second one into the same stream.
-                return
-            del self._interjections[0]
-
-    def _show_alone(self, kind: str, fields: dict[str, Any]) -> None:
-        assert self._show is not None
-        self._is_showing = True
-        try:
-            self._show(kind, fields)
-        finally:
-            self._is_showing = False
-
-    def warn(self, step: int, what: str, error: WhetError, *, path: Path, retry: str) -> None:
-        """Writes down that the disk refused something, and that training goes on."""
-        cause = error.__cause__
-        code = errno.errorcode.get(cause.errno or 0, "unknown") if isinstance(cause, OSError) else "unknown"
-        facts = {"path": str(path), "errno": code, "free_bytes": durable.free_bytes(path), "retry": retry}
-        self.event("warning", step=step, reason=f"{what}: {error.what}: {error.got}", **facts)
+        if not self._is_emitting:
+            self._emit_interjections()
 
     def flush(self) -> None:
-        """Hands all that waits to the system; what the disk refuses goes on waiting."""
+        """Hand pending lines to the operating system; what the disk refuses stays pending."""
         if self._log is not None:
             with contextlib.suppress(WhetError):
                 self._log.flush()
 
-    def settle(self) -> None:
-        """Makes all that was flushed survive a power cut together with the checkpoint written next; any thread."""
+    def fsync(self) -> None:
+        """Make flushed lines survive a power cut together with the checkpoint written next; from any thread."""
         if self._log is not None:
             self._log.fsync()
 
-    def _append(self, kind: str, *, step: int, **fields: Any) -> None:
-        """A disk that refuses the log stops no training: the lines wait, and the first refusal is told."""
-        if self._log is None:
-            return
-        try:
-            self._log.append(kind, step=step, **fields)
-            self._is_log_refused = False
-        except WhetError as error:
-            if not isinstance(error.__cause__, OSError):
-                raise
-            if not self._is_log_refused:
-                self._is_log_refused = True
-                what = "the log of the run waits in memory"
-                self.warn(step, what, error, path=self._log.path, retry="in a second")
-
     def read(self) -> None:
-        """Reads what is pending, in one go, and writes it down."""
+        """Read the outcomes that are pending, with one wait for the device, and write them."""
         self._read_at = time.monotonic()
         pending, self._pending = self._pending, []
         if pending:
@@ -178,6 +185,8 @@ class Recorder:
         waiting, self._waiting = self._waiting, []
         for kind, fields in waiting:
             self._write(kind, **fields)
+
+    # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _read_steps(self, pending: list[tuple[dict[str, Any], np.ndarray, Outcome]]) -> None:
         losses = _as_numbers([outcome.loss for _, _, outcome in pending])
@@ -192,16 +201,48 @@ class Recorder:
             self._extra_seconds = {}
             facts |= {"loss": loss, "grad_norm": norm, "seconds": seconds}
             self._append("step", **facts)
-            unusual = self._soundness.observe(facts["step"], loss)
-            if unusual is not None:
-                self._write("spike", step=facts["step"], reason=unusual, samples=sample_ids(ids))
-        if self.watch is not None:
-            self.watch(computing)
-        self.tell("step", **pending[-1][0])
+            spike = self._guard.observe(facts["step"], loss)
+            if spike is not None:
+                self._write("spike", step=facts["step"], reason=spike, samples=sample_ids(ids))
+        if self.on_step_times is not None:
+            self.on_step_times(computing)
+        self.notify("step", **pending[-1][0])
 
     def _write(self, kind: str, *, step: int, **fields: Any) -> None:
         self._append(kind, step=step, **fields)
-        self.tell(kind, step=step, **fields)
+        self.notify(kind, step=step, **fields)
+
+    def _append(self, kind: str, *, step: int, **fields: Any) -> None:
+        """Append to the log. A disk that refuses does not stop training: lines wait, and the first failure is logged."""
+        if self._log is None:
+            return
+        try:
+            self._log.append(kind, step=step, **fields)
+            self._is_log_failing = False
+        except WhetError as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            if not self._is_log_failing:
+                self._is_log_failing = True
+                what = "the event log waits in memory"
+                self.warn(step, what, error, path=self._log.path, retry="in a second")
+
+    def _emit(self, kind: str, fields: dict[str, Any]) -> None:
+        assert self._on_event is not None
+        self._is_emitting = True
+        try:
+            self._on_event(kind, fields)
+        finally:
+            self._is_emitting = False
+
+    def _emit_interjections(self) -> None:
+        while self._interjections and self._on_event is not None:
+            try:
+                self._emit(*self._interjections[0])
+            except Exception:
+                # A signal may interrupt any write, and Python refuses a reentrant one to the same stream.
+                return
+            del self._interjections[0]
 
     def _seconds(self, outcome: Outcome) -> dict[str, float]:
         spent: dict[str, float] = {}
@@ -211,12 +252,29 @@ class Recorder:
 
 
 def sample_ids(ids: np.ndarray) -> list[int]:
-    """The samples of a step for an event; the first ones of a large batch."""
+    """The sample ids of a step for an event; the first ones of a large batch."""
     return [int(number) for number in ids[:_MAX_SAMPLE_IDS]]
 
 
+def held_memory(stepper: Stepper) -> dict[str, int]:
+    """Bytes of weights, gradients, optimizer state and EMA between steps, counted from the tensors on this rank."""
+
+    def count(tensors: Iterable[Tensor]) -> int:
+        local = (stepper.strategy.local(tensor) for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+    state = (value for slot in stepper.optimizer.state.values() for value in slot.values() if isinstance(value, Tensor))
+    gradients = (parameter.grad for parameter in stepper.model.parameters() if parameter.grad is not None)
+    held = {
+        "weights": count(tensor for _, tensor in named_tensors(stepper.model)),
+        "gradients": count(gradients),
+        "optimizer": count(state),
+    }
+    return held if stepper.ema is None else {**held, "ema": count(stepper.ema.average.values())}
+
+
 def _as_numbers(tensors: list[Tensor | None]) -> list[float | None]:
-    """The values of scalars that lie on one device, with a single wait."""
-    there = [tensor for tensor in tensors if tensor is not None]
-    values = iter(torch.stack(there).tolist()) if there else iter(())
+    """The values of scalars on one device, with a single wait."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    values = iter(torch.stack(present).tolist()) if present else iter(())
     return [None if tensor is None else next(values) for tensor in tensors]

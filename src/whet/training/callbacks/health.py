@@ -1,92 +1,72 @@
-"""Log memory, load and speed every few seconds."""
+"""Log memory, load and speed every few seconds.
+
+Only counters are read: nothing waits for the device, and no tensor or random generator is touched, so that a run is the
+same with and without it.
+"""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor
-
 from whet.device.abstract import AbstractDevice
 from whet.machine.load import ProcessUsage, Usage
-from whet.step.ema import named_tensors
-from whet.step.step import Stepper
-from whet.training.callback import State
+from whet.step.step import Outcome
+from whet.training.callback import Action, Callback, State
 from whet.training.callbacks.event_log import Recorder
 from whet.training.callbacks.thermal import ThermalCare
 
 FIRST_AFTER_SECONDS, INTERVAL_SECONDS = 1.0, 5.0
 
 
-class Health:
-    """Writes `health` events; `memory_bytes` is what the machine has."""
+class Health(Callback):
+    """Logs `health` events; `memory_bytes` is the memory of the machine."""
 
     def __init__(
         self,
-        recorder: Recorder,
+        log: Recorder,
         device: AbstractDevice,
-        governor: ThermalCare,
+        thermal: ThermalCare,
         *,
         memory_bytes: int | None,
         clock: Callable[[], float] = time.monotonic,
-        use: Callable[[], Usage] | None = None,
+        usage: Callable[[], Usage] | None = None,
     ) -> None:
-        self._recorder, self._device, self._governor = recorder, device, governor
+        self._log, self._device, self._thermal = log, device, thermal
         self._memory_bytes = memory_bytes
         self._clock = clock
-        self._use = use or ProcessUsage()
+        self._usage = usage or ProcessUsage()
         self._due_at = clock() + FIRST_AFTER_SECONDS
         self._last: tuple[float, int] | None = None
 
-    def between_steps(self, progress: State) -> None:
-        """Writes one if it is time; a comparison if not."""
+    def after_step(self, state: State, outcome: Outcome) -> Action:  # noqa: ARG002
         now = self._clock()
         if now < self._due_at:
-            return
+            return Action.NONE
         self._due_at = now + INTERVAL_SECONDS
-        # Work alone: an evaluation would look like a slow training.
-        worked = now - self._recorder.aside_seconds
+        # Time of training only: an evaluation must not look like slow training.
+        worked = now - self._log.aside_seconds
         speed: dict[str, float] = {}
-        if self._last is not None and worked > self._last[0] and progress.samples >= self._last[1]:
-            speed["samples_per_second"] = (progress.samples - self._last[1]) / (worked - self._last[0])
-        self._last = worked, progress.samples
-        self._recorder.later("health", step=progress.step, samples=progress.samples, **speed, **self._readings())
+        if self._last is not None and worked > self._last[0] and state.samples >= self._last[1]:
+            speed["samples_per_second"] = (state.samples - self._last[1]) / (worked - self._last[0])
+        self._last = worked, state.samples
+        self._log.defer("health", step=state.step, samples=state.samples, **speed, **self._readings())
+        return Action.NONE
 
     def _readings(self) -> dict[str, Any]:
-        seen, use = self._governor.conditions, self._use()
-        left = seen.memory_available_bytes
-        used = None if left is None or self._memory_bytes is None else max(0, self._memory_bytes - left)
+        conditions, usage = self._thermal.conditions, self._usage()
+        total, available = self._memory_bytes, conditions.memory_available_bytes
         memory = {
             **asdict(self._device.memory.usage()),
-            "process": use.process_bytes,
-            "used": used,
-            "available": left,
-            "swap": seen.swap_used_bytes,
+            "process": usage.process_bytes,
+            "used": None if total is None or available is None else max(0, total - available),
+            "available": available,
+            "swap": conditions.swap_used_bytes,
         }
-        busy = {"cpu": use.cpu_percent, "process": use.process_percent, "gpu": seen.gpu_busy_percent}
-        states = {"heat": self._governor.heat, "thermal": seen.thermal, "pressure": seen.memory_pressure}
-        return {"memory": _without_none(memory), "utilization": _without_none(busy), **_without_none(states)}
+        busy = {"cpu": usage.cpu_percent, "process": usage.process_percent, "gpu": conditions.gpu_busy_percent}
+        levels = {"heat": self._thermal.heat, "thermal": conditions.thermal, "pressure": conditions.memory_pressure}
+        return {"memory": _without_none(memory), "utilization": _without_none(busy), **_without_none(levels)}
 
 
 def _without_none(readings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in readings.items() if value is not None}
-
-
-def held_memory(stepper: Stepper) -> dict[str, int]:
-    """Bytes of weights, gradients, optimizer state and average, after a step; what is frozen has weights alone.
-
-    Of a model in parts, what lies in this process.
-    """
-
-    def count(tensors: Iterable[Tensor]) -> int:
-        here = (stepper.strategy.local(tensor) for tensor in tensors)
-        return sum(tensor.numel() * tensor.element_size() for tensor in here)
-
-    state = (value for slot in stepper.optimizer.state.values() for value in slot.values() if isinstance(value, Tensor))
-    gradients = (parameter.grad for parameter in stepper.model.parameters() if parameter.grad is not None)
-    held = {
-        "weights": count(tensor for _, tensor in named_tensors(stepper.model)),
-        "gradients": count(gradients),
-        "optimizer": count(state),
-    }
-    return held if stepper.ema is None else {**held, "ema": count(stepper.ema.average.values())}

@@ -20,20 +20,20 @@ class DesktopNotifier:
         self,
         name: str,
         *,
-        show: "EventHandler | None",
+        on_event: "EventHandler | None",
         say: Callable[[str], None],
         send: Callable[[str, str], str | None] | None = None,
     ) -> None:
         self._name = name
-        self._show = show
+        self._on_event = on_event
         self._say = say
         self._send = send or partial(notify, terminal=sys.stderr)
         self._told: set[str] = set()
         self._numbers: dict[str, float] = {}
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
-        if self._show is not None:
-            self._show(kind, fields)
+        if self._on_event is not None:
+            self._on_event(kind, fields)
         if kind == "step":
             self._numbers["loss"] = fields["loss"]
         elif kind == "eval":

@@ -3,38 +3,45 @@
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from whet.base.process import exit_code, stop_immediately
+from whet.base.process import exit_code, stop_immediately, stop_message
+from whet.training.callback import Action, Callback
 from whet.training.supervisor import is_supervised
+
+if TYPE_CHECKING:
+    from whet.training.setup import RunContext
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 _ECHO_SECONDS = 0.3
-"""Ctrl-C at a terminal reaches a supervised training twice: from the terminal, and passed on by its parent."""
+"""Ctrl-C at a terminal reaches a supervised training twice: from the terminal, and forwarded by its parent."""
 
 
-class StopSignals:
-    """While entered, Ctrl-C and SIGTERM set a flag instead of raising somewhere inside a step."""
+class StopSignals(Callback):
+    """While a session runs, Ctrl-C and SIGTERM ask the loop to stop instead of raising inside a step."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.say: Callable[[int], None] | None = None
-        """Is told of the first signal, at once: who waits for a long step must know that it was heard."""
-        self._noted_at = 0.0
+        """The signal that was received, on this rank or on another one."""
+        self._received_at = 0.0
         self._is_supervised = is_supervised()
+        self._run: RunContext | None = None
         self._previous: dict[int, Any] = {}
 
     @property
     def exit_code(self) -> int:
-        """What a shell expects of a process that was stopped so; 0 when nobody asked."""
+        """What a shell expects of a process that was stopped by this signal; 0 without one."""
         return 0 if self.signal is None else exit_code(self.signal)
 
+    def on_start(self, run: "RunContext") -> None:
+        self._run = run
+        run.closing.enter_context(self)
+
     def __enter__(self) -> Self:
-        # Python delivers signals to the main thread only; elsewhere the caller keeps its own handling.
+        # Python delivers signals to the main thread only; in other threads the caller keeps its own handlers.
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._note) for number in _HANDLED}
+            self._previous = {number: signal.signal(number, self._handle) for number in _HANDLED}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -42,11 +49,18 @@ class StopSignals:
             signal.signal(number, handler)
         self._previous = {}
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.signal is None:
-            self.signal, self._noted_at = number, now
-            if self.say is not None:
-                self.say(number)
-        elif not (self._is_supervised and now - self._noted_at < _ECHO_SECONDS):
+            self.signal, self._received_at = number, now
+            if self._run is not None:
+                self._run.request(Action(stop=signal.Signals(number).name, signal=number))
+                self._announce(self._run, number)
+        elif not (self._is_supervised and now - self._received_at < _ECHO_SECONDS):
             stop_immediately(number)
+
+    def _announce(self, run: "RunContext", number: int) -> None:
+        """Report it immediately: a user who waits for a long step must know that the signal was received."""
+        when = "after this step" if run.group.is_alone else "after the next step at which all ranks synchronize"
+        when = "once all is evaluated and saved" if run.state.is_finished else when
+        run.log.interject("stopping", step=run.state.step, words=stop_message(number, when=when))

@@ -1,0 +1,34 @@
+"""Settings of the process that hold while a run trains: no sleep, no garbage collection inside steps."""
+
+import gc
+from typing import TYPE_CHECKING
+
+from whet.base.process import gc_disabled
+from whet.machine.desktop import NO_CAFFEINATE_MESSAGE, prevent_sleep
+from whet.training.callback import Action, Callback, State
+
+if TYPE_CHECKING:
+    from whet.training.setup import RunContext
+
+
+class GarbageCollection(Callback):
+    """Disables the garbage collector during training: a full collection takes longer than a step."""
+
+    def on_start(self, run: "RunContext") -> None:
+        self._run = run
+        run.closing.enter_context(gc_disabled())
+
+    def on_epoch_end(self, state: State) -> Action:  # noqa: ARG002
+        gc.collect()
+        if self._run.plan.empty_cache == "per epoch":
+            self._run.device.memory.empty_cache()
+        return Action.NONE
+
+
+class KeepAwake(Callback):
+    """Keeps the machine from sleeping while it trains, where the plan says so."""
+
+    def on_start(self, run: "RunContext") -> None:
+        is_wanted = run.plan.keep_awake == "on"
+        if run.closing.enter_context(prevent_sleep(is_wanted)) != is_wanted:
+            run.log.event("plan", step=run.state.step, message=NO_CAFFEINATE_MESSAGE)
