@@ -1,4 +1,4 @@
-"""A residual convnet that is checked for a Mac on any computer: nothing is wrong with it.
+"""Check a residual convnet for a Mac on any computer: there are no findings.
 
 whet check examples/check_convnet.py --machine m2-air-8gb
 """
@@ -32,5 +32,5 @@ def model():
 
 
 if __name__ == "__main__":
-    checked = whet.check(model, machine="m2-air-8gb")
-    print(f"{checked.num_weights:,} parameters, {len(checked.findings)} findings")
+    result = whet.check(model, machine="m2-air-8gb")
+    print(f"{result.num_parameters:,} parameters, {len(result.findings)} findings")

@@ -1,4 +1,4 @@
-"""A GPT that is checked for a Mac on any computer; it reads its loss in every step, which makes the GPU wait.
+"""Check a GPT for a Mac on any computer: it reads its loss in every step, which makes Python wait for the GPU.
 
 whet check examples/check_gpt.py --machine m2-air-8gb
 """
@@ -27,28 +27,28 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self, *, words: int, width: int, layers: int, heads: int, length: int) -> None:
+    def __init__(self, *, vocabulary: int, width: int, layers: int, heads: int, length: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.places(places))))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(positions))))
 
 
 losses: list[float] = []
 
 
 def loss(gpt: nn.Module, tokens: Tensor) -> Tensor:
-    found = functional.cross_entropy(gpt(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    losses.append(found.item())
-    return found
+    value = functional.cross_entropy(gpt(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    losses.append(value.item())
+    return value
 
 
 def model():
-    gpt = Gpt(words=16_000, width=768, layers=12, heads=12, length=512)
+    gpt = Gpt(vocabulary=16_000, width=768, layers=12, heads=12, length=512)
     return gpt, (torch.randint(0, 16_000, (8, 512)),), loss
 
 

@@ -1,4 +1,4 @@
-"""A speech model that is checked for a Mac on any computer: MPS in torch 2.13 cannot compute its loss.
+"""Check a speech model for a Mac on any computer: MPS has no CTC loss in torch 2.13.
 
 whet check examples/check_lstm_ctc.py --for mps      # exit code 1
 whet check examples/check_lstm_ctc.py --for cuda     # exit code 0

@@ -1,4 +1,4 @@
-"""Your own loop: the model and the optimizer stay yours, unwrapped. Ctrl-C saves; the same command goes on.
+"""Your own training loop: model and optimizer are not wrapped. Ctrl-C saves; the same command resumes.
 
 python examples/own_loop.py runs/example-own-loop
 """
@@ -35,5 +35,5 @@ with whet.Session(
             print(f"step {session.state.step}: error {error:.4f}")
 
 if not session.is_finished:
-    print("stopped and saved; the same command goes on")
+    print("stopped and saved; run the same command again to resume")
     sys.exit(session.exit_code)

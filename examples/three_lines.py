@@ -1,4 +1,4 @@
-"""The short call: a model, data and a loss. Run it twice: the second time there is nothing left to do.
+"""The short call: a model, data and a loss. The second time you run it, the run is already done.
 
 python examples/three_lines.py runs/three-lines
 """

@@ -1,4 +1,4 @@
-"""The idea of whet in 100 lines of plain PyTorch: probe, plan, train, report. No whet is imported here.
+"""The idea of whet in 100 lines of plain PyTorch: probe, plan, train, report. It does not import whet.
 
 python examples/tiny_whet.py
 """
@@ -14,28 +14,28 @@ from torch import nn
 
 
 def probe():
-    """Facts about this machine; nothing is guessed."""
+    """Return facts about this machine."""
     device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     return {"device": device, "cores": os.cpu_count(), "torch": torch.__version__}
 
 
 def make_plan(machine, global_batch):
-    """Settings, each with its value and its reason. The global batch is the user's; the micro-batch is the plan's."""
+    """Return settings with value and reason. The user chooses the global batch, the plan chooses the micro-batch."""
     return {
-        "device": (machine["device"], "the first of cuda, mps, cpu that is there"),
-        "micro_batch": (min(global_batch, 16), "small enough for any machine; the step stays the same"),
-        "fused": (True, "the same update in fewer kernels"),
+        "device": (machine["device"], "the first available of cuda, mps, cpu"),
+        "micro_batch": (min(global_batch, 16), "small enough for any machine; the optimizer step stays the same"),
+        "fused": (True, "the same update with fewer kernels"),
         "save_every": (20, "steps between checkpoints"),
     }
 
 
 def epoch_order(seed, epoch, count):
-    """The order of samples is a pure function, so there is no loader state to save."""
+    """Return the order of samples, a pure function: there is no loader state to save."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
 
 
 def step(model, optimizer, micro_batches, num_samples):
-    """One optimizer step. Each micro-batch weighs as many samples as it has, so any cut gives the same gradient."""
+    """Make one optimizer step. Micro-batches are weighted by their size, so any split gives the same gradient."""
     optimizer.zero_grad()
     total = 0.0
     for x, y in micro_batches:
@@ -47,16 +47,16 @@ def step(model, optimizer, micro_batches, num_samples):
 
 
 def save(folder, state):
-    """Written beside, then renamed: a crash leaves the old checkpoint or the new one, never half of one."""
-    draft = folder / "draft.pt"
-    torch.save(state, draft)
-    with draft.open("rb") as file:
+    """Write a temporary file, then rename it: a crash leaves the old checkpoint or the new one, never half of one."""
+    temporary = folder / "temporary.pt"
+    torch.save(state, temporary)
+    with temporary.open("rb") as file:
         os.fsync(file.fileno())
-    draft.replace(folder / "checkpoint.pt")
+    temporary.replace(folder / "checkpoint.pt")
 
 
 def train(model, x, y, plan, folder, *, global_batch, epochs, seed):
-    """The loop. Everything that a resume needs is in one place: weights, optimizer, random state, step."""
+    """Train, resuming if there is a checkpoint: weights, optimizer, random state and step."""
     device = plan["device"][0]
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=plan["fused"][0])
@@ -70,8 +70,8 @@ def train(model, x, y, plan, folder, *, global_batch, epochs, seed):
     per_epoch = -(-len(x) // global_batch)
     with (folder / "events.jsonl").open("a") as log:
         for number in range(done + 1, epochs * per_epoch + 1):
-            epoch, place = divmod(number - 1, per_epoch)
-            rows = epoch_order(seed, epoch, len(x))[place * global_batch : (place + 1) * global_batch]
+            epoch, index = divmod(number - 1, per_epoch)
+            rows = epoch_order(seed, epoch, len(x))[index * global_batch : (index + 1) * global_batch]
             micro_batches = [(x[r].to(device), y[r].to(device)) for r in rows.split(plan["micro_batch"][0])]
             loss = step(model, optimizer, micro_batches, len(rows))
             log.write(json.dumps({"step": number, "time": time.time(), "loss": float(loss)}) + "\n")
@@ -81,7 +81,7 @@ def train(model, x, y, plan, folder, *, global_batch, epochs, seed):
 
 
 def report(folder):
-    """Reads the run folder only: a bug here cannot hurt the training."""
+    """Print a summary. It only reads the run folder, so a bug here cannot affect the training."""
     losses = [json.loads(line)["loss"] for line in (folder / "events.jsonl").read_text().splitlines()]
     print(f"{len(losses)} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 

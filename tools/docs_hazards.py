@@ -1,4 +1,4 @@
-"""The page of known wrong results, from `whet.plan.hazard_table`."""
+"""Generate the page of known wrong results from `whet.plan.hazard_table`."""
 
 from collections.abc import Sequence
 
@@ -6,26 +6,26 @@ from whet.plan.hazard_table import BEFORE_2_11, HAZARDS, Hazard
 
 _HEAD = """# Known wrong results on Apple's GPUs
 
-PyTorch's MPS device has faults that raise nothing: numbers are wrong, and the run goes on. These are known for the
-versions of torch that whet takes. They were read in PyTorch's sources and issues; none was reproduced here, since
-nothing of whet has run on a Mac yet.
+Some faults of PyTorch's MPS device raise no error: the results are wrong, and the training continues. These are known
+for the versions of torch that whet supports. They come from PyTorch's sources and issues; none was reproduced, because
+whet has not run on a Mac yet.
 
-`whet plan` counts those that apply to a machine's torch, macOS and chip, prints the ones a workload is known to meet,
-and lists all ids under `hazards` in its JSON. A model shows its layers, not the functions it calls: what is not printed
-may still be met. An unknown version counts as affected.
+`whet plan` counts those that apply to a machine's torch, macOS and chip, prints the ones that the workload is known to
+meet, and lists all ids under `hazards` in its JSON. It sees the layers of a model, not the functions that the model
+calls, so the model may meet others; `whet check` finds them. An unknown version counts as affected.
 
 """
 
 
 def hazards_page() -> str:
-    """One row for each fault; then why older versions of torch are not taken."""
+    """Return the page: one row per fault, then the reasons for the minimum version of torch."""
     rows = [(f"`{h.id}`", h.what, _where(h), _version(h.fixed_in), _links(h.issue), h.answer) for h in HAZARDS]
     older = [(version, what, _links(issue)) for version, issue, what in BEFORE_2_11]
     return (
         _HEAD
         + _table(("id", "what happens", "where", "fixed in torch", "pytorch", "what whet does"), rows)
-        + "\nAn upgrade of macOS changes Apple's part of the arithmetic under the same torch.\n\n"
-        + "## Why torch 2.11 is the least\n\nFaults that ended with it or before:\n\n"
+        + "\nAn upgrade of macOS may change results with the same torch, because part of the arithmetic is Apple's.\n\n"
+        + "## Why torch 2.11 is the minimum\n\nFaults fixed in it or earlier:\n\n"
         + _table(("fixed in", "what happened", "pytorch"), older)
     )
 
@@ -44,7 +44,7 @@ def _where(hazard: Hazard) -> str:
 
 def _version(release: tuple[int, int] | None) -> str:
     if release is None:
-        return "not known"
+        return "unknown"
     return "after 2.13" if release > (2, 13) else f"{release[0]}.{release[1]}"
 
 

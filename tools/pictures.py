@@ -1,6 +1,6 @@
-"""Takes the pictures of the docs: the tests in a real browser, with whole trainings, and a few of what they saw.
+"""Take the screenshots of the docs by running the browser tests with full trainings.
 
-python tools/pictures.py        writes docs/pictures/*.png (some minutes; best on a machine that does nothing else)
+`python tools/pictures.py` writes docs/pictures/*.png. It takes several minutes; use an idle machine.
 """
 
 import shutil
@@ -13,7 +13,7 @@ from whet.base import env
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "pictures"
-KEPT = {
+NAMES = {
     "live": "live-run",
     "evidence": "evidence",
     "compare": "comparison",
@@ -22,28 +22,28 @@ KEPT = {
     "terminal": "terminal",
     "play": "hex",
 }
-"""What a test calls a picture, and what the docs call it."""
-MOST_BYTES = 1_500_000
+"""Screenshot name in the tests -> name in the docs."""
+MAX_BYTES = 1_500_000
 
 
 def main() -> None:
-    """Takes them all, or leaves those that are there."""
+    """Replace all screenshots, or none if anything fails."""
     with tempfile.TemporaryDirectory() as taken:
         environment = env.child_environment(WHET_SCREENSHOTS=taken, WHET_FOR_SHOW="1")
         command = [sys.executable, "-m", "pytest", "-q", "tests/browser"]
         if subprocess.run(command, cwd=ROOT, env=environment).returncode:
-            sys.exit("the tests did not pass: the pictures stay as they are")
-        files = {name: Path(taken) / f"{test_name}.png" for test_name, name in KEPT.items()}
+            sys.exit("the tests failed: the screenshots are unchanged")
+        files = {name: Path(taken) / f"{test_name}.png" for test_name, name in NAMES.items()}
         missing = sorted(file.name for file in files.values() if not file.exists())
         if missing:
-            sys.exit(f"not taken: {', '.join(missing)} (is there a browser?)")
+            sys.exit(f"missing: {', '.join(missing)} (is a browser installed?)")
         size = sum(file.stat().st_size for file in files.values())
-        if size > MOST_BYTES:
-            sys.exit(f"{size:,} bytes are more than the {MOST_BYTES:,} that pictures may take")
+        if size > MAX_BYTES:
+            sys.exit(f"{size:,} bytes exceed the limit of {MAX_BYTES:,}")
         FOLDER.mkdir(exist_ok=True)
         for name, file in files.items():
             shutil.copy(file, FOLDER / f"{name}.png")
-    print(f"{len(files)} pictures, {size:,} bytes, in {FOLDER.relative_to(ROOT)}: look at them")
+    print(f"{len(files)} screenshots, {size:,} bytes, in {FOLDER.relative_to(ROOT)}: review them")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Refuses calls that run what a file says: `python tools/unsafe.py FILE|FOLDER...` prints each and exits with 1.
+"""Find calls that may execute code from data: `python tools/unsafe.py FILE|FOLDER...` lists them, exit code 1.
 
-A list of names cannot find every way; it finds the ones that people write by habit.
+A list of names cannot catch everything; it catches the calls that people write by habit.
 """
 
 import ast
@@ -8,19 +8,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-UNPACKER = "checkpoint/unpickle.py"
-"""The one file that reads a pickle, with weights_only=True spelled out: the default can be changed from outside."""
+UNPICKLER = "checkpoint/unpickle.py"
+"""The only file that may read a pickle, with an explicit weights_only=True: the environment can change the default."""
 
 BANNED = {
-    **dict.fromkeys(("eval", "exec", "os.system", "os.popen"), "runs text as a program"),
-    **dict.fromkeys(("pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads"), "runs what the file says"),
+    **dict.fromkeys(("eval", "exec", "os.system", "os.popen"), "executes text as code"),
+    **dict.fromkeys(
+        ("pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads"), "executes code from the file"
+    ),
     **dict.fromkeys(("dill.load", "cloudpickle.load", "joblib.load", "shelve.open"), "unpickles"),
     **dict.fromkeys(
-        ("pandas.read_pickle", "torch.jit.load", "torch.hub.load", "torch.package"), "runs code of the file"
+        ("pandas.read_pickle", "torch.jit.load", "torch.hub.load", "torch.package"), "executes code from the file"
     ),
     **dict.fromkeys(
         ("yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.unsafe_load_all", "yaml.full_load"),
-        "makes any object; yaml.safe_load does not",
+        "creates arbitrary objects; use yaml.safe_load",
     ),
     **dict.fromkeys(
         ("torch.distributed.checkpoint.load", "torch.distributed.checkpoint.load_state_dict"),
@@ -31,32 +33,32 @@ SWITCHES = ("shell", "trust_remote_code", "allow_pickle")
 
 
 def findings(path: Path, text: str) -> Iterator[str]:
-    """What is wrong in a file, a line each."""
+    """Yield one line for each unsafe call of a file."""
     tree = ast.parse(text)
-    names = imported(tree)
+    names = imported_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            for what in wrong(node, names, path):
+            for what in problems(node, names, path):
                 yield f"{path}:{node.lineno}: {what}"
 
 
-def wrong(call: ast.Call, names: dict[str, str], path: Path) -> Iterator[str]:
-    """What is wrong with a call."""
-    name = dotted(call.func, names)
+def problems(call: ast.Call, names: dict[str, str], path: Path) -> Iterator[str]:
+    """Yield the problems of a call."""
+    name = full_name(call.func, names)
     if name in BANNED:
         yield f"{name} {BANNED[name]}"
     if name in ("torch.load", "torch.serialization.load"):
-        if "whet" in path.parts and not path.as_posix().endswith(UNPACKER):
-            yield "torch.load belongs in whet/checkpoint/unpickle.py alone"
+        if "whet" in path.parts and not path.as_posix().endswith(UNPICKLER):
+            yield "torch.load is allowed in whet/checkpoint/unpickle.py only"
         if not any(word.arg == "weights_only" and is_true(word.value) for word in call.keywords):
-            yield "torch.load without weights_only=True, literally"
+            yield "torch.load without an explicit weights_only=True"
     for word in call.keywords:
         if word.arg in SWITCHES and not (isinstance(word.value, ast.Constant) and not word.value.value):
-            yield f"{word.arg} other than False"
+            yield f"{word.arg} is not False"
 
 
-def imported(tree: ast.AST) -> dict[str, str]:
-    """What each imported name stands for."""
+def imported_names(tree: ast.AST) -> dict[str, str]:
+    """Return the full name behind each imported name."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -69,11 +71,11 @@ def imported(tree: ast.AST) -> dict[str, str]:
     return names
 
 
-def dotted(node: ast.expr, names: dict[str, str]) -> str:
-    """The full name of what is called; empty where it has none."""
+def full_name(node: ast.expr, names: dict[str, str]) -> str:
+    """Return the full name of an expression; empty if it is not a dotted name."""
     if isinstance(node, ast.Attribute):
-        above = dotted(node.value, names)
-        return f"{above}.{node.attr}" if above else ""
+        parent = full_name(node.value, names)
+        return f"{parent}.{node.attr}" if parent else ""
     return names.get(node.id, node.id) if isinstance(node, ast.Name) else ""
 
 
@@ -85,9 +87,9 @@ def main(words: list[str]) -> int:
     files = [
         file for word in words for file in (sorted(Path(word).rglob("*.py")) if Path(word).is_dir() else [Path(word)])
     ]
-    found = [line for file in files for line in findings(file, file.read_text(encoding="utf-8"))]
-    print("\n".join(found) or f"{len(files)} files: no call that runs what a file says")
-    return 1 if found or not files else 0
+    lines = [line for file in files for line in findings(file, file.read_text(encoding="utf-8"))]
+    print("\n".join(lines) or f"{len(files)} files without unsafe calls")
+    return 1 if lines or not files else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A running average of the weights for evaluation, a schedule with warm-up, and an early stop.
+"""EMA of the weights for evaluation, a schedule with warm-up, and early stopping.
 
 python examples/by_feature/average_and_early_stop.py runs/average
 """
@@ -19,8 +19,8 @@ model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(6
 
 
 def accuracy(model, micro_batches):
-    right = [(model(micro.x).argmax(1) == micro.y).float() for micro in micro_batches]
-    return {"accuracy": torch.cat(right).mean()}
+    is_correct = [(model(micro.x).argmax(1) == micro.y).float() for micro in micro_batches]
+    return {"accuracy": torch.cat(is_correct).mean()}
 
 
 result = whet.train(

@@ -1,6 +1,6 @@
-"""Samples of different lengths, where tokens count: the loss is a pair (sum, weight).
+"""Sequences of different lengths with a mean over tokens: the loss returns a pair (sum, weight).
 
-However whet cuts and pads the global batch, the step is the same.
+However whet splits and pads the global batch, the optimizer step is the same.
 
     python examples/by_feature/token_weights.py
 """
@@ -23,8 +23,8 @@ def next_token_loss(micro):
     tokens = micro.tokens
     logits = model(tokens.values[:, :-1])
     losses = nn.functional.cross_entropy(logits.transpose(1, 2), tokens.values[:, 1:], reduction="none")
-    is_real = torch.arange(1, tokens.values.shape[1]) < tokens.lengths[:, None]
-    return (losses * is_real).sum(), is_real.sum()
+    is_token = torch.arange(1, tokens.values.shape[1]) < tokens.lengths[:, None]
+    return (losses * is_token).sum(), is_token.sum()
 
 
 for micro_batch in (16, 5):
