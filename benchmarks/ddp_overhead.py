@@ -116,12 +116,12 @@ def compare(name: str, *, device: str, precision: str, seconds: float, clock: Cl
             for way in coin.sample([*ways], len(ways)):
                 times[way].append(timed(*ways[way], batches[way], range(number, number + steps), clock=clock))
             number += steps
-        plain = median_interval(times["plain"]).middle
+        plain = median_interval(times["plain"]).median
         print(f"{name:5} {kind:10} plain {plain * 1e3:8.2f} ms, {len(times['plain'])} rounds")
         for way in ("torchrun", "machinery"):
             ratio = median_interval([ours / theirs for ours, theirs in zip(times[way], times["plain"], strict=True)])
-            bar = "" if way == "machinery" else "  within 1.02" if ratio.middle <= 1.02 else "  OVER 1.02"
-            print(f"      {way:10} {ratio.middle:.3f} of plain ({ratio.low:.3f} to {ratio.high:.3f}){bar}")
+            bar = "" if way == "machinery" else "  within 1.02" if ratio.median <= 1.02 else "  OVER 1.02"
+            print(f"      {way:10} {ratio.median:.3f} of plain ({ratio.low:.3f} to {ratio.high:.3f}){bar}")
 
 
 def main() -> None:

@@ -39,11 +39,11 @@ def table(contest: Contest) -> Iterator[str]:
             + " | ".join(
                 (
                     found.name,
-                    f"{found.batch / seconds.middle:,.0f}",
+                    f"{found.batch / seconds.median:,.0f}",
                     f"{found.batch / seconds.high:,.0f} to {found.batch / seconds.low:,.0f}",
                     _ratio(found, peers),
                     _ratio(found, trainers),
-                    f"{contest.flops / seconds.middle / contest.ceiling:.1%}",
+                    f"{contest.flops / seconds.median / contest.ceiling:.1%}",
                     f"{found.first_step:.1f} s",
                     f"{found.setup:.1f} s",
                     format_bytes(found.held),
@@ -77,7 +77,7 @@ def _ratio(found: Taken, rivals: list[Taken]) -> str:
         return "1"
     pairs = zip(found.blocks, best.blocks, strict=True)
     gain = ratio_interval([math.log(ours / theirs) for ours, theirs in pairs])
-    return f"{gain.middle:.2f} ({gain.low:.2f} to {gain.high:.2f})"
+    return f"{gain.median:.2f} ({gain.low:.2f} to {gain.high:.2f})"
 
 
 def agreement(found: Agreement) -> Iterator[str]:

@@ -60,8 +60,8 @@ def test_a_sweep_finds_the_ratios_of_a_simulated_rig_and_never_holds_more_than_t
     assert [row.value for row in sweep.rows] == [1, 2, 4, 8, 16, 32]
     for row in sweep.rows:
         expected = 0.1 / (0.1 * (1 + (32 / row.value - 1) / 4))
-        assert row.samples_per_second.middle == pytest.approx(320 * expected)
-        assert row.is_plan or row.speedup.middle == pytest.approx(expected)
+        assert row.samples_per_second.median == pytest.approx(320 * expected)
+        assert row.is_plan or row.speedup.median == pytest.approx(expected)
         assert row.peak_bytes == row.value * 2**25
     assert [row.is_plan for row in sweep.rows] == [False] * 5 + [True]
     assert rig.most_alive == 2
@@ -79,8 +79,8 @@ def test_ratios_are_honest_while_a_simulated_machine_becomes_slower_and_slower()
         assert row.speedup.low <= expected * 1.03
         assert row.speedup.high >= expected * 0.97
         # What a picture shows must not depend on who had the cool minutes.
-        plan_rate = sweep.rows[-1].samples_per_second.middle
-        assert row.samples_per_second.middle == pytest.approx(plan_rate * row.speedup.middle)
+        plan_rate = sweep.rows[-1].samples_per_second.median
+        assert row.samples_per_second.median == pytest.approx(plan_rate * row.speedup.median)
     words = " ".join(disturbances(table))
     assert "as long in the last third as in the first: heat, or other programs" in words
 
@@ -119,7 +119,7 @@ def test_a_value_that_fails_on_a_simulated_rig_is_a_row_that_says_so(kind, when)
     _, sweep = swept(SimulatedRig(seconds=by_micro_batch, **{when: {8: error}}))
     rows = {row.value: row for row in sweep.rows}
     assert rows[8].outcome == ("does not fit" if kind == "oom" else "failed")
-    assert "SIGKILL" in rows[8].words
+    assert "SIGKILL" in rows[8].note
     assert rows[8].samples_per_second is None
     assert all(rows[value].speedup.repeats == 40 for value in (1, 2, 4, 16))
 
@@ -144,7 +144,7 @@ def test_what_would_not_fit_is_not_tried():
     rows = {row.value: row for row in sweep.rows}
     assert rows[32].outcome == "does not fit"
     assert rows[32].needed_bytes == 32 * GB
-    assert "not tried: needs 32 GB of" in rows[32].words
+    assert "not tried: needs 32 GB of" in rows[32].note
     assert 32 not in tried
 
 
@@ -155,24 +155,24 @@ def test_one_hiccup_on_a_simulated_rig_does_not_condemn_a_value():
     )
     rig.prepare, usual = lambda settings, seconds: usual(settings, seconds=1000.0), rig.prepare
     _, sweep = swept(rig)
-    assert {row.value: row for row in sweep.rows}[8].speedup.middle == pytest.approx(1.0)
+    assert {row.value: row for row in sweep.rows}[8].speedup.median == pytest.approx(1.0)
 
 
 def test_few_repeats_are_said():
     _, sweep = swept(SimulatedRig(seconds=lambda plan, now: 3.0), "threads", seconds=40.0)
     few = [row for row in sweep.rows if not row.is_plan]
     assert few
-    assert all("repeats only" in row.words or "one step only" in row.words for row in few)
+    assert all("repeats only" in row.note or "one step only" in row.note for row in few)
 
 
 def test_a_value_that_is_far_slower_is_stopped_and_one_without_time_says_so():
     rig = SimulatedRig(seconds=lambda plan, now: 2.5 if micro(plan) == 8 else 1000.0 if micro(plan) == 4 else 0.1)
     _, sweep = swept(rig, seconds=120)
     rows = {row.value: row for row in sweep.rows}
-    assert (rows[8].outcome, rows[8].words) == ("far slower", "a step took 2.5 s, stopped; one step only")
-    assert rows[8].samples_per_second.middle == pytest.approx(32 / 2.5)
+    assert (rows[8].outcome, rows[8].note) == ("far slower", "a step took 2.5 s, stopped; one step only")
+    assert rows[8].samples_per_second.median == pytest.approx(32 / 2.5)
     assert (rows[4].outcome, rows[4].samples_per_second) == ("far slower", None)
-    assert "was ended" in rows[4].words
+    assert "was ended" in rows[4].note
     assert rows[16].speedup.repeats == 40
     _, sweep = swept(SimulatedRig(), seconds=1.1)
     assert {row.outcome for row in sweep.rows[:-1]} == {"no time"}
@@ -191,7 +191,7 @@ def test_precisions_say_whether_they_agree():
     plan = make_plan(load_machine("h200"), WORKLOAD)
     rig = SimulatedRig(seconds=lambda plan, now: 0.1, plan=plan)
     _, sweep = swept(rig, "precision")
-    words = {row.value: row.words for row in sweep.rows}
+    words = {row.value: row.note for row in sweep.rows}
     assert words.pop(plan.precision) == ""
     assert words.pop("fp16") == "gradients DIFFER from fp32's"
     assert set(words.values()) == {"agrees with fp32"}
@@ -262,7 +262,7 @@ def test_slow_steps_and_drift_need_enough_steps():
 
 
 def measured(value, *, rate=100.0, is_plan=False, device="cpu", **changes) -> BenchRow:
-    interval = BenchInterval(middle=rate, low=0.9 * rate, high=1.1 * rate, confidence=0.94, repeats=40)
+    interval = BenchInterval(median=rate, low=0.9 * rate, high=1.1 * rate, confidence=0.94, repeats=40)
     execution = {"device": device, "precision": "fp32", "micro_batch": 32}
     return BenchRow(
         value=value,
@@ -276,7 +276,7 @@ def measured(value, *, rate=100.0, is_plan=False, device="cpu", **changes) -> Be
 
 def test_a_page_escapes_what_it_is_given_and_names_the_picture():
     sweep = BenchSweep(
-        setting="micro_batch", rows=(measured("a|b<script>", words="*loud*\x1b[2J"), measured(32, is_plan=True))
+        setting="micro_batch", rows=(measured("a|b<script>", note="*loud*\x1b[2J"), measured(32, is_plan=True))
     )
     page = bench_report.bench_markdown(result(sweep), command="whet bench `x`", picture="p.svg")
     assert "a\\|b\\<script\\>" in page
@@ -303,7 +303,7 @@ def test_the_closing_table_has_speed_memory_and_stability():
 
 
 def test_the_picture_shows_intervals_the_chosen_point_and_the_limit():
-    missing = BenchRow(value=64, execution={}, outcome="does not fit", words="<needs> too much", needed_bytes=5 * GB)
+    missing = BenchRow(value=64, execution={}, outcome="does not fit", note="<needs> too much", needed_bytes=5 * GB)
     sweep = BenchSweep(setting="micro_batch", rows=(measured(16), measured(32, rate=150, is_plan=True), missing))
     drawn = ET.fromstring(bench_chart(result(sweep)))
     space = "{http://www.w3.org/2000/svg}"
@@ -327,7 +327,7 @@ def test_a_far_limit_makes_the_scale_logarithmic_and_all_stays_inside():
         points=[ChartPoint(label=str(n), value=n * 1e6, is_chosen=n == 2) for n in (1, 2, 3)],
         on_event=str,
         limit=1e11,
-        limit_words="limit",
+        limit_label="limit",
     )
     svg = draw_chart('a "title" <b>', [panel])
     root = ET.fromstring(svg)
@@ -377,7 +377,7 @@ def test_results_come_back_from_their_file_and_merge_into_one_table(tmp_path):
         ("cpu", "1.0x"),
     ]
     assert any("m2-air-8gb (simulated)" in line[0] for line in table)
-    assert any("simulated, so nothing is known" in note for note in merged_notes(results))
+    assert any("simulated, not measured" in note for note in merged_notes(results))
 
 
 def test_other_workloads_are_refused_and_other_data_is_said():
@@ -390,7 +390,7 @@ def test_other_workloads_are_refused_and_other_data_is_said():
     assert any("num_samples" in note for note in merged_notes([one, alike]))
     empty = result(BenchSweep(setting="plan"))
     assert len(merged_table([one, empty])) == 2
-    assert any("without a line" in note for note in merged_notes([one, empty]))
+    assert any("not listed" in note for note in merged_notes([one, empty]))
     with pytest.raises(UsageError, match="nothing was measured"):
         merged_table([result(BenchSweep(setting="plan"))])
 

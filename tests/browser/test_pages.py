@@ -168,7 +168,7 @@ def test_a_training_appears_and_its_curve_moves(stage: Stage) -> None:
 def draw_terminal(stage: Stage) -> None:
     """A picture of what `whet watch --terminal` shows of the same runs."""
     console = Console(record=True, file=io.StringIO(), width=110, color_system="truecolor", force_terminal=True)
-    board = BoardReader(stage.runs).look(rows=board_rows(34)).model_copy(update={"folder": Path("runs")})
+    board = BoardReader(stage.runs).read(rows=board_rows(34)).model_copy(update={"folder": Path("runs")})
     console.print(*render_board(board, TerminalArea(width=110, height=34), has_keys=True), sep="\n")
     visit = Visit(stage.browser, stage.pictures, home="data:", size=(1120, 700), scheme="dark")
     visit.page.set_content(console.export_html(inline_styles=True, theme=MONOKAI))

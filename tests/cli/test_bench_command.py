@@ -94,7 +94,7 @@ def test_a_value_whose_process_is_killed_is_a_row_and_the_rest_is_measured(whet:
     assert done.returncode == 0, done.stderr
     rows = {row["value"]: row for row in json.loads(done.stdout)["sweeps"][0]["rows"]}
     assert rows[4]["outcome"] == "failed"
-    assert "SIGKILL" in rows[4]["words"]
+    assert "SIGKILL" in rows[4]["note"]
     assert rows[8]["speedup"] is not None
     assert not (tmp_path / "bench").exists()
 
@@ -107,7 +107,7 @@ def test_models_of_other_sizes_are_measured_by_their_own_plans(whet: Run, tiny: 
     assert sizes["setting"] == "arch"
     assert [row["value"] for row in sizes["rows"]] == ["narrow", "wide"]
     assert all(row["samples_per_second"] for row in sizes["rows"]), sizes
-    assert "46 parameters" in sizes["rows"][0]["words"]
+    assert "46 parameters" in sizes["rows"][0]["note"]
 
 
 @pytest.mark.slow

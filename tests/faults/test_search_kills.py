@@ -110,7 +110,7 @@ def test_a_search_that_is_killed_and_stopped_goes_on_prunes_and_knows_what_is_in
     assert len(result.trials) == 4
     big = [trial for trial in result.trials if trial.settings["takes"] == huge]
     assert [(trial.state, trial.value) for trial in big] == [("infeasible", None)] * 2
-    assert all("out of memory" in trial.words for trial in big), "one while its model was made, one in its first step"
+    assert all("out of memory" in trial.note for trial in big), "one while its model was made, one in its first step"
     good, worse = sorted((t for t in result.trials if t not in big), key=lambda t: t.settings["is_worse"])
     assert (good.state, good.steps) == ("complete", 9), "90 % of 40 rows in batches of 4"
     assert (worse.state, worse.steps) == ("pruned", 2), "ended after the second of nine evaluations"

@@ -173,9 +173,7 @@ RESULT = SearchResult(
     trials=(
         SearchTrial(number=0, state="complete", value=0.8, settings={"lr": 1e-3, "schedule": "linear"}, steps=90),
         SearchTrial(number=1, state="pruned", value=0.4, settings={"lr": 1e-4, "schedule": "cosine"}, steps=10),
-        SearchTrial(
-            number=2, state="infeasible", settings={"lr": 9e-3, "schedule": "cosine"}, machine="m", words="oom"
-        ),
+        SearchTrial(number=2, state="infeasible", settings={"lr": 9e-3, "schedule": "cosine"}, machine="m", note="oom"),
         SearchTrial(number=3, state="complete", value=0.79, settings={"lr": 2e-3, "schedule": "cosine"}, steps=90),
     ),
     importance={"lr": 0.9, "schedule": 0.1},

@@ -51,7 +51,7 @@ def steps(log: EventLog, first: int, last: int, *, plus: float = 0.0) -> None:
 class SimulatedDashboard:
     """Keeps rows in memory; does not answer when `refuses` says so."""
 
-    most_rows = 7
+    max_rows = 7
 
     def __init__(self, refuses: Sequence[int] = ()) -> None:
         self.rows: list[DashboardRow] = []
@@ -72,7 +72,7 @@ class SimulatedDashboard:
 
     def send(self, rows: Sequence[DashboardRow]) -> None:
         self._answer()
-        assert len(rows) <= self.most_rows
+        assert len(rows) <= self.max_rows
         self.rows += rows
 
     def close(self, state: str | None) -> None:
@@ -96,7 +96,7 @@ def test_a_simulated_dashboard_gets_every_step_once_while_the_run_lives(run: Run
         steps(log, 1, 30)
         log.append("eval", step=30, void=1.0)
         log.flush()
-        follower = threading.Thread(target=lambda: forward_run(run, dashboard, say=said.append), daemon=True)
+        follower = threading.Thread(target=lambda: forward_run(run, dashboard, notify=said.append), daemon=True)
         follower.start()
         deadline = time.monotonic() + 600
         while len(dashboard.rows) < 29 and time.monotonic() < deadline:
@@ -224,7 +224,7 @@ def test_a_library_that_is_missing_or_unknown_is_told(run: Run, tmp_path: Path, 
     path = os.pathsep.join([str(tmp_path / "broken"), os.environ.get("PYTHONPATH", "")])
     missing = whet("forward", "runs/r", "--to", "trackio", PYTHONPATH=path)
     assert missing.returncode == 1
-    assert missing.stderr == "error: trackio cannot be loaded\n  got: not here\n  try: pip install trackio\n"
+    assert missing.stderr == "error: cannot import trackio\n  got: not here\n  try: pip install trackio\n"
     unknown = whet("forward", "runs/r", "--to", "wandbb")
     assert (unknown.returncode, "try: --to wandb" in unknown.stderr) == (2, True)
 

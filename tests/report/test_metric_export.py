@@ -138,8 +138,8 @@ def test_a_record_ends_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("to", ["csv", "tensorboard"])
 def test_nothing_heavy_is_loaded(run: Run, tmp_path: Path, to: str) -> None:
     code = (
-        "import sys\nfrom whet.report.export.files import export\n"
-        f"export({str(run.path)!r}, to={to!r}, out={str(tmp_path / 'out')!r})\n"
+        "import sys\nfrom whet.report.export.files import export_run\n"
+        f"export_run({str(run.path)!r}, to={to!r}, out={str(tmp_path / 'out')!r})\n"
         "print({'torch', 'numpy', 'tensorboard', 'tensorflow', 'pyarrow'} & sys.modules.keys())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -176,20 +176,20 @@ def test_what_fails_half_way_leaves_nothing_and_the_old_one_stays(run: Run, tmp_
 def test_only_an_export_is_replaced_and_only_when_told(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export_run(run, to="csv", out=out)
-    with pytest.raises(UsageError, match="there already"):
+    with pytest.raises(UsageError, match="already exists"):
         export_run(run, to="csv", out=out)
     export_run(run, to="tensorboard", out=out, force=True)
     assert [path.name.split(".")[0] for path in out.iterdir()] == ["events"]
     (out / "thesis.tex").write_text("mine")
     for to in ("csv", "tensorboard"):
-        with pytest.raises(UsageError, match="no export made"):
+        with pytest.raises(UsageError, match="other files than an export"):
             export_run(run, to=to, out=out, force=True)
     assert (out / "thesis.tex").read_text() == "mine"
     for inside in (run.path, run.path / "csv"):
         with pytest.raises(UsageError, match="into the run"):
             export_run(run, to="csv", out=inside, force=True)
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match="something else"):
+    with pytest.raises(UsageError, match="not a folder"):
         export_run(run, to="csv", out=tmp_path / "link", force=True)
 
 
@@ -199,7 +199,7 @@ def test_the_command(run: Run, tmp_path: Path, whet: Whet) -> None:
     assert done.stdout.startswith("r-csv/steps.csv")
     assert (tmp_path / "r-csv" / "evaluations.csv").exists()
     wrong = whet("export", "runs/r", "--to", "cvs")
-    assert (wrong.returncode, wrong.stderr) == (2, "error: no such format\n  got: cvs\n  try: --to csv\n")
+    assert (wrong.returncode, wrong.stderr) == (2, "error: unknown format\n  got: cvs\n  try: --to csv\n")
 
 
 def test_what_the_page_says_runs(run: Run, tmp_path: Path, whet: Whet) -> None:

@@ -100,7 +100,7 @@ def bench(request: BenchRequest, *, log: LogLine, on_progress: ProgressCallback 
         budget_seconds=request.budget_seconds,
         spent_seconds=time.perf_counter() - started,
         sweeps=tuple(sweeps),
-        strain=noted,
+        disturbances=noted,
         # Without the platform: `machine` describes the system.
         versions={name: version for name, version in installed_versions().items() if name != "platform"},
     )
@@ -121,7 +121,7 @@ def batch_sweep(chosen: AutoBatch, plan: Plan) -> BenchSweep:
         rate = None
         if point.samples_per_second and point.low and point.high:
             rate = BenchInterval(
-                middle=point.samples_per_second,
+                median=point.samples_per_second,
                 low=point.low,
                 high=point.high,
                 confidence=point.confidence,
@@ -207,10 +207,10 @@ def _sweep_presets(
                 variants = [Variant(value=name, settings={}, is_plan=True)]
                 row = measure_sweep(context, "arch", variants, until=until).rows[0]
                 size = f"{format_count(steps.plan.workload.num_parameters)} parameters"
-                text = "; ".join(filter(None, (size, row.words)))
-                rows.append(row.model_copy(update={"is_plan": False, "words": text}))
+                text = "; ".join(filter(None, (size, row.note)))
+                rows.append(row.model_copy(update={"is_plan": False, "note": text}))
         except ProbeFailedError as error:
-            rows.append(BenchRow(value=name, execution={}, outcome="failed", words=error.reason))
+            rows.append(BenchRow(value=name, execution={}, outcome="failed", note=error.reason))
     return BenchSweep(setting="arch", rows=tuple(rows))
 
 

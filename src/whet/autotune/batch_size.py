@@ -261,7 +261,7 @@ class _BatchTimings:
             points.append(
                 BatchPoint(
                     batch=size,
-                    samples_per_second=rate.middle,
+                    samples_per_second=rate.median,
                     low=rate.low,
                     high=rate.high,
                     confidence=rate.confidence,

@@ -269,10 +269,10 @@ def _row(run: _VariantRun, plan_rate: BenchInterval | None) -> BenchRow:
         is_plan=run.variant.is_plan,
         execution=execution,
         outcome=run.outcome,
-        words=note or ("not measured within the time limit" if run.outcome == "no time" else ""),
+        note=note or ("not measured within the time limit" if run.outcome == "no time" else ""),
         step_seconds=seconds,
         # From the pairs: a variant that ran in quiet minutes would look too good by its own times.
-        samples_per_second=scaled_interval(speedup, plan_rate.middle) if speedup and plan_rate else run.rate,
+        samples_per_second=scaled_interval(speedup, plan_rate.median) if speedup and plan_rate else run.rate,
         speedup=speedup,
         peak_bytes=run.peak_bytes,
         needed_bytes=run.needed_bytes,
@@ -293,7 +293,7 @@ def disturbances(context: BenchmarkContext) -> Iterator[str]:
     third = len(context.plan_visits) // 3
     if third >= _MIN_VISITS_PER_THIRD:
         first, last = (median_interval(part) for part in (context.plan_visits[:third], context.plan_visits[-third:]))
-        change = last.middle / first.middle
+        change = last.median / first.median
         is_significant = last.low > first.high or last.high < first.low
         cause = "heat, or other programs" if change > 1 else "other programs ended, or clocks rose"
         yield f"the plan's own steps took {change:.2f}x as long in the last third as in the first" + (

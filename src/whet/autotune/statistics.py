@@ -131,14 +131,14 @@ def median_interval(values: Sequence[float]) -> BenchInterval:
     """Return the median and the order statistics that enclose the true one.
 
     >>> result = median_interval([5.0, 1.0, 2.0, 4.0, 3.0])
-    >>> result.low, result.middle, result.high, result.confidence
+    >>> result.low, result.median, result.high, result.confidence
     (1.0, 3.0, 5.0, 0.9375)
     """
     ordered, count = sorted(values), len(values)
     num_trimmed = _max_trimmed(count, _reported_level(count)) or 0
     tail = sum(math.comb(count, heads) for heads in range(num_trimmed + 1)) / 2**count
     return BenchInterval(
-        middle=median(ordered),
+        median=median(ordered),
         low=ordered[num_trimmed],
         high=ordered[count - 1 - num_trimmed],
         confidence=1 - 2 * min(tail, 0.5),
@@ -151,7 +151,7 @@ def ratio_interval(log_ratios: Sequence[float]) -> BenchInterval:
     result = estimate(log_ratios)
     return BenchInterval(
         # With few pairs, rounding may put the median just outside its bounds.
-        middle=min(max(result.speedup, result.low), result.high),
+        median=min(max(result.speedup, result.low), result.high),
         low=result.low,
         high=result.high,
         confidence=max(0.0, result.confidence),
@@ -162,14 +162,14 @@ def ratio_interval(log_ratios: Sequence[float]) -> BenchInterval:
 def rate_interval(amount: int, seconds: BenchInterval) -> BenchInterval:
     """Return a rate per second from the time that an amount takes."""
     return seconds.model_copy(
-        update={"middle": amount / seconds.middle, "low": amount / seconds.high, "high": amount / seconds.low}
+        update={"median": amount / seconds.median, "low": amount / seconds.high, "high": amount / seconds.low}
     )
 
 
 def scaled_interval(interval: BenchInterval, factor: float) -> BenchInterval:
     """Return an interval in another unit."""
     return interval.model_copy(
-        update={"middle": interval.middle * factor, "low": interval.low * factor, "high": interval.high * factor}
+        update={"median": interval.median * factor, "low": interval.low * factor, "high": interval.high * factor}
     )
 
 

@@ -196,12 +196,11 @@ def _merge(files: list[str], *, out: Path | None, is_json: bool) -> None:
     from whet.base.errors import UsageError
     from whet.cli import output
     from whet.report.bench_report import (
-        bench_markdown_table,
-        escape_bench_markdown,
+        markdown_cells,
         merged_notes,
         merged_table,
-        plain_table,
     )
+    from whet.report.table import align_columns, escape_markdown
     from whet.run import durable
     from whet.run.bench_result import read_bench
 
@@ -212,14 +211,14 @@ def _merge(files: list[str], *, out: Path | None, is_json: bool) -> None:
     if is_json:
         output.result_json([dict(zip(table[0], line, strict=True)) for line in table[1:]])
     else:
-        output.result("\n".join([*plain_table(table), "", *notes]))
+        output.result("\n".join([*align_columns(table), "", *notes]))
     if out is not None:
         page = [
             "# Machines compared",
             "",
-            *bench_markdown_table(table),
+            markdown_cells(table),
             "",
-            *(f"- {escape_bench_markdown(note)}" for note in notes),
+            *(f"- {escape_markdown(note)}" for note in notes),
         ]
         durable.write_file(out, data=("\n".join(page) + "\n").encode())
         output.note(f"written: {out}")

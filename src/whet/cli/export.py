@@ -127,7 +127,7 @@ def forward(
         before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             done = forward_run(
-                opened, dashboard, project=project, once=once, tries=3 if once else None, say=output.note, stop=stop
+                opened, dashboard, project=project, once=once, tries=3 if once else None, notify=output.note, stop=stop
             )
         except UnreachableError as error:
             raise WhetError(f"{to} does not respond", got=str(error), try_="the same command again, later") from error

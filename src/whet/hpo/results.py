@@ -132,7 +132,7 @@ def _row(trial: "FrozenTrial") -> SearchTrial:
         seconds=attributes.get(SECONDS, 0.0),
         run=attributes.get(RUN),
         machine=attributes.get(MACHINE),
-        words=attributes.get(INFEASIBLE) or attributes.get(FAILURE) or "",
+        note=attributes.get(INFEASIBLE) or attributes.get(FAILURE) or "",
     )
 
 

@@ -9,12 +9,13 @@ from whet.machine.facts import Machine
 from whet.machine.render import machine_line
 from whet.plan.render import format_value, workload_line
 from whet.report.svg import ChartPanel, ChartPoint, draw_chart
+from whet.report.table import align_columns, code_span, escape_markdown, markdown_table
 from whet.run.bench_result import BenchInterval, BenchResult, BenchRow, BenchSweep
 
 TableCells = list[tuple[str, ...]]
 """A header and rows."""
 
-_HEADS = ("samples/s", "against the plan", "memory", "slow steps", "note")
+_SWEEP_HEADER = ("samples/s", "vs. plan", "memory", "slow steps", "note")
 _PLAN_PARTS = (
     "device",
     "precision",
@@ -28,36 +29,32 @@ _PLAN_PARTS = (
 
 
 def render_bench(result: BenchResult) -> str:
-    """The whole benchmark as plain lines."""
+    """The benchmark as plain text."""
     lines = [*_bench_head(result), f"plan      {_plan_line(result)}"]
     for sweep in result.sweeps:
-        lines += ["", _sweep_title(result, sweep), *plain_table(sweep_table(sweep))]
+        lines += ["", _sweep_title(result, sweep), *align_columns(sweep_table(sweep))]
         lines += [f"note: {sweep.note}"] if sweep.note else []
     return "\n".join([*lines, "", *_method_notes(result)])
 
 
 def bench_markdown(result: BenchResult, *, command: str, picture: str | None = None) -> str:
-    """The benchmark as a page; `picture` is the name of a file beside it."""
-    lines = [f"# {escape_bench_markdown(f'{bench_title(result)}, {bench_machine_name(result)}, {result.created}')}", ""]
-    lines += [f"As printed by `{_code(command)}`.", ""]
+    """The benchmark as Markdown; `picture` is the name of a chart next to the page."""
+    title = f"{bench_title(result)}, {bench_machine_name(result)}, {result.created}"
     facts = [line.split(maxsplit=1) for line in _bench_head(result)]
-    lines += [f"- {name}: {escape_bench_markdown(line)}" for name, line in (*facts, ("plan", _plan_line(result)))]
+    lines = [f"# {escape_markdown(title)}", "", f"As printed by {code_span(command)}.", ""]
+    lines += [f"- {name}: {escape_markdown(line)}" for name, line in (*facts, ("plan", _plan_line(result)))]
     if picture is not None:
         lines += ["", f"![Speed and memory of each value, the plan's choice and the limit]({picture})"]
     for sweep in result.sweeps:
-        lines += [
-            "",
-            f"## {escape_bench_markdown(_sweep_title(result, sweep))}",
-            "",
-            *bench_markdown_table(sweep_table(sweep)),
-        ]
-        lines += ["", escape_bench_markdown(sweep.note)] if sweep.note else []
+        table = markdown_cells(sweep_table(sweep))
+        lines += ["", f"## {escape_markdown(_sweep_title(result, sweep))}", "", table]
+        lines += ["", escape_markdown(sweep.note)] if sweep.note else []
     lines += ["", "## How it was measured", ""]
-    return "\n".join([*lines, *(f"- {escape_bench_markdown(line)}" for line in _method_notes(result))]) + "\n"
+    return "\n".join([*lines, *(f"- {escape_markdown(line)}" for line in _method_notes(result))]) + "\n"
 
 
 def bench_title(result: BenchResult) -> str:
-    """What was measured."""
+    """The title of a benchmark."""
     simulated = " (SIMULATED)" if result.is_simulated else ""
     return f"Benchmark of {result.workload.recipe}{simulated}"
 
@@ -68,14 +65,14 @@ def bench_machine_name(result: BenchResult) -> str:
 
 
 def bench_file_stem(result: BenchResult) -> str:
-    """[workload]_[machine]_[date], as a file may be called everywhere."""
+    """A portable file name: [workload]_[machine]_[date]."""
     name = f"{result.machine.name}-simulated" if result.is_simulated else _short_name(result.machine)
-    words = (result.workload.recipe, name, result.created)
-    return "_".join(re.sub(r"[^A-Za-z0-9.-]+", "-", word).strip("-.") or "unnamed" for word in words)
+    parts = (result.workload.recipe, name, result.created)
+    return "_".join(re.sub(r"[^A-Za-z0-9.-]+", "-", word).strip("-.") or "unnamed" for word in parts)
 
 
 def _short_name(machine: Machine) -> str:
-    """A probed machine has no name of its own: its accelerator or chip, or its cores, must do."""
+    """A probed machine has no name of its own: use its accelerator, its chip or its cores."""
     memory_gb = f"-{machine.memory_bytes / 1024**3:.0f}gb" if machine.memory_bytes else ""
     for accelerator in machine.accelerators:
         if accelerator.kind == "cuda" and accelerator.name:
@@ -89,42 +86,27 @@ def _short_name(machine: Machine) -> str:
 
 def no_result_reason(row: BenchRow) -> str:
     """Why a row has no numbers."""
-    return f"{row.outcome}: {row.words}" if row.words else row.outcome
+    return f"{row.outcome}: {row.note}" if row.note else row.outcome
 
 
 def sweep_table(sweep: BenchSweep) -> TableCells:
-    """One line for each value; two columns side by side where the plan is compared with one other loop."""
+    """One line per value; where the plan is compared with a plain loop, one column for each."""
     if sweep.setting == "against":
         return _plan_vs_plain_table(sweep)
-    first = sweep.setting
-    return [(first, *_HEADS), *(_sweep_line(row) for row in sweep.rows)]
+    return [(sweep.setting, *_SWEEP_HEADER), *(_sweep_line(row) for row in sweep.rows)]
 
 
-def plain_table(table: TableCells) -> list[str]:
-    """Columns as wide as their widest cell."""
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+def markdown_cells(cells: TableCells) -> str:
+    """The cells as a Markdown table."""
+    header, *rows = [tuple(map(escape_markdown, row)) for row in cells]
+    return markdown_table(header, rows)
 
 
-def bench_markdown_table(table: TableCells) -> list[str]:
-    """The same as a page has it."""
-    lines = ["| " + " | ".join(escape_bench_markdown(cell) for cell in line) + " |" for line in table]
-    return [lines[0], "|" + " --- |" * len(table[0]), *lines[1:]]
-
-
-def format_rate(found: BenchInterval | None) -> str:
+def format_rate(rate: BenchInterval | None) -> str:
     """Samples per second with their interval."""
-    return (
-        ""
-        if found is None
-        else f"{_format_number(found.middle)} ({_format_number(found.low)} to {_format_number(found.high)})"
-    )
-
-
-def escape_bench_markdown(words: str) -> str:
-    """Without anything that a page would take as markup."""
-    plain = "".join(char if char.isprintable() else " " for char in words)
-    return re.sub(r"([\\`*_<>|\[\]#])", r"\\\1", plain)
+    if rate is None:
+        return ""
+    return f"{_format_number(rate.median)} ({_format_number(rate.low)} to {_format_number(rate.high)})"
 
 
 def _sweep_line(row: BenchRow) -> tuple[str, ...]:
@@ -140,29 +122,29 @@ def _sweep_line(row: BenchRow) -> tuple[str, ...]:
         against,
         format_memory(row),
         _format_slow_steps(row),
-        f"{outcome}{row.words}",
+        f"{outcome}{row.note}",
     )
 
 
 def _plan_vs_plain_table(sweep: BenchSweep) -> TableCells:
-    """Guides close with it: speed, memory, stability and heat, the plain loop beside the plan."""
+    """Speed, memory and stability of a plain loop and of the plan, side by side."""
     plain = next(row for row in sweep.rows if not row.is_plan)
     plan = next(row for row in sweep.rows if row.is_plan)
     speedup = plain.speedup
     change = ""
     if speedup is not None:
-        change = f"{1 / speedup.middle:.2f}x ({1 / speedup.high:.2f} to {1 / speedup.low:.2f})"
+        change = f"{1 / speedup.median:.2f}x ({1 / speedup.high:.2f} to {1 / speedup.low:.2f})"
     less = ""
     if plain.peak_bytes and plan.peak_bytes:
         less = f"{100 * (plan.peak_bytes / plain.peak_bytes - 1):+.0f} %"
     both = (plain, plan)
     return [
-        ("what", "plain loop", "plan", "plan against plain"),
+        ("figure", "plain loop", "plan", "plan vs. plain"),
         ("speed, samples/s", *(format_rate(row.samples_per_second) or no_result_reason(row) for row in both), change),
-        ("one step", *(format_seconds(row.step_seconds.middle) if row.step_seconds else "" for row in both), ""),
+        ("one step", *(format_seconds(row.step_seconds.median) if row.step_seconds else "" for row in both), ""),
         ("memory of a step", *(format_memory(row) for row in both), less),
-        ("slow steps (1 in 20), against the median", *(_format_slow_steps(row) for row in both), ""),
-        ("step time, second half against first", *(f"{row.drift:.2f}x" if row.drift else "" for row in both), ""),
+        ("slow steps (95th percentile / median)", *(_format_slow_steps(row) for row in both), ""),
+        ("step time, second half / first half", *(f"{row.drift:.2f}x" if row.drift else "" for row in both), ""),
         *(
             (name.replace("_", " "), *(format_value(row.execution.get(name)) for row in both), "")
             for name in plan.execution
@@ -173,15 +155,15 @@ def _plan_vs_plain_table(sweep: BenchSweep) -> TableCells:
 
 def _sweep_title(result: BenchResult, sweep: BenchSweep) -> str:
     if sweep.setting == "against":
-        return "the plan against a plain loop, measured in turns"
+        return "the plan against a plain loop, measured in alternation"
     limit = (
         f"; limit {format_bytes(result.limit_bytes)}" if result.limit_bytes and sweep.setting == "micro_batch" else ""
     )
-    return f"{sweep.setting} (* is what the plan says{limit})" if sweep.setting != "arch" else "arch, one after another"
+    return f"{sweep.setting} (* is the plan{limit})" if sweep.setting != "arch" else "arch, one after another"
 
 
 def _bench_head(result: BenchResult) -> Iterator[str]:
-    simulated = "SIMULATED, nothing here is about a real one: " if result.is_simulated else ""
+    simulated = "SIMULATED, not measured on a real machine: " if result.is_simulated else ""
     yield f"machine   {simulated}{machine_line(result.machine)}"
     yield f"workload  {workload_line(result.workload)}"
 
@@ -195,16 +177,16 @@ def _plan_line(result: BenchResult) -> str:
 
 def _method_notes(result: BenchResult) -> Iterator[str]:
     yield f"{format_seconds(result.spent_seconds)} in all, of {format_seconds(result.budget_seconds)} allowed"
-    yield from result.strain
-    yield "against the plan: pairs of steps on the same batches, so that what slows the machine slows both"
-    yield "samples/s: the plan's median; of other values that times the ratio of their pairs; each with its interval"
+    yield from result.disturbances
+    yield "vs. plan: pairs of steps on the same batches, so that a disturbance slows down both"
+    yield "samples/s: the median of the plan; for other values that times the ratio of their pairs, with its interval"
     yield "slow steps: the 95th percentile of the step time over its median, longer batches included"
     if result.plan.get("device") == "cpu":
-        yield "memory on the CPU is the growth of the process, libraries that load meanwhile included"
+        yield "memory on the CPU is the growth of the process, including libraries that are loaded meanwhile"
 
 
 def format_memory(row: BenchRow) -> str:
-    """What a step took at most; nothing where nobody knows."""
+    """The peak memory of a step; empty where it is unknown."""
     return format_bytes(row.peak_bytes) if row.peak_bytes else ""
 
 
@@ -213,31 +195,27 @@ def _format_slow_steps(row: BenchRow) -> str:
 
 
 def _format_speedup(found: BenchInterval | None) -> str:
-    return "" if found is None else f"{found.middle:.2f}x ({found.low:.2f} to {found.high:.2f})"
+    return "" if found is None else f"{found.median:.2f}x ({found.low:.2f} to {found.high:.2f})"
 
 
 def _format_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _code(command: str) -> str:
-    return "".join(char for char in command if char.isprintable()).replace("`", "'")
-
-
 _MUST_MATCH = ("recipe", "num_parameters", "global_batch_size", "max_length")
-"""What must be equal: otherwise a step is another step."""
+"""Must be equal on all machines: otherwise a step is not the same work."""
 _MAY_DIFFER = ("num_samples", "mean_length", "lengths_vary", "has_dropout")
-"""What may differ with the data of a machine, and is said."""
+"""May differ with the data of a machine; noted below the table."""
 
 
 def merged_table(results: Sequence[BenchResult]) -> TableCells:
-    """One line for each device of each machine, fastest first; the slowest is 1. Other workloads are refused."""
+    """One line per device of each machine, the fastest first; relative to the slowest. The workloads must be equal."""
     first = results[0]
     for other in results[1:]:
         differing = [name for name in _MUST_MATCH if getattr(other.workload, name) != getattr(first.workload, name)]
         if differing:
             raise UsageError(
-                "these are benchmarks of different workloads, so their speeds cannot be compared",
+                "cannot compare benchmarks of different workloads",
                 got=f"{describe_workload(first)} and {describe_workload(other)}",
                 try_=f"the same {', '.join(differing)} on each machine",
             )
@@ -249,7 +227,7 @@ def merged_table(results: Sequence[BenchResult]) -> TableCells:
     ]
     if not found:
         raise UsageError("nothing was measured in these benchmarks", got="no row", try_="whet bench RECIPE again")
-    slowest = min(speed.middle for _, _, speed in found)
+    slowest = min(speed.median for _, _, speed in found)
     lines = [
         (
             bench_machine_name(result),
@@ -257,12 +235,12 @@ def merged_table(results: Sequence[BenchResult]) -> TableCells:
             format_value(row.execution.get("precision")),
             format_value(row.execution.get("micro_batch")),
             format_rate(speed),
-            f"{speed.middle / slowest:.1f}x",
+            f"{speed.median / slowest:.1f}x",
             format_memory(row),
             result.machine.torch.version or "unknown",
             result.created,
         )
-        for result, row, speed in sorted(found, key=lambda one: -one[2].middle)
+        for result, row, speed in sorted(found, key=lambda one: -one[2].median)
     ]
     return [_MERGED_HEADER, *lines]
 
@@ -281,24 +259,24 @@ _MERGED_HEADER = (
 
 
 def merged_notes(results: Sequence[BenchResult]) -> Iterator[str]:
-    """What must be known to read the table."""
+    """Notes on the merged table."""
     yield f"workload: {describe_workload(results[0])}; relative: against the slowest line"
-    yield "machines were measured one by one, not in pairs: their ratios carry the noise of both"
+    yield "machines were measured separately, not in pairs: their ratios contain the noise of both"
     simulated = dict.fromkeys(result.machine.name for result in results if result.is_simulated)
     if simulated:
-        yield f"simulated, so nothing is known about the real machine: {', '.join(simulated)}"
+        yield f"simulated, not measured on the real machine: {', '.join(simulated)}"
     empty = [bench_machine_name(result) for result in results if not any(result.best_by_device())]
     if empty:
-        yield f"nothing was measured, so without a line: {', '.join(empty)}"
+        yield f"nothing measured, so not listed: {', '.join(empty)}"
     differing = [name for name in _MAY_DIFFER if len({getattr(result.workload, name) for result in results}) > 1]
     if differing:
         yield f"the data is not the same on all machines: {', '.join(differing)} differ"
     if len({result.versions.get("whet") for result in results}) > 1:
-        yield "not all were measured by the same whet"
+        yield "measured with different versions of whet"
 
 
 def describe_workload(result: BenchResult) -> str:
-    """The workload as far as it must be the same on all machines."""
+    """The properties of a workload that must be equal on all machines."""
     workload = result.workload
     return (
         f"{workload.recipe}, {format_count(workload.num_parameters)} parameters, "
@@ -310,15 +288,13 @@ _CHART_ORDER = ("micro_batch", "device", "precision", "threads", "workers", "arc
 
 
 def bench_chart(result: BenchResult) -> str | None:
-    """An SVG of the micro-batch sweep, or of another one without it; None where there is nothing to see."""
+    """An SVG of the micro-batch sweep, or of the first other sweep; None where there is none with several rows."""
     sweep = next(
         (found for name in _CHART_ORDER if (found := result.sweep(name)) is not None and len(found.rows) > 1), None
     )
     if sweep is None:
         return None
-    x_title = {"micro_batch": "micro-batch (samples that go through at once)", "against": ""}.get(
-        sweep.setting, sweep.setting
-    )
+    x_title = {"micro_batch": "micro-batch", "against": ""}.get(sweep.setting, sweep.setting)
     plan = next((row for row in sweep.rows if row.is_plan), None)
     is_joined = all(isinstance(row.value, int) for row in sweep.rows)
     speed = ChartPanel(
@@ -335,12 +311,12 @@ def bench_chart(result: BenchResult) -> str | None:
         points=[_memory_point(row) for row in sweep.rows],
         show=lambda value: format_bytes(value) if value else "0",
         limit=limit,
-        limit_words=f"limit: {format_bytes(limit)}" if limit else "",
+        limit_label=f"limit: {format_bytes(limit)}" if limit else "",
         is_joined=is_joined,
         is_binary=True,
     )
     has_memory = any(row.peak_bytes for row in sweep.rows)
-    chosen = [] if plan is None else [f"ringed: what the plan says ({_row_name(sweep, plan)})"]
+    chosen = [] if plan is None else [f"ring: the plan ({_row_name(sweep, plan)})"]
     return draw_chart(
         bench_title(result),
         [speed, memory] if has_memory else [speed],
@@ -353,10 +329,10 @@ def _error_bar_note(sweep: BenchSweep) -> str:
     rates = (row.samples_per_second for row in sweep.rows)
     found = [rate for rate in rates if rate and rate.repeats > 1]
     if not found:
-        return "no bars: there was no time for a second look at anything"
+        return "no error bars: nothing was measured more than once"
     sure = min(interval.confidence for interval in found)
     few = min(interval.repeats for interval in found)
-    return f"bars: where the median lies, {100 * sure:.0f} % sure or more, from {few} repeats or more"
+    return f"bars: interval of the median, confidence {100 * sure:.0f} % or more, from {few} repeats or more"
 
 
 def _marker_note(sweep: BenchSweep) -> list[str]:
@@ -365,7 +341,7 @@ def _marker_note(sweep: BenchSweep) -> list[str]:
     if any(row.samples_per_second and row.samples_per_second.repeats == 1 for row in sweep.rows):
         hollow.append("from one step only")
     if any(row.needed_bytes for row in sweep.rows):
-        hollow.append("memory that is predicted")
+        hollow.append("predicted memory")
     if hollow:
         marks.append(f"hollow: {', or '.join(hollow)}")
     if any(row.samples_per_second is None for row in sweep.rows):
@@ -380,23 +356,25 @@ def _row_name(sweep: BenchSweep, row: BenchRow) -> str:
 def _speed_point(row: BenchRow) -> ChartPoint:
     found = row.samples_per_second
     if found is None:
-        return ChartPoint(label=format_value(row.value), is_chosen=row.is_plan, words=no_result_reason(row))
+        return ChartPoint(label=format_value(row.value), is_chosen=row.is_plan, tooltip=no_result_reason(row))
     return ChartPoint(
         label=format_value(row.value),
-        value=found.middle,
+        value=found.median,
         low=found.low,
         high=found.high,
         is_chosen=row.is_plan,
         is_hollow=found.repeats == 1,
-        words=f"{found.middle:,.4g} samples/s ({found.low:,.4g} to {found.high:,.4g})",
+        tooltip=f"{found.median:,.4g} samples/s ({found.low:,.4g} to {found.high:,.4g})",
     )
 
 
 def _memory_point(row: BenchRow) -> ChartPoint:
     label = format_value(row.value)
     if row.peak_bytes:
-        return ChartPoint(label=label, value=row.peak_bytes, is_chosen=row.is_plan, words=format_bytes(row.peak_bytes))
+        return ChartPoint(
+            label=label, value=row.peak_bytes, is_chosen=row.is_plan, tooltip=format_bytes(row.peak_bytes)
+        )
     if row.needed_bytes:
-        words = f"{format_bytes(row.needed_bytes)}, predicted"
-        return ChartPoint(label=label, value=row.needed_bytes, is_chosen=row.is_plan, is_hollow=True, words=words)
-    return ChartPoint(label=label, is_chosen=row.is_plan, words=no_result_reason(row))
+        tooltip = f"{format_bytes(row.needed_bytes)}, predicted"
+        return ChartPoint(label=label, value=row.needed_bytes, is_chosen=row.is_plan, is_hollow=True, tooltip=tooltip)
+    return ChartPoint(label=label, is_chosen=row.is_plan, tooltip=no_result_reason(row))

@@ -10,6 +10,7 @@ from whet.base.units import format_bytes, format_count, format_seconds, printabl
 from whet.plan.render import format_value
 from whet.report.plan_evidence import peak_memory
 from whet.report.run_report import RunReport
+from whet.report.table import align_columns
 from whet.run.strict_json import StrictModel
 
 MAX_COMPARED_RUNS = 12
@@ -141,9 +142,7 @@ def _environment(report: RunReport) -> dict[str, str]:
 
 def _table(title: str, labels: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     lines = [(title, *labels), *((name, *values) for name, values in rows)]
-    cells = [[_clip(cell) for cell in line] for line in lines]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in cells)
+    return "\n".join(align_columns([[_clip(cell) for cell in line] for line in lines]))
 
 
 def _clip(text: str) -> str:

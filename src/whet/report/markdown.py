@@ -1,23 +1,17 @@
-"""The report of a run as Markdown, for an issue or a README.
+"""The report of a run as Markdown, for an issue or a README."""
 
-Names and logs come from anywhere, so all Markdown syntax in them is escaped: no image is fetched, no link is made and
-nobody is mentioned.
-"""
-
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from whet.base.units import format_bytes, format_count, format_seconds
 from whet.plan.render import format_value
 from whet.report.comparison import RunComparison, figure_rows, key_figures
 from whet.report.plan_evidence import PlannedVsActual
 from whet.report.run_report import RunReport
+from whet.report.table import code_span, escape_markdown, markdown_table, one_line
 from whet.report.text_chart import draw_curve
 
-_SYNTAX = re.compile(r"([\\`*\[\]<>|~&])")
 _CURVE_WIDTH, _CURVE_HEIGHT = 90, 8
 _MAX_TIMELINE = 12
-_MAX_TEXT = 400
 
 
 def run_markdown(report: RunReport) -> str:
@@ -55,34 +49,6 @@ def comparison_markdown(comparison: RunComparison) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def escape_markdown(text: str) -> str:
-    """Text that Markdown shows as it is, on one line.
-
-    >>> escape_markdown("![x](http://y) a|b @you")
-    '!\\\\[x\\\\](http:\\u200b//y) a\\\\|b @\\u200byou'
-    """
-    line = _one_line(text[:_MAX_TEXT])
-    return re.sub(r"@(?=\w)", "@\u200b", _SYNTAX.sub(r"\\\1", line)).replace("://", ":\u200b//") if line else ""
-
-
-def code_span(text: str) -> str:
-    """A code span; backticks, which would end it, are replaced."""
-    line = _one_line(text).replace("`", "'")
-    return f"`{line.replace('|', chr(92) + '|')}`" if line else ""
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are Markdown already; empty without rows."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    if not lines:
-        return ""
-    return "\n".join([f"| {' | '.join(header)} |", "|" + " --- |" * len(header), *lines])
-
-
-def _one_line(text: str) -> str:
-    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
-
-
 def _section(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"## {title}\n\n{markdown_table(header, rows)}" if rows else ""
 
@@ -94,7 +60,7 @@ def _curves(report: RunReport) -> str:
         if curve is None or len(curve.points) < 2:
             continue
         lines = draw_curve(curve, width=_CURVE_WIDTH, height=_CURVE_HEIGHT)
-        drawn += ["", f"{_one_line(curve.field).replace('`', chr(39))} by step", *lines] if lines else []
+        drawn += ["", f"{one_line(curve.field).replace('`', chr(39))} by step", *lines] if lines else []
     # A fence of four backticks: none of our lines begins with a backtick.
     return "\n".join(["````text", *drawn[1:], "````"]) if drawn else ""
 

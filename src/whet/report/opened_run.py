@@ -22,7 +22,7 @@ Curves = dict[str, dict[str, list[float]]]
 
 
 class OpenedRun(folder.Run):
-    """A run folder as it was read, with its curves. What it says of the run is read anew each time it is asked."""
+    """A run folder with its curves. Its log is read again by each call."""
 
     def curves(self, *, points: int = POINTS) -> Curves:
         """Every curve by name ("train/loss", "eval/accuracy", "seconds/data", "health/memory/process").
@@ -37,14 +37,14 @@ class OpenedRun(folder.Run):
         return {export_name(curve.kind, curve.field): _lists(curve.points) for curve in found.values()}
 
     def plot(self, *names: str, by: Axis = "step", points: int = POINTS) -> SvgImage:
-        """A picture of curves, the loss and the goal if not told; a notebook shows it, `.save(path)` writes it.
+        """Plot curves, by default the loss and the goal; a notebook displays the image, `.save(path)` writes it.
 
         A name is one of `curves()`, or the end of one: `run.plot("loss", "accuracy", by="samples")`.
         """
         if by not in ("step", "samples", "seconds"):
             raise UsageError("no such axis", got=by, try_="by='step', 'samples' or 'seconds'")
         curves = self.curves(points=points)
-        chosen = [_match_curve(name, curves) for name in names] if names else self._usual(curves)
+        chosen = [_match_curve(name, curves) for name in names] if names else self._default_curves(curves)
         lines = [_line(name, curves[name], by=by) for name in chosen[:_MAX_PANELS]]
         report = self.summary()
         of_all = f" of {report.total_steps:,}" if report.total_steps else ""
@@ -57,17 +57,17 @@ class OpenedRun(folder.Run):
         )
 
     def summary(self) -> RunReport:
-        """What the run did, as `whet report` tells."""
+        """The report of the run, as `whet report` shows it."""
         return summarize(self)
 
-    def _usual(self, curves: Curves) -> list[str]:
+    def _default_curves(self, curves: Curves) -> list[str]:
         goal = goal_name(History(self))
         usual = ["train/loss", *([f"eval/{goal}"] if goal else [n for n in curves if n.startswith("eval/")][:2])]
         return [name for name in usual if name in curves]
 
 
 def open_run(path: Path | str) -> OpenedRun:
-    """The run in a folder: `.curves()`, `.plot()`, `.summary()`, and what its files say (`.config`, `.plan`, ...)."""
+    """Open the run in a folder: `.curves()`, `.plot()`, `.summary()`, and its files (`.config`, `.plan`, ...)."""
     run = folder.open_run(path)
     return OpenedRun(**{name: getattr(run, name) for name in type(run).model_fields})
 
@@ -99,6 +99,6 @@ def _number(value: float | None) -> float:
 
 
 def _line(name: str, curve: dict[str, list[float]], *, by: Axis) -> CurveBand:
-    # Where the run does not tell how many samples, steps are what there is.
+    # Where the number of samples is unknown, plot by step.
     x = curve[by] if all(math.isfinite(place) for place in curve[by]) else curve["step"]
     return CurveBand(name, x, curve["low"], curve["mean"], curve["high"])

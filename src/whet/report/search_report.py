@@ -7,28 +7,28 @@ from dataclasses import dataclass
 
 from whet.base.units import format_seconds
 from whet.config.sources import parse_value
-from whet.report.markdown import code_span, escape_markdown, markdown_table
 from whet.report.page.html import DOCUMENT_START, content_policy, static_text
 from whet.report.seeds import format_interval
 from whet.report.svg import escape_svg, svg_text
+from whet.report.table import align_columns, code_span, escape_markdown, markdown_table
 from whet.run.search_result import SearchCandidate, SearchResult, SearchTrial
 
 _MAX_ROWS = 40
 
 
 def render_search(result: SearchResult) -> str:
-    """Plain lines for a terminal."""
+    """The result as plain text."""
     rows = [_cells(result, trial) for trial in _ranked(result)[:_MAX_ROWS]]
     lines = [
         f"search    {result.name}: {result.recipe}, {' '.join(result.space)}",
         f"trials    {_trial_counts(result)}",
         "",
     ]
-    lines += _aligned(("trial", result.goal, "settings", "steps", "time", ""), rows)
+    lines += align_columns([("trial", result.goal, "settings", "steps", "time", ""), *rows])
     if len(result.trials) > len(rows):
         lines += [f"and {len(result.trials) - len(rows):,} more; --markdown and --json have them all"]
     if result.importance:
-        lines += ["", "mattered  " + ", ".join(f"{key} {100 * share:.0f} %" for key, share in _shares(result))]
+        lines += ["", "important " + ", ".join(f"{key} {100 * share:.0f} %" for key, share in _shares(result))]
     if result.candidates:
         lines += [
             "",
@@ -38,55 +38,52 @@ def render_search(result: SearchResult) -> str:
 
 
 def search_markdown(result: SearchResult) -> str:
-    """The same as a page of Markdown."""
-    rows = [tuple(escape_markdown(cell) for cell in _cells(result, trial)) for trial in _ranked(result)]
+    """The result as Markdown."""
+    space = " ".join(code_span(word) for word in result.space)
+    candidates = [
+        (f"trial {c.number}", format_settings(c.settings), f"{c.mean:.4g}", _interval(result, c))
+        for c in result.candidates
+    ]
+    importance = [(code_span(key), f"{100 * share:.0f} %") for key, share in _shares(result)]
+    trials = [_cells(result, trial) for trial in _ranked(result)]
+    goal = escape_markdown(result.goal)
     sections = [
         f"# {escape_markdown(result.name)}",
-        f"{escape_markdown(result.recipe)}: {' '.join(code_span(word) for word in result.space)}. {escape_markdown(_trial_counts(result))}.",
+        f"{escape_markdown(result.recipe)}: {space}. {escape_markdown(_trial_counts(result))}.",
         f"**Winner:** {escape_markdown(winner_text(result))}",
-        markdown_table(
-            ("candidate", "settings", result.goal, "95 %"),
-            [
-                (
-                    f"trial {c.number}",
-                    escape_markdown(format_settings(c.settings)),
-                    f"{c.mean:.4g}",
-                    escape_markdown(_interval(result, c)),
-                )
-                for c in result.candidates
-            ],
-        ),
-        markdown_table(
-            ("setting", "mattered"), [(code_span(key), f"{100 * share:.0f} %") for key, share in _shares(result)]
-        ),
-        "## Trials\n\n"
-        + markdown_table(("trial", escape_markdown(result.goal), "settings", "steps", "time", ""), rows),
+        markdown_table(("candidate", "settings", goal, "95 %"), _escaped(candidates)),
+        markdown_table(("setting", "importance"), importance),
+        "## Trials\n\n" + markdown_table(("trial", goal, "settings", "steps", "time", ""), _escaped(trials)),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
+def _escaped(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [[escape_markdown(cell) for cell in row] for row in rows]
+
+
 def winner_text(result: SearchResult) -> str:
-    """Who won, with its interval, and how sure that is."""
+    """The winner with its interval, and whether it is clearly ahead."""
     winner = result.winner
     if winner is None:
-        return "none: no trial came to its end"
+        return "none: no trial was completed"
     named = f"trial {winner.number} ({format_settings(winner.settings)}): {result.goal} {winner.mean:.4g}"
     if not winner.values:
-        return f"{named}, by one run; " + (_lost_seeds(winner) if winner.lost else "other seeds were not tried")
+        return f"{named}, from one run; " + (_lost_seeds(winner) if winner.lost else "no other seeds were trained")
     if not result.is_confirmed:
-        return f"{named} by {len(winner.values)} of {result.seeds} seeds; the same search goes on"
+        return f"{named} from {len(winner.values)} of {result.seeds} seeds; run the same search again to continue"
     if winner.low is None:
-        return f"{named} with one other seed; two or more give an interval"
-    said = f"{named}, {_interval(result, winner)} with {len(winner.values)} seeds"
-    said += f"; {_lost_seeds(winner)}" if winner.lost else ""
+        return f"{named} with one other seed; an interval needs two or more"
+    text = f"{named}, {_interval(result, winner)} with {len(winner.values)} seeds"
+    text += f"; {_lost_seeds(winner)}" if winner.lost else ""
     if len(result.candidates) < 2:
-        return said
+        return text
     second = f"trial {result.candidates[1].number}"
-    return f"{said}; " + (f"clearly ahead of {second}" if result.is_clear else f"not clearly ahead of {second}")
+    return f"{text}; " + (f"clearly ahead of {second}" if result.is_clear else f"not clearly ahead of {second}")
 
 
 def format_settings(settings: dict[str, object]) -> str:
-    """Settings in a few signs each."""
+    """Settings as short text."""
     return " ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in settings.items())
 
 
@@ -95,13 +92,13 @@ def _trial_counts(result: SearchResult) -> str:
     counts = {state: sum(trial.state == state for trial in result.trials) for state in states}
     parts = [f"{count} {state}" for state, count in counts.items() if count]
     steps = sum(trial.steps for trial in result.trials)
-    more = f"; {result.continued} went on after a stop or a kill" if result.continued else ""
-    share = f"; on {100 * result.subset:g} % of the training part" if result.subset < 1 else ""
+    more = f"; {result.continued} resumed after a stop or a kill" if result.continued else ""
+    share = f"; on {100 * result.subset:g} % of the training split" if result.subset < 1 else ""
     return f"{len(result.trials)} ({', '.join(parts)}), {steps:,} steps, {format_seconds(result.seconds)}{share}{more}"
 
 
 def _ranked(result: SearchResult) -> list[SearchTrial]:
-    """Those with a value first, the best on top; then the others by number."""
+    """Trials with a value first, the best on top; then the others by number."""
     sign = -1 if result.is_higher_better else 1
     order = ("complete", "pruned")
 
@@ -116,21 +113,15 @@ def _cells(result: SearchResult, trial: SearchTrial) -> tuple[str, ...]:
     value = "-" if trial.value is None else f"{trial.value:.4g}"
     why = f"{trial.state} on {trial.machine}" if trial.state == "infeasible" and trial.machine else trial.state
     is_winner = result.winner is not None and result.winner.number == trial.number
-    words = f"{why}: {trial.words}"[:120] if trial.words else ("winner" if is_winner else why)
+    note = f"{why}: {trial.note}"[:120] if trial.note else ("winner" if is_winner else why)
     return (
         str(trial.number),
         value,
         format_settings(trial.settings),
         f"{trial.steps:,}",
         format_seconds(trial.seconds),
-        "" if words == "complete" else words,
+        "" if note == "complete" else note,
     )
-
-
-def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[place]) for row in (header, *rows)) for place in range(len(header))]
-    for row in (header, *rows):
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _shares(result: SearchResult) -> list[tuple[str, float]]:
@@ -140,9 +131,9 @@ def _shares(result: SearchResult) -> list[tuple[str, float]]:
 def _seed_line(result: SearchResult, candidate: SearchCandidate) -> str:
     around = _interval(result, candidate)
     values = ", ".join(f"{value:.4g}" for value in candidate.values.values())
-    told = f"{candidate.mean:.4g} ({around}; {values})" if values else f"{candidate.mean:.4g} (one run)"
-    told += f", {_lost_seeds(candidate)}" if candidate.lost else ""
-    return f"trial {candidate.number}  {told}  {format_settings(candidate.settings)}"
+    text = f"{candidate.mean:.4g} ({around}; {values})" if values else f"{candidate.mean:.4g} (one run)"
+    text += f", {_lost_seeds(candidate)}" if candidate.lost else ""
+    return f"trial {candidate.number}  {text}  {format_settings(candidate.settings)}"
 
 
 def _lost_seeds(candidate: SearchCandidate) -> str:
@@ -172,14 +163,14 @@ _WIDTH, _LEFT, _RIGHT, _TOP = 640, 86, 30, 34
 
 
 def search_charts(result: SearchResult) -> dict[str, str]:
-    """SVGs by title; only those that there is something to see in."""
+    """SVG charts by title; only those with content."""
     seen = [trial for trial in result.trials if trial.value is not None and math.isfinite(trial.value)]
     pictures = {}
     if seen:
         pictures["History"] = _search_svg("history", 260, _history(result, seen))
     if result.importance:
         height = _TOP + 26 * len(result.importance) + 10
-        pictures["What mattered"] = _search_svg("importance", height, _importance(result))
+        pictures["Importance"] = _search_svg("importance", height, _importance(result))
     if len(seen) > 1:
         pictures["Settings"] = _search_svg("parallel coordinates", 320, _parallel(result, seen))
     return pictures
@@ -238,7 +229,7 @@ def _history(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str]
 
 
 def _importance(result: SearchResult) -> Iterator[str]:
-    yield svg_text(_LEFT, 18, "share of the differences that a setting explains", extra='font-weight="600"')
+    yield svg_text(_LEFT, 18, "share of the variance that a setting explains", extra='font-weight="600"')
     for number, (key, share) in enumerate(sorted(result.importance.items(), key=lambda item: -item[1])):
         y = _TOP + 26 * number
         width = round(share * (_WIDTH - 220 - _RIGHT - 50), 1)
@@ -248,7 +239,7 @@ def _importance(result: SearchResult) -> Iterator[str]:
 
 
 def _parallel(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str]:
-    """An axis for each setting and one for the goal; the winner stands out."""
+    """Parallel coordinates: an axis for each setting and one for the goal; the winner is highlighted."""
     floor, right = 276, _WIDTH - _RIGHT - 60
     keys = [word.partition("=")[0] for word in result.space]
     places = [_LEFT + number * (right - _LEFT) / max(1, len(keys)) for number in range(len(keys) + 1)]
@@ -266,7 +257,7 @@ def _parallel(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str
         css = "best" if trial.number == winner else "trial" if trial.state == "complete" else "trial left"
         words = escape_svg(f"trial {trial.number}: {result.goal} {trial.value:.4g}, {format_settings(trial.settings)}")
         yield f'<polyline class="{css}" points="{points}"><title>{words}</title></polyline>'
-    # Above the lines, which would strike them through.
+    # Drawn last: the lines would cross out the labels.
     for x, key, (scale, labels) in zip(places[:-1], keys, axes, strict=True):
         yield from _draw_axis(x, key, {label: scale.place(value) for label, value in labels.items()}, floor)
     ends = {f"{value:.4g}": goal.place(value) for value in (min(values), max(values))}
@@ -274,12 +265,12 @@ def _parallel(result: SearchResult, seen: Sequence[SearchTrial]) -> Iterator[str
 
 
 def _axis(word: str, floor: int) -> tuple[_SearchScale, dict[str, float]]:
-    """How the values of a setting lie on its axis, and what is written beside it; choices stand evenly."""
-    said = word.partition("=")[2]
-    if said.startswith("["):
-        choices = [_axis_label(choice) for choice in parse_value(said, word)]
+    """The scale of a setting and its labels; choices are evenly spaced."""
+    values = word.partition("=")[2]
+    if values.startswith("["):
+        choices = [_axis_label(choice) for choice in parse_value(values, word)]
         return _SearchScale(0, len(choices) - 1, floor, _TOP + 20), {c: float(n) for n, c in enumerate(choices)}
-    low, _, rest = said.partition("..")
+    low, _, rest = values.partition("..")
     high, *options = rest.split(":")
     scale = _SearchScale(float(low), float(high), floor, _TOP + 20, "log" in options)
     return scale, {low: float(low), high: float(high)}
@@ -298,7 +289,7 @@ def _axis_label(value: object) -> str:
 
 
 def _draw_axis(x: float, title: str, labels: dict[str, float], floor: int, *, is_last: bool = False) -> Iterator[str]:
-    """An axis with what is written beside it: to its left, of the last one to its right."""
+    """An axis with its labels: to its left, for the last one to its right."""
     yield f'<line class="axis" x1="{round(x, 1)}" x2="{round(x, 1)}" y1="{_TOP + 20}" y2="{floor}"/>'
     yield svg_text(x, 30, title, extra='text-anchor="middle" font-weight="600"')
     for label, y in labels.items():
@@ -316,7 +307,7 @@ main.search pre span { display: block; min-height: 1.5em; padding-left: 10ch; te
 
 
 def search_page(result: SearchResult) -> str:
-    """The whole report."""
+    """The report of a search as one HTML file: winner, charts and trials; no script, no connection."""
     styles = [static_text("page.css"), SEARCH_STYLE + _PAGE_STYLE]
     pictures = [
         part
@@ -347,5 +338,5 @@ def search_page(result: SearchResult) -> str:
 
 
 def _html_lines(text: str) -> str:
-    """Each by itself: where one is too long for the page its rest stands below its words, not below its label."""
+    """Each line as an element of its own, so that the rest of a long line is indented below its text."""
     return "".join(f"<span>{html.escape(line)}</span>" for line in text.splitlines())

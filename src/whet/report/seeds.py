@@ -7,46 +7,20 @@ from pathlib import Path
 
 from whet.base.errors import UsageError
 from whet.base.model import FrozenModel
+from whet.base.statistics import mean_interval
 from whet.report.run_report import RunReport, summarize
+from whet.report.table import align_columns
 from whet.run import durable, strict_json
 from whet.run.disk import read_regular_file
 from whet.run.folder import RUN_FILE, open_run
 from whet.run.strict_json import StrictModel
 
-_FRACTIONS = {"accuracy", "f1", "precision", "recall", "auc", "top1", "top5", "exact"}
-_NOT_FRACTIONS = {"loss", "error"}
-"""A loss on top of a share is none."""
-
-
-def is_fraction(name: str) -> bool:
-    """Whether a metric of this name is a part of a whole.
-
-    >>> [is_share(name) for name in ("macro_f1", "best accuracy on dev", "brier", "accuracy_loss")]
-    [True, True, False, False]
-    """
-    words = set(name.lower().replace("_", " ").split())
-    return bool(words & _FRACTIONS) and not words & _NOT_FRACTIONS
-
-
-def format_interval(name: str, *, mean: float, low: float, high: float, form: str) -> str:
-    """The bounds as they are shown; a share that is told in percent is left as it is.
-
-    >>> interval_words("accuracy", mean=0.2136, low=-0.1906, high=0.6179, form=".4g")
-    '0 to 0.6179'
-    """
-    if is_fraction(name) and 0 <= mean <= 1:
-        low, high = max(0.0, low), min(1.0, high)
-    return f"{low:{form}} to {high:{form}}"
-
-
 SEEDS_FILE = "seeds.json"
 FORMAT_VERSION = 1
 
-_T_95 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
-    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-"""Student's t: 95 % lie within so many standard errors, for 1 to 30 degrees of freedom."""
+_FRACTIONS = {"accuracy", "f1", "precision", "recall", "auc", "top1", "top5", "exact"}
+_NOT_FRACTIONS = {"loss", "error"}
+"""The loss of a metric is not a fraction."""
 
 
 class MetricSpread(FrozenModel):
@@ -56,51 +30,47 @@ class MetricSpread(FrozenModel):
     values: tuple[float, ...]
     mean: float
     deviation: float | None = None
-    """The standard deviation of a run; None for a single one, as are the bounds."""
+    """The standard deviation of a run; None for a single value, like the bounds."""
     low: float | None = None
-    """The 95 % interval of the mean, by Student's t."""
+    """The 95 % confidence interval of the mean, by Student's t."""
     high: float | None = None
 
 
 class SeedsResult(StrictModel):
-    """What is written beside the runs."""
+    """The results of all seeds, written next to their runs."""
 
     format_version: int = FORMAT_VERSION
     recipe: str
     seeds: tuple[int, ...]
-    """All that were asked for."""
+    """All requested seeds."""
     done: tuple[int, ...]
-    """Those whose run is done; the metrics are theirs."""
+    """The seeds whose run is done; the metrics are theirs."""
     metrics: tuple[MetricSpread, ...] = ()
 
 
 def seed_folder(folder: Path, seed: int) -> Path:
-    """Where the run of a seed lies."""
+    """The folder of the run of a seed."""
     return folder / f"seed-{seed}"
 
 
 def metric_spread(name: str, values: Sequence[float]) -> MetricSpread:
-    """The mean of some values and what can be said about it.
+    """Mean, deviation and confidence interval of some values.
 
-    >>> found = spread("accuracy", [0.7, 0.8, 0.9])
-    >>> round(found.mean, 3), round(found.deviation, 3), round(found.low, 3), round(found.high, 3)
+    >>> spread = metric_spread("accuracy", [0.7, 0.8, 0.9])
+    >>> round(spread.mean, 3), round(spread.deviation, 3), round(spread.low, 3), round(spread.high, 3)
     (0.8, 0.1, 0.552, 1.048)
     """
     mean = statistics.fmean(values)
-    if len(values) < 2 or not all(map(math.isfinite, values)):
+    interval = mean_interval(values) if all(map(math.isfinite, values)) else None
+    if interval is None:
         return MetricSpread(name=name, values=tuple(values), mean=mean)
+    low, high = interval
     deviation = statistics.stdev(values)
-    freedom = len(values) - 1
-    # Beyond the table the first term of the expansion around the normal distribution is right to three digits.
-    t = _T_95[freedom - 1] if freedom <= len(_T_95) else 1.960 + 2.372 / freedom
-    half = t * deviation / math.sqrt(len(values))
-    return MetricSpread(
-        name=name, values=tuple(values), mean=mean, deviation=deviation, low=mean - half, high=mean + half
-    )
+    return MetricSpread(name=name, values=tuple(values), mean=mean, deviation=deviation, low=low, high=high)
 
 
 def gather_seeds(folder: Path, seeds: Sequence[int], *, recipe: str) -> SeedsResult:
-    """What the runs of these seeds say; those that are not done are left out."""
+    """The results of the runs of these seeds that are done."""
     paths = {seed: seed_folder(folder, seed) for seed in seeds}
     reports = {seed: summarize(path) for seed, path in paths.items() if (path / RUN_FILE).exists()}
     done = {seed: report for seed, report in reports.items() if report.state == "done"}
@@ -115,9 +85,9 @@ def gather_seeds(folder: Path, seeds: Sequence[int], *, recipe: str) -> SeedsRes
 
 
 def check_same_data(folder: Path, done: Sequence[int]) -> None:
-    """Runs of different data have no mean: a file may have changed after the first of them was done."""
-    prints = {seed: open_run(seed_folder(folder, seed)).metadata.get("data") for seed in done}
-    other = [seed for seed in done if prints[seed] != prints[done[0]]]
+    """Raise where seeds were trained on different data: a file may have changed after the first of them was done."""
+    fingerprints = {seed: open_run(seed_folder(folder, seed)).metadata.get("data") for seed in done}
+    other = [seed for seed in done if fingerprints[seed] != fingerprints[done[0]]]
     if other:
         raise UsageError(
             f"the seeds in {folder} were trained on different data",
@@ -127,19 +97,19 @@ def check_same_data(folder: Path, done: Sequence[int]) -> None:
 
 
 def _figures(report: RunReport) -> dict[str, float]:
-    """The best goal on the dev part, and the test metrics; without a test part the newest ones."""
+    """The best goal on the validation split, and the test metrics; without a test split the newest metrics."""
     best = {} if report.best_goal is None else {f"best {report.goal} on val": report.best_goal}
     tested = {name: value for name, value in report.metrics.items() if name.startswith("test_")}
     return {**best, **(tested or report.metrics)}
 
 
-def write_seeds(folder: Path, found: SeedsResult) -> None:
-    """Puts them beside the runs."""
-    durable.write_file(folder / SEEDS_FILE, data=(strict_json.encode(found.as_json(), pretty=True) + "\n").encode())
+def write_seeds(folder: Path, result: SeedsResult) -> None:
+    """Write the results next to the runs."""
+    durable.write_file(folder / SEEDS_FILE, data=(strict_json.encode(result.as_json(), pretty=True) + "\n").encode())
 
 
 def read_seeds(folder: Path) -> SeedsResult:
-    """What `write_seeds` wrote."""
+    """Read what `write_seeds` wrote."""
     path = folder / SEEDS_FILE
     try:
         return SeedsResult.from_json(strict_json.decode(read_regular_file(path)), where=path)
@@ -147,26 +117,39 @@ def read_seeds(folder: Path) -> SeedsResult:
         raise UsageError(f"cannot read {path}", got=str(error)[:200], try_="the same training command again") from None
 
 
-def render_seeds(found: SeedsResult) -> list[str]:
-    """A table of them."""
-    open_ones = [str(seed) for seed in found.seeds if seed not in found.done]
-    waiting = f"; not done yet: {', '.join(open_ones)}" if open_ones else ""
-    lines = [f"seeds     {', '.join(map(str, found.done)) or 'none'} are done{waiting}"]
-    if not found.metrics:
+def render_seeds(result: SeedsResult) -> list[str]:
+    """The results as a table."""
+    missing = [str(seed) for seed in result.seeds if seed not in result.done]
+    pending = f"; not done yet: {', '.join(missing)}" if missing else ""
+    lines = [f"seeds     {', '.join(map(str, result.done)) or 'none'} are done{pending}"]
+    if not result.metrics:
         return lines
     rows = [("metric", "mean", "deviation", "95 % of the mean", "each")]
-    for metric in found.metrics:
-        name, mean, low, high = metric.name, metric.mean, metric.low, metric.high
-        rows.append(
-            (
-                name,
-                f"{mean:.4f}",
-                "-" if metric.deviation is None else f"{metric.deviation:.4f}",
-                "-"
-                if low is None or high is None
-                else format_interval(name, mean=mean, low=low, high=high, form=".4f"),
-                " ".join(f"{value:.4f}" for value in metric.values[:10]) + (" ..." if len(metric.values) > 10 else ""),
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [*lines, *("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+    for m in result.metrics:
+        has_interval = m.low is not None and m.high is not None
+        interval = format_interval(m.name, mean=m.mean, low=m.low, high=m.high, form=".4f") if has_interval else "-"  # type: ignore[arg-type]
+        values = " ".join(f"{value:.4f}" for value in m.values[:10]) + (" ..." if len(m.values) > 10 else "")
+        deviation = "-" if m.deviation is None else f"{m.deviation:.4f}"
+        rows.append((m.name, f"{m.mean:.4f}", deviation, interval, values))
+    return [*lines, *align_columns(rows)]
+
+
+def format_interval(name: str, *, mean: float, low: float, high: float, form: str) -> str:
+    """The bounds of a confidence interval; those of a fraction end at 0 and 1, which Student's t does not know.
+
+    >>> format_interval("accuracy", mean=0.2136, low=-0.1906, high=0.6179, form=".4g")
+    '0 to 0.6179'
+    """
+    if is_fraction(name) and 0 <= mean <= 1:
+        low, high = max(0.0, low), min(1.0, high)
+    return f"{low:{form}} to {high:{form}}"
+
+
+def is_fraction(name: str) -> bool:
+    """Whether a metric of this name lies between 0 and 1.
+
+    >>> [is_fraction(name) for name in ("macro_f1", "best accuracy on val", "brier", "accuracy_loss")]
+    [True, True, False, False]
+    """
+    words = set(name.lower().replace("_", " ").split())
+    return bool(words & _FRACTIONS) and not words & _NOT_FRACTIONS

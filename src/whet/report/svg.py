@@ -1,4 +1,7 @@
-"""Self-contained SVG charts: measured points with error bars, and curves with bands."""
+"""Self-contained SVG charts: measured points with error bars, and curves with bands.
+
+They need no other file and follow the light or dark theme of the reader.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,35 +17,35 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 86, 24, 34, 50
 _HEAD = 46
 _LINE = 18
 _WIDE_RANGE = 6.0
-"""A limit so many times above all points would press them flat: then the scale is logarithmic."""
+"""A limit this many times above all points would flatten them: then the scale is logarithmic."""
 _STYLE = """
-.whet-picture { color: #1f2328; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
-.whet-picture text { fill: currentColor; }
-.whet-picture .quiet { opacity: .65; }
-.whet-picture .grid { stroke: currentColor; opacity: .14; }
-.whet-picture .axis { stroke: currentColor; opacity: .5; }
-.whet-picture .data { stroke: #2f6fde; fill: #2f6fde; }
-.whet-picture .line { stroke: #2f6fde; fill: none; stroke-width: 1.5; opacity: .55; }
-.whet-picture .chosen { stroke: #c2410c; fill: #c2410c; }
-.whet-picture .ring { stroke: #c2410c; fill: none; stroke-width: 2; }
-.whet-picture .cross { stroke: #b42318; stroke-width: 2; }
-.whet-picture .limit { stroke: #b42318; stroke-dasharray: 6 4; stroke-width: 1.5; }
-.whet-picture .limit-text { fill: #b42318; }
+.whet-chart { color: #1f2328; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
+.whet-chart text { fill: currentColor; }
+.whet-chart .quiet { opacity: .65; }
+.whet-chart .grid { stroke: currentColor; opacity: .14; }
+.whet-chart .axis { stroke: currentColor; opacity: .5; }
+.whet-chart .data { stroke: #2f6fde; fill: #2f6fde; }
+.whet-chart .line { stroke: #2f6fde; fill: none; stroke-width: 1.5; opacity: .55; }
+.whet-chart .chosen { stroke: #c2410c; fill: #c2410c; }
+.whet-chart .ring { stroke: #c2410c; fill: none; stroke-width: 2; }
+.whet-chart .cross { stroke: #b42318; stroke-width: 2; }
+.whet-chart .limit { stroke: #b42318; stroke-dasharray: 6 4; stroke-width: 1.5; }
+.whet-chart .limit-text { fill: #b42318; }
 @media (prefers-color-scheme: dark) {
-  .whet-picture { color: #e6edf3; }
-  .whet-picture .data { stroke: #79a8ff; fill: #79a8ff; }
-  .whet-picture .line { stroke: #79a8ff; }
-  .whet-picture .chosen { stroke: #ff9a62; fill: #ff9a62; }
-  .whet-picture .ring { stroke: #ff9a62; }
-  .whet-picture .limit, .whet-picture .cross { stroke: #ff8a80; }
-  .whet-picture .limit-text { fill: #ff8a80; }
+  .whet-chart { color: #e6edf3; }
+  .whet-chart .data { stroke: #79a8ff; fill: #79a8ff; }
+  .whet-chart .line { stroke: #79a8ff; }
+  .whet-chart .chosen { stroke: #ff9a62; fill: #ff9a62; }
+  .whet-chart .ring { stroke: #ff9a62; }
+  .whet-chart .limit, .whet-chart .cross { stroke: #ff8a80; }
+  .whet-chart .limit-text { fill: #ff8a80; }
 }
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChartPoint:
-    """One measured value above its place on the x axis; without a value it is a cross, and its words say why."""
+    """One measured value at its place on the x axis; without a value a cross, whose tooltip says why."""
 
     label: str
     value: float | None = None
@@ -50,33 +53,33 @@ class ChartPoint:
     high: float | None = None
     is_chosen: bool = False
     is_hollow: bool = False
-    """Whether the value is not a measured one."""
-    words: str = ""
-    """Shown when the pointer rests on it."""
+    """Whether the value was not measured."""
+    tooltip: str = ""
+    """The tooltip."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChartPanel:
-    """One pair of axes; points stand side by side in their order."""
+    """One pair of axes; points are evenly spaced in their order."""
 
     title: str
     x_title: str
     points: Sequence[ChartPoint]
     show: Callable[[float], str]
-    """A number of the y axis as text."""
+    """Formats a number of the y axis."""
     limit: float | None = None
-    limit_words: str = ""
+    limit_label: str = ""
     is_joined: bool = True
-    """Whether a line leads from point to point: only where the x axis has an order."""
+    """Whether a line connects the points: only where the x axis has an order."""
     is_binary: bool = False
-    """Whether 1024, not 1000, makes a round number."""
+    """Whether round numbers are multiples of 1024 instead of 1000."""
 
 
 def draw_chart(title: str, panels: Sequence[ChartPanel], *, subtitle: str = "", footer: Sequence[str] = ()) -> str:
-    """The panels below each other, as one SVG document."""
+    """Draw the panels below each other, as one SVG document."""
     height = _HEAD + len(panels) * _PANEL_HEIGHT + _LINE * len(footer) + 10
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-picture" viewBox="0 0 {_WIDTH} {height}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-chart" viewBox="0 0 {_WIDTH} {height}"'
         f' width="{_WIDTH}" height="{height}" role="img" aria-label="{escape_svg(title)}">',
         f"<title>{escape_svg(title)}</title>",
         f"<style>{_STYLE}</style>",
@@ -94,7 +97,7 @@ def draw_chart(title: str, panels: Sequence[ChartPanel], *, subtitle: str = "", 
 
 @dataclass(frozen=True, slots=True)
 class _PanelScale:
-    """From values to heights within a panel."""
+    """Maps values to heights within a panel."""
 
     low: float
     high: float
@@ -127,8 +130,8 @@ def _draw_panel(panel: ChartPanel) -> Iterator[str]:
     if panel.limit is not None:
         y = scale.place(panel.limit)
         yield f'<line class="limit" x1="{_LEFT}" x2="{right}" y1="{y}" y2="{y}"/>'
-        # On the left, since what grows towards a limit comes near it on the right.
-        yield svg_text(_LEFT + 6, y - 6, panel.limit_words, css="limit-text")
+        # On the left: values that grow toward a limit come near it on the right.
+        yield svg_text(_LEFT + 6, y - 6, panel.limit_label, css="limit-text")
     for point, x in places:
         yield svg_text(x, floor + 20, point.label, extra='text-anchor="middle"' + _bold(point))
         yield from _draw_point(point, x, scale)
@@ -136,9 +139,9 @@ def _draw_panel(panel: ChartPanel) -> Iterator[str]:
 
 def _draw_point(point: ChartPoint, x: float, scale: _PanelScale) -> Iterator[str]:
     floor = _PANEL_HEIGHT - _BOTTOM
-    words = f"<title>{escape_svg(point.words)}</title>" if point.words else ""
+    tooltip = f"<title>{escape_svg(point.tooltip)}</title>" if point.tooltip else ""
     if point.value is None:
-        yield f'<path class="cross" d="M{x - 5} {floor - 15}l10 10m0 -10l-10 10">{words}</path>'
+        yield f'<path class="cross" d="M{x - 5} {floor - 15}l10 10m0 -10l-10 10">{tooltip}</path>'
         return
     css, y = "chosen" if point.is_chosen else "data", scale.place(point.value)
     if point.low is not None and point.high is not None:
@@ -148,7 +151,7 @@ def _draw_point(point: ChartPoint, x: float, scale: _PanelScale) -> Iterator[str
             f'd="M{x} {top}V{bottom}M{x - 5} {top}h10M{x - 5} {bottom}h10"/>'
         )
     hollow = ' style="fill:none"' if point.is_hollow else ""
-    yield f'<circle class="{css}"{hollow} cx="{x}" cy="{y}" r="4">{words}</circle>'
+    yield f'<circle class="{css}"{hollow} cx="{x}" cy="{y}" r="4">{tooltip}</circle>'
     if point.is_chosen:
         yield f'<circle class="ring" cx="{x}" cy="{y}" r="8"/>'
 
@@ -165,7 +168,7 @@ def _scale(panel: ChartPanel) -> tuple[_PanelScale, list[float]]:
         return _PanelScale(low, high, True), [tick for tick in ticks if low <= tick <= high]
     top = max(limit, highest) or 1.0
     ticks = [tick * unit for tick in round_ticks(top / unit)]
-    # Room above for the limit's words and for error bars.
+    # Room for the label of the limit and for error bars.
     return _PanelScale(0.0, max(ticks[-1], top * 1.12), False), ticks
 
 
@@ -194,13 +197,13 @@ def _bold(point: ChartPoint) -> str:
 
 
 def svg_text(x: float, y: float, text: str, *, css: str = "", extra: str = "") -> str:
-    """A text at a place of the picture."""
+    """A text element."""
     named = f' class="{css}"' if css else ""
     return f'<text x="{round(x, 1)}" y="{round(y, 1)}"{named} {extra}>{escape_svg(text)}</text>'
 
 
 def escape_svg(text: str) -> str:
-    """Without anything that XML forbids or that would be markup."""
+    """Text without markup and without characters that XML forbids."""
     return escape("".join(char if char.isprintable() else " " for char in text))
 
 
@@ -208,7 +211,7 @@ _CURVES_WIDTH, _CURVES_PANEL_HEIGHT = 640, 200
 _CURVES_LEFT, _CURVES_RIGHT, _CURVES_TOP, _CURVES_BOTTOM = 86, 24, 30, 36
 _CURVES_HEAD = 50
 _MAX_DOTS = 40
-"""So few points are also marked one by one."""
+"""Curves with at most this many points also get dots."""
 _CURVES_STYLE = """
 .whet-curves { color: #1f2328; font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; }
 .whet-curves text { fill: currentColor; }
@@ -230,7 +233,7 @@ _CURVES_STYLE = """
 
 @dataclass(frozen=True, slots=True)
 class SvgImage:
-    """An SVG that a notebook shows by itself; `save` writes it to a file."""
+    """An SVG that a notebook displays; `save` writes it to a file."""
 
     svg: str
 
@@ -238,20 +241,20 @@ class SvgImage:
         return self.svg
 
     def __repr__(self) -> str:
-        return f"<a picture of {len(self.svg):,} bytes of SVG; .save(path) writes it>"
+        return f"<SVG image of {len(self.svg):,} bytes; .save(path) writes it>"
 
     def save(self, path: Path | str) -> Path:
-        """Writes the picture; a file of that name is replaced."""
+        """Write the image; an existing file is replaced."""
         path = Path(path).expanduser().absolute()
         if path.suffix.lower() not in ("", ".svg"):
-            raise UsageError("the picture is SVG", got=path.name, try_=f"{path.stem}.svg")
+            raise UsageError("the image is SVG", got=path.name, try_=f"{path.stem}.svg")
         durable.write_file(path, data=self.svg.encode())
         return path
 
 
 @dataclass(frozen=True, slots=True)
 class CurveBand:
-    """One curve: places on the x axis, and above each the least, mean and greatest value; NaN leaves a gap."""
+    """One curve: x positions, and at each the least, mean and greatest value; NaN leaves a gap."""
 
     name: str
     x: Sequence[float]
@@ -261,14 +264,14 @@ class CurveBand:
 
 
 def draw_curve_panels(title: str, lines: Sequence[CurveBand], *, subtitle: str, x_title: str) -> SvgImage:
-    """The curves below each other."""
+    """Draw the curves below each other."""
     height = _CURVES_HEAD + _CURVES_PANEL_HEIGHT * max(1, len(lines)) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="whet-curves" viewBox="0 0 {_CURVES_WIDTH} {height}"'
         f' width="{_CURVES_WIDTH}" height="{height}" role="img" aria-label="{escape_svg(title)}">',
         f"<title>{escape_svg(title)}</title>",
         f"<style>{_CURVES_STYLE}</style>",
-        # A notebook may be dark where the system is light, or the other way round.
+        # A background of its own: a notebook may be dark where the system is light, and the other way round.
         f'<rect class="paper" width="{_CURVES_WIDTH}" height="{height}"/>',
         svg_text(_CURVES_LEFT - 62, 20, title, extra='font-weight="600" font-size="15"'),
         svg_text(_CURVES_LEFT - 62, 38, subtitle, css="quiet"),
@@ -315,7 +318,7 @@ def _draw_range(line: CurveBand, piece: range, across: "_CurveAxis", up: "_Curve
 
 
 def _gapless_ranges(line: CurveBand) -> Iterator[range]:
-    """Neighbouring points without a gap between them."""
+    """Ranges of neighboring points without a gap."""
     start = None
     for i, value in enumerate((*line.mean, math.nan)):
         if math.isfinite(value):
@@ -327,7 +330,7 @@ def _gapless_ranges(line: CurveBand) -> Iterator[range]:
 
 @dataclass(frozen=True, slots=True)
 class _CurveAxis:
-    """From numbers to places in the picture."""
+    """Maps numbers to positions in the image."""
 
     low: float
     high: float
@@ -335,14 +338,14 @@ class _CurveAxis:
     end: float
 
     def place(self, value: float) -> float:
-        # In halves: the distance between two finite numbers may be infinite.
+        # In halves: the difference of two finite numbers may be infinite.
         half = self.high / 2 - self.low / 2
         share = (value / 2 - self.low / 2) / half if half > 0 else 0.5
         return round(self.begin + share * (self.end - self.begin), 1)
 
 
 def _ticks(axis: _CurveAxis, *, most: int) -> list[float]:
-    """Round numbers within the axis; where there is no room for any, its two ends."""
+    """Round numbers within the axis; its two ends where none fits."""
     span = axis.high - axis.low
     if not (0 < span < math.inf):
         return [axis.low] if span == 0 else [axis.low, axis.high]

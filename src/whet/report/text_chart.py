@@ -14,7 +14,7 @@ _ASCII_BARS = "_.-=+*#"
 
 
 def draw_curve(curve: Curve, *, width: int, height: int, unicode: bool = True) -> tuple[str, ...]:
-    """The curve in `height` lines and one of step numbers, none longer than `width`; nothing to draw, no lines.
+    """Draw a curve in `height` lines and one of step numbers, none longer than `width`; no lines without values.
 
     Each point is drawn from its least to its greatest value. NaN leaves a gap.
     """
@@ -39,7 +39,7 @@ def draw_curve(curve: Curve, *, width: int, height: int, unicode: bool = True) -
 
 
 def sparkline(curve: Curve, *, width: int, unicode: bool = True) -> str:
-    """The curve on one line of at most `width` characters; a gap where it was not a number."""
+    """The curve on one line of at most `width` characters; a gap where it is NaN."""
     means = [point.mean for point in curve.points]
     columns = min(width, len(means))
     cells = [_mean(means[i * len(means) // columns : (i + 1) * len(means) // columns]) for i in range(columns)]
@@ -65,7 +65,7 @@ class _Canvas:
     num_x: int
     num_y: int
     marks: set[tuple[int, int]]
-    """Dots as (x, y); y counts from the bottom."""
+    """Dots as (x, y), with y from the bottom."""
 
     def column(self, x: int, y_from: int, y_to: int) -> None:
         self.marks.update((x, y) for y in range(min(y_from, y_to), max(y_from, y_to) + 1))
@@ -92,7 +92,7 @@ def _plot(canvas: _Canvas, curve: Curve, *, low: float, high: float) -> None:
         return (step - first) * (canvas.num_x - 1) // max(1, last - first)
 
     def y_of(value: float) -> int:
-        # Halves: the difference of two finite numbers may be infinite.
+        # In halves: the difference of two finite numbers may be infinite.
         span = high / 2 - low / 2
         return round((value / 2 - low / 2) / span * (canvas.num_y - 1)) if span > 0 else canvas.num_y // 2
 
@@ -110,7 +110,7 @@ def _plot(canvas: _Canvas, curve: Curve, *, low: float, high: float) -> None:
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
-    """The columns of a straight line between two dots, each with the dots it fills."""
+    """The columns of a straight line between two dots, each with its range of dots."""
     (x0, y0), (x1, y1) = start, end
     if x1 == x0:
         yield x0, y0, y1

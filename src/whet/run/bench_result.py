@@ -25,7 +25,7 @@ RowOutcome = Literal["measured", "far slower", "does not fit", "failed", "no tim
 class BenchInterval(FrozenModel):
     """A median and its confidence interval, without assumptions about the noise."""
 
-    middle: Amount
+    median: Amount
     low: Amount
     high: Amount
     confidence: float = Field(ge=0, le=1)
@@ -41,7 +41,7 @@ class BenchRow(FrozenModel):
     execution: Mapping[str, Scalar]
     """How steps were executed: device, precision, micro_batch and so on."""
     outcome: RowOutcome
-    words: str = ""
+    note: str = ""
     """Why there are no numbers, or another remark."""
     step_seconds: BenchInterval | None = None
     """From its own times, whatever else the machine did meanwhile."""
@@ -84,7 +84,7 @@ class BenchResult(FrozenModel):
     budget_seconds: Amount
     spent_seconds: Amount
     sweeps: tuple[BenchSweep, ...] = ()
-    strain: tuple[str, ...] = ()
+    disturbances: tuple[str, ...] = ()
     """Disturbances during the measurement: throttling, drift, other programs."""
     versions: Mapping[str, str | None] = Field(default_factory=dict)
 

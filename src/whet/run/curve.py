@@ -1,9 +1,9 @@
 """Downsampled curves of a run: a few hundred points from a million steps, without losing a spike.
 
 A curve belongs to a field of one kind of event and is named by both: "step/loss", "step/seconds/data",
-"health/memory/process", "eval/accuracy". Each point has the least, greatest and mean value of neighboring steps, and the
-position of its first step on three axes: `step`, `samples` and time (`time` in unix seconds, `elapsed` in training
-seconds), so that runs can be plotted over each other by any of them.
+"health/memory/process", "eval/accuracy". Each point has the least, greatest and mean value of neighboring steps, and
+the position of its first step on three axes: `step`, `samples` and time (`time` in unix seconds, `elapsed` in
+training seconds), so that runs can be plotted over each other by any of them.
 
     history = History(run)
     downsample_curves(history, points=400)["step/loss"].points[0].samples

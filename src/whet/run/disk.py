@@ -1,7 +1,6 @@
 """The system calls that change the disk, and opening untrusted files for reading.
 
-`durable` makes no call outside the `Disk` table. A test replaces `durable.disk` to observe, fail or interrupt any single
-call.
+`durable` makes no call outside the `Disk` table. A test replaces `durable.disk` to observe, fail or interrupt any call.
 """
 
 import errno

@@ -56,7 +56,7 @@ def disk_errors(doing: str, path: Path) -> Iterator[None]:
 def explain_os_error(error: OSError, *, doing: str, path: Path) -> WhetError:
     """The error for a failed disk operation.
 
-    >>> print(explain(OSError(errno.ENAMETOOLONG, "File name too long"), doing="write", path=Path("/x")).try_)
+    >>> print(explain_os_error(OSError(errno.ENAMETOOLONG, "File name too long"), doing="write", path=Path("/x")).try_)
     a shorter name
     """
     code = errno.errorcode.get(error.errno or 0, "unknown")

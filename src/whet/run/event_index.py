@@ -1,9 +1,9 @@
 """The index of events.jsonl: which events are where, and statistics of their numbers.
 
 The file is divided into blocks of up to 256 events. For each block `events.index` has one line: its position, the kinds
-and steps in it, the positions of its events other than steps, and of each number in its step, health and eval events the
-count, least, greatest and sum. So a reader finds the few incidents of a million steps, or draws their curve with every
-spike, without reading the million.
+and steps in it, the positions of its events other than steps, and of each number in its step, health and eval events
+the count, least, greatest and sum. So a reader finds the few incidents of a million steps, or draws their curve with
+every spike, without reading the million.
 
 The index is a cache, never the truth: a line counts only if its checksum is right, it follows the line before and lies
 inside the file. From the first line that fails, and after the last, the events themselves are read. A block never spans
@@ -66,7 +66,7 @@ class LogLayout:
 
 
 def read_log_layout(folder: Path, *, progress: ScanProgress | None = None) -> LogLayout:
-    """The blocks of the events in a run folder: from the index as far as it is valid, the rest by reading the events."""
+    """The blocks of the events in a run folder: from the index as far as it is valid, else from the events."""
     events = folder / EVENTS_FILE
     try:
         file = open_regular_file(events)

@@ -2,7 +2,7 @@
 
 The lock is `fcntl.lockf` on the file `lock`, not `flock`: forked data workers keep a flock alive after their parent
 died. A lockf lock has one trap: closing *any* descriptor of the file in the holding process releases it. So the process
-that holds a lock never opens the file a second time; its locks are in `_held`. Other processes may open and read freely.
+that holds a lock never opens the file a second time; its locks are in `_held`. Other processes may open it freely.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ FORMAT_VERSION = 1
 PROOF_FILE = "proof.json"
 
 MIN_RESUMED_FRACTION = 0.6
-"""If fewer processes than this resumed from a checkpoint, the result shows nothing: all kills may have hit the start."""
+"""If fewer processes than this resumed from a checkpoint, all kills may have hit the start: no evidence."""
 
 Verdict = Literal["proved", "broken", "cannot be proved"]
 

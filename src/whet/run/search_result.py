@@ -27,7 +27,7 @@ class SearchTrial(StrictModel):
     seconds: float = 0.0
     run: str | None = None
     machine: str | None = None
-    words: str = ""
+    note: str = ""
     """Why it has no value."""
 
 

@@ -1,9 +1,9 @@
 """Access checks of a request: host, origin, key and limits.
 
-A browser reaches the loopback address from any page it shows: such a page may send requests there, and a page whose name
-resolves to 127.0.0.1 (DNS rebinding) may even read the responses. The first is detected by Origin and Sec-Fetch-Site,
-which pages cannot forge, the second by Host. Ports do not separate sites: a page of another server on this machine is
-"same-site", and its requests carry our cookie. So only "same-origin" is accepted.
+A browser reaches the loopback address from any page it shows: such a page may send requests there, and a page whose
+name resolves to 127.0.0.1 (DNS rebinding) may even read the responses. The first is detected by Origin and
+Sec-Fetch-Site, which pages cannot forge, the second by Host. Ports do not separate sites: a page of another server on
+this machine is "same-site", and its requests carry our cookie. So only "same-origin" is accepted.
 """
 
 import hmac

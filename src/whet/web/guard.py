@@ -1,8 +1,8 @@
 """The guard in front of every page and server of whet: all checks around an ASGI application, in this order.
 
 Host, path, number of headers, method, origin, key, type and size of the body; then the application; then the headers
-that every response carries. Errors are three lines of plain text for the client, or JSON where its programs expect that;
-`on_failure` gets unexpected exceptions in full.
+that every response carries. Errors are three lines of plain text for the client, or JSON where its programs expect
+that; `on_failure` gets unexpected exceptions in full.
 """
 
 import json
@@ -116,7 +116,7 @@ class RequestGuard:
             raise HttpError(400, "websockets are not supported", got="Upgrade: websocket", try_="plain HTTP")
 
     def _is_entry(self, request: RequestInfo) -> bool:
-        """Whether this opens a link with a valid ticket; raises for an invalid one, unless the browser has the cookie."""
+        """Whether this opens a link with a valid ticket; an invalid one raises unless the browser has the cookie."""
         if request.is_websocket or request.path != "/" or not request.query.startswith(b"token="):
             return False
         if self._has_cookie(request):

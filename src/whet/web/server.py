@@ -163,7 +163,7 @@ def serve(
 
     `name` and `about` let another command find this server (`registry.find_server`). `port` is the first port to try;
     0 takes any. `on_ready` gets the address and link once it listens. Handlers raise `HttpError`; other exceptions go
-    to `on_failure`, and to the client without details. `error_format` turns errors into JSON for clients that expect it.
+    to `on_failure`, and to the client without details. `error_format` makes JSON of errors for clients that expect it.
     """
     require_libraries()
     limits = limits or ClientLimits()

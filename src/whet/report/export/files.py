@@ -26,12 +26,12 @@ from whet.run import durable
 from whet.run.events import History
 from whet.run.folder import Run, open_run
 
-_ROWS_AT_ONCE = 2_000
+_ROWS_PER_CHUNK = 2_000
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def csv_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """The files by name, each as pieces of bytes."""
+    """The files by name, each as chunks of bytes."""
     for table in find_tables(history):
         yield f"{table.name}.csv", _csv_chunks(history, table)
 
@@ -41,25 +41,25 @@ def _csv_chunks(history: History, table: ExportTable) -> Iterator[bytes]:
     csv.writer(head, lineterminator="\n").writerow(_escape_formula(name) for name in table.header)
     yield head.getvalue().encode()
     rows = read_rows(history, table)
-    while lines := [_csv_line(row) for row in itertools.islice(rows, _ROWS_AT_ONCE)]:
+    while lines := [_csv_line(row) for row in itertools.islice(rows, _ROWS_PER_CHUNK)]:
         yield "".join(lines).encode()
 
 
 def _csv_line(row: ExportRow) -> str:
-    # repr: the shortest text that gives the same number back. What an event lacks is an empty cell.
+    # repr: the shortest text that parses to the same number. A missing number is an empty cell.
     return ",".join(["" if value is None else repr(value) for value in row]) + "\n"
 
 
 def _escape_formula(name: str) -> str:
-    """A name that a spreadsheet takes for a name, and never for a formula to work out."""
+    """A name that a spreadsheet does not evaluate as a formula."""
     return f"'{name}" if name.startswith(_FORMULA_STARTS) else name
 
 
-_ROWS_OF_A_GROUP = 32_768
+_ROWS_PER_GROUP = 32_768
 
 
 def parquet_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """The files by name, each as pieces of bytes."""
+    """The files by name, each as chunks of bytes."""
     try:
         arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError:
@@ -76,8 +76,8 @@ def _parquet_chunks(history: History, table: ExportTable, *, arrow: Any, parquet
     sink = _ChunkSink()
     rows = read_rows(history, table)
     with parquet.ParquetWriter(sink, schema) as writer:
-        # One group after the other: memory holds one of them, however long the run is.
-        while group := list(itertools.islice(rows, _ROWS_OF_A_GROUP)):
+        # One row group at a time: memory does not grow with the length of the run.
+        while group := list(itertools.islice(rows, _ROWS_PER_GROUP)):
             columns = [
                 arrow.array([row[place] for row in group], type=type_, from_pandas=False)
                 for place, type_ in enumerate(types)
@@ -88,54 +88,58 @@ def _parquet_chunks(history: History, table: ExportTable, *, arrow: Any, parquet
 
 
 class _ChunkSink(io.RawIOBase):
-    """A file that is written to and emptied now and then."""
+    """A write-only file whose content is taken in chunks."""
 
     def __init__(self) -> None:
-        self._held = bytearray()
+        self._buffer = bytearray()
         self._taken = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self._held += data
+        self._buffer += data
         return len(data)
 
     def tell(self) -> int:
-        return self._taken + len(self._held)
+        return self._taken + len(self._buffer)
 
     def take(self) -> bytes:
-        """What was written since the last time."""
-        taken = bytes(self._held)
+        """What was written since the last call."""
+        taken = bytes(self._buffer)
         self._taken += len(taken)
-        self._held.clear()
+        self._buffer.clear()
         return taken
 
 
 _POLYNOMIAL = 0x82F63B78
-_MOST_FLOAT = 3.4028234663852886e38
+_MAX_FLOAT = 3.4028234663852886e38
 _CHUNK_BYTES = 1024**2
 
 
 def tensorboard_files(history: History) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """The one file: its name, and its pieces of bytes."""
+    """The one event file, as chunks of bytes.
+
+    Written without TensorBoard: the file is a sequence of records (length, checksum, data, checksum), and the data is
+    an `Event` of tensorboard's event.proto: wall_time, step, file_version, and a `Summary` of tags and numbers.
+    """
     first = next((event.time for event in history.events()), 0.0)
     yield f"events.out.tfevents.{max(0, int(first)):010d}.whet", _tensorboard_chunks(history, started=first)
 
 
 def _tensorboard_chunks(history: History, *, started: float) -> Iterator[bytes]:
-    held = bytearray(record(_double(1, started) + _bytes(3, b"brain.Event:2")))
+    buffer = bytearray(record(_double(1, started) + _bytes(3, b"brain.Event:2")))
     heads: dict[str, bytes] = {}
     for event in without_repeated_health(history.events(kinds=EXPORTED_KINDS)):
         values = named_event_numbers(event)
         if not values:
             continue
         head = _double(1, event.time) + _whole(2, checked_step(event))
-        held += record(head + _bytes(5, _summary(values, heads=heads)))
-        if len(held) >= _CHUNK_BYTES:
-            yield bytes(held)
-            held.clear()
-    yield bytes(held)
+        buffer += record(head + _bytes(5, _summary(values, heads=heads)))
+        if len(buffer) >= _CHUNK_BYTES:
+            yield bytes(buffer)
+            buffer.clear()
+    yield bytes(buffer)
 
 
 def _summary(values: Mapping[str, float], *, heads: dict[str, bytes]) -> bytes:
@@ -145,16 +149,16 @@ def _summary(values: Mapping[str, float], *, heads: dict[str, bytes]) -> bytes:
         if head is None:
             tag = _bytes(1, name.encode())
             head = heads[name] = b"\x0a" + _varint(len(tag) + 5) + tag + b"\x15"
-        parts.append(head + _four_bytes(value))
+        parts.append(head + _float32(value))
     return b"".join(parts)
 
 
-def _four_bytes(value: float) -> bytes:
-    """A number in 32 bits; one that is too large becomes the largest."""
+def _float32(value: float) -> bytes:
+    """A number in 32 bits; too large ones become the largest."""
     try:
         return struct.pack("<f", value)
     except OverflowError:
-        return struct.pack("<f", math.copysign(_MOST_FLOAT, value))
+        return struct.pack("<f", math.copysign(_MAX_FLOAT, value))
 
 
 def record(data: bytes) -> bytes:
@@ -169,7 +173,7 @@ def _masked(data: bytes) -> int:
 
 
 def crc32c(data: bytes) -> int:
-    """The checksum by Castagnoli's polynomial, which the standard library lacks.
+    """CRC-32C (Castagnoli), which the standard library lacks.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
@@ -214,13 +218,13 @@ FileWriter = Callable[[History], Iterator[tuple[str, Iterable[bytes]]]]
 
 FORMATS: dict[str, FileWriter] = {"csv": csv_files, "parquet": parquet_files, "tensorboard": tensorboard_files}
 MODEL_FORMATS = ("transformers", "onnx")
-"""Of the model itself: `whet.api.export` writes those."""
+"""Formats of the model itself, which `whet.api.export` writes."""
 _EXPORT_PREFIXES = ("steps.", "evaluations.", "health.", "events.out.tfevents.")
-"""How the names begin of what is written: a folder with anything else is never replaced."""
+"""Prefixes of our file names: a folder with any other file is never replaced."""
 
 
 class ExportResult(FrozenModel):
-    """What was written."""
+    """The files that were written."""
 
     folder: Path
     files: dict[str, int]
@@ -228,23 +232,23 @@ class ExportResult(FrozenModel):
 
 
 def export_run(run: Run | Path | str, *, to: str, out: Path | str | None = None, force: bool = False) -> ExportResult:
-    """Writes the numbers of a run as files of a format into a new folder; NAME-FORMAT where you are, if not told.
+    """Write the numbers of a run as files of a format into a new folder, by default NAME-FORMAT.
 
-    Steps that were made again after a resume are there once. A folder that is there already is refused, or replaced
-    with `force` if an export made it.
+    Steps that were repeated after a resume are written once. An existing folder is an error; with `force` it is
+    replaced if it contains only an export.
     """
     if to not in FORMATS:
         known = (*FORMATS, *MODEL_FORMATS)
         meant = closest_match(to, known)
-        raise UsageError("no such format", got=to, try_=f"--to {meant}" if meant else " or ".join(known))
+        raise UsageError("unknown format", got=to, try_=f"--to {meant}" if meant else " or ".join(known))
     run = run if isinstance(run, Run) else open_run(run)
     folder = Path(out if out is not None else f"{run.path.name}-{to}").expanduser().absolute()
     history = History(run)
 
     def fill(draft: Path) -> list[str]:
         names = []
-        for name, pieces in FORMATS[to](history):
-            durable.write_draft(draft / name, data=pieces)
+        for name, chunks in FORMATS[to](history):
+            durable.write_draft(draft / name, data=chunks)
             names.append(name)
         return names
 
@@ -254,23 +258,23 @@ def export_run(run: Run | Path | str, *, to: str, out: Path | str | None = None,
 def publish_export(
     run: Run, folder: Path, *, fill: Callable[[Path], Iterable[str]], is_ours: Callable[[str], bool], force: bool
 ) -> ExportResult:
-    """A new folder with the files that `fill` writes into a draft of it, and names: all of them, or none.
+    """Create a folder with the files that `fill` writes into a draft and names: all of them, or none.
 
-    A folder that is there already is replaced only with `force`, and only where every file in it `is_ours`.
+    An existing folder is replaced only with `force`, and only where every file in it `is_ours`.
     """
     _check_target(folder, run=run, is_ours=is_ours, force=force)
     files: dict[str, int] = {}
     old: list[Path] = []
 
-    def fill_and_make_room(draft: Path) -> None:
+    def fill_and_move_old(draft: Path) -> None:
         files.update((name, (draft / name).stat().st_size) for name in fill(draft))
         if folder.exists() and any(folder.iterdir()):
-            # Only now that the new one is complete.
+            # Only now: the new one is complete.
             old.append(durable.move_aside(folder))
 
     made = durable.make_directory(folder.parent)
     try:
-        durable.publish_directory(folder, fill=fill_and_make_room)
+        durable.publish_directory(folder, fill=fill_and_move_old)
     except BaseException:
         for aside in old:
             aside.rename(folder)
@@ -283,14 +287,14 @@ def publish_export(
 
 def _check_target(folder: Path, *, run: Run, is_ours: Callable[[str], bool], force: bool) -> None:
     if folder.resolve().is_relative_to(run.path.resolve()):
-        raise UsageError("an export does not belong into the run", got=folder, try_="--out DIR outside of it")
+        raise UsageError("an export must not be inside the run", got=folder, try_="--out DIR outside of it")
     with durable.disk_errors("write", folder):
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-            raise UsageError("there is something else of that name", got=folder, try_="another --out DIR")
+            raise UsageError("the target is not a folder", got=folder, try_="another --out DIR")
         inside = sorted(child.name for child in folder.iterdir()) if folder.exists() else []
     foreign = [name for name in inside if not is_ours(name)]
     if foreign:
         shown = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
-        raise UsageError(f"{folder} holds files that no export made", got=shown, try_="another --out DIR")
+        raise UsageError(f"{folder} contains other files than an export", got=shown, try_="another --out DIR")
     if inside and not force:
-        raise UsageError(f"{folder} is there already", got=", ".join(inside), try_="--force, or another --out DIR")
+        raise UsageError(f"{folder} already exists", got=", ".join(inside), try_="--force, or another --out DIR")

@@ -8,82 +8,16 @@ from whet.run.event import Event, as_number
 from whet.run.events import History
 
 EXPORTED_KINDS = ("step", "eval", "health")
-"""The kinds of events that carry curves."""
+"""The kinds of events with curves."""
+
+ExportRow = tuple[int | float | None, ...]
 
 _PREFIXES = {"step": "train", "eval": "eval", "health": "health"}
 _EXACT = 2**53
-"""Whole numbers up to here are the same in every program."""
-
-
-def event_numbers(event: Event) -> dict[str, int | float]:
-    """Every number of an event; one in a map is named "seconds/data"."""
-    found: dict[str, int | float] = {}
-    for name, value in event.fields.items():
-        if isinstance(value, dict):
-            for inner, item in value.items():
-                _add_number(found, f"{name}/{inner}", item)
-        else:
-            _add_number(found, name, value)
-    return found
-
-
-def named_event_numbers(event: Event) -> dict[str, float]:
-    """The same under the names that dashboards group by: train/loss, seconds/data, eval/accuracy.
-
-    >>> named_numbers(Event(kind="step", time=1.0, step=3, fields={"loss": 0.5, "seconds": {"data": 0.25}}))
-    {'train/loss': 0.5, 'seconds/data': 0.25}
-    """
-    return {export_name(event.kind, name): float(value) for name, value in event_numbers(event).items()}
-
-
-def export_name(kind: str, field: str) -> str:
-    """What a field of a kind of events is called outside of the run folder.
-
-    >>> outside_name("step", "loss"), outside_name("step", "seconds/data"), outside_name("health", "memory/process")
-    ('train/loss', 'seconds/data', 'health/memory/process')
-    """
-    field = valid_utf8(field)
-    return field if kind == "step" and "/" in field else f"{_PREFIXES[kind]}/{field}"
-
-
-def valid_utf8(name: str) -> str:
-    """A name that can be written as UTF-8: JSON may hold halves of characters, which cannot."""
-    return name if name.isascii() else name.encode("utf-8", "replace").decode()
-
-
-def without_repeated_health(events: Iterable[Event]) -> Iterator[Event]:
-    """The events of a history, without readings of the machine at steps that were made again after a resume."""
-    step = None
-    for event in events:
-        if event.kind == "step":
-            step = event.step
-        if event.kind != "health" or event.step == step:
-            yield event
-
-
-def checked_step(event: Event) -> int:
-    """The step of an event, where it is one that other programs can hold."""
-    if 0 <= event.step < 2**63:
-        return event.step
-    raise WhetError(
-        "the log of the run is damaged",
-        got=f"step {str(event.step)[:40]}",
-        try_="restore events.jsonl from a copy",
-    )
-
-
-def _add_number(found: dict[str, int | float], name: str, value: object) -> None:
-    if type(value) is float or (type(value) is int and -_EXACT <= value <= _EXACT):
-        found[name] = value
-    elif (number := as_number(value)) is not None:
-        found[name] = number
-
-
+"""Integers up to here are exact as a float."""
 _REQUIRED_TABLES = ("steps", "evaluations")
 _TABLE_KINDS = {"steps": "step", "evaluations": "eval", "health": "health"}
 _MAX_COLUMNS = 4_096
-
-ExportRow = tuple[int | float | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,27 +31,91 @@ class ExportTable:
 
     @property
     def header(self) -> tuple[str, ...]:
-        """The name of every column."""
+        """The names of all columns."""
         return ("step", "time", *map(valid_utf8, self.columns))
 
 
 def find_tables(history: History) -> tuple[ExportTable, ...]:
-    """The tables of a run; one that is not in every run is left out where it has no rows."""
-    found = (
+    """The tables of a run; health is left out where it has no rows."""
+    tables = (
         ExportTable(name=name, kind=kind, columns=_table_columns(history, kind)) for name, kind in _TABLE_KINDS.items()
     )
-    return tuple(table for table in found if table.columns or table.name in _REQUIRED_TABLES)
+    return tuple(table for table in tables if table.columns or table.name in _REQUIRED_TABLES)
 
 
 def read_rows(history: History, table: ExportTable) -> Iterator[ExportRow]:
-    """The rows of a table in the order of the run; only what counts, and None where an event lacks a number."""
+    """The rows of a table in the order of the run, without void events; None where an event lacks a number."""
     for event in history.events(kinds=(table.kind,)):
         values = event_numbers(event)
         yield (checked_step(event), event.time, *(values.get(name) for name in table.columns))
 
 
+def event_numbers(event: Event) -> dict[str, int | float]:
+    """Every number of an event; one in a map is named "seconds/data"."""
+    numbers: dict[str, int | float] = {}
+    for name, value in event.fields.items():
+        if isinstance(value, dict):
+            for inner, item in value.items():
+                _add_number(numbers, f"{name}/{inner}", item)
+        else:
+            _add_number(numbers, name, value)
+    return numbers
+
+
+def named_event_numbers(event: Event) -> dict[str, float]:
+    """The same under the names that dashboards group by: train/loss, seconds/data, eval/accuracy.
+
+    >>> named_event_numbers(Event(kind="step", time=1.0, step=3, fields={"loss": 0.5, "seconds": {"data": 0.25}}))
+    {'train/loss': 0.5, 'seconds/data': 0.25}
+    """
+    return {export_name(event.kind, name): float(value) for name, value in event_numbers(event).items()}
+
+
+def export_name(kind: str, field: str) -> str:
+    """The exported name of a field of a kind of event.
+
+    >>> export_name("step", "loss"), export_name("step", "seconds/data"), export_name("health", "memory/process")
+    ('train/loss', 'seconds/data', 'health/memory/process')
+    """
+    field = valid_utf8(field)
+    return field if kind == "step" and "/" in field else f"{_PREFIXES[kind]}/{field}"
+
+
+def valid_utf8(name: str) -> str:
+    """The name with lone surrogates replaced: JSON may contain them, UTF-8 may not."""
+    return name if name.isascii() else name.encode("utf-8", "replace").decode()
+
+
+def without_repeated_health(events: Iterable[Event]) -> Iterator[Event]:
+    """The events of a history, without health readings at steps that were repeated after a resume."""
+    step = None
+    for event in events:
+        if event.kind == "step":
+            step = event.step
+        if event.kind != "health" or event.step == step:
+            yield event
+
+
+def checked_step(event: Event) -> int:
+    """The step of an event; raises where other programs could not store it."""
+    if 0 <= event.step < 2**63:
+        return event.step
+    raise WhetError(
+        "the log of the run is damaged",
+        got=f"step {str(event.step)[:40]}",
+        try_="restore events.jsonl from a copy",
+    )
+
+
+def _add_number(numbers: dict[str, int | float], name: str, value: object) -> None:
+    if type(value) is float or (type(value) is int and -_EXACT <= value <= _EXACT):
+        numbers[name] = value
+    elif (number := as_number(value)) is not None:
+        numbers[name] = number
+
+
 def _table_columns(history: History, kind: str) -> tuple[str, ...]:
-    # The index knows them: millions of steps need not be read twice.
+    # From the index: millions of steps need not be read twice.
     names: dict[str, None] = {}
     for block in history.valid_blocks():
         names.update((field.removeprefix(f"{kind}/"), None) for field in block.fields if field.startswith(f"{kind}/"))

@@ -19,7 +19,7 @@ Parameter = str | int | float | bool
 
 
 class UnreachableError(Exception):
-    """The dashboard did not answer; it may do so later."""
+    """The dashboard does not answer; a retry may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +33,20 @@ class DashboardRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardedState:
-    """What the dashboard has of the run already: up to which step, for all numbers or by name."""
+    """What the dashboard already has of a run: up to which step, for all numbers or by name."""
 
     step: int = -1
     by_name: Mapping[str, int] = field(default_factory=dict)
 
-    def news(self, row: DashboardRow) -> DashboardRow | None:
-        """What of a row is new; None where nothing is."""
+    def new_part(self, row: DashboardRow) -> DashboardRow | None:
+        """The numbers of a row that the dashboard does not have; None without any."""
         values = {name: v for name, v in row.values.items() if row.step > self.by_name.get(name, self.step)}
         return DashboardRow(row.step, row.time, values) if values else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunDescription:
-    """What is told of a run once."""
+    """The description of a run that is sent once."""
 
     id: str
     name: str
@@ -56,58 +56,58 @@ class RunDescription:
 
 
 class Dashboard(Protocol):
-    """One dashboard. Its calls may take their time: only the forwarding process waits."""
+    """One dashboard. Its calls may be slow: only the forwarding process waits."""
 
-    most_rows: int
-    """So many are sent at once."""
+    max_rows: int
+    """Rows per `send`."""
 
     def open(self, about: RunDescription) -> ForwardedState:
-        """Makes the run there, or finds it again."""
+        """Create the run there, or find it again."""
 
     def send(self, rows: Sequence[DashboardRow]) -> None:
-        """Hands over rows, in the order of their steps; UnreachableError when it may work later."""
+        """Send rows in the order of their steps; UnreachableError when a retry may succeed."""
 
     def close(self, state: str | None) -> None:
-        """Ends it; `state` is how the run ended, or None when it goes on and only the forwarding ends."""
+        """Close it; `state` is how the run ended, or None when only the forwarding ends."""
 
     def where(self) -> str:
-        """Where the run can be seen."""
+        """Where the run can be viewed."""
 
 
 def describe_run(run: Run, *, project: str) -> RunDescription:
-    """What is told of a run: its config, and the settings of its plan."""
+    """The description of a run: its configuration, and the settings of its plan."""
     settings = run.plan.get("settings")
     plan = {
         f"plan.{name}": setting.get("value")
         for name, setting in (settings.items() if isinstance(settings, Mapping) else ())
         if isinstance(setting, Mapping)
     }
-    told = {"recipe": run.header.recipe, "whet": run.header.whet, **run.config, **plan}
+    values = {"recipe": run.header.recipe, "whet": run.header.whet, **run.config, **plan}
     return RunDescription(
         id=run.header.id,
         name=run.path.name,
         project=project,
         created=run.header.created,
-        parameters=dict(_flatten(told)),
+        parameters=dict(_flatten(values)),
     )
 
 
 def import_library(name: str) -> Any:
-    """The dashboard's library, or a clear word that it is not there."""
+    """Import the library of a dashboard; raises with the command to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise WhetError(f"{name} cannot be loaded", got=str(error), try_=f"pip install {name}") from None
+        raise WhetError(f"cannot import {name}", got=str(error), try_=f"pip install {name}") from None
 
 
-def _flatten(values: Mapping[str, Any], *, above: str = "") -> Iterator[tuple[str, Parameter]]:
+def _flatten(values: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, above=f"{above}{name}.")
+            yield from _flatten(value, prefix=f"{prefix}{name}.")
         elif isinstance(value, str | int | float | bool):
-            yield above + name, value
+            yield prefix + name, value
         elif value is not None:
-            yield above + name, str(value)
+            yield prefix + name, str(value)
 
 
 _MLFLOW_TAG = "whet.run"
@@ -118,19 +118,19 @@ _RETRYABLE = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEED
 
 
 class Mlflow:
-    """One run of MLflow; it is found again by a tag that holds the id of ours."""
+    """MLflow, at MLFLOW_TRACKING_URI: a file, a database or a server. A tag with our id identifies the run."""
 
-    most_rows = 100
+    max_rows = 100
 
     def __init__(self) -> None:
         self._mlflow = import_library("mlflow")
         self._client: Any = self._mlflow.MlflowClient()
         self._run = self._where = ""
-        self._taken = 0
-        """How many numbers of the rows at hand it has; the same rows come again when it did not answer."""
+        self._num_sent = 0
+        """How many numbers of the current rows were accepted; the same rows are sent again after a failure."""
 
     def open(self, about: RunDescription) -> ForwardedState:
-        with self._answering():
+        with self._retryable_errors():
             return self._open(about)
 
     def _open(self, about: RunDescription) -> ForwardedState:
@@ -160,19 +160,19 @@ class Mlflow:
             for row in rows
             for name, value in row.values.items()
         ]
-        while self._taken < len(metrics):
-            with self._answering():
-                self._client.log_batch(self._run, metrics=metrics[self._taken : self._taken + _MAX_METRICS])
-            self._taken += _MAX_METRICS
-        self._taken = 0
+        while self._num_sent < len(metrics):
+            with self._retryable_errors():
+                self._client.log_batch(self._run, metrics=metrics[self._num_sent : self._num_sent + _MAX_METRICS])
+            self._num_sent += _MAX_METRICS
+        self._num_sent = 0
 
     def close(self, state: str | None) -> None:
         if self._run and state is not None:
-            with self._answering():
+            with self._retryable_errors():
                 self._client.set_terminated(self._run, status=_MLFLOW_STATES.get(state, "FINISHED"))
 
     @contextlib.contextmanager
-    def _answering(self) -> Iterator[None]:
+    def _retryable_errors(self) -> Iterator[None]:
         try:
             yield
         except (self._mlflow.MlflowException, OSError) as error:
@@ -189,7 +189,7 @@ class Mlflow:
 
 
 def _mlflow_name(name: str) -> str:
-    """A name that MLflow takes."""
+    """A name that MLflow accepts."""
     return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)[:_MAX_NAME].strip("/. ") or "_"
 
 
@@ -197,9 +197,9 @@ _LONGEST_WAIT_SECONDS = 30.0
 
 
 class Trackio:
-    """One run of Trackio; its name ends with a part of our id, so that it is found again."""
+    """Trackio: a local folder, TRACKIO_SPACE_ID or TRACKIO_SERVER_URL. Its name contains a part of our id."""
 
-    most_rows = 1_000
+    max_rows = 1_000
 
     def __init__(self) -> None:
         self._trackio = import_library("trackio")
@@ -214,30 +214,30 @@ class Trackio:
             config=dict(about.parameters),
             resume="allow",
             embed=False,
-            # They would tell of this process, and not of the training.
+            # They would measure this process, not the training.
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
         self._where = f"Trackio (project {about.project}); `trackio show --project {about.project}` shows it"
-        # It counts on from the last step it has: one row a step, so that tells all.
+        # It continues from its last step; with one row per step that is all we need to know.
         return ForwardedState(step=getattr(self._run, "_next_step", 0) - 1)
 
     def send(self, rows: Sequence[DashboardRow]) -> None:
         for row in rows:
             if row.step <= self._logged:
-                continue  # Given to it already, and not written in time.
+                continue  # It has this row already, but did not write it in time.
             self._run.log(dict(row.values), step=row.step)
             self._logged = row.step
-        # It keeps what is logged in memory, and writes twice a second.
+        # It buffers what is logged, and writes twice a second.
         until = time.monotonic() + _LONGEST_WAIT_SECONDS
         while getattr(self._run, "_queued_logs", None) or getattr(self._run, "_sending_batch", None):
             if time.monotonic() > until:
-                raise UnreachableError("Trackio has not written what it was given")
+                raise UnreachableError("Trackio did not write its buffer in time")
             time.sleep(0.05)
 
     def close(self, state: str | None) -> None:  # noqa: ARG002
         if self._run is not None:
-            # By its own door: left open, it would end the run once more when the process ends, and print.
+            # Through its own API: otherwise it would finish the run again when the process exits, and print.
             self._trackio.finish()
 
     def where(self) -> str:
@@ -248,9 +248,12 @@ _EXIT_CODES = {"done": 0, "stopped": 130, "failed": 1}
 
 
 class Wandb:
-    """One run of W&B that has our id. A row of theirs is a step, and none can be added behind."""
+    """Weights & Biases, online, or offline with WANDB_MODE=offline and `wandb sync` later. The run has our id.
 
-    most_rows = 1_000
+    A row of W&B is a step, and none can be inserted before the last one.
+    """
+
+    max_rows = 1_000
 
     def __init__(self) -> None:
         self._wandb = import_library("wandb")
@@ -264,14 +267,14 @@ class Wandb:
             name=about.name,
             config=dict(about.parameters),
             resume="allow",
-            # What it collects by itself would tell of this process, and not of the training.
+            # What it collects by itself would describe this process, not the training.
             settings=self._wandb.Settings(
                 console="off", disable_git=True, disable_code=True, save_code=False, x_disable_stats=True, quiet=True
             ),
         )
         if not self._run.offline:
             return ForwardedState(step=self._run.starting_step - 1)
-        # Offline nobody knows what was handed over before, so it is noted beside what wandb wrote.
+        # Offline there is no record of what was sent before, so we write a note next to wandb's files.
         folder = Path(self._run.settings.wandb_dir)
         self._note = folder / f"whet-{about.id}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -280,10 +283,10 @@ class Wandb:
 
     def send(self, rows: Sequence[DashboardRow]) -> None:
         for row in rows:
-            # _timestamp: when it happened, and not when it was forwarded.
+            # _timestamp: when it happened, not when it was forwarded.
             self._run.log({**row.values, "_timestamp": row.time}, step=row.step, commit=True)
         if self._note is not None and rows:
-            # An answer from wandb's own process: it has all that was logged before the question.
+            # Asking wandb's own process for the step waits until it has everything logged before.
             _ = self._run.step
             durable.write_file(self._note, data=json.dumps({"step": rows[-1].step}).encode())
 
@@ -293,7 +296,7 @@ class Wandb:
 
     def where(self) -> str:
         if self._run.offline:
-            return f"W&B, offline; to send it on: wandb sync {Path(self._run.settings.sync_dir)}"
+            return f"W&B, offline; to upload it: wandb sync {Path(self._run.settings.sync_dir)}"
         return f"W&B, {self._run.url}"
 
 
@@ -301,8 +304,8 @@ DASHBOARDS: dict[str, Callable[[], Dashboard]] = {"wandb": Wandb, "trackio": Tra
 
 
 def open_dashboard(name: str) -> Dashboard:
-    """The dashboard of a name."""
+    """The dashboard of that name."""
     if name not in DASHBOARDS:
         meant = closest_match(name, DASHBOARDS)
-        raise UsageError("no such dashboard", got=name, try_=f"--to {meant}" if meant else " or ".join(DASHBOARDS))
+        raise UsageError("unknown dashboard", got=name, try_=f"--to {meant}" if meant else " or ".join(DASHBOARDS))
     return DASHBOARDS[name]()

@@ -19,7 +19,7 @@ from whet.run.follow import PROCESS_DIED, follow
 
 
 class RowCollector:
-    """Collects events into rows. The newest is held back until a later step shows that nothing more belongs to it."""
+    """Collects events into one row per step. The newest row is held back until a later step shows that it is complete."""
 
     def __init__(self) -> None:
         self._open: DashboardRow | None = None
@@ -28,20 +28,20 @@ class RowCollector:
         """How the run ended; None while it has not."""
 
     def take(self, event: Event) -> Iterator[DashboardRow]:
-        """The rows that are complete now."""
+        """The rows that are complete after this event."""
         if event.kind == "end":
             told = event.get("state")
             self.state = told if isinstance(told, str) else "done"
         if event.kind in SESSION_START_KINDS:
             self.state = None
         if event.kind == "resume" and self._open is not None and self._open.step > event.step:
-            # Void now: the run went back behind it, and makes it again.
+            # Void: the run resumed from an earlier step, and will repeat it.
             self._open = None
         if event.kind not in EXPORTED_KINDS:
             return
         step = checked_step(event)
         if event.kind == "health" and (self._open is None or self._open.step != step):
-            return  # Of a step that was made again: the reading came with the first time.
+            return  # Of a repeated step: its reading belongs to the first time.
         if self._open is not None and step > self._open.step:
             yield from self.rest()
         if step > self._sent:
@@ -57,7 +57,7 @@ class RowCollector:
 
 
 _QUEUE_EVENTS = 10_000
-"""So many wait in memory while a dashboard is slow; the rest waits in the file."""
+"""Events that wait in memory while a dashboard is slow; the rest stays in the file."""
 _BATCH_SECONDS = 1.0
 _FIRST_RETRY_SECONDS, _MAX_RETRY_SECONDS = 1.0, 60.0
 
@@ -81,33 +81,33 @@ def forward_run(
     project: str = "whet",
     once: bool = False,
     tries: int | None = None,
-    say: Notify | None = None,
+    notify: Notify | None = None,
     stop: threading.Event | None = None,
 ) -> ForwardResult:
-    """Forwards what the dashboard does not have yet, then what comes, until the run ends (`once`: until now).
+    """Forward what the dashboard does not have yet, then new events until the run ends (`once`: only those so far).
 
-    A dashboard that does not answer is tried again, `tries` times or for ever. Setting `stop` ends it soon; what was
-    not sent is sent the next time.
+    A dashboard that does not answer is retried, `tries` times or forever. Setting `stop` ends it soon; what was not sent
+    is sent the next time.
     """
-    stop, say = stop or threading.Event(), say or _ignore
-    insist = _Retry(tries=tries, say=say, stop=stop)
-    told, rows = describe_run(run, project=project), RowCollector()
+    stop, notify = stop or threading.Event(), notify or _ignore
+    retry = _Retry(tries=tries, notify=notify, stop=stop)
+    description, rows = describe_run(run, project=project), RowCollector()
     num_sent, last = 0, None
     try:
-        held = insist(partial(target.open, told))
-        say(f"{run.path.name} is forwarded to {target.where()}")
+        forwarded = retry(partial(target.open, description))
+        notify(f"{run.path.name} is forwarded to {target.where()}")
         for events in _batches(run, once=once, stop=stop):
             if any(event.kind == PROCESS_DIED for event in events):
-                say("the training has died; its next events are waited for")
+                notify("the training process died; waiting for a resume")
             found = [row for event in events for row in rows.take(event)]
-            # No events: it is over. A run that ended has nothing more for its last step.
+            # An empty batch is the last one. A run that ended has nothing more for its last step.
             found += [] if events or rows.state is None else rows.rest()
-            fresh = [row for row in map(held.news, found) if row is not None]
-            for start in range(0, len(fresh), target.most_rows):
-                part = fresh[start : start + target.most_rows]
-                insist(partial(target.send, part))
+            fresh = [row for row in map(forwarded.new_part, found) if row is not None]
+            for start in range(0, len(fresh), target.max_rows):
+                part = fresh[start : start + target.max_rows]
+                retry(partial(target.send, part))
                 num_sent, last = num_sent + len(part), part[-1].step
-        insist(partial(target.close, rows.state))
+        retry(partial(target.close, rows.state))
     except BaseException as error:
         with contextlib.suppress(UnreachableError):
             target.close(None)
@@ -119,7 +119,7 @@ def forward_run(
 
 
 class _StoppedError(Exception):
-    """It was told to stop before the dashboard answered."""
+    """Stopped before the dashboard answered."""
 
 
 _Answer = TypeVar("_Answer")
@@ -127,10 +127,10 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True)
 class _Retry:
-    """Asks a dashboard until it answers, with longer and longer pauses."""
+    """Retries a call until it succeeds, with increasing pauses."""
 
     tries: int | None
-    say: Notify
+    notify: Notify
     stop: threading.Event
 
     def __call__(self, ask: Callable[[], _Answer]) -> _Answer:
@@ -143,22 +143,22 @@ class _Retry:
                 if self.tries is not None and failed >= self.tries:
                     raise
                 if failed == 1:
-                    self.say(f"no answer ({error}); tried again until there is one, the training does not wait")
+                    self.notify(f"no answer ({error}); retrying, training does not wait")
                 self.stop.wait(pause)
                 pause = min(2 * pause, _MAX_RETRY_SECONDS)
             else:
                 if failed:
-                    self.say("it answers again")
+                    self.notify("the dashboard answers again")
                 return answer
         raise _StoppedError
 
 
 def _ignore(text: str) -> None:
-    """Says it to nobody."""
+    """Discard a message."""
 
 
 def _batches(run: Run, *, once: bool, stop: threading.Event) -> Iterator[list[Event]]:
-    """The events of a run, a second's worth at a time, or as many as may wait; none at last."""
+    """The events of a run in batches of a second, or of the size of the queue; the last one is empty."""
     if once:
         batch: list[Event] = []
         for event in History(run).events():
@@ -169,7 +169,7 @@ def _batches(run: Run, *, once: bool, stop: threading.Event) -> Iterator[list[Ev
         yield from (batch, [])
         return
     waiting: queue.Queue[Event | BaseException | None] = queue.Queue(_QUEUE_EVENTS)
-    # A thread: following waits for the file, and what was read must not wait with it.
+    # In a thread: following blocks on the file, and events already read must not wait for it.
     threading.Thread(target=_read_events, args=(run, waiting, stop), daemon=True, name="follow").start()
     is_over = False
     while not is_over and not stop.is_set():
