@@ -133,7 +133,7 @@ def batch_sweep(chosen: AutoBatch, plan: Plan) -> BenchSweep:
                 is_plan=point.batch == chosen.batch,
                 execution={"device": plan.device, "micro_batch": point.micro_batch},
                 outcome="measured" if rate else "failed",
-                words=point.words,
+                note=point.words,
                 samples_per_second=rate,
                 peak_bytes=point.peak_bytes,
             )
